@@ -28,7 +28,7 @@ from .stopping import leave_if_told, watch_signals
 _UsageError = typer.BadParameter.__base__  # of the click that typer brings along
 COMMANDS = (
     running.run, running.check, running.nightly, *running.STAGES,
-    episodes.reenact, episodes.branch, episodes.import_rollouts,
+    episodes.reenact, episodes.branch, episodes.import_,
     placing.serve, placing.deploy, health.doctor,
     versions.ls, versions.show, viewing.view, versions.lineage, versions.diff, versions.compare,
     versions.verify, versions.rm, cleaning.gc, versions.tag, versions.history, versions.report,
@@ -61,7 +61,7 @@ def _program(
 
 
 for _command in COMMANDS:
-    app.command()(with_options(_command))
+    app.command(_command.__name__.rstrip("_"))(with_options(_command))
 
 
 def _say_stopped() -> None:

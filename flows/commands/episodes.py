@@ -91,7 +91,7 @@ def branch(
     _say_made({"prompts": outcome})
 
 
-def import_rollouts(
+def import_(
     file: Annotated[Path, typer.Argument(help="JSON lines", metavar="FILE")],
     policy: Annotated[
         str,
@@ -124,7 +124,7 @@ def import_rollouts(
     for setting in settings or ():
         put_setting(fields, setting)
     opened = open_store(store)
-    config = imported.resolve(parse(imported.Config, fields, "import-rollouts"))
+    config = imported.resolve(parse(imported.Config, fields, "import"))
     refs = {"policy": policy, **({"prompts": prompts} if prompts else {})}
     made = {"rollouts": _perform(opened, "imported", config.model_dump(mode="json"), refs, into)}
     if made["rollouts"].metrics["rewarded"]:

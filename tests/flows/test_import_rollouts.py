@@ -1,4 +1,4 @@
-"""`quiver import-rollouts`: trajectories of another system, which training takes or its audit
+"""`quiver import`: trajectories of another system, which training takes or its audit
 refuses."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ use = "numeric"
 [optimize]
 device = "cpu"
 """
-IMPORT = "import-rollouts trajectories.jsonl --policy tiny/policy@0"
+IMPORT = "import trajectories.jsonl --policy tiny/policy@0"
 OPTIMIZE = "optimize recipe.toml --rollouts tiny/rollouts@1 --rewards tiny/rewards@1"
 
 
@@ -80,7 +80,7 @@ def write(folder: Path, lines: list[dict], name: str = "trajectories.jsonl") -> 
 
 def take_over(folder: Path, name: str = "trajectories.jsonl", **options) -> None:
     """The command, in this process."""
-    commands.import_rollouts(folder / name, "tiny/policy@0", store=str(folder / "store"), **options)
+    commands.import_(folder / name, "tiny/policy@0", store=str(folder / "store"), **options)
 
 
 def by_shell(folder: Path, command: str, code: int = 0) -> dict:
