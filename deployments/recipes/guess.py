@@ -3,7 +3,7 @@ starts from.
 
 A number from 1 to 15 is to be found in four turns; each wrong guess is answered `higher` or
 `lower`. Halving what is left finds every number. The model (0.1M parameters) is taught by a teacher
-who heeds the answers half the time.
+who heeds the answers three times in four.
 
 >>> game = Guess()
 >>> game.reset(number=11)
@@ -68,7 +68,7 @@ def found(end_reason: Sequence[str], **_: Any) -> list[float]:
     return [float(reason == "environment") for reason in end_reason]
 
 
-def prepare(folder: Path, seed: int = 0, steps: int = 400, heeds: float = 0.5) -> None:
+def prepare(folder: Path, seed: int = 0, steps: int = 800, heeds: float = 0.75) -> None:
     """Write the base model into `folder`: a Llama after `steps` of supervised warm-up, 64 games
     each.
 

@@ -354,7 +354,11 @@ BAD = [
     ({}, [{"messages": []}], "expected a list of"),
     ({}, [{"messages": [{"role": "user", "content": "a", "weight": 1}]}], "content.*role.*weight"),
     ({}, [{"messages": [{"role": "user"}]}], "expected role and content"),
-    ({}, [{"messages": [{"role": "user<|im_end|>", "content": "a"}]}], "has role 'user<"),
+    (
+        {},
+        [{"messages": [{"role": "user<|im_end|>", "content": "a"}]}],
+        "role of message 0 is 'user<",
+    ),
     ({}, [{"messages": [{"role": "user", "content": ["part"]}]}], "holds a list, expected text"),
     ({}, [{"prompt_ids": [1, 320]}], "320 is outside the model's vocabulary of 320"),
     ({}, [{"prompt_ids": [1, 2**40]}], "outside the model's vocabulary"),
@@ -433,7 +437,7 @@ CALLED = [
     {"role": "user", "content": "And again?"},
 ]
 WITH_CALLS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}{{ ' ' + m.name if m.name else '' }}\n"
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments | tojson }})"
     "{% endfor %}{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
