@@ -159,7 +159,6 @@ EQUIVALENT = {
     "shards:Shards.summary:one:1": "a worker that made tokens has its seconds of generate",
     "shards:Shards.__init__:one:2": "one token more in the speed that a line of progress tells",
     "stage:prepare:drop:0": "it imports ahead of time what is imported anyway",
-    "stage:make:one:3": "a version of no rows has no first row",
     "stage:_sample:drop:2": "files of the right size are verified too, as they are right after",
     "trainer:Trainer.warming:drop:1": "only the critic's step reads it",
     "trainer:Trainer._members:sign:1": "a batch of no rollouts has no members in any order",
