@@ -81,8 +81,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     writer = writers["evaluations"]
     table = _join(plan.inputs["rollouts"], plan.inputs["rewards"], config.score)
     metrics = measure(config, table)
-    sampled = plan.inputs["rollouts"].table()
-    metrics |= steps_to_success(sampled, table["score"], threshold_of(config))
+    rollouts = plan.inputs["rollouts"]
+    metrics |= steps_to_success(rollouts, table["score"], threshold_of(config))
     if "baseline" in plan.inputs:
         metrics |= compare(config, table, plan.inputs["baseline"])
     writer.write_table(table)

@@ -8,8 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from quiver.schemas import fields
+from quiver.schemas.rollouts import OF_TURNS
+from quiver.stages.common.store import Version
 
-def steps_to_success(rollouts: pa.Table, scores: pa.Array, threshold: float) -> dict[str, Any]:
+
+def steps_to_success(rollouts: Version, scores: pa.Array, threshold: float) -> dict[str, Any]:
     """Over the episodes of rollouts/2 whose score is at least `threshold`: the mean and the median
     of their turns, and `within`: which share of all scored episodes succeeded in at most so many.
     Nothing for rollouts/1.
@@ -17,9 +21,9 @@ def steps_to_success(rollouts: pa.Table, scores: pa.Array, threshold: float) -> 
     Args:
         scores: [rows], null where an episode was not scored.
     """
-    if "turns" not in rollouts.column_names:
+    if rollouts.manifest.kind_schema != fields.kind_of(OF_TURNS):
         return {}
-    turns = pc.list_value_length(rollouts["turns"]).to_numpy()
+    turns = pc.list_value_length(rollouts.table(["turns"])["turns"]).to_numpy()
     scores = np.array(scores.to_pylist(), np.float64)  # null: NaN
     steps = turns[scores >= threshold]
     num_scored = int((~np.isnan(scores)).sum())

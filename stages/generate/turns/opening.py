@@ -16,6 +16,7 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.common.chat.control_tokens import Guard
 from quiver.stages.common.chat.messages import read_messages
 from quiver.stages.common.chat.template import Template
+from quiver.stages.common.config import parse_saved
 from quiver.stages.common.environments.config import EnvironmentConfig
 from quiver.stages.common.environments.pool import EnvironmentPool, Loaded
 from quiver.stages.common.models import checkpoints
@@ -41,7 +42,11 @@ def identified(config: Config, prompts: Version) -> Config:
         return config
     turns = config.turns.with_fingerprint()
     saved = prompts.manifest.config.get("turns")
-    if saved is None or EnvironmentConfig(**saved).key() != turns.alone().key():
+    is_same = False
+    if saved is not None:
+        environment, _ = parse_saved(EnvironmentConfig, saved, f"{prompts.ref} config.turns")
+        is_same = environment.key() == turns.alone().key()
+    if not is_same:
         how = "without [generate.turns]" if saved is None else "for another environment"
         raise ConfigError(
             str(prompts.ref),

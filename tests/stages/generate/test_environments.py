@@ -398,3 +398,19 @@ def test_a_class_that_can_not_be_used_is_told(tmp_path):
     raising = write(tmp_path, "class Bad:\n    def __init__(self):\n        1 / 0\n", "b.py")
     with pytest.raises(ConfigError, match="ZeroDivisionError"):
         open_source(f"{raising}:Bad", [], {})
+
+
+def test_the_game_of_the_document_is_played(tmp_path):
+    """The very lines that the page about environments shows."""
+    page = Path(__file__).parents[3] / "deployments/docs/environments.md"
+    code = page.read_text().partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "number.py").write_text(code)
+    environment = open_source(f"{tmp_path / 'number.py'}:Guess", [], {}).make()
+    assert environment.reset({"limit": 3}, 5) == [{"role": "user", "content": "It is below 3."}]
+    steps = [environment.step(Turn(str(guess))) for guess in range(3)]
+    (number,) = [guess for guess, step in enumerate(steps) if step.done]
+    assert [step.reward for step in steps] == [float(guess == number) for guess in range(3)]
+    hints = ["higher" if guess < number else "lower" for guess in range(3)]
+    hints[number] = "right"
+    assert [step.text for step in steps] == hints
+    assert environment.step(Turn("no number")).text == "higher"
