@@ -5,9 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
-from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -293,7 +294,7 @@ def test_transformers_samples_from_all_that_stood_before_each_turn(store, policy
 def test_kill_9_changes_no_row(policy, store, names, tmp_path, kills):
     slow = {"arguments": {"seconds": 0.05}}
     prompts = guessing.render(store, policy, names, **slow)
-    stage = {"rows_per_shard": 3, "samples_per_prompt": 6, "turns": slow}
+    stage = {"rows_per_shard": 3, "samples_per_prompt": 3 * kills, "turns": slow}
     calm = run(config(names, **stage), store, prompts=prompts.ref, policy=policy.ref, into="calm")
     command = [
         sys.executable,
@@ -302,20 +303,29 @@ def test_kill_9_changes_no_row(policy, store, names, tmp_path, kills):
         "sys.argv[1:]); run_stage('generate', fields, store, in_process=True, **refs)",
         config(names, **stage).model_dump_json(),
         json.dumps(str(store.path)),
-        json.dumps({"prompts": str(prompts.ref), "policy": str(policy.ref), "into": "killed"}),
+        json.dumps(
+            {"prompts": str(prompts.ref), "policy": str(policy.ref), "into": f"killed-{kills}"}
+        ),
     ]
-    child = None
-    for seconds in np.random.default_rng(0).uniform(1.5, 4.5, kills):
-        child = subprocess.Popen(command, cwd=tmp_path, start_new_session=True)
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(seconds)
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-    subprocess.run(command, cwd=tmp_path, check=True)
-    tables = [store.open(ref).table() for ref in (calm, "killed/rollouts@1")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    staging = store.path / f"killed-{kills}/rollouts/.staging"
+    for seconds in np.random.default_rng(0).uniform(0, 0.5, kills):
+        found = shards_in(staging)
+        child = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True)
+        while child.poll() is None and shards_in(staging) == found:
+            time.sleep(0.01)
+        time.sleep(seconds)
+        os.killpg(child.pid, signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+    tables = [store.open(ref).table() for ref in (calm, f"killed-{kills}/rollouts@1")]
     rows, rows_of_killed = ([untimed(row) for row in table.to_pylist()] for table in tables)
     assert rows_of_killed == rows
+
+
+def shards_in(staging: Path) -> int:
+    """How many shards a killed stage would not do again."""
+    return len(list(staging.rglob("part-*.arrow.json")))
 
 
 def untimed(row: dict) -> dict:
