@@ -14,7 +14,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from quiver.schemas.errors import ConfigError, QuiverError, printable
+from quiver.schemas.errors import ConfigError, QuiverError, printable, reason
 from quiver.stages.common import plugins
 from quiver.stages.common.environments.pool import EnvironmentPool
 from quiver.stages.common.models.from_function import is_function
@@ -110,7 +110,7 @@ def _store_at(path: str) -> Store | None:
     except (OSError, RuntimeError) as error:  # RuntimeError: pathlib's word for a home
         raise ConfigError(
             f"store {printable(path)}",
-            f"can not be used: {printable(getattr(error, 'strerror', None) or error)}",
+            f"can not be used: {reason(error)}",
             next="name another folder in --store",
         ) from None
     return None

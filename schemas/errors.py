@@ -54,6 +54,16 @@ def printable(text: object, limit: int = 200) -> str:
     return escaped if len(escaped) <= limit else escaped[: limit - 1] + "…"
 
 
+def reason(error: BaseException) -> str:
+    """What `error` says, printable. Of one of the system, without its number and the path, which
+    the message around it names.
+
+    >>> reason(FileNotFoundError(2, "No such file or directory", "rows.csv"))
+    'No such file or directory'
+    """
+    return printable(getattr(error, "strerror", None) or error)
+
+
 def for_terminal(text: object) -> str:
     """Lines that leave for a terminal, whoever wrote them: no character in them moves the cursor,
     changes colours or the direction of writing."""

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, printable, reason
 from quiver.stages.common.config import parse
 from quiver.stages.common.json_rows import bad_source, json_rows
 from quiver.stages.common.store import storage
@@ -176,7 +176,7 @@ def read(source: str, sha256: str = "") -> tuple[dict[int, Trajectory], str]:
                 raise bad_source(f"{source} line {number}", problem)
             lines[number] = parse(Trajectory, row, place_of(source, number))
     except OSError as error:
-        raise bad_source(source, f"can not be read: {printable(error)}") from error
+        raise bad_source(source, f"can not be read: {reason(error)}") from error
     if not lines:
         raise bad_source(source, "has no lines")
     if sha256 not in ("", hash_now):

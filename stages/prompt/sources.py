@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, printable, reason
 from quiver.stages.common import plugins
 from quiver.stages.common.json_rows import bad_source, json_rows
 from quiver.stages.common.store import storage
@@ -126,7 +126,7 @@ def _read_file(path: Path) -> pa.Table:
                 mapped.seek(0)
                 return pa.ipc.open_stream(mapped).read_all()
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
-        raise bad_source(path, f"can not be read: {printable(error)}") from error
+        raise bad_source(path, f"can not be read: {reason(error)}") from error
     return to_table(str(path), "line", json_rows(path))
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, printable, reason
 from quiver.schemas.manifest import digest
 from quiver.stages.common.chat.template import bad_text
 from quiver.stages.common.models import checkpoints
@@ -212,6 +212,6 @@ def read_template(config: Config) -> str | None:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"prompt.template {printable(config.template)}",
-            printable(error),
+            reason(error),
             next="name a jinja file in UTF-8",
         ) from None

@@ -22,7 +22,7 @@ from typing import Annotated
 import pyarrow as pa
 from pydantic import Field
 
-from quiver.schemas.errors import ConfigError, LineageError, printable
+from quiver.schemas.errors import ConfigError, LineageError, printable, reason
 from quiver.schemas.plain import read_json
 from quiver.stages.common import config as common
 from quiver.stages.common.runtime.stage import Plan, Refs
@@ -57,7 +57,7 @@ def load(path: str | Path) -> Config:
     try:
         fields = read_json(read_file(Path(path)))
     except OSError as error:
-        raise ConfigError(name, printable(error), next="name a JSON file") from None
+        raise ConfigError(name, reason(error), next="name a JSON file") from None
     except ValueError as error:
         problem = f"is not JSON: {printable(error)}"
         raise ConfigError(name, problem, next="correct the file") from None

@@ -39,6 +39,7 @@ from quiver.schemas.errors import (
     LineageError,
     QuiverError,
     printable,
+    reason,
 )
 from quiver.schemas.manifest import FileEntry, Input, Manifest, from_json
 from quiver.schemas.plain import read_json
@@ -282,7 +283,7 @@ class Store:
         except (OSError, RuntimeError) as error:  # RuntimeError: pathlib's word for a home or loop
             raise ConfigError(
                 f"store {printable(path)}",
-                f"can not be used: {printable(getattr(error, 'strerror', None) or error)}",
+                f"can not be used: {reason(error)}",
                 next="name another folder in --store",
             ) from None
 
