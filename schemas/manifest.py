@@ -15,7 +15,14 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from .errors import CorruptError, LineageError, SchemaError, printable
 from .plain import read_json
@@ -24,7 +31,9 @@ from .refs import KINDS, NAME
 FORMAT = 1
 REQUIRED_FEATURES = {"rollouts/2": ("turns",)}
 """By schema: what a reader must know, else what it read would be right in form and wrong."""
-FEATURES = frozenset(itertools.chain(*REQUIRED_FEATURES.values()))
+IMAGES = "images"
+"""The feature of what was made by a model that sees pictures."""
+FEATURES = frozenset(itertools.chain(*REQUIRED_FEATURES.values(), [IMAGES]))
 MAX_BYTES = 8 * 1024 * 1024
 """Of a manifest; as Python objects it takes up to 24 times as much."""
 _SHA = r"^[0-9a-f]{64}$"
@@ -74,6 +83,21 @@ class Model(_Part):
     weights: str = ""
     tokenizer: str = ""
     template: str = ""
+    processor: str = ""
+    """Of what makes pixels of pictures; left out where the model sees none."""
+
+    @property
+    def hashes(self) -> list[str]:
+        """Those that decide what is made with it."""
+        hashes = [self.weights, self.tokenizer, self.template]
+        return [*hashes, self.processor] if self.processor else hashes
+
+    @model_serializer(mode="wrap")
+    def _without_processor(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields = serialize(self)
+        if not self.processor:
+            del fields["processor"]
+        return fields
 
 
 class Manifest(_Part):
@@ -147,6 +171,13 @@ class Manifest(_Part):
             problem = f"its manifest has {len(raw)} bytes, at most {MAX_BYTES} are read"
             raise SchemaError(self.ref, problem, next="shorten what the recipe puts into it")
         return raw
+
+
+def required_features(schema: str, models: tuple[Model, ...]) -> tuple[str, ...]:
+    """What a reader must know of a version of this schema, made by these models."""
+    features = REQUIRED_FEATURES.get(schema, ())
+    sees_images = any(model.processor for model in models)
+    return (*features, IMAGES) if sees_images else features
 
 
 def content_hash(schema: str, files: tuple[FileEntry, ...]) -> str:

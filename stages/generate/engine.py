@@ -25,6 +25,17 @@ from quiver.stages.common.store import Version
 from .options import Sampling, ScriptedOptions, TransformersOptions, VllmOptions
 
 
+class Picture(NamedTuple):
+    """A picture in a prompt."""
+
+    content: bytes
+    """A PNG, JPEG or WebP that was checked."""
+    start: int
+    """Where its ids begin in the prompt."""
+    length: int
+    """How many there are."""
+
+
 class Request(NamedTuple):
     """One completion to make. `index` is the row's place among all rows; `seed` decides its draws,
     alone. In an episode of turns a row's requests follow one another."""
@@ -37,6 +48,8 @@ class Request(NamedTuple):
     """Of an episode; its number, from 0."""
     max_tokens: int | None = None
     """Most ids of the completion; None: those of `Sampling`."""
+    pictures: tuple[Picture, ...] = ()
+    """In the order of their places."""
 
 
 class Completion(NamedTuple):
@@ -72,6 +85,8 @@ class Setup:
     base: Version | None = None
     """The weights that the policy's adapter goes on, where `options.lora` asks for that; None: load
     the policy's own."""
+    most_pictures: int = 0
+    """In one prompt."""
     longest: int | None = None
     """Most ids that a row of the prompts can have, by which a cache may be sized; None:
     max_model_len."""

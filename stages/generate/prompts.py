@@ -14,6 +14,7 @@ from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Version
 
 from .config import Config
+from .engine import Picture
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,10 @@ def select_prompts(
     names = ["group_id", "prompt_ids"]
     if config.turns is not None:
         names += ("messages", "columns")
+    if prompts.manifest.kind_schema == "prompts/2":
+        names += ("images", "image_spans")
     table = prompts.table(names)
+    _require_sight(config, prompts, policy, table)
     groups = table["group_id"]
     vocabulary = checkpoints.vocabulary_size(policy)
     outside = f"is outside the vocabulary of {policy.ref}, {vocabulary}"
@@ -73,6 +77,40 @@ def select_prompts(
     if config.turns is not None:
         longest = min(longest - max_tokens + config.turns.most_read_tokens, context)
     return table.filter(pa.array(fits)), dropped, longest
+
+
+def _require_sight(config: Config, prompts: Version, policy: Version, table: pa.Table) -> None:
+    """ConfigError where prompts show pictures that the policy can not see."""
+    if not most_pictures(table):
+        return
+    if not checkpoints.sees_images(policy):
+        raise ConfigError(
+            str(prompts.ref),
+            f"shows pictures, and {policy.ref} sees none",
+            next="take a vision-language model, or prompts without pictures",
+        )
+    if config.turns is not None and config.turns.rewritten != "refuse":
+        raise ConfigError(
+            "generate.turns.rewritten",
+            f"a history that is rewritten loses the pictures of {prompts.ref}",
+            next='set generate.turns.rewritten = "refuse"',
+        )
+
+
+def most_pictures(prompts: pa.Table) -> int:
+    """Of one prompt."""
+    if "images" not in prompts.column_names:
+        return 0
+    return pc.max(pc.list_value_length(prompts["images"])).as_py() or 0
+
+
+def pictures_of(prompts: pa.Table, row: int) -> tuple[Picture, ...]:
+    """The pictures of a prompt, in the order of their places."""
+    if "images" not in prompts.column_names:
+        return ()
+    images = prompts["images"][row].as_py() or ()
+    spans = prompts["image_spans"][row].as_py() or ()
+    return tuple(Picture(image["bytes"], **span) for image, span in zip(images, spans, strict=True))
 
 
 def context_limit(config: Config, policy: Version) -> int:

@@ -20,7 +20,8 @@ from quiver.schemas import rollouts
 from quiver.schemas.manifest import canonical
 
 from .config import Config
-from .engine import Completion, Request
+from .engine import Completion, Picture, Request
+from .prompts import pictures_of
 
 _OF_EPISODES = (
     "completion_ids",
@@ -57,7 +58,13 @@ class Rows:
         """One request for each row index, made as it is taken."""
         for index in indices:
             prompt_ids = self._prompt_ids[index // self.config.samples_per_prompt]
-            yield Request(index, prompt_ids.values.to_numpy(), self.seed(index))
+            seed = self.seed(index)
+            pictures = self.pictures(index)
+            yield Request(index, prompt_ids.values.to_numpy(), seed, pictures=pictures)
+
+    def pictures(self, index: int) -> tuple[Picture, ...]:
+        """The pictures in a row's prompt."""
+        return pictures_of(self.prompts, index // self.config.samples_per_prompt)
 
     def seed(self, index: int, *turn: int) -> int:
         """The seed of a row, or of one turn of it."""

@@ -29,7 +29,7 @@ from quiver.stages.common.store.writer import Writer
 from . import engine as engines
 from .config import Config
 from .options import VllmOptions
-from .prompts import context_limit, select_prompts
+from .prompts import context_limit, most_pictures, select_prompts
 from .requests import Requests
 from .rows import Rows
 from .shards import Shards
@@ -96,7 +96,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         for index in shards.handout:
             writer.write(index, rows.empty_table())
     elif shards.handout.more():
-        setup = engine_setup(config, policy, longest)
+        setup = engine_setup(config, policy, longest, most_pictures(prompts))
         options = engines.engine_options(config.engine, config.options)
         if isinstance(options, VllmOptions) and options.lora:
             setup = replace(setup, base=checkpoints.adapter_base(plan.store, policy))
@@ -119,8 +119,11 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     writer.finish(metrics=metrics, status=status, device=engine.get("device", "cpu"))
 
 
-def engine_setup(config: Config, policy: Version, longest: int) -> engines.Setup:
-    """What the engine is made from, for rows of at most `longest` ids. `max_model_len` is a power
+def engine_setup(
+    config: Config, policy: Version, longest: int, most_pictures: int = 0
+) -> engines.Setup:
+    """What the engine is made from, for rows of at most `longest` ids, with at most so many
+    pictures. `max_model_len` is a power
     of two, or half as much more, or the limit: it changes seldom with the prompts."""
     stop_ids = set(config.sampling.stop_token_ids)
     if not config.sampling.ignore_eos:
@@ -138,6 +141,7 @@ def engine_setup(config: Config, policy: Version, longest: int) -> engines.Setup
         device=config.device,
         options=config.options,
         longest=longest,
+        most_pictures=most_pictures,
     )
 
 

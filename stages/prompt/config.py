@@ -62,6 +62,10 @@ class SourceConfig(Base):
     as one."""
     prompt_ids: str | None = None
     """Column with token ids, given to the engine as they are."""
+    images: Added[str | None] = None
+    """Column with a prompt's pictures, for a policy that sees them: one or a list, each as
+    `datasets.Image` stores it, as bytes, or as a path below the source's folder. They are shown
+    where the chat has parts of type image, else before its first user message's text."""
     raw_text: bool = False
     """Take the text of `prompt` as the whole prompt, without a chat template. Control tokens typed
     in it stay text."""
@@ -98,6 +102,8 @@ class SourceConfig(Base):
             raise ValueError(f"{' and '.join(named)} exclude each other: name one column")
         if self.raw_text and (self.messages or self.prompt_ids):
             raise ValueError(f"raw_text goes with prompt, not with {named[0]}")
+        if self.images and (self.raw_text or self.prompt_ids):
+            raise ValueError("images are shown by a chat template: leave raw_text, prompt_ids out")
         if self.curriculum is not None and self.limit is None:
             raise ValueError("curriculum chooses `limit` rows an iteration: set limit")
         return self
@@ -122,6 +128,12 @@ class TemplateConfig(Base):
     manifest."""
     template_seconds: Runtime[float] = Field(default=10.0, gt=0)
     """Longest time that the template may take for one prompt."""
+    max_image_pixels: Runtime[int] = Field(default=4096 * 4096, ge=1)
+    """Most pixels of a picture; one with more is refused."""
+    max_image_bytes: Runtime[int] = Field(default=20 * 1024**2, ge=1)
+    """Most bytes of a picture as it is stored."""
+    image_seconds: Runtime[float] = Field(default=10.0, gt=0)
+    """Longest time that decoding a picture may take."""
 
 
 class Config(SourceConfig, TemplateConfig):

@@ -30,9 +30,14 @@ def read_message(name: str, number: int, message: Any) -> Message:
             f"role and content (and {', '.join(sorted(MORE))})",
         )
     place = f"message {number}"
+    content = entries["content"]
+    if isinstance(content, list):
+        content = [_read_part(name, part, place) for part in content]
+    else:
+        content = require_text(name, content, f"the content of {place}")
     read: Message = {
         "role": _require_word(name, entries["role"], f"role of {place}"),
-        "content": require_text(name, entries["content"], f"the content of {place}"),
+        "content": content,
     }
     if "name" in entries:
         read["name"] = require_text(name, entries["name"], f"the name of {place}")
@@ -46,6 +51,54 @@ def read_message(name: str, number: int, message: Any) -> Message:
             raise bad_row(name, f"tool_calls of {place} holds {type_name(calls)}, expected a list")
         read["tool_calls"] = [_read_call(name, call, f"a call of {place}") for call in calls]
     return read
+
+
+def _read_part(name: str, part: Any, place: str) -> dict[str, str]:
+    """A part of a content: {"type": "text", "text": …}, or {"type": "image"}, which stands for the
+    next picture of the row."""
+    members = part if isinstance(part, dict) else {}
+    members = {key: member for key, member in members.items() if member is not None}
+    if members == {"type": "image"}:
+        return members
+    if members.keys() == {"type", "text"} and members["type"] == "text":
+        text = require_text(name, members["text"], f"a part of {place}")
+        return {"type": "text", "text": text}
+    raise bad_row(
+        name,
+        f"a part of {place} has {printable(sorted(members) or type_name(part))}, expected "
+        '{type: "text", text} or {type: "image"}, whose pictures are in the column data.images',
+    )
+
+
+def text_of(content: str | list[dict[str, str]]) -> str:
+    """The text of a content, without its pictures."""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content)
+
+
+def show_images(name: str, messages: list[Message], count: int) -> list[Message]:
+    """`messages` with `count` parts of type image: those that they have, or where they have none,
+    before the text of the first message of a user. ConfigError where they have another number."""
+    shown = sum(
+        part["type"] == "image"
+        for message in messages
+        if isinstance(message["content"], list)
+        for part in message["content"]
+    )
+    if shown == count:
+        if not count:  # many templates take a text alone
+            return [{**each, "content": text_of(each["content"])} for each in messages]
+        return messages
+    place = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
+    if shown or place is None:
+        raise bad_row(name, f"shows {shown} pictures, and the row has {count}")
+    message = messages[place]
+    parts = message["content"]
+    if isinstance(parts, str):
+        parts = [{"type": "text", "text": parts}]
+    shown_first = {**message, "content": [{"type": "image"}] * count + parts}
+    return [*messages[:place], shown_first, *messages[place + 1 :]]
 
 
 def _read_call(name: str, call: Any, place: str) -> dict[str, Any]:

@@ -21,7 +21,17 @@ from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Version
 
 from .config import Config
-from .messages import MORE, Message, bad_row, read_message, require_text, type_name
+from .images import Pictures
+from .messages import (
+    MORE,
+    Message,
+    bad_row,
+    read_message,
+    require_text,
+    show_images,
+    text_of,
+    type_name,
+)
 
 Prompt = dict[str, Any]
 """A row of prompts/1, but for its group and its columns."""
@@ -44,6 +54,7 @@ class Renderer:
         self.chat_template = ""
         """The text of the template that is used, where one is."""
         tokenizer = checkpoints.load_tokenizer(policy)
+        self._pictures = Pictures(config, policy) if config.images else None
         self._guard = Guard(tokenizer, closes=checkpoints.is_encoder_decoder(policy))
         self._vocabulary = checkpoints.vocabulary_size(policy)
         self._template: Template | None = None
@@ -68,13 +79,18 @@ class Renderer:
             self.chat_template = source
 
     def close(self) -> None:
-        """End the template's process."""
+        """End the processes of the template and of the pictures."""
         if self._template:
             self._template.close()
+        if self._pictures:
+            self._pictures.close()
 
-    def render(self, name: str, cell: Any, opening: Sequence[Message] = ()) -> Prompt | None:
+    def render(
+        self, name: str, cell: Any, opening: Sequence[Message] = (), images: Any = None
+    ) -> Prompt | None:
         """The prompt that a cell of the input column is, with what an environment says at its
-        start; None where it is too long, and such are dropped. ConfigError, SecurityError."""
+        start, and with the pictures of a cell `images`; None where it is too long, and such are
+        dropped. ConfigError, SecurityError."""
         config = self.config
         messages = None
         # TRL and verl keep chats in a column `prompt`
@@ -106,14 +122,18 @@ class Renderer:
             if config.system is not None and messages[0]["role"] != "system":
                 messages.insert(0, {"role": "system", "content": config.system})
             messages = _followed_by(messages, opening)
+            pictures = self._pictures.of_cell(name, images) if self._pictures else []
+            messages = show_images(name, messages, len(pictures))
             rendering = self._render_chat(name, messages)
-        if not self._fits(name, rendering.ids):
-            return None
-        return {
+            messages = [{**each, "content": text_of(each["content"])} for each in messages]
+        prompt = {
             "messages": messages and save_messages(messages),
             "prompt_text": rendering.text,
             "prompt_ids": rendering.ids,
         }
+        if self._pictures:
+            prompt |= self._pictures.expanded(name, rendering.ids, pictures)
+        return prompt if self._fits(name, prompt["prompt_ids"]) else None
 
     def assistant_starts(self, chats: pa.ChunkedArray) -> dict[str, str | None]:
         """For each role that a chat ends with, what stands between that message and the assistant's
@@ -186,10 +206,12 @@ def render_rows(
     rendered: list[Prompt] = []
     positions: list[int] = []
     openings = openings or [[]] * len(rows)
+    images = table.column(config.images) if config.images else None
     for position, (row, cell, opening) in enumerate(zip(rows, cells, openings, strict=True)):
         group_id = group_ids[row]
         name = f"prompt {printable(group_id)} (row {row + 1} of {printable(config.source)})"
-        prompt = renderer.render(name, cell, opening)
+        pictures = images[position].as_py() if images else None
+        prompt = renderer.render(name, cell, opening, pictures)
         if prompt is not None:
             rendered.append({"group_id": group_id, **prompt})
             positions.append(position)
@@ -197,7 +219,7 @@ def render_rows(
     struct = columns.combine_chunks().to_struct_array().combine_chunks()
     kind_schema = prompts.SCHEMA
     column = source.column(getattr(config, config.input))
-    if config.turns is not None or _has_calls(column):
+    if config.turns is not None or config.images or _has_calls(column):
         kind_schema = prompts.BEYOND_TEXT
         tools = renderer.tools and json.dumps(renderer.tools)
         rendered = [{**prompt, "tools": tools} for prompt in rendered]

@@ -26,6 +26,7 @@ from quiver.stages.common.json_rows import bad_source, json_rows
 from quiver.stages.common.store import storage
 
 from .config import SourceConfig
+from .images import hash_with_files
 from .python_rows import CHUNK, to_table
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".feather")
@@ -34,7 +35,7 @@ _MOST_LEVELS = 60  # Arrow files are read to 64
 
 class Source(NamedTuple):
     """All rows of a source. `sha256` is of the file's bytes, or of the rows where there is no
-    file."""
+    file; and of the pictures' files."""
 
     table: pa.Table
     sha256: str
@@ -68,7 +69,10 @@ def read(config: SourceConfig) -> Source:
             "file.py:function",
         )
     _check(source, table)
-    return Source(table, sha256 or hash_rows(table))
+    sha256 = sha256 or hash_rows(table)
+    if config.images in table.column_names:
+        sha256 = hash_with_files(table, config, sha256)
+    return Source(table, sha256)
 
 
 def hash_rows(table: pa.Table) -> str:

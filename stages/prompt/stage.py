@@ -151,7 +151,8 @@ def _fill_in(config: Config, source: sources.Source) -> Config:
             next="set data.messages, data.prompt or data.prompt_ids to one of them",
         )
     column = getattr(config, input_name) or input_name
-    for field, name in ((input_name, column), ("group_id", config.group_id)):
+    named = {input_name: column, "group_id": config.group_id, "images": config.images}
+    for field, name in named.items():
         if name is not None and name not in columns:
             raise ConfigError(
                 f"data.{field} {printable(name)}",

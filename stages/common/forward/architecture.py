@@ -88,9 +88,13 @@ def judge(config: PreTrainedConfig) -> Verdict:
 
 
 def _judge(config: PreTrainedConfig) -> Verdict:
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    import transformers
 
-    loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    loader = transformers.AutoModelForCausalLM
+    if config.is_encoder_decoder:
+        loader = transformers.AutoModelForSeq2SeqLM
+    elif type(config) not in loader._model_mapping:
+        loader = transformers.AutoModelForImageTextToText
     if type(config) not in loader._model_mapping:
         return Verdict(None, f"transformers has no text model of type {config.model_type}")
     with _quiet(), _one_thread(), torch.enable_grad():

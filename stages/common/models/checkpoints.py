@@ -60,7 +60,13 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-CARRIED_FILES = (*_TOKENIZER_FILES, *_TEMPLATE_FILES, "generation_config.json")
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+CARRIED_FILES = (
+    *_TOKENIZER_FILES,
+    *_TEMPLATE_FILES,
+    *_PROCESSOR_FILES,
+    "generation_config.json",
+)
 _FAST_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 log = logging.getLogger(__name__)
 
@@ -268,12 +274,14 @@ def _as_model(role: str, ref: str, hashes: list[tuple[str, str]]) -> Model:
         if name == "config.json"
         or (name.endswith((".safetensors", ".index.json")) and "/" not in name)
     ]
+    processor = [entry for entry in hashes if entry[0] in _PROCESSOR_FILES]
     return Model(
         role=role,
         ref=ref,
         weights=digest(weights),
         tokenizer=digest([entry for entry in hashes if entry[0] in _TOKENIZER_FILES]),
         template=digest([entry for entry in hashes if entry[0] in _TEMPLATE_FILES]),
+        processor=digest(processor) if processor else "",
     )
 
 
@@ -351,6 +359,11 @@ def is_encoder_decoder(version: Version) -> bool:
     return bool(model_config(version).get("is_encoder_decoder"))
 
 
+def sees_images(version: Version) -> bool:
+    """Whether it has a processor, which makes of pictures what it reads."""
+    return any(name in version.files.names for name in _PROCESSOR_FILES)
+
+
 def end_token_ids(version: Version) -> list[int]:
     """Ids that end a completion, from generation_config.json or else config.json, rising.
     ConfigError when there is none."""
@@ -378,14 +391,19 @@ def _end_token_ids(version: Version, name: str) -> list[int] | None:
 def load_tokenizer(version: Version) -> PreTrainedTokenizerFast:
     """The checkpoint's own tokenizer with its template; from its folder alone, hashes checked.
     ConfigError."""
-    for name in CARRIED_FILES:
-        version.verify(name)
+    verify_carried(version)
     tokenizer = load_folders_tokenizer(version.files.folder, str(version.ref))
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise _unusable(
             version, f"its tokenizer is a {type(tokenizer).__name__}, expected a fast one"
         )
     return tokenizer
+
+
+def verify_carried(version: Version) -> None:
+    """Check the hashes of all that stands beside the weights. CorruptError."""
+    for name in CARRIED_FILES:
+        version.verify(name)
 
 
 def load_folders_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerFast:

@@ -23,6 +23,7 @@ from quiver.schemas.errors import ConfigError, ResourceError, SchemaError, print
 from quiver.stages.common.models.checkpoints import (
     context_length,
     is_encoder_decoder,
+    sees_images,
     vocabulary_size,
 )
 from quiver.stages.common.models.folder import check_folder, load_errors, says_no_memory
@@ -57,11 +58,16 @@ def load_model(
     Dropout is off in training too: the ratio π_θ / π_old must be 1 before the first update.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    import transformers
 
     make_first_calls()
     verify_model(version)
-    loader = AutoModelForSeq2SeqLM if is_encoder_decoder(version) else AutoModelForCausalLM
+    if is_encoder_decoder(version):
+        loader = transformers.AutoModelForSeq2SeqLM
+    elif sees_images(version):
+        loader = transformers.AutoModelForImageTextToText
+    else:
+        loader = transformers.AutoModelForCausalLM
     # None: sdpa where the model has it, eager elsewhere
     attention = None if attn_implementation == "sdpa" else attn_implementation
     options = {"dtype": dtype, "attn_implementation": attention}

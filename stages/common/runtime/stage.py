@@ -92,9 +92,7 @@ class Plan:
         """Hash of all that decides the outcome: stage, its version, config without runtime knobs,
         content of inputs and models."""
         hashes = {role: version.manifest.content_hash for role, version in self.inputs.items()}
-        models = {
-            model.role: [model.weights, model.tokenizer, model.template] for model in self.models
-        }
+        models = {model.role: model.hashes for model in self.models}
         return digest(
             {
                 "stage": [self.stage, self.stage_version],

@@ -55,7 +55,13 @@ from quiver.schemas.errors import (
     printable,
 )
 from quiver.schemas.fields import kind_of
-from quiver.schemas.manifest import REQUIRED_FEATURES, FileEntry, Manifest, Model, content_hash
+from quiver.schemas.manifest import (
+    FileEntry,
+    Manifest,
+    Model,
+    content_hash,
+    required_features,
+)
 from quiver.schemas.refs import Ref, as_version
 from quiver.stages.common.runtime.stage import Plan
 
@@ -340,7 +346,7 @@ class Writer:
         plan = self._plan
         schema = self._schema_name
         fields = {
-            "required_features": REQUIRED_FEATURES.get(schema, ()),
+            "required_features": required_features(schema, plan.models),
             **plan.manifest_fields(),
             **self._finished,
             "metrics": {**self._finished["metrics"], **metrics},

@@ -23,7 +23,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.config import parse
+from quiver.stages.common.forward.pictures import (
+    feature_places,
+    image_features,
+    image_token_id,
+    put_features,
+)
 from quiver.stages.common.forward.precision import products
+from quiver.stages.common.images.processor import load_processor
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import decoder_start_id, load_model, short_of_memory
 from quiver.stages.generate.engine import Completion, Request, Setup
@@ -47,6 +54,7 @@ class _Batch:
     input_ids: torch.Tensor  # what the model reads next: the prompts, later each row's last id
     seen: torch.Tensor | None = None  # [B, V]: in prompt or completion, where that is penalized
     counts: torch.Tensor | None = None  # [B, V]: how often in the completion, likewise
+    embeddings: torch.Tensor | None = None  # [B, P, d]: of the prompts, where they show pictures
     encoded: Any = None
     cache: Any = None
     stops: list[StopStrings] | None = None  # [B]: where there are stop strings
@@ -114,6 +122,7 @@ class TransformersEngine:
             else:
                 has_bf16 = torch.cpu.get_capabilities().get("avx512_bf16")
             dtype = "bfloat16" if has_bf16 else "float32"
+        self._processor = None
         setup.verified()
         self.model = load_model(
             setup.policy,
@@ -170,7 +179,7 @@ class TransformersEngine:
         empty = torch.empty(len(requests), 0, device=self.device)
         uniforms = uniforms.to(self.device)
         batch = _Batch(requests, uniforms, empty.long(), empty, mask, input_ids)
-        shape = (len(requests), self.model.config.vocab_size)
+        shape = (len(requests), self.model.config.get_text_config().vocab_size)
         if sampling.presence_penalty or sampling.frequency_penalty:
             batch.counts = torch.zeros(shape, device=self.device)
         if sampling.repetition_penalty != 1:
@@ -181,11 +190,38 @@ class TransformersEngine:
         if sampling.stop:
             before = [[] if has_encoder else request.prompt_ids.tolist() for request in requests]
             batch.stops = [StopStrings(self.tokenizer, sampling, ids) for ids in before]
+        if any(request.pictures for request in requests):
+            batch.embeddings = self._embed(requests, input_ids)
         if has_encoder:
             batch.encoded = self.model.get_encoder()(input_ids=input_ids, attention_mask=mask)
             start_id = decoder_start_id(self.model)
             batch.input_ids = torch.full((len(requests), 1), start_id, device=self.device)
         return batch
+
+    def _embed(self, requests: list[Request], input_ids: torch.Tensor) -> torch.Tensor:
+        """[B, P, d] of left-padded prompts, with their pictures' features."""
+        embeddings = self.model.get_input_embeddings()(input_ids)
+        if self._processor is None:
+            self._processor = load_processor(self.setup.policy)
+        width = input_ids.shape[1]
+        token = image_token_id(self.model.config)
+        places = []
+        pictures = []
+        for row, request in enumerate(requests):
+            spans = [(picture.start, picture.length) for picture in request.pictures]
+            in_prompt = feature_places(request.prompt_ids, spans, token)
+            places.append(in_prompt + (row + 1) * width - len(request.prompt_ids))
+            for picture in request.pictures:
+                inputs = self._processor.read(picture.content).inputs
+                pictures.append({name: torch.from_numpy(array) for name, array in inputs.items()})
+        features = image_features(self.model, pictures)
+        flat = put_features(
+            embeddings.flatten(0, 1),
+            torch.from_numpy(np.concatenate(places)).to(self.device),
+            features,
+            str(self.setup.policy.ref),
+        )
+        return flat.view_as(embeddings)
 
     def _decode(self, batch: _Batch) -> Iterator[Completion]:
         sampling = self.setup.sampling
@@ -233,11 +269,14 @@ class TransformersEngine:
                 batch.mask = torch.cat([batch.mask, torch.ones_like(batch.mask[:, :1])], 1)
             positions = (batch.mask.cumsum(-1) - 1).clamp(min=0)
             inputs = {
-                "input_ids": ids,
                 "attention_mask": batch.mask,
                 "position_ids": positions[:, -ids.shape[1] :],
                 "logits_to_keep": 1,
             }
+            if is_first and batch.embeddings is not None:
+                inputs["inputs_embeds"] = batch.embeddings
+            else:
+                inputs["input_ids"] = ids
         output = self.model(**inputs, past_key_values=batch.cache, use_cache=True)
         batch.cache = output.past_key_values
         return output.logits[:, -1]

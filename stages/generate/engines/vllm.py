@@ -22,8 +22,9 @@ from typing import Any, get_args
 
 import numpy as np
 
-from quiver.schemas.errors import ConfigError, ResourceError
+from quiver.schemas.errors import ConfigError, ResourceError, SchemaError
 from quiver.stages.common.config import parse
+from quiver.stages.common.images.processor import load_processor, open_image
 from quiver.stages.common.models import checkpoints, vllm_env
 from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import VllmOptions
@@ -93,6 +94,9 @@ class VllmEngine:
         if self.cpu:
             arguments |= self._cpu_arguments()
         model = self.setup.policy
+        if self.setup.most_pictures:
+            self._processor = load_processor(model)
+            arguments["limit_mm_per_prompt"] = {"image": self.setup.most_pictures}
         if self.setup.base:
             from vllm.config.lora import MaxLoRARanks
 
@@ -144,21 +148,21 @@ class VllmEngine:
         """Completions as they finish. Up to twice as many requests as fit one batch are in flight,
         so none of its places is empty."""
         requests = iter(requests)
-        row_of: dict[str, int] = {}
+        asked: dict[str, Request] = {}
         room = max(2 * self.options.max_num_seqs, 512)
         while True:
-            more = list(islice(requests, room - len(row_of)))
+            more = list(islice(requests, room - len(asked)))
             with _fatal("refused its requests"):
-                row_of |= self._enqueue(more)
-            if not row_of:
+                asked |= self._enqueue(more)
+            if not asked:
                 return
             with _fatal("failed"):
                 outputs = [output for output in self.llm.llm_engine.step() if output.finished]
             for output in outputs:
-                yield _completion(row_of.pop(output.request_id), output)
+                yield _completion(asked.pop(output.request_id), output)
 
-    def _enqueue(self, requests: list[Request]) -> dict[str, int]:
-        """Hand requests to the engine; their rows by the names that its outputs will bear."""
+    def _enqueue(self, requests: list[Request]) -> dict[str, Request]:
+        """Hand requests to the engine; they come back by the names that its outputs will bear."""
         if not requests:
             return {}
         from vllm import SamplingParams, TokensPrompt
@@ -169,9 +173,7 @@ class VllmEngine:
             exclude={"stop_token_ids", "ignore_eos", "max_tokens", "min_tokens"}
         )
         sampling["stop"] = list(self.setup.sampling.stop)
-        prompts = [
-            TokensPrompt(prompt_token_ids=request.prompt_ids.tolist()) for request in requests
-        ]
+        prompts = [TokensPrompt(**self._prompt(request)) for request in requests]
         most_tokens = [request.max_tokens or self.setup.sampling.max_tokens for request in requests]
         parameters = [
             SamplingParams(
@@ -199,9 +201,23 @@ class VllmEngine:
         names = self.llm.enqueue(prompts, parameters, adapter, use_tqdm=False)
         return {
             # the engine says "7-1f2e3d4c" here and "7" in its output
-            name.partition("-")[0]: request.index
+            name.partition("-")[0]: request
             for name, request in zip(names, requests, strict=True)
         }
+
+    def _prompt(self, request: Request) -> dict[str, Any]:
+        """A prompt as vLLM takes it: one id for each picture, of which it makes all by itself."""
+        if not request.pictures:
+            return {"prompt_token_ids": request.prompt_ids.tolist()}
+        ids: list[int] = []
+        end = 0
+        for picture in request.pictures:
+            ids += request.prompt_ids[end : picture.start].tolist()
+            ids.append(self._processor.placeholder_id)
+            end = picture.start + picture.length
+        ids += request.prompt_ids[end:].tolist()
+        images = [open_image(picture.content) for picture in request.pictures]
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
 
     def close(self) -> None:
         """End the engine and its processes."""
@@ -224,8 +240,16 @@ def _fatal(problem: str) -> AbstractContextManager[None]:
     return vllm_env.fatal("engine vllm", problem, next)
 
 
-def _completion(index: int, output: Any) -> Completion:
+def _completion(request: Request, output: Any) -> Completion:
+    index = request.index
     answer = output.outputs[0]
+    if request.pictures and list(output.prompt_token_ids) != request.prompt_ids.tolist():
+        raise SchemaError(
+            "engine vllm",
+            f"row {index}: it read other ids than the prompt has, {len(output.prompt_token_ids)} "
+            f"where {len(request.prompt_ids)} were rendered",
+            next='set generate.engine = "transformers"',
+        )
     ids = np.array(answer.token_ids, np.int32)
     if list(answer.logprobs.token_ids) != list(answer.token_ids):
         raise ResourceError(

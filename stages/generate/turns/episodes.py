@@ -129,7 +129,8 @@ class Episodes(Requests):
         self._unanswered.add(running.row)
         seed = self.rows.seed(running.row, turn)
         ids = np.array(prompt_ids, np.int32)
-        return Request(running.row, ids, seed, turn, running.max_tokens)
+        pictures = self.rows.pictures(running.row)
+        return Request(running.row, ids, seed, turn, running.max_tokens, pictures)
 
     def answer(self, completion: Completion) -> None:
         """Take a sampled turn in. SchemaError or NumericError: see `check`."""

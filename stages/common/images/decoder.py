@@ -1,0 +1,57 @@
+"""The child process that decodes pictures which nobody has looked at yet: with limits on pixels,
+memory and time.
+
+One line in for each picture: {"bytes": how many follow, "pixels": the most, "seconds": the most},
+and then the bytes. One answer a line: {"format", "width", "height"} or {"error"}. What takes too
+long is ended by the process's own alarm. It is started as a file, by itself, and imports Pillow and
+the standard library alone.
+"""
+
+import io
+import json
+import signal
+import sys
+import warnings
+
+from PIL import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+
+
+def measure(content: bytes, most_pixels: int) -> dict[str, object]:
+    """Format and size of the picture in `content`, once all of it was decoded. ValueError says why
+    it is none; Pillow raises many other types."""
+    Image.MAX_IMAGE_PIXELS = None  # the limit below is ours
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            width, height = image.size
+            if width * height > most_pixels:
+                raise ValueError(f"has {width} × {height} pixels, at most {most_pixels:,} are read")
+            if getattr(image, "n_frames", 1) > 1:
+                raise ValueError(f"has {image.n_frames} frames, expected one picture")
+            image.load()
+            return {"format": image.format, "width": width, "height": height}
+
+
+def main() -> None:
+    """Answer for each picture in turn."""
+    for line in sys.stdin.buffer:
+        question = json.loads(line)
+        content = sys.stdin.buffer.read(question["bytes"])
+        # SIGALRM keeps its default action, which ends the process wherever it is
+        signal.setitimer(signal.ITIMER_REAL, question["seconds"])
+        try:
+            answer = measure(content, question["pixels"])
+        except ValueError as error:
+            answer = {"error": str(error)[:1000]}
+        except Image.UnidentifiedImageError:
+            answer = {"error": f"is no picture of type {', '.join(FORMATS)}"}
+        except Exception as error:  # a decoder may raise anything at hostile bytes
+            answer = {"error": f"can not be decoded: {type(error).__name__}: {error}"[:1000]}
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""What a model reads of a picture, as the policy's own processor makes it: ids in the prompt, and
+pixels for the part that sees.
+
+    processor = load_processor(store.open("arith/policy@0"))
+    seen = processor.read(content)      # the bytes of a PNG, JPEG or WebP
+    seen.ids                            # [7] what stands for it in the prompt
+    seen.inputs                         # {"pixel_values": [1, 1, 3, 32, 32], …}
+
+Not of the spine: only prompts with pictures come here.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.models import checkpoints
+from quiver.stages.common.models.folder import load_errors
+from quiver.stages.common.store import Version
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_NOT_PIXELS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One picture as a model reads it."""
+
+    ids: np.ndarray
+    """[n] int32: what stands for it in the prompt."""
+    inputs: dict[str, np.ndarray]
+    """The arguments of the model's `get_image_features`, for this picture alone."""
+
+
+class Processor:
+    """The processor of one policy."""
+
+    def __init__(self, processor: Any, name: str) -> None:
+        """`processor`: of transformers. ConfigError about the policy `name` where it names no token
+        that stands for a picture."""
+        self._processor = processor
+        self.name = name
+        self.token = getattr(processor, "image_token", None)
+        """The text that a template writes where a picture is shown."""
+        if not isinstance(self.token, str):
+            raise ConfigError(
+                name,
+                f"its processor, a {type(processor).__name__}, names no image_token",
+                next="take a policy whose processor does",
+            )
+        self.placeholder_id = processor.tokenizer.convert_tokens_to_ids(self.token)
+        """What an engine gets for a picture, which it makes the ids of by itself."""
+
+    def read(self, content: bytes) -> Seen:
+        """The picture in `content`. ConfigError where the processor can not take it."""
+        return self.read_image(open_image(content))
+
+    def read_image(self, image: Image) -> Seen:
+        """The same of a picture that is decoded."""
+        with load_errors(f"processor of {self.name}"):
+            arrays = self._processor(
+                text=[self.token], images=[[image]], add_special_tokens=False, return_tensors="np"
+            )
+        inputs = {name: np.asarray(array) for name, array in arrays.items()}
+        ids = inputs["input_ids"][0].astype(np.int32)
+        pixels = {name: array for name, array in inputs.items() if name not in _NOT_PIXELS}
+        return Seen(ids, pixels)
+
+
+def open_image(content: bytes) -> Image:
+    """A picture that was checked once (`checking`), as RGB."""
+    from PIL import Image, ImageOps
+
+    with Image.open(io.BytesIO(content), formats=("PNG", "JPEG", "WEBP")) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def load_processor(version: Version) -> Processor:
+    """The processor of a policy, from its folder alone, hashes checked. ConfigError where it has
+    none, or needs what is not installed."""
+    name = str(version.ref)
+    if not checkpoints.sees_images(version):
+        raise ConfigError(
+            name,
+            "sees no pictures: it has no preprocessor_config.json or processor_config.json",
+            next="take a vision-language model, or leave data.images out",
+        )
+    checkpoints.verify_carried(version)
+    from transformers import AutoProcessor
+
+    try:
+        with load_errors(f"processor of {name}"):
+            processor = AutoProcessor.from_pretrained(
+                version.files.folder, local_files_only=True, trust_remote_code=False
+            )
+    except ConfigError as error:
+        if isinstance(error.__cause__, ImportError):
+            problem = " ".join(str(error.__cause__).split())
+            next = "install what it needs"
+            raise ConfigError(name, f"its processor: {printable(problem)}", next=next) from None
+        raise
+    return Processor(processor, name)

@@ -1,0 +1,161 @@
+"""The pictures of a source's rows: read from the cells of a column, or from files beside the
+source, and nowhere else.
+
+A cell is one picture or a list of them; a picture is `{bytes, path}`, as `datasets.Image` stores
+it, bytes alone, or a path. Paths are taken from the folder of the source and may not leave it;
+nothing is downloaded.
+
+Not of the spine: only prompts with pictures come here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from quiver.schemas.errors import ConfigError, printable, reason
+from quiver.schemas.manifest import digest
+from quiver.stages.common.images.checking import ImageCheck, ImageLimits
+from quiver.stages.common.images.processor import load_processor
+from quiver.stages.common.store import Version, storage
+
+from .config import Config, SourceConfig
+from .messages import bad_row, type_name
+
+Picture = dict[str, Any]
+"""`bytes`, and `path` as the source has it, or None."""
+
+
+class Pictures:
+    """Reads the pictures of rows, checks them, and puts what the policy reads of them into
+    prompts."""
+
+    def __init__(self, config: Config, policy: Version) -> None:
+        """ConfigError where the policy sees no pictures."""
+        self._config = config
+        self._processor = load_processor(policy)
+        limits = ImageLimits(
+            pixels=config.max_image_pixels,
+            bytes=config.max_image_bytes,
+            seconds=config.image_seconds,
+        )
+        self._check = ImageCheck(limits)
+
+    def close(self) -> None:
+        """End the process that decodes them."""
+        self._check.close()
+
+    def of_cell(self, name: str, cell: Any) -> list[Picture]:
+        """The pictures of row `name`, each decoded once. ConfigError."""
+        pictures = read_cell(name, cell, self._config)
+        for number, picture in enumerate(pictures):
+            self._check.size(f"{name}: picture {number + 1}", picture["bytes"])
+        return pictures
+
+    def expanded(self, name: str, ids: list[int], pictures: list[Picture]) -> dict[str, Any]:
+        """`prompt_ids`, the `ids` of a prompt with all that the policy reads in place of each
+        picture's one; `images`; and `image_spans`, where they stand. ConfigError."""
+        places = [place for place, id in enumerate(ids) if id == self._processor.placeholder_id]
+        if len(places) != len(pictures):
+            raise ConfigError(
+                name,
+                f"the chat template shows {len(places)} pictures, and the row has {len(pictures)}",
+                next="set prompt.template to one that shows each part of type image",
+            )
+        prompt_ids: list[int] = []
+        spans = []
+        end = 0
+        for place, picture in zip(places, pictures, strict=True):
+            seen = self._processor.read(picture["bytes"])
+            prompt_ids += ids[end:place]
+            spans.append({"start": len(prompt_ids), "length": len(seen.ids)})
+            prompt_ids += seen.ids.tolist()
+            end = place + 1
+        prompt_ids += ids[end:]
+        return {"prompt_ids": prompt_ids, "images": pictures, "image_spans": spans}
+
+
+def read_cell(name: str, cell: Any, config: SourceConfig) -> list[Picture]:
+    """The pictures of row `name`, their bytes read. ConfigError."""
+    pictures = []
+    for number, picture in enumerate(_listed(cell)):
+        place = f"{name}: picture {number + 1}"
+        content = _content(place, picture)
+        path = picture if isinstance(picture, str) else None
+        if isinstance(picture, dict):
+            path = picture.get("path")
+        if content is None:
+            content = _read_file(place, path, config)
+        pictures.append({"bytes": content, "path": path})
+    return pictures
+
+
+def hash_with_files(table: pa.Table, config: SourceConfig, sha256: str) -> str:
+    """`sha256` of a source, and of the files that its pictures are in, where they are in files.
+    ConfigError."""
+    files = [
+        storage.sha256(_locate(place, path, config))
+        for place, path in _paths(table.column(config.images), config)
+    ]
+    return digest([sha256, *files]) if files else sha256
+
+
+def _paths(column: pa.ChunkedArray, config: SourceConfig) -> Iterator[tuple[str, str]]:
+    """The name and the path of each picture that is in a file, in the order of the rows."""
+    for chunk in column.chunks:
+        for row, scalar in enumerate(chunk):
+            place = f"row {row + 1} of {printable(config.source)}"
+            for picture in _listed(scalar.as_py()):
+                if _content(place, picture) is None:
+                    yield place, picture if isinstance(picture, str) else picture.get("path")
+
+
+def _listed(cell: Any) -> list[Any]:
+    if cell is None:
+        return []
+    return cell if isinstance(cell, list) else [cell]
+
+
+def _content(place: str, picture: Any) -> bytes | None:
+    """The bytes of a picture; None where it is in a file."""
+    if isinstance(picture, bytes):
+        return picture
+    if isinstance(picture, dict) and {"bytes", "path"} >= picture.keys():
+        return picture.get("bytes")
+    if isinstance(picture, str):
+        return None
+    raise bad_row(place, f"holds {type_name(picture)}, expected bytes, a path, or {{bytes, path}}")
+
+
+def _read_file(place: str, path: str | None, config: SourceConfig) -> bytes:
+    file = _locate(place, path, config)
+    try:
+        return storage.read_file(file)
+    except (OSError, ValueError) as error:
+        raise bad_row(place, f"{printable(file)} can not be read: {reason(error)}") from None
+
+
+def _locate(place: str, path: str | None, config: SourceConfig) -> Path:
+    """The file of a picture. ConfigError where it is not below the source's folder."""
+    if not path:
+        raise bad_row(place, "has neither bytes nor a path")
+    source = config.source
+    if source.startswith("datasets:"):
+        folder = Path(os.path.expanduser(source.removeprefix("datasets:")))
+    else:
+        folder = Path(os.path.expanduser(source.rpartition(":")[0] or source)).parent
+    folder = folder.resolve()
+    file = (folder / path.removeprefix("file://")).resolve()
+    if "://" in path.removeprefix("file://") or not file.is_relative_to(folder):
+        raise ConfigError(
+            place,
+            f"its path {printable(path)} leads out of the source's folder, {printable(folder)}",
+            next="put the pictures beside the source, or their bytes into it",
+        )
+    if not file.is_file():
+        raise bad_row(place, f"there is no file {printable(file)}")
+    return file
