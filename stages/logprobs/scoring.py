@@ -10,6 +10,7 @@ import torch
 from quiver.schemas import logprobs
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.forward.layout import Sequences, prompt_numbers
+from quiver.stages.common.forward.pictures import Pictures
 from quiver.stages.common.forward.policy import Policy, score, token_budget
 from quiver.stages.common.forward.precision import narrow, resolve
 from quiver.stages.common.forward.verify import choose_kernel, choose_mode
@@ -44,9 +45,9 @@ class Scorer:
             fast=precision == "fp32_fast",
         )
 
-    def score(self, rollouts: pa.Table) -> pa.Table:
-        """logprobs/1 of these rollouts, which may have turns; a completion without ids has none.
-        ConfigError."""
+    def score(self, rollouts: pa.Table, pictures: Pictures | None = None) -> pa.Table:
+        """logprobs/1 of these rollouts, which may have turns, and prompts that show `pictures`; a
+        completion without ids has none. ConfigError."""
         prompts = Ragged.from_arrow(rollouts["prompt_ids"])
         completions = Ragged.from_arrow(rollouts["completion_ids"])
         temperature = np.array(rollouts["temperature"].combine_chunks(), dtype=np.float32)
@@ -55,6 +56,7 @@ class Scorer:
             completions,
             torch.from_numpy(temperature),
             Turns.of_table(rollouts, completions.lengths),
+            pictures,
         )
         scored_rows = completions.lengths.nonzero()[:, 0].tolist()
         prompt_of_row = prompt_numbers(prompts, rollouts["group_id"].to_pylist())

@@ -62,6 +62,8 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Score the shards that are missing. ConfigError, LineageError, NumericError, SchemaError."""
+    from quiver.stages.common.images.dataset import load_pictures
+
     from .scoring import Scorer
 
     writer = writers["logprobs"]
@@ -78,8 +80,11 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
                 with writer.phase("load"):
                     scorer = Scorer(plan.config, policy)
             start = index * ROWS_PER_SHARD
+            rows = table.slice(start, ROWS_PER_SHARD)
             with writer.phase("score"):
-                shard = scorer.score(table.slice(start, ROWS_PER_SHARD))
+                groups = rows["group_id"].to_pylist()
+                pictures = load_pictures(plan.store, rollouts, groups, policy)
+                shard = scorer.score(rows, pictures)
             is_finite = pc.is_finite(shard["logprobs"].combine_chunks().flatten())
             if not pc.all(is_finite, min_count=0).as_py():
                 raise NumericError(

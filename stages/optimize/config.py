@@ -289,6 +289,8 @@ class Config(base.Config):
     new policy's. False: they are of the policy that the rollout's last step started from."""
     lora: Lora | None = None
     """Train adapters instead of all weights. None: all weights."""
+    train_vision: Added[bool] = False
+    """Train what looks at pictures too. False: the language model alone."""
     audit: Audit = Audit()
     """The numeric audit before the first update."""
     seed: int = Field(default=0, ge=0)

@@ -62,7 +62,7 @@ class Lora(Config):
     """The adapter counts alpha / rank. Fixed rather than a multiple of the rank: then one learning
     rate does for all ranks."""
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    """Which layers: all linear ones but the output embedding, or those whose names end so, such as
+    """Which layers: all linear ones of the language model but the output embedding, or those whose names end so, such as
     ["q_proj", "v_proj"]."""
 
 
@@ -169,6 +169,8 @@ def _layers(config: Lora, model: PreTrainedModel) -> list[str]:
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
+    from quiver.stages.common.forward.pictures import sight
+
     head = model.get_output_embeddings()
     linear = [
         name
@@ -176,7 +178,8 @@ def _layers(config: Lora, model: PreTrainedModel) -> list[str]:
         if isinstance(module, nn.Linear | Conv1D) and module is not head
     ]
     if config.target_modules == "all-linear":
-        return linear
+        of_sight = {id(parameter) for parameter in sight(model)}
+        return [name for name in linear if id(model.get_submodule(name).weight) not in of_sight]
     chosen = set()
     for target in config.target_modules:
         matching = [name for name in linear if f".{name}".endswith(f".{target}")]

@@ -30,6 +30,8 @@ from torch import Tensor
 
 from quiver.schemas.errors import ConfigError, LineageError, NumericError, SchemaError, printable
 from quiver.stages.common.forward.layout import Sequences, prompt_numbers
+from quiver.stages.common.forward.pictures import Pictures, join_pictures
+from quiver.stages.common.images.dataset import load_pictures
 from quiver.stages.common.models.loading import check_rows
 from quiver.stages.common.ragged import Mapped, Ragged
 from quiver.stages.common.store import Store, Version
@@ -87,6 +89,8 @@ class _Joined:
     """[B] float32: rewards of the greedy answers to the same prompts, where they are given."""
     turns: Turns | None
     """Where some rollouts have several, or turns have rewards."""
+    pictures: Pictures | None
+    """What prompts show, where they do."""
     turn_rewards: Ragged | None
     """[B rows] float32: one for each turn; NaN as in `rewards`. None: they take no part."""
 
@@ -98,7 +102,7 @@ def load(
     NumericError when no rollout can have an advantage."""
     versions = [Sampled(version_inputs) for version_inputs in sets(inputs)]
     allowed_biases = [b for version in versions for b in check_lineage(config, store, version)]
-    joined = _join(config, versions)
+    joined = _join(config, store, versions)
     turn_advantages = None
     if algorithm.of_turns:
         function = find_function("advantages", algorithm.advantage)
@@ -148,7 +152,7 @@ def load(
     return Loaded(batch, joined.table["rollout_id"], rows, reasons, summary)
 
 
-def _join(config: Config, versions: list[Sampled]) -> _Joined:
+def _join(config: Config, store: Store, versions: list[Sampled]) -> _Joined:
     """Rewards and logprobs beside the rollouts that they are of, which the policy must be able to
     read."""
     rewards = torch.cat([_tensor(v.column("rewards", "reward"), np.float32) for v in versions])
@@ -187,8 +191,16 @@ def _join(config: Config, versions: list[Sampled]) -> _Joined:
         torch.cat(groups),
         torch.cat(baseline_rewards) if baseline_rewards else None,
         Turns.of_table(table, _lengths(table)),
+        join_pictures([_pictures(store, version) for version in versions]),
         Ragged.from_arrow(table["turn_rewards"]) if config.credit != "rollout" else None,
     )
+
+
+def _pictures(store: Store, version: Sampled) -> tuple[Pictures | None, int]:
+    """What the prompts of a version show, if they do, and how many rows it has."""
+    groups = version.table["group_id"].to_pylist()
+    policy = version.inputs["policy"]
+    return load_pictures(store, version.rollouts, groups, policy), len(groups)
 
 
 def _logprobs(version: Sampled, role: str) -> pa.ChunkedArray:
@@ -344,6 +356,7 @@ def _make_batch(
     temperature = _tensor(table["temperature"], np.float32)[rows]
     groups = joined.groups[rows].tolist()
     turns = joined.turns and joined.turns.take(rows)
+    pictures = joined.pictures and joined.pictures.take(rows)
 
     def take(logprobs: str) -> Tensor | None:
         if logprobs not in table.column_names:
@@ -356,7 +369,7 @@ def _make_batch(
     else:
         advantages = advantages[rows]
     return Batch(
-        sequences=Sequences(prompts, completions, temperature, turns),
+        sequences=Sequences(prompts, completions, temperature, turns, pictures),
         groups=groups,
         prompt_numbers=prompt_numbers(prompts, groups),
         advantages=advantages,

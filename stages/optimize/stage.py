@@ -172,6 +172,7 @@ def _load_trainer(
     state, if it `loads_state`."""
     import torch
 
+    from quiver.stages.common.forward.pictures import sight
     from quiver.stages.common.models.loading import load_model
 
     from . import state_folder, value_head
@@ -186,6 +187,9 @@ def _load_trainer(
     load = partial(load_model, dtype=torch.float32, device=accelerator.device)
     model = load(plan.inputs.get("base", policy))
     value_trunk = value_head.trunk_of(load(policy)) if critic == "model" else None
+    if not config.train_vision:
+        for parameter in sight(model):
+            parameter.requires_grad_(False)
     if config.lora:
         attach(config.lora, model, policy, seed=config.seed)
     step = int(policy.manifest.metrics.get("step", 0))

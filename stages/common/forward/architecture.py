@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -304,14 +304,17 @@ def own_logprobs(
     completion: Tensor,
     temperature: float,
     start: int | None = None,
+    pictures: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """[T] float32 logprobs of `completion` [T] after `prompt`, from the logits that the whole model
-    gives for this row alone. `start`: the first id of an encoder-decoder's decoder."""
+    gives for this row alone. `start`: the first id of an encoder-decoder's decoder. `pictures`: the
+    inputs of those that the prompt shows."""
     prompt = prompt.long().to(model.device)
     completion = completion.long().to(model.device)
     if start is None:
         ids = torch.cat([prompt, completion[:-1]])[None]
-        output = model(input_ids=ids, use_cache=False, logits_to_keep=len(completion))
+        options = {"use_cache": False, "logits_to_keep": len(completion)}
+        output = model(input_ids=ids, **options, **(pictures or {}))
     else:
         ids = torch.cat([torch.tensor([start], device=model.device), completion[:-1]])[None]
         # some models take ids that are the pad's for filling
@@ -328,7 +331,12 @@ def own_logprobs(
 
 
 def turn_logprobs(
-    model: nn.Module, sequences: Sequences, row: int, completion: Tensor, temperature: float
+    model: nn.Module,
+    sequences: Sequences,
+    row: int,
+    completion: Tensor,
+    temperature: float,
+    pictures: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """The same of the first ids `completion` [T] that were sampled in the turns of rollout `row`:
     one pass over each of its sequences."""
@@ -343,7 +351,10 @@ def turn_logprobs(
         places = predictors[(start <= predictors) & (predictors < end)] - start
         if len(places):
             read = ids[None, start : start + int(places.max()) + 1]
-            logits = model(input_ids=read, use_cache=False, logits_to_keep=places).logits[0]
+            options = {"use_cache": False, "logits_to_keep": places}
+            if start == 0:
+                options |= pictures or {}
+            logits = model(input_ids=read, **options).logits[0]
             tables.append(logits if len(logits) == len(places) else logits[places])
     table = (torch.cat(tables).float() / temperature).log_softmax(-1)
     return table.gather(1, completion.long().to(model.device)[:, None])[:, 0]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .layout import Block, Layout, Runs
+from .pictures import embed
 
 NAME = "quiver_blocks"
 MODES = ("shared", "packed", "single")
@@ -249,12 +250,15 @@ def hidden_states(model: nn.Module, layout: Layout, *, single: bool = False) -> 
     """[n, d] last hidden states that predict the layout's targets, by block attention. `single`: by
     the model's own attention, of a layout of one rollout."""
     trunk = trunk_of(model)
+    name, row = "input_ids", layout.ids
+    if layout.pictures is not None:
+        name, row = "inputs_embeds", embed(trunk, layout.ids, layout.pictures)
     if single:
         lengths = layout.sequence_lengths or (layout.ids.shape[1],)
-        outputs = [trunk(input_ids=ids, use_cache=False) for ids in layout.ids.split(lengths, 1)]
+        outputs = [trunk(**{name: part}, use_cache=False) for part in row.split(lengths, 1)]
     else:
         options = {"attention_mask": None, "position_ids": layout.positions, "layout": layout}
-        outputs = [trunk(input_ids=layout.ids, use_cache=False, **options)]
+        outputs = [trunk(**{name: row}, use_cache=False, **options)]
     states = [output.last_hidden_state[0] for output in outputs]
     joined = torch.cat(states) if len(states) > 1 else states[0]
     return F.embedding(layout.predictors, joined)
@@ -287,4 +291,8 @@ def set_mode(model: nn.Module, mode: str) -> None:
         implementation = "eager"  # sdpa would leave the caps out, in silence
     else:
         implementation = "sdpa"
+    text_config = model.config.get_text_config()
+    if mode != "single" and text_config is not model.config:
+        of_text = [n for n in model.config.sub_configs if getattr(model.config, n) is text_config]
+        implementation = dict.fromkeys(of_text, implementation)  # what sees attends in its own way
     model.set_attn_implementation(implementation)

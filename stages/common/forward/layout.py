@@ -41,6 +41,7 @@ from quiver.stages.common.ragged import Ragged
 from quiver.stages.common.turns import Turns, after_prompts
 
 from .packing import Piece
+from .pictures import Pictures, PicturesInRow
 
 _MASK_ITEMS = 32 * 1024 * 1024
 """The most items of one block's mask."""
@@ -62,6 +63,8 @@ class Sequences:
     """[B] float32"""
     turns: Turns | None = None
     """What stood between the sampled ids, where they are of several turns."""
+    pictures: Pictures | None = None
+    """What prompts show, where they do."""
 
     @property
     def input_lengths(self) -> Tensor:
@@ -76,6 +79,7 @@ class Sequences:
             self.completions.take(index),
             self.temperature[index],
             self.turns and self.turns.take(index),
+            self.pictures and self.pictures.take(index),
         )
 
 
@@ -168,6 +172,7 @@ class Layout:
     """Where they are given, attention goes by them and not by blocks."""
     sequence_lengths: tuple[int, ...] = ()
     """Of one rollout with turns alone: how its tokens part where its history was rewritten."""
+    pictures: PicturesInRow | None = None
 
     @property
     def filling(self) -> tuple[int, int]:
@@ -229,6 +234,10 @@ def make_layout(
     index_minus_position = np.repeat(spans.starts - spans.prefix_lengths, spans.lengths)
     positions = np.arange(len(index_minus_position)) - index_minus_position
     blocks, gather = make_blocks(spans, device)
+    pictures = None
+    if sequences.pictures is not None:
+        prompt_starts = prompt_ends[first_rollouts] - prompt_lengths
+        pictures = sequences.pictures.in_row(rows[first_rollouts], prompt_starts, device)
     return Layout(
         ids=_tensor(np.concatenate(segments, dtype=np.int64), device)[None],
         positions=_tensor(positions, device)[None],
@@ -240,6 +249,7 @@ def make_layout(
         temperature=_tensor(np.repeat(sequences.temperature.numpy()[rows], target_counts), device),
         runs=make_runs(spans, device) if varlen else None,
         sequence_lengths=tuple(spans.lengths.tolist()) if len(after.restarts) else (),
+        pictures=pictures if pictures and pictures.order else None,
     )
 
 

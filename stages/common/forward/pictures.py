@@ -12,19 +12,70 @@ Not of the spine: only prompts with pictures come here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from quiver.schemas.errors import SchemaError
+from quiver.stages.common.ragged import Ragged
+
+Inputs = dict[str, Tensor]
+"""The arguments of a model's `get_image_features`, for one picture or more."""
 
 
-def image_token_id(config) -> int:
-    """The id whose places in a picture's span hold its features."""
-    id = getattr(config, "image_token_id", None)
-    return config.image_token_index if id is None else id
+@dataclass(frozen=True)
+class Pictures:
+    """What the prompts of B rollouts show."""
+
+    numbers: Ragged
+    """[B rows] int64: which pictures, in the order of their places."""
+    places: Ragged
+    """[B rows] int64, rising: where in the prompt their features go."""
+    read: Callable[[Sequence[int]], Inputs]
+    """The inputs of the pictures of these numbers."""
+    token: int
+    """The id at each of the places."""
+
+    def take(self, rows: Tensor) -> Pictures:
+        """Rollouts `rows`, in that order."""
+        return Pictures(self.numbers.take(rows), self.places.take(rows), self.read, self.token)
+
+    def of_rollout(self, row: int, device: torch.device) -> Inputs:
+        """The inputs of all that the prompt of rollout `row` shows, together."""
+        numbers = self.numbers[row].tolist()
+        return _moved(self.read(numbers), device) if numbers else {}
+
+    def in_row(self, rows: np.ndarray, starts: np.ndarray, device: torch.device) -> PicturesInRow:
+        """Those of the prompts of rollouts `rows`, which begin at `starts` of a row of tokens."""
+        shown = np.concatenate(self.numbers.views(rows))
+        numbers, order = np.unique(shown, return_inverse=True)
+        places = [
+            places + start for places, start in zip(self.places.views(rows), starts, strict=True)
+        ]
+        return PicturesInRow(
+            tuple(_moved(self.read([number]), device) for number in numbers.tolist()),
+            tuple(order.tolist()),
+            torch.from_numpy(np.concatenate(places)).to(device),
+        )
+
+
+@dataclass(frozen=True)
+class PicturesInRow:
+    """What a row of tokens shows, on the model's device."""
+
+    inputs: tuple[Inputs, ...]
+    """Of each picture, once."""
+    order: tuple[int, ...]
+    """Which of them are shown, one after another."""
+    places: Tensor
+    """[m] int64: where in the row their features go."""
+
+
+def _moved(inputs: Inputs, device: torch.device) -> Inputs:
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
 def feature_places(ids: np.ndarray, spans: Sequence[tuple[int, int]], token: int) -> np.ndarray:
@@ -35,16 +86,55 @@ def feature_places(ids: np.ndarray, spans: Sequence[tuple[int, int]], token: int
     return places[ids[places] == token]
 
 
-def image_features(model: nn.Module, pictures: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """[m, d] the features of `pictures`, one after another. Each has the arguments of the model's
-    `get_image_features` for it alone."""
-    features = []
-    for inputs in pictures:
-        arguments = {name: array.to(model.device) for name, array in inputs.items()}
-        output = model.get_image_features(**arguments).pooler_output
-        outputs = output if isinstance(output, list | tuple) else [output]
-        features += [part.reshape(-1, part.shape[-1]) for part in outputs]
-    return torch.cat(features)
+def join_pictures(parts: Sequence[tuple[Pictures | None, int]]) -> Pictures | None:
+    """Of several tables, one after another, each with how many rows it has; None where none shows
+    anything."""
+    shown = [part for part, _ in parts if part is not None]
+    if not shown:
+        return None
+    if len(parts) == 1:
+        return shown[0]
+    firsts: list[int] = []
+    numbers, places = [], []
+    next_number = 0
+    nothing = Ragged.from_lengths(torch.empty(0, dtype=torch.int64), torch.zeros(1).long())
+    for part, count in parts:
+        firsts.append(next_number)
+        if part is None:
+            empty = nothing.take(torch.zeros(count).long())
+            numbers.append(empty)
+            places.append(empty)
+            continue
+        numbers.append(part.numbers.with_values(part.numbers.values + next_number))
+        places.append(part.places)
+        next_number = int(numbers[-1].values.max()) + 1
+
+    def read(chosen: Sequence[int]) -> Inputs:
+        part = max(i for i, first in enumerate(firsts) if first <= chosen[0] and parts[i][0])
+        return parts[part][0].read([number - firsts[part] for number in chosen])
+
+    return Pictures(_concatenated(numbers), _concatenated(places), read, shown[0].token)
+
+
+def _concatenated(parts: Sequence[Ragged]) -> Ragged:
+    values = torch.cat([part.values for part in parts])
+    return Ragged.from_lengths(values, torch.cat([part.lengths for part in parts]))
+
+
+def embed(model: nn.Module, ids: Tensor, pictures: PicturesInRow) -> Tensor:
+    """[1, N, d] what the model reads of a row of `ids` [1, N]: their embeddings, and the features
+    of pictures. Each picture is looked at once. SchemaError."""
+    features = [image_features(model, inputs) for inputs in pictures.inputs]
+    shown = torch.cat([features[picture] for picture in pictures.order])
+    embeddings = model.get_input_embeddings()(ids)[0]
+    return put_features(embeddings, pictures.places, shown, f"model {type(model).__name__}")[None]
+
+
+def image_features(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    """[m, d] the features of a picture, for all of its places."""
+    output = model.get_image_features(**inputs).pooler_output
+    parts = output if isinstance(output, list | tuple) else [output]
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
 
 def put_features(embeddings: Tensor, places: Tensor, features: Tensor, name: str) -> Tensor:
@@ -58,3 +148,13 @@ def put_features(embeddings: Tensor, places: Tensor, features: Tensor, name: str
             next="render the prompts again with this policy",
         )
     return embeddings.index_copy(0, places, features.to(embeddings.dtype))
+
+
+def sight(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The weights that only pictures go through: all but those of the language model and its
+    embeddings."""
+    if not hasattr(model, "get_image_features"):
+        return
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    of_language = {id(parameter) for part in parts for parameter in part.parameters()}
+    yield from (each for each in model.parameters() if id(each) not in of_language)

@@ -101,6 +101,14 @@ def _own_logprobs(policy: Policy, sequences: Sequences, row: int) -> Tensor:
     """Logprobs of the first tokens of rollout `row`, by the model's own pass over it alone."""
     completion = sequences.completions[row][:_MOST_TOKENS]
     temperature = float(sequences.temperature[row])
+    pictures = None
+    if sequences.pictures is not None:
+        pictures = sequences.pictures.of_rollout(row, policy.device)
+        # the model takes an id that was sampled for a place of a picture
+        sampled = (completion == sequences.pictures.token).nonzero()[:, 0].tolist()
+        completion = completion[: sampled[0] if sampled else None]
+    if not len(completion):
+        return torch.empty(0)
     if sequences.turns is None:
         return own_logprobs(
             policy.model,
@@ -108,8 +116,9 @@ def _own_logprobs(policy: Policy, sequences: Sequences, row: int) -> Tensor:
             completion,
             temperature,
             policy.decoder_start_id,
+            pictures,
         )
-    return turn_logprobs(policy.model, sequences, row, completion, temperature)
+    return turn_logprobs(policy.model, sequences, row, completion, temperature, pictures)
 
 
 @contextmanager
@@ -179,6 +188,7 @@ def largest_gap(
     gaps = [
         (packed_logprobs[: len(own_logprobs)] - own_logprobs).abs().max()
         for packed_logprobs, own_logprobs in zip(logprobs, expected, strict=True)
+        if len(own_logprobs)
     ]
     # NaN wherever it stands, which Python's max would drop
     return float(torch.stack(gaps).max())

@@ -12,6 +12,7 @@ Not of the spine: only prompts with pictures come here.
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +31,12 @@ _NOT_PIXELS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_to
 
 @dataclass(frozen=True)
 class Seen:
-    """One picture as a model reads it."""
+    """Pictures as a model reads them."""
 
     ids: np.ndarray
-    """[n] int32: what stands for it in the prompt."""
+    """[n] int32: what stands for them in the prompt."""
     inputs: dict[str, np.ndarray]
-    """The arguments of the model's `get_image_features`, for this picture alone."""
+    """The arguments of the model's `get_image_features`, for these pictures alone."""
 
 
 class Processor:
@@ -59,13 +60,16 @@ class Processor:
 
     def read(self, content: bytes) -> Seen:
         """The picture in `content`. ConfigError where the processor can not take it."""
-        return self.read_image(open_image(content))
+        return self.read_images([open_image(content)])
 
-    def read_image(self, image: Image) -> Seen:
-        """The same of a picture that is decoded."""
+    def read_images(self, images: Sequence[Image]) -> Seen:
+        """The same of pictures that are decoded, one after another in one prompt."""
         with load_errors(f"processor of {self.name}"):
             arrays = self._processor(
-                text=[self.token], images=[[image]], add_special_tokens=False, return_tensors="np"
+                text=[self.token * len(images)],
+                images=[list(images)],
+                add_special_tokens=False,
+                return_tensors="np",
             )
         inputs = {name: np.asarray(array) for name, array in arrays.items()}
         ids = inputs["input_ids"][0].astype(np.int32)

@@ -364,6 +364,15 @@ def sees_images(version: Version) -> bool:
     return any(name in version.files.names for name in _PROCESSOR_FILES)
 
 
+def image_token_id(version: Version) -> int:
+    """The id that stands in a prompt wherever a feature of a picture does. ConfigError."""
+    config = model_config(version)
+    id = config.get("image_token_id", config.get("image_token_index"))
+    if type(id) is not int:
+        raise _unusable(version, "config.json names no image_token_id")
+    return id
+
+
 def end_token_ids(version: Version) -> list[int]:
     """Ids that end a completion, from generation_config.json or else config.json, rising.
     ConfigError when there is none."""

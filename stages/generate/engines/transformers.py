@@ -26,7 +26,6 @@ from quiver.stages.common.config import parse
 from quiver.stages.common.forward.pictures import (
     feature_places,
     image_features,
-    image_token_id,
     put_features,
 )
 from quiver.stages.common.forward.precision import products
@@ -204,7 +203,7 @@ class TransformersEngine:
         if self._processor is None:
             self._processor = load_processor(self.setup.policy)
         width = input_ids.shape[1]
-        token = image_token_id(self.model.config)
+        token = checkpoints.image_token_id(self.setup.policy)
         places = []
         pictures = []
         for row, request in enumerate(requests):
@@ -213,8 +212,13 @@ class TransformersEngine:
             places.append(in_prompt + (row + 1) * width - len(request.prompt_ids))
             for picture in request.pictures:
                 inputs = self._processor.read(picture.content).inputs
-                pictures.append({name: torch.from_numpy(array) for name, array in inputs.items()})
-        features = image_features(self.model, pictures)
+                pictures.append(
+                    {
+                        name: torch.from_numpy(array).to(self.device)
+                        for name, array in inputs.items()
+                    }
+                )
+        features = torch.cat([image_features(self.model, inputs) for inputs in pictures])
         flat = put_features(
             embeddings.flatten(0, 1),
             torch.from_numpy(np.concatenate(places)).to(self.device),

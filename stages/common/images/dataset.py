@@ -1,0 +1,90 @@
+"""The pictures that saved rollouts were sampled from: they lie in the prompts, once each, and are
+found by the rollouts' manifest.
+
+Not of the spine: only prompts with pictures come here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from quiver.schemas.errors import LineageError, SchemaError
+from quiver.schemas.manifest import IMAGES
+from quiver.stages.common.forward.pictures import Inputs, Pictures, feature_places
+from quiver.stages.common.models import checkpoints
+from quiver.stages.common.ragged import Ragged
+from quiver.stages.common.store import Store, Version
+
+from .processor import load_processor, open_image
+
+
+def open_prompts(store: Store, rollouts: Version) -> pa.Table | None:
+    """group_id, prompt_ids, images and image_spans of the prompts that `rollouts` answer; None
+    where these show no pictures. LineageError."""
+    source = rollouts.manifest.input("prompts")
+    if source is None or IMAGES not in rollouts.manifest.required_features:
+        return None
+    prompts = store.open(source.ref)
+    if prompts.manifest.content_hash != source.content_hash:
+        raise LineageError(
+            str(rollouts.ref),
+            f"was sampled from another {source.ref}, whose pictures are gone",
+            next=f"quiver lineage {rollouts.ref}",
+        )
+    if prompts.manifest.kind_schema != "prompts/2":
+        return None
+    table = prompts.table(["group_id", "prompt_ids", "images", "image_spans"])
+    return table if any(table["images"].to_pylist()) else None
+
+
+def load_pictures(
+    store: Store, rollouts: Version, groups: Sequence[str], policy: Version
+) -> Pictures | None:
+    """What the prompts of `rollouts` show, for rows of `groups` [B], as `policy` reads it; None
+    where they show nothing. LineageError where it reads pictures in another way than the policy
+    that sampled."""
+    prompts = open_prompts(store, rollouts)
+    if prompts is None:
+        return None
+    sampler = rollouts.manifest.require_model("policy")
+    if sampler.processor != checkpoints.as_model("policy", policy).processor:
+        raise LineageError(
+            str(rollouts.ref),
+            f"{sampler.ref} read its pictures by another processor than {policy.ref} has",
+            next=f"name a policy with the processor of {sampler.ref}",
+        )
+    processor = load_processor(policy)
+    token = checkpoints.image_token_id(policy)
+    contents: list[bytes] = []
+    numbers: dict[str, list[int]] = {}
+    places: dict[str, np.ndarray] = {}
+    for prompt in prompts.to_pylist():
+        images = prompt["images"] or []
+        spans = [(span["start"], span["length"]) for span in prompt["image_spans"] or []]
+        if len(spans) != len(images):
+            problem = f"{prompt['group_id']}: {len(images)} images, {len(spans)} image_spans"
+            raise SchemaError(str(rollouts.ref), problem, next="render the prompts again")
+        numbers[prompt["group_id"]] = [*range(len(contents), len(contents) + len(images))]
+        places[prompt["group_id"]] = feature_places(np.array(prompt["prompt_ids"]), spans, token)
+        contents += [image["bytes"] for image in images]
+
+    def read(chosen: Sequence[int]) -> Inputs:
+        inputs = processor.read_images([open_image(contents[number]) for number in chosen]).inputs
+        return {name: torch.from_numpy(array) for name, array in inputs.items()}
+
+    return Pictures(
+        _ragged([numbers[group] for group in groups]),
+        _ragged([places[group] for group in groups]),
+        read,
+        token,
+    )
+
+
+def _ragged(rows: list) -> Ragged:
+    values = np.concatenate([np.empty(0, np.int64), *rows]).astype(np.int64)
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    return Ragged.from_lengths(torch.from_numpy(values), lengths)
