@@ -67,9 +67,7 @@ def draw(rng: random.Random) -> tuple[Any, str]:
     return Image.fromarray(pixels.astype(np.uint8)), " ".join(words)
 
 
-def right_words(
-    completions: Sequence[str], answer: Sequence[str], **_: Any
-) -> list[float]:
+def right_words(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
     """The share of the four words that are right; 0 where there are more or fewer."""
     shares = []
     for said, expected in zip(completions, answer, strict=True):
@@ -164,7 +162,7 @@ def _tokenizer() -> Any:
             pre_tokenizers.Split(Regex(" +"), behavior="removed"),
         ]
     )
-    words.decoder = decoders.WordPiece(prefix="")
+    words.decoder = decoders.WordPiece(prefix="##", cleanup=False)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words,
         pad_token=_SPECIALS[0],

@@ -62,8 +62,8 @@ class Lora(Config):
     """The adapter counts alpha / rank. Fixed rather than a multiple of the rank: then one learning
     rate does for all ranks."""
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    """Which layers: all linear ones of the language model but the output embedding, or those whose names end so, such as
-    ["q_proj", "v_proj"]."""
+    """Which layers: all linear ones of the language model but the output embedding, or those whose
+    names end so, such as ["q_proj", "v_proj"]."""
 
 
 def with_base(config: Lora | None, store: Store, inputs: dict[str, Version]) -> dict[str, Version]:

@@ -205,24 +205,23 @@ class TransformersEngine:
         width = input_ids.shape[1]
         token = checkpoints.image_token_id(self.setup.policy)
         places = []
-        pictures = []
+        features: dict[bytes, torch.Tensor] = {}
+        shown = []
         for row, request in enumerate(requests):
             spans = [(picture.start, picture.length) for picture in request.pictures]
             in_prompt = feature_places(request.prompt_ids, spans, token)
             places.append(in_prompt + (row + 1) * width - len(request.prompt_ids))
             for picture in request.pictures:
-                inputs = self._processor.read(picture.content).inputs
-                pictures.append(
-                    {
-                        name: torch.from_numpy(array).to(self.device)
-                        for name, array in inputs.items()
-                    }
-                )
-        features = torch.cat([image_features(self.model, inputs) for inputs in pictures])
+                if picture.content not in features:  # the rows of a group show the same ones
+                    inputs = self._processor.read(picture.content).inputs.items()
+                    tensors = {name: torch.from_numpy(array) for name, array in inputs}
+                    on_device = {name: tensor.to(self.device) for name, tensor in tensors.items()}
+                    features[picture.content] = image_features(self.model, on_device)
+                shown.append(features[picture.content])
         flat = put_features(
             embeddings.flatten(0, 1),
             torch.from_numpy(np.concatenate(places)).to(self.device),
-            features,
+            torch.cat(shown),
             str(self.setup.policy.ref),
         )
         return flat.view_as(embeddings)

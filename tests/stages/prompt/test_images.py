@@ -1,0 +1,260 @@
+"""Prompts with pictures: what stands where, which pictures are refused, and what moves the key."""
+
+import io
+import zlib
+
+import pyarrow as pa
+import pytest
+from PIL import Image
+
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.images.processor import load_processor
+from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.common.store import Store
+from tests import sight, tiny
+
+# <|im_start|>user\n … <|im_end|>\n<|im_start|>assistant\n
+TOKENS = sight.words()
+FAKE, IMAGE, _, GLOBAL = TOKENS.convert_tokens_to_ids(sight.MARKS)
+PICTURE = [FAKE, GLOBAL, IMAGE, IMAGE, IMAGE, IMAGE, FAKE]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Store:
+    return Store(tmp_path_factory.mktemp("images") / "store")
+
+
+@pytest.fixture(scope="module")
+def policy(store, tmp_path_factory):
+    return sight.make_policy(store, tmp_path_factory.mktemp("model"))
+
+
+def render(store, folder, rows, policy="sees/policy@0", into=None, **config):
+    source = sight.write_rows(folder, rows)
+    column = "messages" if "messages" in rows[0] else "prompt"
+    config = {"source": source, column: column, "images": "images", **config}
+    return store.open(run_stage("prompt", config, store, policy=policy, into=into, in_process=True))
+
+
+def ids(text: str) -> list[int]:
+    return TOKENS(text, add_special_tokens=False).input_ids
+
+
+def chat(*parts) -> list[int]:
+    inner = [id for part in parts for id in (PICTURE if part is None else ids(part))]
+    return [*ids("<|im_start|>user\n"), *inner, *ids("<|im_end|>\n<|im_start|>assistant\n")]
+
+
+def test_pictures_stand_where_the_chat_shows_them(store, policy, tmp_path):
+    contents = [sight.png(0), sight.png(1, (50, 30))]
+    for number, content in enumerate(contents):
+        (tmp_path / f"{number}.png").write_bytes(content)
+    image = {"type": "image"}
+
+    def row(*parts, images):
+        parts = [part if part == image else {"type": "text", "text": part} for part in parts]
+        return {"messages": [{"role": "user", "content": parts}], "images": images}
+
+    rows = [
+        row(image, "What is seven", images=["0.png"]),
+        row("zero ", image, " one ", image, images=["1.png", "0.png"]),
+        row("no picture", images=[]),
+        row("before", images=["1.png"]),  # shown nowhere: before the text
+    ]
+    version = render(store, tmp_path, rows)
+    found = version.table().to_pylist()
+    assert [row["prompt_ids"] for row in found] == [
+        chat(None, "What is seven"),
+        chat("zero ", None, " one ", None),
+        chat("no picture"),
+        chat(None, "before"),
+    ]
+    starts = [[span["start"] for span in row["image_spans"]] for row in found]
+    lead = len(ids("<|im_start|>user\n"))
+    first = lead + len(ids("zero "))
+    assert starts == [[lead], [first, first + 7 + len(ids(" one "))], [], [lead]]
+    assert {span["length"] for row in found for span in row["image_spans"]} == {7}
+    stored = [[image["bytes"] for image in row["images"]] for row in found]
+    assert stored == [contents[:1], contents[::-1], [], contents[1:]]
+    assert found[1]["messages"][0]["content"] == "zero  one "
+    assert version.manifest.required_features == ("images",)
+    assert version.manifest.models[0].processor
+
+
+def test_a_picture_is_bytes_a_path_or_what_datasets_stores(store, policy, tmp_path):
+    (tmp_path / "a.png").write_bytes(sight.png(0))
+    struct = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    cells = {
+        "bytes": pa.array([sight.png(0)]),
+        "struct": pa.array([{"bytes": sight.png(0), "path": "gone.png"}], struct),
+        "path in it": pa.array([{"bytes": None, "path": "a.png"}], struct),
+        "url": pa.array([f"file://{tmp_path}/a.png"]),
+        "list": pa.array([[sight.png(0)]]),
+    }
+    for name, cell in cells.items():
+        table = pa.table({"prompt": ["one"], "images": cell})
+        path = tmp_path / f"{name}.arrow"
+        with pa.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table)
+        config = {"source": str(path), "prompt": "prompt", "images": "images"}
+        version = run_stage("prompt", config, store, policy="sees/policy@0", in_process=True)
+        (row,) = store.open(version).table().to_pylist()
+        assert row["prompt_ids"] == chat(None, "one"), name
+        assert [image["bytes"] for image in row["images"]] == [sight.png(0)], name
+
+
+def test_a_typed_mark_stays_text(store, policy, tmp_path):
+    (tmp_path / "0.png").write_bytes(sight.png(0))
+    rows = [{"prompt": "one <image> two <fake_token_around_image>", "images": ["0.png"]}]
+    (row,) = render(store, tmp_path, rows).table().to_pylist()
+    assert [row["prompt_ids"].count(mark) for mark in (IMAGE, FAKE)] == [4, 2]
+    assert (
+        row["prompt_ids"][: len(ids("<|im_start|>user\n")) + 7]
+        == chat(None)[: -len(ids("<|im_end|>\n<|im_start|>assistant\n"))]
+    )
+    assert "<image> two <fake_token_around_image>" in row["prompt_text"]
+
+
+def bomb() -> bytes:
+    content = io.BytesIO()
+    Image.new("1", (5000, 5000)).save(content, "PNG")
+    return content.getvalue()
+
+
+def animation() -> bytes:
+    content = io.BytesIO()
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    frames[0].save(content, "WEBP", save_all=True, append_images=frames[1:])
+    return content.getvalue()
+
+
+def gif() -> bytes:
+    content = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(content, "GIF")
+    return content.getvalue()
+
+
+def corrupt() -> bytes:
+    """A PNG whose pixels are no stream of zlib."""
+    content = bytearray(sight.png(0))
+    place = content.index(b"IDAT") + 4
+    length = int.from_bytes(content[place - 8 : place - 4])
+    content[place : place + length] = b"x" * length
+    checksum = zlib.crc32(content[place - 4 : place + length])
+    content[place + length : place + length + 4] = checksum.to_bytes(4)
+    return bytes(content)
+
+
+HOSTILE = {
+    "bomb": (bomb(), "has 5000 × 5000 pixels, at most 1,000,000 are read"),
+    "large": (sight.png(0, (200, 200)), "bytes, at most 50,000 are read"),
+    "empty": (b"", "is no picture of type PNG, JPEG, WEBP"),
+    "text": (b"<svg/>", "is no picture of type PNG, JPEG, WEBP"),
+    "gif": (gif(), "is no picture of type PNG, JPEG, WEBP"),
+    "frames": (animation(), "has 2 frames, expected one picture"),
+    "cut": (sight.png(0)[:500], "can not be decoded"),
+    "corrupt": (corrupt(), "can not be decoded"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_picture_is_refused_by_its_row(store, policy, tmp_path, kind):
+    content, message = HOSTILE[kind]
+    (tmp_path / "good.png").write_bytes(sight.png(0))
+    (tmp_path / "bad.png").write_bytes(content)
+    rows = [
+        {"prompt": "one", "images": ["good.png"]},
+        {"prompt": "two", "images": ["good.png", "bad.png"]},
+    ]
+    limits = {"max_image_pixels": 1_000_000, "max_image_bytes": 50_000}
+    with pytest.raises(ConfigError) as caught:
+        render(store, tmp_path, rows, into="hostile", **limits)
+    assert "prompt 000001 (row 2 of" in caught.value.object
+    assert caught.value.object.endswith(": picture 2")
+    assert message in caught.value.message
+    assert not (store.path / "hostile/prompts/v000001").exists()
+
+
+def test_what_takes_too_long_to_decode_is_refused(store, policy, tmp_path):
+    (tmp_path / "slow.png").write_bytes(bomb())
+    rows = [{"prompt": "one", "images": ["slow.png"]}]
+    with pytest.raises(ConfigError, match=r"was not decoded within 0\.001 seconds"):
+        render(store, tmp_path, rows, image_seconds=0.001, max_image_pixels=10**9)
+
+
+@pytest.mark.parametrize(
+    "path, message",
+    [
+        ("../outside.png", "leads out of the source's folder"),
+        ("/etc/hostname", "leads out of the source's folder"),
+        ("https://example.org/a.png", "leads out of the source's folder"),
+        ("link.png", "leads out of the source's folder"),
+        ("gone.png", "there is no file"),
+        ("", "has neither bytes nor a path"),
+        ({"bytes": None, "path": None}, "has neither bytes nor a path"),
+        (7, "holds a int, expected bytes, a path"),
+    ],
+)
+def test_pictures_lie_below_the_folder_of_the_source(store, policy, tmp_path, path, message):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (tmp_path / "outside.png").write_bytes(sight.png(0))
+    (folder / "link.png").symlink_to(tmp_path / "outside.png")
+    with pytest.raises(ConfigError, match=message):
+        render(store, folder, [{"prompt": "one", "images": [path]}])
+
+
+def test_another_picture_under_the_same_name_is_another_source(store, policy, tmp_path):
+    rows = [{"prompt": "one", "images": ["0.png"]}]
+    (tmp_path / "0.png").write_bytes(sight.png(0))
+    first = render(store, tmp_path, rows)
+    assert render(store, tmp_path, rows).ref == first.ref
+    (tmp_path / "0.png").write_bytes(sight.png(1))
+    second = render(store, tmp_path, rows)
+    assert second.ref != first.ref
+    assert second.table()["images"].to_pylist()[0][0]["bytes"] == sight.png(1)
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image"}] * 2}]}, "shows 2 pictures"),
+        ({"messages": [{"role": "system", "content": "one"}]}, "shows 0 pictures"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
+            'expected {type: "text", text} or {type: "image"}',
+        ),
+    ],
+)
+def test_parts_and_pictures_go_together(store, policy, tmp_path, row, message):
+    (tmp_path / "0.png").write_bytes(sight.png(0))
+    with pytest.raises(ConfigError) as caught:
+        render(store, tmp_path, [{**row, "images": ["0.png"]}])
+    assert message in caught.value.message
+
+
+def test_a_policy_that_sees_nothing_is_told_so(store, tmp_path):
+    tiny.make_policy(store)
+    (tmp_path / "0.png").write_bytes(sight.png(0))
+    with pytest.raises(ConfigError, match="sees no pictures"):
+        render(store, tmp_path, [{"prompt": "one", "images": ["0.png"]}], policy="tiny/policy@0")
+
+
+def test_text_alone_is_written_as_before_by_a_policy_that_sees(store, policy, tmp_path):
+    version = render(store, tmp_path, [{"prompt": "one"}], images=None)
+    assert version.manifest.kind_schema == "prompts/1"
+    assert version.table()["prompt_ids"].to_pylist() == [chat("one")]
+
+
+def test_turned_pictures_are_turned_as_their_camera_says(policy):
+    pixels = Image.new("RGB", (8, 4), "red")
+    pixels.paste("blue", (0, 0, 4, 4))
+    exif = pixels.getexif()
+    exif[0x0112] = 6  # to be turned by 90° clockwise
+    content = io.BytesIO()
+    pixels.save(content, "PNG", exif=exif)
+    upright = io.BytesIO()
+    pixels.transpose(Image.Transpose.ROTATE_270).save(upright, "PNG")
+    processor = load_processor(policy)
+    turned, expected = (processor.read(each.getvalue()).inputs for each in (content, upright))
+    assert (turned["pixel_values"] == expected["pixel_values"]).all()
