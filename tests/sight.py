@@ -146,3 +146,8 @@ def write_rows(folder: Path, rows: Sequence[dict], name: str = "rows.jsonl") -> 
     path = folder / name
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def decode(content: bytes) -> Image.Image:
+    """The picture in its bytes."""
+    return Image.open(io.BytesIO(content)).convert("RGB")

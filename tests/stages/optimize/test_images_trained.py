@@ -1,0 +1,316 @@
+"""Training on prompts with pictures: logprobs and gradients of the model's own pass, what is
+trained, what a swapped picture gives, and how often a picture is looked at."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from quiver.schemas.errors import LineageError, NumericError
+from quiver.stages.common.forward.layout import Sequences, make_layout, prompt_numbers
+from quiver.stages.common.forward.policy import Policy
+from quiver.stages.common.images.dataset import load_pictures
+from quiver.stages.common.ragged import Ragged
+from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.common.store import Store
+from tests import sight
+from tests.writing import begin
+
+ROWS = [
+    {"prompt": "What is seven", "images": ["0.png"]},
+    {"prompt": "zero one two three", "images": ["1.png", "0.png"]},
+    {"prompt": "five", "images": []},
+    {"prompt": "six", "images": ["1.png"]},
+]
+IMAGE = sight.words().convert_tokens_to_ids("<image>")
+REFS = {"prompts": "sees/prompts@1", "policy": "sees/policy@0"}
+REWARD = """
+def score(completion_ids):
+    return [sum(ids) % 7 for ids in completion_ids]
+"""
+OPTIMIZE = {
+    "algorithm": "grpo",
+    "precision": "fp32",
+    "learning_rate": 1e-3,
+    "drop_zero_variance": False,
+    "device": "cpu",
+}
+
+
+def make_store(folder, kind: str) -> Store:
+    """A policy that sees, and its rollouts on four prompts."""
+    store = Store(folder / "store")
+    sight.make_policy(store, folder / "model", kind=kind)
+    for number, size in enumerate([(20, 40), (50, 30)]):
+        (folder / f"{number}.png").write_bytes(sight.png(number, size))
+    config = {"source": sight.write_rows(folder, ROWS), "prompt": "prompt", "images": "images"}
+    run_stage("prompt", config, store, policy="sees/policy@0", in_process=True)
+    config = {
+        "engine": "transformers",
+        "samples_per_prompt": 3,
+        "dtype": "float32",
+        "sampling": {"max_tokens": 12, "temperature": 0.9},
+    }
+    run_stage("generate", config, store, in_process=True, **REFS)
+    (folder / "rewards.py").write_text(REWARD)
+    score(store, "sees/rollouts@1")
+    return store
+
+
+def score(store: Store, rollouts: str) -> str:
+    config = {"functions": [{"use": f"{store.path.parent}/rewards.py:score"}]}
+    return str(run_stage("reward", config, store, rollouts=rollouts, in_process=True))
+
+
+@pytest.fixture(scope="module", params=["idefics3", "llava"])
+def store(request, tmp_path_factory) -> Store:
+    return make_store(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture
+def model(store):
+    folder = store.open(REFS["policy"]).files.folder
+    return AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="sdpa").eval()
+
+
+def read(store: Store, change=lambda ids: ids) -> tuple[list[dict], Sequences, list[int]]:
+    """The rollouts, each with its pictures; what the model reads of them; their prompts' numbers.
+    `change`: of each row's sampled ids."""
+    rollouts = store.open("sees/rollouts@1")
+    rows = rollouts.table().to_pylist()
+    prompts = {row["group_id"]: row for row in store.open(REFS["prompts"]).table().to_pylist()}
+    for row in rows:
+        row["images"] = [image["bytes"] for image in prompts[row["group_id"]]["images"]]
+        row["completion_ids"] = change(row["completion_ids"])
+    groups = [row["group_id"] for row in rows]
+    pictures = load_pictures(store, rollouts, groups, store.open(REFS["policy"]))
+    prompt_ids, completions = (
+        Ragged.from_lengths(
+            torch.tensor([id for row in rows for id in row[column]]),
+            torch.tensor([len(row[column]) for row in rows]),
+        )
+        for column in ("prompt_ids", "completion_ids")
+    )
+    temperature = torch.full((len(rows),), 0.9)
+    sequences = Sequences(prompt_ids, completions, temperature, pictures=pictures)
+    return rows, sequences, prompt_numbers(prompt_ids, groups)
+
+
+def own_logprobs(model, processor, row) -> torch.Tensor:
+    """By the whole model, which merges pictures itself."""
+    inputs = {}
+    if row["images"]:
+        images = [sight.decode(content) for content in row["images"]]
+        text = [processor.image_token * len(images)]
+        inputs = dict(processor(text=text, images=[images], return_tensors="pt"))
+        del inputs["attention_mask"]
+    inputs["input_ids"] = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+    logits = model(**inputs).logits[0, len(row["prompt_ids"]) - 1 : -1]
+    table = (logits / 0.9).log_softmax(-1)
+    return table.gather(1, torch.tensor(row["completion_ids"])[:, None])[:, 0]
+
+
+def packed(policy: Policy, mode: str, sequences: Sequences, numbers: list[int], budget: int):
+    policy.set_mode(mode)
+    logprobs = torch.zeros(len(sequences.completions.values))
+    for micro in policy.microbatches(range(len(numbers)), numbers, sequences, budget):
+        layout = make_layout(micro, sequences)
+        places = sequences.completions.positions(layout.rows)
+        logprobs = logprobs.index_copy(0, places, policy(layout)[0])
+    return logprobs
+
+
+def other_than_image(ids: list[int]) -> list[int]:
+    return [id if id != IMAGE else 5 for id in ids]
+
+
+@pytest.mark.parametrize("mode", ["shared", "packed", "single"])
+def test_logprobs_and_gradients_are_transformers_own(store, model, mode):
+    rows, sequences, numbers = read(store, other_than_image)
+    processor = AutoProcessor.from_pretrained(store.open(REFS["policy"]).files.folder)
+    expected = torch.cat([own_logprobs(model, processor, row) for row in rows])
+    weights = torch.randn(len(expected), generator=torch.Generator().manual_seed(1))
+    (weights * expected).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert any("vision" in name for name in gradients)
+    for budget in (40, 10_000):
+        model.zero_grad()
+        logprobs = packed(Policy(model, autocast=False), mode, sequences, numbers, budget)
+        torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
+        (weights * logprobs).sum().backward()
+        total = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+        for name, parameter in model.named_parameters():
+            if name in gradients:
+                gap = (parameter.grad - gradients[name]).norm()
+                assert gap <= 1e-5 * gradients[name].norm() + 1e-6 * total, name
+
+
+def test_an_id_of_a_picture_that_was_sampled_is_an_ordinary_one(store, model):
+    """The features are put in by hand, by the places that the processor wrote."""
+    _, sequences, numbers = read(store, lambda ids: [IMAGE, *ids[:3], IMAGE, 7])
+    expected = []
+    for row in range(len(numbers)):
+        prompt = sequences.prompts[row]
+        ids = torch.cat([prompt, sequences.completions[row]])[None]
+        embeddings = model.get_input_embeddings()(ids).detach()
+        places = (prompt == IMAGE).nonzero()[:, 0]
+        chosen = sequences.pictures.numbers[row].tolist()
+        if chosen:
+            features = model.get_image_features(**sequences.pictures.read(chosen)).pooler_output
+            features = torch.cat([*features]).reshape(-1, embeddings.shape[-1])
+            embeddings[0, places] = features.detach()
+        logits = model(inputs_embeds=embeddings).logits[0, len(prompt) - 1 : -1]
+        table = (logits / 0.9).log_softmax(-1)
+        expected.append(table.gather(1, sequences.completions[row][:, None])[:, 0])
+    for mode in ("shared", "packed", "single"):
+        logprobs = packed(Policy(model, autocast=False), mode, sequences, numbers, 10_000)
+        torch.testing.assert_close(logprobs, torch.cat(expected), rtol=0, atol=1e-5)
+
+
+def test_a_group_looks_at_its_pictures_once(store, model):
+    _, sequences, numbers = read(store)
+    looked = []
+    look = model.base_model.get_image_features
+
+    def counted(**inputs):
+        looked.append(inputs["pixel_values"].shape)
+        return look(**inputs)
+
+    model.base_model.get_image_features = counted
+    packed(Policy(model, autocast=False), "shared", sequences, numbers, 10_000)
+    assert len(looked) == 4  # of four places in three prompts, answered three times each
+
+
+def weights_of(store: Store, ref: str) -> dict[str, torch.Tensor]:
+    folder = store.open(ref).files.folder
+    return AutoModelForImageTextToText.from_pretrained(folder).state_dict()
+
+
+def changed_parts(store: Store, **options) -> set[str]:
+    """Which parts of the model a training changes."""
+    refs = {"rollouts": "sees/rollouts@1", "rewards": "sees/rewards@1", "policy": REFS["policy"]}
+    config = {**OPTIMIZE, **options}
+    ref = run_stage("optimize", config, store, into="trained", in_process=True, **refs)
+    report = store.open(ref).manifest.metrics["audit"]
+    assert report["max_gap"] < 1e-5
+    before, after = weights_of(store, REFS["policy"]), weights_of(store, str(ref))
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert changed
+    names = ("vision", "connector", "projector", "text_model", "language_model", "lm_head")
+    return {next(part for part in names if part in name) for name in changed}
+
+
+def test_what_sees_is_trained_only_where_it_is_asked_for(store):
+    of_language = {"text_model", "language_model", "lm_head"}
+    assert changed_parts(store) <= of_language
+    assert changed_parts(store, lora={"rank": 2}) <= of_language
+    everything = changed_parts(store, train_vision=True)
+    assert "vision" in everything and everything & {"connector", "projector"}
+
+
+def test_trained_weights_are_a_policy_that_sees(store):
+    config = {**OPTIMIZE, "train_vision": True, "activation_checkpointing": True}
+    refs = {"rollouts": "sees/rollouts@1", "rewards": "sees/rewards@1", "policy": REFS["policy"]}
+    trained = run_stage("optimize", config, store, into="next", in_process=True, **refs)
+    generate = {"engine": "transformers", "dtype": "float32", "sampling": {"max_tokens": 4}}
+    refs = {"prompts": REFS["prompts"], "policy": str(trained)}
+    rollouts = run_stage("generate", generate, store, in_process=True, into="next", **refs)
+    model = store.open(rollouts).manifest.models[0]
+    assert model.processor == store.open("sees/rollouts@1").manifest.models[0].processor != ""
+
+
+def with_other_pictures(store: Store, swap) -> str:
+    """The same rollouts, as if sampled from prompts whose pictures are `swap`ped."""
+    prompts = store.open("sees/prompts@1")
+    rows = prompts.table().to_pylist()
+    for row in rows:
+        row["images"] = [swap(image) for image in row["images"]]
+    table = prompts.table()
+    images = table.schema.get_field_index("images")
+    field = table.schema.field("images")
+    swapped = pa.array([row["images"] for row in rows], field.type)
+    other = table.set_column(images, field, swapped)
+    about = {"stage": "prompt", "stage_version": 1, "config": Plain()}
+    with begin(store, "swapped", "prompts", inputs={}, **about) as work:
+        if not work.done:
+            work.write(0, other)
+            prompts_version = work.commit()
+    rollouts = store.open("sees/rollouts@1")
+    about = {"stage": "generate", "stage_version": 1, "config": Plain()}
+    inputs = {"prompts": prompts_version}
+    models = rollouts.manifest.models
+    with begin(store, "swapped", "rollouts", inputs=inputs, models=models, **about) as work:
+        work.write(0, rollouts.table())
+        return str(work.commit().ref)
+
+
+class Plain(dict):
+    """A config of a stage that is none."""
+
+    def key(self):
+        return dict(self)
+
+    def model_dump(self, mode):
+        return {"sampling": {"max_tokens": 12}}
+
+
+def test_swapped_pictures_fail_the_audit(tmp_path):
+    store = make_store(tmp_path, "idefics3")
+    contents = {sight.png(0, (20, 40)): sight.png(1, (50, 30))}
+    contents |= {old: new for new, old in contents.items()}
+
+    def swap(image):
+        return {**image, "bytes": contents[image["bytes"]]}
+
+    rollouts = with_other_pictures(store, swap)
+    refs = {"rollouts": rollouts, "rewards": score(store, rollouts), "policy": REFS["policy"]}
+    with pytest.raises(NumericError, match="differ"):
+        run_stage("optimize", OPTIMIZE, store, in_process=True, **refs)
+
+
+def test_logprobs_are_scored_with_the_pictures(store):
+    config = {"role": "ref", "precision": "fp32", "device": "cpu"}
+    refs = {"rollouts": "sees/rollouts@1", "policy": REFS["policy"]}
+    scored = store.open(run_stage("logprobs", config, store, in_process=True, **refs)).table()
+    sampled = store.open("sees/rollouts@1").table()
+    for now, then in zip(scored["logprobs"], sampled["old_logprobs"], strict=True):
+        np.testing.assert_allclose(now.as_py(), then.as_py(), atol=1e-5)
+
+
+def test_another_processor_is_not_taken(store, tmp_path):
+    folder = tmp_path / "other"
+    kind = "llava" if "llava" in str(store.path) else "idefics3"
+    sight.make_folder(folder, kind)
+    path = folder / "processor_config.json"
+    path.write_text(path.read_text().replace("0.5,", "0.4,").replace("0.48", "0.38"))
+    policy = run_stage("policy", {"model": str(folder)}, store, into="other", in_process=True)
+    config = {"role": "ref", "device": "cpu"}
+    refs = {"rollouts": "sees/rollouts@1", "policy": str(policy)}
+    with pytest.raises(LineageError, match="by another processor"):
+        run_stage("logprobs", config, store, in_process=True, **refs)
+
+
+def test_replay_keeps_each_versions_pictures(tmp_path):
+    """Two versions over the same prompts, and one over prompts without pictures."""
+    store = make_store(tmp_path, "idefics3")
+    config = {
+        "source": sight.write_rows(tmp_path, [{"prompt": "six"}, {"prompt": "two"}], "t.jsonl")
+    }
+    text = run_stage("prompt", config, store, into="text", policy=REFS["policy"], in_process=True)
+    generate = {
+        "engine": "transformers",
+        "samples_per_prompt": 3,
+        "dtype": "float32",
+        "sampling": {"max_tokens": 12, "temperature": 0.9},
+    }
+    rollouts, rewards = ["sees/rollouts@1"], ["sees/rewards@1"]
+    for prompts, seed in ((str(text), 0), (REFS["prompts"], 1)):
+        refs = {"prompts": prompts, "policy": REFS["policy"]}
+        made = run_stage("generate", {**generate, "seed": seed}, store, in_process=True, **refs)
+        rollouts.append(str(made))
+        rewards.append(score(store, str(made)))
+    refs = {"rollouts": rollouts, "rewards": rewards, "policy": REFS["policy"]}
+    ref = run_stage("optimize", OPTIMIZE, store, in_process=True, **refs)
+    report = store.open(ref).manifest.metrics["audit"]
+    assert report["max_gap"] < 1e-5 and report["rollouts"] > 20
