@@ -52,7 +52,7 @@ def preflight(recipe: Recipe) -> Recipe:
         load(stage).check(config, ())
     resolved = recipe.resolved()
     for columns in resolved.columns.values():
-        preview(resolved.reward, [*columns, *resolved.turn_columns])
+        preview(resolved.reward, [*columns, *resolved.offered_columns])
     return resolved
 
 
@@ -65,7 +65,7 @@ def try_out(recipe: Recipe) -> list[str]:
         tried.append("generate")
     for name, config in {"reward": recipe.reward, **trained_here(recipe)}.items():
         for columns in recipe.columns.values():
-            load(name).check(config, [*columns, *recipe.turn_columns])
+            load(name).check(config, [*columns, *recipe.offered_columns])
         tried.append(name)
     return tried
 

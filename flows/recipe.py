@@ -36,8 +36,8 @@ from quiver.stages.optimize.stage import Config as OptimizeConfig
 from quiver.stages.prompt import stage as prompt
 from quiver.stages.prompt.config import INPUTS, SourceConfig
 from quiver.stages.prompt.config import Config as PromptConfig
+from quiver.stages.reward import pictures, turns
 from quiver.stages.reward.stage import Config as RewardConfig
-from quiver.stages.reward.turns import OFFERED
 
 from .promotion import Promotion
 from .retention import Retention
@@ -237,9 +237,11 @@ class Recipe(Config):
         return self._columns
 
     @property
-    def turn_columns(self) -> tuple[str, ...]:
-        """What reward functions may ask for by name of episodes, beside the source's columns."""
-        return OFFERED if self.generate.turns is not None else ()
+    def offered_columns(self) -> tuple[str, ...]:
+        """What reward functions may ask for by name of episodes and of pictures, beside the
+        source's columns."""
+        of_turns = turns.OFFERED if self.generate.turns is not None else ()
+        return (*of_turns, pictures.OFFERED) if self.data.images else of_turns
 
     def for_night(self, name: str) -> Recipe:
         """With the name of a night in every text of [data]; it is letters, digits, dots and dashes.
@@ -335,6 +337,7 @@ def _source_fields(config: PromptConfig, section: str) -> tuple[dict[str, Any], 
             text = re.sub(_KEY_OF_DATA, f"{section}.", getattr(error, part))
             setattr(error, part, text)
         raise
+    columns = [column for column in columns if column != config.images]  # offered as images
     return {name: getattr(resolved, name) for name in ("source_sha256", *INPUTS)}, columns
 
 

@@ -270,7 +270,7 @@ def check_stages(
     for stage, config in configs.items():
         if run.checked.isdisjoint({(stage, ""), (stage, form)}):
             try:
-                load(stage).check(config, (*columns, *recipe.turn_columns), version)
+                load(stage).check(config, (*columns, *recipe.offered_columns), version)
             except QuiverError as error:
                 if version is not None:
                     sources = f"{version.ref} and what it was made of"

@@ -215,6 +215,8 @@ def render_rows(
         if prompt is not None:
             rendered.append({"group_id": group_id, **prompt})
             positions.append(position)
+    if config.images:  # they are a column of their own
+        table = table.drop_columns(config.images)
     columns = table.take(pa.array(positions, pa.int64())).replace_schema_metadata(None)
     struct = columns.combine_chunks().to_struct_array().combine_chunks()
     kind_schema = prompts.SCHEMA

@@ -16,7 +16,7 @@ from quiver.schemas.rewards import names_of
 from quiver.stages.common.runtime.stage import Plan
 from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
 
-from . import tables, turns
+from . import pictures, tables, turns
 from .config import SCORERS
 from .measures import failures
 from .retry import aligned, merged
@@ -39,7 +39,10 @@ class Shards:
         self._allowance = allowance
         self._rollouts = plan.inputs["rollouts"].table()
         names = ["group_id", "messages", "prompt_text", "columns"]
-        self._prompts = plan.inputs["prompts"].table(names).combine_chunks()
+        prompts = plan.inputs["prompts"]
+        if prompts.manifest.kind_schema == "prompts/2":
+            names.append(pictures.OFFERED)
+        self._prompts = pictures.without_empty(prompts.table(names)).combine_chunks()
         self._prompt_rows = tables.join(self._rollouts, self._prompts)
         earlier = plan.inputs["retry"].table() if "retry" in plan.inputs else None
         earlier_extras = [] if earlier is None else names_of(earlier, "extra")
@@ -67,6 +70,7 @@ class Shards:
             if self._handout.unfinished():
                 columns = [field.name for field in self._prompts.schema.field("columns").type]
                 columns += turns.OFFERED if turns.has_turns(self._rollouts) else ()
+                columns += pictures.offered(self._prompts.slice(0, 0))
                 for scorer in self._scorers:
                     scorer.require(columns)
             while self._handout.more():

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from quiver.schemas import rewards
 from quiver.schemas.errors import LineageError, NumericError, printable
 
-from . import turns
+from . import pictures, turns
 from .config import Config
 from .functions import overlong_penalty
 from .scoring import LARGEST, OVERLONG, Batch, Part
@@ -49,6 +49,7 @@ def offered(rollouts: pa.Table, prompts: pa.Table) -> Batch:
         chats = [chat and turns.beginning(chat, "") for chat in chats]
     return (
         batch
+        | pictures.offered(prompts)
         | turns.offered(rollouts, prompts)
         | {
             "prompts": [

@@ -135,7 +135,7 @@ def test_what_is_wrong_with_turns_is_told_before_anything_runs(tmp_path, monkeyp
 
     monkeypatch.chdir(ROOT)
     store = f"store={tmp_path / 'store'}"
-    assert preflight(load(RECIPE, [*SMALL, store])).turn_columns
+    assert preflight(load(RECIPE, [*SMALL, store])).offered_columns
     for setting, why in {
         "generate.turns.environment=quiver.deployments.recipes.guess:Gues": "did you mean Guess",
         "generate.turns.environment=gone.py:Guess": "there is no file",

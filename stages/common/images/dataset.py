@@ -19,7 +19,8 @@ from quiver.stages.common.models import checkpoints
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.common.store import Store, Version
 
-from .processor import load_processor, open_image
+from .decoder import open_image
+from .processor import load_processor
 
 
 def open_prompts(store: Store, rollouts: Version) -> pa.Table | None:

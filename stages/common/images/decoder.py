@@ -13,7 +13,7 @@ import signal
 import sys
 import warnings
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 
@@ -32,6 +32,12 @@ def measure(content: bytes, most_pixels: int) -> dict[str, object]:
                 raise ValueError(f"has {image.n_frames} frames, expected one picture")
             image.load()
             return {"format": image.format, "width": width, "height": height}
+
+
+def open_image(content: bytes) -> Image.Image:
+    """The picture in `content`, which was checked once, upright and as RGB."""
+    with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def main() -> None:

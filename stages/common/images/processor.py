@@ -11,7 +11,6 @@ Not of the spine: only prompts with pictures come here.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.images.decoder import open_image
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.folder import load_errors
 from quiver.stages.common.store import Version
@@ -75,14 +75,6 @@ class Processor:
         ids = inputs["input_ids"][0].astype(np.int32)
         pixels = {name: array for name, array in inputs.items() if name not in _NOT_PIXELS}
         return Seen(ids, pixels)
-
-
-def open_image(content: bytes) -> Image:
-    """A picture that was checked once (`checking`), as RGB."""
-    from PIL import Image, ImageOps
-
-    with Image.open(io.BytesIO(content), formats=("PNG", "JPEG", "WEBP")) as image:
-        return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def load_processor(version: Version) -> Processor:

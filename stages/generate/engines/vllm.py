@@ -24,7 +24,8 @@ import numpy as np
 
 from quiver.schemas.errors import ConfigError, ResourceError, SchemaError
 from quiver.stages.common.config import parse
-from quiver.stages.common.images.processor import load_processor, open_image
+from quiver.stages.common.images.decoder import open_image
+from quiver.stages.common.images.processor import load_processor
 from quiver.stages.common.models import checkpoints, vllm_env
 from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import VllmOptions

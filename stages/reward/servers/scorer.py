@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from quiver.schemas.errors import ResourceError, printable
+from quiver.stages.reward import pictures
 from quiver.stages.reward.scoring import OFFERED, Batch, Notice, Part, require_columns
 
 from .config import ServerConfig, secret
@@ -81,7 +82,12 @@ class ServerScorer:
         What `notice` raises, this does. ResourceError after `close`.
         """
         started_at = time.monotonic()
-        columns = sorted(self._sent_columns(batch))
+        columns = self._sent_columns(batch)
+        if pictures.are_in(batch):
+            columns -= {pictures.OFFERED}
+            if self.config.dialect == "openai-judge":
+                columns |= {pictures.OFFERED}
+        columns = sorted(columns)
         rows = [
             row._replace(completion=self._prefill(row.id) + row.completion)
             for row in as_rows(batch, columns)

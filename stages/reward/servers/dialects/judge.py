@@ -6,6 +6,8 @@ by a rubric.
      "temperature": 0, "max_tokens": 512}
     →  {"choices": [{"message": {"content": "Right.\nScore: 8"}, "finish_reason": "stop"}]}
 
+The pictures of a prompt stand before the rubric, as parts of type image_url.
+
 The rubric asks by {name} for `prompt`, `completion`, `finish_reason` and any column. The score is
 what the pattern's one group catches last; an answer without one, or one that was cut by its length,
 is the row's error, never a 0.
@@ -18,12 +20,14 @@ is the row's error, never a 0.
 
 from __future__ import annotations
 
+import base64
 import re
 from typing import Any
 
 from pydantic import BaseModel, Field
 
 from quiver.schemas.errors import printable
+from quiver.stages.reward import pictures
 from quiver.stages.reward.scoring import Part
 
 from .rows import Row, as_text, fill
@@ -46,6 +50,7 @@ ANSWER>>>
 Say in a few sentences what is right and what is wrong. Then end with a line of its own:
 Score: N
 where N is a number from 0 (worthless) to 10 (perfect)."""
+_MEDIA_TYPES = {b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"RIFF": "image/webp"}
 # characters of the answer in which the score is looked for: a pattern of the user's meets no
 # endless text
 _LAST = 4000
@@ -73,15 +78,27 @@ def encode(rows: list[Row], config: Any) -> dict[str, Any]:
         "completion": row.completion,
         "finish_reason": row.finish_reason,
     }
+    content: str | list[dict[str, Any]] = fill(config.rubric, names)
+    images = row.columns.get(pictures.OFFERED) or ()
+    shown = [_as_part(image) for image in images if isinstance(image, pictures.ImageBytes)]
+    if shown:
+        content = [*shown, {"type": "text", "text": content}]
     request = {
         "model": config.model,
-        "messages": [{"role": "user", "content": fill(config.rubric, names)}],
+        "messages": [{"role": "user", "content": content}],
         "temperature": 0,
     }
     # a server that knows the newer name refuses the older one beside it
     if "max_completion_tokens" not in config.arguments:
         request["max_tokens"] = config.max_tokens
     return {**request, **config.arguments}
+
+
+def _as_part(image: bytes) -> dict[str, Any]:
+    """A picture as OpenAI's messages show it, its bytes as they are stored."""
+    kind = next(kind for start, kind in _MEDIA_TYPES.items() if image.startswith(start))
+    url = f"data:{kind};base64,{base64.b64encode(image).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:

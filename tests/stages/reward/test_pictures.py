@@ -1,0 +1,141 @@
+"""What scorers are given of pictures: functions PIL images, judges data URLs, other servers
+nothing."""
+
+import base64
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.common.store import Store
+from tests import sight
+
+SCORE = """
+from PIL import Image
+
+def width(images, completions, level):
+    assert all(isinstance(image, Image.Image) for row in images for image in row)
+    return [float(sum(image.width for image in row)) for row in images]
+
+def asks_for_the_column(pictures):
+    return [0.0] * len(pictures)
+"""
+ROWS = [
+    {"prompt": "one", "pictures": ["0.png"], "level": 1},
+    {"prompt": "two", "pictures": ["1.png", "0.png"], "level": 2},
+    {"prompt": "three", "pictures": [], "level": 3},
+]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Store:
+    folder = tmp_path_factory.mktemp("pictures")
+    store = Store(folder / "store")
+    sight.make_policy(store, folder / "model")
+    for number, size in enumerate([(20, 40), (50, 30)]):
+        (folder / f"{number}.png").write_bytes(sight.png(number, size))
+    (folder / "score.py").write_text(SCORE)
+    config = {"source": sight.write_rows(folder, ROWS), "prompt": "prompt", "images": "pictures"}
+    run_stage("prompt", config, store, policy="sees/policy@0", in_process=True)
+    generate = {
+        "engine": "transformers",
+        "samples_per_prompt": 2,
+        "dtype": "float32",
+        "sampling": {"max_tokens": 2},
+    }
+    refs = {"prompts": "sees/prompts@1", "policy": "sees/policy@0"}
+    run_stage("generate", generate, store, in_process=True, **refs)
+    return store
+
+
+def rewards(store: Store, **config) -> list[float]:
+    ref = run_stage("reward", config, store, rollouts="sees/rollouts@1", in_process=True)
+    return store.open(ref).table()["reward"].to_pylist()
+
+
+def test_a_function_gets_pil_images(store):
+    use = f"{store.path.parent}/score.py:width"
+    assert rewards(store, functions=[{"use": use}]) == [40, 40, 70, 70, 0, 0]
+
+
+def test_a_row_at_a_time_too(store):
+    (store.path.parent / "verl.py").write_text(
+        "def compute_score(images, solution_str):\n    return float(len(images))\n"
+    )
+    use = f"{store.path.parent}/verl.py:compute_score"
+    assert rewards(store, functions=[{"use": use, "style": "verl"}]) == [1, 1, 2, 2, 0, 0]
+
+
+def test_the_sources_column_is_images_from_then_on(store):
+    columns = store.open("sees/prompts@1").table().schema.field("columns").type
+    assert [field.name for field in columns] == ["prompt", "level"]
+    use = f"{store.path.parent}/score.py:asks_for_the_column"
+    with pytest.raises(ConfigError, match="pictures"):
+        rewards(store, functions=[{"use": use}])
+
+
+class Server(BaseHTTPRequestHandler):
+    """A judge, and a server of Quiver's own dialect."""
+
+    asked: list[dict]
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(asked)
+        if "messages" in asked:
+            answer = {"choices": [{"message": {"content": "Score: 3"}, "finish_reason": "stop"}]}
+        else:
+            rows = [{"id": row["id"], "reward": 1.0} for row in asked["rows"]]
+            answer = {"format": 1, "rows": rows}
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    server = HTTPServer(("127.0.0.1", 0), Server)
+    server.asked = []
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_judge_sees_the_stored_bytes(store, server):
+    url = f"http://127.0.0.1:{server.server_port}"
+    config = {"dialect": "openai-judge", "urls": [url], "model": "judge", "range": [0, 10]}
+    assert rewards(store, servers=[config]) == [3.0] * 6
+    contents = [request["messages"][0]["content"] for request in server.asked]
+    shown = []
+    for content in contents:
+        if isinstance(content, str):
+            shown.append([])
+            continue
+        *images, text = content
+        assert text["type"] == "text" and "QUESTION" in text["text"]
+        urls = [image["image_url"]["url"] for image in images]
+        assert all(url.startswith("data:image/png;base64,") for url in urls)
+        shown.append([base64.b64decode(url.partition(",")[2]) for url in urls])
+    first, second = sight.png(0, (20, 40)), sight.png(1, (50, 30))
+    expected = [[first]] * 2 + [[second, first]] * 2 + [[]] * 2
+    assert sorted(shown) == sorted(expected)
+
+
+def test_another_server_is_sent_no_pictures(store, server):
+    url = f"http://127.0.0.1:{server.server_port}"
+    config = {"dialect": "quiver", "urls": [url]}
+    assert rewards(store, servers=[config]) == [1.0] * 6
+    columns = [row["columns"] for request in server.asked for row in request["rows"]]
+    assert {*map(tuple, map(sorted, columns))} == {("level", "prompt")}
