@@ -47,7 +47,8 @@ def rows_of(store, ref) -> list[dict]:
 
 def test_each_prompt_gets_its_group_in_order(store, policy):
     prompts = make_prompts(store, [[5, 6, 7], [9] * 8])
-    ref = run(config(options={"script": "echo"}), store, prompts=prompts.ref, policy=policy.ref)
+    named = config(options={"script": "echo"}, seed=3, iteration=5)
+    ref = run(named, store, prompts=prompts.ref, policy=policy.ref)
     version = store.open(ref)
     rows = version.table().to_pylist()
     prefix = version.manifest.run_key[:8]
@@ -62,7 +63,7 @@ def test_each_prompt_gets_its_group_in_order(store, policy):
     assert rows[0]["old_logprobs"] == pytest.approx([math.log(0.5)] * 4)
     assert {row["temperature"] for row in rows} == {1.0}
     assert len({row["seed"] for row in rows}) == 6
-    assert rows[4]["seed"] == row_seed(0, 0, "g1", 1)
+    assert rows[4]["seed"] == row_seed(3, 5, "g1", 1)
 
 
 def test_text_is_decoded_without_control_tokens(store, policy):
@@ -514,6 +515,19 @@ def test_kill_9_costs_at_most_one_shard(tmp_path, size_after):
         == calm.open("tiny/rollouts@1").manifest.metrics["tokens"]
     )
     assert verify(killed)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("max_turns", "context", "longest"),
+    [(3, 256, 6 + 40 + 2 * 16), (1, 256, 6 + 40), (20, 256, 256), (3, 50, 50)],
+)
+def test_an_episode_has_room_for_its_turns_and_what_stands_between(
+    store, policy, max_turns, context, longest
+):
+    limits = {"max_turns": max_turns, "max_tokens": 40, "max_observation_tokens": 16}
+    given = config(turns={"environment": "game.py:Game", **limits}, max_model_len=context)
+    prompts = make_prompts(store, [[5] * 6, [7]])
+    assert select_prompts(given, prompts, policy)[2] == longest
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,15 @@ def test_turns_that_can_be_sampled_go_before_new_rows(store, policy, names):
     assert order.index((0, 3)) < order.index((11, 0))
 
 
+def test_no_episode_is_a_version_with_turns_all_the_same(store, policy, names):
+    prompts = guessing.render(store, policy, names)
+    options = {"max_model_len": 2, "overlong": "drop"}
+    version = store.open(
+        run(config(names, **options), store, prompts=prompts.ref, policy=policy.ref, into="none")
+    )
+    assert (version.manifest.kind_schema, version.manifest.rows) == ("rollouts/2", 0)
+
+
 def test_an_engine_that_gives_a_turn_up_ends_the_episode(store, policy, names):
     rows = rows_of(store, policy, names, engine=f"{MAKING}:GivesUp", options={})
     assert rows[0]["end_reason"] == "environment_error"

@@ -236,6 +236,16 @@ def test_an_own_aggregation_may_look_at_groups(tmp_path):
     assert objective.weights(batch, [1, 2]).tolist() == [0.0, 5.0, 7.0]
 
 
+@pytest.mark.parametrize(
+    ("credit", "algorithm", "is_idle"),
+    [("rollout", "grpo", True), ("turn", "grpo", True), ("gae", "ppo", False)],
+)
+def test_rollouts_with_nothing_to_learn_are_passed_over(credit, algorithm, is_idle):
+    """Where advantages are known before the pass, of turns too; a critic's come with it."""
+    config = Config(algorithm=algorithm, credit=credit).resolved()
+    assert Objective(config, config.row()).zero_is_idle is is_idle
+
+
 def test_what_is_resolved_is_keyed_without_the_file(tmp_path):
     path = tmp_path / "own_algo.py"
     path.write_text(OWN)

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from quiver.schemas.errors import ConfigError, LineageError
+from quiver.schemas.errors import ConfigError, LineageError, NumericError
 from tests.stages.optimize import world
 from tests.writing import run_here
 
@@ -57,6 +57,14 @@ def test_single_rollouts_of_a_prompt_are_enough(store, policy):
     greedy = world.write_greedy(store, made[0], policy, lambda row: 0.5)
     ref = run(world.config(algorithm="remax"), store, **_refs(policy, made, greedy))
     assert store.open(ref).manifest.metrics["kept"] == 6
+
+
+def test_where_no_greedy_answer_is_scored_it_is_told(store, policy):
+    """It is not told that a prompt wants two rollouts: with a baseline one is enough."""
+    made = world.make(store, policy, world.even_share, groups=6, each=1)
+    greedy = world.write_greedy(store, made[0], policy, lambda row: None)
+    with pytest.raises(NumericError, match="a baseline its own reward"):
+        run(world.config(algorithm="remax"), store, **_refs(policy, made, greedy))
 
 
 def test_replayed_rollouts_each_have_their_own_baseline(store, policy):
