@@ -77,11 +77,12 @@ def right_words(completions: Sequence[str], answer: Sequence[str], **_: Any) -> 
     return shares
 
 
-def prepare(folder: Path, seed: int = 0, steps: int = 100) -> None:
+def prepare(folder: Path, seed: int = 0, steps: int = 300, slips: float = 0.4) -> None:
     """Write the base model into `folder`: an Idefics3 of 0.1M parameters after `steps` of
     supervised warm-up, 64 pictures each.
 
-    On one machine the same arguments give the same weights.
+    `slips`: how often the teacher says any word in place of the right one. On one machine the same
+    arguments give the same weights.
     """
     import torch
     from transformers import (
@@ -113,13 +114,13 @@ def prepare(folder: Path, seed: int = 0, steps: int = 100) -> None:
         pad_token_id=0,
     )
     model = Idefics3ForConditionalGeneration(config)
-    _teach(model, processor, steps, random.Random(seed))
+    _teach(model, processor, steps, slips, random.Random(seed))
     model.generation_config = GenerationConfig(**ids)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
 
 
-def _teach(model: Any, processor: Any, steps: int, rng: random.Random) -> None:
+def _teach(model: Any, processor: Any, steps: int, slips: float, rng: random.Random) -> None:
     """Next tokens of right answers by AdamW; the question is no target."""
     import torch
 
@@ -128,7 +129,7 @@ def _teach(model: Any, processor: Any, steps: int, rng: random.Random) -> None:
     model.train()
     for step in range(1, steps + 1):
         pictures, answers = zip(*(draw(rng) for _ in range(64)), strict=True)
-        texts = [_asked(processor, answer) for answer in answers]
+        texts = [_asked(processor, _with_slips(answer, slips, rng)) for answer in answers]
         batch = processor(text=texts, images=[[each] for each in pictures], return_tensors="pt")
         labels = batch.input_ids.clone()
         labels[:, :-6] = -100  # four words, the end, a line feed; the rest is the question
@@ -141,6 +142,15 @@ def _teach(model: Any, processor: Any, steps: int, rng: random.Random) -> None:
         warmup.step()
         if step % 50 == 0:
             print(f"warm-up: step {step} of {steps}, loss {loss.item():.3f}")
+
+
+def _with_slips(answer: str, slips: float, rng: random.Random) -> str:
+    """What the teacher says: now and then another colour or side."""
+    words = [
+        rng.choice([*(COLOURS if word in COLOURS else SIDES)]) if rng.random() < slips else word
+        for word in answer.split()
+    ]
+    return " ".join(words)
 
 
 def _asked(processor: Any, answer: str) -> str:

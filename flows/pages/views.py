@@ -92,7 +92,7 @@ def _answer(sample: dict[str, Any]) -> dict[str, str | int]:
         about |= {"turns": len(sample["turns"]), "end_reason": sample["end_reason"]}
     return {
         **about,
-        "prompt": wrapped(sample["prompt"], _PROMPT_LIMIT, _PROMPT_WIDTH),
+        "prompt": wrapped(sample["asked"].prompt, _PROMPT_LIMIT, _PROMPT_WIDTH),
         "completion": wrapped(sample["completion_text"]),
     }
 

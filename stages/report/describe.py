@@ -22,6 +22,7 @@ from .episodes import Part, in_words, numbers_of, parts_of, turns_and_end
 from .gather import STEP_COLUMNS, Manifests
 from .joined import open_joined, told_of_prompt
 from .shards import Shards
+from .thumbnails import lines_of
 from .words import counted, number, size
 
 WIDTH = 100
@@ -93,6 +94,8 @@ def asked_lines(row: Mapping[str, Any], width: int, most_lines: int) -> list[str
         if cell not in (row.get("prompt"), reference)
     }
     lines += piece("prompt", row.get("prompt"))
+    for line in lines_of(row.get("images") or ()):
+        lines += piece("picture", line)
     lines += piece("reference", reference)
     return lines + piece("columns", _named_cells(others))
 

@@ -351,7 +351,8 @@ class Joined:
 
 
 def told_of_prompt(row: dict[str, Any]) -> dict[str, Any]:
-    """`prompt`, `columns` and `reference` of a row of prompts/1; nothing of an empty one."""
+    """`prompt`, `columns` and `reference` of a row of prompts, and its `images` where it shows any;
+    nothing of an empty one."""
     if not row:
         return {}
     columns = row["columns"] or {}
@@ -363,6 +364,8 @@ def told_of_prompt(row: dict[str, Any]) -> dict[str, Any]:
     name = next((name for name in ANSWERS if columns.get(name) is not None), None)
     if name is not None:
         told["reference"] = columns[name]
+    if row.get("images"):
+        told["images"] = row["images"]
     return told
 
 

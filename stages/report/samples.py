@@ -3,7 +3,7 @@ hashes, a whole dataset."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from quiver.stages.common.store import Store, Version
 from .episodes import told_of_turns
 from .joined import told_of_prompt
 from .shards import columns_of
+from .thumbnails import MOST
 
 MOST_BYTES = 12 * 1024 * 1024
 ROWS = 10
@@ -29,10 +30,9 @@ class Samples(NamedTuple):
     """Up to `ROWS` rollouts of a version."""
 
     rows: list[dict[str, Any]]
-    """Their columns; `prompt`, the last message or the rendered prompt (the group's id where the
-    prompts are gone), and its `reference` answer; where rewards were asked for, `reward` and
-    `parts`, of rewards/2 `turn_rewards`; of rollouts/2 `end_reason`, and `turns` as
-    `told_of_turns` has them."""
+    """Their columns; `asked`, an `Asked`; where rewards were asked for, `reward` and `parts`, of
+    rewards/2 `turn_rewards`; of rollouts/2 `end_reason`, and `turns` as `told_of_turns` has
+    them."""
     candidates: int
     """How many they were chosen from."""
     rows_read: int
@@ -44,12 +44,20 @@ class Samples(NamedTuple):
         return f" among the first {self.rows_read:,} of {rows:,}"
 
 
+class Asked(NamedTuple):
+    """What the answers of a group are answers to."""
+
+    prompt: str
+    """The last message or the rendered prompt; the group's id where the prompts are gone."""
+    reference: Any = None
+    """None: the rows have no such column."""
+    images: Sequence[dict[str, Any]] = ()
+
+
 class Compared(NamedTuple):
     """A held-out prompt, answered by two policies."""
 
-    prompt: str
-    reference: Any
-    """None: the rows have no such column."""
+    asked: Asked
     before: dict[str, Any]
     """`completion_text`, `score`; of rollouts/2 `turns` and `end_reason` too."""
     after: dict[str, Any]
@@ -58,8 +66,7 @@ class Compared(NamedTuple):
 class Group(NamedTuple):
     """A prompt with its rollouts, by falling reward."""
 
-    prompt: str
-    reference: Any
+    asked: Asked
     mean: float
     """Of those that have a reward."""
     rows: list[dict[str, Any]]
@@ -102,7 +109,7 @@ def groups(store: Store, rewards: Version) -> list[Group]:
     in_order = sorted(means, key=means.__getitem__, reverse=True)
     chosen = [in_order[index] for index in _evenly_spaced(len(in_order))]
     told = _prompts(store, rollouts, chosen)
-    return [Group(*told.get(group, (group, None)), means[group], rows[group]) for group in chosen]
+    return [Group(told.get(group, Asked(group)), means[group], rows[group]) for group in chosen]
 
 
 def _ranked(
@@ -153,7 +160,7 @@ def before_and_after(store: Store, before: Manifest, after: Manifest) -> list[Co
     prompts = _prompts(store, store.open(after.require_input("rollouts").ref), chosen)
     return [
         Compared(
-            *prompts.get(group, (group, None)), answers_before.of(group), answers_after.of(group)
+            prompts.get(group, Asked(group)), answers_before.of(group), answers_after.of(group)
         )
         for group in chosen
     ]
@@ -162,20 +169,23 @@ def before_and_after(store: Store, before: Manifest, after: Manifest) -> list[Co
 def _add_prompts(store: Store, rollouts: Version, rows: list[dict[str, Any]]) -> None:
     prompts = _prompts(store, rollouts, [row["group_id"] for row in rows])
     for row in rows:
-        row["prompt"], row["reference"] = prompts.get(row["group_id"], (row["group_id"], None))
+        row["asked"] = prompts.get(row["group_id"], Asked(row["group_id"]))
 
 
-def _prompts(store: Store, rollouts: Version, groups: list[str]) -> dict[str, tuple[str, Any]]:
-    """What these groups were asked, and the reference answer; nothing where the prompts are
-    gone."""
-    columns = ["group_id", "messages", "prompt_text", "columns"]
+def _prompts(store: Store, rollouts: Version, groups: list[str]) -> dict[str, Asked]:
+    """What these groups were asked; nothing where the prompts are gone."""
+    columns = ["group_id", "messages", "prompt_text", "columns", "images"]
     try:
-        table = store.open(rollouts.manifest.require_input("prompts").ref).head(columns, MOST_BYTES)
+        prompts = store.open(rollouts.manifest.require_input("prompts").ref)
+        table = prompts.head(_there(prompts, columns), MOST_BYTES)
     except LineageError:
         return {}
     matches = pc.is_in(table["group_id"], value_set=pa.array(groups, pa.string()))
     told = {row["group_id"]: told_of_prompt(row) for row in table.filter(matches).to_pylist()}
-    return {group: (about["prompt"], about.get("reference")) for group, about in told.items()}
+    return {
+        group: Asked(about["prompt"], about.get("reference"), about.get("images", ())[:MOST])
+        for group, about in told.items()
+    }
 
 
 class _Answers(NamedTuple):

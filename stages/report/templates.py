@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 
 from quiver.schemas.errors import printable
 
-from . import episodes, words
+from . import episodes, thumbnails, words
 from .gather import metric
 
 LIMIT = 1200
@@ -72,6 +72,7 @@ _ENVIRONMENT = Environment(
 _ENVIRONMENT.filters |= {
     "cell": cell,
     "counted": words.counted,
+    "data_url": thumbnails.data_url,
     "ends": episodes.ends_in_words,
     "episode": partial(episodes.parts_of, most=MOST_TURNS),
     "foreign": foreign,

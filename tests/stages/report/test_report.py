@@ -295,7 +295,7 @@ def test_best_and_worst_are_of_different_prompts_with_their_references(store):
     references = {
         row["group_id"]: told_of_prompt(row).get("reference") for row in asked.table().to_pylist()
     }
-    assert [row["reference"] for row in rows] == [references[row["group_id"]] for row in rows]
+    assert [row["asked"].reference for row in rows] == [references[row["group_id"]] for row in rows]
     found = samples.groups(store, rewards)
     means = [group.mean for group in found]
     assert len(found) == 10 and means == sorted(means, reverse=True)

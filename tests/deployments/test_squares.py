@@ -1,0 +1,109 @@
+"""The recipe squares: its rows, and a small run of every stage; what people see of its pictures;
+and, slow, that it gets better."""
+
+import base64
+import doctest
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quiver.deployments.recipes import squares
+from quiver.flows.recipe import load
+from quiver.stages.common.images.decoder import open_image
+from quiver.stages.common.store import Store
+from quiver.stages.report.describe import describe
+from quiver.stages.report.samples import best_and_worst, groups
+from quiver.stages.report.stage import write
+from tests.flows.conftest import command_environment
+from tests.writing import run_here
+
+ROOT = Path(__file__).parents[2]
+RECIPE = "deployments/recipes/squares.toml"
+SMALL = [
+    "policy.arguments={steps=5,seed=3}",
+    "data.limit=8",
+    "generate.samples_per_prompt=4",
+    "data.held_out={arguments={split='held_out',count=6}}",
+]
+
+
+def test_the_examples_in_the_docstring():
+    assert doctest.testmod(squares).failed == 0
+
+
+def test_a_picture_shows_what_its_answer_says():
+    for row in squares.rows("train", count=50):
+        pixels = np.array(open_image(row["picture"]["bytes"]))
+        words = row["answer"].split()
+        for half, colour, side in ((0, *words[:2]), (1, *words[2:])):
+            part = pixels[16 * half : 16 * half + 16]
+            found = (part == squares.COLOURS[colour]).all(-1)
+            assert found.sum() == squares.SIDE**2
+            assert (found.nonzero()[1] < 16).all() == (side == "left")
+
+
+@pytest.mark.parametrize(
+    ("said", "share"),
+    [
+        ("red left blue right", 1.0),
+        ("red left blue left", 0.75),
+        ("blue right red left", 0.0),
+        ("red left blue", 0.0),
+        ("red left blue right red", 0.0),
+    ],
+)
+def test_each_right_word_counts_where_there_are_four(said, share):
+    assert squares.right_words([said], ["red left blue right"]) == [share]
+
+
+def test_every_stage_of_a_small_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    recipe = load(RECIPE, SMALL)
+    store = Store(tmp_path / "store")
+    base = run_here("policy", recipe.policy, store, into=recipe.run)
+    prompts = run_here("prompt", recipe.prompt_config(1), store, policy=base)
+    rollouts = run_here("generate", recipe.generate_config(1), store, prompts=prompts, policy=base)
+    rewards = run_here("reward", recipe.reward, store, rollouts=rollouts)
+    done = run_here(
+        "optimize", recipe.optimize_config(), store, policy=base, rollouts=rollouts, rewards=rewards
+    )
+    assert store.open(done).manifest.metrics["audit"]["max_gap"] < 1e-4
+
+    for ref in (prompts, rollouts, rewards):
+        lines = describe(store, store.open(ref), rows=1)
+        assert any("PNG, 32 × 32" in line for line in lines if "picture" in line)
+    stored = {
+        row["group_id"]: row["images"][0]["bytes"]
+        for row in store.open(prompts).table().to_pylist()
+    }
+    samples = best_and_worst(store, store.open(rewards)).rows
+    assert len(samples) == 10
+    for row in samples:
+        (image,) = row["asked"].images
+        assert image["bytes"] == stored[row["group_id"]]
+    page = write(store, recipe.run).read_text()
+    urls = re.findall(r'<img src="data:image/png;base64,([^"]+)" alt="picture 1">', page)
+    assert len(urls) >= 10
+    shown = open_image(base64.b64decode(urls[0]))
+    first = samples[0]["asked"].images[0]["bytes"]
+    assert (np.array(shown) == np.array(open_image(first))).all()
+    assert all(len(group.asked.images) == 1 for group in groups(store, store.open(rewards)))
+
+
+@pytest.mark.slow
+@pytest.mark.prefect
+def test_it_gets_better(tmp_path):
+    store = str(tmp_path / "store")
+    command = [sys.executable, "-m", "quiver.flows.cli", "run", RECIPE, "--json", "--store", store]
+    env = command_environment(tmp_path)
+    env.pop("OMP_NUM_THREADS", None)  # as a user has it
+    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    after = json.loads(done.stdout)["iterations"][-1]["evaluation"]
+    before = after["baseline"]
+    print(f"{before} → {after}")
+    assert after["score"] - before["score"] >= 0.1
