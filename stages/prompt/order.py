@@ -11,8 +11,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+import pyarrow as pa
 
-from quiver.schemas.errors import ConfigError, LineageError
+from quiver.schemas.errors import ConfigError, LineageError, printable
+from quiver.stages.common.chat.template import bad_text
 from quiver.stages.common.store import Store, Version
 
 from .config import Config
@@ -20,6 +22,30 @@ from .config import Config
 NEVER = "not asked"
 WITHIN = "within"
 OUTSIDE = "outside"
+
+
+def name_rows(config: Config, table: pa.Table) -> list[str]:
+    """One unique name a row of the source `table`, as text. ConfigError."""
+    num_rows = table.num_rows
+    if config.group_id is None:
+        digits = max(6, len(str(num_rows - 1)))
+        return [f"{config.group_prefix}{row:0{digits}d}" for row in range(num_rows)]
+    names: dict[str, int] = {}
+    for row, cell in enumerate(table.column(config.group_id).to_pylist()):
+        name = f"{config.group_prefix}{cell}"
+        problem = bad_text(name)
+        if cell in (None, ""):
+            problem = "is empty"
+        elif name in names:
+            problem = f"stands in row {names[name] + 1} too"
+        if problem:
+            raise ConfigError(
+                f"source {printable(config.source)} row {row + 1}",
+                f"group id {printable(repr(cell))} {problem}",
+                next="make the group ids unique, or leave data.group_id out",
+            )
+        names[name] = row
+    return list(names)
 
 
 def choose(rows: int, limit: int | None, seed: int, iteration: int) -> list[int]:

@@ -238,8 +238,10 @@ def _followed_by(messages: list[Message], opening: Sequence[Message]) -> list[Me
     for message in opening:
         last = messages[-1]
         if last["role"] == message["role"] == "user":
-            joined = f"{last['content']}\n\n{message['content']}"
-            messages[-1] = {"role": "user", "content": joined}
+            added = f"\n\n{message['content']}"
+            content = last["content"]
+            parts = [{"type": "text", "text": added}] if isinstance(content, list) else added
+            messages[-1] = {"role": "user", "content": content + parts}
         else:
             messages.append(message)
     return messages

@@ -23,7 +23,6 @@ import pyarrow.compute as pc
 
 from quiver.schemas.errors import ConfigError, printable, reason
 from quiver.schemas.manifest import digest
-from quiver.stages.common.chat.template import bad_text
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.plugins import did_you_mean
 from quiver.stages.common.runtime.stage import Plan, Refs
@@ -34,7 +33,7 @@ from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
 from . import sources
 from .config import INPUTS, Config
 from .openings import Openings, identified
-from .order import choose_rows, open_rewards
+from .order import choose_rows, name_rows, open_rewards
 
 STAGE_VERSION = 1
 _MOST_LISTED = 10_000
@@ -88,7 +87,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     writer = writers["prompts"]
     source = sources.read(config)
     _fill_in(config, source)  # refuses a source that is not the planned one
-    group_ids = _group_ids(config, source)
+    group_ids = name_rows(config, source.table)
     chosen, counts = choose_rows(config, group_ids, [*plan.inputs.values()], plan.store)
     starts = range(0, len(chosen), ROWS_PER_SHARD)
     policy = plan.store.open(plan.models[0].ref)
@@ -178,30 +177,6 @@ def _longest_prompt(config: Config, policy: Version) -> int | None:
             next="lower reserve_tokens (or the completion's length)",
         )
     return min(room, config.max_prompt_tokens or room)
-
-
-def _group_ids(config: Config, source: sources.Source) -> list[str]:
-    """One unique name a row of the source, as text."""
-    num_rows = source.table.num_rows
-    if config.group_id is None:
-        digits = max(6, len(str(num_rows - 1)))
-        return [f"{config.group_prefix}{row:0{digits}d}" for row in range(num_rows)]
-    names: dict[str, int] = {}
-    for row, cell in enumerate(source.table.column(config.group_id).to_pylist()):
-        name = f"{config.group_prefix}{cell}"
-        problem = bad_text(name)
-        if cell in (None, ""):
-            problem = "is empty"
-        elif name in names:
-            problem = f"stands in row {names[name] + 1} too"
-        if problem:
-            raise ConfigError(
-                f"source {printable(config.source)} row {row + 1}",
-                f"group id {printable(repr(cell))} {problem}",
-                next="make the group ids unique, or leave data.group_id out",
-            )
-        names[name] = row
-    return list(names)
 
 
 def read_template(config: Config) -> str | None:

@@ -41,7 +41,7 @@ from quiver.stages.common.ragged import Ragged
 from quiver.stages.common.turns import Turns, after_prompts
 
 from .packing import Piece
-from .pictures import Pictures, PicturesInRow
+from .pictures import Pictures, PicturesInRow, in_row
 
 _MASK_ITEMS = 32 * 1024 * 1024
 """The most items of one block's mask."""
@@ -234,10 +234,6 @@ def make_layout(
     index_minus_position = np.repeat(spans.starts - spans.prefix_lengths, spans.lengths)
     positions = np.arange(len(index_minus_position)) - index_minus_position
     blocks, gather = make_blocks(spans, device)
-    pictures = None
-    if sequences.pictures is not None:
-        prompt_starts = prompt_ends[first_rollouts] - prompt_lengths
-        pictures = sequences.pictures.in_row(rows[first_rollouts], prompt_starts, device)
     return Layout(
         ids=_tensor(np.concatenate(segments, dtype=np.int64), device)[None],
         positions=_tensor(positions, device)[None],
@@ -249,7 +245,12 @@ def make_layout(
         temperature=_tensor(np.repeat(sequences.temperature.numpy()[rows], target_counts), device),
         runs=make_runs(spans, device) if varlen else None,
         sequence_lengths=tuple(spans.lengths.tolist()) if len(after.restarts) else (),
-        pictures=pictures if pictures and pictures.order else None,
+        pictures=in_row(
+            sequences.pictures,
+            rows[first_rollouts],
+            prompt_ends[first_rollouts] - prompt_lengths,
+            device,
+        ),
     )
 
 

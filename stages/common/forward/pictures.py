@@ -48,19 +48,6 @@ class Pictures:
         numbers = self.numbers[row].tolist()
         return _moved(self.read(numbers), device) if numbers else {}
 
-    def in_row(self, rows: np.ndarray, starts: np.ndarray, device: torch.device) -> PicturesInRow:
-        """Those of the prompts of rollouts `rows`, which begin at `starts` of a row of tokens."""
-        shown = np.concatenate(self.numbers.views(rows))
-        numbers, order = np.unique(shown, return_inverse=True)
-        places = [
-            places + start for places, start in zip(self.places.views(rows), starts, strict=True)
-        ]
-        return PicturesInRow(
-            tuple(_moved(self.read([number]), device) for number in numbers.tolist()),
-            tuple(order.tolist()),
-            torch.from_numpy(np.concatenate(places)).to(device),
-        )
-
 
 @dataclass(frozen=True)
 class PicturesInRow:
@@ -74,7 +61,26 @@ class PicturesInRow:
     """[m] int64: where in the row their features go."""
 
 
-def _moved(inputs: Inputs, device: torch.device) -> Inputs:
+def in_row(
+    pictures: Pictures | None, rows: np.ndarray, starts: np.ndarray, device: torch.device | str
+) -> PicturesInRow | None:
+    """What the prompts of rollouts `rows` [p] show, which begin at `starts` [p] of a row of tokens;
+    None where they show nothing."""
+    if pictures is None or not int(pictures.numbers.lengths[rows].sum()):
+        return None
+    shown = np.concatenate(pictures.numbers.views(rows))
+    numbers, order = np.unique(shown, return_inverse=True)
+    places = [
+        places + start for places, start in zip(pictures.places.views(rows), starts, strict=True)
+    ]
+    return PicturesInRow(
+        tuple(_moved(pictures.read([number]), device) for number in numbers.tolist()),
+        tuple(order.tolist()),
+        torch.from_numpy(np.concatenate(places)).to(device),
+    )
+
+
+def _moved(inputs: Inputs, device: torch.device | str) -> Inputs:
     return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError
 from quiver.stages.common.images.decoder import open_image
 from quiver.stages.common.models import checkpoints
+from quiver.stages.common.models.families import load_folders_processor
 from quiver.stages.common.models.folder import load_errors
 from quiver.stages.common.store import Version
 
@@ -88,17 +89,4 @@ def load_processor(version: Version) -> Processor:
             next="take a vision-language model, or leave data.images out",
         )
     checkpoints.verify_carried(version)
-    from transformers import AutoProcessor
-
-    try:
-        with load_errors(f"processor of {name}"):
-            processor = AutoProcessor.from_pretrained(
-                version.files.folder, local_files_only=True, trust_remote_code=False
-            )
-    except ConfigError as error:
-        if isinstance(error.__cause__, ImportError):
-            problem = " ".join(str(error.__cause__).split())
-            next = "install what it needs"
-            raise ConfigError(name, f"its processor: {printable(problem)}", next=next) from None
-        raise
-    return Processor(processor, name)
+    return Processor(load_folders_processor(version.files.folder, name), name)

@@ -26,8 +26,9 @@ from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.schemas.manifest import Model, digest
 from quiver.stages.common.config import Config as Base
 from quiver.stages.common.models import from_function
-from quiver.stages.common.models.families import require_trainable
+from quiver.stages.common.models.families import require_processor, require_trainable
 from quiver.stages.common.models.folder import (
+    PROCESSOR_FILES,
     check_folder,
     convert_gguf,
     count_parameters,
@@ -60,11 +61,10 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 CARRIED_FILES = (
     *_TOKENIZER_FILES,
     *_TEMPLATE_FILES,
-    *_PROCESSOR_FILES,
+    *PROCESSOR_FILES,
     "generation_config.json",
 )
 _FAST_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -174,6 +174,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
                     shutil.copyfile(file, writer.folder / file.name)
             check_folder(writer.folder, config.model)
         require_trainable(writer.folder, config.model)
+        require_processor(writer.folder, config.model)
     metrics: dict[str, Any] = {"parameters": count_parameters(writer.folder)}
     if commit:
         metrics["commit"] = commit
@@ -274,7 +275,7 @@ def _as_model(role: str, ref: str, hashes: list[tuple[str, str]]) -> Model:
         if name == "config.json"
         or (name.endswith((".safetensors", ".index.json")) and "/" not in name)
     ]
-    processor = [entry for entry in hashes if entry[0] in _PROCESSOR_FILES]
+    processor = [entry for entry in hashes if entry[0] in PROCESSOR_FILES]
     return Model(
         role=role,
         ref=ref,
@@ -361,7 +362,7 @@ def is_encoder_decoder(version: Version) -> bool:
 
 def sees_images(version: Version) -> bool:
     """Whether it has a processor, which makes of pictures what it reads."""
-    return any(name in version.files.names for name in _PROCESSOR_FILES)
+    return any(name in version.files.names for name in PROCESSOR_FILES)
 
 
 def image_token_id(version: Version) -> int:

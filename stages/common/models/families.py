@@ -10,8 +10,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from quiver.stages.common.models.folder import load_errors, parse_object
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.models.folder import PROCESSOR_FILES, load_errors, parse_object
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +41,31 @@ _TRAINED = """
 """
 TRAINED = {*_TRAINED.split()}
 """The `model_type` of each."""
+
+
+def require_processor(folder: Path, name: str) -> None:
+    """ConfigError where the model sees pictures, and what prepares them for it can not be loaded
+    here: many want torchvision."""
+    if any((folder / file).is_file() for file in PROCESSOR_FILES):
+        load_folders_processor(folder, name)
+
+
+def load_folders_processor(folder: Path, name: str) -> ProcessorMixin:
+    """The processor of a model directory. ConfigError about model `name`."""
+    from transformers import AutoProcessor
+
+    title = f"model {name}"
+    try:
+        with load_errors(title):
+            return AutoProcessor.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+    except ConfigError as error:
+        if isinstance(error.__cause__, ImportError):
+            problem = printable(" ".join(str(error.__cause__).split()))
+            next = "install what it needs, or take a model whose processor works without"
+            raise ConfigError(title, f"its processor: {problem}", next=next) from None
+        raise
 
 
 def require_trainable(folder: Path, name: str) -> None:

@@ -27,6 +27,8 @@ from quiver.schemas.plain import is_too_deep
 _JSON_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
 _MOST_LAYERS = 10_000
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""What a model has that sees pictures."""
 log = logging.getLogger(__name__)
 
 

@@ -314,3 +314,53 @@ def test_replay_keeps_each_versions_pictures(tmp_path):
     ref = run_stage("optimize", OPTIMIZE, store, in_process=True, **refs)
     report = store.open(ref).manifest.metrics["audit"]
     assert report["max_gap"] < 1e-5 and report["rollouts"] > 20
+
+
+GAME = '''
+class Look:
+    """Says how often it was answered."""
+
+    def reset(self, **columns):
+        self.count = 0
+        return "Look well."
+
+    def step(self, turn):
+        self.count += 1
+        return {"text": f"seven {self.count}", "reward": len(turn.text) % 5, "done": self.count == 3}
+'''
+
+
+def test_episodes_begin_with_pictures(tmp_path):
+    """Each turn is sampled, and trained on, with the pictures of its prompt."""
+    store = make_store(tmp_path, "idefics3")
+    (tmp_path / "game.py").write_text(GAME)
+    turns = {"environment": f"{tmp_path}/game.py:Look"}
+    config = {
+        "source": str(tmp_path / "rows.jsonl"),
+        "prompt": "prompt",
+        "images": "images",
+        "turns": turns,
+    }
+    prompts = run_stage("prompt", config, store, policy=REFS["policy"], in_process=True)
+    row = store.open(prompts).table().to_pylist()[1]
+    assert row["messages"][-1]["content"] == "zero one two three\n\nLook well."
+    assert row["prompt_ids"].count(IMAGE) == 8
+    config = {
+        "engine": "transformers",
+        "samples_per_prompt": 3,
+        "dtype": "float32",
+        "sampling": {"max_tokens": 6, "temperature": 0.9, "stop_token_ids": [*range(100, 300)]},
+        "turns": {**turns, "max_turns": 3, "max_tokens": 18},
+    }
+    refs = {"prompts": str(prompts), "policy": REFS["policy"]}
+    rollouts = run_stage("generate", config, store, in_process=True, **refs)
+    found = store.open(rollouts).table().to_pylist()
+    assert max(len(row["turns"]) for row in found) > 1
+    config = {"functions": [{"use": "environment"}]}
+    rewards = run_stage("reward", config, store, rollouts=str(rollouts), in_process=True)
+    refs = {"rollouts": str(rollouts), "rewards": str(rewards), "policy": REFS["policy"]}
+    for packing in ("shared", "single"):
+        config = {**OPTIMIZE, "credit": "turn", "packing": packing}
+        ref = run_stage("optimize", config, store, force=True, in_process=True, **refs)
+        metrics = store.open(ref).manifest.metrics
+        assert (metrics["packing"], metrics["audit"]["max_gap"] < 1e-5) == (packing, True)
