@@ -107,7 +107,7 @@ def test_every_stage_of_a_small_game(tmp_path, monkeypatch):
     )
     metrics = store.open(done).manifest.metrics
     assert metrics["audit"]["max_gap"] < 1e-4
-    assert (metrics["kept"], metrics["steps"]) == (64, 8)
+    assert (metrics["kept"], metrics["steps"]) == (64, 16)
 
     prompts = run_here("prompt", recipe.prompt_config(0, evaluation=True), store, policy=base)
     config = recipe.generate_config(0, evaluation=True)
