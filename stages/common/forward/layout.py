@@ -208,11 +208,12 @@ def make_layout(
     counts = np.array([len(piece.rows) for piece in pieces])
     rows = np.array([row for piece in pieces for row in piece.rows])
     first_rollouts = _starts(counts)
-    prompt_lengths = sequences.prompts.lengths.numpy()[rows[first_rollouts]]
+    of_prompts = rows[first_rollouts]
+    prompt_lengths = sequences.prompts.lengths.numpy()[of_prompts]
     target_counts = sequences.completions.lengths.numpy()[rows]
 
     # slices are copied several times faster than ids are gathered one by one
-    prompts = sequences.prompts.views(rows[first_rollouts])
+    prompts = sequences.prompts.views(of_prompts)
     completions = sequences.completions.views(rows)
     after = after_prompts(sequences.completions, sequences.turns, rows)
     input_lengths = np.array([len(ids) for ids in after.ids])
@@ -222,6 +223,7 @@ def make_layout(
 
     completion_starts = _starts(input_lengths) + np.repeat(np.cumsum(prompt_lengths), counts)
     prompt_ends = np.repeat(completion_starts[first_rollouts], counts)
+    prompt_starts = completion_starts[first_rollouts] - prompt_lengths
     predictors = after.predictors + np.repeat(completion_starts, target_counts)
     firsts = _starts(target_counts)
     follows_prompt = after.predictors[firsts] < 0
@@ -245,12 +247,7 @@ def make_layout(
         temperature=_tensor(np.repeat(sequences.temperature.numpy()[rows], target_counts), device),
         runs=make_runs(spans, device) if varlen else None,
         sequence_lengths=tuple(spans.lengths.tolist()) if len(after.restarts) else (),
-        pictures=in_row(
-            sequences.pictures,
-            rows[first_rollouts],
-            prompt_ends[first_rollouts] - prompt_lengths,
-            device,
-        ),
+        pictures=in_row(sequences.pictures, of_prompts, prompt_starts, device),
     )
 
 

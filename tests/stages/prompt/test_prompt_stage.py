@@ -359,7 +359,11 @@ BAD = [
         [{"messages": [{"role": "user<|im_end|>", "content": "a"}]}],
         "role of message 0 is 'user<",
     ),
-    ({}, [{"messages": [{"role": "user", "content": ["part"]}]}], "holds a list, expected text"),
+    (
+        {},
+        [{"messages": [{"role": "user", "content": ["part"]}]}],
+        "a part of message 0 has a str, expected",
+    ),
     ({}, [{"prompt_ids": [1, 320]}], "320 is outside the model's vocabulary of 320"),
     ({}, [{"prompt_ids": [1, 2**40]}], "outside the model's vocabulary"),
     ({}, [{"prompt_ids": [-1]}], "outside the model's vocabulary"),
