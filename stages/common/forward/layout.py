@@ -232,13 +232,10 @@ def make_layout(
     spans = make_spans(counts, prompt_lengths, input_lengths)
     if len(after.restarts):
         spans = cut_spans(spans, after.restart_places(completion_starts))
-    # a token's index in the row, less its position in its own sequence
-    index_minus_position = np.repeat(spans.starts - spans.prefix_lengths, spans.lengths)
-    positions = np.arange(len(index_minus_position)) - index_minus_position
     blocks, gather = make_blocks(spans, device)
     return Layout(
         ids=_tensor(np.concatenate(segments, dtype=np.int64), device)[None],
-        positions=_tensor(positions, device)[None],
+        positions=_tensor(_positions(spans), device)[None],
         blocks=blocks,
         gather=gather,
         rows=torch.from_numpy(rows),
@@ -267,6 +264,12 @@ def make_spans(counts: np.ndarray, prompt_lengths: np.ndarray, input_lengths: np
     lengths[alone + 1] = 0
     spans = np.array([starts, lengths, prefix_starts, prefix_lengths])
     return Spans(*spans[:, lengths > 0])
+
+
+def _positions(spans: Spans) -> np.ndarray:
+    """[N] int64: the place of each token of the row in its own sequence."""
+    index_minus_position = np.repeat(spans.starts - spans.prefix_lengths, spans.lengths)
+    return np.arange(len(index_minus_position)) - index_minus_position
 
 
 def cut_spans(spans: Spans, places: np.ndarray) -> Spans:
