@@ -166,7 +166,6 @@ EQUIVALENT = {
     "tables:offered:one:1": "messages of prompts/1 are the same after reading",
     "trainer:Trainer._step:name:4": "where a share of the tokens learns, every member is active",
     "advantages:group_sums:one:0": "one more sum, of a group that no rollout is in",
-    "prompts:select_prompts:one:0": "a vocabulary has two ids at the least",
     "shards:Shards.summary:one:1": "a worker that made tokens has its seconds of generate",
     "shards:Shards.__init__:one:2": "one token more in the speed that a line of progress tells",
     "stage:prepare:drop:0": "it imports ahead of time what is imported anyway",
