@@ -24,6 +24,7 @@ from quiver.stages.common.store import Store
 from quiver.stages.generate.engine import code_hash, engine_options
 from quiver.stages.prompt.stage import read_template
 from quiver.stages.reward.preview import preview
+from quiver.stages.reward.turns import ENVIRONMENT
 
 from .placement import check_placement, stage_call, trained_here
 from .recipe import Recipe
@@ -50,10 +51,23 @@ def preflight(recipe: Recipe) -> Recipe:
             plugins.definition(*code)
     for stage, config in trained_here(recipe).items():
         load(stage).check(config, ())
+    _require_turn_rewards(recipe)
     resolved = recipe.resolved()
     for columns in resolved.columns.values():
         preview(resolved.reward, [*columns, *resolved.offered_columns])
     return resolved
+
+
+def _require_turn_rewards(recipe: Recipe) -> None:
+    """ConfigError where turns are to answer for their own rewards, and none has any."""
+    credit = recipe.optimize.credit
+    if credit != "rollout" and ENVIRONMENT not in [each.use for each in recipe.reward.functions]:
+        raise ConfigError(
+            f"optimize.credit {credit}",
+            "needs the rewards of turns, which no reward function takes from the environment",
+            next=f'add a reward function with use = "{ENVIRONMENT}", or set '
+            'optimize.credit = "rollout"',
+        )
 
 
 def try_out(recipe: Recipe) -> list[str]:

@@ -22,12 +22,16 @@ three columns more:
 | images | list<struct<bytes, path>>, null | a prompt's pictures, as `datasets.Image` stores them |
 | image_spans | list<struct<start, length>>, null | where their ids stand in `prompt_ids` |
 
+Where an environment answers, `columns` have one text more, with which it must begin again:
+`quiver_opening`, JSON of the messages that it began with.
+
 A prompt may be the beginning of a saved episode, up to a turn that is to be sampled anew. Its
 `columns` then have two texts more, by which the environment is brought to that place:
 
 | in `columns` | meaning |
 |---|---|
-| quiver_turns | JSON of the turns that it had answered: [{text, calls: [{name, arguments}]}] |
+| quiver_turns | JSON of the turns that it had answered, and of what it said: [{text, calls: [{name,
+arguments}], observation, cut, reward}]; `cut` characters of the observation are left out |
 | quiver_group | the group_id of the episode, which gives the environment's seed |
 """
 
@@ -48,6 +52,9 @@ SCHEMA = fields.kind_schema(
 )
 PLAYED_TURNS = "quiver_turns"
 PLAYED_GROUP = "quiver_group"
+OPENING = "quiver_opening"
+OURS = (PLAYED_TURNS, PLAYED_GROUP, OPENING)
+"""Columns that are not the user's."""
 _CALLS = [pa.field(name, pa.string()) for name in ("tool_calls", "tool_call_id", "name")]
 MESSAGES_WITH_CALLS = pa.list_(
     fields.required("item", pa.struct([fields.ROLE, fields.CONTENT, *_CALLS]))

@@ -17,11 +17,23 @@ from quiver.schemas.plain import read_json
 
 FAILURES = ("timeout", "environment_error")
 """End reasons of episodes that failed: nothing is known of their rewards."""
+FAILURE_INFO = "quiver_failure"
+"""In the info of a turn: why the environment did not answer it."""
+CUT_INFO = "quiver_cut_characters"
+"""The same: how many characters of the observation were cut."""
 LIMITS = ("max_turns", "max_tokens", "context", "max_tool_calls")
 """End reasons of episodes that would have gone on."""
 COUNTS = ("turns", "tool_calls", "parse_errors", "observation_tokens")
 """What is counted of each episode."""
 _LATE_KEY = re.compile(r"generate\.turns\.(step_seconds|episode_seconds)")
+
+
+def first_failure(rollouts: pa.Table) -> str | None:
+    """Why the first episode of rollouts/2 that failed did; None where none failed, or none says."""
+    failed = pc.is_in(rollouts["end_reason"], value_set=pa.array(FAILURES))
+    for turns in rollouts["turns"].filter(failed).slice(0, 1).to_pylist():
+        return (read_json(turns[-1]["info"] or "null") or {}).get(FAILURE_INFO)
+    return None
 
 
 def measure(rollouts: pa.Table) -> dict[str, Any]:

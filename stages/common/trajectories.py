@@ -114,12 +114,16 @@ class Trajectory(_Part):
                 f"finish_reason {self.finish_reason} is not that of its last turn, {reason}"
             )
         earned = [turn.reward for turn in turns if turn.reward is not None]
-        if self.reward is not None and earned:
-            total = math.fsum(earned)
-            if not math.isclose(total, self.reward, rel_tol=1e-4, abs_tol=1e-4):
-                raise ValueError(
-                    f"reward is {self.reward:g}, the rewards of its turns add up to {total:g}"
-                )
+        total = math.fsum(earned)
+        if abs(total) > _LARGEST:
+            raise ValueError(f"turns: their rewards add up to {total:g}, which no float32 holds")
+        if reason == "abort" and (earned or self.reward is not None):
+            raise ValueError("turns: an episode that was given up (abort) has no reward")
+        is_told_twice = self.reward is not None and earned
+        if is_told_twice and not math.isclose(total, self.reward, rel_tol=1e-4, abs_tol=1e-4):
+            raise ValueError(
+                f"reward is {self.reward:g}, the rewards of its turns add up to {total:g}"
+            )
         return self
 
     @property

@@ -16,7 +16,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from quiver.stages.common.episodes import measure
+from quiver.schemas.errors import printable
+from quiver.stages.common.episodes import first_failure, measure
 from quiver.stages.common.store.writer import Writer
 
 from .engine import Engine
@@ -102,6 +103,9 @@ class Shards:
         }
         if "turns" in table.column_names:
             metrics |= measure(table)
+            if metrics["failed"]:
+                why = printable(first_failure(table))
+                log.warning("%d of %d episodes failed; %s", metrics["failed"], len(table), why)
         reasons = Counter(table["finish_reason"].to_pylist())
         return metrics, dict(sorted(reasons.items()))
 

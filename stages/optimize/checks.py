@@ -224,7 +224,7 @@ def check_credit(config: Config, inputs: Mapping[str, Version]) -> None:
             raise ConfigError(
                 f"optimize.credit {config.credit}",
                 f"needs rewards of turns, and {version.ref} has none",
-                next="score the rollouts with the rewards of their turns, or set "
+                next='score the rollouts with a reward function whose use is "environment", or set '
                 'optimize.credit = "rollout"',
             )
 

@@ -86,7 +86,7 @@ class Openings:
                             next="correct its reset, or the row",
                         )
                     else:
-                        messages[reply.key] = reply.step.messages or []
+                        messages[reply.key] = reply.step.observation()
                         self._pool.finish(reply.key)
             openings += [messages[key] for key in keys]
         return openings

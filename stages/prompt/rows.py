@@ -217,6 +217,9 @@ def render_rows(
             positions.append(position)
     if config.images:  # they are a column of their own
         table = table.drop_columns(config.images)
+    if config.turns is not None:  # with what the environment is to begin again
+        texts = [json.dumps(opening, ensure_ascii=False) for opening in openings]
+        table = table.append_column(prompts.OPENING, pa.array(texts, pa.string()))
     columns = table.take(pa.array(positions, pa.int64())).replace_schema_metadata(None)
     struct = columns.combine_chunks().to_struct_array().combine_chunks()
     kind_schema = prompts.SCHEMA

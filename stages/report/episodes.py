@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from quiver.schemas.errors import printable
 from quiver.schemas.plain import read_json
-from quiver.stages.common.episodes import FAILURES, measure, read_calls
+from quiver.stages.common.episodes import FAILURE_INFO, FAILURES, measure, read_calls
 from quiver.stages.common.store import Version
 
 from .shards import columns_of
@@ -93,9 +93,9 @@ def parts_of_turn(row: Mapping[str, Any], index: int) -> list[Part]:
     turn = row["turns"][index]
     info = turn["info"]
     failure = None
-    if isinstance(info, dict) and "failure" in info:
-        failure = info["failure"]
-        info = {name: cell for name, cell in info.items() if name != "failure"}
+    if isinstance(info, dict) and FAILURE_INFO in info:
+        failure = info[FAILURE_INFO]
+        info = {name: cell for name, cell in info.items() if name != FAILURE_INFO}
     parts = []
     if turn["restart_tokens"] is not None:
         begun = f"a new sequence begins with {counted(turn['restart_tokens'], 'token')}"

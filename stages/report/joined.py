@@ -29,6 +29,7 @@ import pyarrow.compute as pc
 
 from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.schemas.manifest import Manifest
+from quiver.schemas.prompts import OURS
 from quiver.schemas.refs import Ref
 from quiver.stages.common.episodes import COUNTS, counts_of, sum_of_each
 from quiver.stages.common.store import Store, Version
@@ -355,7 +356,7 @@ def told_of_prompt(row: dict[str, Any]) -> dict[str, Any]:
     nothing of an empty one."""
     if not row:
         return {}
-    columns = row["columns"] or {}
+    columns = {name: cell for name, cell in (row["columns"] or {}).items() if name not in OURS}
     messages = row["messages"]
     told = {
         "prompt": messages[-1]["content"] if messages else row["prompt_text"],

@@ -69,6 +69,7 @@ def as_rewards(
     """rewards/1 for `rollouts`, with one list of parts a scorer, in order of rows; with the extra
     of the scorers in `extras`. rewards/2 where the environment's rewards are a part."""
     lengths = pc.list_value_length(rollouts.column("completion_ids")).to_pylist()
+    parts = turns.without_failed(rollouts, parts)
     parts, sums = weigh_rows(config, parts, lengths)
     of_turns = turns.are_told(config, rollouts)
     schema = rewards.schema_for(config.part_names, extras, of_turns=of_turns)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from quiver.stages.common.chat.messages import read_messages
+from quiver.stages.common.episodes import FAILURES
 
 from .config import Config
+from .scoring import Part
 
 OFFERED = ("turns", "transcript", "end_reason")
 """What a function may ask for by name, where the rollouts have turns."""
@@ -79,6 +81,21 @@ def messages_of(turns: Sequence[dict[str, Any]]) -> list[Message]:
             role = "user" if calls is None else "tool"
             messages.append({"role": role, "content": turn["observation"]})
     return messages
+
+
+def without_failed(rollouts: pa.Table, parts: Mapping[str, list[Part]]) -> dict[str, list[Part]]:
+    """`parts` without a value where the episode failed, whatever a scorer made of it: nothing is
+    known of what it would have been worth."""
+    if not has_turns(rollouts):
+        return dict(parts)
+    failed = [reason in FAILURES for reason in rollouts["end_reason"].to_pylist()]
+    return {
+        name: [
+            part._replace(value=None) if has_failed else part
+            for part, has_failed in zip(column, failed, strict=True)
+        ]
+        for name, column in parts.items()
+    }
 
 
 def are_told(config: Config, rollouts: pa.Table) -> bool:

@@ -143,6 +143,9 @@ def test_what_is_wrong_with_turns_is_told_before_anything_runs(tmp_path, monkeyp
         "generate.turns={tools=['quiver.deployments.recipes.calculator:calculat']}": (
             "did you mean calculate"
         ),
+        "reward.functions=[{use='quiver.deployments.recipes.guess:found'}]": (
+            "optimize.credit turn: needs the rewards of turns"
+        ),
     }.items():
         with pytest.raises(ConfigError, match=why):
             preflight(load(RECIPE, [*SMALL, store, setting]))

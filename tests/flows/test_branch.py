@@ -123,6 +123,29 @@ def test_what_is_sampled_from_there_is_played_again_and_branched_again(saved):
         assert row["columns"][prompts_kind.PLAYED_GROUP] in {f"g{n}" for n in range(5)}
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("random.Random(seed)", "random.Random(seed + 1)"),
+        ("/ 7", "/ 8"),
+        ("done=guess == self.number", "done=True"),
+    ],
+)
+def test_an_environment_that_comes_to_another_place_is_told(saved, tmp_path, before, after):
+    """Not what it says to the turn that is sampled, but on the way there."""
+    folder, store, policy, turns, _ = saved
+    prompts = branched(store, 1, "elsewhere")
+    text = (folder / "guess.py").read_text()
+    assert before in text
+    (tmp_path / "other.py").write_text(text.replace(before, after))
+    made = record_on(store, policy, turns, prompts, lambda *at: "7", run="elsewhere")
+    report = reenact(
+        store, str(made.rollouts.ref), environment=f"{tmp_path}/other.py:Guess", processes=1
+    )
+    assert report.episodes_agree < report.episodes
+    assert {difference.turn for difference in report.differences} >= {None}
+
+
 def test_what_was_called_stands_in_messages_and_turns(tmp_path):
     store = Store(tmp_path / "store")
     (tmp_path / "counter.py").write_text(CALLED)
@@ -132,8 +155,8 @@ def test_what_was_called_stands_in_messages_and_turns(tmp_path):
     (row,) = branched(store, 3, "tiny").table().to_pylist()
     call = {"name": "add", "arguments": {"amount": 2}}
     assert json.loads(row["columns"][prompts_kind.PLAYED_TURNS]) == [
-        {"text": "I add.", "calls": [call, call]},
-        {"text": "", "calls": [call]},
+        {"text": "I add.", "calls": [call, call], "observation": "3\n5", "cut": 0, "reward": None},
+        {"text": "", "calls": [call], "observation": "7", "cut": 0, "reward": None},
     ], "the turn that could not be read was none of the environment's"
     messages = [(m["role"], m["name"], m["content"]) for m in row["messages"]]
     assert messages[1:4] == [

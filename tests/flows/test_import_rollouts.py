@@ -217,6 +217,8 @@ TURNS = [{"length": 2, "observation_ids": [50]}, {"length": 1}]
         ({"turns": [TURNS[0], {**TURNS[1], "restart_ids": [4]}]}, "turns.0.observation_ids"),
         ({"turns": [{**TURNS[0], "observation_ids": [999]}, TURNS[1]]}, "turns.0.observation_ids holds 999"),
         ({"turns": [{**TURNS[0], "reward": 1.0}, TURNS[1]], "reward": 2.0}, "add up to 1"),
+        ({"turns": [{**TURNS[0], "reward": 3e38}, {**TURNS[1], "reward": 3e38}]}, "add up to 6e+38"),
+        ({"turns": [TURNS[0], {**TURNS[1], "finish_reason": "abort", "reward": 1.0}]}, "has no reward"),
         ({"turns": [TURNS[0], {**TURNS[1], "finish_reason": "stop"}], "finish_reason": "length"}, "finish_reason length"),
         ({"turns": [{**TURNS[0], "tool_calls": [{"arguments": {}}]}, TURNS[1]]}, "turns.0.tool_calls.0.name"),
     ],

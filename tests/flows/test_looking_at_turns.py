@@ -30,7 +30,7 @@ from tests.tiny import EOS, make_policy, tokenizer
 HOSTILE = "<b>bold</b> \x1b[31mred\u202e"
 SEEN = [40, 41]
 CALL = json.dumps([{"name": "look_up", "arguments": {"word": "elk"}}])
-LATE = json.dumps({"failure": "no answer within generate.turns.step_seconds 2", "port": 7})
+LATE = json.dumps({"quiver_failure": "no answer within generate.turns.step_seconds 2", "port": 7})
 LONG = 60
 
 

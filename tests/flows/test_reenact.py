@@ -170,7 +170,7 @@ def test_a_cut_observation_is_compared_as_it_was_cut(tmp_path):
     )
     made = record(store, make_policy(store), turns, [{"limit": 8}] * 2, by_halves)
     infos = [turn["info"] for row in made.rollouts.table().to_pylist() for turn in row["turns"]]
-    assert any(info and "cut_characters" in info for info in infos)
+    assert any(info and "quiver_cut_characters" in info for info in infos)
     assert play_here(tmp_path).episodes_agree == 4
     assert play_here(tmp_path, write_guess(tmp_path, 61)).episodes_agree == 0
 

@@ -22,6 +22,7 @@ import asyncio
 import hashlib
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -34,6 +35,9 @@ Row = dict[str, Any]
 """The columns of one prompt, by name; `prompt` is its messages or its text."""
 _LARGEST = 3.4028234663852886e38  # of a float32
 _MOST_INFO = 10_000
+_OURS = "quiver_"
+"""What our own members of `info` begin with."""
+_NO_JSON = re.compile("NaN|Infinity")
 
 
 class Call(NamedTuple):
@@ -134,12 +138,17 @@ def read_step(returned: Any) -> Step:
         info = json.loads(_as_json(info))
         if not isinstance(info, dict):
             raise ValueError(f"info of the step is {type(returned.info).__name__}, not a mapping")
+        ours = next((name for name in info if name.startswith(_OURS)), None)
+        if ours is not None:
+            raise ValueError(
+                f"info of the step has {printable(ours)}: names that begin with {_OURS} are taken"
+            )
     messages = None if returned.messages is None else read_messages(returned.messages)
     return Step(
         messages,
         None if text is None else clean(text),
         read_reward(returned.reward),
-        bool(returned.done),
+        read_done(returned.done),
         info,
     )
 
@@ -173,6 +182,15 @@ def read_reward(returned: Any) -> float | None:
     return float(returned)
 
 
+def read_done(returned: Any) -> bool:
+    """Whether the episode ended. ValueError where that is no truth value."""
+    if hasattr(returned, "item"):  # of numpy or torch
+        returned = returned.item()
+    if not isinstance(returned, bool):
+        raise ValueError(f"done of the step is {printable(repr(returned))}, expected True or False")
+    return returned
+
+
 def read_text(returned: Any) -> str:
     """What a tool returned, as text: text as it is, None as nothing, anything else as JSON."""
     if returned is None:
@@ -188,6 +206,8 @@ def clean(text: str) -> str:
 def _as_json(returned: Any) -> str:
     """As JSON; what JSON has no word for is there as text, and what is too long is cut to text."""
     text = json.dumps(returned, ensure_ascii=False, default=str)
+    if _NO_JSON.search(text):
+        text = json.dumps(json.loads(text, parse_constant=str), ensure_ascii=False)
     if isinstance(returned, Mapping) and len(text) > _MOST_INFO:
         return json.dumps({"cut": text[:_MOST_INFO]}, ensure_ascii=False)
     return text

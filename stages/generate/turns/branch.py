@@ -31,9 +31,11 @@ from quiver.stages.common.store import Store
 from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
 from quiver.stages.generate.turns.bridge import answers_of_calls, turn_message
 from quiver.stages.generate.turns.saved import (
+    Played,
     as_json,
     beginning_of,
     calls_of,
+    cut_of,
     ids_before,
     require_episodes,
     text_before_calls,
@@ -170,7 +172,14 @@ class _Branches:
                     "its history was rewritten, and where its pictures stand in it is not known",
                     next="name an earlier turn",
                 )
-            played = [*beginning.turns, *(turn for turn in answered if turn is not None)]
+            played = [
+                *beginning.turns,
+                *(
+                    Played(turn, saved["observation"], cut_of(saved), saved["reward"])
+                    for turn, saved in zip(answered, before, strict=True)
+                    if turn is not None
+                ),
+            ]
             columns.append((as_json(played), beginning.group))
             rows.append(
                 {

@@ -32,7 +32,7 @@ import numpy as np
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.chat.control_tokens import Rendering
 from quiver.stages.common.environments.environment import Message, Step, Turn
-from quiver.stages.common.episodes import FAILURES
+from quiver.stages.common.episodes import CUT_INFO, FAILURE_INFO, FAILURES
 from quiver.stages.generate.turns.bridge import (
     Bridge,
     Fitting,
@@ -219,7 +219,7 @@ class Episode:
             self._turns.append(_Turn(0, "", "abort", None))
         record = self._turns[-1]
         record.seconds += seconds
-        record.info["failure"] = why
+        record.info[FAILURE_INFO] = why
         self.end_reason = reason
         self.state = "ended"
 
@@ -273,7 +273,7 @@ class Episode:
         if fitting is None:
             return self._end("context")
         if fitting.num_cut:
-            record.info["cut_characters"] = fitting.num_cut
+            record.info[CUT_INFO] = fitting.num_cut
             record.observation = _text_of(fitting.messages)
         restart = self._restarted(fitting)
         ids = [*self._ids, *fitting.rendering.ids] if restart is None else restart.ids

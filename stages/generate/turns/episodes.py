@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from quiver.stages.common.environments.environment import Message, Step, Turn
+from quiver.stages.common.environments.environment import Message, Step
 from quiver.stages.common.environments.pool import EnvironmentPool, Reply
 from quiver.stages.generate.engine import Completion, Request
 from quiver.stages.generate.requests import Requests
 
 from .episode import Episode, Setting
-from .saved import Beginning
+from .saved import Beginning, Played
 
 _SECONDS_TO_WAIT = 2.0
 """For an environment's answer, before the stage looks after other things."""
@@ -44,8 +44,10 @@ class _Running:
     episode: Episode
     key: int
     """Of its environment in the pool."""
-    past: deque[Turn]
+    past: deque[Played]
     """What is still to be played before the prompt's place is reached."""
+    playing: Played | None = None
+    """What of it is being answered; None: the environment is to begin."""
     is_open: bool = False
     """Whether the environment is at that place."""
     failure: Reply | None = None
@@ -153,15 +155,18 @@ class Episodes(Requests):
                 self.pool.forget(reply.key)
             elif running.is_open:
                 self._hear_of_turn(running, reply)
-            elif running.past and reply.failure is None:
-                self.pool.step(running.key, running.past.popleft())
             else:
-                running.is_open = True
-                self._has_begun(running, reply)
+                self._hear_of_past(running, reply)
 
-    def _has_begun(self, running: _Running, reply: Reply) -> None:
-        if reply.failure is None and not self._fits(running.row, reply.step):
+    def _hear_of_past(self, running: _Running, reply: Reply) -> None:
+        """It has begun, or has answered a turn before the first one that is sampled."""
+        if reply.failure is None and not self._is_as_before(running, reply.step):
             reply = reply._replace(failure="environment_error", why=_ANOTHER_BEGINNING)
+        if running.past and reply.failure is None:
+            running.playing = running.past.popleft()
+            self.pool.step(running.key, running.playing.turn)
+            return
+        running.is_open = True
         if running.episode.state == "sample":
             running.failure = reply if reply.failure is not None else None
             return
@@ -169,14 +174,13 @@ class Episodes(Requests):
             self._fail(running, reply)
         self._go_on(running)
 
-    def _fits(self, row: int, opening: Step) -> bool:
-        """Whether the row's prompt was rendered with that opening; of what goes on with an earlier
-        episode that is not looked at."""
-        prompt = row // self.rows.config.samples_per_prompt
-        messages = opening.messages or []
-        if self.beginnings[prompt].turns or not messages:
-            return True
-        return self.chats[prompt][-1]["content"].endswith(messages[-1]["content"])
+    def _is_as_before(self, running: _Running, step: Step) -> bool:
+        """Whether the environment says what it said when the prompt was rendered, or sampled."""
+        if running.playing is not None:
+            return running.playing.is_answered_by(step)
+        prompt = running.row // self.rows.config.samples_per_prompt
+        opening = self.beginnings[prompt].opening
+        return opening is None or opening == step.observation()
 
     def _hear_of_turn(self, running: _Running, reply: Reply) -> None:
         episode = running.episode

@@ -5,8 +5,8 @@ did. So it is tested whether it depends on seed, row and turns alone.
     report.episodes_agree, report.episodes
     report.differences[0].what
 
-Nothing is sampled and nothing is written. Compared are the opening messages, where the prompt is a
-chat, and of each turn the observation's text, its reward, and whether the episode ended there. The
+Nothing is sampled and nothing is written. Compared are the opening messages, where the prompt says
+them, and of each turn the observation's text, its reward, and whether the episode ended there. The
 first difference ends an episode: what comes after it may follow from it. Episodes that failed when
 they were sampled are left out.
 """
@@ -14,28 +14,26 @@ they were sampled are left out.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
 from quiver.schemas.errors import LineageError, printable
-from quiver.schemas.plain import read_json
 from quiver.stages.common.config import parse, parse_saved
-from quiver.stages.common.environments.environment import Message, Step, Turn
+from quiver.stages.common.environments.environment import Message, Turn
 from quiver.stages.common.environments.pool import EnvironmentPool, Reply
 from quiver.stages.common.episodes import FAILURES
 from quiver.stages.common.lineage import open_input
 from quiver.stages.common.store import Store, Version
-from quiver.stages.generate.turns.bridge import cut_by
 from quiver.stages.generate.turns.config import Turns
 from quiver.stages.generate.turns.saved import (
     Beginning,
+    as_float32,
     beginning_of,
+    cut_of,
     refuse_foreign_code,
     require_episodes,
     text_before_calls,
+    text_of,
     turns_answered,
 )
 
@@ -249,16 +247,19 @@ def _play(episode: _Saved) -> Game:
 def _begin(episode: _Saved) -> Generator[Turn | None, Reply, Difference | None]:
     """The opening, and the turns that were played before the first one that was sampled."""
     reply = yield None  # what is sent first is the reply to `open`
-    opening = reply.step.observation()
-    if opening and episode.chat and not episode.beginning.turns:
-        # it may follow a text of the user's in one message
-        recorded, came = (messages[-1]["content"] for messages in (episode.chat, opening))
-        if not recorded.endswith(came):
-            return episode.differs(None, "opening", recorded, came)
-    for turn in episode.beginning.turns:
-        if reply.failure is None:
-            reply = yield turn
-    return episode.failed(None, reply) if reply.failure else None
+    if reply.failure is not None:
+        return episode.failed(None, reply)
+    recorded, came = episode.beginning.opening, reply.step.observation()
+    if recorded is not None and recorded != came:
+        return episode.differs(None, "opening", _contents(recorded), _contents(came))
+    for played in episode.beginning.turns:
+        reply = yield played.turn
+        if reply.failure is not None:
+            return episode.failed(None, reply)
+        if not played.is_answered_by(reply.step):
+            text = text_of(reply.step, played.cut)
+            return episode.differs(None, "observation", played.observation, text)
+    return None
 
 
 def _take_turn(episode: _Saved, number: int) -> Generator[Turn | None, Reply, Difference | None]:
@@ -272,7 +273,7 @@ def _take_turn(episode: _Saved, number: int) -> Generator[Turn | None, Reply, Di
         reply = yield turn
         if reply.failure is not None:
             return episode.failed(number, reply)
-        text = _text_of(reply.step, recorded)
+        text = text_of(reply.step, cut_of(recorded))
         if text != recorded["observation"]:
             return episode.differs(number, "observation", recorded["observation"], text)
         had_ended = is_last and episode.end_reason == "environment"
@@ -286,25 +287,13 @@ def _take_turn(episode: _Saved, number: int) -> Generator[Turn | None, Reply, Di
             return episode.failed(number, reply)
         if reply.step.reward is not None:
             earned = reply.step.reward + (earned or 0.0)
-    if _float32(earned) != _float32(recorded["reward"]):
+    if as_float32(earned) != as_float32(recorded["reward"]):
         return episode.differs(number, "reward", recorded["reward"], earned)
     return None
 
 
-def _text_of(step: Step, recorded: dict[str, Any]) -> str:
-    """The text of an observation, cut as the recorded one was."""
-    messages = step.observation()
-    info = None
-    with suppress(ValueError):  # of a user's own it may be nested too deeply
-        info = read_json(recorded["info"] or "null")
-    num_cut = info.get("cut_characters") if isinstance(info, dict) else None
-    if isinstance(num_cut, int) and num_cut > 0:
-        messages = cut_by(messages, num_cut)
+def _contents(messages: list[Message]) -> str:
     return "\n".join(message["content"] for message in messages)
-
-
-def _float32(reward: float | None) -> np.float32 | None:
-    return None if reward is None else np.float32(reward)
 
 
 def _cut(shown: Any) -> Any:

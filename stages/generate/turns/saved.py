@@ -10,19 +10,45 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from quiver.schemas.errors import LineageError, SchemaError, SecurityError, printable
 from quiver.schemas.plain import read_json
-from quiver.schemas.prompts import PLAYED_GROUP, PLAYED_TURNS
-from quiver.stages.common.environments.environment import Row, Turn, environment_seed
+from quiver.schemas.prompts import OPENING, OURS, PLAYED_TURNS
+from quiver.stages.common.environments.environment import (
+    Message,
+    Row,
+    Step,
+    Turn,
+    environment_seed,
+)
+from quiver.stages.common.episodes import CUT_INFO
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Store, Version
+from quiver.stages.generate.turns.bridge import cut_by
 from quiver.stages.generate.turns.tool_calls import RESPONSE_TEMPLATE, Call, Parse, make_parser
 
 _NOT_ASKED = ("answered", "max_tool_calls")
 """End reasons of episodes whose last turn the environment did not see."""
+
+
+class Played(NamedTuple):
+    """A turn that an environment has answered, and what it said."""
+
+    turn: Turn
+    observation: str
+    cut: int
+    """Characters that were cut out of it."""
+    reward: float | None
+
+    def is_answered_by(self, step: Step) -> bool:
+        """Whether the environment says the same again, and goes on."""
+        said = text_of(step, self.cut), as_float32(step.reward), step.done
+        return said == (self.observation, as_float32(self.reward), False)
 
 
 class Beginning(NamedTuple):
@@ -32,7 +58,9 @@ class Beginning(NamedTuple):
     """What the environment is reset with."""
     group: str
     """The group that gives its seed."""
-    turns: tuple[Turn, ...] = ()
+    opening: list[Message] | None = None
+    """What it says then; None: not known."""
+    turns: tuple[Played, ...] = ()
     """What it answers before the first turn that is sampled, where the prompt is the beginning of a
     saved episode."""
 
@@ -45,32 +73,60 @@ class Beginning(NamedTuple):
 def beginning_of(group_id: str, columns: Mapping[str, Any]) -> Beginning:
     """Of the prompt with these columns. SchemaError where the turns before it can not be read."""
     row = dict(columns)
-    played = row.pop(PLAYED_TURNS, None)
-    group = row.pop(PLAYED_GROUP, None) or group_id
-    if played is None:
-        return Beginning(row, group)
+    saved_turns, group, opening = (row.pop(name, None) for name in OURS)
     try:
-        turns = tuple(
-            Turn(
-                turn["text"], tuple(Call(call["name"], call["arguments"]) for call in turn["calls"])
-            )
-            for turn in read_json(played)
-        )
+        opening = None if opening is None else list(read_json(opening))
+        turns = tuple(map(_as_played, read_json(saved_turns or "[]")))
     except (ValueError, KeyError, TypeError) as error:
         raise SchemaError(
             f"prompt {printable(group_id)}",
-            f"column {PLAYED_TURNS} is no list of turns: {printable(error)}",
-            next="leave that column out of the prompts",
+            f"columns {PLAYED_TURNS} and {OPENING} do not say how it begins: {printable(error)}",
+            next="leave these columns out of the prompts",
         ) from None
-    return Beginning(row, group, turns)
+    return Beginning(row, group or group_id, opening, turns)
 
 
-def as_json(turns: Sequence[Turn]) -> str:
+def _as_played(saved: Mapping[str, Any]) -> Played:
+    calls = tuple(Call(call["name"], call["arguments"]) for call in saved["calls"])
+    turn = Turn(saved["text"], calls)
+    return Played(turn, saved["observation"], saved["cut"], saved["reward"])
+
+
+def as_json(turns: Sequence[Played]) -> str:
     """Turns as the column `quiver_turns` has them."""
-    return json.dumps(
-        [{"text": turn.text, "calls": [call._asdict() for call in turn.calls]} for turn in turns],
-        ensure_ascii=False,
-    )
+    saved = [
+        {
+            "text": turn.text,
+            "calls": [call._asdict() for call in turn.calls],
+            "observation": observation,
+            "cut": cut,
+            "reward": reward,
+        }
+        for turn, observation, cut, reward in turns
+    ]
+    return json.dumps(saved, ensure_ascii=False)
+
+
+def text_of(step: Step, cut: int) -> str:
+    """The text of an observation without the `cut` characters in its middle."""
+    messages = step.observation()
+    if cut > 0:
+        messages = cut_by(messages, cut)
+    return "\n".join(message["content"] for message in messages)
+
+
+def cut_of(turn: Mapping[str, Any]) -> int:
+    """How many characters of a saved turn's observation were cut."""
+    info = None
+    with suppress(ValueError):  # of a user's own it may be nested too deeply
+        info = read_json(turn["info"] or "null")
+    cut = info.get(CUT_INFO) if isinstance(info, dict) else None
+    return cut if isinstance(cut, int) else 0
+
+
+def as_float32(reward: float | None) -> np.float32 | None:
+    """A reward as rollouts have it."""
+    return None if reward is None else np.float32(reward)
 
 
 def calls_of(name: str, turn: Mapping[str, Any]) -> tuple[Call, ...]:

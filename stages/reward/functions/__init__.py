@@ -16,6 +16,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.episodes import FAILURES
 from quiver.stages.common.plugins import did_you_mean
 
 from . import answers, verifiers
@@ -159,12 +160,9 @@ def environment(
     """
     given = [[turn["reward"] for turn in row if turn["reward"] is not None] for row in turns]
     return [
-        math.fsum(rewards) if rewards and reason not in _FAILED else None
+        math.fsum(rewards) if rewards and reason not in FAILURES else None
         for rewards, reason in zip(given, end_reason, strict=True)
     ]
-
-
-_FAILED = ("environment_error", "timeout")
 
 
 def length(

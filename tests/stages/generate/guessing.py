@@ -41,7 +41,13 @@ class Guess:
         self.level = level
         if self.broken == "fickle":
             return f"Level {time.time_ns()}."
-        return f"Level {level}." if self.opening else None
+        opening = f"Level {level}."
+        if self.broken == "silent" and not os.environ.get("RENDERING"):
+            return None
+        if self.broken == "talkative":
+            extra = "a" if os.environ.get("RENDERING") else "b"
+            return [{"role": "user", "content": text} for text in (extra, opening)]
+        return opening if self.opening else None
 
     def step(self, turn):
         time.sleep(self.seconds)
@@ -55,6 +61,8 @@ class Guess:
         if guess == self.number:
             return {"text": "right", "reward": 1.0, "done": True}
         hint = "higher" if guess < self.number else "lower"
+        if os.environ.get("OTHER_HINTS"):
+            hint = f"it is {hint}"
         return {"text": hint, "reward": 0.25, "info": {"number": self.number}}
 '''
 PLAYER = '''

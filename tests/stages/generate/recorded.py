@@ -7,6 +7,7 @@ rollouts/2 and their prompts, as `generate` writes them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any, NamedTuple
@@ -90,8 +91,8 @@ def opened(pool: EnvironmentPool, beginning: Beginning) -> tuple[int, Reply]:
     """An environment at the place where an episode begins: its key, and its last answer."""
     key = pool.open(beginning.row, beginning.seed)
     reply = answer(pool)
-    for turn in beginning.turns:
-        pool.step(key, turn)
+    for played in beginning.turns:
+        pool.step(key, played.turn)
         reply = answer(pool)
     return key, reply
 
@@ -120,7 +121,8 @@ def _write_prompts(
         pool.finish(key)
         answer(pool)
         pool.forget(key)
-        messages = reply.step.observation() or [{"role": "user", "content": "begin"}]
+        opening = reply.step.observation()
+        messages = opening or [{"role": "user", "content": "begin"}]
         rendering = setting.bridge.restart(group, messages)
         rows.append(
             {
@@ -128,10 +130,10 @@ def _write_prompts(
                 "messages": messages,
                 "prompt_text": rendering.text,
                 "prompt_ids": rendering.ids,
-                "columns": row,
+                "columns": {**row, prompts_kind.OPENING: json.dumps(opening)},
             }
         )
-    struct = pa.array(columns).type
+    struct = pa.array([row["columns"] for row in rows]).type
     schema = fields.with_struct(prompts_kind.BEYOND_TEXT, columns=struct)
     return _write(store, run, "prompts", pa.Table.from_pylist(rows, schema), Settings())
 

@@ -9,7 +9,9 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from pydantic import ValidationError
 
 from quiver.schemas.errors import ConfigError
@@ -139,11 +141,23 @@ def test_a_class_with_a_step_answers_with_steps_mappings_or_text(tmp_path):
         ({"reward": "much"}, "expected a finite number"),
         ({"messages": [{"role": "tool"}]}, "expected a role and a content"),
         ({"info": [1]}, "not a mapping"),
+        ({"info": {"quiver_failure": "none"}}, "quiver_failure: names that begin with"),
+        ({"done": "False"}, "done of the step is 'False', expected True or False"),
     ],
 )
 def test_a_step_that_is_none_is_refused(returned, why):
     with pytest.raises(ValueError, match=why):
         read_step(returned)
+
+
+def test_what_has_no_word_in_json_is_text_in_info():
+    told = read_step({"info": {"a": float("nan"), "b": [float("-inf"), 1.5], "c": "NaN"}}).info
+    assert told == {"a": "NaN", "b": ["-Infinity", 1.5], "c": "NaN"}
+
+
+@pytest.mark.parametrize("done", [np.True_, torch.tensor(True)])
+def test_a_truth_value_of_numpy_or_torch_ends_an_episode(done):
+    assert read_step({"done": done}).done is True
 
 
 def test_text_that_no_tokenizer_takes_is_made_whole():

@@ -225,7 +225,7 @@ def test_an_episode_that_failed_has_no_rewards(reason):
     assert record["end_reason"] == reason and episode.state == "ended"
     assert [turn["reward"] for turn in record["turns"]] == [None, None]
     last = record["turns"][-1]
-    assert json.loads(last["info"]) == {"failure": "it hung"} and last["seconds"] == 3.0
+    assert json.loads(last["info"]) == {"quiver_failure": "it hung"} and last["seconds"] == 3.0
 
 
 def test_an_environment_that_can_not_begin_and_an_engine_that_gives_up_are_failures():
@@ -248,7 +248,7 @@ def test_a_long_observation_is_cut_and_that_is_noted():
         episode = Episode(setting, "row", prompt_of(setting), CHAT)
         play(episode, [CALL, "done"], lambda call: "word " * 500)
     first = episode.record()["turns"][0]
-    cut = json.loads(first["info"])["cut_characters"]
+    cut = json.loads(first["info"])["quiver_cut_characters"]
     assert (
         len(first["observation_ids"]) <= 100
         and f"[… {cut} characters cut …]" in first["observation"]

@@ -160,7 +160,7 @@ def test_an_environment_that_fails_costs_its_own_episodes(
     for row, whole_row in zip(rows, whole, strict=True):
         if row["group_id"].endswith("2"):
             assert row["end_reason"] == reason
-            assert why in json.loads(row["turns"][-1]["info"])["failure"]
+            assert why in json.loads(row["turns"][-1]["info"])["quiver_failure"]
             assert [turn["reward"] for turn in row["turns"]] == [None]
         else:
             for name in ("completion_ids", "end_reason"):
@@ -181,13 +181,35 @@ def test_an_environment_that_can_not_begin_again_fails_its_episodes(
     rows = store.open(ref).table().to_pylist()
     failed = [row for row in rows if row["end_reason"] == "environment_error"]
     assert [row["group_id"] for row in failed] == ["000001"] * 3
-    assert "no number" in json.loads(failed[0]["turns"][0]["info"])["failure"]
+    assert "no number" in json.loads(failed[0]["turns"][0]["info"])["quiver_failure"]
 
 
 def test_one_that_begins_otherwise_than_its_prompt_says_is_told(store, policy, names):
     rows = rows_of(store, policy, names, environment={"broken": "fickle"})
     assert {row["end_reason"] for row in rows} == {"environment_error"}
-    assert "begins otherwise" in json.loads(rows[0]["turns"][0]["info"])["failure"]
+    assert "begins otherwise" in json.loads(rows[0]["turns"][0]["info"])["quiver_failure"]
+
+
+@pytest.mark.parametrize("broken", ["silent", "talkative"])
+def test_every_message_of_its_beginning_counts(store, policy, names, monkeypatch, broken):
+    """One that says nothing any more, and one whose last message alone is the same."""
+    monkeypatch.setenv("RENDERING", "yes")
+    environment = {"arguments": {"broken": broken}}
+    prompts = guessing.render(store, policy, names, **environment)
+    monkeypatch.delenv("RENDERING")
+    given = config(names, turns=environment)
+    version = store.open(run(given, store, prompts=prompts.ref, policy=policy.ref))
+    rows = version.table().to_pylist()
+    assert {row["end_reason"] for row in rows} == {"environment_error"}
+
+
+def test_episodes_that_failed_are_told_in_the_log(store, policy, names, caplog):
+    environment = {"arguments": {"broken": "raise 1"}}
+    prompts = guessing.render(store, policy, names, **environment)
+    given = config(names, turns=environment)
+    with caplog.at_level("WARNING", logger="quiver.stages.generate.shards"):
+        run(given, store, prompts=prompts.ref, policy=policy.ref, into="told", force=True)
+    assert "3 of 12 episodes failed; RuntimeError: the dice are lost" in caplog.text
 
 
 def test_turns_that_can_be_sampled_go_before_new_rows(store, policy, names):

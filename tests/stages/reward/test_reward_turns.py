@@ -121,7 +121,7 @@ def test_without_the_environment_rewards_are_of_the_whole(store, rollouts):
 
 def test_a_function_may_ask_for_what_was_said(store, rollouts, tmp_path):
     rows = store.open(score(config("mine.py:talk"), store, rollouts=rollouts.ref)).table()
-    assert rows["reward"].to_pylist() == [6.0, 4.0, 2.0]
+    assert rows["reward"].to_pylist() == [6.0, 4.0, None]
     calls = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
     transcripts, turns, reasons = (
         [cell for call in calls for cell in call[column]] for column in range(3)
@@ -141,6 +141,14 @@ def test_a_function_may_ask_for_what_was_said(store, rollouts, tmp_path):
     assert set(reasons) == {"environment", "environment_error"}
 
 
+def test_nothing_is_known_of_an_episode_that_failed_whatever_scores_it(store, rollouts):
+    """Neither its reward nor a part of it, by which an evaluation may go."""
+    everyone = config("environment", "mine.py:talk", overlong={"max_tokens": 4, "cache": 4})
+    (*_, failed) = store.open(score(everyone, store, rollouts=rollouts.ref)).table().to_pylist()
+    assert (failed["reward"], failed["turn_rewards"]) == (None, None)
+    assert (failed["parts"]["environment"], failed["parts"]["talk"]) == (None, None)
+
+
 def test_one_turn_rollouts_offer_no_turns(store, policy, rollouts):
     single = [{k: v for k, v in row.items() if k not in ("turns", "end_reason")} for row in ROWS]
     version = episodes.write(
@@ -156,12 +164,12 @@ def test_one_turn_rollouts_offer_no_turns(store, policy, rollouts):
 def test_a_retry_keeps_what_turns_earned(store, rollouts, tmp_path):
     flaky = config("environment", "mine.py:flaky", max_invalid=0.5)
     first = store.open(score(flaky, store, rollouts=rollouts.ref))
-    assert first.table()["reward"].to_pylist() == [2.25, None, 1.0]
+    assert first.table()["reward"].to_pylist() == [2.25, None, None]
     (tmp_path / "mine.py").write_text(MINE.replace('text == "second"', "False"))
     again = store.open(score(flaky, store, rollouts=rollouts.ref, retry=first.ref))
     rows = again.table().to_pylist()
-    assert [row["reward"] for row in rows] == [2.25, 1.0, 1.0]
-    assert [row["turn_rewards"] for row in rows] == [[0.25, None, 2.0], [None, 1.0], [1.0]]
+    assert [row["reward"] for row in rows] == [2.25, 1.0, None]
+    assert [row["turn_rewards"] for row in rows] == [[0.25, None, 2.0], [None, 1.0], None]
     assert again.manifest.kind_schema == "rewards/2"
 
 
