@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, QuiverError, ResourceError, printable
@@ -83,15 +84,27 @@ def prepare(who: str, device: str = "auto") -> Build:
 
 def cpu_cache_bytes(config: dict[str, Any], length: int, sequences: int, itemsize: int) -> int:
     """Key/value cache for `sequences` of `length` tokens of the model in config.json, at most 40 %
-    of the free memory; vLLM queues what does not fit."""
+    of the memory that is free; vLLM queues what does not fit."""
     config = {**config, **(config.get("text_config") or {})}
     layers = config.get("num_hidden_layers", 1)
     heads = config.get("num_attention_heads", 1)
     key_heads = config.get("num_key_value_heads") or heads
     width = config.get("head_dim") or config.get("hidden_size", 1) // heads
     sequence_bytes = 2 * layers * key_heads * width * itemsize * (length + CPU_BLOCK)
-    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(sequence_bytes + _GIB // 16, min(sequence_bytes * sequences, int(0.4 * free_bytes)))
+    most = int(0.4 * free_bytes())
+    return max(sequence_bytes + _GIB // 16, min(sequence_bytes * sequences, most))
+
+
+def free_bytes(nodes: Path = Path("/sys/devices/system/node")) -> int:
+    """Memory that is free, of the fullest of the NUMA `nodes`: vLLM takes its cache from one."""
+    free = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in nodes.glob("node*/meminfo"):
+        # "Node 0 MemFree:  3947460 kB"
+        lines = [line.split()[2:4] for line in file.read_text().splitlines()]
+        size = {name: int(kilobytes) * 1024 for name, kilobytes in lines}
+        if size["MemTotal:"]:  # a node may have processors alone
+            free.append(size["MemFree:"] + size["Active(file):"] + size["Inactive(file):"])
+    return min(free)
 
 
 @contextmanager
