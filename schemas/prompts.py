@@ -36,6 +36,7 @@ arguments}], observation, cut, reward}]; `cut` characters of the observation are
 """
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from . import fields
 
@@ -80,3 +81,10 @@ def check(table: pa.Table) -> pa.Schema:
     fields.compare(table, schema, unique="group_id")
     fields.require_ids(table, schema, "prompt_ids")
     return schema
+
+
+def most_images(table: pa.Table) -> int:
+    """Of one prompt; 0 where none shows any, or `table` has no such column."""
+    if "images" not in table.column_names:
+        return 0
+    return pc.max(pc.list_value_length(table["images"])).as_py() or 0

@@ -20,6 +20,7 @@ from quiver.stages.report.joined import Joined, Tokens
 from quiver.stages.report.words import counted
 
 from . import tokens as token_colours
+from .pictures import drawn
 
 OBSERVED = "italic green"
 """Of what nobody learns from."""
@@ -72,12 +73,14 @@ def sections_of(
     missing = " (nothing is told of it)" if values is None and colouring != "none" else ""
     legend = token_colours.LEGEND[colouring.partition(" ")[0]]
     heading = for_terminal(f"{title}{row['rollout_id']}\n")
+    pictures = Text("\n") + drawn(row["images"], width) if row.get("images") else Text()
     read = token_colours.reader_of(joined.store, joined.policy)
     if tokens.turns is None:
         others = {key: cell for key, cell in row.items() if key != "completion_text"}
         text = Text.assemble(
             (heading, "bold"),
             for_terminal("\n".join(row_lines(others, width, _MOST_LINES))),
+            pictures,
             (f"\n\ncompletion, by {colouring}: {legend}{missing}\n", "dim"),
             token_colours.coloured(read(tokens.ids), values, colouring),
         )
@@ -85,6 +88,7 @@ def sections_of(
     head = Text.assemble(
         (heading, "bold"),
         for_terminal("\n".join(asked_lines(row, width, _MOST_LINES))),
+        pictures,
         (f"\n\nturns, what was sampled by {colouring}: {legend}{missing}", "dim"),
     )
     sections = [Section(None, head)]

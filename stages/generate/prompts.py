@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from quiver.schemas.errors import ConfigError, SchemaError, printable
+from quiver.schemas.prompts import most_images
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Version
 
@@ -81,7 +82,7 @@ def select_prompts(
 
 def _require_sight(config: Config, prompts: Version, policy: Version, table: pa.Table) -> None:
     """ConfigError where prompts show pictures that the policy can not see."""
-    if not most_pictures(table):
+    if not most_images(table):
         return
     if not checkpoints.sees_images(policy):
         raise ConfigError(
@@ -95,13 +96,6 @@ def _require_sight(config: Config, prompts: Version, policy: Version, table: pa.
             f"a history that is rewritten loses the pictures of {prompts.ref}",
             next='set generate.turns.rewritten = "refuse"',
         )
-
-
-def most_pictures(prompts: pa.Table) -> int:
-    """Of one prompt."""
-    if "images" not in prompts.column_names:
-        return 0
-    return pc.max(pc.list_value_length(prompts["images"])).as_py() or 0
 
 
 def pictures_of(prompts: pa.Table, row: int) -> tuple[Picture, ...]:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from quiver.schemas.errors import LineageError
+from quiver.schemas.prompts import most_images
 from quiver.stages.common import plugins
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import verify_model
@@ -29,7 +30,7 @@ from quiver.stages.common.store.writer import Writer
 from . import engine as engines
 from .config import Config
 from .options import VllmOptions
-from .prompts import context_limit, most_pictures, select_prompts
+from .prompts import context_limit, select_prompts
 from .requests import Requests
 from .rows import Rows
 from .shards import Shards
@@ -96,7 +97,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         for index in shards.handout:
             writer.write(index, rows.empty_table())
     elif shards.handout.more():
-        setup = engine_setup(config, policy, longest, most_pictures(prompts))
+        setup = engine_setup(config, policy, longest, most_images(prompts))
         options = engines.engine_options(config.engine, config.options)
         if isinstance(options, VllmOptions) and options.lora:
             setup = replace(setup, base=checkpoints.adapter_base(plan.store, policy))
@@ -120,11 +121,11 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
 
 
 def engine_setup(
-    config: Config, policy: Version, longest: int, most_pictures: int = 0
+    config: Config, policy: Version, longest: int, most_pictures: int
 ) -> engines.Setup:
     """What the engine is made from, for rows of at most `longest` ids, with at most so many
-    pictures. `max_model_len` is a power
-    of two, or half as much more, or the limit: it changes seldom with the prompts."""
+    pictures. `max_model_len` is a power of two, or half as much more, or the limit: it changes
+    seldom with the prompts."""
     stop_ids = set(config.sampling.stop_token_ids)
     if not config.sampling.ignore_eos:
         stop_ids.update(checkpoints.end_token_ids(policy))

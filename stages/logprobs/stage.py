@@ -73,18 +73,18 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     check_rows(table, str(rollouts.ref), policy)
     _require_same_tokens(plan, policy)
     num_tokens = 0
-    scorer = None
+    scorer = pictures = None
     with short_of_memory("logprobs", "lower logprobs.token_budget"):
         for index in writer.take_shards(max(1, -(-len(table) // ROWS_PER_SHARD))):
             if scorer is None:  # where all is scored already, nothing is loaded
                 with writer.phase("load"):
                     scorer = Scorer(plan.config, policy)
+                    groups = table["group_id"].to_pylist()
+                    pictures = load_pictures(plan.store, rollouts, groups, policy)
             start = index * ROWS_PER_SHARD
             rows = table.slice(start, ROWS_PER_SHARD)
             with writer.phase("score"):
-                groups = rows["group_id"].to_pylist()
-                pictures = load_pictures(plan.store, rollouts, groups, policy)
-                shard = scorer.score(rows, pictures)
+                shard = scorer.score(rows, pictures and pictures.slice(start, len(rows)))
             is_finite = pc.is_finite(shard["logprobs"].combine_chunks().flatten())
             if not pc.all(is_finite, min_count=0).as_py():
                 raise NumericError(

@@ -23,9 +23,10 @@ import pyarrow as pa
 from quiver.schemas.errors import ConfigError, printable, reason
 from quiver.stages.common import plugins
 from quiver.stages.common.json_rows import bad_source, json_rows
+from quiver.stages.common.plugins import did_you_mean
 from quiver.stages.common.store import storage
 
-from .config import SourceConfig
+from .config import INPUTS, Config, SourceConfig
 from .images import hash_with_files
 from .python_rows import CHUNK, to_table
 
@@ -73,6 +74,37 @@ def read(config: SourceConfig) -> Source:
     if config.images in table.column_names:
         sha256 = hash_with_files(table, config, sha256)
     return Source(table, sha256)
+
+
+def fill_in(config: Config, source: Source) -> Config:
+    """`config` with the hash of the source and its input column. ConfigError where they do not go
+    together."""
+    if config.source_sha256 not in ("", source.sha256):
+        raise ConfigError(
+            f"data.source {printable(config.source)}",
+            f"sha256 expected {config.source_sha256[:12]}…, found {source.sha256[:12]}…",
+            next="restore the source, or take data.source_sha256 out of the recipe",
+        )
+    columns = source.table.column_names
+    column_list = printable(", ".join(columns))
+    input_name = config.input or next((name for name in INPUTS if name in columns), None)
+    if input_name is None:
+        raise ConfigError(
+            f"source {printable(config.source)}",
+            f"has none of the columns {', '.join(INPUTS)}; it has {column_list}",
+            next="set data.messages, data.prompt or data.prompt_ids to one of them",
+        )
+    column = getattr(config, input_name) or input_name
+    named = {input_name: column, "group_id": config.group_id, "images": config.images}
+    for field, name in named.items():
+        if name is not None and name not in columns:
+            raise ConfigError(
+                f"data.{field} {printable(name)}",
+                f"{printable(config.source)} has no such column; it has {column_list}"
+                f"{did_you_mean(name, columns)}",
+                next=f"set data.{field} to one of them",
+            )
+    return config.model_copy(update={input_name: column, "source_sha256": source.sha256})
 
 
 def hash_rows(table: pa.Table) -> str:

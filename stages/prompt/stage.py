@@ -24,14 +24,13 @@ import pyarrow.compute as pc
 from quiver.schemas.errors import ConfigError, printable, reason
 from quiver.schemas.manifest import digest
 from quiver.stages.common.models import checkpoints
-from quiver.stages.common.plugins import did_you_mean
 from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.storage import read_file
 from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
 
 from . import sources
-from .config import INPUTS, Config
+from .config import Config
 from .openings import Openings, identified
 from .order import choose_rows, name_rows, open_rewards
 
@@ -49,7 +48,7 @@ def resolve(config: Config) -> Config:
 def resolve_with_columns(config: Config) -> tuple[Config, list[str]]:
     """As `resolve`, and the names of the source's columns."""
     source = sources.read(config)
-    return _fill_in(config, source), source.table.column_names
+    return sources.fill_in(config, source), source.table.column_names
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
@@ -86,7 +85,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     config = plan.config
     writer = writers["prompts"]
     source = sources.read(config)
-    _fill_in(config, source)  # refuses a source that is not the planned one
+    sources.fill_in(config, source)  # refuses a source that is not the planned one
     group_ids = name_rows(config, source.table)
     chosen, counts = choose_rows(config, group_ids, [*plan.inputs.values()], plan.store)
     starts = range(0, len(chosen), ROWS_PER_SHARD)
@@ -129,37 +128,6 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         },
         status={"kept": prompts.num_rows, "dropped": len(dropped)},
     )
-
-
-def _fill_in(config: Config, source: sources.Source) -> Config:
-    """`config` with the hash of the source and its input column. ConfigError where they do not go
-    together."""
-    if config.source_sha256 not in ("", source.sha256):
-        raise ConfigError(
-            f"data.source {printable(config.source)}",
-            f"sha256 expected {config.source_sha256[:12]}…, found {source.sha256[:12]}…",
-            next="restore the source, or take data.source_sha256 out of the recipe",
-        )
-    columns = source.table.column_names
-    column_list = printable(", ".join(columns))
-    input_name = config.input or next((name for name in INPUTS if name in columns), None)
-    if input_name is None:
-        raise ConfigError(
-            f"source {printable(config.source)}",
-            f"has none of the columns {', '.join(INPUTS)}; it has {column_list}",
-            next="set data.messages, data.prompt or data.prompt_ids to one of them",
-        )
-    column = getattr(config, input_name) or input_name
-    named = {input_name: column, "group_id": config.group_id, "images": config.images}
-    for field, name in named.items():
-        if name is not None and name not in columns:
-            raise ConfigError(
-                f"data.{field} {printable(name)}",
-                f"{printable(config.source)} has no such column; it has {column_list}"
-                f"{did_you_mean(name, columns)}",
-                next=f"set data.{field} to one of them",
-            )
-    return config.model_copy(update={input_name: column, "source_sha256": source.sha256})
 
 
 def _longest_prompt(config: Config, policy: Version) -> int | None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from quiver.schemas.prompts import most_images
+
 from .scoring import Batch
 
 OFFERED = "images"
@@ -26,9 +28,9 @@ class ImageBytes(bytes):
 
 def without_empty(prompts: pa.Table) -> pa.Table:
     """`prompts` without the column of pictures, where none shows any."""
-    if OFFERED not in prompts.column_names or any(prompts[OFFERED].to_pylist()):
-        return prompts
-    return prompts.drop_columns(OFFERED)
+    if OFFERED in prompts.column_names and not most_images(prompts):
+        return prompts.drop_columns(OFFERED)
+    return prompts
 
 
 def offered(prompts: pa.Table) -> dict[str, list[list[ImageBytes]]]:

@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from prefect.testing.utilities import prefect_test_harness
 from transformers import AutoConfig, AutoTokenizer, GPT2Config, Qwen3Config, T5Config
 
@@ -11,7 +13,13 @@ from quiver.flows.commands.running import run
 from quiver.flows.dry_run import rehearsal
 from quiver.flows.recipe import Recipe
 from quiver.schemas.errors import ConfigError, RewardError
+from quiver.stages.common.forward.pictures import image_features
+from quiver.stages.common.images.processor import load_processor
 from quiver.stages.common.models import small
+from quiver.stages.common.models.loading import load_model
+from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.common.store import Store
+from tests import sight
 from tests.flows.conftest import write_recipe
 from tests.flows.test_cleaning import QUICK, stay_here
 from tests.tiny import make_folder, tokenizer
@@ -65,6 +73,24 @@ def test_a_small_model_has_family_vocabulary_and_tokenizer(tmp_path, config):
     assert (found.num_hidden_layers, found.hidden_size) == (2, 64)
     assert AutoTokenizer.from_pretrained(made).encode("7 plus 5") == tokenizer().encode("7 plus 5")
     assert (made / "model.safetensors").stat().st_size < 2_000_000
+
+
+@pytest.mark.parametrize("kind", ["idefics3", "llava"])
+def test_a_small_model_that_sees_reads_pictures_as_the_large_one(tmp_path, kind):
+    store = Store(tmp_path / "store")
+    model = sight.make_folder(tmp_path / "model", kind)
+    policy = {"model": "quiver.stages.common.models.small:make", "arguments": {"model": str(model)}}
+    refs = [
+        run_stage("policy", config, store, into=into, in_process=True)
+        for config, into in [({"model": str(model)}, "large"), (policy, "small")]
+    ]
+    large, made = (load_processor(store.open(ref)).read(sight.png(0)) for ref in refs)
+    assert np.array_equal(large.ids, made.ids)
+    assert np.array_equal(large.inputs["pixel_values"], made.inputs["pixel_values"])
+    sees = load_model(store.open(refs[1]), dtype=torch.float32)
+    pixels = {name: torch.from_numpy(array) for name, array in made.inputs.items()}
+    features = image_features(sees, pixels)
+    assert features.shape[-1] == sees.get_input_embeddings().weight.shape[1]
 
 
 def test_a_family_that_can_not_be_made_small_is_named(tmp_path):

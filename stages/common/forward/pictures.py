@@ -43,6 +43,10 @@ class Pictures:
         """Rollouts `rows`, in that order."""
         return Pictures(self.numbers.take(rows), self.places.take(rows), self.read, self.token)
 
+    def slice(self, start: int, count: int) -> Pictures:
+        """`count` rollouts from `start` on."""
+        return self.take(torch.arange(start, start + count))
+
     def of_rollout(self, row: int, device: torch.device) -> Inputs:
         """The inputs of all that the prompt of rollout `row` shows, together."""
         numbers = self.numbers[row].tolist()

@@ -190,6 +190,9 @@ def largest_gap(
         for packed_logprobs, own_logprobs in zip(logprobs, expected, strict=True)
         if len(own_logprobs)
     ]
+    if not gaps:
+        log.warning("packing %r can not be tried: each completion begins with a picture's id", mode)
+        return 0.0
     # NaN wherever it stands, which Python's max would drop
     return float(torch.stack(gaps).max())
 

@@ -90,3 +90,16 @@ def load_processor(version: Version) -> Processor:
         )
     checkpoints.verify_carried(version)
     return Processor(load_folders_processor(version.files.folder, name), name)
+
+
+def image_token_id(version: Version) -> int:
+    """The id that stands in a prompt wherever a feature of a picture does. ConfigError."""
+    config = checkpoints.model_config(version)
+    id = config.get("image_token_id", config.get("image_token_index"))
+    if type(id) is not int:
+        raise ConfigError(
+            str(version.ref),
+            "config.json names no image_token_id",
+            next="import the model again, as another run",
+        )
+    return id

@@ -33,6 +33,7 @@ from quiver.stages.common.models.folder import (
     convert_gguf,
     count_parameters,
     end_ids_in,
+    has_vision,
     load_errors,
     parse_object,
 )
@@ -160,9 +161,9 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             log.info("making the base model by %s, once", printable(config.model))
             from_function.make(config.model, function, config.arguments, writer.folder)
             check_folder(writer.folder, config.model)
-            for path in writer.folder.iterdir():  # as of a directory: only what makes the model
-                if not _makes_model(path):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            files = _model_files(writer.folder)
+            for path in {*writer.folder.iterdir()} - {*files}:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         else:
             path, commit = locate(config.model, config.revision)
             files = _model_files(path)
@@ -230,12 +231,18 @@ def locate(name: str, revision: str | None, field: str = "policy.model") -> tupl
 
 def _model_files(path: Path) -> list[Path]:
     """The GGUF file, or those of a folder that make the model."""
-    return [path] if path.is_file() else sorted(filter(_makes_model, path.iterdir()))
-
-
-def _makes_model(path: Path) -> bool:
-    has_weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
-    return path.is_file() and (has_weights or path.name in ("config.json", *CARRIED_FILES))
+    if path.is_file():
+        return [path]
+    names = {"config.json", *CARRIED_FILES}
+    config = path / "config.json"
+    if not has_vision(parse_object(config.read_bytes()) or {} if config.is_file() else {}):
+        names -= {*PROCESSOR_FILES}  # that of sound, say
+    weights = (".safetensors", ".safetensors.index.json")
+    return sorted(
+        file
+        for file in path.iterdir()
+        if file.is_file() and (file.name in names or file.name.endswith(weights))
+    )
 
 
 def find_folder(model: str, revision: str | None, field: str) -> Path:
@@ -362,16 +369,9 @@ def is_encoder_decoder(version: Version) -> bool:
 
 def sees_images(version: Version) -> bool:
     """Whether it has a processor, which makes of pictures what it reads."""
-    return any(name in version.files.names for name in PROCESSOR_FILES)
-
-
-def image_token_id(version: Version) -> int:
-    """The id that stands in a prompt wherever a feature of a picture does. ConfigError."""
-    config = model_config(version)
-    id = config.get("image_token_id", config.get("image_token_index"))
-    if type(id) is not int:
-        raise _unusable(version, "config.json names no image_token_id")
-    return id
+    return has_vision(model_config(version)) and any(
+        name in version.files.names for name in PROCESSOR_FILES
+    )
 
 
 def end_token_ids(version: Version) -> list[int]:

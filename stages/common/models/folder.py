@@ -161,6 +161,11 @@ def parse_object(raw: bytes) -> dict[str, Any] | None:
     return content if isinstance(content, dict) and not is_too_deep(content) else None
 
 
+def has_vision(config: dict[str, Any]) -> bool:
+    """Whether a model of this config.json has a part that sees."""
+    return isinstance(config.get("vision_config"), dict)
+
+
 def _is_in_hub_cache(link: Path) -> bool:
     """Whether a link leads from a snapshot to a blob of the same repository in a hub's cache."""
     repository = link.parent.resolve().parent.parent

@@ -17,7 +17,7 @@ from quiver.schemas.errors import ConfigError, printable
 
 from . import from_function
 from .checkpoints import CARRIED_FILES, locate
-from .folder import convert_gguf
+from .folder import convert_gguf, has_vision
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -69,14 +69,22 @@ def make(
     """Write a small model of the family of `model`, which is named as in policy.model. ConfigError
     where its family can not be made small."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSeq2SeqLM,
+    )
 
     with tempfile.TemporaryDirectory() as work:
         source = _folder_of(model, revision, arguments or {}, Path(work))
         try:
             config = AutoConfig.from_pretrained(source)
-            shrink(config)
-            kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+            shrink(config.get_text_config())  # what sees must go with the processor
+            if has_vision(config.to_dict()):
+                kind = AutoModelForImageTextToText
+            else:
+                kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
             torch.manual_seed(0)
             kind.from_config(config, dtype=torch.float32).save_pretrained(folder)
         except Exception as error:  # each family checks its sizes in its own way

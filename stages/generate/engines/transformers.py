@@ -29,7 +29,7 @@ from quiver.stages.common.forward.pictures import (
     put_features,
 )
 from quiver.stages.common.forward.precision import products
-from quiver.stages.common.images.processor import load_processor
+from quiver.stages.common.images.processor import image_token_id, load_processor
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import decoder_start_id, load_model, short_of_memory
 from quiver.stages.generate.engine import Completion, Request, Setup
@@ -203,7 +203,7 @@ class TransformersEngine:
         if self._processor is None:
             self._processor = load_processor(self.setup.policy)
         width = input_ids.shape[1]
-        token = checkpoints.image_token_id(self.setup.policy)
+        token = image_token_id(self.setup.policy)
         places = []
         features: dict[bytes, torch.Tensor] = {}
         shown = []

@@ -20,9 +20,11 @@ from quiver.schemas.errors import (
 )
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.checkpoints import PolicyConfig, as_model, save_policy
+from quiver.stages.common.models.folder import PROCESSOR_FILES
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import storage
+from tests import sight
 from tests.tiny import EOS, make_folder, make_policy
 from tests.writing import begin
 
@@ -363,6 +365,23 @@ def test_hashes_tell_weights_from_tokenizer_from_template(store, folder, tmp_pat
     third = as_model("policy", store.open(run(PolicyConfig(model=str(changed)), store, into="c")))
     assert (third.weights, third.tokenizer) == (base.weights, base.tokenizer)
     assert third.template != base.template
+
+
+def test_what_prepares_pictures_counts_where_a_model_sees(store, folder, tmp_path):
+    """A model of text alone may have such a file too; its hash is then what it always was."""
+    sees = sight.make_folder(tmp_path / "sees")
+    for kind, model, differ in (("text", folder, False), ("sees", sees, True)):
+        other = shutil.copytree(model, tmp_path / f"{kind}-other")
+        for name in PROCESSOR_FILES:
+            known = json.loads((other / name).read_text()) if (other / name).is_file() else {}
+            (other / name).write_text(json.dumps({**known, "do_flip": True}))
+        before, after = (
+            checkpoints.resolve(PolicyConfig(model=str(path))) for path in (model, other)
+        )
+        assert (before.source_hash != after.source_hash) == differ
+        version = store.open(run(after, store, into=f"{kind}-run"))
+        assert checkpoints.sees_images(version) == differ
+        assert bool(as_model("policy", version).processor) == differ
 
 
 def test_one_changed_weight_is_found_before_loading(store, policy):

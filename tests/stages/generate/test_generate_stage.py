@@ -536,5 +536,5 @@ def test_an_episode_has_room_for_its_turns_and_what_stands_between(
 )
 def test_the_engines_room_changes_seldom(policy, longest, limit, room):
     """Neither much more than the rows need nor, where it can be, another for a few tokens more."""
-    setup = stage.engine_setup(config(max_model_len=limit), policy, longest)
+    setup = stage.engine_setup(config(max_model_len=limit), policy, longest, most_pictures=0)
     assert (setup.max_model_len, setup.longest) == (room, longest)
