@@ -136,9 +136,14 @@ def make_policy(store: Store, folder: Path, run: str = "sees", kind: str = "idef
 def png(seed: int, size: tuple[int, int] = (20, 40)) -> bytes:
     """A picture of noise, `size` high and wide."""
     pixels = np.random.default_rng(seed).integers(0, 255, (*size, 3), dtype=np.uint8)
+    return stored(pixels)["bytes"]
+
+
+def stored(pixels: np.ndarray) -> dict:
+    """A picture of those `pixels` [H, W, 3] uint8, as prompts have it."""
     content = io.BytesIO()
     Image.fromarray(pixels).save(content, "PNG")
-    return content.getvalue()
+    return {"bytes": content.getvalue(), "path": None}
 
 
 def write_rows(folder: Path, rows: Sequence[dict], name: str = "rows.jsonl") -> str:
@@ -146,6 +151,31 @@ def write_rows(folder: Path, rows: Sequence[dict], name: str = "rows.jsonl") -> 
     path = folder / name
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+PICTURES = (png(0, (20, 40)), png(1, (50, 30)))
+"""What `0.png` and `1.png` hold."""
+REFS = {"prompts": "sees/prompts@1", "policy": "sees/policy@0"}
+GENERATE = {
+    "engine": "transformers",
+    "samples_per_prompt": 3,
+    "dtype": "float32",
+    "sampling": {"max_tokens": 12, "temperature": 0.9},
+}
+
+
+def make_prompts(
+    folder: Path, rows: Sequence[dict], kind: str = "idefics3", images: str = "images"
+) -> Store:
+    """A store with REFS: a policy that sees, and prompts of rows whose column `images` names
+    pictures."""
+    store = Store(folder / "store")
+    make_policy(store, folder / "model", kind=kind)
+    for number, content in enumerate(PICTURES):
+        (folder / f"{number}.png").write_bytes(content)
+    config = {"source": write_rows(folder, rows), "prompt": "prompt", "images": images}
+    run_stage("prompt", config, store, policy=REFS["policy"], in_process=True)
+    return store
 
 
 def decode(content: bytes) -> Image.Image:

@@ -15,10 +15,13 @@ import pytest
 
 from quiver.flows.commands import viewing
 from quiver.flows.view.paired import open_paired, pair
+from quiver.flows.view.pictures import drawn
 from quiver.flows.view.tokens import coloured, style_of, token_texts
 from quiver.schemas.errors import ConfigError, LineageError
+from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from quiver.stages.report.joined import Selection, open_joined
+from tests import sight
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
 from tests.tiny import make_policy, tokenizer
 
@@ -256,6 +259,27 @@ def test_two_versions_stand_beside_one_another(view_app, store):
         (row,) = joined.rows([most])
         for text in shown[1:]:
             assert f"{name}  {row['rollout_id']}" in text
+
+
+def test_a_picture_stands_above_the_completion(view_app, tmp_path):
+    store = sight.make_prompts(tmp_path, [{"prompt": "seven", "images": ["0.png"]}])
+    config = {**sight.GENERATE, "samples_per_prompt": 1}
+    rollouts = str(run_stage("generate", config, store, in_process=True, **sight.REFS))
+    _, opened = drive(view_app(store, open_paired(store, rollouts, None)), ["enter"])
+    told = opened.index("PNG, 40 × 20")
+    blocks = opened.index("▀" * 40)
+    assert told < blocks < opened.index("completion, by logprob")
+    assert opened.count("▀") == 40 * 20 / 2
+
+
+def test_two_pixels_are_one_character():
+    """Red over blue, then black over white; a last row that is alone is shown twice."""
+    pixels = np.array([[[255, 0, 0], [0, 0, 0]], [[0, 0, 255], [255, 255, 255]]], np.uint8)
+    shown = drawn([sight.stored(pixels), sight.stored(pixels[:1])], width=80)
+    lines = [line.spans for line in shown.split("\n") if line]
+    assert [str(span.style) for spans in lines for span in spans] == [
+        "#ff0000 on #0000ff", "#000000 on #ffffff", "#ff0000 on #ff0000", "#000000 on #000000",
+    ]  # fmt: skip
 
 
 def test_a_selection_is_where_the_application_begins(view_app, store):

@@ -24,7 +24,7 @@ ROWS = [
     {"prompt": "six", "images": ["1.png"]},
 ]
 IMAGE = sight.words().convert_tokens_to_ids("<image>")
-REFS = {"prompts": "sees/prompts@1", "policy": "sees/policy@0"}
+REFS = sight.REFS
 REWARD = """
 def score(completion_ids):
     return [sum(ids) % 7 for ids in completion_ids]
@@ -40,19 +40,8 @@ OPTIMIZE = {
 
 def make_store(folder, kind: str) -> Store:
     """A policy that sees, and its rollouts on four prompts."""
-    store = Store(folder / "store")
-    sight.make_policy(store, folder / "model", kind=kind)
-    for number, size in enumerate([(20, 40), (50, 30)]):
-        (folder / f"{number}.png").write_bytes(sight.png(number, size))
-    config = {"source": sight.write_rows(folder, ROWS), "prompt": "prompt", "images": "images"}
-    run_stage("prompt", config, store, policy="sees/policy@0", in_process=True)
-    config = {
-        "engine": "transformers",
-        "samples_per_prompt": 3,
-        "dtype": "float32",
-        "sampling": {"max_tokens": 12, "temperature": 0.9},
-    }
-    run_stage("generate", config, store, in_process=True, **REFS)
+    store = sight.make_prompts(folder, ROWS, kind)
+    run_stage("generate", sight.GENERATE, store, in_process=True, **REFS)
     (folder / "rewards.py").write_text(REWARD)
     score(store, "sees/rollouts@1")
     return store
@@ -233,9 +222,8 @@ def with_other_pictures(store: Store, swap) -> str:
     other = table.set_column(images, field, swapped)
     about = {"stage": "prompt", "stage_version": 1, "config": Plain()}
     with begin(store, "swapped", "prompts", inputs={}, **about) as work:
-        if not work.done:
-            work.write(0, other)
-            prompts_version = work.commit()
+        work.write(0, other)
+        prompts_version = work.commit()
     rollouts = store.open("sees/rollouts@1")
     about = {"stage": "generate", "stage_version": 1, "config": Plain()}
     inputs = {"prompts": prompts_version}
@@ -257,8 +245,7 @@ class Plain(dict):
 
 def test_swapped_pictures_fail_the_audit(tmp_path):
     store = make_store(tmp_path, "idefics3")
-    contents = {sight.png(0, (20, 40)): sight.png(1, (50, 30))}
-    contents |= {old: new for new, old in contents.items()}
+    contents = dict(zip(sight.PICTURES, reversed(sight.PICTURES), strict=True))
 
     def swap(image):
         return {**image, "bytes": contents[image["bytes"]]}
@@ -298,16 +285,12 @@ def test_replay_keeps_each_versions_pictures(tmp_path):
         "source": sight.write_rows(tmp_path, [{"prompt": "six"}, {"prompt": "two"}], "t.jsonl")
     }
     text = run_stage("prompt", config, store, into="text", policy=REFS["policy"], in_process=True)
-    generate = {
-        "engine": "transformers",
-        "samples_per_prompt": 3,
-        "dtype": "float32",
-        "sampling": {"max_tokens": 12, "temperature": 0.9},
-    }
     rollouts, rewards = ["sees/rollouts@1"], ["sees/rewards@1"]
     for prompts, seed in ((str(text), 0), (REFS["prompts"], 1)):
         refs = {"prompts": prompts, "policy": REFS["policy"]}
-        made = run_stage("generate", {**generate, "seed": seed}, store, in_process=True, **refs)
+        made = run_stage(
+            "generate", {**sight.GENERATE, "seed": seed}, store, in_process=True, **refs
+        )
         rollouts.append(str(made))
         rewards.append(score(store, str(made)))
     refs = {"rollouts": rollouts, "rewards": rewards, "policy": REFS["policy"]}

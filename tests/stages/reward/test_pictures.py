@@ -2,9 +2,6 @@
 nothing."""
 
 import base64
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -12,6 +9,7 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from tests import sight
+from tests.stages.reward.fake_server import FakeServer, reply
 
 SCORE = """
 from PIL import Image
@@ -33,21 +31,10 @@ ROWS = [
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> Store:
     folder = tmp_path_factory.mktemp("pictures")
-    store = Store(folder / "store")
-    sight.make_policy(store, folder / "model")
-    for number, size in enumerate([(20, 40), (50, 30)]):
-        (folder / f"{number}.png").write_bytes(sight.png(number, size))
+    store = sight.make_prompts(folder, ROWS, images="pictures")
     (folder / "score.py").write_text(SCORE)
-    config = {"source": sight.write_rows(folder, ROWS), "prompt": "prompt", "images": "pictures"}
-    run_stage("prompt", config, store, policy="sees/policy@0", in_process=True)
-    generate = {
-        "engine": "transformers",
-        "samples_per_prompt": 2,
-        "dtype": "float32",
-        "sampling": {"max_tokens": 2},
-    }
-    refs = {"prompts": "sees/prompts@1", "policy": "sees/policy@0"}
-    run_stage("generate", generate, store, in_process=True, **refs)
+    config = {**sight.GENERATE, "samples_per_prompt": 2}
+    run_stage("generate", config, store, in_process=True, **sight.REFS)
     return store
 
 
@@ -77,47 +64,30 @@ def test_the_sources_column_is_images_from_then_on(store):
         rewards(store, functions=[{"use": use}])
 
 
-class Server(BaseHTTPRequestHandler):
-    """A judge, and a server of Quiver's own dialect."""
-
-    asked: list[dict]
-
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append(asked)
-        if "messages" in asked:
-            answer = {"choices": [{"message": {"content": "Score: 3"}, "finish_reason": "stop"}]}
-        else:
-            rows = [{"id": row["id"], "reward": 1.0} for row in asked["rows"]]
-            answer = {"format": 1, "rows": rows}
-        body = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
+def behave(asked):
+    """As a judge, and as a server of Quiver's own dialect."""
+    if "messages" in asked.body:
+        message = {"content": "Score: 3"}
+        return reply({"choices": [{"message": message, "finish_reason": "stop"}]})
+    rows = [{"id": row["id"], "reward": 1.0} for row in asked.body["rows"]]
+    return reply({"format": 1, "rows": rows})
 
 
 @pytest.fixture
 def server():
-    server = HTTPServer(("127.0.0.1", 0), Server)
-    server.asked = []
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with FakeServer(behave) as server:
+        yield server
 
 
 def test_a_judge_sees_the_stored_bytes(store, server):
-    url = f"http://127.0.0.1:{server.server_port}"
-    config = {"dialect": "openai-judge", "urls": [url], "model": "judge", "range": [0, 10]}
+    config = {
+        "dialect": "openai-judge",
+        "urls": [server.url],
+        "model": "judge",
+        "range": [0, 10],
+    }
     assert rewards(store, servers=[config]) == [3.0] * 6
-    contents = [request["messages"][0]["content"] for request in server.asked]
+    contents = [request.body["messages"][0]["content"] for request in server.asked]
     shown = []
     for content in contents:
         if isinstance(content, str):
@@ -128,14 +98,13 @@ def test_a_judge_sees_the_stored_bytes(store, server):
         urls = [image["image_url"]["url"] for image in images]
         assert all(url.startswith("data:image/png;base64,") for url in urls)
         shown.append([base64.b64decode(url.partition(",")[2]) for url in urls])
-    first, second = sight.png(0, (20, 40)), sight.png(1, (50, 30))
+    first, second = sight.PICTURES
     expected = [[first]] * 2 + [[second, first]] * 2 + [[]] * 2
     assert sorted(shown) == sorted(expected)
 
 
 def test_another_server_is_sent_no_pictures(store, server):
-    url = f"http://127.0.0.1:{server.server_port}"
-    config = {"dialect": "quiver", "urls": [url]}
+    config = {"dialect": "quiver", "urls": [server.url]}
     assert rewards(store, servers=[config]) == [1.0] * 6
-    columns = [row["columns"] for request in server.asked for row in request["rows"]]
+    columns = [row["columns"] for request in server.asked for row in request.body["rows"]]
     assert {*map(tuple, map(sorted, columns))} == {("level", "prompt")}
