@@ -80,7 +80,7 @@ class Processor:
 
 def load_processor(version: Version) -> Processor:
     """The processor of a policy, from its folder alone, hashes checked. ConfigError where it has
-    none, or needs what is not installed."""
+    none, or needs what is not installed, or its policy's positions are not plain."""
     name = str(version.ref)
     if not checkpoints.sees_images(version):
         raise ConfigError(
@@ -88,6 +88,15 @@ def load_processor(version: Version) -> Processor:
             "sees no pictures: it has no preprocessor_config.json or processor_config.json",
             next="take a vision-language model, or leave data.images out",
         )
+    config = checkpoints.model_config(version)
+    text_config = {**config, **(config.get("text_config") or {})}
+    for field in ("rope_parameters", "rope_scaling"):
+        if "mrope_section" in (text_config.get(field) or {}):
+            raise ConfigError(
+                name,
+                "reads pictures by positions of three axes (M-RoPE), which can not be trained here",
+                next="take a vision-language model with plain positions, as Idefics3 or LLaVA",
+            )
     checkpoints.verify_carried(version)
     return Processor(load_folders_processor(version.files.folder, name), name)
 

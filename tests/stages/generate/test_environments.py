@@ -18,8 +18,12 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.common import sandbox
 from quiver.stages.common.environments.adapters import ENVIRONMENTS, TOOLS, open_source
 from quiver.stages.common.environments.environment import Step, Turn, read_messages, read_step
+from quiver.stages.common.store import Store
 from quiver.stages.generate.turns.config import Turns
 from quiver.stages.generate.turns.tool_calls import Call
+from tests import sight
+from tests.tiny import make_policy
+from tests.writing import run_here
 
 COUNTER = '''
 class CountingEnvironment:
@@ -428,3 +432,57 @@ def test_the_game_of_the_document_is_played(tmp_path):
     hints[number] = "right"
     assert [step.text for step in steps] == hints
     assert environment.step(Turn("no number")).text == "higher"
+
+
+# -- through every stage
+
+
+@pytest.mark.parametrize("kind", ["trl", "gymnasium"])
+def test_environments_of_others_go_through_every_stage(tmp_path, kind):
+    """By a real engine, whose random weights answer at random."""
+    if kind == "gymnasium":
+        pytest.importorskip("gymnasium", reason=f"gymnasium is not installed: {HOW}")
+        turns = {"environment": "gymnasium:FrozenLake-v1", "arguments": {"is_slippery": False}}
+    else:
+        turns = {"environment": f"{write(tmp_path, COUNTER)}:CountingEnvironment"}
+    store = Store(tmp_path / "store")
+    policy = str(make_policy(store).ref)
+    rows = [{"prompt": f"Go to 12 from {start}.", "start": start} for start in range(4)]
+    prompts = run_here(
+        "prompt",
+        {"source": sight.write_rows(tmp_path, rows), "prompt": "prompt", "turns": turns},
+        store,
+        policy=policy,
+    )
+    # what ends a turn stands in most texts of random weights
+    sampling = {"max_tokens": 12, "temperature": 1.0, "stop_token_ids": [*range(100, 200)]}
+    config = {
+        "engine": "transformers",
+        "samples_per_prompt": 2,
+        "dtype": "float32",
+        "sampling": sampling,
+        "turns": {**turns, "max_turns": 3, "max_tokens": 36},
+    }
+    rollouts = run_here("generate", config, store, prompts=str(prompts), policy=policy)
+    saved = store.open(rollouts).table().to_pylist()
+    first = {"trl": "You are at 0.", "gymnasium": "0"}[kind]
+    assert first in store.open(prompts).table()["prompt_text"][0].as_py()
+    ends = {"trl": {"answered"}, "gymnasium": {"max_turns", "environment"}}[kind]
+    assert {row["end_reason"] for row in saved} <= {*ends, "max_tokens"}
+    paid = run_here(
+        "reward", {"functions": [{"use": "environment"}]}, store, rollouts=str(rollouts)
+    )
+    # who takes no step is told nothing by the lake
+    expected = {"trl": {0.0}, "gymnasium": {None, 0.0}}[kind]
+    assert set(store.open(paid).table()["reward"].to_pylist()) <= expected
+    functions = [{"use": "length", "arguments": {"target": 0, "tolerance": 100}}]
+    rewards = run_here("reward", {"functions": functions}, store, rollouts=str(rollouts))
+    config = {
+        "algorithm": "grpo",
+        "precision": "fp32",
+        "device": "cpu",
+        "drop_zero_variance": False,
+    }
+    refs = {"rollouts": str(rollouts), "rewards": str(rewards), "policy": policy}
+    trained = store.open(run_here("optimize", config, store, **refs))
+    assert trained.manifest.metrics["audit"]["max_gap"] < 1e-4

@@ -1,6 +1,8 @@
 """Prompts with pictures: what stands where, which pictures are refused, and what moves the key."""
 
+import importlib.util
 import io
+import json
 import zlib
 
 import pyarrow as pa
@@ -258,3 +260,27 @@ def test_turned_pictures_are_turned_as_their_camera_says(policy):
     processor = load_processor(policy)
     turned, expected = (processor.read(each.getvalue()).inputs for each in (content, upright))
     assert (turned["pixel_values"] == expected["pixel_values"]).all()
+
+
+def test_positions_of_three_axes_are_refused_before_anything_is_sampled(store, tmp_path):
+    folder = sight.make_folder(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["rope_parameters"]["mrope_section"] = [4, 6, 6]
+    (folder / "config.json").write_text(json.dumps(config))
+    policy = run_stage("policy", {"model": str(folder)}, store, into="axes", in_process=True)
+    (tmp_path / "0.png").write_bytes(sight.png(0))
+    rows = [{"prompt": "one", "images": ["0.png"]}]
+    with pytest.raises(ConfigError, match="M-RoPE"):
+        render(store, tmp_path, rows, policy=str(policy))
+
+
+def test_a_processor_that_can_not_be_loaded_here_is_refused_at_import(store, tmp_path):
+    """That of Qwen2-VL wants torchvision, for its videos."""
+    if importlib.util.find_spec("torchvision"):
+        pytest.skip("torchvision is installed")
+    folder = sight.make_folder(tmp_path / "model")
+    (folder / "processor_config.json").unlink()
+    about = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(about))
+    with pytest.raises(ConfigError, match=r"its processor: .* requires the Torchvision library"):
+        run_stage("policy", {"model": str(folder)}, store, into="torchvision", in_process=True)
