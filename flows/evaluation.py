@@ -63,8 +63,7 @@ def measure(
     if baseline:
         refs["baseline"] = baseline
     evaluation = run("evaluate", recipe.score_config(), recipe.run, **refs)
-    if not evaluation.cached:
-        track_evaluation(recipe, evaluation.ref)
+    track_evaluation(recipe, evaluation.ref)  # an earlier attempt may have ended before
     seconds = sum(outcome.seconds for outcome in (prompts, rollouts, rewards, evaluation))
     return replace(evaluation, seconds=round(seconds, 3))
 

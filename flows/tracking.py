@@ -11,9 +11,11 @@ import json
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 from quiver.schemas.errors import printable
 from quiver.stages.common.runtime.subprocesses import Process
+from quiver.stages.common.store import Store
 
 from .recipe import Recipe
 
@@ -23,13 +25,18 @@ log = logging.getLogger("quiver")
 
 
 def track_evaluation(recipe: Recipe, ref: str) -> None:
-    """Hand the evaluation `ref` to the recipe's trackers. Never raises: a tracker that fails is a
-    warning."""
-    trackers = recipe.optimize.trackers
+    """Hand the evaluation `ref` to those of the recipe's trackers that have not got it. Never
+    raises: a tracker that fails is a warning."""
+    if not recipe.optimize.trackers:
+        return
+    folder = Path(recipe.optimize.tracker_folder)
+    # it stands beside what was written there: who empties the folder has it filled again
+    list_file = folder / f"evaluations-{Store(recipe.store).id[:8]}.txt"
+    tracked = list_file.read_text().splitlines() if list_file.is_file() else []
+    trackers = [name for name in recipe.optimize.trackers if f"{name} {ref}" not in tracked]
     if not trackers:
         return
-    call = {"trackers": trackers, "folder": recipe.optimize.tracker_folder}
-    call |= {"store": recipe.store, "ref": ref}
+    call = {"trackers": trackers, "folder": str(folder), "store": recipe.store, "ref": ref}
     python = recipe.placement.python.get("optimize", sys.executable)
     command = [python, "-P", "-m", "quiver.stages.optimize.tracking"]
     last_line = "no answer"
@@ -42,6 +49,9 @@ def track_evaluation(recipe: Recipe, ref: str) -> None:
             for line in process.lines(SECONDS):
                 last_line = line
             code = process.wait()
+        if not code:
+            with list_file.open("a") as file:
+                file.writelines(f"{name} {ref}\n" for name in trackers)
     except OSError as error:  # TimeoutError too
         code = 1
         last_line = str(error)

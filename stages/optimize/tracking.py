@@ -25,7 +25,7 @@ from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, TrackioTracker, WandBTracker
 
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, QuiverError, printable
 from quiver.stages.common.runtime.stage import Plan
 from quiver.stages.common.store import Store, Version
 
@@ -187,10 +187,13 @@ def main() -> None:
 
     asked = json.load(sys.stdin)
     PartialState(cpu=True)
-    store = Store(asked["store"], create=False).with_expired()
-    evaluation = store.open(asked["ref"])
-    opened = open_trackers(asked["trackers"], asked["folder"], store, evaluation.ref.run)
-    step, numbers = evaluated(store, evaluation)
+    try:
+        store = Store(asked["store"], create=False).with_expired()
+        evaluation = store.open(asked["ref"])
+        opened = open_trackers(asked["trackers"], asked["folder"], store, evaluation.ref.run)
+        step, numbers = evaluated(store, evaluation)
+    except QuiverError as error:
+        sys.exit(f"{error.object}: {error.message}")  # the flow tells it in a line of its own
     for tracker in opened:
         tracker.log(numbers, step=step)
         tracker.finish()
