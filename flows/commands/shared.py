@@ -3,6 +3,7 @@ answers."""
 
 from __future__ import annotations
 
+import base64
 import inspect
 import json
 import math
@@ -146,8 +147,9 @@ class _Written(str):
 
 
 def to_json(answer: Any) -> str:
-    """`answer` as JSON text: a number that is not finite is null, a date or anything else of the
-    user's columns its text. A loop, since a lineage is as deep as its line of policies is long."""
+    """`answer` as JSON text: a number that is not finite is null, bytes (of pictures) are base64, a
+    date or anything else of the user's columns its text. A loop, since a lineage is as deep as its
+    line of policies is long."""
     text: list[str] = []
     waiting = [answer]
     while waiting:
@@ -165,6 +167,8 @@ def to_json(answer: Any) -> str:
             waiting += [_Written(closing), *reversed(pieces), _Written(opening)]
         elif isinstance(part, float) and not math.isfinite(part):
             text.append("null")
+        elif isinstance(part, bytes):
+            text.append(_quoted(base64.b64encode(part).decode()))
         else:
             leaf = part if part is None or isinstance(part, str | int | float) else str(part)
             text.append(_quoted(leaf))

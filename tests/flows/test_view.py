@@ -1,6 +1,7 @@
 """`quiver view`: a plain table where there is no terminal, the application where there is one."""
 
 import asyncio
+import base64
 import json
 import os
 import pty
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pytest
 
 from quiver.flows.commands import viewing
+from quiver.flows.commands.shared import to_json
 from quiver.flows.view.paired import open_paired, pair
 from quiver.flows.view.pictures import drawn
 from quiver.flows.view.tokens import coloured, style_of, token_texts
@@ -287,3 +289,8 @@ def test_a_selection_is_where_the_application_begins(view_app, store):
     app = view_app(store, open_paired(store, "golden/rollouts@1", None), selection)
     (shown,) = drive(app)
     assert "1–1 of 1" in shown and "lowest tokens first" in shown
+
+
+def test_a_picture_in_json_is_base64():
+    answer = json.loads(to_json({"images": [{"bytes": sight.png(0), "path": None}]}))
+    assert base64.b64decode(answer["images"][0]["bytes"]) == sight.png(0)
