@@ -29,7 +29,7 @@ from .plain import read_json
 from .refs import KINDS, NAME
 
 FORMAT = 1
-REQUIRED_FEATURES = {"rollouts/2": ("turns",)}
+REQUIRED_FEATURES = {"rollouts/2": ("turns",), "rollouts/3": ("turns",)}
 """By schema: what a reader must know, else what it read would be right in form and wrong."""
 IMAGES = "images"
 """The feature of what was made by a model that sees pictures."""

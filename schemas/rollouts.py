@@ -1,5 +1,5 @@
-"""rollouts/1, rollouts/2: what the policy answered, token by token, with the probability it had
-when it was sampled.
+"""rollouts/1, /2 and /3: what the policy answered, token by token, with the probability it had when
+it was sampled.
 
 | column | type | meaning |
 |---|---|---|
@@ -43,6 +43,19 @@ are of the last turn. Two columns more:
 
 The model read the prompt, then of each turn sampled ids and observation. With `restart_ids` a new
 sequence begins, of the same rollout and for the same reward; the observation before it is empty.
+
+rollouts/3 are episodes in which the policy may be shown pictures by what answers it. One column
+more:
+
+| column | type | meaning |
+|---|---|---|
+| images | list<struct>, null | the pictures, in the order in which they are read |
+
+| field of an image | type | meaning |
+|---|---|---|
+| turn | int32 | in whose `observation_ids`, from 0 |
+| start, length | int32 | where its ids stand there |
+| bytes | binary | a PNG, JPEG or WebP |
 """
 
 import pyarrow as pa
@@ -104,7 +117,17 @@ OF_TURNS = fields.kind_schema(
         fields.required("end_reason", pa.string()),
     ],
 )
-SCHEMAS = fields.by_name(SCHEMA, OF_TURNS)
+_IMAGE = [
+    *(fields.required(name, pa.int32()) for name in ("turn", "start", "length")),
+    fields.required("bytes", pa.binary()),
+]
+OF_PICTURES = fields.kind_schema(
+    "rollouts/3",
+    [*OF_TURNS, pa.field("images", pa.list_(fields.required("item", pa.struct(_IMAGE))))],
+)
+SCHEMAS = fields.by_name(SCHEMA, OF_TURNS, OF_PICTURES)
+OF_EPISODES = tuple(map(fields.kind_of, (OF_TURNS, OF_PICTURES)))
+"""The names of those that have turns."""
 
 
 def check(table: pa.Table) -> pa.Schema:
@@ -112,6 +135,8 @@ def check(table: pa.Table) -> pa.Schema:
     reasons, turns that add up. SchemaError."""
     has_turns = not {"turns", "end_reason"}.isdisjoint(table.column_names)
     schema = OF_TURNS if has_turns else SCHEMA
+    if has_turns and "images" in table.column_names:
+        schema = OF_PICTURES
     fields.compare(table, schema, unique="rollout_id")
     fields.require_same_lengths(table, schema, "completion_ids", "old_logprobs")
     fields.require_logprobs(table, schema, "old_logprobs")
@@ -128,7 +153,26 @@ def check(table: pa.Table) -> pa.Schema:
     if has_turns:
         fields.require_among(table, schema, "end_reason", END_REASONS)
         _check_turns(table)
+    if schema is OF_PICTURES:
+        _check_images(table)
     return schema
+
+
+def _check_images(table: pa.Table) -> None:
+    """SchemaError unless each picture's ids stand in the observation of one of its row's turns."""
+    for row, images in enumerate(table["images"]):
+        if not images.is_valid:
+            continue
+        turns = table["turns"][row]
+        for turn, start, length in zip(
+            *(images.values.field(name).to_pylist() for name in ("turn", "start", "length")),
+            strict=True,
+        ):
+            has_turn = 0 <= turn < len(turns)
+            room = len(turns[turn]["observation_ids"]) if has_turn else 0
+            if not (start >= 0 and length >= 1 and start + length <= room):
+                problem = f"row {row}: no ids of a picture at {start} of its turn {turn}"
+                raise fields.fail(OF_PICTURES, problem)
 
 
 def _check_turns(table: pa.Table) -> None:

@@ -8,8 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from quiver.schemas import fields
-from quiver.schemas.rollouts import OF_TURNS
+from quiver.schemas.rollouts import OF_EPISODES
 from quiver.stages.common.store import Version
 
 
@@ -21,7 +20,7 @@ def steps_to_success(rollouts: Version, scores: pa.Array, threshold: float) -> d
     Args:
         scores: [rows], null where an episode was not scored.
     """
-    if rollouts.manifest.kind_schema != fields.kind_of(OF_TURNS):
+    if rollouts.manifest.kind_schema not in OF_EPISODES:
         return {}
     turns = pc.list_value_length(rollouts.table(["turns"])["turns"]).to_numpy()
     scores = np.array(scores.to_pylist(), np.float64)  # null: NaN

@@ -81,21 +81,30 @@ def select_prompts(
 
 
 def _require_sight(config: Config, prompts: Version, policy: Version, table: pa.Table) -> None:
-    """ConfigError where prompts show pictures that the policy can not see."""
-    if not most_images(table):
+    """ConfigError where prompts, or what answers the policy, show pictures that it can not see."""
+    max_images = config.turns.max_images if config.turns is not None else 0
+    has_images = bool(most_images(table))
+    if not has_images and not max_images:
         return
+    shown_by = str(prompts.ref) if has_images else "generate.turns.max_images"
     if not checkpoints.sees_images(policy):
         raise ConfigError(
-            str(prompts.ref),
-            f"shows pictures, and {policy.ref} sees none",
-            next="take a vision-language model, or prompts without pictures",
+            shown_by,
+            f"{policy.ref} sees no pictures",
+            next="take a vision-language model, or show it none",
         )
     if config.turns is not None and config.turns.rewritten != "refuse":
         raise ConfigError(
             "generate.turns.rewritten",
-            f"a history that is rewritten loses the pictures of {prompts.ref}",
+            f"a history that is rewritten loses the pictures of {shown_by}",
             next='set generate.turns.rewritten = "refuse"',
         )
+
+
+def most_pictures(config: Config, prompts: pa.Table) -> int:
+    """That an engine is shown at once."""
+    of_turns = config.turns.max_images if config.turns is not None else 0
+    return most_images(prompts) + of_turns
 
 
 def pictures_of(prompts: pa.Table, row: int) -> tuple[Picture, ...]:

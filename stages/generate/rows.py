@@ -31,6 +31,7 @@ _OF_EPISODES = (
     "completion_text",
     "turns",
     "end_reason",
+    "images",
 )
 """The columns that an episode decides."""
 
@@ -104,9 +105,12 @@ class Rows:
         return self.table(0, [], [])
 
     def table_of_episodes(self, start: int, records: list[dict[str, Any]]) -> pa.Table:
-        """rollouts/2 of the rows from `start` on, of the `record` of each one's episode. [rows]"""
-        columns = {name: [record[name] for record in records] for name in _OF_EPISODES}
-        return self._with_prompts(start, columns, rollouts.OF_TURNS)
+        """rollouts/2 of the rows from `start` on, of the `record` of each one's episode; rollouts/3
+        where they may show pictures. [rows]"""
+        schema = rollouts.OF_PICTURES if self.config.turns.max_images else rollouts.OF_TURNS
+        names = [name for name in _OF_EPISODES if name in schema.names]
+        columns = {name: [record[name] for record in records] for name in names}
+        return self._with_prompts(start, columns, schema)
 
     def _with_prompts(self, start: int, columns: dict[str, list], schema: pa.Schema) -> pa.Table:
         """`columns` of the rows from `start` on, with what is known of them without an answer."""

@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import Any
 
 from quiver.schemas.errors import LineageError
-from quiver.schemas.prompts import most_images
 from quiver.stages.common import plugins
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import verify_model
@@ -30,7 +29,7 @@ from quiver.stages.common.store.writer import Writer
 from . import engine as engines
 from .config import Config
 from .options import VllmOptions
-from .prompts import context_limit, select_prompts
+from .prompts import context_limit, most_pictures, select_prompts
 from .requests import Requests
 from .rows import Rows
 from .shards import Shards
@@ -97,7 +96,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         for index in shards.handout:
             writer.write(index, rows.empty_table())
     elif shards.handout.more():
-        setup = engine_setup(config, policy, longest, most_images(prompts))
+        setup = engine_setup(config, policy, longest, most_pictures(config, prompts))
         options = engines.engine_options(config.engine, config.options)
         if isinstance(options, VllmOptions) and options.lora:
             setup = replace(setup, base=checkpoints.adapter_base(plan.store, policy))

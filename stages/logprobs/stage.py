@@ -79,8 +79,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             if scorer is None:  # where all is scored already, nothing is loaded
                 with writer.phase("load"):
                     scorer = Scorer(plan.config, policy)
-                    groups = table["group_id"].to_pylist()
-                    pictures = load_pictures(plan.store, rollouts, groups, policy)
+                    pictures = load_pictures(plan.store, rollouts, table, policy)
             start = index * ROWS_PER_SHARD
             rows = table.slice(start, ROWS_PER_SHARD)
             with writer.phase("score"):

@@ -198,9 +198,8 @@ def _join(config: Config, store: Store, versions: list[Sampled]) -> _Joined:
 
 def _pictures(store: Store, version: Sampled) -> tuple[Pictures | None, int]:
     """What the prompts of a version show, if they do, and how many rows it has."""
-    groups = version.table["group_id"].to_pylist()
     policy = version.inputs["policy"]
-    return load_pictures(store, version.rollouts, groups, policy), len(groups)
+    return load_pictures(store, version.rollouts, version.table, policy), len(version.table)
 
 
 def _logprobs(version: Sampled, role: str) -> pa.ChunkedArray:

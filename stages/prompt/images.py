@@ -59,24 +59,10 @@ class Pictures:
     def expanded(self, name: str, ids: list[int], pictures: list[Picture]) -> dict[str, Any]:
         """`prompt_ids`, the `ids` of a prompt with all that the policy reads in place of each
         picture's one; `images`; and `image_spans`, where they stand. ConfigError."""
-        places = [place for place, id in enumerate(ids) if id == self._processor.placeholder_id]
-        if len(places) != len(pictures):
-            raise ConfigError(
-                name,
-                f"the chat template shows {len(places)} pictures, and the row has {len(pictures)}",
-                next="set prompt.template to one that shows each part of type image",
-            )
-        prompt_ids: list[int] = []
-        spans = []
-        end = 0
-        for place, picture in zip(places, pictures, strict=True):
-            seen = self._processor.read(picture["bytes"])
-            prompt_ids += ids[end:place]
-            spans.append({"start": len(prompt_ids), "length": len(seen.ids)})
-            prompt_ids += seen.ids.tolist()
-            end = place + 1
-        prompt_ids += ids[end:]
-        return {"prompt_ids": prompt_ids, "images": pictures, "image_spans": spans}
+        contents = [picture["bytes"] for picture in pictures]
+        prompt_ids, spans = self._processor.expand(name, ids, contents)
+        image_spans = [span._asdict() for span in spans]
+        return {"prompt_ids": prompt_ids, "images": pictures, "image_spans": image_spans}
 
 
 def read_cell(name: str, cell: Any, config: SourceConfig) -> list[Picture]:

@@ -15,13 +15,14 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.fields import required
 from quiver.stages.common.chat.control_tokens import Guard, Rendering
 from quiver.stages.common.chat.generation_prompt import learn_start
-from quiver.stages.common.chat.messages import put_texts, save_messages, take_texts
+from quiver.stages.common.chat.messages import as_parts, put_texts, save_messages, take_texts
 from quiver.stages.common.chat.template import Messages, Template
+from quiver.stages.common.environments.environment import pictures_in, without_pictures
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Version
 
 from .config import Config
-from .images import Pictures
+from .images import Picture, Pictures
 from .messages import (
     MORE,
     Message,
@@ -54,6 +55,7 @@ class Renderer:
         self.chat_template = ""
         """The text of the template that is used, where one is."""
         tokenizer = checkpoints.load_tokenizer(policy)
+        self._policy = policy
         self._pictures = Pictures(config, policy) if config.images else None
         self._guard = Guard(tokenizer, closes=checkpoints.is_encoder_decoder(policy))
         self._vocabulary = checkpoints.vocabulary_size(policy)
@@ -121,9 +123,9 @@ class Renderer:
         if messages:
             if config.system is not None and messages[0]["role"] != "system":
                 messages.insert(0, {"role": "system", "content": config.system})
-            messages = _followed_by(messages, opening)
-            pictures = self._pictures.of_cell(name, images) if self._pictures else []
-            messages = show_images(name, messages, len(pictures))
+            pictures = self._read_pictures(name, images, opening)
+            num_shown = len(pictures) - len(pictures_in(opening))
+            messages = _followed_by(show_images(name, messages, num_shown), opening)
             rendering = self._render_chat(name, messages)
             messages = [{**each, "content": text_of(each["content"])} for each in messages]
         prompt = {
@@ -131,9 +133,18 @@ class Renderer:
             "prompt_text": rendering.text,
             "prompt_ids": rendering.ids,
         }
-        if self._pictures:
+        if config.images or (messages and pictures):
             prompt |= self._pictures.expanded(name, rendering.ids, pictures)
         return prompt if self._fits(name, prompt["prompt_ids"]) else None
+
+    def _read_pictures(self, name: str, cell: Any, opening: Sequence[Message]) -> list[Picture]:
+        """The pictures of a cell, then those that an environment shows at its start."""
+        pictures = self._pictures.of_cell(name, cell) if self._pictures else []
+        of_opening = pictures_in(opening)
+        if of_opening:
+            self._pictures = self._pictures or Pictures(self.config, self._policy)
+            pictures += self._pictures.of_cell(f"{name}: its environment", of_opening)
+        return pictures
 
     def assistant_starts(self, chats: pa.ChunkedArray) -> dict[str, str | None]:
         """For each role that a chat ends with, what stands between that message and the assistant's
@@ -218,7 +229,7 @@ def render_rows(
     if config.images:  # they are a column of their own
         table = table.drop_columns(config.images)
     if config.turns is not None:  # with what the environment is to begin again
-        texts = [json.dumps(opening, ensure_ascii=False) for opening in openings]
+        texts = [json.dumps(without_pictures(each), ensure_ascii=False) for each in openings]
         table = table.append_column(prompts.OPENING, pa.array(texts, pa.string()))
     columns = table.take(pa.array(positions, pa.int64())).replace_schema_metadata(None)
     struct = columns.combine_chunks().to_struct_array().combine_chunks()
@@ -238,16 +249,24 @@ def _followed_by(messages: list[Message], opening: Sequence[Message]) -> list[Me
     """`messages`, and what an environment says at the start. Two messages of the user are made one,
     since many templates take none behind another."""
     messages = list(messages)
-    for message in opening:
+    for message in map(as_parts, opening):
         last = messages[-1]
-        if last["role"] == message["role"] == "user":
-            added = f"\n\n{message['content']}"
-            content = last["content"]
-            parts = [{"type": "text", "text": added}] if isinstance(content, list) else added
-            messages[-1] = {"role": "user", "content": content + parts}
-        else:
+        if not last["role"] == message["role"] == "user":
             messages.append(message)
+            continue
+        content, added = last["content"], message["content"]
+        if isinstance(content, str) and isinstance(added, str):
+            content = f"{content}\n\n{added}"
+        elif isinstance(added, str):
+            content = [*content, *_parts(f"\n\n{added}")]
+        else:
+            content = [*_parts(content), *_parts("\n\n"), *added]
+        messages[-1] = {"role": "user", "content": content}
     return messages
+
+
+def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
 def _has_calls(cells: pa.ChunkedArray) -> bool:

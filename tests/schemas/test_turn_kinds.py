@@ -45,12 +45,47 @@ def table_of(**changes) -> pa.Table:
 def test_each_kind_names_its_schemas():
     kinds = (advantages, evaluations, logprobs, prompts, rewards, rollouts, updates)
     names = {module.__name__.rpartition(".")[2]: list(module.SCHEMAS) for module in kinds}
-    two = {"prompts", "rewards", "rollouts"}
+    count = {"prompts": 2, "rewards": 2, "rollouts": 3}
     assert names == {
-        kind: [f"{kind}/1", f"{kind}/2"] if kind in two else [f"{kind}/1"] for kind in names
+        kind: [f"{kind}/{number + 1}" for number in range(count.get(kind, 1))] for kind in names
     }
     for module in kinds:
         assert [kind_of(schema) for schema in module.SCHEMAS.values()] == list(module.SCHEMAS)
+
+
+IMAGE = {"turn": 0, "start": 1, "length": 1, "bytes": b"x"}
+
+
+def with_images(*images) -> pa.Table:
+    row = {**ROW, "turns": TURNS, "end_reason": "answered", "images": list(images)}
+    return pa.Table.from_pylist([row], schema=rollouts.OF_PICTURES)
+
+
+def test_pictures_stand_in_observations():
+    assert kind_of(rollouts.check(with_images(IMAGE))) == "rollouts/3"
+    none = with_images().set_column(
+        with_images().schema.get_field_index("images"),
+        rollouts.OF_PICTURES.field("images"),
+        pa.nulls(1, rollouts.OF_PICTURES.field("images").type),
+    )
+    assert kind_of(rollouts.check(none)) == "rollouts/3"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"turn": 2},
+        {"turn": -1},
+        {"turn": 1},  # what follows the last turn is read by nobody
+        {"start": 2},
+        {"start": -1},
+        {"length": 2},
+        {"length": 0},
+    ],
+)
+def test_a_picture_beside_its_observation_is_refused(change):
+    with pytest.raises(SchemaError, match="row 0: no ids of a picture at"):
+        rollouts.check(with_images({**IMAGE, **change}))
 
 
 def test_a_check_says_which_it_is():

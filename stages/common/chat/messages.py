@@ -35,6 +35,18 @@ def save_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def as_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message that shows `images` as templates take it: with a content of parts, of which the
+    pictures come first."""
+    if not message.get("images"):
+        return message
+    members = {name: member for name, member in message.items() if name != "images"}
+    parts: list[dict[str, Any]] = [{"type": "image"} for _ in message["images"]]
+    if message["content"]:
+        parts.append({"type": "text", "text": message["content"]})
+    return {**members, "content": parts}
+
+
 def take_texts(messages: list[dict[str, Any]]) -> tuple[Any, list[str]]:
     """`messages` as plain JSON without its texts, and these in order. Keys and all else in the
     arguments of a call are texts as well."""

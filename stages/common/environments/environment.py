@@ -19,8 +19,10 @@ runs in worker processes alone.
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import inspect
+import io
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -59,7 +61,8 @@ class Step(NamedTuple):
     """What came of a turn."""
 
     messages: list[Message] | None = None
-    """What the policy reads next: {role, content} each, `name` too where it is a tool's."""
+    """What the policy reads next: {role, content} each, `name` too where it is a tool's, `images`
+    too where it shows pictures, which stand before its content."""
     text: str | None = None
     """The same as one message of the user."""
     reward: float | None = None
@@ -67,12 +70,18 @@ class Step(NamedTuple):
     done: bool = False
     info: dict[str, Any] | None = None
     """Kept beside the turn, as JSON of at most 10 kB."""
+    images: list[Any] | None = None
+    """What the message of `text` shows: PIL images, or the bytes of a PNG, JPEG or WebP. Outside of
+    the workers they are base64."""
 
     def observation(self) -> list[Message]:
         """What the policy reads next, as messages."""
-        if self.text is not None:
-            return [*(self.messages or []), {"role": "user", "content": self.text}]
-        return list(self.messages or [])
+        if self.text is None and not self.images:
+            return list(self.messages or [])
+        message: Message = {"role": "user", "content": self.text or ""}
+        if self.images:
+            message["images"] = self.images
+        return [*(self.messages or []), message]
 
 
 class Environment(Protocol):
@@ -128,7 +137,7 @@ def read_step(returned: Any) -> Step:
         returned = Step(**returned)
     elif returned is None or isinstance(returned, str):
         returned = Step(text=returned)
-    if not all(hasattr(returned, name) for name in Step._fields):
+    if not all(hasattr(returned, name) for name in Step._fields if name != "images"):
         raise ValueError(f"step returned {type(returned).__name__}, expected a Step")
     text = returned.text
     if text is not None and not isinstance(text, str):
@@ -150,25 +159,98 @@ def read_step(returned: Any) -> Step:
         read_reward(returned.reward),
         read_done(returned.done),
         info,
+        read_images(getattr(returned, "images", None)),
     )
 
 
 def read_messages(returned: Any) -> list[Message]:
     """Messages of a role and a content each. A text is one message of the user, None is none.
-    ValueError."""
+    A content may be a list of parts, as chats have them: pictures, then texts. ValueError."""
     if returned is None or isinstance(returned, str):
         return [{"role": "user", "content": clean(returned)}] if returned else []
     messages = []
     for message in returned:
         role = message.get("role") if isinstance(message, Mapping) else None
         content = message.get("content") if isinstance(message, Mapping) else None
+        images = message.get("images") if isinstance(message, Mapping) else None
+        if isinstance(content, list):
+            content, images = _read_parts(content)
         if not isinstance(role, str) or not isinstance(content, str):
             raise ValueError(
                 f"a message is {printable(repr(message))}, expected a role and a content"
             )
         named = {"name": clean(str(message["name"]))} if message.get("name") else {}
-        messages.append({"role": role, **named, "content": clean(content)})
+        shown = {"images": read_images(images)} if images else {}
+        messages.append({"role": role, **named, "content": clean(content), **shown})
     return messages
+
+
+def _read_parts(parts: list[Any]) -> tuple[str, list[Any]]:
+    """The text of a content of parts, and its pictures. ValueError where one stands behind a
+    text."""
+    texts: list[str] = []
+    images = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif kind == "image" and part.get("image") is not None and not texts:
+            images.append(part["image"])
+        else:
+            raise ValueError(
+                f"a part of a message is {printable(repr(part))}, expected pictures "
+                '{"type": "image", "image": …}, then texts {"type": "text", "text": …}'
+            )
+    return "".join(texts), images
+
+
+def read_images(returned: Any) -> list[str] | None:
+    """The pictures of a message, as base64. ValueError."""
+    if not returned:
+        return None
+    if not isinstance(returned, list | tuple):
+        raise ValueError(f"images are {type(returned).__name__}, expected a list")
+    encoded = []
+    for image in returned:
+        content = image
+        if hasattr(image, "save"):  # PIL's, which need not be installed
+            buffer = io.BytesIO()
+            image.save(buffer, "PNG")
+            content = buffer.getvalue()
+        if not isinstance(content, bytes):
+            raise ValueError(f"a picture is {type(image).__name__}, expected a PIL image or bytes")
+        encoded.append(base64.b64encode(content).decode())
+    return encoded
+
+
+def pictures_in(messages: list[Message]) -> list[bytes]:
+    """The bytes of their pictures, one after another."""
+    return [base64.b64decode(image) for message in messages for image in message.get("images", ())]
+
+
+def for_people(messages: list[Message]) -> str:
+    """Their contents; of each picture a mark with the beginning of its hash."""
+    lines = []
+    for message in messages:
+        lines += [f"[picture {_short_hash(image)}]" for image in message.get("images", ())]
+        if message["content"] or not message.get("images"):
+            lines.append(message["content"])
+    return "\n".join(lines)
+
+
+def without_pictures(messages: list[Message]) -> list[Message]:
+    """Messages with the beginnings of hashes in place of their pictures: small, and equal where
+    these are."""
+    return [
+        {**message, "images": [_short_hash(image) for image in message["images"]]}
+        if "images" in message
+        else message
+        for message in messages
+    ]
+
+
+def _short_hash(image: str) -> str:
+    return hashlib.sha256(image.encode()).hexdigest()[:12]
 
 
 def read_reward(returned: Any) -> float | None:
@@ -232,15 +314,25 @@ def call_tool(tools: Mapping[str, Callable[..., Any]], call: Call) -> Message:
     tool has."""
     name = clean(call.name)
     tool = tools.get(call.name)
+    message = {"role": "tool", "name": name}
     if tool is None:
         names = ", ".join(sorted(tools))
-        content = f"Error: there is no tool {name}; there is {names or 'none'}"
-    else:
-        try:
-            content = read_text(waited(tool(**call.arguments)))
-        except (Exception, SystemExit) as error:
-            content = clean(f"Error: {type(error).__name__}: {error}")
-    return {"role": "tool", "name": name, "content": content}
+        return {**message, "content": f"Error: there is no tool {name}; there is {names or 'none'}"}
+    try:
+        return {**message, **read_answer(waited(tool(**call.arguments)))}
+    except (Exception, SystemExit) as error:
+        return {**message, "content": clean(f"Error: {type(error).__name__}: {error}")}
+
+
+def read_answer(returned: Any) -> Message:
+    """Content and images of what a tool returned: a picture, parts of a message, or text."""
+    parts = returned if isinstance(returned, list) else [returned]
+    if hasattr(returned, "save"):
+        parts = [{"type": "image", "image": returned}]
+    if any(isinstance(part, Mapping) and part.get("type") == "image" for part in parts):
+        content, images = _read_parts(parts)
+        return {"content": clean(content), "images": read_images(images)}
+    return {"content": read_text(returned)}
 
 
 def waited(returned: Any) -> Any:

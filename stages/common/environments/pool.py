@@ -72,6 +72,7 @@ class _StepFields(BaseModel):
     reward: float | None = None
     done: bool = False
     info: dict[str, Any] | None = None
+    images: list[str] | None = None
 
 
 class _Answer(BaseModel):

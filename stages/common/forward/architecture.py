@@ -336,7 +336,6 @@ def turn_logprobs(
     row: int,
     completion: Tensor,
     temperature: float,
-    pictures: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """The same of the first ids `completion` [T] that were sampled in the turns of rollout `row`:
     one pass over each of its sequences."""
@@ -352,8 +351,9 @@ def turn_logprobs(
         if len(places):
             read = ids[None, start : start + int(places.max()) + 1]
             options = {"use_cache": False, "logits_to_keep": places}
-            if start == 0:
-                options |= pictures or {}
+            if start == 0 and sequences.pictures is not None:
+                num_read = read.shape[1] - len(prompt)
+                options |= sequences.pictures.of_rollout(row, model.device, num_read)
             logits = model(input_ids=read, **options).logits[0]
             tables.append(logits if len(logits) == len(places) else logits[places])
     table = (torch.cat(tables).float() / temperature).log_softmax(-1)

@@ -223,7 +223,7 @@ def make_layout(
 
     completion_starts = _starts(input_lengths) + np.repeat(np.cumsum(prompt_lengths), counts)
     prompt_ends = np.repeat(completion_starts[first_rollouts], counts)
-    prompt_starts = completion_starts[first_rollouts] - prompt_lengths
+    at_prompts = of_prompts, completion_starts[first_rollouts] - prompt_lengths
     predictors = after.predictors + np.repeat(completion_starts, target_counts)
     firsts = _starts(target_counts)
     follows_prompt = after.predictors[firsts] < 0
@@ -244,7 +244,7 @@ def make_layout(
         temperature=_tensor(np.repeat(sequences.temperature.numpy()[rows], target_counts), device),
         runs=make_runs(spans, device) if varlen else None,
         sequence_lengths=tuple(spans.lengths.tolist()) if len(after.restarts) else (),
-        pictures=in_row(sequences.pictures, of_prompts, prompt_starts, device),
+        pictures=in_row(sequences.pictures, at_prompts, (rows, completion_starts), device),
     )
 
 

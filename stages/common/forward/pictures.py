@@ -13,9 +13,10 @@ Not of the spine: only prompts with pictures come here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
@@ -24,11 +25,59 @@ from quiver.stages.common.ragged import Ragged
 
 Inputs = dict[str, Tensor]
 """The arguments of a model's `get_image_features`, for one picture or more."""
+At = tuple[np.ndarray, np.ndarray]
+"""[n] rollouts, and [n] where each begins in a row of tokens."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What B rollouts were shown after their prompts."""
+
+    numbers: Ragged
+    """[B rows] int64: which pictures, in the order of their places."""
+    starts: Ragged
+    """[B rows] int64: where the ids of each begin, counted from the end of the prompt."""
+    places: Ragged
+    """[B rows] int64, rising: where their features go, counted alike."""
+
+    @classmethod
+    def of_table(cls, rows: pa.Table, token: int, first_number: int) -> Observed:
+        """Of rollouts/3, whose pictures are numbered from `first_number` on; `token` is the id at
+        each of the places."""
+        numbers: list[list[int]] = []
+        starts: list[list[int]] = []
+        places: list[np.ndarray] = []
+        next_number = first_number
+        for images, turns in zip(rows["images"], rows["turns"], strict=True):
+            spans: list[tuple[int, int, int]] = []
+            begins = []  # of each turn's observation, counted from the end of the prompt
+            ids = []
+            if images.is_valid:
+                columns = (images.values.field(name) for name in ("turn", "start", "length"))
+                spans = list(zip(*(column.to_pylist() for column in columns), strict=True))
+                end = 0
+                for turn in turns.as_py():
+                    begins.append(end + turn["length"])
+                    ids.append(np.array(turn["observation_ids"]))
+                    end = begins[-1] + len(ids[-1])
+            numbers.append([*range(next_number, next_number + len(spans))])
+            next_number += len(spans)
+            starts.append([begins[turn] + start for turn, start, _ in spans])
+            parts = [
+                begins[turn] + feature_places(ids[turn], [(start, length)], token)
+                for turn, start, length in spans
+            ]
+            places.append(np.concatenate([np.empty(0, np.int64), *parts]))
+        return cls(ragged_of(numbers), ragged_of(starts), ragged_of(places))
+
+    def take(self, rows: Tensor) -> Observed:
+        """Rollouts `rows`, in that order."""
+        return Observed(self.numbers.take(rows), self.starts.take(rows), self.places.take(rows))
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """What the prompts of B rollouts show."""
+    """What B rollouts are shown: by their prompts, and by what answers them."""
 
     numbers: Ragged
     """[B rows] int64: which pictures, in the order of their places."""
@@ -38,18 +87,29 @@ class Pictures:
     """The inputs of the pictures of these numbers."""
     token: int
     """The id at each of the places."""
+    observed: Observed | None = None
+    """What was shown after the prompts, where anything was."""
 
     def take(self, rows: Tensor) -> Pictures:
         """Rollouts `rows`, in that order."""
-        return Pictures(self.numbers.take(rows), self.places.take(rows), self.read, self.token)
+        return replace(
+            self,
+            numbers=self.numbers.take(rows),
+            places=self.places.take(rows),
+            observed=self.observed and self.observed.take(rows),
+        )
 
     def slice(self, start: int, count: int) -> Pictures:
         """`count` rollouts from `start` on."""
         return self.take(torch.arange(start, start + count))
 
-    def of_rollout(self, row: int, device: torch.device) -> Inputs:
-        """The inputs of all that the prompt of rollout `row` shows, together."""
+    def of_rollout(self, row: int, device: torch.device, num_read: int = 0) -> Inputs:
+        """The inputs of all that is shown to rollout `row` in its prompt and the first `num_read`
+        ids behind it, together."""
         numbers = self.numbers[row].tolist()
+        if self.observed is not None:
+            is_read = self.observed.starts[row] < num_read
+            numbers += self.observed.numbers[row][is_read].tolist()
         return _moved(self.read(numbers), device) if numbers else {}
 
 
@@ -66,16 +126,24 @@ class PicturesInRow:
 
 
 def in_row(
-    pictures: Pictures | None, rows: np.ndarray, starts: np.ndarray, device: torch.device | str
+    pictures: Pictures | None, prompts: At, completions: At, device: torch.device | str
 ) -> PicturesInRow | None:
-    """What the prompts of rollouts `rows` [p] show, which begin at `starts` [p] of a row of tokens;
-    None where they show nothing."""
-    if pictures is None or not int(pictures.numbers.lengths[rows].sum()):
+    """What a row of tokens shows, which holds the prompts of some rollouts and the completions of
+    others, where these begin; None where it shows nothing."""
+    if pictures is None:
         return None
-    shown = np.concatenate(pictures.numbers.views(rows))
+    parts = [(pictures, prompts)]
+    if pictures.observed is not None:
+        parts.append((pictures.observed, completions))
+    of_rows = [numbers for part, (rows, _) in parts for numbers in part.numbers.views(rows)]
+    shown = np.concatenate([np.empty(0, np.int64), *of_rows])
+    if not len(shown):
+        return None
     numbers, order = np.unique(shown, return_inverse=True)
     places = [
-        places + start for places, start in zip(pictures.places.views(rows), starts, strict=True)
+        places + start
+        for part, (rows, starts) in parts
+        for places, start in zip(part.places.views(rows), starts, strict=True)
     ]
     return PicturesInRow(
         tuple(_moved(pictures.read([number]), device) for number in numbers.tolist()),
@@ -86,6 +154,13 @@ def in_row(
 
 def _moved(inputs: Inputs, device: torch.device | str) -> Inputs:
     return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+def ragged_of(rows: list) -> Ragged:
+    """Rows of numbers, one a rollout."""
+    values = np.concatenate([np.empty(0, np.int64), *rows]).astype(np.int64)
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    return Ragged.from_lengths(torch.from_numpy(values), lengths)
 
 
 def feature_places(ids: np.ndarray, spans: Sequence[tuple[int, int]], token: int) -> np.ndarray:
@@ -106,6 +181,8 @@ def join_pictures(parts: Sequence[tuple[Pictures | None, int]]) -> Pictures | No
         return shown[0]
     firsts: list[int] = []
     numbers, places = [], []
+    observed: list[Observed] = []
+    has_observed = any(part.observed is not None for part in shown)
     next_number = 0
     nothing = Ragged.from_lengths(torch.empty(0, dtype=torch.int64), torch.zeros(1).long())
     for part, count in parts:
@@ -114,16 +191,37 @@ def join_pictures(parts: Sequence[tuple[Pictures | None, int]]) -> Pictures | No
             empty = nothing.take(torch.zeros(count).long())
             numbers.append(empty)
             places.append(empty)
+            observed.append(Observed(empty, empty, empty))
             continue
-        numbers.append(part.numbers.with_values(part.numbers.values + next_number))
+        numbers.append(_raised(part.numbers, next_number))
         places.append(part.places)
-        next_number = int(numbers[-1].values.max()) + 1
+        empty = nothing.take(torch.zeros(count).long())
+        later = part.observed or Observed(empty, empty, empty)
+        observed.append(replace(later, numbers=_raised(later.numbers, next_number)))
+        both = torch.cat([numbers[-1].values, observed[-1].numbers.values])
+        next_number = int(both.max()) + 1
 
     def read(chosen: Sequence[int]) -> Inputs:
         part = max(i for i, first in enumerate(firsts) if first <= chosen[0] and parts[i][0])
         return parts[part][0].read([number - firsts[part] for number in chosen])
 
-    return Pictures(_concatenated(numbers), _concatenated(places), read, shown[0].token)
+    return Pictures(
+        _concatenated(numbers),
+        _concatenated(places),
+        read,
+        shown[0].token,
+        Observed(
+            _concatenated([each.numbers for each in observed]),
+            _concatenated([each.starts for each in observed]),
+            _concatenated([each.places for each in observed]),
+        )
+        if has_observed
+        else None,
+    )
+
+
+def _raised(numbers: Ragged, by: int) -> Ragged:
+    return numbers.with_values(numbers.values + by)
 
 
 def _concatenated(parts: Sequence[Ragged]) -> Ragged:

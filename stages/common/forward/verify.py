@@ -101,11 +101,10 @@ def _own_logprobs(policy: Policy, sequences: Sequences, row: int) -> Tensor:
     """Logprobs of the first tokens of rollout `row`, by the model's own pass over it alone."""
     completion = sequences.completions[row][:_MOST_TOKENS]
     temperature = float(sequences.temperature[row])
-    pictures = None
-    if sequences.pictures is not None:
-        pictures = sequences.pictures.of_rollout(row, policy.device)
+    pictures = sequences.pictures
+    if pictures is not None:
         # the model takes an id that was sampled for a place of a picture
-        sampled = (completion == sequences.pictures.token).nonzero()[:, 0].tolist()
+        sampled = (completion == pictures.token).nonzero()[:, 0].tolist()
         completion = completion[: sampled[0] if sampled else None]
     if not len(completion):
         return torch.empty(0)
@@ -116,9 +115,9 @@ def _own_logprobs(policy: Policy, sequences: Sequences, row: int) -> Tensor:
             completion,
             temperature,
             policy.decoder_start_id,
-            pictures,
+            pictures and pictures.of_rollout(row, policy.device),
         )
-    return turn_logprobs(policy.model, sequences, row, completion, temperature, pictures)
+    return turn_logprobs(policy.model, sequences, row, completion, temperature)
 
 
 @contextmanager

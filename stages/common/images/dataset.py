@@ -16,10 +16,15 @@ import torch
 from quiver.schemas.errors import LineageError, SchemaError
 from quiver.schemas.manifest import IMAGES
 from quiver.schemas.prompts import most_images
-from quiver.stages.common.forward.pictures import Inputs, Pictures, feature_places
+from quiver.stages.common.forward.pictures import (
+    Inputs,
+    Observed,
+    Pictures,
+    feature_places,
+    ragged_of,
+)
 from quiver.stages.common.lineage import open_input
 from quiver.stages.common.models import checkpoints
-from quiver.stages.common.ragged import Ragged
 from quiver.stages.common.store import Store, Version
 
 from .decoder import open_image
@@ -40,13 +45,16 @@ def open_prompts(store: Store, rollouts: Version) -> pa.Table | None:
 
 
 def load_pictures(
-    store: Store, rollouts: Version, groups: Sequence[str], policy: Version
+    store: Store, rollouts: Version, rows: pa.Table, policy: Version
 ) -> Pictures | None:
-    """What the prompts of `rollouts` show, for rows of `groups` [B], as `policy` reads it; None
-    where they show nothing. A picture's bytes are read where it is. LineageError where the policy
-    reads pictures in another way than the one that sampled."""
+    """What `rows` of `rollouts` [B] were shown, as `policy` reads it; None where it was nothing. A
+    picture's bytes are read where it is. LineageError where the policy reads pictures in another
+    way than the one that sampled."""
     prompts = open_prompts(store, rollouts)
-    if prompts is None:
+    observed = rows["images"].combine_chunks() if "images" in rows.column_names else None
+    if observed is not None and not len(observed.flatten()):
+        observed = None
+    if prompts is None and observed is None:
         return None
     sampler = rollouts.manifest.require_model("policy")
     if sampler.processor != checkpoints.as_model("policy", policy).processor:
@@ -57,35 +65,52 @@ def load_pictures(
         )
     processor = load_processor(policy)
     token = image_token_id(policy)
-    images = prompts["images"].combine_chunks()
-    counts = pc.fill_null(pc.list_value_length(images), 0).to_pylist()
-    contents = images.flatten().field("bytes")
-    numbers: dict[str, list[int]] = {}
-    places: dict[str, np.ndarray] = {}
+    contents: list[pa.Array] = []
+    groups = rows["group_id"].to_pylist()
+    numbers: list[list[int]] = [[] for _ in groups]
+    places: list[np.ndarray] = [np.empty(0, np.int64) for _ in groups]
+    num_in_prompts = 0
+    if prompts is not None:
+        shown = _of_prompts(rollouts, prompts, token)
+        numbers = [shown[group][0] for group in groups]
+        places = [shown[group][1] for group in groups]
+        contents.append(prompts["images"].combine_chunks().flatten().field("bytes"))
+        num_in_prompts = len(contents[0])
+    if observed is not None:
+        contents.append(observed.flatten().field("bytes"))
+
+    def content(number: int) -> bytes:
+        is_observed = number >= num_in_prompts
+        part = contents[-1] if is_observed else contents[0]
+        return part[number - num_in_prompts if is_observed else number].as_py()
+
+    def read(chosen: Sequence[int]) -> Inputs:
+        inputs = processor.read_images([open_image(content(number)) for number in chosen]).inputs
+        return {name: torch.from_numpy(array) for name, array in inputs.items()}
+
+    return Pictures(
+        ragged_of(numbers),
+        ragged_of(places),
+        read,
+        token,
+        None if observed is None else Observed.of_table(rows, token, num_in_prompts),
+    )
+
+
+def _of_prompts(
+    rollouts: Version, prompts: pa.Table, token: int
+) -> dict[str, tuple[list[int], np.ndarray]]:
+    """By group: the numbers of a prompt's pictures among those of all, and where in the prompt
+    their features go. SchemaError."""
+    shown = {}
     num_before = 0
+    counts = pc.fill_null(pc.list_value_length(prompts["images"]), 0).to_pylist()
     for prompt, count in zip(prompts.drop_columns("images").to_pylist(), counts, strict=True):
         spans = [(span["start"], span["length"]) for span in prompt["image_spans"] or []]
         if len(spans) != count:
             problem = f"{prompt['group_id']}: {count} images, {len(spans)} image_spans"
             raise SchemaError(str(rollouts.ref), problem, next="render the prompts again")
-        numbers[prompt["group_id"]] = [*range(num_before, num_before + count)]
-        places[prompt["group_id"]] = feature_places(np.array(prompt["prompt_ids"]), spans, token)
+        places = feature_places(np.array(prompt["prompt_ids"]), spans, token)
+        shown[prompt["group_id"]] = [*range(num_before, num_before + count)], places
         num_before += count
-
-    def read(chosen: Sequence[int]) -> Inputs:
-        decoded = [open_image(contents[number].as_py()) for number in chosen]
-        inputs = processor.read_images(decoded).inputs
-        return {name: torch.from_numpy(array) for name, array in inputs.items()}
-
-    return Pictures(
-        _ragged([numbers[group] for group in groups]),
-        _ragged([places[group] for group in groups]),
-        read,
-        token,
-    )
-
-
-def _ragged(rows: list) -> Ragged:
-    values = np.concatenate([np.empty(0, np.int64), *rows]).astype(np.int64)
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    return Ragged.from_lengths(torch.from_numpy(values), lengths)
+    return shown

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,13 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _NOT_PIXELS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+
+
+class Span(NamedTuple):
+    """Where the ids of a picture stand."""
+
+    start: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,30 @@ class Processor:
     def read(self, content: bytes) -> Seen:
         """The picture in `content`. ConfigError where the processor can not take it."""
         return self.read_images([open_image(content)])
+
+    def expand(
+        self, name: str, ids: Sequence[int], contents: Sequence[bytes]
+    ) -> tuple[list[int], list[Span]]:
+        """`ids` as a template gave them, with all that the model reads of the pictures in
+        `contents` in place of each one's placeholder; and where these stand. ConfigError about
+        `name`."""
+        places = [place for place, id in enumerate(ids) if id == self.placeholder_id]
+        if len(places) != len(contents):
+            raise ConfigError(
+                name,
+                f"the chat template shows {len(places)} pictures, and there are {len(contents)}",
+                next="set prompt.template to one that shows each part of type image",
+            )
+        expanded: list[int] = []
+        spans = []
+        end = 0
+        for place, content in zip(places, contents, strict=True):
+            seen = self.read(content)
+            expanded += ids[end:place]
+            spans.append(Span(len(expanded), len(seen.ids)))
+            expanded += seen.ids.tolist()
+            end = place + 1
+        return [*expanded, *ids[end:]], spans
 
     def read_images(self, images: Sequence[Image]) -> Seen:
         """The same of pictures that are decoded, one after another in one prompt."""

@@ -21,7 +21,8 @@ from pydantic import Field
 
 from quiver.schemas import prompts as prompts_kind
 from quiver.schemas.errors import ConfigError, LineageError, SchemaError, printable
-from quiver.schemas.fields import required
+from quiver.schemas.fields import kind_of, required
+from quiver.schemas.rollouts import OF_PICTURES
 from quiver.stages.common import config as common
 from quiver.stages.common.environments.environment import Message
 from quiver.stages.common.lineage import open_input
@@ -101,7 +102,10 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     writer = writers["prompts"]
     turn = plan.config.turn
     rollouts = plan.inputs["rollouts"]
-    table = rollouts.table(_OF_ROLLOUTS)
+    columns = [*_OF_ROLLOUTS]
+    if rollouts.manifest.kind_schema == kind_of(OF_PICTURES):
+        columns.append("images")
+    table = rollouts.table(columns)
     num_turns = pc.list_value_length(table["turns"])
     longer = table.filter(pc.greater(num_turns, turn))
     if not len(longer):
@@ -180,6 +184,7 @@ class _Branches:
                     if turn is not None
                 ),
             ]
+            prompt |= _shown(prompt, row, self._turn)
             columns.append((as_json(played), beginning.group))
             rows.append(
                 {
@@ -232,6 +237,27 @@ class _Branches:
             columns[name] = (pa.field(name, pa.string()), pa.array(texts, pa.string()))
         fields, arrays = zip(*columns.values(), strict=True)
         return pa.StructArray.from_arrays(arrays, fields=fields)
+
+
+def _shown(prompt: dict[str, Any], row: dict[str, Any], turn: int) -> dict[str, Any]:
+    """`images` and `image_spans` of a prompt with what the episode was shown before that turn."""
+    images = [image for image in row.get("images") or () if image["turn"] < turn]
+    if not images:
+        return {}
+    spans = [
+        {
+            "start": len(ids_before(row, image["turn"]))
+            + row["turns"][image["turn"]]["length"]
+            + image["start"],
+            "length": image["length"],
+        }
+        for image in images
+    ]
+    stored = [{"bytes": image["bytes"], "path": None} for image in images]
+    return {
+        "images": [*(prompt["images"] or ()), *stored],
+        "image_spans": [*(prompt["image_spans"] or ()), *spans],
+    }
 
 
 def _answers(observation: str, names: list[str]) -> list[Message]:

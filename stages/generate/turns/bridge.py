@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.chat.control_tokens import Guard, Rendering
-from quiver.stages.common.chat.messages import put_texts, take_texts
+from quiver.stages.common.chat.messages import as_parts, put_texts, take_texts
 from quiver.stages.common.chat.template import Template
-from quiver.stages.common.environments.environment import Message, clean
+from quiver.stages.common.environments.environment import Message, clean, pictures_in
+from quiver.stages.common.images.processor import Processor, Span
 from quiver.stages.generate.turns.tool_calls import ParsedTurn
 
 _QUESTION = "probezquestion"
@@ -54,6 +55,8 @@ class Fitting(NamedTuple):
     rendering: Rendering
     num_cut: int
     """Characters that were cut out of its contents for that."""
+    spans: list[Span]
+    """Where the pictures that it shows stand in its ids."""
 
 
 class Bridge:
@@ -67,12 +70,14 @@ class Bridge:
         end_token: str,
         tool_role: str = "auto",
         tools: list[dict[str, Any]] | None = None,
+        processor: Processor | None = None,
     ) -> None:
         """`end_token`: the text of an end that the policy samples. `tool_role`: whose message a
-        tool's output is, see `Turns`. ConfigError where the template can not write such messages.
-        """
+        tool's output is, see `Turns`. `processor`: of a policy that is shown pictures. ConfigError
+        where the template can not write such messages."""
         self._template = template
         self._guard = guard
+        self._processor = processor
         self._end_token = end_token
         self._variables = {"tools": tools} if tools else {}
         self._plain_end = self._end_of_turn()
@@ -121,23 +126,34 @@ class Bridge:
     ) -> Fitting | None:
         """The observation in at most `most` ids. What is too long is cut out of the middle of the
         contents; None where even empty ones do not fit."""
-        rendering = self.observation(name, messages, has_end=has_end)
-        if len(rendering.ids) <= most:
-            return Fitting(messages, rendering, 0)
+        whole = self._fitting(name, messages, 0, has_end=has_end)
+        if len(whole.rendering.ids) <= most:
+            return whole
         best = None
         shortest = 0
         longest = max((len(message["content"]) for message in messages), default=0)
         while shortest < longest:  # the most characters of a content that fit
             middle = (shortest + longest) // 2
             cut_messages = [_shortened(message, middle) for message in messages]
-            rendering = self.observation(name, cut_messages, has_end=has_end)
-            if len(rendering.ids) <= most:
-                num_cut = sum(max(len(message["content"]) - middle, 0) for message in messages)
-                best = Fitting(cut_messages, rendering, num_cut)
+            num_cut = sum(max(len(message["content"]) - middle, 0) for message in messages)
+            cut = self._fitting(name, cut_messages, num_cut, has_end=has_end)
+            if len(cut.rendering.ids) <= most:
+                best = cut
                 shortest = middle + 1
             else:
                 longest = middle
         return best
+
+    def _fitting(
+        self, name: str, messages: list[Message], num_cut: int, *, has_end: bool
+    ) -> Fitting:
+        """An observation as it is, with all ids of its pictures."""
+        rendering = self.observation(name, messages, has_end=has_end)
+        pictures = pictures_in(messages)
+        if not pictures:
+            return Fitting(messages, rendering, num_cut, [])
+        ids, spans = self._processor.expand(name, rendering.ids, pictures)
+        return Fitting(messages, Rendering(rendering.text, ids), num_cut, spans)
 
     # -- a history that is written anew
 
@@ -220,6 +236,7 @@ class Bridge:
     def _as_written(self, message: Message) -> Message:
         """A message of a tool with the role that the template has for it, and texts that a template
         takes."""
+        message = as_parts(message)
         if message["role"] == "tool" and self.tool_role != "tool":
             message = {"role": self.tool_role, "content": message["content"]}
         return {key: _cleaned(member) for key, member in message.items()}

@@ -31,8 +31,15 @@ import numpy as np
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.chat.control_tokens import Rendering
-from quiver.stages.common.environments.environment import Message, Step, Turn
+from quiver.stages.common.environments.environment import (
+    Message,
+    Step,
+    Turn,
+    for_people,
+    pictures_in,
+)
 from quiver.stages.common.episodes import CUT_INFO, FAILURE_INFO, FAILURES
+from quiver.stages.generate.engine import Picture
 from quiver.stages.generate.turns.bridge import (
     Bridge,
     Fitting,
@@ -44,6 +51,7 @@ from quiver.stages.generate.turns.config import Turns
 from quiver.stages.generate.turns.tool_calls import Parse, ParsedTurn
 
 _UNTOLD = "the engine gave this turn up"
+_NO_PICTURES = "it shows a picture; set generate.turns.max_images to how many an episode may show"
 State = Literal["sample", "act", "finish", "ended"]
 
 
@@ -65,6 +73,8 @@ class Setting:
     """Most ids of one sequence."""
     answers: bool
     """Whether a turn without calls is the policy's answer, and ends the episode."""
+    check_picture: Callable[[str, bytes], object] = lambda name, content: None
+    """ConfigError about the name where the content can not be decoded, within limits."""
     histories: Sequence[History] = ()
     """What the template does with earlier turns."""
 
@@ -89,6 +99,8 @@ class Request(NamedTuple):
     prompt_ids: list[int]
     """All that the policy reads before it."""
     max_tokens: int
+    pictures: tuple[Picture, ...]
+    """What the environment has shown in these ids."""
 
 
 @dataclass
@@ -131,6 +143,9 @@ class Episode:
         self._messages = messages
         self._turns: list[_Turn] = []
         self._restart_ids: list[int] | None = None
+        self._pictures: list[Picture] = []
+        self._images: list[dict[str, Any]] = []
+        """The same as rollouts/3 have them."""
         self._completion_ids: list[int] = []
         self._logprobs: list[float] = []
         self._stop_reason: str | None = None
@@ -143,7 +158,7 @@ class Episode:
     def request(self) -> Request:
         """What to sample, in the state `sample`."""
         room, _ = self._room()
-        return Request(len(self._turns), list(self._ids), room)
+        return Request(len(self._turns), list(self._ids), room, tuple(self._pictures))
 
     def _room(self) -> tuple[int, str]:
         """Most ids of the next turn, and the end reason where it fills them."""
@@ -208,7 +223,7 @@ class Episode:
         record.info |= step.info or {}
         messages = answers_of_calls(step.observation())
         if step.done:
-            record.observation = _text_of(messages)
+            record.observation = for_people(messages)
             self._end("environment")
         else:
             self._continue(messages)
@@ -235,7 +250,7 @@ class Episode:
     # -- what came of it
 
     def record(self) -> dict[str, Any]:
-        """The columns of rollouts/2 that an episode decides. An episode that failed has no
+        """The columns of rollouts/3 that an episode decides. An episode that failed has no
         rewards."""
         has_failed = self.end_reason in FAILURES
         turns = [
@@ -254,6 +269,7 @@ class Episode:
             "completion_text": self._turns[-1].text,
             "turns": turns,
             "end_reason": self.end_reason,
+            "images": self._images or None,
         }
 
     # -- between two turns
@@ -262,31 +278,52 @@ class Episode:
         """Have the policy read `messages`, unless a limit is reached."""
         limits = self.setting.limits
         record = self._turns[-1]
-        record.observation = _text_of(messages)
+        record.observation = for_people(messages)
         if len(self._turns) >= limits.max_turns:
             return self._end("max_turns")
         if len(self._completion_ids) >= limits.max_tokens:
             return self._end("max_tokens")
-        fitting = self.setting.bridge.fitting(
-            self.name, messages, has_end=self._has_end, most=limits.max_observation_tokens
-        )
+        pictures = pictures_in(messages)
+        refusal = self._refusal(pictures)
+        if refusal is not None:
+            return self.failed("environment_error", refusal)
+        fitting = None
+        if not pictures or len(self._images) + len(pictures) <= limits.max_images:
+            fitting = self.setting.bridge.fitting(
+                self.name, messages, has_end=self._has_end, most=limits.max_observation_tokens
+            )
         if fitting is None:
             return self._end("context")
         if fitting.num_cut:
             record.info[CUT_INFO] = fitting.num_cut
-            record.observation = _text_of(fitting.messages)
+            record.observation = for_people(fitting.messages)
         restart = self._restarted(fitting)
         ids = [*self._ids, *fitting.rendering.ids] if restart is None else restart.ids
         if len(ids) >= self.setting.context:
             return self._end("context")
         if restart is None:
             record.observation_ids = fitting.rendering.ids
+            for content, (start, length) in zip(pictures, fitting.spans, strict=True):
+                self._pictures.append(Picture(content, len(self._ids) + start, length))
+                at = {"turn": len(self._turns) - 1, "start": start, "length": length}
+                self._images.append({**at, "bytes": content})
         else:
             self._restart_ids = restart.ids
         self._ids = list(ids)  # it grows
         if self._messages is not None:
             self._messages = [*self._messages, *fitting.messages]
         self.state = "sample"
+        return None
+
+    def _refusal(self, pictures: list[bytes]) -> str | None:
+        """Why the policy can not be shown these pictures; None: it can."""
+        if pictures and not self.setting.limits.max_images:
+            return _NO_PICTURES
+        try:
+            for number, content in enumerate(pictures):
+                self.setting.check_picture(f"its picture {number + 1}", content)
+        except ConfigError as error:
+            return f"{error.object} {error.message}"
         return None
 
     def _restarted(self, fitting: Fitting) -> Rendering | None:
@@ -306,7 +343,3 @@ class Episode:
     def _end(self, reason: str) -> None:
         self.end_reason = reason
         self.state = "finish"
-
-
-def _text_of(messages: list[Message]) -> str:
-    return "\n".join(message["content"] for message in messages)

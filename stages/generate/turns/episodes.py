@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from quiver.stages.common.environments.environment import Message, Step
+from quiver.stages.common.environments.environment import Message, Step, without_pictures
 from quiver.stages.common.environments.pool import EnvironmentPool, Reply
 from quiver.stages.generate.engine import Completion, Request
 from quiver.stages.generate.requests import Requests
@@ -127,11 +127,11 @@ class Episodes(Requests):
         return self._request(running)
 
     def _request(self, running: _Running) -> Request:
-        turn, prompt_ids, running.max_tokens = running.episode.request()
+        turn, prompt_ids, running.max_tokens, shown = running.episode.request()
         self._unanswered.add(running.row)
         seed = self.rows.seed(running.row, turn)
         ids = np.array(prompt_ids, np.int32)
-        pictures = self.rows.pictures(running.row)
+        pictures = (*self.rows.pictures(running.row), *shown)
         return Request(running.row, ids, seed, turn, running.max_tokens, pictures)
 
     def answer(self, completion: Completion) -> None:
@@ -180,7 +180,7 @@ class Episodes(Requests):
             return running.playing.is_answered_by(step)
         prompt = running.row // self.rows.config.samples_per_prompt
         opening = self.beginnings[prompt].opening
-        return opening is None or opening == step.observation()
+        return opening is None or opening == without_pictures(step.observation())
 
     def _hear_of_turn(self, running: _Running, reply: Reply) -> None:
         episode = running.episode

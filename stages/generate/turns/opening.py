@@ -19,6 +19,8 @@ from quiver.stages.common.chat.template import Template
 from quiver.stages.common.config import parse_saved
 from quiver.stages.common.environments.config import EnvironmentConfig
 from quiver.stages.common.environments.pool import EnvironmentPool, Loaded
+from quiver.stages.common.images.checking import ImageCheck, ImageLimits
+from quiver.stages.common.images.processor import load_processor
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.runtime.stage import Plan
 from quiver.stages.common.store import Version
@@ -85,6 +87,7 @@ def opened(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable[..., R
     with (
         EnvironmentPool(turns) as pool,
         Template(source, variables, rendering["template_seconds"]) as template,
+        ImageCheck(ImageLimits()) as check,
     ):
         _require_same_tools(prompts, pool.loaded)
         bridge = Bridge(
@@ -93,6 +96,7 @@ def opened(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable[..., R
             end_token=guard.decode([setup.stop_ids[0]]) if setup.stop_ids else "",
             tool_role=turns.tool_role,
             tools=pool.loaded.tools,
+            processor=load_processor(setup.policy) if turns.max_images else None,
         )
         histories = bridge.require(turns.rewritten)
         writer.notes["template"] = [history._asdict() for history in histories]
@@ -108,6 +112,7 @@ def opened(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable[..., R
             max_turn_tokens=setup.sampling.max_tokens,
             context=setup.max_model_len,
             answers=pool.loaded.answers,
+            check_picture=check.size,
             histories=histories,
         )
 

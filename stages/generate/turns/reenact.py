@@ -19,7 +19,12 @@ from typing import Any, Literal, NamedTuple
 
 from quiver.schemas.errors import LineageError, printable
 from quiver.stages.common.config import parse, parse_saved
-from quiver.stages.common.environments.environment import Message, Turn
+from quiver.stages.common.environments.environment import (
+    Message,
+    Turn,
+    for_people,
+    without_pictures,
+)
 from quiver.stages.common.environments.pool import EnvironmentPool, Reply
 from quiver.stages.common.episodes import FAILURES
 from quiver.stages.common.lineage import open_input
@@ -249,9 +254,9 @@ def _begin(episode: _Saved) -> Generator[Turn | None, Reply, Difference | None]:
     reply = yield None  # what is sent first is the reply to `open`
     if reply.failure is not None:
         return episode.failed(None, reply)
-    recorded, came = episode.beginning.opening, reply.step.observation()
+    recorded, came = episode.beginning.opening, without_pictures(reply.step.observation())
     if recorded is not None and recorded != came:
-        return episode.differs(None, "opening", _contents(recorded), _contents(came))
+        return episode.differs(None, "opening", for_people(recorded), for_people(came))
     for played in episode.beginning.turns:
         reply = yield played.turn
         if reply.failure is not None:
@@ -290,10 +295,6 @@ def _take_turn(episode: _Saved, number: int) -> Generator[Turn | None, Reply, Di
     if as_float32(earned) != as_float32(recorded["reward"]):
         return episode.differs(number, "reward", recorded["reward"], earned)
     return None
-
-
-def _contents(messages: list[Message]) -> str:
-    return "\n".join(message["content"] for message in messages)
 
 
 def _cut(shown: Any) -> Any:

@@ -19,12 +19,14 @@ import numpy as np
 from quiver.schemas.errors import LineageError, SchemaError, SecurityError, printable
 from quiver.schemas.plain import read_json
 from quiver.schemas.prompts import OPENING, OURS, PLAYED_TURNS
+from quiver.schemas.rollouts import OF_EPISODES
 from quiver.stages.common.environments.environment import (
     Message,
     Row,
     Step,
     Turn,
     environment_seed,
+    for_people,
 )
 from quiver.stages.common.episodes import CUT_INFO
 from quiver.stages.common.models import checkpoints
@@ -112,7 +114,7 @@ def text_of(step: Step, cut: int) -> str:
     messages = step.observation()
     if cut > 0:
         messages = cut_by(messages, cut)
-    return "\n".join(message["content"] for message in messages)
+    return for_people(messages)
 
 
 def cut_of(turn: Mapping[str, Any]) -> int:
@@ -206,9 +208,9 @@ def refuse_foreign_code(store: Store, rollouts: Version) -> None:
 
 def require_episodes(rollouts: Version) -> None:
     """LineageError where the version holds no episodes of several turns."""
-    if rollouts.manifest.kind_schema != "rollouts/2":
+    if rollouts.manifest.kind_schema not in OF_EPISODES:
         raise LineageError(
             str(rollouts.ref),
-            f"holds {rollouts.manifest.kind_schema}, expected rollouts/2, which are episodes",
+            f"holds {rollouts.manifest.kind_schema}, expected episodes, {' or '.join(OF_EPISODES)}",
             next=f"quiver show {rollouts.ref}",
         )

@@ -133,9 +133,9 @@ def test_text_that_no_tokenizer_takes_is_made_whole():
 def test_a_long_observation_is_cut_in_the_middle_and_says_so():
     messages = [{"role": "user", "content": f"first {'x ' * 500} last"}]
     with bridge_of("qwen25") as bridge:
-        _, whole, num_cut = bridge.fitting("row", messages, has_end=True, most=5000)
+        _, whole, num_cut, _ = bridge.fitting("row", messages, has_end=True, most=5000)
         assert num_cut == 0 and whole == bridge.observation("row", messages, has_end=True)
-        cut_messages, cut, num_cut = bridge.fitting("row", messages, has_end=True, most=150)
+        cut_messages, cut, num_cut, _ = bridge.fitting("row", messages, has_end=True, most=150)
         assert cut == bridge.observation("row", cut_messages, has_end=True)
         nothing = bridge.fitting("row", messages, has_end=True, most=3)
     assert len(cut.ids) <= 150 < len(whole.ids) and nothing is None

@@ -83,6 +83,6 @@ def test_vllm_gives_the_models_own_logprobs(tmp_path):
 
 def test_a_policy_that_sees_nothing_does_not_answer_pictures(store):
     tiny.make_policy(store)
-    with pytest.raises(ConfigError, match="shows pictures, and tiny/policy@0 sees none"):
+    with pytest.raises(ConfigError, match="tiny/policy@0 sees no pictures"):
         refs = {**sight.REFS, "policy": "tiny/policy@0"}
         run_stage("generate", sight.GENERATE, store, in_process=True, **refs)

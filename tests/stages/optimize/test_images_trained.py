@@ -67,13 +67,13 @@ def read(store: Store, change=lambda ids: ids) -> tuple[list[dict], Sequences, l
     """The rollouts, each with its pictures; what the model reads of them; their prompts' numbers.
     `change`: of each row's sampled ids."""
     rollouts = store.open("sees/rollouts@1")
+    pictures = load_pictures(store, rollouts, rollouts.table(), store.open(REFS["policy"]))
     rows = rollouts.table().to_pylist()
     prompts = {row["group_id"]: row for row in store.open(REFS["prompts"]).table().to_pylist()}
     for row in rows:
         row["images"] = [image["bytes"] for image in prompts[row["group_id"]]["images"]]
         row["completion_ids"] = change(row["completion_ids"])
     groups = [row["group_id"] for row in rows]
-    pictures = load_pictures(store, rollouts, groups, store.open(REFS["policy"]))
     prompt_ids, completions = (
         Ragged.from_lengths(
             torch.tensor([id for row in rows for id in row[column]]),

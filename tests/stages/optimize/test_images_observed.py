@@ -1,0 +1,311 @@
+"""Environments that show pictures: at the start and after each turn, to both engines and the
+trainer; what is refused; played again and branched."""
+
+import json
+
+import pyarrow as pa
+import pytest
+
+from quiver.schemas.errors import ConfigError, NumericError
+from quiver.stages.common.environments.environment import (
+    Turn,
+    pictures_in,
+    read_messages,
+    read_step,
+)
+from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.common.store import Store
+from quiver.stages.generate.turns.reenact import reenact
+from tests import sight
+from tests.tiny import make_policy
+from tests.writing import begin, run_here
+
+IMAGE = sight.words().convert_tokens_to_ids("<image>")
+GAME = '''
+import io
+import numpy as np
+from PIL import Image
+
+class Gallery:
+    """Shows another picture of noise each time, of another size."""
+
+    def picture(self):
+        self.count += 1
+        random = np.random.default_rng(self.first + self.count)
+        size = (10 + 5 * self.count, 30, 3)
+        return Image.fromarray(random.integers(0, 255, size, dtype=np.uint8))
+
+    def reset(self, first):
+        self.first, self.count = first, 0
+        parts = [{"type": "image", "image": self.picture()}, {"type": "text", "text": "Look."}]
+        return [{"role": "user", "content": parts if first else "Nothing yet."}]
+
+    def step(self, turn):
+        images = [self.picture() for _ in range(self.count % 3)]
+        reward = len(turn.text) % 5
+        return {"text": f"seven {self.count}", "images": images, "reward": reward}
+'''
+ROWS = [
+    {"prompt": "What is seven", "images": ["0.png"], "first": 5},
+    {"prompt": "zero one two", "images": [], "first": 0},
+    {"prompt": "three", "images": [], "first": 9},
+]
+# what ends a turn stands in most texts of random weights
+SAMPLING = {"max_tokens": 6, "temperature": 0.9, "stop_token_ids": [*range(100, 300)]}
+OPTIMIZE = {
+    "algorithm": "grpo",
+    "precision": "fp32",
+    "learning_rate": 1e-3,
+    "drop_zero_variance": False,
+    "device": "cpu",
+}
+
+
+def episodes_of(folder, kind="idefics3", game=GAME, rows=ROWS, **turns):
+    """The store, and the name of its episodes."""
+    store = sight.make_prompts(folder, rows, kind)
+    (folder / "game.py").write_text(game)
+    environment = {"environment": f"{folder}/game.py:Gallery"}
+    config = {
+        "source": str(folder / "rows.jsonl"),
+        "prompt": "prompt",
+        "images": "images",
+        "turns": environment,
+    }
+    prompts = run_here("prompt", config, store, policy=sight.REFS["policy"])
+    config = {
+        **sight.GENERATE,
+        "sampling": SAMPLING,
+        "turns": {**environment, "max_turns": 3, "max_tokens": 18, "max_images": 4, **turns},
+    }
+    refs = {"prompts": str(prompts), "policy": sight.REFS["policy"]}
+    return store, config, refs
+
+
+def paid(store: Store, rollouts: str) -> dict[str, str]:
+    config = {"functions": [{"use": "environment"}]}
+    rewards = run_here("reward", config, store, rollouts=rollouts)
+    return {"rollouts": rollouts, "rewards": str(rewards), "policy": sight.REFS["policy"]}
+
+
+@pytest.fixture(scope="module", params=["idefics3", "llava"])
+def saved(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    store, config, refs = episodes_of(folder, request.param)
+    return store, str(run_here("generate", config, store, **refs))
+
+
+def test_what_was_shown_is_saved_where_its_ids_stand(saved):
+    store, rollouts = saved
+    version = store.open(rollouts)
+    manifest = version.manifest
+    assert (manifest.kind_schema, manifest.required_features) == ("rollouts/3", ("turns", "images"))
+    prompts = {row["group_id"]: row for row in store.open("sees/prompts@2").table().to_pylist()}
+    assert [len(row["images"]) for row in prompts.values()] == [2, 0, 1]
+    assert prompts["000000"]["messages"][-1]["content"] == "What is seven\n\nLook."
+    num_shown = 0
+    for row in version.table().to_pylist():
+        assert len(row["turns"]) <= 3
+        ids = [turn["observation_ids"] for turn in row["turns"]]
+        for image in row["images"] or []:
+            shown = ids[image["turn"]][image["start"] : image["start"] + image["length"]]
+            assert IMAGE in shown
+            assert sight.decode(image["bytes"]).width == 30
+            num_shown += 1
+        marked = sum(turn.count(IMAGE) for turn in ids)
+        each = prompts[row["group_id"]]
+        of_one = 16 if "llava" in str(store.path) else 4
+        assert marked == of_one * len(row["images"] or [])
+        assert each["prompt_ids"].count(IMAGE) == of_one * len(each["images"])
+        for turn in row["turns"][:-1]:
+            assert (
+                turn["observation"].count("[picture ")
+                == turn["observation_ids"].count(IMAGE) / of_one
+            )
+    assert num_shown > 6
+
+
+@pytest.mark.parametrize("packing", ["shared", "packed", "single"])
+def test_the_trainer_sees_what_the_engine_saw(saved, packing):
+    """The audit compares with what was sampled; `packing` is tried against the whole model."""
+    store, rollouts = saved
+    config = {**OPTIMIZE, "packing": packing}
+    ref = run_here("optimize", config, store, into=packing, **paid(store, rollouts))
+    metrics = store.open(ref).manifest.metrics
+    assert metrics["packing"] == packing
+    assert metrics["audit"]["max_gap"] < 1e-5 and metrics["audit"]["rollouts"] == 9
+
+
+def test_logprobs_are_scored_with_what_was_shown(saved):
+    store, rollouts = saved
+    config = {"role": "ref", "precision": "fp32", "device": "cpu"}
+    scored = run_here("logprobs", config, store, rollouts=rollouts, policy=sight.REFS["policy"])
+    sampled = store.open(rollouts).table()["old_logprobs"].to_pylist()
+    for now, then in zip(store.open(scored).table()["logprobs"].to_pylist(), sampled, strict=True):
+        assert now == pytest.approx(then, abs=1e-5)
+
+
+def test_swapped_pictures_fail_the_audit(tmp_path):
+    """As if another picture had been shown after the first turn."""
+    store, config, refs = episodes_of(tmp_path)
+    version = store.open(run_here("generate", config, store, **refs))
+    table = version.table()
+    rows = table["images"].to_pylist()
+    for images in rows:
+        for image in images or []:
+            image["bytes"] = sight.png(7, (20, 30))
+    place = table.schema.get_field_index("images")
+    field = table.schema.field(place)
+    swapped = table.set_column(place, field, pa.array(rows, field.type))
+    about = {"stage": "generate", "stage_version": 1, "config": Plain()}
+    inputs = {"prompts": store.open(refs["prompts"])}
+    models = version.manifest.models
+    with begin(store, "swapped", "rollouts", inputs=inputs, models=models, **about) as work:
+        work.write(0, swapped)
+        rollouts = str(work.commit().ref)
+    with pytest.raises(NumericError, match="differ"):
+        run_here("optimize", OPTIMIZE, store, **paid(store, rollouts))
+
+
+class Plain(dict):
+    """A config of a stage that is none."""
+
+    def key(self):
+        return dict(self)
+
+    def model_dump(self, mode):
+        return {"sampling": {"max_tokens": 12}}
+
+
+def test_vllm_is_shown_them_too(tmp_path):
+    store, config, refs = episodes_of(tmp_path)
+    config = {**config, "engine": "vllm", "turns": {**config["turns"], "max_turns": 2}}
+    rollouts = str(run_stage("generate", config, store, **refs))
+    rows = store.open(rollouts).table().to_pylist()
+    assert sum(len(row["images"] or []) for row in rows) > 3
+    ref = run_here("optimize", OPTIMIZE, store, **paid(store, rollouts))
+    assert store.open(ref).manifest.metrics["audit"]["max_gap"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    "before, after, turns, end, why",
+    [
+        ("", "", {"max_images": 0}, "environment_error", "set generate.turns.max_images"),
+        ("", "", {"max_images": 2}, "context", None),
+        (
+            "images = [self.picture()",
+            "images = [b'no picture'",
+            {},
+            "environment_error",
+            "its picture 1 is no picture of type PNG, JPEG, WEBP",
+        ),
+        (
+            "images = [self.picture()",
+            "images = ['a path'",
+            {},
+            "environment_error",
+            "a picture is str, expected a PIL image or bytes",
+        ),
+    ],
+)
+def test_what_can_not_be_shown_ends_the_episode(tmp_path, before, after, turns, end, why):
+    """Alone, and told why."""
+    game = GAME.replace(before, after) if before else GAME
+    store, config, refs = episodes_of(tmp_path, game=game, rows=ROWS[:1], **turns)
+    rows = store.open(run_here("generate", config, store, **refs)).table().to_pylist()
+    assert {row["end_reason"] for row in rows} == {end}
+    infos = [json.loads(row["turns"][-1]["info"] or "{}") for row in rows]
+    assert all((info.get("quiver_failure") is None) == (why is None) for info in infos)
+    assert why is None or all(why in info["quiver_failure"] for info in infos)
+
+
+def test_who_sees_nothing_is_not_asked(tmp_path):
+    store, config, refs = episodes_of(tmp_path, rows=[{"prompt": "one", "images": [], "first": 0}])
+    make_policy(store)
+    refs["policy"] = "tiny/policy@0"
+    with pytest.raises(ConfigError, match="tiny/policy@0 sees no pictures") as refusal:
+        run_here("generate", config, store, **refs)
+    assert refusal.value.object == "generate.turns.max_images"
+    source = sight.write_rows(tmp_path, [{"prompt": "one", "first": 5}], "others.jsonl")
+    turns = {"environment": config["turns"]["environment"]}
+    config = {"source": source, "prompt": "prompt", "turns": turns}
+    with pytest.raises(ConfigError, match="sees no pictures"):
+        run_here("prompt", config, store, policy="tiny/policy@0")
+
+
+def test_another_picture_is_another_answer(saved, tmp_path):
+    store, rollouts = saved
+    report = reenact(store, rollouts, processes=1)
+    assert report.episodes == report.episodes_agree == 9
+    (tmp_path / "other.py").write_text(GAME.replace("5 * self.count", "6 * self.count"))
+    report = reenact(store, rollouts, environment=f"{tmp_path}/other.py:Gallery", processes=1)
+    found = {difference.what for difference in report.differences}
+    assert report.episodes_agree < 9 and found == {"opening", "observation"}
+    assert any("[picture " in difference.recorded for difference in report.differences)
+
+
+def test_a_branch_shows_what_was_shown_before(saved):
+    """Each prompt is all that the policy had read, pictures of answers included."""
+    store, rollouts = saved
+    prompts = store.open(run_here("branch", {"turn": 2}, store, into="cut", rollouts=rollouts))
+    saved_rows = {row["rollout_id"]: row for row in store.open(rollouts).table().to_pylist()}
+    opened = {row["group_id"]: row for row in store.open("sees/prompts@2").table().to_pylist()}
+    rows = prompts.table().to_pylist()
+    assert rows
+    for row in rows:
+        rollout = saved_rows[row["group_id"].removesuffix(".2")]
+        before = [image for image in rollout["images"] or [] if image["turn"] < 2]
+        first = [image["bytes"] for image in opened[rollout["group_id"]]["images"]]
+        shown = [*first, *(image["bytes"] for image in before)]
+        assert [image["bytes"] for image in row["images"]] == shown
+        ids = [row["prompt_ids"][s["start"] :][: s["length"]] for s in row["image_spans"]]
+        assert len(ids) == len(shown) and all(IMAGE in part for part in ids)
+        assert sum(part.count(IMAGE) for part in ids) == row["prompt_ids"].count(IMAGE)
+
+
+@pytest.mark.parametrize(
+    "content, read",
+    [
+        ([{"type": "image", "image": b"x"}, {"type": "text", "text": "y"}], ("y", ["eA=="])),
+        ([{"type": "text", "text": "y"}], ("y", None)),
+        ("y", ("y", None)),
+    ],
+)
+def test_parts_of_messages(content, read):
+    (message,) = read_messages([{"role": "user", "content": content}])
+    assert (message["content"], message.get("images")) == read
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "text", "text": 1}, {"type": "image"}, {"type": "video"}, "text", None]
+)
+def test_other_parts_are_refused(part):
+    with pytest.raises(ValueError, match="a part of a message is"):
+        read_messages([{"role": "user", "content": [part]}])
+
+
+def test_a_picture_behind_a_text_is_refused():
+    parts = [{"type": "text", "text": "y"}, {"type": "image", "image": b"x"}]
+    with pytest.raises(ValueError, match="expected pictures"):
+        read_messages([{"role": "user", "content": parts}])
+    with pytest.raises(ValueError, match="images are bytes, expected a list"):
+        read_step({"text": "y", "images": b"x"})
+
+
+def test_a_tool_may_return_a_picture(tmp_path):
+    from quiver.stages.common.environments.adapters import open_source
+    from quiver.stages.generate.turns.tool_calls import Call
+
+    (tmp_path / "tools.py").write_text(
+        "from PIL import Image\n\n"
+        "def screenshot(side: int):\n"
+        '    """Look.\n\n    Args:\n        side: of it.\n    """\n'
+        "    return Image.new('RGB', (side, side))\n"
+    )
+    environment = open_source("", [f"{tmp_path}/tools.py:screenshot"], {}).make()
+    environment.reset({}, 0)
+    step = environment.step(Turn("", (Call("screenshot", {"side": 3}),)))
+    (message,) = step.observation()
+    assert (message["role"], message["name"], message["content"]) == ("tool", "screenshot", "")
+    (content,) = pictures_in([message])
+    assert sight.decode(content).size == (3, 3)
