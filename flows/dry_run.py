@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from .recipe import Recipe
 from .sections import Placement
 
 PROMPTS, TOKENS, ITERATIONS = 4, 16, 2
+COMMON_LETTERS = ("a", "e", "i", "n", "o", "r", "s", "t", " ")
+"""Texts of random models are seldom without one for long: it ends a turn, so that an environment
+has something to answer."""
 SMALL_MODEL = "quiver.stages.common.models.small:make"
 LOT = {"use": "quiver.flows.dry_run:lot", "name": "lot", "weight": 1e-3}
 """Random models answer nothing right, and of equal rewards nothing is learned."""
@@ -38,6 +42,7 @@ def rehearsal(recipe: Recipe, store: str) -> Recipe:
         limit = _few(recipe.data.held_out.get("limit"))
         data["held_out"] = {**recipe.data.held_out, "limit": limit}
     generate = recipe.generate.model_dump(exclude_unset=True)
+    ends = () if recipe.generate.turns is None else COMMON_LETTERS
     held_out_generate = recipe.evaluate.generate
     reward = recipe.reward.model_dump(exclude_unset=True)
     changes = {
@@ -58,7 +63,7 @@ def rehearsal(recipe: Recipe, store: str) -> Recipe:
             "engine": "transformers",
             "options": {},
             "dtype": "float32",
-            "sampling": _short(generate.get("sampling", {})),
+            "sampling": _short(generate.get("sampling", {}), ends),
         },
         "evaluate": {
             **recipe.evaluate.model_dump(exclude_unset=True),
@@ -66,7 +71,7 @@ def rehearsal(recipe: Recipe, store: str) -> Recipe:
                 **{key: value for key, value in held_out_generate.items() if key != "dtype"},
                 "engine": "transformers",
                 "options": {},
-                "sampling": _short(held_out_generate.get("sampling", {})),
+                "sampling": _short(held_out_generate.get("sampling", {}), ends),
             },
         },
         "reward": {**reward, "functions": [*reward.get("functions", ()), LOT]},
@@ -96,11 +101,12 @@ def dry_run(recipe: Recipe, path: Path) -> tuple[dict[str, Any], list[str]]:
     return answer, lines
 
 
-def _short(sampling: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a section of sampling, for short answers."""
+def _short(sampling: dict[str, Any], ends: Sequence[str]) -> dict[str, Any]:
+    """The keys of a section of sampling, for short answers, which `ends` end too."""
     most = min(sampling.get("max_tokens", TOKENS), TOKENS)
     fewest = min(sampling.get("min_tokens", 0), most)
-    return {**sampling, "max_tokens": most, "min_tokens": fewest}
+    short = {**sampling, "max_tokens": most, "min_tokens": fewest}
+    return {**short, "stop": [*sampling.get("stop", ()), *ends]} if ends else short
 
 
 def _few(limit: int | None) -> int:

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from quiver.schemas.errors import ConfigError, QuiverError, printable, reason
 from quiver.stages.common import plugins
-from quiver.stages.common.environments.pool import EnvironmentPool
 from quiver.stages.common.models.from_function import is_function
 from quiver.stages.common.runtime.runner import find
 from quiver.stages.common.runtime.stage import load
 from quiver.stages.common.store import Store
 from quiver.stages.generate.engine import code_hash, engine_options
+from quiver.stages.prompt.openings import begin_first
 from quiver.stages.prompt.stage import read_template
 from quiver.stages.reward.preview import preview
 from quiver.stages.reward.turns import ENVIRONMENT
@@ -61,7 +61,16 @@ def preflight(recipe: Recipe) -> Recipe:
 def _require_turn_rewards(recipe: Recipe) -> None:
     """ConfigError where turns are to answer for their own rewards, and none has any."""
     credit = recipe.optimize.credit
-    if credit != "rollout" and ENVIRONMENT not in [each.use for each in recipe.reward.functions]:
+    turns = recipe.generate.turns
+    uses_environment = ENVIRONMENT in [each.use for each in recipe.reward.functions]
+    if uses_environment and (turns is None or not turns.environment):
+        who = "generate.turns.tools pay nothing" if turns else "there is no [generate.turns]"
+        raise ConfigError(
+            f"reward.functions {ENVIRONMENT}",
+            f"takes what an environment pays, and {who}",
+            next="name a generate.turns.environment, or another reward function",
+        )
+    if credit != "rollout" and not uses_environment:
         raise ConfigError(
             f"optimize.credit {credit}",
             "needs the rewards of turns, which no reward function takes from the environment",
@@ -75,7 +84,8 @@ def try_out(recipe: Recipe) -> list[str]:
     what scores and asks servers. ConfigError, RemoteError."""
     tried = []
     if recipe.generate.turns is not None:
-        EnvironmentPool(recipe.generate.turns).close()
+        for evaluation in {False, recipe.data.held_out is not None}:
+            begin_first(recipe.prompt_config(0 if evaluation else 1, evaluation=evaluation))
         tried.append("generate")
     for name, config in {"reward": recipe.reward, **trained_here(recipe)}.items():
         for columns in recipe.columns.values():

@@ -36,7 +36,7 @@ from quiver.stages.optimize.stage import Config as OptimizeConfig
 from quiver.stages.prompt import stage as prompt
 from quiver.stages.prompt.config import INPUTS, SourceConfig
 from quiver.stages.prompt.config import Config as PromptConfig
-from quiver.stages.reward import pictures, turns
+from quiver.stages.reward import pictures, scoring
 from quiver.stages.reward.stage import Config as RewardConfig
 
 from .promotion import Promotion
@@ -162,8 +162,9 @@ class Recipe(Config):
         """What [data.held_out], [evaluate] and [promotion] need of each other."""
         if self.data.held_out is None:
             return self
-        self.data.for_evaluation()
-        if not {"source", "split", "name", "arguments"} & set(self.data.held_out):
+        keys = {"source", "split", "name", "arguments"}
+        rows = self.data.model_dump(include=keys)
+        if self.data.for_evaluation().model_dump(include=keys) == rows:
             raise ValueError(
                 "data.held_out has the rows of [data]: give it another source, split, name or "
                 "arguments"
@@ -240,7 +241,7 @@ class Recipe(Config):
     def offered_columns(self) -> tuple[str, ...]:
         """What reward functions may ask for by name of episodes and of pictures, beside the
         source's columns."""
-        of_turns = turns.OFFERED if self.generate.turns is not None else ()
+        of_turns = scoring.OF_TURNS if self.generate.turns else ()
         return (*of_turns, pictures.OFFERED) if self.data.images else of_turns
 
     def for_night(self, name: str) -> Recipe:

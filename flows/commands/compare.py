@@ -70,6 +70,11 @@ def diff(store: Store, first: str, second: str) -> dict[str, Any]:
     for name in table_a.column_names:
         if name in table_b.column_names and name not in (key, "rollout_id"):
             pairs = zip(shared_a[name].to_pylist(), shared_b[name].to_pylist(), strict=True)
+            if pa.types.is_struct(shared_a[name].type):  # a field that is null says nothing
+                pairs = (
+                    [{k: v for k, v in (cell or {}).items() if v is not None} for cell in pair]
+                    for pair in pairs
+                )
             if count := sum(before != after for before, after in pairs):
                 changed[name] = count
     differences["rows"] = {

@@ -81,7 +81,13 @@ def reenact(
 
 def branch(
     ref: Reference,
-    turn: Annotated[int, typer.Option(help="the turn that is to be sampled anew, from 0", min=1)],
+    turn: Annotated[
+        int,
+        typer.Option(
+            help="which is to be sampled anew; the first of an episode is 0",
+            min=1,
+        ),
+    ],
     into: _Into = None,
     store: StorePath = None,
 ) -> None:

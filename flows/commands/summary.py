@@ -25,7 +25,8 @@ def summary(recipe: Recipe, path: Path, settings: list[str], outcome: dict[str, 
     means = [done["reward_mean"] for done in outcome["iterations"]]
     scored = [mean for mean in means if mean is not None]
     lowest = min(scored, default=0.0)
-    span = max(scored, default=0.0) - lowest or 1.0
+    highest = max(scored, default=0.0)
+    span = highest - lowest or 1.0
     bars = [
         "(none scored)"
         if mean is None
@@ -38,6 +39,7 @@ def summary(recipe: Recipe, path: Path, settings: list[str], outcome: dict[str, 
         store=store,
         report=store / recipe.run / FILE,
         bars=bars,
+        scale=f"reward, {lowest:.3f} to {highest:.3f}",
         last=outcome["iterations"][-1],
         episodes=_episodes(store, outcome["iterations"][-1]["rollouts"]),
         commands=next_commands(recipe, path, settings, outcome),
@@ -64,9 +66,10 @@ def next_commands(
     in_store = ["--store", recipe.store]
     without_store = [each for each in settings if each.partition("=")[0].strip() != "store"]
     same = [str(path), *in_store, *set_options(without_store)]
-    by_length = set_options(
-        ['reward.functions=[{use="length",arguments={target=4}}]', "evaluate.score=reward"]
-    )
+    otherwise = ['reward.functions=[{use="length",arguments={target=4}}]', "evaluate.score=reward"]
+    if recipe.optimize.credit != "rollout":  # the length of an answer is none of its turns' reward
+        otherwise.append("optimize.credit=rollout")
+    by_length = set_options(otherwise)
     rescored = [*same, *by_length, "--rollouts", last["rollouts"]]
     # the policy that sampled is that many before the newest, whose optimizer state stays
     moments = recipe.retention.moments

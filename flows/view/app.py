@@ -525,7 +525,7 @@ class TokensScreen(Screen):
             if token.place is not None:
                 place, style = token.place + 1, ""
                 values = [number(values[token.place]) for values in numbers.values()]
-            cells = [token.turn + 1, place, repr(token.text)[1:-1], token.id, *values]
+            cells = [token.turn, place, repr(token.text)[1:-1], token.id, *values]
             table.add_row(*(Text(for_terminal(cell), style) for cell in cells))
 
     def show_texts(self) -> None:

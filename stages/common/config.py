@@ -239,6 +239,8 @@ def _explain(
         else:
             message = cause.message if isinstance(cause, ConfigError) else entry["msg"]
             problem = printable(message.removeprefix("Value error, "))
+            if entry["type"] in ("tuple_type", "list_type") and isinstance(entry["input"], dict):
+                problem = f"is one table, expected a list of them: write [[{key}]]"
             if entry["type"] != "value_error" or not isinstance(entry["input"], dict):
                 problem += f", got {printable(repr(entry['input']))}"
             if path:  # the whole is named by the error itself

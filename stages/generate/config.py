@@ -60,8 +60,8 @@ class Config(Base):
     def _fits(self) -> Config:
         if self.sampling.temperature == 0 and self.samples_per_prompt > 1:
             raise ValueError(
-                f"temperature 0 gives {self.samples_per_prompt} equal samples: set "
-                "samples_per_prompt = 1, or a temperature"
+                f"temperature 0 gives {self.samples_per_prompt} equal samples: set a temperature "
+                "above 0, or samples_per_prompt = 1 where nothing is trained on them"
             )
         try:
             engine_options(self.engine, self.options)

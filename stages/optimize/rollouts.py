@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from quiver.schemas.errors import ConfigError, LineageError, NumericError, SchemaError, printable
+from quiver.stages.common.episodes import first_failure
 from quiver.stages.common.forward.layout import Sequences, prompt_numbers
 from quiver.stages.common.forward.pictures import Pictures, join_pictures
 from quiver.stages.common.images.dataset import load_pictures
@@ -269,11 +270,22 @@ def _advantages_of(
             "group",
         )
     names = [str(version.inputs["rewards"].ref) for version in joined.versions]
+    table, failure = joined.table, None
+    reasons = table["finish_reason"]
+    if "end_reason" in table.column_names:
+        failure = first_failure(table)
+        reasons = pc.coalesce(table["end_reason"], reasons)
+    ends = Counter(reasons.to_pylist()).most_common()
+    in_words = ", ".join(f"{number} by {end}" for end, number in ends)
+    if failure is not None:
+        in_words += f" ({printable(failure)})"
+    is_cut = ends[0][0] in ("length", "max_tokens") and ends[0][1] > len(rewards) / 2
     raise NumericError(
         ", ".join(names),
         f"{num_scored} of {len(rewards)} rollouts are scored, no advantage can be computed of "
-        "them; a group algorithm needs two of a prompt, a baseline its own reward",
-        next=f"quiver show {names[0]}",
+        "them; a group algorithm needs two of a prompt, a baseline its own reward. They ended "
+        f"{in_words}",
+        next="raise generate.sampling.max_tokens" if is_cut else f"quiver show {names[0]}",
     )
 
 

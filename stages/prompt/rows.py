@@ -4,6 +4,7 @@ vocabulary, its columns kept."""
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ from .messages import (
     type_name,
 )
 
+log = logging.getLogger(__name__)
 Prompt = dict[str, Any]
 """A row of prompts/1, but for its group and its columns."""
 
@@ -79,6 +81,16 @@ class Renderer:
                 ) from None
             self._template = Template(source, variables, config.template_seconds)
             self.chat_template = source
+            question = [{"role": "user", "content": "?"}]
+            seen = [
+                self._template.render("prompt.template", question, tools=tools)
+                for tools in ([self.tools, None] if self.tools else [])
+            ]
+            if self.tools and seen[0] == seen[1]:
+                log.warning(
+                    "the policy's chat template does not show the tools of generate.turns to it: "
+                    "say in data.system, or in the chats, what it may call and how"
+                )
 
     def close(self) -> None:
         """End the processes of the template and of the pictures."""
@@ -196,7 +208,9 @@ class Renderer:
                 name,
                 f"the prompt has {len(ids)} tokens, {allowed} are allowed "
                 f"({self.config.reserve_tokens} are kept for the completion)",
-                next='shorten it, raise the limit, or set prompt.overlong = "drop"',
+                next="shorten it (or what its environment says), lower "
+                "generate.sampling.max_tokens, raise prompt.max_prompt_tokens, or set "
+                'prompt.overlong = "drop"',
             )
         return False
 

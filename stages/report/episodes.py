@@ -105,7 +105,7 @@ def parts_of_turn(row: Mapping[str, Any], index: int) -> list[Part]:
     if turn["observation_tokens"]:
         about.append(f"then {counted(turn['observation_tokens'], 'token')} of observation")
     parts += [
-        Part("title", f"turn {index + 1}", " · ".join(about)),
+        Part("title", f"turn {index}", " · ".join(about)),
         Part("policy", "sampled", turn["text"]),
         Part("policy", "calls", "\n".join(map(_call, turn["tool_calls"]))),
         Part("error", "parse error", turn["parse_error"] or ""),

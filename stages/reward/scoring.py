@@ -3,6 +3,8 @@ never becomes a number.
 
 There are three kinds: functions (`pool`), models (`models`) and servers (`servers`). The stage
 knows them by this protocol alone. This module is light, because each worker imports it.
+
+Not of the spine: what scorers are is read when one writes another kind of them.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from quiver.stages.common.config import Config
 from quiver.stages.common.plugins import did_you_mean
 
 OFFERED = ("prompts", "completions", "completion_ids", "finish_reason", "rollout_ids")
+OF_TURNS = ("turns", "transcript", "end_reason")
+"""What a function may ask for by name, where the rollouts have turns."""
 OVERLONG = "overlong"
 """The penalty's column in `parts`."""
 LARGEST = 3.4028234663852886e38  # of a float32
@@ -104,6 +108,12 @@ def require_columns(owner: str, needs: Iterable[str], columns: Iterable[str]) ->
     """ConfigError unless everything that `owner` needs is offered, or a column."""
     columns = sorted(columns)
     for missing in sorted(set(needs) - {*OFFERED, *columns}):
+        if missing in OF_TURNS:
+            raise ConfigError(
+                owner,
+                f"needs {missing}, which episodes alone have",
+                next="add [generate.turns] to the recipe, or name rollouts of several turns",
+            )
         raise ConfigError(
             owner,
             f"needs {printable(missing)}, which is neither a column of the prompts "

@@ -7,6 +7,7 @@ penalty.
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -47,20 +48,17 @@ def offered(rollouts: pa.Table, prompts: pa.Table) -> Batch:
     texts = prompts.column("prompt_text").to_pylist()
     if prompts.schema.field("messages").type.value_type.num_fields > 2:  # prompts/2
         chats = [chat and turns.beginning(chat, "") for chat in chats]
-    return (
-        batch
-        | pictures.offered(prompts)
-        | turns.offered(rollouts, prompts)
-        | {
-            "prompts": [
-                text if chat is None else chat for chat, text in zip(chats, texts, strict=True)
-            ],
-            "completions": rollouts.column("completion_text").to_pylist(),
-            "completion_ids": rollouts.column("completion_ids").to_pylist(),
-            "finish_reason": rollouts.column("finish_reason").to_pylist(),
-            "rollout_ids": rollouts.column("rollout_id").to_pylist(),
-        }
-    )
+    ours = {
+        "prompts": [
+            text if chat is None else chat for chat, text in zip(chats, texts, strict=True)
+        ],
+        "completions": rollouts.column("completion_text").to_pylist(),
+        "completion_ids": rollouts.column("completion_ids").to_pylist(),
+        "finish_reason": rollouts.column("finish_reason").to_pylist(),
+        "rollout_ids": rollouts.column("rollout_id").to_pylist(),
+    }
+    of_turns = turns.Offered(rollouts, prompts) if turns.has_turns(rollouts) else {}
+    return ChainMap(ours, of_turns, pictures.offered(prompts), batch)
 
 
 def as_rewards(

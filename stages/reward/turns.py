@@ -1,26 +1,27 @@
 """What scorers are told of rollouts with turns, and what each turn earned of the reward.
 
-offered(rollouts, prompts)["transcript"]      # the prompt's messages and those of the turns
+Offered(rollouts, prompts)["transcript"]      # the prompt's messages and those of the turns
 turn_rewards(config, rollouts, sums)          # one list a row, which add up to its reward
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from quiver.stages.common.chat.messages import read_messages
 from quiver.stages.common.episodes import FAILURES
 
 from .config import Config
-from .scoring import Part
+from .scoring import OF_TURNS, Part
 
-OFFERED = ("turns", "transcript", "end_reason")
-"""What a function may ask for by name, where the rollouts have turns."""
 ENVIRONMENT = "environment"
 """The shipped function that takes the rewards which the environment gave."""
 _IDS = ("observation_ids", "restart_ids")
@@ -32,27 +33,49 @@ def has_turns(rollouts: pa.Table) -> bool:
     return "turns" in rollouts.column_names
 
 
-def offered(rollouts: pa.Table, prompts: pa.Table) -> dict[str, list[Any]]:
-    """`OFFERED` of rollouts/2, whose row by row prompts are given; nothing of rollouts/1."""
-    if not has_turns(rollouts):
-        return {}
-    turns = [[_told_of(turn) for turn in row_turns] for row_turns in rollouts["turns"].to_pylist()]
-    chats = prompts["messages"].to_pylist()
-    texts = prompts["prompt_text"].to_pylist()
-    transcripts = [
-        [*beginning(chat, text), *messages_of(row_turns)]
-        for chat, text, row_turns in zip(chats, texts, turns, strict=True)
-    ]
-    end_reasons = rollouts["end_reason"].to_pylist()
-    return dict(zip(OFFERED, (turns, transcripts, end_reasons), strict=True))
+class Offered(Mapping[str, list[Any]]):
+    """`OF_TURNS` of rollouts with turns, whose row by row prompts are given; of turns without ids,
+    and with what is JSON text there read. They are made when one of them is first asked for: most
+    scorers ask for none."""
 
+    def __init__(self, rollouts: pa.Table, prompts: pa.Table) -> None:
+        self._rollouts = rollouts
+        self._prompts = prompts
 
-def _told_of(turn: dict[str, Any]) -> dict[str, Any]:
-    """A turn of rollouts/2 without ids; what is JSON text there is read."""
-    fields = {name: cell for name, cell in turn.items() if name not in _IDS}
-    for name in ("tool_calls", "info"):
-        fields[name] = read(fields[name])
-    return fields
+    def __getitem__(self, name: str) -> list[Any]:
+        return self._lists[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(OF_TURNS)
+
+    def __len__(self) -> int:
+        return len(OF_TURNS)
+
+    def __contains__(self, name: object) -> bool:
+        return name in OF_TURNS
+
+    @cached_property
+    def _lists(self) -> dict[str, list[Any]]:
+        flat = pc.list_flatten(self._rollouts["turns"])
+        names = [field.name for field in flat.type if field.name not in _IDS]
+        columns = [pc.struct_field(flat, name).to_pylist() for name in names]
+        told = []
+        for cells in zip(*columns, strict=True):
+            turn = dict(zip(names, cells, strict=True))
+            told.append(
+                {**turn, "tool_calls": read(turn["tool_calls"]), "info": read(turn["info"])}
+            )
+        counts = pc.list_value_length(self._rollouts["turns"])
+        ends = [0, *pc.cumulative_sum(counts).to_pylist()]
+        turns = [told[start:end] for start, end in itertools.pairwise(ends)]
+        chats = self._prompts["messages"].to_pylist()
+        texts = self._prompts["prompt_text"].to_pylist()
+        transcripts = [
+            [*beginning(chat, text), *messages_of(row_turns)]
+            for chat, text, row_turns in zip(chats, texts, turns, strict=True)
+        ]
+        end_reasons = self._rollouts["end_reason"].to_pylist()
+        return dict(zip(OF_TURNS, (turns, transcripts, end_reasons), strict=True))
 
 
 def read(text: str | None) -> Any:

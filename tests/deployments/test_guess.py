@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from quiver.deployments.recipes import calculator, guess
+from quiver.flows.preflight import preflight, try_out
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.store import Store
@@ -131,8 +132,6 @@ def test_every_stage_of_a_small_game(tmp_path, monkeypatch):
 
 
 def test_what_is_wrong_with_turns_is_told_before_anything_runs(tmp_path, monkeypatch):
-    from quiver.flows.preflight import preflight
-
     monkeypatch.chdir(ROOT)
     store = f"store={tmp_path / 'store'}"
     assert preflight(load(RECIPE, [*SMALL, store])).offered_columns
@@ -146,9 +145,42 @@ def test_what_is_wrong_with_turns_is_told_before_anything_runs(tmp_path, monkeyp
         "reward.functions=[{use='quiver.deployments.recipes.guess:found'}]": (
             "optimize.credit turn: needs the rewards of turns"
         ),
+        "generate.turns={tools=['quiver.deployments.recipes.calculator:calculate']}": (
+            "takes what an environment pays, and generate.turns.tools pay nothing"
+        ),
+        "generate.turns=null": "takes what an environment pays, and there is no",
     }.items():
         with pytest.raises(ConfigError, match=why):
             preflight(load(RECIPE, [*SMALL, store, setting]))
+
+
+@pytest.mark.parametrize(
+    "reset, why",
+    [
+        ("self, number, level", "missing 1 required positional argument: 'level'"),
+        ("self, number", None),
+    ],
+)
+def test_an_environment_is_begun_when_a_recipe_is_tried(tmp_path, monkeypatch, reset, why):
+    """With the first row of training and of evaluation."""
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "game.py").write_text(
+        "class Game:\n"
+        f"    def reset({reset}):\n"
+        "        return 'go'\n\n"
+        "    def step(self, turn):\n"
+        "        raise RuntimeError('not asked')\n"
+    )
+    settings = [
+        f"store={tmp_path / 'store'}",
+        f"generate.turns.environment={tmp_path}/game.py:Game",
+    ]
+    recipe = preflight(load(RECIPE, [*SMALL, *settings]))
+    if why is None:
+        assert "generate" in try_out(recipe)
+        return
+    with pytest.raises(ConfigError, match=why):
+        try_out(recipe)
 
 
 @pytest.mark.parametrize(

@@ -206,5 +206,5 @@ def test_a_turn_that_no_episode_has_is_refused(saved):
     folder, store, _, _, _ = saved
     before = store.numbers("tiny", "prompts")
     error = branch(folder, 4, code=2)["error"]
-    assert "no episode has more than 4" in error["message"]
+    assert "the longest episode has 4" in error["message"]
     assert store.numbers("tiny", "prompts") == before

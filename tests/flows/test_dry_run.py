@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, GPT2Config, Qwen3Config, T5C
 from quiver.flows.commands.running import run
 from quiver.flows.dry_run import rehearsal
 from quiver.flows.recipe import Recipe
-from quiver.schemas.errors import ConfigError, RewardError
+from quiver.schemas.errors import ConfigError, NumericError, RewardError
 from quiver.stages.common.forward.pictures import image_features
 from quiver.stages.common.images.processor import load_processor
 from quiver.stages.common.models import small
@@ -98,3 +98,26 @@ def test_a_family_that_can_not_be_made_small_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nothing_of_ours"}))
     with pytest.raises(ConfigError, match="no small model of its family can be made"):
         small.make(tmp_path, model=str(tmp_path))
+
+
+@pytest.mark.prefect
+def test_an_environment_is_asked_for_answers(tmp_path, monkeypatch):
+    """Random models end their turns too seldom to be answered; here they do."""
+    stay_here(write_recipe(tmp_path), monkeypatch, [])
+    Path("game.py").write_text(
+        "class Game:\n"
+        "    def reset(self, answer):\n"
+        "        return 'go'\n\n"
+        "    def step(self, turn):\n"
+        "        raise RuntimeError('the dice are lost')\n"
+    )
+    settings = [
+        "data.held_out=null",
+        "generate.turns={environment='game.py:Game'}",
+        "reward.functions=[{use='environment'}]",
+    ]
+    with (
+        prefect_test_harness(server_startup_timeout=300),
+        pytest.raises(NumericError, match=r"by environment_error, .*the dice are lost"),
+    ):
+        run(Path("recipe.toml"), iterations=1, dry_run=True, settings=settings)

@@ -103,6 +103,24 @@ WRONG = [
     ),
     ("learning_rate=1e-5", "recipe", "mean optimize.learning_rate?", "keys optimize.learning_rate"),
     ("store=~nobody9/store", "store ~nobody9", "home directory", "name another folder"),
+    (
+        "data.held_out={source='questions.jsonl'}",
+        "recipe",
+        "data.held_out has the rows of [data]",
+        "correct the key",
+    ),
+    (
+        "reward.functions={use='rewards.py:evenness'}",
+        "recipe",
+        "is one table, expected a list of them: write [[reward.functions]]",
+        "quiver keys reward.functions",
+    ),
+    (
+        "reward.functions=[{use='environment'}]",
+        "reward.functions environment",
+        "there is no [generate.turns]",
+        "name a generate.turns.environment",
+    ),
     ("store=questions.jsonl", "store", "is a file, not a folder", "name a folder in --store"),
 ]
 """A setting; the error's object, message and next step."""

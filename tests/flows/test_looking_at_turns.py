@@ -100,16 +100,16 @@ def test_show_tells_turn_by_turn(store, capsys):
         "1 of 4: a-0",
         "  prompt      a",
         "  columns     n 0",
-        f"  turn 1      {lengths[0]} tokens, stop · reward 1 · 0.5 s · then 2 tokens of observation",
+        f"  turn 0      {lengths[0]} tokens, stop · reward 1 · 0.5 s · then 2 tokens of observation",
         "  sampled     seven plus",
         '  calls       look_up {"word": "elk"}',
         r"  observation │ <b>bold</b> \x1b[31mred\u202e",
-        f"  turn 2      {lengths[1]} tokens, stop · reward 2 · 0 s",
+        f"  turn 1      {lengths[1]} tokens, stop · reward 2 · 0 s",
         "  sampled     eight",
         "  parse error no closing tag",
         "  observation │ Error: again",
         "  restart     a new sequence begins with 4 tokens: the history was rewritten",
-        f"  turn 3      {lengths[2]} tokens, stop · reward 3 · 0 s",
+        f"  turn 2      {lengths[2]} tokens, stop · reward 3 · 0 s",
         "  sampled     12",
         '  info        {"a": 1}',
         f"  ended by    answered, after 3 turns and {sum(lengths)} tokens",
@@ -271,7 +271,7 @@ def test_a_long_episode_is_cut_in_the_list(store):
     joined = open_joined(store, "tiny/rollouts@2")
     (episode,) = joined.rows([3])
     shown = details(joined, episode, "logprob", 100, "", 12).plain
-    assert "left out    48 turns" in shown and "turn 9 " in shown and "turn 60 " in shown
+    assert "left out    48 turns" in shown and "turn 8 " in shown and "turn 59 " in shown
     assert "turn 30 " not in shown
 
 
@@ -305,11 +305,11 @@ def test_an_episode_opens_turn_by_turn(view_app, store):
     steps = ["enter"], ["n", "n"], ["n"], ["p"]
     rows, tokens, second, third, back = drive(app, *steps, size=(120, 16))
     assert "end_reason" in rows and "max_tokens" in rows
-    assert "turn 1 " in tokens and "Next turn" in tokens
-    assert "turn 2 " in second.splitlines()[0] and "parse error no closing tag" in second
+    assert "turn 0 " in tokens and "Next turn" in tokens
+    assert "turn 1 " in second.splitlines()[0] and "parse error no closing tag" in second
     assert "a new sequence begins with 4 tokens: the history" in third.splitlines()[0]
     assert "— a new sequence begins with 4 tokens —" in third, "the table goes there too"
-    assert "turn 2 " in back.splitlines()[0]
+    assert "turn 1 " in back.splitlines()[0]
 
 
 def test_the_screen_of_a_rollout_says_what_was_observed(view_app, store):
@@ -319,7 +319,7 @@ def test_the_screen_of_a_rollout_says_what_was_observed(view_app, store):
         assert 'calls       look_up {"word": "elk"}' in screen
         assert r"observation │ <b>bold</b> \x1b[31mred\u202e" in screen
     table = shown[shown.index(" id ") :].splitlines()[1:]
-    cells = [line.split() for line in table if line.split()[:1] == ["1"]]
+    cells = [line.split() for line in table if line.split()[:1] == ["0"]]
     length = told()[0]["turns"][0]["length"]
     assert len(cells) == length + 2
     assert [line[1] for line in cells[:length]] == [str(n) for n in range(1, length + 1)]
@@ -331,7 +331,7 @@ def test_a_long_episode_is_gone_through(view_app, store):
         store, open_paired(store, "tiny/rewards@2", None), Selection(sort="turns", descending=True)
     )
     *_, middle, end = drive(app, ["enter"], ["n"] * 30, ["n"] * 32)
-    assert "turn 30 " in middle.splitlines()[0] and "│ seen 29" in middle
+    assert "turn 29 " in middle.splitlines()[0] and "│ seen 29" in middle
     assert "ended by" in end and "max_tokens, after 60 turns" in end
 
 
@@ -498,7 +498,13 @@ def test_an_episode_at_its_limit_is_no_completion_at_the_limit(store):
 def test_what_a_run_prints_at_its_end_sums_up_its_episodes(store, number, says):
     done = {"iteration": 1, "policy": f"tiny/policy@{number}", "reward_mean": 1.0}
     done |= {"rollouts": f"tiny/rollouts@{number}", "evaluation": None}
-    recipe = SimpleNamespace(run="tiny", store=str(store.path), retention=Retention(), overlap=0)
+    recipe = SimpleNamespace(
+        run="tiny",
+        store=str(store.path),
+        retention=Retention(),
+        overlap=0,
+        optimize=SimpleNamespace(credit="rollout"),
+    )
     outcome = {"baseline": None, "iterations": [done]}
     lines = summary(recipe, Path("recipe.toml"), [], outcome)
     assert (f"episodes of tiny/rollouts@{number}" in lines) == says

@@ -135,7 +135,7 @@ def read_step(returned: Any) -> Step:
                 f"{', '.join(Step._fields)}"
             )
         returned = Step(**returned)
-    elif returned is None or isinstance(returned, str):
+    elif isinstance(returned, str):
         returned = Step(text=returned)
     if not all(hasattr(returned, name) for name in Step._fields if name != "images"):
         raise ValueError(f"step returned {type(returned).__name__}, expected a Step")
@@ -287,11 +287,19 @@ def clean(text: str) -> str:
 
 def _as_json(returned: Any) -> str:
     """As JSON; what JSON has no word for is there as text, and what is too long is cut to text."""
-    text = json.dumps(returned, ensure_ascii=False, default=str)
+    text = json.dumps(returned, ensure_ascii=False, default=_said)
     if _NO_JSON.search(text):
         text = json.dumps(json.loads(text, parse_constant=str), ensure_ascii=False)
     if isinstance(returned, Mapping) and len(text) > _MOST_INFO:
         return json.dumps({"cut": text[:_MOST_INFO]}, ensure_ascii=False)
+    return text
+
+
+def _said(member: Any) -> str:
+    """A thing that JSON has no word for. TypeError where it has no text of its own either."""
+    text = str(member)
+    if " at 0x" in text:  # where it lies says nothing, and changes from run to run
+        raise TypeError(f"a {type(member).__name__} is no text, and can not be written as JSON")
     return text
 
 

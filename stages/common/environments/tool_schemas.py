@@ -43,8 +43,15 @@ def schema_of(function: Callable[..., Any], source: str) -> ToolSchema:
             for parameter in parameters.values()
             if parameter.annotation is inspect.Parameter.empty
         ]
+        unnamed = [
+            parameter.name
+            for parameter in parameters.values()
+            if parameter.kind is inspect.Parameter.POSITIONAL_ONLY
+        ]
         if not docstring:
             problem = "it has no docstring"
+        elif unnamed:
+            problem = f"parameter {unnamed[0]} can not be given by its name, as calls do"
         elif untyped:
             problem = f"parameter {untyped[0]} has no type"
         else:

@@ -112,8 +112,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         most = pc.max(num_turns).as_py() or 0
         raise ConfigError(
             f"{rollouts.ref} turn {turn}",
-            f"there is none: turns are numbered from 0, and no episode has more than {most}",
-            next="name an earlier turn",
+            f"there is none: turns are numbered from 0, and the longest episode has {most}",
+            next=f"name turn {most - 1} or an earlier one" if most > 1 else "sample the prompts",
         )
     branches = _Branches(plan, turn)
     lengths: list[int] = []

@@ -17,12 +17,18 @@ from pydantic import ValidationError
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common import sandbox
 from quiver.stages.common.environments.adapters import ENVIRONMENTS, TOOLS, open_source
-from quiver.stages.common.environments.environment import Step, Turn, read_messages, read_step
+from quiver.stages.common.environments.environment import (
+    Step,
+    Turn,
+    call_tool,
+    read_messages,
+    read_step,
+)
 from quiver.stages.common.store import Store
 from quiver.stages.generate.turns.config import Turns
 from quiver.stages.generate.turns.tool_calls import Call
 from tests import sight
-from tests.tiny import make_policy
+from tests.tiny import CHATML, make_policy
 from tests.writing import run_here
 
 COUNTER = '''
@@ -434,6 +440,34 @@ def test_the_game_of_the_document_is_played(tmp_path):
     assert environment.step(Turn("no number")).text == "higher"
 
 
+# -- what can not be read
+
+
+@pytest.mark.parametrize(
+    "returned, why",
+    [
+        (object(), "a object is no text, and can not be written as JSON"),
+        ((number for number in range(3)), "a generator is no text, and can not be written as JSON"),
+        ({"made": object()}, "a object is no text, and can not be written as JSON"),
+    ],
+)
+def test_what_has_no_text_of_its_own_is_an_error_of_the_tool(returned, why):
+    """Where it lies in memory would be another text in every run."""
+    message = call_tool({"look": lambda: returned}, Call("look", {}))
+    assert message["content"] == f"Error: TypeError: {why}"
+
+
+def test_a_step_that_was_forgotten_is_told():
+    with pytest.raises(ValueError, match="step returned NoneType, expected a Step"):
+        read_step(None)
+
+
+def test_a_tool_whose_parameter_has_no_name_is_refused(tmp_path):
+    source = 'def add(a: int, /):\n    """Add.\n\n    Args:\n        a: A.\n    """\n'
+    with pytest.raises(ConfigError, match="parameter a can not be given by its name"):
+        open_source("", [f"{write(tmp_path, source)}:add"], {})
+
+
 # -- through every stage
 
 
@@ -486,3 +520,22 @@ def test_environments_of_others_go_through_every_stage(tmp_path, kind):
     refs = {"rollouts": str(rollouts), "rewards": str(rewards), "policy": policy}
     trained = store.open(run_here("optimize", config, store, **refs))
     assert trained.manifest.metrics["audit"]["max_gap"] < 1e-4
+
+
+@pytest.mark.parametrize("shows", [True, False])
+def test_a_template_that_shows_no_tools_is_told(tmp_path, caplog, shows):
+    """Else the policy would not know of them, and nobody that it does not."""
+    store = Store(tmp_path / "store")
+    policy = str(make_policy(store).ref)
+    template = CHATML + ("{% if tools %}{{ tools[0]['function']['name'] }}{% endif %}" * shows)
+    (tmp_path / "template.jinja").write_text(template)
+    source = 'def add(a: int):\n    """Add.\n\n    Args:\n        a: A.\n    """\n'
+    config = {
+        "source": sight.write_rows(tmp_path, [{"prompt": "one"}]),
+        "prompt": "prompt",
+        "template": str(tmp_path / "template.jinja"),
+        "turns": {"tools": [f"{write(tmp_path, source)}:add"]},
+    }
+    with caplog.at_level("WARNING", logger="quiver.stages.prompt.rows"):
+        run_here("prompt", config, store, policy=policy)
+    assert ("does not show the tools" in caplog.text) != shows

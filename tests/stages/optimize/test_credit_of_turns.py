@@ -572,3 +572,18 @@ def test_means_of_those_that_came_so_far_point_elsewhere():
     assert float(true[3]) > 0.05
     _, mean = gradients(theta, 2, turn_leave_one_out)
     assert float((mean - true).abs().max()) < 1e-12
+
+
+def test_where_nothing_is_scored_it_is_said_how_episodes_ended(store, policy):
+    rows = episodes.sample(load_model(policy, dtype=torch.float32), episodes.prompts(1), 4)
+    for row in rows:
+        row["end_reason"] = "max_tokens"
+    rows[0]["end_reason"] = "environment_error"
+    rows[0]["turns"][-1]["info"] = '{"quiver_failure": "the dice are lost"}'
+    rollouts = episodes.write(store, policy, rows)
+    rewards = episodes.write_rewards(store, rollouts, lambda row: None)
+    with pytest.raises(NumericError) as refusal:
+        world.trained(store, policy, (rollouts, rewards), world.config(credit="turn"))
+    told = "They ended 3 by max_tokens, 1 by environment_error (the dice are lost)"
+    assert told in refusal.value.message
+    assert refusal.value.next == "raise generate.sampling.max_tokens"

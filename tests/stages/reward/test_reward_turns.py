@@ -156,7 +156,7 @@ def test_one_turn_rollouts_offer_no_turns(store, policy, rollouts):
     )
     for use in ("environment", "mine.py:talk"):
         with pytest.raises(
-            ConfigError, match=r"needs (end_reason|transcript|turns), which is neither"
+            ConfigError, match=r"needs (end_reason|transcript|turns), which episodes alone have"
         ):
             score(config(use), store, rollouts=version.ref)
 
