@@ -3,6 +3,8 @@ PYTHON ?= python3
 PYTHONS := 3.11 3.12 3.13
 LOCK := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo requirements-gpu.lock; else echo requirements-cpu.lock; fi)
 STAMP := .venv/.installed-$(LOCK)
+# The oldest driver of NVIDIA's that CUDA 13 runs on
+DRIVER := 580
 PYTEST := .venv/bin/python -m pytest
 
 .PHONY: setup demo test slow torture gpu oracle environments mutants bench keys lint lock
@@ -16,6 +18,10 @@ TORCH = $(shell grep '^torch==' $(LOCK))
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 $(STAMP): $(LOCK) pyproject.toml
 	@$(PYTHON) -c 'import sys; found = "%d.%d" % sys.version_info[:2]; sys.exit(found not in "$(PYTHONS)".split() and "Quiver runs on Python $(PYTHONS), found " + found + ": make setup PYTHON=python3.11")'
+	@case $(LOCK) in *gpu*) driver=$$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1); \
+		test "$${driver:-$(DRIVER)}" = "$(DRIVER)" || test "$${driver%%.*}" -ge $(DRIVER) || { echo "The GPU's driver is $$driver, and $(TORCH) needs $(DRIVER) or newer: install that first." >&2; exit 1; };; esac
+	@for stamp in .venv/.installed-*; do if [ -e "$$stamp" ] && [ "$$stamp" != "$@" ]; then \
+		echo "The .venv was made from $${stamp#.venv/.installed-}: it is made anew."; rm -rf .venv; fi; done
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	@echo "Installing the packages of $(LOCK): a few minutes and 4 GB of disk on a CPU, more with a GPU."
 	@$(PIP) '$(TORCH)' || $(PIP) --index-url $(TORCH_INDEX) '$(TORCH)' || { echo "No index has $(TORCH): make setup TORCH_INDEX=URL, of an index that has it." >&2; exit 1; }
@@ -98,8 +104,10 @@ MERGE := awk 'FNR == 1 { python = FILENAME; sub(/.*-/, "", python) } \
 	{ pythons[$$0] = pythons[$$0] (count[$$0]++ ? " or " : "") "python_version == \"" python "\"" } \
 	END { for (line in count) print line (count[line] == ARGC - 1 ? "" : " ; " pythons[line]) }'
 lock:
+	# the registry's CUDA wheel of torchvision breaks `import transformers` beside torch's CPU build
+	echo "torchvision; sys_platform == 'never'" > .lock-never
 	for python in $(PYTHONS); do \
-		$(COMPILE) --python-version $$python --extra cpu --find-links $(FIND_LINKS) --output-file .lock-cpu-$$python && \
+		$(COMPILE) --python-version $$python --extra cpu --find-links $(FIND_LINKS) --overrides .lock-never --output-file .lock-cpu-$$python && \
 		$(COMPILE) --python-version $$python --extra gpu --output-file .lock-gpu-$$python || exit 1; \
 	done
 	$(MERGE) .lock-cpu-* | LC_ALL=C sort > requirements-cpu.lock

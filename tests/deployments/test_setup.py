@@ -5,9 +5,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 TORCH = "torch==1.0+cpu"
@@ -91,3 +94,80 @@ def test_another_python_is_refused_at_once(clone):
     failed = setup(clone, PYTHON=str(python))
     assert failed.returncode != 0 and not (clone / ".venv").exists()
     assert "Quiver runs on Python 3.11 3.12 3.13, found 3.14: make setup PYTHON=" in failed.stderr
+
+
+def test_an_environment_of_another_lock_is_made_anew(clone):
+    """A CPU build of torch would satisfy the pin of a GPU's, and stay."""
+    assert setup(clone, TORCH_INDEX=index(clone, "torch")).returncode == 0
+    left = clone / ".venv/left"
+    left.touch()
+    shutil.copy(clone / "requirements-cpu.lock", clone / "requirements-gpu.lock")
+    again = setup(clone, LOCK="requirements-gpu.lock", TORCH_INDEX=index(clone, "torch"))
+    assert again.returncode == 0, again.stderr
+    assert "The .venv was made from requirements-cpu.lock: it is made anew." in again.stdout
+    assert not left.exists() and (clone / ".venv/.installed-requirements-gpu.lock").exists()
+
+
+@pytest.mark.parametrize("driver, is_enough", [("570.133.20", False), ("580.65.06", True)])
+def test_a_driver_that_is_too_old_is_told_before_anything_is_installed(clone, driver, is_enough):
+    shutil.copy(clone / "requirements-cpu.lock", clone / "requirements-gpu.lock")
+    smi = clone / "bin/nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text(f"#!/bin/sh\necho {driver}\n")
+    smi.chmod(0o755)
+    path = f"{smi.parent}{os.pathsep}{os.environ['PATH']}"
+    done = setup(clone, LOCK="requirements-gpu.lock", TORCH_INDEX=index(clone, "torch"), PATH=path)
+    assert (done.returncode == 0) == is_enough
+    assert (clone / ".venv").exists() == is_enough
+    told = f"The GPU's driver is {driver}, and {TORCH} needs 580 or newer"
+    assert (told in done.stderr) != is_enough
+
+
+# -- what the locks hold
+
+
+def locked(lock: str, python: str) -> dict[str, str]:
+    """The versions that a lock has for a Python, by name."""
+    versions = {}
+    for line in (ROOT / lock).read_text().splitlines():
+        requirement = Requirement(line)
+        environment = {"python_version": python, "python_full_version": f"{python}.0"}
+        if requirement.marker is None or requirement.marker.evaluate(environment):
+            (specifier,) = requirement.specifier
+            versions[canonicalize_name(requirement.name)] = specifier.version
+    return versions
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+@pytest.mark.parametrize("lock", ["requirements-cpu.lock", "requirements-gpu.lock"])
+def test_each_locked_version_fits_what_the_others_ask_for(lock, python):
+    """As far as their metadata are installed here."""
+    versions = locked(lock, python)
+    environment = {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
+    asked = 0
+    for name in versions:
+        try:
+            wheel = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if wheel.version.partition("+")[0] != versions[name].partition("+")[0]:
+            continue
+        for requirement in map(Requirement, wheel.requires or ()):
+            version = versions.get(canonicalize_name(requirement.name))
+            is_asked = requirement.marker is None or requirement.marker.evaluate(environment)
+            if version is not None and is_asked:
+                asked += 1
+                fits = requirement.specifier.contains(version, prereleases=True)
+                assert fits, f"{name} asks for {requirement}, the lock has {version}"
+    assert asked > 300
+
+
+def test_what_only_the_lock_for_a_gpu_has():
+    """What processors of pictures want; one release of CUDA's bindings, whose wheels own the same
+    paths otherwise; and setuptools as vLLM asks for it."""
+    for python in ("3.11", "3.12", "3.13"):
+        versions = locked("requirements-gpu.lock", python)
+        assert versions["cuda-python"] == versions["cuda-bindings"]
+        assert "torchvision" in versions
+        assert int(versions["setuptools"].partition(".")[0]) < 81
+        assert "torchvision" not in locked("requirements-cpu.lock", python)
