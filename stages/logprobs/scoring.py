@@ -8,12 +8,12 @@ import pyarrow as pa
 import torch
 
 from quiver.schemas import logprobs
-from quiver.schemas.errors import ConfigError
 from quiver.stages.common.forward.layout import Sequences, prompt_numbers
 from quiver.stages.common.forward.pictures import Pictures
 from quiver.stages.common.forward.policy import Policy, score, token_budget
 from quiver.stages.common.forward.precision import narrow, resolve
 from quiver.stages.common.forward.verify import choose_kernel, choose_mode
+from quiver.stages.common.models.devices import uses_gpu
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.common.store import Version
@@ -27,14 +27,8 @@ class Scorer:
     there is one. ConfigError where the named one is not there."""
 
     def __init__(self, config: Config, model: Version) -> None:
-        has_gpu = torch.cuda.is_available()
-        if config.device == "cuda" and not has_gpu:
-            raise ConfigError(
-                "logprobs.device",
-                "expected cuda, there is none",
-                next='set logprobs.device = "auto"',
-            )
-        self.device = torch.device("cuda" if has_gpu and config.device != "cpu" else "cpu")
+        on_gpu = uses_gpu("logprobs.device", config.device)
+        self.device = torch.device("cuda" if on_gpu else "cpu")
         self.ways: dict[str, str] = {}
         """Of `packing` and `attention`, as tried out with the first rows; empty before those."""
         self._config = config

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quiver.schemas.errors import ConfigError
+from quiver.stages.common.models.devices import uses_gpu
 
 from .checks import check_trackers
 from .config import Config
@@ -28,7 +29,7 @@ def make_accelerator(config: Config, plan: Plan | None = None) -> Accelerator:
     from accelerate import Accelerator
 
     check_trackers(config.trackers, config.tracker_folder)
-    cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
+    cpu = not uses_gpu("optimize.device", config.device)
     if cpu and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     accelerator = Accelerator(cpu=cpu, mixed_precision="no")

@@ -21,7 +21,6 @@ import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-from quiver.schemas.errors import ConfigError
 from quiver.stages.common.config import parse
 from quiver.stages.common.forward.pictures import (
     feature_places,
@@ -31,6 +30,7 @@ from quiver.stages.common.forward.pictures import (
 from quiver.stages.common.forward.precision import products
 from quiver.stages.common.images.processor import image_token_id, load_processor
 from quiver.stages.common.models import checkpoints
+from quiver.stages.common.models.devices import uses_gpu
 from quiver.stages.common.models.loading import decoder_start_id, load_model, short_of_memory
 from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import TransformersOptions
@@ -106,13 +106,7 @@ class TransformersEngine:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.options = parse(TransformersOptions, setup.options, "generate.options")
-        on_gpu = setup.device != "cpu" and torch.cuda.is_available()
-        if setup.device == "cuda" and not on_gpu:
-            raise ConfigError(
-                "engine transformers",
-                "device is cuda, but torch sees no GPU",
-                next='set generate.device = "auto"',
-            )
+        on_gpu = uses_gpu("generate.device", setup.device)
         self.device = torch.device("cuda" if on_gpu else "cpu")
         dtype = setup.dtype
         if dtype == "auto":

@@ -32,6 +32,7 @@ from quiver.stages.common.forward.packing import pack
 from quiver.stages.common.forward.policy import pieces_of, token_budget
 from quiver.stages.common.forward.precision import products
 from quiver.stages.common.forward.verify import depends_on_length
+from quiver.stages.common.models.devices import uses_gpu
 from quiver.stages.common.models.loading import load_pretrained, short_of_memory
 from quiver.stages.common.models.mkl_warmup import make_first_calls
 from quiver.stages.common.ragged import Ragged
@@ -56,7 +57,7 @@ class Forward:
     def __init__(self, folder: Path, config: ModelConfig, targets: Sequence[int] = ()) -> None:
         """`targets`: ids whose probability is asked of a language model; none: a sequence
         classifier. ConfigError."""
-        cuda = torch.cuda.is_available() if config.device == "auto" else config.device == "cuda"
+        cuda = uses_gpu("reward.models.device", config.device)
         dtype = config.dtype
         if dtype == "auto":
             dtype = "bfloat16" if cuda else "float32"

@@ -265,9 +265,9 @@ def test_lack_of_memory_says_what_helps(store, policy, rollouts, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_a_device_that_is_not_there_is_refused(store, policy, rollouts):
-    with pytest.raises(ConfigError, match="there is none") as caught:
+    with pytest.raises(ConfigError, match="torch sees no GPU") as caught:
         run(Config(device="cuda"), store, rollouts=rollouts.ref, policy=policy.ref)
-    assert caught.value.object == "logprobs.device"
+    assert caught.value.object == "logprobs.device cuda"
 
 
 @pytest.mark.parametrize("precision", ["fp32_fast", "bf16", "bf16_pure"])
