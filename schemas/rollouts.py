@@ -71,6 +71,7 @@ END_REASONS = (
     "max_tokens",
     "context",
     "max_tool_calls",
+    "max_images",
     "parse_error",
     "timeout",
     "environment_error",

@@ -21,7 +21,7 @@ FAILURE_INFO = "quiver_failure"
 """In the info of a turn: why the environment did not answer it."""
 CUT_INFO = "quiver_cut_characters"
 """The same: how many characters of the observation were cut."""
-LIMITS = ("max_turns", "max_tokens", "context", "max_tool_calls")
+LIMITS = ("max_turns", "max_tokens", "context", "max_tool_calls", "max_images")
 """End reasons of episodes that would have gone on."""
 COUNTS = ("turns", "tool_calls", "parse_errors", "observation_tokens")
 """What is counted of each episode."""

@@ -93,11 +93,11 @@ def _require_sight(config: Config, prompts: Version, policy: Version, table: pa.
             f"{policy.ref} sees no pictures",
             next="take a vision-language model, or show it none",
         )
-    if config.turns is not None and config.turns.rewritten != "refuse":
+    if config.turns is not None and config.turns.rewritten == "restart":
         raise ConfigError(
             "generate.turns.rewritten",
             f"a history that is rewritten loses the pictures of {shown_by}",
-            next='set generate.turns.rewritten = "refuse"',
+            next='set generate.turns.rewritten = "refuse" or "append"',
         )
 
 

@@ -337,6 +337,10 @@ class Config(base.Config):
             raise ValueError(
                 f"total_steps must be > warmup_steps = {self.warmup_steps}, got {self.total_steps}"
             )
+        if self.lora and self.train_vision:
+            raise ValueError(
+                "adapters are of the language model alone: leave train_vision out, or lora"
+            )
         if self.precision.startswith("bf16_") and (self.lora or self.critic == "model"):
             conflicting = "lora" if self.lora else "critic = 'model'"
             raise ValueError(

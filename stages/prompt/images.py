@@ -10,8 +10,10 @@ Not of the spine: only prompts with pictures come here.
 
 from __future__ import annotations
 
+import base64
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +103,7 @@ def _paths(column: pa.ChunkedArray, config: SourceConfig) -> Iterator[tuple[str,
 
 
 def _listed(cell: Any) -> list[Any]:
-    if cell is None:
+    if cell is None or cell == "":  # CSV has no null
         return []
     return cell if isinstance(cell, list) else [cell]
 
@@ -111,7 +113,13 @@ def _content(place: str, picture: Any) -> bytes | None:
     if isinstance(picture, bytes):
         return picture
     if isinstance(picture, dict) and {"bytes", "path"} >= picture.keys():
-        return picture.get("bytes")
+        content = picture.get("bytes")
+        if isinstance(content, str):  # JSON has no bytes; `quiver show --json` writes them so
+            with suppress(ValueError):
+                return base64.b64decode(content, validate=True)
+        if content is None or isinstance(content, bytes):
+            return content
+        raise bad_row(place, f"bytes holds {type_name(content)}, expected bytes, or base64")
     if isinstance(picture, str):
         return None
     raise bad_row(place, f"holds {type_name(picture)}, expected bytes, a path, or {{bytes, path}}")

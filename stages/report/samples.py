@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from quiver.schemas.errors import LineageError
 from quiver.schemas.manifest import Manifest
+from quiver.stages.common.lineage import open_input
 from quiver.stages.common.store import Store, Version
 
 from .episodes import told_of_turns
@@ -176,7 +177,7 @@ def _prompts(store: Store, rollouts: Version, groups: list[str]) -> dict[str, As
     """What these groups were asked; nothing where the prompts are gone."""
     columns = ["group_id", "messages", "prompt_text", "columns", "images"]
     try:
-        prompts = store.open(rollouts.manifest.require_input("prompts").ref)
+        prompts = open_input(store, rollouts, "prompts")
         table = prompts.head(_there(prompts, columns), MOST_BYTES)
     except LineageError:
         return {}

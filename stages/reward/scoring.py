@@ -108,6 +108,12 @@ def require_columns(owner: str, needs: Iterable[str], columns: Iterable[str]) ->
     """ConfigError unless everything that `owner` needs is offered, or a column."""
     columns = sorted(columns)
     for missing in sorted(set(needs) - {*OFFERED, *columns}):
+        if missing == "images":
+            raise ConfigError(
+                owner,
+                "needs images, and the prompts show none",
+                next="name the column of pictures in data.images",
+            )
         if missing in OF_TURNS:
             raise ConfigError(
                 owner,

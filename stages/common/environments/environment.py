@@ -165,9 +165,12 @@ def read_step(returned: Any) -> Step:
 
 def read_messages(returned: Any) -> list[Message]:
     """Messages of a role and a content each. A text is one message of the user, None is none.
-    A content may be a list of parts, as chats have them: pictures, then texts. ValueError."""
+    A content may be a list of parts, as chats have them: pictures, then texts. What a step may
+    return is taken too. ValueError."""
     if returned is None or isinstance(returned, str):
         return [{"role": "user", "content": clean(returned)}] if returned else []
+    if isinstance(returned, Step | Mapping):
+        return read_step(returned).observation()
     messages = []
     for message in returned:
         role = message.get("role") if isinstance(message, Mapping) else None
@@ -206,21 +209,22 @@ def _read_parts(parts: list[Any]) -> tuple[str, list[Any]]:
 
 def read_images(returned: Any) -> list[str] | None:
     """The pictures of a message, as base64. ValueError."""
-    if not returned:
+    if returned is None:
         return None
     if not isinstance(returned, list | tuple):
         raise ValueError(f"images are {type(returned).__name__}, expected a list")
     encoded = []
     for image in returned:
-        content = image
-        if hasattr(image, "save"):  # PIL's, which need not be installed
-            buffer = io.BytesIO()
-            image.save(buffer, "PNG")
-            content = buffer.getvalue()
-        if not isinstance(content, bytes):
+        if not _is_picture(image):
             raise ValueError(f"a picture is {type(image).__name__}, expected a PIL image or bytes")
+        content = image
+        if not isinstance(image, bytes):
+            buffer = io.BytesIO()
+            is_printed = image.mode in ("CMYK", "YCbCr", "HSV", "LAB")  # PNG has none of these
+            (image.convert("RGB") if is_printed else image).save(buffer, "PNG")
+            content = buffer.getvalue()
         encoded.append(base64.b64encode(content).decode())
-    return encoded
+    return encoded or None
 
 
 def pictures_in(messages: list[Message]) -> list[bytes]:
@@ -250,7 +254,7 @@ def without_pictures(messages: list[Message]) -> list[Message]:
 
 
 def _short_hash(image: str) -> str:
-    return hashlib.sha256(image.encode()).hexdigest()[:12]
+    return hashlib.sha256(base64.b64decode(image)).hexdigest()[:12]
 
 
 def read_reward(returned: Any) -> float | None:
@@ -334,13 +338,19 @@ def call_tool(tools: Mapping[str, Callable[..., Any]], call: Call) -> Message:
 
 def read_answer(returned: Any) -> Message:
     """Content and images of what a tool returned: a picture, parts of a message, or text."""
-    parts = returned if isinstance(returned, list) else [returned]
-    if hasattr(returned, "save"):
-        parts = [{"type": "image", "image": returned}]
-    if any(isinstance(part, Mapping) and part.get("type") == "image" for part in parts):
-        content, images = _read_parts(parts)
-        return {"content": clean(content), "images": read_images(images)}
-    return {"content": read_text(returned)}
+    listed = list(returned) if isinstance(returned, list | tuple) else [returned]
+    parts = [{"type": "image", "image": part} if _is_picture(part) else part for part in listed]
+    if not any(isinstance(part, Mapping) and part.get("type") == "image" for part in parts):
+        return {"content": read_text(returned)}
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    parts.sort(key=lambda part: isinstance(part, Mapping) and part.get("type") == "text")
+    content, images = _read_parts(parts)
+    return {"content": clean(content), "images": read_images(images)}
+
+
+def _is_picture(thing: Any) -> bool:
+    """Whether it is one of PIL's, which need not be installed, or bytes."""
+    return isinstance(thing, bytes) or (hasattr(thing, "save") and hasattr(thing, "mode"))
 
 
 def waited(returned: Any) -> Any:

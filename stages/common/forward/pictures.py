@@ -199,7 +199,7 @@ def join_pictures(parts: Sequence[tuple[Pictures | None, int]]) -> Pictures | No
         later = part.observed or Observed(empty, empty, empty)
         observed.append(replace(later, numbers=_raised(later.numbers, next_number)))
         both = torch.cat([numbers[-1].values, observed[-1].numbers.values])
-        next_number = int(both.max()) + 1
+        next_number = max([next_number, *(both + 1).tolist()])
 
     def read(chosen: Sequence[int]) -> Inputs:
         part = max(i for i, first in enumerate(firsts) if first <= chosen[0] and parts[i][0])

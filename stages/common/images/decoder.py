@@ -16,6 +16,8 @@ import warnings
 from PIL import Image, ImageOps
 
 FORMATS = ("PNG", "JPEG", "WEBP")
+MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr")
+"""Of pixels whose channels have 8 bits at most."""
 
 
 def measure(content: bytes, most_pixels: int) -> dict[str, object]:
@@ -30,14 +32,33 @@ def measure(content: bytes, most_pixels: int) -> dict[str, object]:
                 raise ValueError(f"has {width} × {height} pixels, at most {most_pixels:,} are read")
             if getattr(image, "n_frames", 1) > 1:
                 raise ValueError(f"has {image.n_frames} frames, expected one picture")
-            image.load()
-            return {"format": image.format, "width": width, "height": height}
+            if image.mode not in MODES:
+                raise ValueError(
+                    f"has pixels of mode {image.mode}, expected 8 bits a channel: scale them"
+                )
+            told = {"format": image.format, "width": width, "height": height}
+            _as_seen(image)
+            return told
 
 
 def open_image(content: bytes) -> Image.Image:
-    """The picture in `content`, which was checked once, upright and as RGB."""
-    with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-        return ImageOps.exif_transpose(image).convert("RGB")
+    """The picture in `content`, which was checked once, upright and as RGB; what is transparent is
+    white."""
+    most_pixels, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            return _as_seen(image)
+    finally:
+        Image.MAX_IMAGE_PIXELS = most_pixels
+
+
+def _as_seen(image: Image.Image) -> Image.Image:
+    upright = ImageOps.exif_transpose(image)
+    if not upright.has_transparency_data:
+        return upright.convert("RGB")
+    colours = upright.convert("RGBA")
+    ground = Image.new("RGBA", colours.size, "white")
+    return Image.alpha_composite(ground, colours).convert("RGB")
 
 
 def main() -> None:

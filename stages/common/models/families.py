@@ -72,7 +72,10 @@ def require_trainable(folder: Path, name: str) -> None:
     """ConfigError where a model of this architecture can not be trained: told at its import, not
     after its rollouts were paid for."""
     about = parse_object((folder / "config.json").read_bytes()) or {}
-    if about.get("model_type") in {*TRAINED, None}:  # without a type loading tells what is wrong
+    if str(about.get("model_type")) in {
+        *TRAINED,
+        "None",
+    }:  # without one loading tells what is wrong
         return
     from transformers import AutoConfig
 

@@ -152,7 +152,13 @@ class VllmEngine:
         asked: dict[str, Request] = {}
         room = max(2 * self.options.max_num_seqs, 512)
         while True:
-            more = list(islice(requests, room - len(asked)))
+            more = []
+            for request in islice(requests, room - len(asked)):
+                if self._is_misread(request):
+                    nothing = np.empty(0, np.int32), np.empty(0, np.float32)
+                    yield Completion(request.index, *nothing, "abort")
+                else:
+                    more.append(request)
             with _fatal("refused its requests"):
                 asked |= self._enqueue(more)
             if not asked:
@@ -206,6 +212,16 @@ class VllmEngine:
             for name, request in zip(names, requests, strict=True)
         }
 
+    def _is_misread(self, request: Request) -> bool:
+        """Whether an id that was sampled stands where vLLM would put the next picture: it knows
+        where pictures go by that id alone."""
+        if not request.pictures:
+            return False
+        ids = request.prompt_ids[: request.pictures[-1].start].copy()
+        for picture in request.pictures[:-1]:
+            ids[picture.start : picture.start + picture.length] = -1
+        return self._processor.placeholder_id in ids
+
     def _prompt(self, request: Request) -> dict[str, Any]:
         """A prompt as vLLM takes it: one id for each picture, of which it makes all by itself."""
         if not request.pictures:
@@ -247,8 +263,8 @@ def _completion(request: Request, output: Any) -> Completion:
     if request.pictures and list(output.prompt_token_ids) != request.prompt_ids.tolist():
         raise SchemaError(
             "engine vllm",
-            f"row {index}: it read other ids than the prompt has, {len(output.prompt_token_ids)} "
-            f"where {len(request.prompt_ids)} were rendered",
+            f"row {index}: it read other ids than the prompt with its pictures has, "
+            f"{len(output.prompt_token_ids)} in place of {len(request.prompt_ids)}",
             next='set generate.engine = "transformers"',
         )
     ids = np.array(answer.token_ids, np.int32)

@@ -155,6 +155,19 @@ class Bridge:
         ids, spans = self._processor.expand(name, rendering.ids, pictures)
         return Fitting(messages, Rendering(rendering.text, ids), num_cut, spans)
 
+    def require_pictures(self) -> None:
+        """ConfigError where the template does not show a picture of what answers the policy."""
+        shown = {"role": self.tool_role, "content": _QUESTION, "images": [""]}
+        rendering = self.observation("generate.turns.max_images", [shown], has_end=True)
+        if rendering.ids.count(self._processor.placeholder_id) != 1:
+            raise ConfigError(
+                "generate.turns.max_images",
+                f"the policy's chat template shows no picture in a message of the role "
+                f"{self.tool_role}",
+                next="set prompt.template to one that shows each part of type image, or "
+                'generate.turns.tool_role = "user"',
+            )
+
     # -- a history that is written anew
 
     def restart(self, name: str, messages: list[Message]) -> Rendering:

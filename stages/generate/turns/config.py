@@ -36,8 +36,8 @@ class Turns(EnvironmentConfig):
     says so, and the turn's info how much."""
     max_images: Added[int] = Field(default=0, ge=0)
     """Most pictures that the policy is shown in an episode by what answers it, beside those of its
-    prompt. One more ends the episode, as one more id than fits does; with 0 it is an error of the
-    environment."""
+    prompt. One more ends the episode; with 0 it is an error of the environment. Each has to fit
+    into max_observation_tokens."""
     step_seconds: float = Field(default=60.0, gt=0)
     """Longest time of one answer of the environment; it ends the episode."""
     episode_seconds: float = Field(default=600.0, gt=0)

@@ -279,19 +279,22 @@ class Episode:
         limits = self.setting.limits
         record = self._turns[-1]
         record.observation = for_people(messages)
-        if len(self._turns) >= limits.max_turns:
-            return self._end("max_turns")
-        if len(self._completion_ids) >= limits.max_tokens:
-            return self._end("max_tokens")
         pictures = pictures_in(messages)
-        refusal = self._refusal(pictures)
+        reached = [
+            ("max_turns", len(self._turns) >= limits.max_turns),
+            ("max_tokens", len(self._completion_ids) >= limits.max_tokens),
+        ]
+        limit = next((name for name, is_reached in reached if is_reached), None)
+        refusal = self._refusal(pictures) if limit is None else None
         if refusal is not None:
             return self.failed("environment_error", refusal)
-        fitting = None
-        if not pictures or len(self._images) + len(pictures) <= limits.max_images:
-            fitting = self.setting.bridge.fitting(
-                self.name, messages, has_end=self._has_end, most=limits.max_observation_tokens
-            )
+        if pictures and len(self._images) + len(pictures) > limits.max_images:
+            limit = limit or "max_images"
+        if limit is not None:
+            return self._end(limit)
+        fitting = self.setting.bridge.fitting(
+            self.name, messages, has_end=self._has_end, most=limits.max_observation_tokens
+        )
         if fitting is None:
             return self._end("context")
         if fitting.num_cut:

@@ -84,10 +84,17 @@ def opened(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable[..., R
         **rendering["template_arguments"],
     }
     source = prompts.manifest.metrics["chat_template"]
+    limits = ImageLimits()
+    if "image_seconds" in rendering:  # not in prompts of before, nor in a branch
+        limits = ImageLimits(
+            pixels=rendering["max_image_pixels"],
+            bytes=rendering["max_image_bytes"],
+            seconds=rendering["image_seconds"],
+        )
     with (
         EnvironmentPool(turns) as pool,
         Template(source, variables, rendering["template_seconds"]) as template,
-        ImageCheck(ImageLimits()) as check,
+        ImageCheck(limits) as check,
     ):
         _require_same_tools(prompts, pool.loaded)
         bridge = Bridge(
@@ -99,6 +106,8 @@ def opened(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable[..., R
             processor=load_processor(setup.policy) if turns.max_images else None,
         )
         histories = bridge.require(turns.rewritten)
+        if turns.max_images:
+            bridge.require_pictures()
         writer.notes["template"] = [history._asdict() for history in histories]
         parse = None
         if pool.loaded.tools:

@@ -9,6 +9,7 @@ matter of their arguments alone. Needs the package mcp.
 from __future__ import annotations
 
 import asyncio
+import base64
 import shlex
 import threading
 from collections.abc import Callable
@@ -41,13 +42,19 @@ class Server:
                 next="see that the command starts an MCP server, and that the package mcp is there",
             ) from error
 
-    def call(self, name: str, **arguments: Any) -> str:
-        """The texts of a tool's answer. RuntimeError where it says that it failed."""
+    def call(self, name: str, **arguments: Any) -> list[bytes | str]:
+        """The pictures of a tool's answer, then its text. RuntimeError where it says that it
+        failed."""
         answer = self._wait(self._client.result().call_tool(name, arguments))
-        texts = [getattr(block, "text", f"({block.type})") for block in answer.content]
+        pictures = [block for block in answer.content if block.type == "image"]
+        texts = [
+            getattr(block, "text", f"({block.type})")
+            for block in answer.content
+            if block.type != "image"
+        ]
         if answer.is_error:
             raise RuntimeError("\n".join(texts))
-        return "\n".join(texts)
+        return [*(base64.b64decode(block.data) for block in pictures), "\n".join(texts)]
 
     def _wait(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
