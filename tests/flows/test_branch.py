@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from quiver.schemas import prompts as prompts_kind
+from quiver.schemas.errors import SchemaError
 from quiver.stages.common.environments.environment import Turn
 from quiver.stages.common.environments.pool import EnvironmentPool
 from quiver.stages.common.models.loading import load_model
@@ -18,7 +19,7 @@ from quiver.stages.common.verification import verify
 from quiver.stages.generate.turns.config import Turns
 from quiver.stages.generate.turns.reenact import reenact
 from quiver.stages.generate.turns.saved import beginning_of
-from tests import episodes
+from tests import episodes, sight
 from tests.flows.conftest import quiver
 from tests.flows.test_reenact import CALL, by_halves, write_guess
 from tests.stages.generate.recorded import answer, opened, record, record_on
@@ -192,6 +193,18 @@ def test_a_rewritten_history_is_read_from_where_it_begins(tmp_path):
         num_restarted += any(turn["restart_ids"] for turn in row["turns"][:3])
         assert ids.pop(f"{row['rollout_id']}.2") == expected
     assert not ids and num_restarted > 0
+
+
+def test_where_a_rewritten_history_shows_its_pictures_is_not_known(tmp_path):
+    store = sight.make_prompts(tmp_path, [{"prompt": "one", "images": ["0.png"]}])
+    prompts = store.open(sight.REFS["prompts"])
+    (prompt,) = prompts.table().to_pylist()
+    turns = [episodes.turn(1), episodes.turn(1, restart_ids=[5, 6])]
+    row = episodes.row("000000-0", turns, prompt_ids=prompt["prompt_ids"])
+    policy = store.open(sight.REFS["policy"])
+    rollouts = episodes.write(store, policy, [row], "sees", prompts)
+    with pytest.raises(SchemaError, match="where its pictures stand in it is not known"):
+        branched(store, 1, "cut", str(rollouts.ref))
 
 
 def with_counts(sequences):

@@ -267,6 +267,15 @@ def test_lines_of_saved_prompts_must_have_their_ids(workplace):
             take_over(workplace, prompts=str(prompts.ref))
 
 
+def test_a_reward_of_the_whole_is_the_last_turns(workplace):
+    """Where other lines have rewards of turns."""
+    turns = [{**TURNS[0], "reward": 0.25}, TURNS[1]]
+    write(workplace, [{**GOOD, "turns": turns}, {**GOOD, "turns": TURNS, "reward": 1.0}])
+    take_over(workplace)
+    rewards = Store(workplace / "store").open("tiny/rewards@1").table()
+    assert rewards["turn_rewards"].to_pylist() == [[0.25, None], [None, 1.0]]
+
+
 def test_what_a_line_does_not_say_is_filled_in(workplace):
     """Groups by the prompt, the reason by the last id, texts decoded."""
     line = {**GOOD, "completion_ids": [45, 2, 46]}

@@ -202,6 +202,19 @@ def test_calls_of_tools_and_turns_that_could_not_be_read(tmp_path):
     assert (report.episodes_agree, report.turns_agree) == (4, 16)
 
 
+def test_a_turn_of_too_many_calls_is_not_asked_for(tmp_path):
+    store = Store(tmp_path / "store")
+    (tmp_path / "counter.py").write_text(TOOLS)
+    environment = f"{tmp_path}/counter.py:Counter"
+    turns = Turns(environment=environment, arguments={"goal": 3}, processes=1, max_tool_calls=2)
+    said = [CALL, CALL + CALL]
+    made = record(store, make_policy(store), turns, [{"start": 1}], lambda *at: said[at[2]])
+    rows = made.rollouts.table().to_pylist()
+    assert {row["end_reason"] for row in rows} == {"max_tool_calls"}
+    report = play_here(tmp_path)
+    assert (report.episodes_agree, report.turns_agree) == (2, 4)
+
+
 def test_what_can_not_be_played_is_refused(tmp_path):
     store = Store(tmp_path / "store")
     policy = make_policy(store)

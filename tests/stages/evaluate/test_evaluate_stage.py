@@ -14,6 +14,7 @@ from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store.writer import ROWS_PER_SHARD
 from quiver.stages.evaluate.stage import Config
 from quiver.stages.reward import stage as reward
+from tests import episodes
 from tests.writing import begin
 
 
@@ -275,3 +276,13 @@ def test_what_was_measured_otherwise_is_no_baseline(store, scored):
     first = run(Config(), store, rollouts=nothing[0][0].ref, rewards=nothing[0][1].ref)
     with pytest.raises(NumericError, match="no prompt has a score here and in"):
         run(Config(), store, rollouts=nothing[1][0].ref, rewards=nothing[1][1].ref, baseline=first)
+
+
+def test_an_episode_that_was_not_scored_is_in_no_share_of_successes(store, policy):
+    rows = [episodes.row(f"a-{n}", [episodes.turn(1)] * n) for n in (1, 2, 3)]
+    sampled = episodes.write(store, policy, rows, "held")
+    earned = {"a-1": [1.0], "a-2": [0.0, 0.0], "a-3": None}
+    paid = episodes.write_rewards(store, sampled, lambda row: earned[row["rollout_id"]], "held")
+    ref = run(Config(), store, rollouts=sampled.ref, rewards=paid.ref)
+    steps = store.open(ref).manifest.metrics["steps_to_success"]
+    assert (steps["n"], steps["within"]) == (1, {"1": 0.5})

@@ -9,7 +9,7 @@ import pytest
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.chat.control_tokens import Guard
-from quiver.stages.generate.turns.bridge import answers_of_calls, turn_message
+from quiver.stages.generate.turns.bridge import answers_of_calls, cut_by, turn_message
 from quiver.stages.generate.turns.tool_calls import Call, ParsedTurn
 from tests.stages.generate.chat_families import FAMILIES, family, make_bridge, open_template
 
@@ -143,6 +143,15 @@ def test_a_long_observation_is_cut_in_the_middle_and_says_so():
     assert (
         cut.text.startswith("<|im_end|>\n<|im_start|>user\nfirst") and " last<|im_end|>" in cut.text
     )
+
+
+def test_what_is_cut_of_several_messages_is_counted_together():
+    messages = [{"role": "user", "content": "x " * number} for number in (500, 400)]
+    with bridge_of("qwen25") as bridge:
+        cut_messages, _, num_cut, _ = bridge.fitting("row", messages, has_end=True, most=200)
+    for message in cut_messages:
+        assert "characters cut" in message["content"]
+    assert cut_by(messages, num_cut) == cut_messages
 
 
 # -- what a template does with earlier turns

@@ -16,10 +16,11 @@ from quiver.stages.generate.turns.config import Turns
 
 ENVIRONMENT = '''
 import os, random, time
+import numpy as np
 from quiver.stages.common.environments.environment import Step
 
 class Game:
-    """Does what it is told, and draws a number at every turn."""
+    """Does what it is told, and draws numbers at every turn."""
 
     def reset(self, seed, start=0):
         self.total = start
@@ -31,6 +32,9 @@ class Game:
         word, _, number = turn.text.partition(" ")
         if word == "hang":
             time.sleep(600)
+        if word == "wait":
+            time.sleep(float(number))
+            return "waited"
         if word == "die":
             os._exit(3)
         if word == "eat":
@@ -42,7 +46,8 @@ class Game:
         if word == "print":
             print("seen in the log")
         self.total += int(number or 0)
-        return Step(text=f"{self.total} {random.randrange(10**6)}", reward=self.total / 2, info={"pid": os.getpid()})
+        drawn = f"{random.randrange(10**6)} {np.random.randint(10**6)}"
+        return Step(text=f"{self.total} {drawn}", reward=self.total / 2, info={"pid": os.getpid()})
 
     def get_reward(self):
         return float(self.total)
@@ -217,13 +222,20 @@ def test_memory_beyond_the_limit_is_the_episodes_failure(game):
 
 
 def test_the_time_of_an_episode_is_the_sum_of_its_answers(game):
-    config = Turns(environment=game, processes=1, episode_seconds=1e-9)
-    with EnvironmentPool(config) as pool:
-        key = pool.open({}, 0)
-        (reply,) = next_replies(pool, 1).values()
-        if reply.failure is None:  # it was quicker than the watch; nothing is left then
-            reply = ask(pool, key, "add 1")
-        assert reply.failure == "timeout" and "episode_seconds" in reply.why
+    with EnvironmentPool(Turns(environment=game, processes=1, episode_seconds=0.9)) as pool:
+        (key,) = begin(pool, 1)
+        for _ in range(3):
+            reply = ask(pool, key, "wait 0.4")
+            if reply.failure is not None:
+                break
+    assert reply.failure == "timeout" and "episode_seconds 0.9" in reply.why
+
+
+def test_one_answer_has_no_more_than_what_its_episode_has_left(game):
+    with EnvironmentPool(Turns(environment=game, processes=1, episode_seconds=0.5)) as pool:
+        (key,) = begin(pool, 1)
+        reply = ask(pool, key, "wait 2")
+    assert reply.failure == "timeout" and "episode_seconds 0.5" in reply.why
 
 
 def test_what_an_environment_prints_goes_to_the_log(game, caplog):

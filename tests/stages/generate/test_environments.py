@@ -160,6 +160,12 @@ def test_a_step_that_is_none_is_refused(returned, why):
         read_step(returned)
 
 
+def test_messages_of_a_step_come_before_its_text():
+    tool = {"role": "tool", "name": "add", "content": "1"}
+    step = read_step({"messages": [tool], "text": "go on"})
+    assert step.observation() == [tool, {"role": "user", "content": "go on"}]
+
+
 def test_what_has_no_word_in_json_is_text_in_info():
     told = read_step({"info": {"a": float("nan"), "b": [float("-inf"), 1.5], "c": "NaN"}}).info
     assert told == {"a": "NaN", "b": ["-Infinity", 1.5], "c": "NaN"}

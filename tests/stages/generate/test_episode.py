@@ -132,6 +132,7 @@ def test_what_is_read_is_the_prompt_and_of_each_turn_its_ids_and_the_observation
         ({"max_turns": 2}, [CALL, CALL], "max_turns", 2),
         ({"max_turns": 1}, [CALL], "max_turns", 1),
         ({"max_tool_calls": 2}, [CALL, CALL + CALL], "max_tool_calls", 2),
+        ({"max_tool_calls": 2}, [CALL, CALL, "done"], "answered", 3),
         ({"max_tokens": 10}, ["word " * 50], "max_tokens", 1),
         ({"turn_tokens": 10}, ["word " * 50], "max_tokens", 1),
         ({"context": 60}, ["word " * 50], "context", 1),
@@ -283,6 +284,23 @@ def test_where_thinking_is_dropped_a_new_sequence_begins():
     )
     assert record["turns"][1]["observation_ids"] == [], "nobody reads it but in the new sequence"
     assert record["turns"][1]["observation"] == "higher" and record["turns"][0]["observation_ids"]
+
+
+def test_thinking_of_an_earlier_turn_is_not_forgotten():
+    """A tool's message keeps it; the user's message that follows a turn without any drops it."""
+    tool = {"role": "tool", "name": "add", "content": "1"}
+    with setting_of("qwen3", answers=False, rewritten="restart") as setting:
+        episode = Episode(setting, "row", prompt_of(setting), CHAT)
+        read = []
+        for text, step in (
+            (THINKING.format(1, "7"), Step(messages=[tool])),
+            ("8", Step(text="higher")),
+        ):
+            ids = encode(text + "<|im_end|>", "qwen3")
+            episode.sampled(ids, [-1.0] * len(ids), "stop")
+            episode.observed(step)
+            read.append(family("qwen3").tokenizer.decode(episode.request().prompt_ids))
+    assert ["hm" in text for text in read] == [True, False]
 
 
 def _restarted(episode: Episode) -> list[list[int]]:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quiver.schemas.errors import ConfigError
+from quiver.stages.generate.turns.config import Turns
 from quiver.stages.generate.turns.tool_calls import (
     PARSERS,
     Call,
@@ -223,6 +224,14 @@ def test_a_function_of_the_users_reads_calls(tmp_path):
 def test_what_a_users_function_raises_is_told(tmp_path, body, why, is_broken):
     parsed = make_parser(write_parser(tmp_path, body))("text")
     assert why in parsed.error and parsed.is_broken == is_broken
+
+
+def test_an_edited_parser_is_another_key(tmp_path):
+    first, second = (
+        Turns(tools=["python"], parser=write_parser(tmp_path, body)).with_fingerprint().key()
+        for body in ("return []", "return list()")
+    )
+    assert first["parser"] == second["parser"] and first != second
 
 
 def test_a_parser_that_is_not_there_is_named():

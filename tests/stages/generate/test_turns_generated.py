@@ -24,7 +24,7 @@ from quiver.stages.generate.rows import row_seed
 from quiver.stages.generate.stage import Config
 from tests.episodes import own_logprobs
 from tests.stages.generate import guessing, making
-from tests.tiny import EOS, make_policy
+from tests.tiny import CHATML, EOS, make_policy, tokenizer
 
 run = partial(run_stage, "generate", in_process=True)
 MAKING = "tests.stages.generate.guessing"
@@ -84,6 +84,26 @@ def test_the_engine_reads_prompt_turns_and_observations_and_nothing_else(
             expected.append(ids)
     assert Counter(map(tuple, read)) == Counter(map(tuple, expected))
     assert max(len(row["turns"]) for row in rows) > 2
+
+
+def test_every_turn_is_written_with_the_arguments_of_the_template(store, policy, names, tmp_path):
+    (tmp_path / "own.jinja").write_text(
+        CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>{{ style }}{% endif %}")
+    )
+    prompt_config = {
+        "source": names["source"],
+        "prompt": "question",
+        "reserve_tokens": 8,
+        "template": str(tmp_path / "own.jinja"),
+        "template_arguments": {"style": "seven"},
+        "turns": {"environment": names["environment"]},
+    }
+    prompts = run_stage("prompt", prompt_config, store, in_process=True, policy=str(policy.ref))
+    rewritten = config(names, turns={"rewritten": "append"})
+    ref = run(rewritten, store, prompts=prompts, policy=policy.ref)
+    row = store.open(ref).table().to_pylist()[0]
+    for ids in (row["prompt_ids"], row["turns"][0]["observation_ids"]):
+        assert tokenizer().decode(ids).endswith("<|im_start|>seven")
 
 
 def test_what_an_episode_keeps(store, policy, names):
@@ -169,14 +189,16 @@ def test_an_environment_that_fails_costs_its_own_episodes(
     assert metrics["end_reasons"][reason] == 3
 
 
+@pytest.mark.parametrize("engine", [{}, {"engine": f"{MAKING}:Ordered", "options": {}}])
 def test_an_environment_that_can_not_begin_again_fails_its_episodes(
-    store, policy, names, monkeypatch
+    store, policy, names, monkeypatch, engine
 ):
+    """After its first turn, and while an engine that takes several samples it."""
     monkeypatch.setenv("RESET_WORKS", "yes")
     broken = {"broken": "reset 1"}
     prompts = guessing.render(store, policy, names, arguments=broken)
     monkeypatch.delenv("RESET_WORKS")
-    broken_config = config(names, turns={"arguments": broken})
+    broken_config = config(names, turns={"arguments": broken}, **engine)
     ref = run(broken_config, store, prompts=prompts.ref, policy=policy.ref)
     rows = store.open(ref).table().to_pylist()
     failed = [row for row in rows if row["end_reason"] == "environment_error"]

@@ -416,6 +416,19 @@ def test_what_is_not_scored_takes_no_part(store, policy):
         assert mine == pytest.approx(own, abs=1e-6)
 
 
+def test_an_aborted_rollout_is_in_nobodys_baseline(store, policy):
+    rows = episodes.sample(load_model(policy, dtype=torch.float32), episodes.prompts(1), 4)
+    rows[0]["finish_reason"] = rows[0]["turns"][-1]["finish_reason"] = "abort"
+    rollouts = episodes.write(store, policy, rows)
+    rewards = episodes.write_rewards(store, rollouts)
+    done = world.trained(store, policy, (rollouts, rewards), world.config(credit="turn"))
+    saved = store.open(done.manifest.metrics["advantages"]).table()["advantage"].to_pylist()
+    expected = expected_credit(rows[1:], [episodes.even_ids(row) for row in rows[1:]])
+    assert saved[0] is None
+    for mine, own in zip(saved[1:], expected, strict=True):
+        assert mine == pytest.approx(own, abs=1e-6)
+
+
 def test_equal_rewards_of_turns_leave_nothing_to_learn(store, policy):
     rollouts, _ = episodes.make(store, policy, groups=2, each=3, most_turns=1)
     rewards = episodes.write_rewards(store, rollouts, lambda row: [0.25])
@@ -429,22 +442,29 @@ def test_equal_rewards_of_turns_leave_nothing_to_learn(store, policy):
     )
 
 
-def test_equal_sums_of_other_turns_are_learned_from(store, policy):
-    """The first turn of both answers for the same, the second for what is left of it."""
+@pytest.mark.parametrize(
+    ("earned", "expected"),
+    [
+        ({"a": [1.0, 0.0], "b": [0.0, 1.0]}, [0.0, -1.0]),
+        ({"a": [0.0, 2.0, 0.0], "b": [1.0, 0.0, 1.0]}, [0.0, 1.0, -1.0]),
+    ],
+)
+def test_equal_sums_of_other_turns_are_learned_from(store, policy, earned, expected):
+    """The first turn of both answers for the same, the later ones for what is left of it; though
+    the advantages of a rollout may add up to nothing."""
     rows = episodes.sample(
-        load_model(policy, dtype=torch.float32), [[7, 8, 9]], 3, most_turns=2, restarts=False
+        load_model(policy, dtype=torch.float32), [[7, 8, 9]], 3, most_turns=3, restarts=False
     )
-    rows = [row for row in rows if len(row["turns"]) == 2] or rows
-    rows = [dict(rows[0], rollout_id=name) for name in ("a", "b")]
-    rollouts = episodes.write(store, policy, rows)
-    earned = {"a": [1.0, 0.0], "b": [0.0, 1.0]}
+    row = next(row for row in rows if len(row["turns"]) == len(expected))
+    rollouts = episodes.write(store, policy, [dict(row, rollout_id=name) for name in earned])
     rewards = episodes.write_rewards(store, rollouts, lambda row: earned[row["rollout_id"]])
     config = world.config(credit="turn", drop_zero_variance=True)
     done = world.trained(store, policy, (rollouts, rewards), config)
     assert done.manifest.metrics["kept"] == 2
     saved = store.open(done.manifest.metrics["advantages"]).table()["advantage"].to_pylist()
-    first, second = (part["length"] for part in rows[0]["turns"])
-    assert saved == [[0.0] * first + [-1.0] * second, [0.0] * first + [1.0] * second]
+    lengths = [part["length"] for part in row["turns"]]
+    first = [a for a, n in zip(expected, lengths, strict=True) for _ in range(n)]
+    assert saved == [first, [-advantage for advantage in first]]
 
 
 def test_gae_has_each_turns_reward_on_its_last_token(store, policy):

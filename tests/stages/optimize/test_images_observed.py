@@ -5,14 +5,16 @@ import json
 
 import pyarrow as pa
 import pytest
+import torch
 
-from quiver.schemas.errors import ConfigError, NumericError
+from quiver.schemas.errors import ConfigError, LineageError, NumericError
 from quiver.stages.common.environments.environment import (
     Turn,
     pictures_in,
     read_messages,
     read_step,
 )
+from quiver.stages.common.images.dataset import load_pictures
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from quiver.stages.generate.turns.reenact import reenact
@@ -76,7 +78,7 @@ def episodes_of(folder, kind="idefics3", game=GAME, rows=ROWS, **turns):
     config = {
         **sight.GENERATE,
         "sampling": SAMPLING,
-        "turns": {**environment, "max_turns": 3, "max_tokens": 18, "max_images": 4, **turns},
+        "turns": {**environment, "max_turns": 3, "max_tokens": 18, "max_images": 3, **turns},
     }
     refs = {"prompts": str(prompts), "policy": sight.REFS["policy"]}
     return store, config, refs
@@ -112,6 +114,8 @@ def test_what_was_shown_is_saved_where_its_ids_stand(saved):
             assert IMAGE in shown
             assert sight.decode(image["bytes"]).width == 30
             num_shown += 1
+        heights = [sight.decode(image["bytes"]).height for image in row["images"] or []]
+        assert heights == sorted(heights), "each picture of an episode is higher than the last"
         marked = sum(turn.count(IMAGE) for turn in ids)
         each = prompts[row["group_id"]]
         of_one = 16 if "llava" in str(store.path) else 4
@@ -145,26 +149,81 @@ def test_logprobs_are_scored_with_what_was_shown(saved):
         assert now == pytest.approx(then, abs=1e-5)
 
 
+def test_rows_that_are_taken_keep_what_they_were_shown(saved):
+    store, rollouts = saved
+    version = store.open(rollouts)
+    policy = store.open(sight.REFS["policy"])
+    observed = load_pictures(store, version, version.table(), policy).observed
+    rows = [7, 2, 0]
+    taken = observed.take(torch.tensor(rows))
+    for name in ("numbers", "starts", "places"):
+        whole, part = getattr(observed, name), getattr(taken, name)
+        assert [part[n].tolist() for n in range(3)] == [whole[row].tolist() for row in rows]
+
+
+def test_replay_keeps_what_each_version_showed(tmp_path):
+    """Two versions of episodes, and one that was shown nothing after its prompts."""
+    store, config, refs = episodes_of(tmp_path)
+    one_turn = {**config["turns"], "max_turns": 1}
+    made = []
+    for options in ({"turns": one_turn}, {}, {"seed": 1}):
+        rollouts = str(run_here("generate", {**config, **options}, store, **refs))
+        made.append(paid(store, rollouts))
+    joined = {kind: [each[kind] for each in made] for kind in ("rollouts", "rewards")}
+    ref = run_here("optimize", OPTIMIZE, store, policy=sight.REFS["policy"], **joined)
+    audit = store.open(ref).manifest.metrics["audit"]
+    assert audit["max_gap"] < 1e-5 and audit["rollouts"] > 20
+
+
+def test_prompts_need_not_show_any(tmp_path):
+    """What answers them is seen, and by the same processor."""
+    store, config, refs = episodes_of(tmp_path, rows=ROWS[1:2])
+    assert store.open(refs["prompts"]).table()["images"].to_pylist() == [[]]
+    rollouts = str(run_here("generate", config, store, **refs))
+    ref = run_here("optimize", OPTIMIZE, store, **paid(store, rollouts))
+    assert store.open(ref).manifest.metrics["audit"]["max_gap"] < 1e-5
+    path = sight.make_folder(tmp_path / "other") / "processor_config.json"
+    path.write_text(path.read_text().replace("0.5,", "0.4,"))
+    other = run_here("policy", {"model": str(path.parent)}, store, into="other")
+    config = {"role": "ref", "device": "cpu"}
+    with pytest.raises(LineageError, match="by another processor"):
+        run_here("logprobs", config, store, rollouts=rollouts, policy=str(other))
+
+
 def test_swapped_pictures_fail_the_audit(tmp_path):
     """As if another picture had been shown after the first turn."""
     store, config, refs = episodes_of(tmp_path)
-    version = store.open(run_here("generate", config, store, **refs))
-    table = version.table()
-    rows = table["images"].to_pylist()
-    for images in rows:
-        for image in images or []:
+    rollouts = str(run_here("generate", config, store, **refs))
+    rows = store.open(rollouts).table().to_pylist()
+    for row in rows:
+        for image in row["images"] or []:
             image["bytes"] = sight.png(7, (20, 30))
-    place = table.schema.get_field_index("images")
-    field = table.schema.field(place)
-    swapped = table.set_column(place, field, pa.array(rows, field.type))
-    about = {"stage": "generate", "stage_version": 1, "config": Plain()}
-    inputs = {"prompts": store.open(refs["prompts"])}
-    models = version.manifest.models
-    with begin(store, "swapped", "rollouts", inputs=inputs, models=models, **about) as work:
-        work.write(0, swapped)
-        rollouts = str(work.commit().ref)
+    swapped = write_again(store, rollouts, rows)
     with pytest.raises(NumericError, match="differ"):
-        run_here("optimize", OPTIMIZE, store, **paid(store, rollouts))
+        run_here("optimize", OPTIMIZE, store, **paid(store, swapped))
+
+
+def test_what_was_shown_behind_a_sampled_id_of_a_picture_may_be_scored(saved):
+    """The model's own pass, which ways of packing are compared with, ends before it."""
+    store, rollouts = saved
+    rows = store.open(rollouts).table().to_pylist()
+    for row in rows:
+        row["completion_ids"][row["turns"][0]["length"]] = IMAGE
+    changed = write_again(store, rollouts, rows)
+    config = {"role": "ref", "precision": "fp32", "device": "cpu"}
+    scored = run_here("logprobs", config, store, rollouts=changed, policy=sight.REFS["policy"])
+    assert store.open(scored).manifest.metrics["packing"] == "shared"
+
+
+def write_again(store: Store, rollouts: str, rows: list[dict]) -> str:
+    """Changed rows of `rollouts`, as if they had been sampled."""
+    version = store.open(rollouts)
+    about = {"stage": "generate", "stage_version": 1, "config": Plain()}
+    inputs = {"prompts": store.open("sees/prompts@2")}
+    models = version.manifest.models
+    with begin(store, "changed", "rollouts", inputs=inputs, models=models, **about) as work:
+        work.write(0, pa.Table.from_pylist(rows, version.table().schema))
+        return str(work.commit().ref)
 
 
 class Plain(dict):
@@ -192,12 +251,13 @@ def test_vllm_is_shown_them_too(tmp_path):
     [
         ("", "", {"max_images": 0}, "environment_error", "set generate.turns.max_images"),
         ("", "", {"max_images": 2}, "context", None),
+        ("", "", {"max_observation_tokens": 20}, "context", None),
         (
-            "images = [self.picture()",
-            "images = [b'no picture'",
+            "images = [self.picture() for _ in range(self.count % 3)]",
+            "images = [self.picture(), b'no picture']",
             {},
             "environment_error",
-            "its picture 1 is no picture of type PNG, JPEG, WEBP",
+            "its picture 2 is no picture of type PNG, JPEG, WEBP",
         ),
         (
             "images = [self.picture()",
@@ -219,6 +279,16 @@ def test_what_can_not_be_shown_ends_the_episode(tmp_path, before, after, turns, 
     assert why is None or all(why in info["quiver_failure"] for info in infos)
 
 
+def test_a_tools_pictures_are_shown_as_a_users_where_there_are_no_tools(tmp_path):
+    said = '"text": f"seven {self.count}", "images": images'
+    assert said in GAME
+    message = '{"role": "tool", "name": "look", "content": "seven", "images": images}'
+    game = GAME.replace(said, f'"messages": [{message}]')
+    store, config, refs = episodes_of(tmp_path, game=game, rows=ROWS[:1], tool_role="user")
+    rows = store.open(run_here("generate", config, store, **refs)).table().to_pylist()
+    assert [len(row["images"]) for row in rows] == [3] * 3
+
+
 def test_who_sees_nothing_is_not_asked(tmp_path):
     store, config, refs = episodes_of(tmp_path, rows=[{"prompt": "one", "images": [], "first": 0}])
     make_policy(store)
@@ -231,6 +301,15 @@ def test_who_sees_nothing_is_not_asked(tmp_path):
     config = {"source": source, "prompt": "prompt", "turns": turns}
     with pytest.raises(ConfigError, match="sees no pictures"):
         run_here("prompt", config, store, policy="tiny/policy@0")
+
+
+def test_a_history_that_is_rewritten_loses_its_pictures(tmp_path):
+    store, config, refs = episodes_of(tmp_path, max_images=0)
+    for rewritten in ("restart", "append"):
+        turns = {**config["turns"], "rewritten": rewritten}
+        with pytest.raises(ConfigError, match="loses the pictures of sees/prompts@2") as refusal:
+            run_here("generate", {**config, "turns": turns}, store, **refs)
+        assert refusal.value.object == "generate.turns.rewritten"
 
 
 def test_another_picture_is_another_answer(saved, tmp_path):

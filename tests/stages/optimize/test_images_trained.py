@@ -9,7 +9,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from quiver.schemas.errors import LineageError, NumericError
 from quiver.stages.common.forward.layout import Sequences, make_layout, prompt_numbers
+from quiver.stages.common.forward.pictures import feature_places
 from quiver.stages.common.forward.policy import Policy
+from quiver.stages.common.forward.verify import choose_mode
 from quiver.stages.common.images.dataset import load_pictures
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.common.runtime.runner import run_stage
@@ -155,6 +157,19 @@ def test_an_id_of_a_picture_that_was_sampled_is_an_ordinary_one(store, model):
     for mode in ("shared", "packed", "single"):
         logprobs = packed(Policy(model, autocast=False), mode, sequences, numbers, 10_000)
         torch.testing.assert_close(logprobs, torch.cat(expected), rtol=0, atol=1e-5)
+
+
+def test_features_stand_where_span_and_id_say_so():
+    """A prompt that was given as ids may hold that id beside its pictures."""
+    ids = np.array([IMAGE, 5, IMAGE, IMAGE, 5, IMAGE])
+    assert feature_places(ids, [(1, 3), (4, 1)], IMAGE).tolist() == [2, 3]
+
+
+def test_a_way_of_packing_is_tried_up_to_the_first_sampled_id_of_a_picture(store, model):
+    """The model itself would take it for a picture that is not there."""
+    _, sequences, numbers = read(store, lambda ids: [7, IMAGE, 8, IMAGE, 9])
+    policy = Policy(model, autocast=False)
+    assert choose_mode(policy, sequences, numbers, "shared") == "shared"
 
 
 def test_a_group_looks_at_its_pictures_once(store, model):

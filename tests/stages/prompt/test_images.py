@@ -217,6 +217,34 @@ def test_another_picture_under_the_same_name_is_another_source(store, policy, tm
     assert second.table()["images"].to_pylist()[0][0]["bytes"] == sight.png(1)
 
 
+def test_every_picture_of_a_row_and_their_order_are_of_the_source(store, policy, tmp_path):
+    rows = [{"prompt": "one", "images": ["0.png", "1.png"]}]
+    rendered = set()
+    for seeds in ((0, 1), (0, 2), (2, 0)):
+        for number, seed in enumerate(seeds):
+            (tmp_path / f"{number}.png").write_bytes(sight.png(seed))
+        rendered.add(render(store, tmp_path, rows, into="several").ref)
+    assert len(rendered) == 3
+
+
+def test_each_picture_has_as_many_ids_as_it_is_large(store, tmp_path):
+    folder = sight.make_folder(tmp_path / "model")
+    path = folder / "processor_config.json"
+    about = json.loads(path.read_text())
+    about["image_processor"] |= {"do_image_splitting": True, "size": {"longest_edge": 64}}
+    path.write_text(json.dumps(about))
+    policy = run_stage("policy", {"model": str(folder)}, store, into="splits", in_process=True)
+    processor = load_processor(store.open(policy))
+    contents = [sight.png(0, (20, 40)), sight.png(1, (32, 32))]
+    for number, content in enumerate(contents):
+        (tmp_path / f"{number}.png").write_bytes(content)
+    rows = [{"prompt": "one", "images": ["0.png", "1.png"]}]
+    (row,) = render(store, tmp_path, rows, policy=str(policy)).table().to_pylist()
+    shown = [row["prompt_ids"][at["start"] :][: at["length"]] for at in row["image_spans"]]
+    assert shown == [processor.read(content).ids.tolist() for content in contents]
+    assert len(shown[0]) < len(shown[1])
+
+
 @pytest.mark.parametrize(
     "row, message",
     [

@@ -12,8 +12,10 @@ import pytest
 
 from quiver.schemas.errors import ConfigError, SecurityError
 from quiver.stages.common.config import parse
+from quiver.stages.common.environments.environment import environment_seed
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store.writer import ROWS_PER_SHARD
+from quiver.stages.prompt import openings
 from quiver.stages.prompt.order import choose
 from quiver.stages.prompt.stage import Config, resolve
 from tests import tiny
@@ -172,6 +174,27 @@ def test_more_rows_than_a_shard(store, policy, tmp_path):
 
 
 # -- which rows
+
+
+SEED = """
+class Tells:
+    def reset(self, seed, **columns):
+        return f"seed {seed}"
+
+    def step(self, turn):
+        return None
+"""
+
+
+def test_each_row_is_opened_with_its_own_seed(store, policy, source, tmp_path, monkeypatch):
+    """Those too that are begun when others have ended."""
+    monkeypatch.setattr(openings, "_MOST_OPEN", 3)
+    (tmp_path / "tells.py").write_text(SEED)
+    turns = {"environment": f"{tmp_path}/tells.py:Tells"}
+    config = Config(source=source, prompt="question", turns=turns)
+    for row in rows(store, run(config, store, policy=policy.ref)):
+        seed = environment_seed(row["group_id"])
+        assert row["messages"][-1]["content"].endswith(f"seed {seed}")
 
 
 def test_each_iteration_takes_the_next_rows_of_each_epochs_shuffle():
