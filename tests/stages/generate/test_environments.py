@@ -21,6 +21,7 @@ from quiver.stages.common.environments.environment import (
     Step,
     Turn,
     call_tool,
+    pictures_in,
     read_messages,
     read_step,
 )
@@ -291,7 +292,9 @@ def test_without_gymnasium_it_is_said_how_to_get_it(monkeypatch):
 # -- servers
 
 MCP_SERVER = '''
+import base64
 from mcp.server import MCPServer
+from mcp.types import ImageContent
 
 server = MCPServer("shop")
 
@@ -302,6 +305,12 @@ def price(thing: str, count: int = 1) -> str:
         raise ValueError("not for sale")
     return f"{3 * count} for {thing}"
 
+@server.tool()
+def look(thing: str) -> list:
+    """How things look."""
+    data = base64.b64encode(thing.encode()).decode()
+    return [thing, ImageContent(type="image", data=data, mime_type="image/png")]
+
 server.run()
 '''
 
@@ -310,14 +319,15 @@ def test_the_tools_of_a_server_that_speaks_mcp(tmp_path):
     pytest.importorskip("mcp")
     command = f"{sys.executable} {write(tmp_path, MCP_SERVER)}"
     factory = open_source("", [f"mcp:{command}"], {})
-    (schema,) = factory.tools
-    function = schema["function"]
+    function = next(tool["function"] for tool in factory.tools if "cost" in str(tool))
     assert function["name"] == "price" and function["description"] == "What things cost."
     assert function["parameters"]["required"] == ["thing"]
     environment = factory.make()
     calls = (Call("price", {"thing": "bread", "count": 2}), Call("price", {"thing": "moon"}))
     answers = [message["content"] for message in environment.step(Turn("", calls)).messages]
     assert answers[0] == "6 for bread" and answers[1].startswith("Error: RuntimeError")
+    (message,) = environment.step(Turn("", (Call("look", {"thing": "bread"}),))).messages
+    assert message["content"] == "bread" and pictures_in([message]) == [b"bread"]
 
 
 def test_a_server_that_does_not_start_is_told():

@@ -1,16 +1,23 @@
 """Environments that show pictures: at the start and after each turn, to both engines and the
 trainer; what is refused; played again and branched."""
 
+import hashlib
 import json
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from PIL import Image
 
 from quiver.schemas.errors import ConfigError, LineageError, NumericError
 from quiver.stages.common.environments.environment import (
+    Step,
     Turn,
+    for_people,
     pictures_in,
+    read_answer,
+    read_images,
     read_messages,
     read_step,
 )
@@ -250,7 +257,7 @@ def test_vllm_is_shown_them_too(tmp_path):
     "before, after, turns, end, why",
     [
         ("", "", {"max_images": 0}, "environment_error", "set generate.turns.max_images"),
-        ("", "", {"max_images": 2}, "context", None),
+        ("", "", {"max_images": 2}, "max_images", None),
         ("", "", {"max_observation_tokens": 20}, "context", None),
         (
             "images = [self.picture() for _ in range(self.count % 3)]",
@@ -305,7 +312,7 @@ def test_who_sees_nothing_is_not_asked(tmp_path):
 
 def test_a_history_that_is_rewritten_loses_its_pictures(tmp_path):
     store, config, refs = episodes_of(tmp_path, max_images=0)
-    for rewritten in ("restart", "append"):
+    for rewritten in ("restart",):
         turns = {**config["turns"], "rewritten": rewritten}
         with pytest.raises(ConfigError, match="loses the pictures of sees/prompts@2") as refusal:
             run_here("generate", {**config, "turns": turns}, store, **refs)
@@ -388,3 +395,79 @@ def test_a_tool_may_return_a_picture(tmp_path):
     assert (message["role"], message["name"], message["content"]) == ("tool", "screenshot", "")
     (content,) = pictures_in([message])
     assert sight.decode(content).size == (3, 3)
+
+
+def test_an_id_that_was_sampled_before_a_picture_costs_vllm_its_episode(tmp_path):
+    """Where pictures go it knows by that id alone, so it could not be told which is which."""
+    store, config, refs = episodes_of(tmp_path)
+    version = store.open(run_here("generate", config, store, **refs))
+    rows = version.table().to_pylist()
+    rows = [row for row in rows if any(image["turn"] == 0 for image in row["images"] or [])]
+    for row in rows:
+        row["completion_ids"][0] = IMAGE  # of the first turn, before what is shown then
+    rollouts = write_again(store, str(version.ref), rows)
+    prompts = store.open(run_here("branch", {"turn": 1}, store, into="cut", rollouts=rollouts))
+    config = {**config, "engine": "vllm", "samples_per_prompt": 1}
+    refs = {"prompts": str(prompts.ref), "policy": sight.REFS["policy"]}
+    made = store.open(run_stage("generate", config, store, into="cut", **refs)).table().to_pylist()
+    assert len(made) == len(rows) > 0
+    for row in made:
+        assert (row["end_reason"], row["turns"][0]["finish_reason"]) == (
+            "environment_error",
+            "abort",
+        )
+
+
+def test_a_template_without_pictures_is_refused_before_anything_is_sampled(tmp_path):
+    store, config, _ = episodes_of(tmp_path)
+    (tmp_path / "text.jinja").write_text(
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+        "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+        "{% for part in message['content'] if part['type'] == 'text' %}{{ part['text'] }}"
+        "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    rows = {"source": sight.write_rows(tmp_path, [{"prompt": "one", "first": 0}], "text.jsonl")}
+    template = {"template": str(tmp_path / "text.jinja"), "prompt": "prompt"}
+    turns = {"environment": config["turns"]["environment"]}
+    policy = sight.REFS["policy"]
+    prompts = run_here("prompt", {**rows, **template, "turns": turns}, store, policy=policy)
+    with pytest.raises(ConfigError, match="chat template shows no picture") as refusal:
+        run_here("generate", config, store, prompts=str(prompts), policy=policy)
+    assert refusal.value.object == "generate.turns.max_images"
+
+
+def picture(mode: str) -> Image.Image:
+    return Image.new("RGB", (3, 2), (255, 0, 0)).convert(mode)
+
+
+@pytest.mark.parametrize(
+    "returned, content, count",
+    [
+        (picture("RGB"), "", 1),
+        (picture("CMYK"), "", 1),
+        (sight.png(0), "", 1),
+        ([picture("L"), sight.png(0)], "", 2),
+        (("seen", picture("RGB")), "seen", 1),
+        ([{"type": "image", "image": picture("RGB")}, {"type": "text", "text": "x"}], "x", 1),
+        (["no", "picture"], '["no", "picture"]', 0),
+    ],
+)
+def test_what_a_tool_may_return(returned, content, count):
+    message = read_answer(returned)
+    assert message["content"] == content
+    shown = pictures_in([message])
+    assert len(shown) == count and all(sight.decode(each) for each in shown)
+
+
+def test_an_episode_may_begin_with_a_step():
+    messages = read_messages(Step(text="Look.", images=[picture("RGB")]))
+    assert messages == read_messages({"text": "Look.", "images": [picture("RGB")]})
+    assert messages[0]["content"] == "Look." and len(pictures_in(messages)) == 1
+
+
+def test_people_are_told_the_beginning_of_a_pictures_own_hash():
+    message = {"role": "user", "content": "x", "images": read_images([b"bytes"])}
+    assert for_people([message]) == f"[picture {hashlib.sha256(b'bytes').hexdigest()[:12]}]\nx"
+    with pytest.raises(ValueError, match="images are ndarray, expected a list"):
+        read_images(np.zeros((2, 2, 3), np.uint8))

@@ -16,6 +16,7 @@ from quiver.stages.common.images.dataset import load_pictures
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
+from quiver.stages.optimize.config import Config
 from tests import sight
 from tests.writing import begin
 
@@ -211,6 +212,33 @@ def test_what_sees_is_trained_only_where_it_is_asked_for(store):
     assert changed_parts(store, lora={"rank": 2}) <= of_language
     everything = changed_parts(store, train_vision=True)
     assert "vision" in everything and everything & {"connector", "projector"}
+
+
+def test_adapters_do_not_train_what_sees():
+    with pytest.raises(ValueError, match="adapters are of the language model alone"):
+        Config(algorithm="grpo", lora={}, train_vision=True)
+
+
+def test_a_version_may_have_lost_all_of_its_pictures(tmp_path):
+    """The prompt that showed one was too long, and another version has some."""
+    store = make_store(tmp_path, "idefics3")
+    rows = [{"prompt": "six " * 20, "images": ["0.png"]}, {"prompt": "two", "images": []}]
+    source = sight.write_rows(tmp_path, rows, "lost.jsonl")
+    config = {"source": source, "prompt": "prompt", "images": "images"}
+    prompts = run_stage(
+        "prompt", config, store, into="lost", policy=REFS["policy"], in_process=True
+    )
+    config = {**sight.GENERATE, "max_model_len": 40, "overlong": "drop"}
+    refs = {"prompts": str(prompts), "policy": REFS["policy"]}
+    lost = str(run_stage("generate", config, store, into="lost", in_process=True, **refs))
+    assert len(store.open(lost).table()) == 3
+    refs = {
+        "rollouts": ["sees/rollouts@1", lost],
+        "rewards": ["sees/rewards@1", score(store, lost)],
+        "policy": REFS["policy"],
+    }
+    ref = run_stage("optimize", OPTIMIZE, store, in_process=True, **refs)
+    assert store.open(ref).manifest.metrics["audit"]["max_gap"] < 1e-5
 
 
 def test_trained_weights_are_a_policy_that_sees(store):

@@ -1,15 +1,18 @@
 """Prompts with pictures: what stands where, which pictures are refused, and what moves the key."""
 
+import base64
 import importlib.util
 import io
 import json
 import zlib
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from PIL import Image
 
 from quiver.schemas.errors import ConfigError
+from quiver.stages.common.images.decoder import open_image
 from quiver.stages.common.images.processor import load_processor
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
@@ -147,7 +150,23 @@ def corrupt() -> bytes:
     return bytes(content)
 
 
+def deep() -> bytes:
+    """16 bits a pixel, of which most would become white."""
+    content = io.BytesIO()
+    Image.fromarray(np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000).save(content, "PNG")
+    return content.getvalue()
+
+
+def badly_turned() -> bytes:
+    """What says how it is turned is not EXIF."""
+    content = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(content, "PNG", exif=b"Exif\0\0nothing of the kind")
+    return content.getvalue()
+
+
 HOSTILE = {
+    "deep": (deep(), "has pixels of mode I;16, expected 8 bits a channel"),
+    "badly turned": (badly_turned(), "can not be decoded"),
     "bomb": (bomb(), "has 5000 × 5000 pixels, at most 1,000,000 are read"),
     "large": (sight.png(0, (200, 200)), "bytes, at most 50,000 are read"),
     "empty": (b"", "is no picture of type PNG, JPEG, WEBP"),
@@ -192,7 +211,7 @@ def test_what_takes_too_long_to_decode_is_refused(store, policy, tmp_path):
         ("https://example.org/a.png", "leads out of the source's folder"),
         ("link.png", "leads out of the source's folder"),
         ("gone.png", "there is no file"),
-        ("", "has neither bytes nor a path"),
+        ({"bytes": "no base64!", "path": None}, "bytes holds a str, expected bytes, or base64"),
         ({"bytes": None, "path": None}, "has neither bytes nor a path"),
         (7, "holds a int, expected bytes, a path"),
     ],
@@ -312,3 +331,33 @@ def test_a_processor_that_can_not_be_loaded_here_is_refused_at_import(store, tmp
     (folder / "preprocessor_config.json").write_text(json.dumps(about))
     with pytest.raises(ConfigError, match=r"its processor: .* requires the Torchvision library"):
         run_stage("policy", {"model": str(folder)}, store, into="torchvision", in_process=True)
+
+
+def test_what_is_transparent_is_white():
+    """As vLLM's own server has it."""
+    pixels = np.zeros((2, 2, 4), np.uint8)
+    pixels[0, 0, 3] = 255
+    content = io.BytesIO()
+    Image.fromarray(pixels).save(content, "PNG")
+    seen = np.asarray(open_image(content.getvalue()))
+    assert seen.tolist() == [[[0] * 3, [255] * 3], [[255] * 3, [255] * 3]]
+
+
+def test_a_large_picture_that_was_allowed_is_read(tmp_path):
+    """Pillow's own limit is for those that nobody has looked at."""
+    content = io.BytesIO()
+    Image.new("1", (14_000, 14_000)).save(content, "PNG")
+    assert open_image(content.getvalue()).size == (14_000, 14_000)
+    assert Image.MAX_IMAGE_PIXELS is not None
+
+
+def test_json_has_base64_and_csv_an_empty_cell(store, policy, tmp_path):
+    encoded = base64.b64encode(sight.png(0)).decode()
+    rows = [{"prompt": "one", "images": {"bytes": encoded, "path": None}}]
+    (row,) = render(store, tmp_path, rows).table().to_pylist()
+    assert [image["bytes"] for image in row["images"]] == [sight.png(0)]
+    (tmp_path / "0.png").write_bytes(sight.png(0))
+    (tmp_path / "rows.csv").write_text("prompt,images\none,0.png\ntwo,\n")
+    config = {"source": str(tmp_path / "rows.csv"), "prompt": "prompt", "images": "images"}
+    version = run_stage("prompt", config, store, policy="sees/policy@0", in_process=True)
+    assert [len(images) for images in store.open(version).table()["images"].to_pylist()] == [1, 0]

@@ -42,9 +42,9 @@ class Server:
                 next="see that the command starts an MCP server, and that the package mcp is there",
             ) from error
 
-    def call(self, name: str, **arguments: Any) -> list[bytes | str]:
-        """The pictures of a tool's answer, then its text. RuntimeError where it says that it
-        failed."""
+    def call(self, name: str, **arguments: Any) -> str | list[bytes | str]:
+        """The text of a tool's answer, behind its pictures where it has any. RuntimeError where it
+        says that it failed."""
         answer = self._wait(self._client.result().call_tool(name, arguments))
         pictures = [block for block in answer.content if block.type == "image"]
         texts = [
@@ -52,9 +52,10 @@ class Server:
             for block in answer.content
             if block.type != "image"
         ]
+        text = "\n".join(texts)
         if answer.is_error:
-            raise RuntimeError("\n".join(texts))
-        return [*(base64.b64decode(block.data) for block in pictures), "\n".join(texts)]
+            raise RuntimeError(text)
+        return [*(base64.b64decode(block.data) for block in pictures), text] if pictures else text
 
     def _wait(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
