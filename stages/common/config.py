@@ -30,6 +30,7 @@ from pydantic_core import core_schema
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.plain import problem_of
+from quiver.stages.common.names_elsewhere import KEYS
 from quiver.stages.common.plugins import ROOMS
 
 _RUNTIME = "runtime knob: not part of the run_key"
@@ -285,6 +286,9 @@ def _place(cls: type[BaseModel], location: tuple[int | str, ...], prefix: list[s
 def _similar_keys(cls: type[BaseModel], place: _Place, key: str, prefix: list[str]) -> list[str]:
     """The paths of what an unknown key may mean: the key beside it whose initials it is (lr:
     learning_rate) or that is spelled like it, or those that have its name in other sections."""
+    all_paths = [".".join([*prefix, entry.path]) for entry in keys_of(cls)]
+    if KEYS.get(key) in all_paths:
+        return [KEYS[key]]
     names = list(getattr(place.section, "model_fields", {}))
     for name in names:
         if "_" in name and key.lower() == "".join(word[:1] for word in name.split("_")):
@@ -293,10 +297,9 @@ def _similar_keys(cls: type[BaseModel], place: _Place, key: str, prefix: list[st
     beside = [".".join([*place.names, name]) for name in near]
     if near and difflib.SequenceMatcher(None, key, near[0]).ratio() > _SURE:
         return beside
-    paths = [".".join([*prefix, entry.path]) for entry in keys_of(cls)]
-    leaves = [path.rpartition(".")[2] for path in paths]
+    leaves = [path.rpartition(".")[2] for path in all_paths]
     similar = difflib.get_close_matches(key, leaves, 1, _SURE)
-    elsewhere = [path for path in paths if path.rpartition(".")[2] in similar]
+    elsewhere = [path for path in all_paths if path.rpartition(".")[2] in similar]
     return elsewhere[:3] or beside
 
 

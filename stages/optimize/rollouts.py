@@ -279,12 +279,12 @@ def _advantages_of(
     in_words = ", ".join(f"{number} by {end}" for end, number in ends)
     if failure is not None:
         in_words += f" ({printable(failure)})"
-    is_cut = ends[0][0] in ("length", "max_tokens") and ends[0][1] > len(rewards) / 2
+    is_cut = any(end == "max_tokens" and number > len(rewards) / 2 for end, number in ends)
     raise NumericError(
         ", ".join(names),
         f"{num_scored} of {len(rewards)} rollouts are scored, no advantage can be computed of "
-        "them; a group algorithm needs two of a prompt, a baseline its own reward. They ended "
-        f"{in_words}",
+        "them; a group algorithm needs two of a prompt, a baseline its own reward; ended: "
+        f"{in_words or 'none'}",
         next="raise generate.sampling.max_tokens" if is_cut else f"quiver show {names[0]}",
     )
 

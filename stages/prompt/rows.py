@@ -89,7 +89,7 @@ class Renderer:
             if self.tools and seen[0] == seen[1]:
                 log.warning(
                     "the policy's chat template does not show the tools of generate.turns to it: "
-                    "say in data.system, or in the chats, what it may call and how"
+                    "say in prompt.system, or in the chats, what it may call and how"
                 )
 
     def close(self) -> None:

@@ -77,7 +77,7 @@ def test_versions_and_tags_by_hand_start_what_waits_for_them(place):
             "--set",
             "generate.engine=scripted",
             "--set",
-            "data.source=held_out.jsonl",
+            "data.source=./held_out.jsonl",
         )
         told = events(client, MADE, 6)
         (moved,) = events(client, MOVED, 1)

@@ -249,7 +249,11 @@ def test_what_a_run_prints_at_its_end():
         ],
     }
     recipe = SimpleNamespace(
-        run="tiny", store="/my store", retention=Retention(moments=1), overlap=0
+        run="tiny",
+        store="/my store",
+        retention=Retention(moments=1),
+        overlap=0,
+        optimize=SimpleNamespace(credit="rollout"),
     )
     said = summary(recipe, Path("recipe.toml"), [], outcome)
     assert said[1:3] == ["store   /my store", "report  /my store/tiny/report.html"]

@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from quiver.flows.commands.shared import say, to_json
 from quiver.flows.recipe import Recipe, load
 from quiver.schemas.errors import ConfigError
+from quiver.stages.common.names_elsewhere import KEYS
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.optimize.stage import Config as OptimizeConfig
 from tests.flows.conftest import RECIPE, quiver_each
@@ -408,3 +410,13 @@ def test_json_moves_no_cursor_either_and_holds_any_path():
 def test_words_of_a_manifest_move_no_cursor(capsys):
     say({}, ["demo/rollouts@1 \x1b[2J\x9b31m\u202e", "two\nlines"])
     assert capsys.readouterr().out == "demo/rollouts@1 \\x1b[2J\\x9b31m\\u202e\ntwo\nlines\n"
+
+
+@pytest.mark.parametrize(("name", "key"), KEYS.items())
+def test_a_name_of_trls_or_verls_is_answered_with_ours(name, key):
+    """In whichever section it is typed; the document has the same pair."""
+    for section in ("generate", "optimize"):
+        with pytest.raises(ConfigError, match=f"did you mean .*{key.rpartition('.')[2]}"):
+            load("deployments/recipes/demo.toml", [f"{section}.{name}=1"])
+    document = Path("deployments/docs/coming-from.md").read_text()
+    assert any(f"{name}`" in line and f"`{key}" in line for line in document.splitlines())

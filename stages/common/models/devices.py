@@ -24,16 +24,14 @@ def uses_gpu(key: str, device: str, nodes: Path = Path("/dev")) -> bool:
     if torch.cuda.is_available():
         return True
     if device == "cuda":
-        raise ConfigError(
-            f"{key} cuda", "torch sees no GPU", next=f'set {key} = "auto", see quiver doctor'
-        )
+        raise ConfigError(f"{key} cuda", "torch sees no GPU", next=f'set {key} = "auto"')
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     node = next(iter(sorted(nodes.glob("nvidia[0-9]*"))), None)
     if node is not None and not is_hidden:
         raise ConfigError(
             f"{key} auto",
             f"there is a GPU, {node}, and torch sees none: its build ({torch.__version__}) or the "
-            "driver is another",
-            next=f'run make setup again, see quiver doctor, or set {key} = "cpu"',
+            f'driver is another; {key} = "cpu" would do without',
+            next="quiver doctor",
         )
     return False

@@ -604,6 +604,6 @@ def test_where_nothing_is_scored_it_is_said_how_episodes_ended(store, policy):
     rewards = episodes.write_rewards(store, rollouts, lambda row: None)
     with pytest.raises(NumericError) as refusal:
         world.trained(store, policy, (rollouts, rewards), world.config(credit="turn"))
-    told = "They ended 3 by max_tokens, 1 by environment_error (the dice are lost)"
+    told = "ended: 3 by max_tokens, 1 by environment_error (the dice are lost)"
     assert told in refusal.value.message
     assert refusal.value.next == "raise generate.sampling.max_tokens"

@@ -1,0 +1,36 @@
+"""Keys of a recipe by what TRL and verl call them, for who types those: `did you mean`.
+
+Not of the spine: only errors ask.
+"""
+
+KEYS = {
+    "beta": "optimize.kl_coef",
+    "clip_ratio_c": "optimize.dual_clip",
+    "clip_ratio_high": "optimize.clip_high",
+    "clip_ratio_low": "optimize.clip_low",
+    "epsilon": "optimize.clip_low",
+    "epsilon_high": "optimize.clip_high",
+    "eval_steps": "evaluate.every",
+    "gradient_checkpointing": "optimize.activation_checkpointing",
+    "importance_sampling_level": "optimize.algorithm",
+    "kl_loss_coef": "optimize.kl_coef",
+    "loss_agg_mode": "optimize.aggregation",
+    "loss_type": "optimize.algorithm",
+    "lr_scheduler_type": "optimize.schedule",
+    "mask_truncated_completions": "optimize.on_length",
+    "max_completion_length": "generate.sampling.max_tokens",
+    "max_prompt_length": "prompt.max_prompt_tokens",
+    "max_response_length": "generate.sampling.max_tokens",
+    "max_steps": "iterations",
+    "num_generations": "generate.samples_per_prompt",
+    "num_iterations": "optimize.epochs",
+    "per_device_train_batch_size": "optimize.token_budget",
+    "ppo_epochs": "optimize.epochs",
+    "scale_rewards": "optimize.advantage",
+    "steps_per_generation": "optimize.minibatches",
+    "test_freq": "evaluate.every",
+    "total_epochs": "iterations",
+    "train_batch_size": "data.limit",
+    "train_dataset": "data.source",
+}
+"""As the table in deployments/docs/coming-from.md has them, those whose name says nothing here."""
