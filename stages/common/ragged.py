@@ -88,7 +88,7 @@ class Ragged:
     @property
     def segment_ids(self) -> Tensor:
         """[N] int64: the row that each value belongs to."""
-        return torch.arange(len(self), device=self.offsets.device).repeat_interleave(self.lengths)
+        return _repeat(torch.arange(len(self), device=self.offsets.device), self.lengths)
 
     def with_values(self, values: Tensor) -> Ragged:
         """Other values [N, …] in the same rows."""
@@ -98,7 +98,7 @@ class Ragged:
         """Where the values of rows `indices` [b] lie in `values`, row after row: [n] int64."""
         lengths = self.lengths[indices]
         starts_here = lengths.cumsum(0) - lengths
-        shift = (self.offsets[indices] - starts_here).repeat_interleave(lengths)
+        shift = _repeat(self.offsets[indices] - starts_here, lengths)
         return shift + torch.arange(len(shift), device=shift.device)
 
     def take(self, indices: Tensor) -> Ragged:
@@ -191,3 +191,11 @@ def _chunks(column: pa.ChunkedArray | pa.Array) -> list[Ragged]:
         )
         chunks.append(Ragged(tensor, torch.from_numpy(offsets - offsets[0])))
     return chunks
+
+
+def _repeat(values: Tensor, counts: Tensor) -> Tensor:
+    """Each of `values` [n] as often as `counts` [n] say. On a CPU torch's own starts threads
+    however short it is, and those of a layout get in the way of the model's."""
+    if values.device.type != "cpu":
+        return values.repeat_interleave(counts)
+    return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
