@@ -84,7 +84,7 @@ def evenly(store: Store, rollouts: Version) -> Samples:
 def best_and_worst(store: Store, rewards: Version) -> Samples:
     """Rollouts by falling reward: all, or the best of half as many prompts and the worst of as many
     others. LineageError: they are gone."""
-    rollouts = store.open(rewards.manifest.require_input("rollouts").ref)
+    rollouts = open_input(store, rewards, "rollouts")
     ranked, row_at, rows_read = _ranked(rollouts, rewards)
     chosen = list(range(len(ranked)))
     if len(ranked) > ROWS:
@@ -100,7 +100,7 @@ def best_and_worst(store: Store, rewards: Version) -> Samples:
 def groups(store: Store, rewards: Version) -> list[Group]:
     """Up to `ROWS` prompts with all of their rollouts, evenly spaced from the highest mean reward
     to the lowest. LineageError: they are gone."""
-    rollouts = store.open(rewards.manifest.require_input("rollouts").ref)
+    rollouts = open_input(store, rewards, "rollouts")
     ranked, row_at, _ = _ranked(rollouts, rewards)
     places: dict[str, list[int]] = {}
     for place, group in enumerate(ranked):
