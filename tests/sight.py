@@ -178,6 +178,16 @@ def make_prompts(
     return store
 
 
+class Plain(dict):
+    """A config of a stage that is none, for versions that a test writes."""
+
+    def key(self):
+        return dict(self)
+
+    def model_dump(self, mode):
+        return {"sampling": {"max_tokens": 12}}
+
+
 def decode(content: bytes) -> Image.Image:
     """The picture in its bytes."""
     return Image.open(io.BytesIO(content)).convert("RGB")

@@ -225,22 +225,12 @@ def test_what_was_shown_behind_a_sampled_id_of_a_picture_may_be_scored(saved):
 def write_again(store: Store, rollouts: str, rows: list[dict]) -> str:
     """Changed rows of `rollouts`, as if they had been sampled."""
     version = store.open(rollouts)
-    about = {"stage": "generate", "stage_version": 1, "config": Plain()}
+    about = {"stage": "generate", "stage_version": 1, "config": sight.Plain()}
     inputs = {"prompts": store.open("sees/prompts@2")}
     models = version.manifest.models
     with begin(store, "changed", "rollouts", inputs=inputs, models=models, **about) as work:
         work.write(0, pa.Table.from_pylist(rows, version.table().schema))
         return str(work.commit().ref)
-
-
-class Plain(dict):
-    """A config of a stage that is none."""
-
-    def key(self):
-        return dict(self)
-
-    def model_dump(self, mode):
-        return {"sampling": {"max_tokens": 12}}
 
 
 def test_vllm_is_shown_them_too(tmp_path):

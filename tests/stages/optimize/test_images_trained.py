@@ -263,27 +263,17 @@ def with_other_pictures(store: Store, swap) -> str:
     field = table.schema.field("images")
     swapped = pa.array([row["images"] for row in rows], field.type)
     other = table.set_column(images, field, swapped)
-    about = {"stage": "prompt", "stage_version": 1, "config": Plain()}
+    about = {"stage": "prompt", "stage_version": 1, "config": sight.Plain()}
     with begin(store, "swapped", "prompts", inputs={}, **about) as work:
         work.write(0, other)
         prompts_version = work.commit()
     rollouts = store.open("sees/rollouts@1")
-    about = {"stage": "generate", "stage_version": 1, "config": Plain()}
+    about = {"stage": "generate", "stage_version": 1, "config": sight.Plain()}
     inputs = {"prompts": prompts_version}
     models = rollouts.manifest.models
     with begin(store, "swapped", "rollouts", inputs=inputs, models=models, **about) as work:
         work.write(0, rollouts.table())
         return str(work.commit().ref)
-
-
-class Plain(dict):
-    """A config of a stage that is none."""
-
-    def key(self):
-        return dict(self)
-
-    def model_dump(self, mode):
-        return {"sampling": {"max_tokens": 12}}
 
 
 def test_swapped_pictures_fail_the_audit(tmp_path):
