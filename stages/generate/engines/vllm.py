@@ -27,11 +27,15 @@ from quiver.stages.common.config import parse
 from quiver.stages.common.images.decoder import open_image
 from quiver.stages.common.images.processor import load_processor
 from quiver.stages.common.models import checkpoints, vllm_env
+from quiver.stages.generate.config import Config
 from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import VllmOptions
 
+from .model_link import ModelLink
+
 LOGPROBS_MODE = "processed_logprobs"
 _CPU_STEP_TOKENS = 4096
+_CPU_SEQUENCES = 256
 
 
 class VllmEngine:
@@ -41,18 +45,21 @@ class VllmEngine:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.options = parse(VllmOptions, setup.options, "generate.options")
-        # no place is empty while the last rows of a shard are decoded
-        self.ahead = self.options.max_num_seqs
         if checkpoints.is_encoder_decoder(setup.policy):
             raise ConfigError(
                 "engine vllm",
                 f"{setup.policy.ref} is an encoder-decoder model",
                 next='set generate.engine = "transformers"',
             )
-        build = vllm_env.prepare("engine vllm", setup.device)
+        build = vllm_env.prepare(
+            "engine vllm", setup.device, batch_invariant=self.options.batch_invariant
+        )
         self.cpu = build.cpu
+        self.link = ModelLink((setup.base or setup.policy).files.folder)
         with _fatal("could not start"):
             self.llm = self._start()
+        # no place is empty while the last rows of a shard are decoded
+        self.ahead = self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
         self.info = {
             "name": build.name,
             "version": build.version,
@@ -60,13 +67,18 @@ class VllmEngine:
             "device": "cpu" if self.cpu else "cuda",
             "logprobs_mode": LOGPROBS_MODE,
         }
+        if self.options.logits_dtype != "auto":
+            self.info["logits_dtype"] = str(self.llm.model_config.head_dtype).removeprefix("torch.")
+        if os.environ.get(vllm_env.BATCH_INVARIANT) == "1":
+            self.info["batch_invariant"] = True
         if setup.base:
             self.info["base"] = str(setup.base.ref)
 
     @staticmethod
-    def prepare(device: str) -> None:
+    def prepare(config: Config) -> None:
         """Import vLLM, which takes seconds and needs no checkpoint."""
-        vllm_env.prepare("engine vllm", device)
+        batch_invariant = config.options.get("batch_invariant", False)
+        vllm_env.prepare("engine vllm", config.device, batch_invariant=batch_invariant)
         from vllm import LLM  # noqa: F401
 
     def _start(self) -> Any:
@@ -76,6 +88,22 @@ class VllmEngine:
         # vLLM collects garbage five times as it starts, each time over every object that its
         # import made
         gc.freeze()
+        model = self.setup.policy
+        arguments = self.arguments()
+        if self.setup.most_pictures:
+            self._processor = load_processor(model)
+            arguments["limit_mm_per_prompt"] = {"image": self.setup.most_pictures}
+        if self.setup.base:
+            from vllm.config.lora import MaxLoRARanks
+
+            # vLLM knows some ranks only, and takes a smaller one under the next
+            rank = checkpoints.adapter_rank(model)
+            ranks = [choice for choice in get_args(MaxLoRARanks) if choice >= rank]
+            arguments |= {"enable_lora": True, "max_lora_rank": min(ranks, default=rank)}
+        return LLM(str(self.link.path), **arguments, **self.options.engine_args)
+
+    def arguments(self) -> dict[str, Any]:
+        """What the options make of `vllm.LLM`'s arguments; None leaves one to vLLM."""
         options = self.options
         arguments = {
             "dtype": self._dtype(),
@@ -92,21 +120,9 @@ class VllmEngine:
             "enforce_eager": self.cpu if options.enforce_eager is None else options.enforce_eager,
             "use_tqdm_on_load": False,
         }
-        if self.cpu:
-            arguments |= self._cpu_arguments()
-        model = self.setup.policy
-        if self.setup.most_pictures:
-            self._processor = load_processor(model)
-            arguments["limit_mm_per_prompt"] = {"image": self.setup.most_pictures}
-        if self.setup.base:
-            from vllm.config.lora import MaxLoRARanks
-
-            # vLLM knows some ranks only, and takes a smaller one under the next
-            rank = checkpoints.adapter_rank(model)
-            ranks = [choice for choice in get_args(MaxLoRARanks) if choice >= rank]
-            arguments |= {"enable_lora": True, "max_lora_rank": min(ranks, default=rank)}
-            model = self.setup.base
-        return LLM(str(model.files.folder), **arguments, **options.engine_args)
+        if options.logits_dtype != "auto":
+            arguments["hf_overrides"] = {"head_dtype": options.logits_dtype}
+        return arguments | (self._cpu_arguments() if self.cpu else {})
 
     def _dtype(self) -> str:
         if self.setup.dtype != "auto":
@@ -127,10 +143,12 @@ class VllmEngine:
         options = self.options
         max_model_len = self.setup.max_model_len
         step_tokens = options.max_num_batched_tokens or _CPU_STEP_TOKENS
+        sequences = options.max_num_seqs or _CPU_SEQUENCES
         arguments = {
+            "max_num_seqs": sequences,
             "block_size": vllm_env.CPU_BLOCK,
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(step_tokens, max_model_len, options.max_num_seqs),
+            "max_num_batched_tokens": max(step_tokens, max_model_len, sequences),
         }
         if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             return arguments
@@ -140,7 +158,7 @@ class VllmEngine:
             cache_bytes = vllm_env.cpu_cache_bytes(
                 checkpoints.model_config(self.setup.policy),
                 self.setup.longest or max_model_len,
-                options.max_num_seqs,
+                sequences,
                 itemsize=4 if self._dtype() == "float32" else 2,
             )
         return {**arguments, "kv_cache_memory_bytes": cache_bytes}
@@ -150,7 +168,7 @@ class VllmEngine:
         so none of its places is empty."""
         requests = iter(requests)
         asked: dict[str, Request] = {}
-        room = max(2 * self.options.max_num_seqs, 512)
+        room = max(2 * self.ahead, 512)
         while True:
             more = []
             for request in islice(requests, room - len(asked)):
@@ -247,6 +265,7 @@ class VllmEngine:
         finally:
             gc.collect = collect
         del self.llm
+        self.link.release()
 
 
 def _fatal(problem: str) -> AbstractContextManager[None]:

@@ -72,6 +72,15 @@ def test_logprobs_are_those_of_the_sampled_distribution(answered):
     )  # the check can tell the temperature
 
 
+def test_logits_in_float32_of_a_model_in_bfloat16(answered):
+    """As the trainer has them: hidden states in bfloat16, their product with the output embedding
+    in float32."""
+    engine = answered["engine with float32 logits"]
+    assert (engine["dtype"], engine["logits_dtype"]) == ("bfloat16", "float32")
+    assert "logits_dtype" not in answered["small"]["metrics"]["engine"]
+    assert gaps(answered["model"], answered["float32 logits"].values(), 1.0).mean() < 0.02
+
+
 def test_a_row_depends_on_its_seed_alone(answered):
     """Not on batch-mates, on prompts that wait for the next step, or on being preempted for lack of
     cache."""

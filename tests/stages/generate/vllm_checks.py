@@ -1,4 +1,4 @@
-"""Run by test_generate_vllm.py in a process of its own: two engine starts, what they answered as
+"""Run by test_generate_vllm.py in a process of its own: three engine starts, what they answered as
 JSON on the last line.
 
 python -m tests.stages.generate.vllm_checks STORE
@@ -135,6 +135,12 @@ def main() -> None:
     for name, sampling in GREEDY.items():
         engine.setup = dataclasses.replace(engine.setup, sampling=sampling)
         out[name] = answers(engine, rows, everything[::2])
+    engine.close()
+    options = {"logits_dtype": "float32"}
+    sampling = Sampling(max_tokens=48)
+    engine = VllmEngine(Setup(policy, sampling, STOPS, 128, "bfloat16", options=options))
+    out["float32 logits"] = answers(engine, rows, everything)
+    out["engine with float32 logits"] = engine.info
     engine.close()
     print(json.dumps(out))
 

@@ -1,0 +1,79 @@
+"""Run by test_vllm_on_h100.py in a process of its own: what vLLM makes of our arguments where its
+platform is an H100, as JSON on the last line. No engine is started.
+
+python -m tests.stages.generate.faked_h100 STORE
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+
+from quiver.stages.common.models.vllm_env import prepare
+from quiver.stages.common.store import Store
+from quiver.stages.generate.engine import Setup
+from quiver.stages.generate.engines.model_link import ModelLink
+from quiver.stages.generate.engines.vllm import VllmEngine
+from quiver.stages.generate.options import Sampling, VllmOptions
+
+
+def fake_platform() -> None:
+    """Python sources of vLLM's two builds differ in three files only; what is missing here is
+    compiled, and no config needs it."""
+    sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")
+    from vllm import platforms
+    from vllm.platforms.cuda import CudaPlatformBase
+    from vllm.platforms.interface import DeviceCapability
+
+    class H100(CudaPlatformBase):
+        get_device_capability = classmethod(lambda _, device_id=0: DeviceCapability(9, 0))
+        get_device_name = classmethod(lambda _, device_id=0: "NVIDIA H100 80GB HBM3")
+        get_device_total_memory = classmethod(lambda _, device_id=0: 80 << 30)
+        get_device_uuid = classmethod(lambda _, device_id=0: "GPU-0")
+        is_fully_connected = classmethod(lambda _, device_ids: True)
+        log_warnings = classmethod(lambda _: None)
+
+    platforms._current_platform = H100()
+
+
+def config_of(policy, path: str, **options):
+    """vLLM's whole config for the policy, read from `path`."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    engine = VllmEngine.__new__(VllmEngine)
+    engine.setup = Setup(policy, Sampling(), stop_ids=(1,), max_model_len=128)
+    engine.options = VllmOptions(**options)
+    engine.cpu = False
+    arguments = engine.arguments()
+    arguments.pop("use_tqdm_on_load")
+    return EngineArgs(model=path, use_tqdm_on_load=False, **arguments).create_engine_config(
+        usage_context=UsageContext.LLM_CLASS
+    )
+
+
+def main() -> None:
+    store = Store(sys.argv[1], create=False)
+    prepare("test")
+    fake_platform()
+    policies = [store.open(ref) for ref in ("tiny/policy@0", "other/policy@0")]
+    out = {"by path": [], "by link": []}
+    for policy in policies:
+        folder = policy.files.folder
+        out["by path"].append(config_of(policy, str(folder)).compute_hash())
+        link = ModelLink(folder)
+        out["by link"].append(config_of(policy, str(link.path)).compute_hash())
+        link.release()
+    whole = config_of(policies[0], str(policies[0].files.folder))
+    out["sequences"] = whole.scheduler_config.max_num_seqs
+    out["dtype"] = str(whole.model_config.dtype)
+    asked = {"max_num_seqs": 64, "logits_dtype": "float32"}
+    changed = config_of(policies[0], str(policies[0].files.folder), **asked)
+    out["asked sequences"] = changed.scheduler_config.max_num_seqs
+    out["head"] = [str(config.model_config.head_dtype) for config in (whole, changed)]
+    print(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()

