@@ -267,6 +267,10 @@ class Config(base.Config):
     save_optimizer: bool = True
     """Save AdamW's moments with the policy, so that the next iteration goes on with them (twice the
     weights' bytes in float32)."""
+    save_dtype: Added[Literal["float32", "bfloat16"]] = "float32"
+    """What the policy's weights are on disk. bfloat16: half the bytes for every reader, rounded to
+    nearest; the float32 weights, with which the next iteration goes on, are in the optimizer's
+    state. With a precision of bf16_master or bf16_stochastic they are bfloat16 in any case."""
     load_optimizer: bool = True
     """Take up the moments that the starting checkpoint holds, if any."""
     drop_zero_variance: bool | None = None
@@ -352,6 +356,12 @@ class Config(base.Config):
                 "precision 'bf16_master' keeps its float32 weights in the optimizer's state, so "
                 "save_optimizer and load_optimizer must be true: set them, or take "
                 "'bf16_stochastic'"
+            )
+        saves_rounded = self.save_dtype == "bfloat16" and self.precision != "bf16_stochastic"
+        if saves_rounded and not (self.lora or (self.save_optimizer and self.load_optimizer)):
+            raise ValueError(
+                "save_dtype 'bfloat16' keeps the float32 weights in the optimizer's state, so "
+                "save_optimizer and load_optimizer must be true: set them, or take 'float32'"
             )
         if self.kl_in_reward and self.kl_coef == 0:
             raise ValueError("kl_in_reward needs kl_coef > 0")

@@ -91,16 +91,23 @@ def learning_rate(config: Config, step: int) -> float:
 
 def state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The moments by parameter name, and `updates`, the number of steps that made them; empty
-    before the first step. With `bf16_master` the weights proper besides."""
+    before the first step. With `bf16_master` the weights proper besides. They are the optimizer's
+    own tensors, on its device."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         moments = optimizer.state.get(parameter, {})
         for key in (*_MOMENTS, MASTER):
             if key in moments:
-                tensors[f"{key}.{name}"] = moments[key].detach().cpu().contiguous()
+                tensors[f"{key}.{name}"] = moments[key].detach()
         if "step" in moments:
-            tensors["updates"] = moments["step"].detach().cpu().reshape(1)
+            tensors["updates"] = moments["step"].detach().reshape(1)
     return tensors
+
+
+def masters(model: nn.Module, before: Mapping[nn.Parameter, Tensor]) -> dict[str, Tensor]:
+    """The float32 weights of a model that is saved in bfloat16, as `state` names them. `before`:
+    what `narrow` gave."""
+    return {f"{MASTER}.{name}": before[weight] for name, weight in model.named_parameters()}
 
 
 def load_state(
@@ -109,8 +116,8 @@ def load_state(
     """Take up what `state` gave; a weight that never had a gradient has no moments. ConfigError
     when they belong to a model of other names or shapes, or to other weights.
 
-    Saved master weights are taken up where the optimizer has some; else the policy's weights, which
-    are those rounded, go on.
+    Saved master weights are taken up by the optimizer where it has some, and else by the model,
+    unless its weights are bfloat16 themselves: then these, which are those rounded, go on.
     """
     parameters = dict(model.named_parameters())
     names = {key.partition(".")[2] for key in tensors if key != "updates"}
@@ -127,10 +134,15 @@ def load_state(
         ):
             raise _not_ours(f"{name} is missing or of another shape")
         current = optimizer.state[parameter]
-        if MASTER not in current:
-            moments.pop(MASTER, None)
-        elif MASTER in moments and not torch.equal(moments[MASTER].to(parameter), parameter):
-            raise _not_ours(f"the float32 weights of {name} are not those of the policy")
+        if MASTER in moments:
+            rounded = moments[MASTER].to(torch.bfloat16).to(parameter)
+            if not torch.equal(rounded, parameter):
+                raise _not_ours(f"the float32 weights of {name} are not those of the policy")
+        if MASTER in moments and MASTER not in current:
+            master = moments.pop(MASTER)
+            if parameter.dtype == torch.float32:
+                with torch.no_grad():
+                    parameter.copy_(master)
         if has_moments and ("updates" not in tensors or tensors["updates"].numel() != 1):
             raise _not_ours("how many steps made the moments is not told")
         if has_moments:

@@ -13,12 +13,13 @@ import pyarrow.compute as pc
 
 from quiver.schemas import advantages as advantages_kind
 from quiver.schemas import updates as updates_kind
+from quiver.stages.common.forward.precision import narrow
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import restore_dropout
 from quiver.stages.common.store import Version, storage
 from quiver.stages.common.store.writer import Writer
 
-from . import lora, optimizer, state_folder, value_head
+from . import adapters, bf16, optimizer, state_folder, value_head
 from .losses import log_ratio
 
 if TYPE_CHECKING:
@@ -38,7 +39,11 @@ def save(parent: Version, trainer: Trainer, writer: Writer) -> None:
         restore_dropout(model, parent)
         state = optimizer.state(trainer.optimizer, model) if config.save_optimizer else {}
         if config.lora:
-            lora.save_and_merge(model, writer.folder)
+            adapters.save_and_merge(model, writer.folder)
+        if config.save_dtype == "bfloat16" and trainer.precision not in bf16.PRECISIONS:
+            masters = narrow(model)
+            if not config.lora:
+                state |= optimizer.masters(model, masters)
         checkpoints.save_policy(model, parent, writer.folder)
         if trainer.critic is not None:
             value_head.save(

@@ -36,7 +36,7 @@ from . import algorithms, kl_control
 from .checks import check_credit, check_schedule, check_trackers
 from .config import Audit, Config, Correction
 from .inputs import open_inputs, require_state
-from .lora import attach, check_installed, has_moments, with_base
+from .lora import check_installed, has_moments, with_base
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -176,22 +176,22 @@ def _load_trainer(
     from quiver.stages.common.models.loading import load_model
 
     from . import state_folder, value_head
+    from .adapters import load_with_adapters
     from .optimizer import load_state
     from .trainer import Trainer
 
     policy = plan.inputs["policy"]
     config = kl_control.carried(plan)
     critic = config.critic if algorithm.critic else None
-    if config.lora:
-        check_installed()
     load = partial(load_model, dtype=torch.float32, device=accelerator.device)
-    model = load(plan.inputs.get("base", policy))
+    if config.lora:
+        model = load_with_adapters(config, plan.inputs, accelerator.device)
+    else:
+        model = load(policy)
     value_trunk = value_head.trunk_of(load(policy)) if critic == "model" else None
     if not config.train_vision:
         for parameter in sight(model):
             parameter.requires_grad_(False)
-    if config.lora:
-        attach(config.lora, model, policy, seed=config.seed)
     step = int(policy.manifest.metrics.get("step", 0))
     trainer = Trainer(
         config, model, batch, algorithm, accelerator, step=step, value_trunk=value_trunk

@@ -3,6 +3,8 @@ pickle.
 
     write(folder / "optimizer", tensors, optimizer="adamw", step=12)
     tensors = read(policy, "optimizer", optimizer="adamw")
+
+One file, state.safetensors, or as many as it takes, state-00001-of-00003.safetensors.
 """
 
 from __future__ import annotations
@@ -15,20 +17,43 @@ from typing import Any
 from torch import Tensor
 
 from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.models.checkpoints import FILE_BYTES
 from quiver.stages.common.models.folder import load_errors, parse_object
 from quiver.stages.common.store import Version, storage
 
-_FORMAT = 1
+_ONE_FILE = 1
+_SEVERAL_FILES = 2
+"""Formats: an older Quiver reads the first, and refuses the second."""
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor], **about: Any) -> None:
-    """Make `folder` and write `tensors`, which lie on the CPU, and what is said `about` them."""
+def write(
+    folder: Path, tensors: Mapping[str, Tensor], *, file_bytes: int = FILE_BYTES, **about: Any
+) -> None:
+    """Make `folder` and write `tensors`, which may lie on any device, and what is said `about`
+    them. Those of one file are in the host's memory at a time; `file_bytes`: most of a file, unless
+    one tensor alone has more."""
     from safetensors.torch import save_file
 
+    files: list[list[str]] = [[]]
+    free = file_bytes
+    for name, tensor in tensors.items():
+        if files[-1] and tensor.nbytes > free:
+            files.append([])
+            free = file_bytes
+        files[-1].append(name)
+        free -= tensor.nbytes
     folder.mkdir()
-    save_file(dict(tensors), folder / "state.safetensors")
-    note = json.dumps({"format": _FORMAT, **about})
-    storage.write_bytes(folder / "state.json", note.encode())
+    for number, names in enumerate(files, 1):
+        of_file = {name: tensors[name].cpu().contiguous() for name in names}
+        save_file(of_file, folder / _file_name(number, len(files)))
+    note = {"format": _ONE_FILE}
+    if len(files) > 1:
+        note = {"format": _SEVERAL_FILES, "files": len(files)}
+    storage.write_bytes(folder / "state.json", json.dumps({**note, **about}).encode())
+
+
+def _file_name(number: int, count: int) -> str:
+    return f"state-{number:05d}-of-{count:05d}.safetensors" if count > 1 else "state.safetensors"
 
 
 def holds(policy: Version, folder: str) -> bool:
@@ -43,12 +68,18 @@ def read(policy: Version, folder: str, **about: Any) -> dict[str, Tensor]:
 
     policy.verify(f"{folder}/")
     note = parse_object(policy.files.read(f"{folder}/state.json")) or {}
-    expected = {"format": _FORMAT, **about}
-    if not expected.items() <= note.items():
+    count = note.get("files") if note.get("format") == _SEVERAL_FILES else 1
+    is_count = type(count) is int and count > 0
+    is_known = note.get("format") in (_ONE_FILE, _SEVERAL_FILES) and is_count
+    if not is_known or not about.items() <= note.items():
+        expected = {"format": [_ONE_FILE, _SEVERAL_FILES], **about}
         raise ConfigError(
             str(policy.ref),
             f"{folder}/ is {printable(note)}, expected {expected}",
             next="take a newer Quiver, or start from another policy",
         )
+    tensors: dict[str, Tensor] = {}
     with load_errors(f"{policy.ref} {folder}/"):
-        return load_file(policy.files.path(f"{folder}/state.safetensors"))
+        for number in range(1, count + 1):
+            tensors |= load_file(policy.files.path(f"{folder}/{_file_name(number, count)}"))
+    return tensors

@@ -31,11 +31,11 @@ from quiver.stages.common.forward.precision import narrow, resolve
 from quiver.stages.common.forward.verify import choose_kernel, choose_mode
 
 from . import bf16, critic, entropy, imitation, kl_control
+from .adapters import narrow_frozen
 from .algorithms import Algorithm, find_function
 from .audit import audit
 from .batch import Batch, Step
 from .config import Config
-from .lora import narrow_frozen
 from .objective import NUM_SUMS, Objective
 from .optimizer import learning_rate, make_optimizer, total_norm
 from .value_head import ValueHead, with_trunk

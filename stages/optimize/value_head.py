@@ -63,7 +63,7 @@ def save(
     critic: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, kind: str, *, moments: bool
 ) -> None:
     """Write weights and, if asked, AdamW's moments into the folder of this kind below `folder`."""
-    tensors = {name: p.detach().cpu().contiguous() for name, p in critic.named_parameters()}
+    tensors = {name: parameter.detach() for name, parameter in critic.named_parameters()}
     if moments:
         tensors |= adamw.state(optimizer, critic)
     state_folder.write(folder / FOLDERS[kind], tensors)

@@ -65,6 +65,37 @@ def onednn_is_exact() -> bool:
     return True
 
 
+@contextmanager
+def layers_in_float32(model: nn.Module) -> Iterator[None]:
+    """Let weights that are bfloat16 be float32 for as long as it is open: those of a layer while it
+    computes, so that the others need no memory, and those outside of the layers all the time."""
+    narrow_weights: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = {}
+
+    def widen(module: nn.Module, *_: object) -> None:
+        parameters = [p for p in module.parameters() if p.dtype == torch.bfloat16]
+        narrow_weights[module] = [(parameter, parameter.data) for parameter in parameters]
+        for parameter in parameters:
+            parameter.data = parameter.data.float()
+
+    def restore(module: nn.Module, *_: object) -> None:
+        for parameter, weight in narrow_weights.pop(module):
+            parameter.data = weight
+
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    layers = [layer for module_list in lists for layer in module_list]
+    in_layers = {parameter for layer in layers for parameter in layer.parameters()}
+    outside = nn.ParameterList(p for p in model.parameters() if p not in in_layers)
+    hooks = [layer.register_forward_pre_hook(widen) for layer in layers]
+    hooks += [layer.register_forward_hook(restore, always_call=True) for layer in layers]
+    widen(outside)
+    try:
+        yield
+    finally:
+        restore(outside)
+        for hook in hooks:
+            hook.remove()
+
+
 def narrow(model: nn.Module) -> dict[nn.Parameter, Tensor]:
     """Make the weights of `model` bfloat16 in place, rounded to nearest; what each was before.
 

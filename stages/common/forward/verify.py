@@ -30,6 +30,7 @@ from .attention import MODES, NAME, block_attention
 from .layout import Layout, Sequences, make_layout
 from .packing import Piece
 from .policy import Policy, score
+from .precision import layers_in_float32
 
 TOLERANCE = 2e-3
 """Nats: the largest difference in float32 between two ways of computing one logprob."""
@@ -75,17 +76,19 @@ def choose_mode(
     policy.autocast = policy.fast = False
     try:
         policy.set_mode("single")
-        with _forward_errors(policy.model):
-            expected = [_own_logprobs(policy, sequences, row).cpu() for row in range(len(rows))]
-        for mode in MODES[MODES.index(preferred) :]:
-            gap = largest_gap(policy, mode, sequences, prompt_numbers, expected)
-            if gap <= TOLERANCE:
-                return mode
-            log.warning(
-                "packing %r is not right for this model (logprobs differ by %.4f); trying the next",
-                mode,
-                gap,
-            )
+        with layers_in_float32(policy.model):
+            with _forward_errors(policy.model):
+                expected = [_own_logprobs(policy, sequences, row).cpu() for row in range(len(rows))]
+            for mode in MODES[MODES.index(preferred) :]:
+                gap = largest_gap(policy, mode, sequences, prompt_numbers, expected)
+                if gap <= TOLERANCE:
+                    return mode
+                log.warning(
+                    "packing %r is not right for this model (logprobs differ by %.4f); "
+                    "trying the next",
+                    mode,
+                    gap,
+                )
     finally:
         policy.autocast, policy.fast = precision
     raise ConfigError(

@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 STAGE_VERSION = 1
 OPTIMIZER_FOLDER = ledger.OPTIMIZER_FOLDER
 ADAPTER_FOLDER = "adapter"
+FILE_BYTES = 4 * 10**9
+"""Most bytes of a file of tensors, unless one tensor alone has more: several files are hashed at
+once, and held in memory one after another."""
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 _TOKENIZER_FILES = (
     "added_tokens.json",
@@ -433,9 +436,9 @@ def load_folders_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerFast:
 
 
 def save_policy(model: PreTrainedModel, parent: Version, folder: Path) -> None:
-    """Write `model` as a model directory; tokenizer, template and generation config are the
-    parent's, byte for byte."""
-    model.save_pretrained(folder)
+    """Write `model` as a model directory, in files of at most FILE_BYTES; tokenizer, template and
+    generation config are the parent's, byte for byte."""
+    model.save_pretrained(folder, max_shard_size=FILE_BYTES)
     for name in CARRIED_FILES:
         original = parent.files.path(name)
         if original.is_file():

@@ -223,6 +223,16 @@ def convert_gguf(source: Path, folder: Path, dtype: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def stored_dtypes(folder: Path) -> set[str]:
+    """The dtypes of all weights, as safetensors names them: F32, BF16, …"""
+    dtypes = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "numpy") as tensors:
+            for key in tensors.keys():  # noqa: SIM118  not a dict
+                dtypes.add(tensors.get_slice(key).get_dtype())
+    return dtypes
+
+
 def count_parameters(folder: Path) -> int:
     """Numbers in all weight files; only their headers are read."""
     total = 0

@@ -14,11 +14,11 @@ import json
 import os
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 from quiver.stages.common.store import storage
+from quiver.stages.common.threads import map_in_threads
 
 _SETTLED_NS = 2_000_000_000
 
@@ -29,8 +29,7 @@ def hash_files(paths: Iterable[Path], *, remembered: bool = False) -> list[tuple
     `remembered`: a hash from memory is enough where the file looks unchanged. Otherwise every byte
     is read, and the memory is set right.
     """
-    with ThreadPoolExecutor(4) as pool:  # a large file is hashed at the speed of one core
-        return list(pool.map(lambda path: (path.name, _hash_file(path, remembered)), paths))
+    return map_in_threads(lambda path: (path.name, _hash_file(path, remembered)), paths)
 
 
 def _hash_file(path: Path, remembered: bool) -> str:

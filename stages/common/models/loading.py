@@ -29,6 +29,7 @@ from quiver.stages.common.models.checkpoints import (
 from quiver.stages.common.models.folder import check_folder, load_errors, says_no_memory
 from quiver.stages.common.models.mkl_warmup import make_first_calls
 from quiver.stages.common.store import Version
+from quiver.stages.common.threads import map_in_threads
 
 if TYPE_CHECKING:
     import torch
@@ -38,9 +39,8 @@ if TYPE_CHECKING:
 def verify_model(version: Version) -> None:
     """Check the files that make the model, those at the top of the folder; the optimizer's state is
     checked where it is read."""
-    for entry in version.manifest.files:
-        if "/" not in entry.name:
-            version.verify(entry.name)
+    names = [entry.name for entry in version.manifest.files if "/" not in entry.name]
+    map_in_threads(version.verify, names)
     check_folder(version.files.folder, str(version.ref))
 
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from quiver.schemas.errors import printable
+from quiver.schemas.errors import CorruptError, printable
+from quiver.schemas.manifest import FileEntry
 from quiver.stages.common.runtime.subprocesses import Process
 
 from . import arrow_child
 
 _SECONDS = 60.0
+_parsed_hashes: set[str] = set()
+"""Files of somebody else's stores that a child process has parsed, by their sha256."""
 
 
 class ArrowCheck:
@@ -58,3 +62,17 @@ class ArrowCheck:
         code = self._child.wait()
         self.end()
         return f"whoever parses it crashes (exit code {code})"
+
+
+def require_parseable(
+    folder: Path, entries: Iterable[FileEntry], corrupt: Callable[[str, str], CorruptError]
+) -> None:
+    """Let a child process parse files in `folder`, each once. Raises what `corrupt` makes of a
+    file's name and what is wrong with it."""
+    with ArrowCheck() as arrow_check:
+        for entry in entries:
+            if entry.sha256 not in _parsed_hashes:
+                problem = arrow_check.problem(folder / entry.name)
+                if problem:
+                    raise corrupt(entry.name, f"can not be parsed: {problem}")
+                _parsed_hashes.add(entry.sha256)

@@ -44,6 +44,7 @@ from quiver.schemas.errors import (
 from quiver.schemas.manifest import FileEntry, Input, Manifest, from_json
 from quiver.schemas.plain import read_json
 from quiver.schemas.refs import Ref
+from quiver.stages.common.threads import map_in_threads
 
 from .index import Index, IndexEntry
 from .ledger import OPTIMIZER_FOLDER, Ledger, Tombstone
@@ -56,10 +57,6 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 log = logging.getLogger(__name__)
-
-
-_parsed_hashes: set[str] = set()
-"""Files of somebody else's stores that a child process has parsed, by their sha256."""
 
 
 def schema_module(kind: str):
@@ -159,6 +156,7 @@ class Version:
         or of all files that did not expire before the version; each once a process. CorruptError;
         LineageError where it expired."""
         prefix = name if name.endswith("/") else None
+        unchecked = []
         for entry in self.manifest.files:
             is_meant = name in ("", entry.name) or (prefix and entry.name.startswith(prefix))
             if not is_meant or entry.name in self._checked:
@@ -166,8 +164,8 @@ class Version:
             if name or self.tombstone:
                 self.require(entry.name)
             if self.tombstone_of(entry.name) is None:
-                self._verify_file(entry.name, entry.bytes, entry.sha256)
-                self._checked.add(entry.name)
+                unchecked.append(entry)
+        map_in_threads(self._verify_file, unchecked)
 
     def require(self, name: str) -> None:
         """LineageError where file `name` expired, be it whole or not."""
@@ -183,17 +181,17 @@ class Version:
             return self.tombstone
         return self._ledger.tombstone(self.ref.version, OPTIMIZER_FOLDER)
 
-    def _verify_file(self, name: str, expected_size: int, expected_sha256: str) -> None:
+    def _verify_file(self, entry: FileEntry) -> None:
+        name = entry.name
         size = self.files.size(name)
         if size is None:
             raise gone_error(self._storage, self.ref) or self.corrupt(name, "is missing")
-        if size != expected_size:
-            raise self.corrupt(name, f"expected {expected_size} bytes, found {size}")
+        if size != entry.bytes:
+            raise self.corrupt(name, f"expected {entry.bytes} bytes, found {size}")
         sha256 = self._storage.sha256(f"{self.ref.folder}/{name}")
-        if sha256 != expected_sha256:
-            raise self.corrupt(
-                name, f"sha256 expected {expected_sha256[:12]}…, found {sha256[:12]}…"
-            )
+        if sha256 != entry.sha256:
+            raise self.corrupt(name, f"sha256 expected {entry.sha256[:12]}…, found {sha256[:12]}…")
+        self._checked.add(name)
 
     def corrupt(self, name: str, problem: str) -> CorruptError:
         """The error that file `name` of this version is not what was written."""
@@ -219,26 +217,15 @@ class Version:
                 break
             self.verify(entry.name)
             entries.append(entry)
-        self._parse_elsewhere(entries)
+        if self._storage.is_foreign:
+            from .arrow_check import require_parseable
+
+            require_parseable(self.files.folder, entries, self.corrupt)
         shards = [self._read_shard(entry, columns) for entry in entries]
         try:
             return pa.concat_tables(shards)
         except pa.ArrowException as error:
             raise self.corrupt("", f"its files do not fit together: {printable(error)}") from None
-
-    def _parse_elsewhere(self, entries: list[FileEntry]) -> None:
-        """Let a child process parse files of somebody else's store first; each once."""
-        unparsed = [entry for entry in entries if entry.sha256 not in _parsed_hashes]
-        if not unparsed or not self._storage.is_foreign:
-            return
-        from .arrow_check import ArrowCheck
-
-        with ArrowCheck() as arrow_check:
-            for entry in unparsed:
-                problem = arrow_check.problem(self.files.path(entry.name))
-                if problem:
-                    raise self.corrupt(entry.name, f"can not be parsed: {problem}")
-                _parsed_hashes.add(entry.sha256)
 
     def _read_shard(self, entry: FileEntry, columns: list[str] | None) -> pa.Table:
         """One file, whose hash is right."""

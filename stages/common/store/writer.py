@@ -64,6 +64,7 @@ from quiver.schemas.manifest import (
 )
 from quiver.schemas.refs import Ref, as_version
 from quiver.stages.common.runtime.stage import Plan
+from quiver.stages.common.threads import map_in_threads
 
 from .environment import environment
 from .leases import Lease, Leases, Link
@@ -328,7 +329,7 @@ class Writer:
                 names = self._storage.list_files(self._files_prefix)
                 for name in names:
                     self._storage.settle(f"{self._files_prefix}/{name}")
-                self._entries = tuple(map(self._entry, names))
+                self._entries = tuple(map_in_threads(self._entry, names))
                 return
             indices = self.noted()
             self._entries = tuple(map(self._note, indices))

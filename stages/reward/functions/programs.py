@@ -10,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quiver.schemas.errors import ResourceError, printable
+from quiver.stages.common.threads import map_in_threads
 
 if TYPE_CHECKING:
     from quiver.stages.common.sandbox import Finished, Limits
@@ -116,8 +115,7 @@ def code(
         passed, total = judge(*row, run, limits, all)
         return float(passed == total) if all else passed / total
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(score, rows))  # an error cancels the rows that wait
+    return map_in_threads(score, rows)
 
 
 def extract(completion: str) -> str:

@@ -283,6 +283,51 @@ def test_another_precision_goes_on_from_the_policys_weights(store, policy, made)
             assert (f"master.{name}" in kept) == (precision == "bf16_master")
 
 
+def test_weights_on_disk_may_be_bfloat16_and_the_training_goes_on_in_float32(store, policy, made):
+    """Two iterations are those of float32 files, bit for bit: its weights went with the optimizer's
+    state."""
+    common = {"max_staleness": 1, "audit": {"max_mean_gap": 1.0}}
+    policies = {}
+    for dtype in ("float32", "bfloat16"):
+        first = _run(store, policy, made, _config(save_dtype=dtype, **common))
+        config = _config(save_dtype=dtype, **common)
+        policies[dtype] = first, _run(store, first, made, config)
+    for wide, rounded_policy in zip(*policies.values(), strict=True):
+        masters = _tensors(rounded_policy, "optimizer/state.safetensors")
+        rounded = _tensors(rounded_policy)
+        assert json.loads(rounded_policy.files.read("config.json"))["dtype"] == "bfloat16"
+        for name, weight in _tensors(wide).items():
+            assert torch.equal(masters[f"master.{name}"], weight)
+            assert torch.equal(rounded[name], weight.bfloat16())
+
+
+def test_a_model_in_several_files_is_the_same_model(store, policy, made, monkeypatch):
+    together = _run(store, policy, made, _config(), into="together")
+    monkeypatch.setattr("quiver.stages.common.models.checkpoints.FILE_BYTES", 60_000)
+    apart = _run(store, policy, made, _config(), into="apart")
+    sizes = {
+        entry.name: entry.bytes
+        for entry in apart.manifest.files
+        if entry.name.endswith(".safetensors") and "/" not in entry.name
+    }
+    assert len(sizes) > 2 and max(sizes.values()) < 90_000  # the embedding alone has 81,920
+    assert "model.safetensors.index.json" in apart.files.names
+    weights = _tensors(together)
+    for name, parameter in load_model(apart, dtype=torch.float32).named_parameters():
+        assert torch.equal(parameter, weights[name]), name
+    common = {"max_staleness": 1, "audit": {"enabled": False}}
+    after = [_run(store, start, made, _config(**common)) for start in (together, apart)]
+    monkeypatch.undo()
+    one, other = (load_model(version, dtype=torch.float32).state_dict() for version in after)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_weights_on_disk_in_bfloat16_want_the_optimizers_state():
+    with pytest.raises(ValueError, match="save_dtype 'bfloat16' keeps the float32 weights"):
+        _config(save_dtype="bfloat16", save_optimizer=False)
+    _config(save_dtype="bfloat16", save_optimizer=False, lora={})
+
+
 def test_nothing_to_learn_keeps_the_masters(store, policy, made):
     rewards = world.write_rewards(store, made[0], lambda row: 1.0)
     done = _run(store, policy, (made[0], rewards), _config(precision="bf16_master"))

@@ -20,8 +20,9 @@ from quiver.stages.common.store import Store
 from quiver.stages.common.verification import verify
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize.accelerator import make_accelerator
+from quiver.stages.optimize.adapters import attach, load_with_adapters, narrow_frozen
 from quiver.stages.optimize.algorithms import resolve
-from quiver.stages.optimize.lora import Lora, attach, narrow_frozen
+from quiver.stages.optimize.lora import Lora
 from quiver.stages.optimize.stage import Config, check
 from quiver.stages.optimize.trainer import Trainer
 from tests.stages.optimize import world
@@ -374,9 +375,28 @@ def test_a_base_that_bfloat16_holds_is_held_in_it_and_nothing_changes(store, hal
     }
     assert kinds and all(found == {torch.float32} for found in kinds.values()), kinds
     monkeypatch.setattr("quiver.stages.optimize.trainer.narrow_frozen", lambda model: None)
+    monkeypatch.setattr("quiver.stages.optimize.adapters.stored_dtypes", lambda folder: {"F32"})
     wide = _run(store, half, _config(**common), force=True)
     assert narrow.ref != wide.ref and narrow.manifest.content_hash == wide.manifest.content_hash
     assert {value.dtype for value in _tensors(narrow).values()} == {torch.float32}
+
+
+def test_a_base_in_bfloat16_is_loaded_as_it_is_and_its_adapters_are_float32(half):
+    inputs = {"base": half[0], "policy": half[0]}
+    models = {
+        precision: load_with_adapters(_config(precision=precision), inputs, torch.device("cpu"))
+        for precision in ("bf16", "fp32")
+    }
+    dtypes = {
+        name: parameter.dtype
+        for name, parameter in models["bf16"].named_parameters()
+        if "norm" not in name and "embed" not in name and "shared" not in name
+    }
+    assert {dtype for name, dtype in dtypes.items() if "lora_" in name} == {torch.float32}
+    assert torch.bfloat16 in dtypes.values()
+    for name, parameter in models["fp32"].named_parameters():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(models["bf16"].get_parameter(name).float(), parameter), name
 
 
 def test_a_base_that_bfloat16_does_not_hold_stays_what_it_is(store, made):

@@ -1,0 +1,216 @@
+"""The matrices of LoRA beside a model's linear layers: made, loaded, saved, merged. See `lora`.
+
+    model = load_with_adapters(config, plan.inputs, device)   # then train what requires a gradient
+    save_and_merge(model, folder)
+
+Not of the spine: only a recipe with `[optimize.lora]` uses it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.forward.pictures import sight
+from quiver.stages.common.forward.precision import resolve
+from quiver.stages.common.models.checkpoints import ADAPTER_FOLDER
+from quiver.stages.common.models.folder import stored_dtypes
+from quiver.stages.common.models.loading import load_model
+from quiver.stages.common.store import Version, storage
+
+from .config import Config
+from .lora import Lora, check_installed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_NAME = "default"
+_PREFIX = "base_model.model."
+"""What stands before every name in a file of peft."""
+_WEIGHTS = f"{ADAPTER_FOLDER}/adapter_model.safetensors"
+log = logging.getLogger(__name__)
+
+
+def load_with_adapters(
+    config: Config, inputs: Mapping[str, Version], device: torch.device
+) -> PreTrainedModel:
+    """The base, frozen, with the adapters of the policy, or new ones. ConfigError: see `attach`."""
+    check_installed()
+    model = load_base(inputs["base"], device, narrow=resolve(config.precision, device) == "bf16")
+    attach(config.lora, model, inputs["policy"], seed=config.seed)
+    return model
+
+
+def load_base(version: Version, device: torch.device, *, narrow: bool) -> PreTrainedModel:
+    """The base in float32. `narrow`: linear layers stay bfloat16 where they are that on disk, and
+    are float32 at no time: `narrow_frozen` would make them bfloat16 again."""
+    is_bfloat16 = stored_dtypes(version.files.folder) == {"BF16"}
+    dtype = torch.bfloat16 if narrow and is_bfloat16 else torch.float32
+    model = load_model(version, dtype=dtype, device=device)
+    if dtype != torch.float32:
+        stays = set(_read_by_linear_layers_alone(model))
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor not in stays and tensor.is_floating_point():
+                tensor.data = tensor.data.float()
+    return model
+
+
+@contextmanager
+def _float32_in_name(model: nn.Module) -> Iterator[None]:
+    """Let weights in bfloat16 look as if they were float32, without any memory: peft makes its
+    matrices in the dtype of the layer."""
+    narrow = [p for p in model.parameters() if p.dtype == torch.bfloat16]
+    weights = [parameter.data for parameter in narrow]
+    for parameter in narrow:
+        nothing = torch.zeros((), device=parameter.device)
+        parameter.data = nothing.expand(parameter.shape)
+    try:
+        yield
+    finally:
+        for parameter, weight in zip(narrow, weights, strict=True):
+            parameter.data = weight
+
+
+def attach(config: Lora, model: PreTrainedModel, policy: Version, *, seed: int) -> None:
+    """Freeze `model` (the base) and put adapters on it, in place: those of `policy`, else new ones,
+    which `seed` decides.
+
+    ConfigError when a name in `target_modules` is no layer of the model, or the adapter is of
+    another one.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    layers = _layers(config, model)
+    peft_config = LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=0.0,
+        target_modules=layers,
+        task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=()), _float32_in_name(model):
+        # new layers are made on the CPU, whatever the model's device
+        torch.default_generator.manual_seed(seed)
+        inject_adapter_in_model(peft_config, model, _NAME)
+    adapters = _adapters(model)
+    if policy.manifest.input("base") is not None:
+        policy.verify(f"{ADAPTER_FOLDER}/")
+        saved = load_file(policy.files.path(_WEIGHTS))
+        shapes = {name: parameter.shape for name, parameter in adapters.items()}
+        if {name: tensor.shape for name, tensor in saved.items()} != shapes:
+            raise ConfigError(
+                f"{policy.ref} {ADAPTER_FOLDER}",
+                "its matrices have other names or shapes than the base's layers",
+                next=f"install the transformers that the manifest of {policy.ref} names",
+            )
+        with torch.no_grad():
+            for name, parameter in adapters.items():
+                parameter.copy_(saved[name])
+    trained = sum(parameter.numel() for parameter in adapters.values())
+    log.info(
+        "lora: rank %d on %d layers, %d numbers are trained", config.rank, len(layers), trained
+    )
+
+
+def _layers(config: Lora, model: PreTrainedModel) -> list[str]:
+    """Full names of the layers that get an adapter.
+
+    Not the output embedding: its weight is read by the trainer's head, past any adapter.
+    """
+    head = model.get_output_embeddings()
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head
+    ]
+    if config.target_modules == "all-linear":
+        of_sight = {id(parameter) for parameter in sight(model)}
+        return [name for name in linear if id(model.get_submodule(name).weight) not in of_sight]
+    chosen = set()
+    for target in config.target_modules:
+        matching = [name for name in linear if f".{name}".endswith(f".{target}")]
+        if not matching:
+            endings = sorted({name.rpartition(".")[2] for name in linear})
+            nearest = difflib.get_close_matches(target, endings, 1, 0.5)
+            raise ConfigError(
+                "optimize.lora.target_modules",
+                f"no linear layer inside the model is called {printable(repr(target))}; there are "
+                f"{', '.join(endings)}",
+                next=f"set target_modules = {nearest}"
+                if nearest
+                else 'set target_modules = "all-linear"',
+            )
+        chosen.update(matching)
+    return [name for name in linear if name in chosen]
+
+
+def narrow_frozen(model: nn.Module) -> None:
+    """Make the frozen weights of linear layers bfloat16 in place, where that loses nothing, as in a
+    base that was saved so.
+
+    For passes under bfloat16 autocast alone, which give the same numbers bit for bit: it rounds
+    these weights anyway, and, as they have no gradient, in each pass anew. An output embedding that
+    is the input embedding too stays, for that one is not rounded.
+    """
+    for parameter in _read_by_linear_layers_alone(model):
+        if not parameter.requires_grad:
+            rounded = parameter.data.to(torch.bfloat16)
+            if torch.equal(rounded.to(parameter.dtype), parameter.data):
+                parameter.data = rounded
+
+
+def _read_by_linear_layers_alone(model: nn.Module) -> list[nn.Parameter]:
+    """Weights of linear layers, but for an output embedding that is the input embedding too."""
+    linear_weights = []
+    read_elsewhere = set()
+    for module in model.modules():
+        parameters = list(module.parameters(recurse=False))
+        if isinstance(module, nn.Linear | Conv1D):
+            linear_weights += parameters
+        else:
+            read_elsewhere.update(parameters)
+    return [parameter for parameter in linear_weights if parameter not in read_elsewhere]
+
+
+def _adapters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trained matrices by their names in peft's files."""
+    return {
+        _PREFIX + name.replace(f".{_NAME}.", "."): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def save_and_merge(model: PreTrainedModel, folder: Path) -> None:
+    """Write the adapters into `adapter/` below `folder`, as peft and vLLM read them; then make
+    `model` in place the plain float32 model that base and adapters are together. It is put together
+    layer by layer in the host's memory: a device never holds the base in float32."""
+    from peft.tuners.lora import LoraLayer
+
+    (folder / ADAPTER_FOLDER).mkdir()
+    tensors = {name: p.detach().cpu().contiguous() for name, p in _adapters(model).items()}
+    save_file(tensors, folder / _WEIGHTS, {"format": "pt"})
+    peft_config = model.peft_config[_NAME].to_dict()
+    peft_config["inference_mode"] = True
+    peft_config["target_modules"] = sorted(peft_config["target_modules"])  # a set, in any order
+    storage.write_bytes(
+        folder / ADAPTER_FOLDER / "adapter_config.json",
+        json.dumps(peft_config, indent=2, sort_keys=True).encode(),
+    )
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LoraLayer):
+            module.float().merge()
+            model.set_submodule(name, module.get_base_layer().cpu())
+    model.cpu().float()
+    del model.peft_config
