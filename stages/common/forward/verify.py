@@ -4,19 +4,18 @@ kernel.
 `choose_mode` asks `judge` (architecture.py) which ways of packing suit the architecture, compares
 them on real rollouts with the model's own forward pass, one rollout at a time, and takes the
 fastest that agrees; so an architecture that the block attention does not suit costs speed, never
-correctness. `choose_kernel` measures, on a GPU in bfloat16, torch's fused kernels on
-blocks against one kernel for sequences of any lengths, on what attention is really given for the
-first micro-batch: the faster one is taken, if it gives the numbers of attention in float32.
-Everywhere else there are only blocks.
+correctness. `choose_kernel` takes, on a GPU in bfloat16, one kernel for sequences of any lengths in
+place of torch's fused kernels on blocks, if this build has it and it gives the numbers of attention
+in float32 on what attention is really given for the first micro-batch. No clock decides, so two
+runs have the same kernel. Everywhere else there are only blocks.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +40,6 @@ _MOST_TOKENS = 256
 _KERNEL_TOLERANCE = 0.02
 """Largest error of an output or gradient, as a share of its norm: bfloat16 itself is near 0.005, a
 wrong key far above."""
-_REPEATS = 5
 log = logging.getLogger(__name__)
 
 
@@ -227,7 +225,7 @@ def choose_kernel(policy: Policy, pieces: Sequence[Piece], sequences: Sequences)
     with policy.context():
         with torch.no_grad(), recorded() as calls:
             policy(replace(layout, runs=None))
-        policy.varlen = varlen_is_faster(list(calls.values()), layout)
+        policy.varlen = varlen_is_right(list(calls.values()), layout)
     return "varlen" if policy.varlen else "blocks"
 
 
@@ -254,42 +252,33 @@ def recorded() -> Iterator[dict[tuple, Call]]:
         ALL_ATTENTION_FUNCTIONS.register(NAME, block_attention)
 
 
-def varlen_is_faster(calls: Sequence[Call], layout: Layout) -> bool:
-    """Whether the kernel for any lengths is right in each of `calls` and takes less time for all;
-    `layout` has runs."""
+def varlen_is_right(calls: Sequence[Call], layout: Layout) -> bool:
+    """Whether the kernel for any lengths runs here, and is right in each of `calls`; `layout` has
+    runs."""
     if any(call.states[2].dtype != torch.bfloat16 for call in calls):
         return False
-    layouts = {"blocks": replace(layout, runs=None), "varlen": layout}
-    seconds = dict.fromkeys(layouts, 0.0)
     try:
         for call in calls:
-            error = _varlen_error(call, layouts)
+            error = _varlen_error(call, layout)
             if not error <= _KERNEL_TOLERANCE:  # NaN is not
                 log.warning(
                     "attention: varlen is wrong here by %.3f of the norm; using blocks", error
                 )
                 return False
-            for kernel, kernel_layout in layouts.items():
-                seconds[kernel] += _seconds(partial(_pass, call, kernel_layout))
     except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         log.warning("attention: varlen does not run here (%s); using blocks", error)
         return False
-    log.info(
-        "attention: blocks %.2f ms, varlen %.2f ms",
-        1e3 * seconds["blocks"],
-        1e3 * seconds["varlen"],
-    )
-    return seconds["varlen"] < seconds["blocks"]
+    return True
 
 
-def _varlen_error(call: Call, layouts: dict[str, Layout]) -> float:
+def _varlen_error(call: Call, layout: Layout) -> float:
     """Of output and gradients the largest difference to blocks in float32, as a share of its
     norm."""
     narrow = tuple(states.to(torch.bfloat16) for states in call.states)
     wide = tuple(states.float() for states in narrow)
-    outputs = _pass(Call(narrow, call.options), layouts["varlen"])
+    outputs = _pass(Call(narrow, call.options), layout)
     with torch.autocast(wide[0].device.type, enabled=False):
-        exact = _pass(Call(wide, call.options), layouts["blocks"])
+        exact = _pass(Call(wide, call.options), replace(layout, runs=None))
     errors = [
         (output.float() - expected).norm() / expected.norm()
         for output, expected in zip(outputs, exact, strict=True)
@@ -308,10 +297,3 @@ def _pass(call: Call, layout: Layout) -> list[Tensor]:
     generator = torch.Generator(output.device).manual_seed(0)
     grad = torch.randn(output.shape, generator=generator, device=output.device).to(output.dtype)
     return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    """The mean of some runs after two others, on the device."""
-    from torch.utils.benchmark import Timer
-
-    return Timer("run()", globals={"run": run}).timeit(_REPEATS).mean
