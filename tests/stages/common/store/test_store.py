@@ -118,6 +118,23 @@ def test_finished_shards_are_taken_up_and_a_changed_one_is_done_again(store):
     assert list((store.path / "a/logprobs/.staging").iterdir()) == []
 
 
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_whole_table_is_written_in_large_shards(store, is_begun):
+    """Unless an earlier Quiver began it, which noted no plan, in shards of 256 rows."""
+    rows = table(0, 2100)
+    if is_begun:
+        with pytest.raises(InterruptedError), work_on(store) as work:
+            work.take_shards(9)
+            work.write(0, rows.slice(0, 256))
+            raise InterruptedError
+    with work_on(store) as work:
+        work.write_table(rows)
+        version = work.commit()
+    sizes = [entry.rows for entry in version.manifest.files]
+    assert sizes == ([256] * 8 + [52] if is_begun else [2048, 52])
+    assert version.table().equals(rows.cast(version.table().schema))
+
+
 def test_shards_of_another_size_are_not_published(store):
     with work_on(store) as work:
         for index in range(3):
