@@ -74,6 +74,11 @@ class Batch:
         return self.old_logprobs if self.prox_logprobs is None else self.prox_logprobs
 
     @property
+    def has_stale(self) -> bool:
+        """Whether an older policy sampled some of them."""
+        return self.stale is not None and bool(self.stale.any())
+
+    @property
     def has_token_advantages(self) -> bool:
         """Whether advantages are of tokens."""
         return len(self.advantages) == len(self.old_logprobs)

@@ -125,8 +125,7 @@ def first_clip_fraction(trainer: Trainer) -> float | None:
     """
     batch = trainer.batch
     from_start = trainer.config.prox_of == "start" and batch.prox_logprobs is not None
-    is_stale = batch.stale is not None and bool(batch.stale.any())
-    if not trainer.updates or trainer.objective.selection or (is_stale and not from_start):
+    if not trainer.updates or trainer.objective.selection or (batch.has_stale and not from_start):
         return None
     share = trainer.updates[0]["clip_fraction"]
     if share > 0:

@@ -372,7 +372,7 @@ def _make_batch(
     def take(logprobs: str) -> Tensor | None:
         if logprobs not in table.column_names:
             return None
-        return Ragged.from_arrow(table[logprobs]).take(rows).values
+        return Mapped.from_arrow(table[logprobs]).take(rows).values
 
     old_logprobs = take("old_logprobs")
     if algorithm.of_tokens:

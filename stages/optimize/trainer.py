@@ -171,8 +171,9 @@ class Trainer:
 
     def prepare(self) -> None:
         """What must be known before the first update: a critic's values, and the audit. Where there
-        is no critic and one mini-batch only, the audit waits for the first step, whose pass gives
-        the logprobs of all rollouts before any weight changes. NumericError."""
+        is no critic the audit waits for the first step, whose pass gives the logprobs of its
+        rollouts before any weight changes; those of an older policy are all looked at, though.
+        NumericError."""
         if not self.active:
             return
         audits = self.config.audit.enabled
@@ -186,7 +187,7 @@ class Trainer:
             self.batch = critic.with_token_baselines(
                 self.config, advantage, self.batch, logprobs, collisions
             )
-        elif audits and self.config.minibatches > 1:
+        elif audits and self.batch.has_stale and self.config.minibatches > 1:
             logprobs = self.score(self.active)
         else:
             return

@@ -489,12 +489,15 @@ def test_the_audit_counts_what_is_outside_the_algorithms_own_bounds(policy, rows
     """dapo leaves more room upwards than downwards."""
     checked = {"enabled": True, "max_mean_gap": 9.0}
     made = _trainer(policy, rows, _config(minibatches=2, audit=checked), "dapo")
+    members = made._members(0)
     made.prepare()
+    made.train()
     ratios = [
         math.exp(now - old)
-        for row in rows
-        for now, old in zip(row["old_logprobs"], row["old"], strict=True)
+        for row in members[0]
+        for now, old in zip(rows[row]["old_logprobs"], rows[row]["old"], strict=True)
     ]
+    assert len(members) == 2 and members[1], "the second is scored under other weights"
     assert any(1.2 < ratio < 1.28 for ratio in ratios)
     outside = [ratio < 0.8 or ratio > 1.28 for ratio in ratios]
     assert made.audit_report["outside_clip"] == pytest.approx(sum(outside) / len(outside), abs=1e-9)
