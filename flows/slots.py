@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
-from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common.runtime.folders import users_folder
+from quiver.schemas.errors import ConfigError, SecurityError, printable
 from quiver.stages.common.runtime.runner import Call
 from quiver.stages.common.runtime.subprocesses import Stopped
 from quiver.stages.common.store.leases import Leases
@@ -87,8 +87,16 @@ def visible_gpus() -> list[str]:
 def _take(stack: ExitStack, label: str, names: list[str], count: int) -> list[str]:
     """`count` of the slots `names` (or all, if they are fewer), all at once, so that nobody waits
     with half of what he needs. They are free again when `stack` is closed."""
+    folder = Path(tempfile.gettempdir(), f"quiver-slots-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise SecurityError(
+            str(folder),
+            "belongs to another user",
+            next="remove it, or set TMPDIR to a folder of yours",
+        )
     # a stopped process still has its memory on the device
-    leases = Leases(Storage(users_folder("slots")), "slots", label, sleepers_hold=True)
+    leases = Leases(Storage(folder), "slots", label, sleepers_hold=True)
     last_message = ""
     while True:
         with ExitStack() as attempt:

@@ -42,6 +42,8 @@ class Ragged:
             raise ValueError(
                 f"offsets must be int64 [B+1], got {self.offsets.dtype} {list(self.offsets.shape)}"
             )
+        if self.offsets.device.type != "cpu":
+            return  # reading them would make the host wait for the device; they came from a CPU
         if self.offsets[0] != 0 or self.offsets[-1] != len(self.values):
             raise ValueError(
                 f"offsets run from {self.offsets[0]} to {self.offsets[-1]}, expected 0 to "
@@ -88,7 +90,8 @@ class Ragged:
     @property
     def segment_ids(self) -> Tensor:
         """[N] int64: the row that each value belongs to."""
-        return _repeat(torch.arange(len(self), device=self.offsets.device), self.lengths)
+        rows = torch.arange(len(self), device=self.offsets.device)
+        return _repeat(rows, self.lengths, len(self.values))
 
     def with_values(self, values: Tensor) -> Ragged:
         """Other values [N, …] in the same rows."""
@@ -98,7 +101,7 @@ class Ragged:
         """Where the values of rows `indices` [b] lie in `values`, row after row: [n] int64."""
         lengths = self.lengths[indices]
         starts_here = lengths.cumsum(0) - lengths
-        shift = _repeat(self.offsets[indices] - starts_here, lengths)
+        shift = _repeat(self.offsets[indices] - starts_here, lengths, int(lengths.sum()))
         return shift + torch.arange(len(shift), device=shift.device)
 
     def take(self, indices: Tensor) -> Ragged:
@@ -210,9 +213,10 @@ def _chunks(column: pa.ChunkedArray | pa.Array) -> list[Ragged]:
     return chunks
 
 
-def _repeat(values: Tensor, counts: Tensor) -> Tensor:
-    """Each of `values` [n] as often as `counts` [n] say. On a CPU torch's own starts threads
-    however short it is, and those of a layout get in the way of the model's."""
+def _repeat(values: Tensor, counts: Tensor, total: int) -> Tensor:
+    """Each of `values` [n] as often as `counts` [n] say, `total` numbers in all. On a CPU torch's
+    own starts threads however short it is, and those of a layout get in the way of the model's."""
     if values.device.type != "cpu":
-        return values.repeat_interleave(counts)
+        # without the total the host would wait for the device to say it
+        return values.repeat_interleave(counts, output_size=total)
     return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))

@@ -23,11 +23,16 @@ class Part(NamedTuple):
     offsets: Tensor
     """[b+1] int64"""
     old_logprobs: Tensor
-    anchor: Tensor
+    prox_logprobs: Tensor | None
     advantages: Tensor
     ref_logprobs: Tensor | None
     old_values: Tensor | None
     returns: Tensor | None
+
+    @property
+    def anchor(self) -> Tensor:
+        """The ratio's denominator."""
+        return self.old_logprobs if self.prox_logprobs is None else self.prox_logprobs
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ class Batch:
         positions = self.positions(rows)
         columns = (
             self.old_logprobs,
-            self.anchor,
+            self.prox_logprobs,
             self.token_advantages,
             self.ref_logprobs,
             self.old_values,
@@ -153,10 +158,10 @@ class Step:
     nll_weights: Tensor | None = None
     """[N] float64, of the negative log-likelihood of good answers."""
 
-    def at(self, positions: Tensor) -> Step:
-        """Of the tokens at `positions` [n] alone."""
+    def at(self, positions: Tensor, device: torch.device) -> Step:
+        """Of the tokens at `positions` [n] alone, on `device`."""
         columns = {
-            name: column[positions]
+            name: column[positions].to(device)
             for name, column in vars(self).items()
             if isinstance(column, Tensor)
         }

@@ -5,8 +5,9 @@ ranks, are the step's. An algorithm and a config are all that is known here: not
 ranks, or the store. The config's options override the algorithm's defaults.
 
     objective = Objective(config, resolve("grpo"))
-    step = Step(objective.weights(batch, members)).at(batch.positions(layout.rows))
-    loss, sums, ratio_max = objective.loss(batch, policy(layout), layout.rows, step)
+    part = batch.part(layout.rows, device)
+    step = Step(objective.weights(batch, members)).at(batch.positions(layout.rows), device)
+    loss, sums, log_ratio_max = objective.loss(part, policy(layout), step)
     objective.numbers(sums, num_tokens, warming=False, step=step)
 """
 
@@ -22,7 +23,7 @@ from quiver.schemas.errors import ConfigError
 
 from . import critic, losses, offpolicy
 from .algorithms import Algorithm, find_function
-from .batch import Batch, Step
+from .batch import Batch, Part, Step
 from .config import Config
 
 NUM_SUMS = 11
@@ -99,33 +100,31 @@ class Objective:
         return selected
 
     def loss(
-        self, batch: Batch, outputs: tuple[Tensor, ...], rows: Tensor, step: Step
-    ) -> tuple[Tensor, Tensor, float]:
-        """Weighted loss of the rollouts `rows` [b], on whose n tokens the policy has the `outputs`
-        logprobs, entropy and, with a critic, values; `step` is of these n.
+        self, part: Part, outputs: tuple[Tensor, ...], step: Step
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Weighted loss of the n tokens of `part`, on which the policy has the `outputs` logprobs,
+        entropy and, with a critic, values; `step` is of these n. All on one device, of which
+        nothing is read back here.
 
         Returns the loss, its share of the step's sums ([NUM_SUMS] float64, for `numbers`), and the
-        largest ratio.
+        logarithm of the largest ratio.
         """
         config = self.config
         logprobs, entropy, values = outputs
-        device = logprobs.device
-        weights = step.weights.to(device, torch.float32)
-        selected = None if step.selected is None else step.selected.to(device)
-        part = batch.part(rows, device)
-        tokens = losses.Tokens(logprobs, part.anchor, part.advantages, part.offsets, selected)
+        weights = step.weights.float()
+        tokens = losses.Tokens(logprobs, part.anchor, part.advantages, part.offsets, step.selected)
         costs, at_bound = self.surrogate(tokens, **self.options)
-        if batch.prox_logprobs is not None:
+        if part.prox_logprobs is not None:
             costs = costs * offpolicy.weight(
                 part.anchor, part.old_logprobs, part.offsets, config.correction
             )
         if step.learns is not None:
-            costs = costs * step.learns.to(device)
+            costs = costs * step.learns
         policy_loss = (weights * costs).sum()
         if step.nll_weights is not None:
-            policy_loss = policy_loss - (step.nll_weights.to(weights) * logprobs).sum()
+            policy_loss = policy_loss - (step.nll_weights.float() * logprobs).sum()
         weighted_entropy = (weights * entropy).sum()
-        zero = torch.zeros((), device=device)
+        zero = torch.zeros((), device=logprobs.device)
         kl_loss = value_loss = zero
         moments = [zero] * 4
         if part.ref_logprobs is not None:  # reported, though `kl_coef` may be 0
@@ -144,8 +143,7 @@ class Objective:
             approx_kl = torch.expm1(log_ratio) - log_ratio
             sums = [policy_loss, kl_loss, value_loss, weighted_entropy]
             sums += [at_bound.sum(), approx_kl.sum(), entropy.sum(), *moments]
-            sums = torch.stack([term.double() for term in sums]).cpu()
-        return loss, sums, float(log_ratio.max().exp())
+        return loss, torch.stack([term.double() for term in sums]), log_ratio.max()
 
     def numbers(
         self, sums: Tensor, num_tokens: int, warming: bool, step: Step

@@ -18,13 +18,14 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from quiver.schemas.errors import NumericError
-from quiver.stages.common.forward.layout import Sequences
+from quiver.stages.common.forward.layout import Layout, Sequences
 from quiver.stages.common.forward.packing import Piece, minibatches
 from quiver.stages.common.forward.policy import Policy, score_and_judge, token_budget
 from quiver.stages.common.forward.precision import narrow, resolve
@@ -34,7 +35,7 @@ from . import bf16, critic, entropy, imitation, kl_control
 from .adapters import narrow_frozen
 from .algorithms import Algorithm, find_function
 from .audit import audit
-from .batch import Batch, Step
+from .batch import Batch, Part, Step
 from .config import Config
 from .objective import NUM_SUMS, Objective
 from .optimizer import learning_rate, make_optimizer, total_norm
@@ -361,43 +362,52 @@ class Trainer:
         microbatches = self._microbatches(active, sequences)
         rank_microbatches = microbatches[self.rank_share]
         num_passes = len(rank_microbatches)
+        device = self.accelerator.device
+        sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=device)
+        log_ratio_max = torch.full((), -torch.inf, device=device)
         logprobs = torch.zeros_like(self.logprobs)
-        sums = torch.zeros(NUM_SUMS, dtype=torch.float64)
-        ratio_max = 0.0
+        scored = []
         last_line = time.monotonic()
         self.optimizer.zero_grad(set_to_none=True)
         with self.policy.context():
-            layouts = self.policy.layouts(rank_microbatches, sequences)
-            for number, layout in enumerate(layouts, 1):
-                positions = self.batch.positions(layout.rows)
+            finish = partial(self._with_columns, step)
+            ready = self.policy.layouts(rank_microbatches, sequences, finish)
+            for number, (layout, positions, part, step_part) in enumerate(ready, 1):
+                # until all passes are under way nothing is read back, which would wait for a GPU
                 outputs = self.policy(layout, frozen=self.warming)
-                loss, loss_sums, largest_ratio = self.objective.loss(
-                    self.batch, outputs, layout.rows, step.at(positions)
-                )
+                loss, loss_sums, largest = self.objective.loss(part, outputs, step_part)
                 loss.backward()
                 padding, places = layout.filling
                 self.padding += padding
                 self.places += places
                 sums += loss_sums
-                ratio_max = max(ratio_max, largest_ratio)
-                logprobs[positions] = outputs[0].detach().cpu()
+                log_ratio_max = torch.maximum(log_ratio_max, largest)
+                scored.append((positions, outputs[0].detach()))
                 if number < num_passes and time.monotonic() - last_line > _SECONDS_BETWEEN_LINES:
                     log.info("step %d: %d of %d micro-batches", self.step, number, num_passes)
                     last_line = time.monotonic()
+        for positions, of_microbatch in scored:
+            logprobs[positions] = of_microbatch.cpu()
         if self.accelerator.num_processes > 1:
             self._sum_gradients()
         positions = self.batch.positions(active)
         self.logprobs[positions] = self._sum_over_ranks(logprobs)[positions]
-        rank_max = torch.tensor([ratio_max], device=self.accelerator.device)
         num_tokens = len(positions)
         return {
             **self.objective.numbers(self._sum_over_ranks(sums), num_tokens, self.warming, step),
-            "ratio_max": float(self.accelerator.gather(rank_max).max()),
+            "ratio_max": float(self.accelerator.gather(log_ratio_max.exp()[None]).max()),
             "tokens": num_tokens,
             "prompt_tokens": int(sequences.prompts.lengths[active].sum()),
             "rollouts": len(active),
             "microbatches": len(microbatches),
         }
+
+    def _with_columns(self, step: Step, layout: Layout) -> tuple[Layout, Tensor, Part, Step]:
+        """A layout, where its tokens stand among the N, and their columns on the device."""
+        positions = self.batch.positions(layout.rows)
+        device = self.accelerator.device
+        part = self.batch.part(layout.rows, device)
+        return layout, positions, part, step.at(positions, device)
 
     def _step(self, members: list[int], active: list[int]) -> Step:
         """What tokens are in the step. Where they are compared with one another, all of them are

@@ -11,9 +11,10 @@ logprob, one entropy and, with a value head, one value.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,15 +108,22 @@ class Policy(nn.Module):
         return make_pairs(pieces, sequences, self.decoder_start_id, self.device)
 
     def layouts(
-        self, microbatches: Sequence[Sequence[Piece]], sequences: Sequences
-    ) -> Iterator[Layout | Pairs]:
-        """The layout of each micro-batch in turn; while one is used, a thread makes the next and
-        moves it to the device."""
+        self,
+        microbatches: Sequence[Sequence[Piece]],
+        sequences: Sequences,
+        finish: Callable[[Layout | Pairs], Any] = lambda layout: layout,
+    ) -> Iterator[Any]:
+        """The layout of each micro-batch in turn, or what `finish` makes of it; while one is used,
+        a thread makes the next and moves it to the device."""
+
+        def make(pieces: Sequence[Piece]) -> Any:
+            return finish(self.layout(pieces, sequences))
+
         with ThreadPoolExecutor(1) as thread:
             pending = None
-            for micro in microbatches:
+            for pieces in microbatches:
                 ready = pending
-                pending = thread.submit(self.layout, micro, sequences)
+                pending = thread.submit(make, pieces)
                 if ready:
                     yield ready.result()
             if pending:

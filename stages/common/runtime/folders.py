@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from quiver.schemas.errors import SecurityError
-
 _PREFIX = "quiver-"
 _LOCK = "lock"
 
@@ -50,17 +48,3 @@ def sweep_folders() -> None:
             with path.open("rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def users_folder(name: str) -> Path:
-    """A folder that all processes of this user share on this host, `$TMPDIR/quiver-NAME-UID`.
-    SecurityError where it is another user's."""
-    folder = Path(tempfile.gettempdir(), f"{_PREFIX}{name}-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise SecurityError(
-            str(folder),
-            "belongs to another user",
-            next="remove it, or set TMPDIR to a folder of yours",
-        )
-    return folder

@@ -1,9 +1,9 @@
 """One path for one model after another, so that vLLM finds what it compiled for the last one.
 
 vLLM's compile cache has the model's path in its key, and each version of a policy has another path.
-An engine is therefore given a link to the version, `$TMPDIR/quiver-engines-UID/0`. Engines that run
-at the same time have links of other numbers: a link is its holder's by a lease, which is free when
-its process has died.
+An engine is therefore given a link to the version, `~/.cache/quiver/engines/0`. (Not in $TMPDIR, of
+which each stage's process has its own.) Engines that run at the same time have links of other
+numbers: a link is its holder's by a lease, which is free when its process has died.
 
     link = ModelLink(version.files.folder)
     LLM(str(link.path))
@@ -16,7 +16,6 @@ import itertools
 import os
 from pathlib import Path
 
-from quiver.stages.common.runtime.folders import users_folder
 from quiver.stages.common.store.leases import Leases
 from quiver.stages.common.store.storage import Storage
 
@@ -25,8 +24,9 @@ class ModelLink:
     """A link that leads to `model` until it is released."""
 
     def __init__(self, model: Path) -> None:
-        """Raises SecurityError where the folder of links is another user's."""
-        folder = users_folder("engines")
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        folder = Path(cache, "quiver", "engines")
+        folder.mkdir(parents=True, exist_ok=True)
         # an engine that was stopped reads its model when it goes on
         leases = Leases(Storage(folder), "leases", f"engine of {model}", sleepers_hold=True)
         for number in itertools.count():

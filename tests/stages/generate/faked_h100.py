@@ -55,9 +55,13 @@ def config_of(policy, path: str, **options):
 
 def main() -> None:
     store = Store(sys.argv[1], create=False)
-    prepare("test")
-    fake_platform()
     policies = [store.open(ref) for ref in ("tiny/policy@0", "other/policy@0")]
+    prepare("test")
+    from vllm.engine.arg_utils import EngineArgs
+
+    # what the architecture's class can do is looked up once, by importing it: not on an H100
+    EngineArgs(model=str(policies[0].files.folder)).create_model_config()
+    fake_platform()
     out = {"by path": [], "by link": []}
     for policy in policies:
         folder = policy.files.folder

@@ -29,7 +29,7 @@ def configs(tmp_path_factory):
     done = subprocess.run(
         [sys.executable, "-m", "tests.stages.generate.faked_h100", str(store.path)],
         cwd=Path(__file__).parents[3],
-        env={**os.environ, "TMPDIR": str(folder)},
+        env={**os.environ, "XDG_CACHE_HOME": str(folder)},
         capture_output=True,
         text=True,
         check=False,
@@ -56,8 +56,13 @@ def test_logits_are_in_float32_where_that_is_asked(configs):
     assert configs["head"] == ["torch.bfloat16", "torch.float32"]
 
 
-def test_engines_at_the_same_time_have_links_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A folder of links that no other test has."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_engines_at_the_same_time_have_links_of_their_own(tmp_path):
     models = [tmp_path / name for name in ("first", "second", "third")]
     for model in models:
         model.mkdir()
@@ -71,8 +76,8 @@ def test_engines_at_the_same_time_have_links_of_their_own(tmp_path, monkeypatch)
     assert [(link.path / "name").read_text() for link in (second, third)] == ["second", "third"]
 
 
-def test_the_link_of_an_engine_that_was_killed_is_free(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_the_link_of_an_engine_that_was_killed_is_free(tmp_path):
+    """In another folder for temporary files, as each stage's process has one."""
     code = """
 import os, pathlib, signal, sys
 from quiver.stages.generate.engines.model_link import ModelLink
@@ -86,6 +91,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         text=True,
         check=False,
     )
+    assert done.returncode == -9, done.stderr
     assert str(ModelLink(tmp_path).path) == done.stdout.strip()
 
 
