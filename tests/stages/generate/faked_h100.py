@@ -7,6 +7,7 @@ python -m tests.stages.generate.faked_h100 STORE
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import types
 
@@ -57,10 +58,11 @@ def main() -> None:
     store = Store(sys.argv[1], create=False)
     policies = [store.open(ref) for ref in ("tiny/policy@0", "other/policy@0")]
     prepare("test")
-    from vllm.engine.arg_utils import EngineArgs
-
-    # what the architecture's class can do is looked up once, by importing it: not on an H100
-    EngineArgs(model=str(policies[0].files.folder)).create_model_config()
+    # what the architecture's class can do is looked up once, by importing it, which needs what is
+    # compiled for the platform; vLLM's cache remembers it
+    code = "import sys; from vllm.engine.arg_utils import EngineArgs"
+    code += "; EngineArgs(model=sys.argv[1]).create_model_config()"
+    subprocess.run([sys.executable, "-c", code, str(policies[0].files.folder)], check=True)
     fake_platform()
     out = {"by path": [], "by link": []}
     for policy in policies:
