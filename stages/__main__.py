@@ -1,5 +1,8 @@
 """One stage, one process: python -m quiver.stages NAME --call call.json --answer answer.json
 
+Where the call asks for several ranks this process starts them (`ranks`), each by the same command
+with `--rank`, and its answer is theirs.
+
 The process imports what the stage needs, if it is told its config beforehand, and waits for a line
 on stdin; then the call is there. The answer is one JSON object in a file, because libraries print
 on stdout as they like: {"ref", "cached", "rows", "seconds", "metrics"}, or {"error": {"code",
@@ -22,6 +25,7 @@ from pathlib import Path
 
 from quiver.schemas.errors import QuiverError, unexpected
 from quiver.stages.common.config import parse
+from quiver.stages.common.runtime import keeper, ranks
 from quiver.stages.common.runtime.prewarm import HINT_NAME
 from quiver.stages.common.runtime.runner import Call, perform, quiver_version
 from quiver.stages.common.runtime.stage import MODULES, load
@@ -37,19 +41,32 @@ def main() -> int:
     parser.add_argument("stage", choices=sorted(MODULES))
     parser.add_argument("--call", type=Path, required=True)
     parser.add_argument("--answer", type=Path, required=True)
+    parser.add_argument("--rank", action="store_true", help="one of several, as RANK says")
     arguments = parser.parse_args()
     # at Python's own setting, walks over what imports made are a third of their time
     gc.set_threshold(100_000, 50, 100)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("quiver.stages").setLevel(logging.INFO)
-    import_beforehand(arguments.stage, arguments.call.with_name(HINT_NAME))
-    if not sys.stdin.readline():
-        return 0  # nobody needs it
-    answer, code = answer_call(arguments.stage, json.loads(arguments.call.read_text()))
-    temporary = arguments.answer.with_suffix(".tmp")
+    answer_path = arguments.answer
+    if arguments.rank:
+        keeper.die_with_parent()
+        answer_path = ranks.answer_of(answer_path, os.environ["RANK"])
+        if os.environ["RANK"] != "0":  # what rank 0 says goes for all
+            logging.getLogger("quiver.stages").setLevel(logging.ERROR)
+    else:
+        import_beforehand(arguments.stage, arguments.call.with_name(HINT_NAME))
+        if not sys.stdin.readline():
+            return 0  # nobody needs it
+    call = json.loads(arguments.call.read_text())
+    count = 1 if arguments.rank else ranks.needed(arguments.stage, call["config"])
+    if count > 1:
+        command = [sys.executable, "-u", "-P", "-m", "quiver.stages", *sys.argv[1:], "--rank"]
+        return ranks.launch(command, answer_path, count)
+    answer, code = answer_call(arguments.stage, call)
+    temporary = answer_path.with_suffix(".tmp")
     temporary.write_text(json.dumps({**answer, "quiver": quiver_version()}))
-    temporary.replace(arguments.answer)
+    temporary.replace(answer_path)
     return code
 
 
@@ -59,7 +76,11 @@ def import_beforehand(name: str, hint: Path) -> None:
     if not hint.exists() or not hasattr(stage, "prepare"):
         return
     try:
-        stage.prepare(parse(stage.Config, json.loads(hint.read_text()), f"stage {name}"))
+        config = json.loads(hint.read_text())
+        if ranks.needed(name, config) > 1:
+            ranks.prepare()
+        else:
+            stage.prepare(parse(stage.Config, config, f"stage {name}"))
     except Exception as error:  # the call meets it again, if there is one, and tells it as its own
         log.debug("%s could not prepare: %s", name, error)
 
