@@ -23,6 +23,17 @@ from typing import TypeVar
 from quiver.stages.common.runtime.subprocesses import GRACE_SECONDS, Stopped
 
 _T = TypeVar("_T")
+
+
+class Ahead(Future[_T]):
+    """What comes of work in a thread of its own. `stop`, once set, is what its `is_stopped`
+    says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stop = threading.Event()
+
+
 _STOP: ContextVar[threading.Event | None] = ContextVar("quiver_stop", default=None)
 
 
@@ -33,14 +44,13 @@ def is_stopped() -> bool:
 
 
 @contextmanager
-def run_ahead(work: Callable[[], _T]) -> Iterator[Future[_T]]:
+def run_ahead(work: Callable[[], _T]) -> Iterator[Ahead[_T]]:
     """`work()` in a thread of its own, in a copy of the caller's context. Its error is raised by
     the future's `result`, in the caller."""
-    stop = threading.Event()
-    future: Future[_T] = Future()
+    future: Ahead[_T] = Ahead()
 
     def run() -> None:
-        _STOP.set(stop)
+        _STOP.set(future.stop)
         try:
             future.set_result(work())
         except (Exception, Stopped) as error:  # raised where the result is asked for
@@ -51,6 +61,6 @@ def run_ahead(work: Callable[[], _T]) -> Iterator[Future[_T]]:
     try:
         yield future
     finally:
-        stop.set()
+        future.stop.set()
         # a child that ignores SIGTERM is killed after the grace
         thread.join(GRACE_SECONDS + 3)

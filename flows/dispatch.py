@@ -17,7 +17,8 @@ from quiver.stages.common.runtime.runner import Outcome, find
 from quiver.stages.common.runtime.subprocesses import Stopped
 
 from .ahead import is_stopped
-from .placement import StageCall, run_here
+from .here import run_here
+from .placement import StageCall
 from .recipe import Placement
 
 POLL_SECONDS = 1.0

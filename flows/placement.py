@@ -6,35 +6,28 @@ anything runs: a pool where no server is named, and a store by a relative path, 
 would look for elsewhere.
 
     call = stage_call(recipe, "generate", recipe.generate_config(1), {"prompts": …, "policy": …})
-    outcome = run_here(call)    # or `dispatch.run_at`, which knows the pools
+    outcome = run_at(call, recipe.placement)    # of `dispatch`; or `here.run_here`
 """
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
 from quiver.schemas.errors import ConfigError, ResourceError
 from quiver.stages.common.config import Config
-from quiver.stages.common.runtime.prewarm import prewarm
-from quiver.stages.common.runtime.runner import Call, Outcome, run_call
+from quiver.stages.common.runtime.runner import Call
 from quiver.stages.common.runtime.stage import Refs, load
 from quiver.stages.common.store import Store
 
-from .ahead import is_stopped
-from .live import followed
 from .recipe import Recipe
-from .slots import slots
 
 STAGES = ("prompt", "generate", "reward", "logprobs", "optimize", "evaluate")
 """What an iteration does, in this order."""
-log = logging.getLogger("quiver")
 
 
 class GivenUp(ResourceError):
@@ -72,6 +65,9 @@ class StageCall(Config):
     """Whether the stage may reach a model hub."""
     slots: int = Field(default=0, ge=0)
     """Heavy stages at once on a host without GPU. 0: any number."""
+    devices: Literal["all"] | int | None = None
+    """How many devices of the host the stage may use, by as many processes as they do for. None:
+    one process."""
     limit: str | None = None
     """Global concurrency limit of the server of which the stage holds a slot."""
     expired: bool = False
@@ -127,6 +123,7 @@ def stage_call(
         timeout_seconds=placement.timeout_seconds.get(stage),
         online=recipe.online,
         slots=placement.slots,
+        devices=placement.devices,
         limit=placement.limits.get(stage),
         expired=expired,
     )
@@ -167,31 +164,4 @@ def require_server(name: str) -> None:
             "it needs a Prefect server that stays, and PREFECT_API_URL names none",
             next="prefect server start, then export PREFECT_API_URL=http://127.0.0.1:4200/api and "
             "run again",
-        )
-
-
-def run_here(
-    call: StageCall,
-    *,
-    upcoming: tuple[StageCall, ...] = (),
-    on_line: Callable[[str], None] | None = None,
-) -> Outcome:
-    """In a child process of this one, once there is a slot for it."""
-    on_line = on_line or logging.getLogger(f"quiver.{call.stage}").info
-    with (
-        followed(call.label, call.config, on_line) as on_line,
-        slots(call.runner_call, call.label, call.slots, call.limit) as env,
-    ):
-        # with an environment of their own, processes know only later which devices they have
-        if not env:
-            for following in upcoming:
-                prewarm(following.stage, following.config, following.python, following.online)
-        return run_call(
-            call.runner_call,
-            python=call.python,
-            timeout=call.timeout_seconds,
-            online=call.online,
-            on_line=on_line,
-            env=env,
-            stopped=is_stopped,
         )

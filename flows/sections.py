@@ -237,6 +237,13 @@ class Placement(Config):
     slots: int = Field(default=0, ge=0)
     """On a host without GPU: how many of generate, reward, logprobs and optimize run at once, those
     of other flows included. 0: any number. Where there are GPUs, each has one slot."""
+    devices: Literal["all"] | Annotated[int, Field(ge=1)] | None = None
+    """How many GPUs of one machine a generate, logprobs or reward stage may use, with no server:
+    it runs as so many processes that share its shards, each on devices of its own. "all": every one
+    that CUDA_VISIBLE_DEVICES names, or else that there is. A process takes what one copy of the
+    model needs (tensor_parallel_size and the like), and there are never more processes than shards.
+    None: one process. Without a GPU a number is how many processes share the cores, and "all" is
+    `slots`, or one."""
     limits: dict[StageName, str] = Field(default_factory=dict)
     """By stage: a global concurrency limit of the Prefect server of which the stage holds a slot,
     e.g. `optimize = "gpus"` after `prefect gcl create gpus --limit 1`."""

@@ -14,12 +14,14 @@ server, for everything beyond that.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from quiver.schemas.errors import ConfigError, SecurityError, printable
 from quiver.stages.common.runtime.runner import Call
@@ -35,18 +37,15 @@ log = logging.getLogger("quiver")
 
 
 @contextmanager
-def slots(
-    call: Call, label: str, cpu: int = 0, limit: str | None = None
-) -> Iterator[dict[str, str]]:
+def slots(call: Call, label: str, cpu: int = 0) -> Iterator[dict[str, str]]:
     """Hold what `call` needs; yields what its child's environment needs to know of it. Stopped when
     it is wanted no longer before that.
 
-    `cpu`: heavy stages at once on a machine without GPU, 0 for any number. `limit`: a global
-    concurrency limit of the server.
+    `cpu`: heavy stages at once on a machine without GPU, 0 for any number. ConfigError where there
+    are fewer devices than it needs.
     """
+    require_gpus(call)
     with ExitStack() as stack:
-        if limit is not None:
-            stack.enter_context(_server_limit(limit))
         count = gpus_needed(call)
         devices = visible_gpus()
         env = {}
@@ -65,13 +64,45 @@ def gpus_needed(call: Call) -> int:
     """How many devices the stage would use where there are any."""
     config = call.config
     if call.stage == "reward":
-        return int(any(model.get("device") != "cpu" for model in config.get("models") or []))
+        return sum(_model_gpus(call))
     on_cpu = config.get("device") == "cpu" or config.get("engine") == "scripted"
     if call.stage not in HEAVY or on_cpu:
         return 0
     if call.stage == "generate":
-        return int((config.get("options") or {}).get("tensor_parallel_size") or 1)
+        return _engine_gpus(config.get("options") or {})
+    if call.stage == "optimize":
+        return config.get("processes") or 1
     return 1
+
+
+def require_gpus(call: Call) -> None:
+    """ConfigError where the stage needs more devices than a child of this process would see.
+    Reward models share them where they are too few; one model does not."""
+    devices = visible_gpus()
+    needed = max(_model_gpus(call), default=0) if call.stage == "reward" else gpus_needed(call)
+    if devices and needed > len(devices):
+        what = {"optimize": "optimize.processes", "reward": "reward.models"}
+        lower = "optimize.processes" if call.stage == "optimize" else "tensor_parallel_size"
+        raise ConfigError(
+            what.get(call.stage, "generate.options"),
+            f"{needed} GPUs are needed, and this machine has {len(devices)} "
+            f"({printable(', '.join(devices))})",
+            next=f"lower {lower}, or see whether CUDA_VISIBLE_DEVICES hides some",
+        )
+
+
+def _model_gpus(call: Call) -> list[int]:
+    """Of a reward stage: how many devices each model that is not on the CPU would use."""
+    models = call.config.get("models") or []
+    on_gpus = [model for model in models if model.get("device") != "cpu"]
+    return [_engine_gpus(model) for model in on_gpus]
+
+
+def _engine_gpus(options: Mapping[str, Any]) -> int:
+    """How many devices an engine with these options uses: one, but for vLLM's own words."""
+    arguments = {**options, **(options.get("engine_args") or {})}
+    sizes = [arguments.get(f"{axis}_parallel_size") for axis in ("tensor", "pipeline", "data")]
+    return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
 
 
 def visible_gpus() -> list[str]:
@@ -124,9 +155,11 @@ def _take(stack: ExitStack, label: str, names: list[str], count: int) -> list[st
         time.sleep(_POLL_SECONDS)
 
 
-def _server_limit(name: str) -> AbstractContextManager[None]:
-    """A slot of the server's global concurrency limit `name`. ConfigError where there is no such
-    limit."""
+def server_limit(name: str | None) -> AbstractContextManager[None]:
+    """A slot of the server's global concurrency limit `name`; nothing for None. ConfigError where
+    there is no such limit."""
+    if name is None:
+        return nullcontext()
     from prefect.client.orchestration import get_client
     from prefect.concurrency.sync import concurrency
     from prefect.exceptions import ObjectNotFound

@@ -19,7 +19,8 @@ from prefect.states import Completed, Failed
 from quiver.schemas.errors import QuiverError, from_dict
 
 from . import logs  # noqa: F401  lines go to Prefect's pages
-from .placement import StageCall, run_here
+from .here import run_here
+from .placement import StageCall
 from .progress import progress
 
 

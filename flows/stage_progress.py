@@ -13,7 +13,7 @@ from typing import Any
 
 _ROWS = re.compile(
     r"(?:generate|prompts|rewards|logprobs): (shard )?(\d+) of (\d+)\b"
-    r"(?: rows, (\d+ tokens/s))?"
+    r"(?: rows, (\d+) tokens/s)?(?:  \[(.+)\])?"
 )
 _STEP = re.compile(r"step (\d+): (?:(\d+) of (\d+) micro-batches|loss)")
 
@@ -28,7 +28,8 @@ class StageProgress:
         self._first: tuple[float, float] | None = None
         """Time of the first line that told, and what was done by then."""
         self._latest_at = 0.0
-        self._speed = ""
+        self._speeds: dict[str | None, int] = {}
+        """Tokens/s of each process of the stage, by the name at the end of its lines."""
         self.done = 0.0
         self.total: float | None = None
         """None: no line has told yet."""
@@ -44,7 +45,8 @@ class StageProgress:
             self.done = float(rows[2])
             self.total = float(rows[3])
             self.unit = "shards" if rows[1] else "rows"
-            self._speed = rows[4] or ""
+            if rows[4]:
+                self._speeds[rows[5]] = int(rows[4])
         elif step:
             number = int(step[1])
             if self._first_step is None:
@@ -65,8 +67,8 @@ class StageProgress:
         if self.total is None or self._first is None:
             return f"{in_words(time.monotonic() - self._started_at)} so far"
         words = [f"{int(self.done):,} of {int(self.total):,} {self.unit}"]
-        if self._speed:
-            words.append(self._speed)
+        if self._speeds:
+            words.append(f"{sum(self._speeds.values())} tokens/s")
         first_at, first_done = self._first
         if self.done > first_done:
             pace = (self._latest_at - first_at) / (self.done - first_done)
