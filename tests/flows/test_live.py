@@ -170,3 +170,15 @@ def test_time_left_is_told_by_the_pace_since_the_first_count(monkeypatch):
     assert progress.words() == "512 of 2,048 rows, 950 tokens/s, 45 s left"
     seconds = 500.0
     assert progress.words() == "512 of 2,048 rows, 950 tokens/s, 0 s left"
+
+
+def test_speeds_of_processes_that_share_a_stage_are_summed():
+    progress = StageProgress({})
+    for line in (
+        "generate: 20 of 84 rows, 900 tokens/s  [GPU 0]",
+        "generate: 30 of 84 rows, 800 tokens/s  [GPU 1]",
+        "generate: 40 of 84 rows, 700 tokens/s  [GPU 0]",
+    ):
+        assert stage_progress.only_counts(line)
+        progress.hear(line)
+    assert progress.words().startswith("40 of 84 rows, 1500 tokens/s")

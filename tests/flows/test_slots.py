@@ -12,6 +12,7 @@ import time
 import pytest
 
 from quiver.flows.slots import gpus_needed, slots, visible_gpus
+from quiver.schemas.errors import ConfigError
 from quiver.stages.common.runtime.runner import Call
 from quiver.stages.common.runtime.subprocesses import Stopped
 
@@ -108,15 +109,61 @@ def test_without_a_gpu_heavy_stages_queue_by_option(monkeypatch):
         ("generate", {"engine": "scripted"}, 0),
         ("generate", {"device": "cpu"}, 0),
         ("generate", {"options": {"tensor_parallel_size": 4}}, 4),
+        (
+            "generate",
+            {"options": {"tensor_parallel_size": 2, "engine_args": {"pipeline_parallel_size": 3}}},
+            6,
+        ),
+        ("generate", {"options": {"engine_args": {"data_parallel_size": 2}}}, 2),
+        ("generate", {"engine": "mine.py:Engine", "options": {"tensor_parallel_size": "a"}}, 1),
         ("reward", {"functions": [{"use": "math"}]}, 0),
         ("reward", {"models": [{"model": "m", "device": "auto"}]}, 1),
+        ("reward", {"models": [{"model": "a"}, {"model": "b", "device": "cpu"}, {}]}, 2),
+        ("reward", {"models": [{"engine_args": {"tensor_parallel_size": 2}}, {}]}, 3),
         ("logprobs", {"device": "auto"}, 1),
+        ("optimize", {"processes": None}, 1),
+        ("optimize", {"processes": 4}, 4),
+        ("optimize", {"processes": 4, "device": "cpu"}, 0),
         ("optimize", {"device": "cpu"}, 0),
         ("prompt", {}, 0),
     ],
 )
 def test_who_needs_a_device(stage, config, count):
     assert gpus_needed(Call(stage, config, "store")) == count
+
+
+@pytest.mark.parametrize(
+    ("stage", "config", "numbers"),
+    [
+        ("generate", {"options": {"tensor_parallel_size": 4}}, ("generate.options", 4, 3)),
+        ("optimize", {"processes": 8}, ("optimize.processes", 8, 3)),
+        (
+            "reward",
+            {"models": [{"engine_args": {"tensor_parallel_size": 4}}]},
+            ("reward.models", 4, 3),
+        ),
+        ("reward", {"models": [{}] * 4}, None),
+        ("optimize", {"processes": 3}, None),
+    ],
+)
+def test_more_devices_than_there_are_is_refused(monkeypatch, stage, config, numbers):
+    """But for reward models, which share them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    call = Call(stage, config, "store")
+    if numbers is None:
+        with slots(call, "a") as env:
+            assert env == {}
+        return
+    name, needed, there = numbers
+    with pytest.raises(ConfigError) as caught, slots(call, "a"):
+        pass
+    assert caught.value.object == name
+    assert (
+        caught.value.message == f"{needed} GPUs are needed, and this machine has {there} (0, 1, 2)"
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with slots(call, "the CPU decides for itself"):
+        pass
 
 
 def test_no_device_is_visible_where_the_variable_is_empty(monkeypatch):

@@ -1,0 +1,90 @@
+"""`processes = n` without a launcher: the stage's own process starts the ranks, and none outlives
+it. That two train as one, and what comes of a rank that is killed, is shown by a recipe in
+tests/flows/test_ranks_in_a_run.py."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from quiver import run_stage
+from quiver.schemas.errors import NumericError
+from quiver.stages.common.runtime import ranks
+from tests.stages.optimize import world
+from tests.tiny import make_policy
+
+pytestmark = pytest.mark.dist
+ALGORITHM = """
+import os, time
+from pathlib import Path
+
+from quiver.schemas.errors import NumericError
+from quiver.stages.optimize.algorithms import Algorithm
+
+
+def plain(tokens, *, fault="none"):
+    if fault == "fail" and os.environ.get("RANK") == "1":
+        raise NumericError("mine", "what rank 1 alone meets")
+    if fault == "hang" and "RANK" in os.environ:
+        Path(__file__).with_name(f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+        time.sleep(600)
+    return -tokens.logprobs * tokens.advantages, tokens.logprobs > 0
+
+
+ALGORITHM = Algorithm("mine", "leave_one_out", plain, "token_mean", {"fault": "none"})
+"""
+SCRIPT = """
+import json, sys
+from quiver import run_stage
+
+store, config, refs = json.loads(sys.argv[1])
+run_stage("optimize", config, store, **refs)
+"""
+
+
+@pytest.fixture
+def refs(store) -> dict[str, str]:
+    policy = make_policy(store)
+    rollouts, rewards = world.make(store, policy, world.even_share)
+    return {"policy": str(policy.ref), "rollouts": str(rollouts.ref), "rewards": str(rewards.ref)}
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "mine.py").write_text(ALGORITHM)
+    algorithm = f"{tmp_path / 'mine.py'}:ALGORITHM"
+    several = {"processes": 2, "token_budget": 40}  # micro-batches for both
+    return lambda fault: world.config(algorithm=algorithm, options={"fault": fault}, **several)
+
+
+def test_an_error_of_a_rank_that_does_not_write_is_the_stage_s(store, refs, config):
+    with pytest.raises(NumericError, match="what rank 1 alone meets"):
+        run_stage("optimize", config("fail"), store, **refs)
+    assert store.numbers("tiny", "policy") == [0]
+
+
+def test_no_rank_outlives_whoever_asked(store, refs, config, tmp_path):
+    asked = json.dumps([str(store.path), config("hang").model_dump(mode="json"), refs])
+    asking = subprocess.Popen([sys.executable, "-c", SCRIPT, asked])
+    pids = [tmp_path / f"pid-{rank}" for rank in (0, 1)]
+    deadline = time.monotonic() + 60
+    while not all(path.exists() and path.read_text() for path in pids):
+        assert time.monotonic() < deadline and asking.poll() is None
+        time.sleep(0.05)
+    asking.kill()
+    asking.wait()
+    while any(Path("/proc", path.read_text()).exists() for path in pids):
+        assert time.monotonic() < deadline + 30, "a rank is left"
+        time.sleep(0.05)
+    assert store.numbers("tiny", "policy") == [0]
+
+
+def test_ranks_are_started_once(monkeypatch):
+    assert ranks.needed("optimize", {"processes": 2}) == 2
+    assert ranks.needed("optimize", {"processes": None}) == 1
+    assert ranks.needed("generate", {"processes": 2}) == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert ranks.needed("optimize", {"processes": 2}) == 1
