@@ -237,7 +237,7 @@ class Placement(Config):
     slots: int = Field(default=0, ge=0)
     """On a host without GPU: how many of generate, reward, logprobs and optimize run at once, those
     of other flows included. 0: any number. Where there are GPUs, each has one slot."""
-    devices: Literal["all"] | Annotated[int, Field(ge=1)] | None = None
+    devices: Annotated[int, Field(ge=1)] | Literal["all"] | None = None
     """How many GPUs of one machine a generate, logprobs or reward stage may use, with no server:
     it runs as so many processes that share its shards, each on devices of its own. "all": every one
     that CUDA_VISIBLE_DEVICES names, or else that there is. A process takes what one copy of the

@@ -24,8 +24,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from quiver.schemas.errors import QuiverError, unexpected
+from quiver.stages.common import ranks
 from quiver.stages.common.config import parse
-from quiver.stages.common.runtime import keeper, ranks
+from quiver.stages.common.runtime import keeper
 from quiver.stages.common.runtime.prewarm import HINT_NAME
 from quiver.stages.common.runtime.runner import Call, perform, quiver_version
 from quiver.stages.common.runtime.stage import MODULES, load

@@ -22,6 +22,7 @@ KEYS = {
     "max_prompt_length": "prompt.max_prompt_tokens",
     "max_response_length": "generate.sampling.max_tokens",
     "max_steps": "iterations",
+    "n_gpus_per_node": "optimize.processes",
     "num_generations": "generate.samples_per_prompt",
     "num_iterations": "optimize.epochs",
     "per_device_train_batch_size": "optimize.token_budget",

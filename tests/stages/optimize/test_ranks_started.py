@@ -12,7 +12,7 @@ import pytest
 
 from quiver import run_stage
 from quiver.schemas.errors import NumericError
-from quiver.stages.common.runtime import ranks
+from quiver.stages.common import ranks
 from tests.stages.optimize import world
 from tests.tiny import make_policy
 

@@ -26,8 +26,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .stage import load
-from .subprocesses import GRACE_SECONDS
+from quiver.stages.common.runtime.stage import load
+from quiver.stages.common.runtime.subprocesses import GRACE_SECONDS
 
 LAUNCHED = ("WORLD_SIZE", "ACCELERATE_NUM_PROCESSES")
 """What a launcher sets. Where one is set the ranks are there already."""
