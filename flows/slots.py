@@ -14,16 +14,15 @@ server, for everything beyond that.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 from quiver.schemas.errors import ConfigError, SecurityError, printable
+from quiver.stages.common.models.devices import engine_gpus
 from quiver.stages.common.runtime.runner import Call
 from quiver.stages.common.runtime.subprocesses import Stopped
 from quiver.stages.common.store.leases import Leases
@@ -69,7 +68,7 @@ def gpus_needed(call: Call) -> int:
     if call.stage not in HEAVY or on_cpu:
         return 0
     if call.stage == "generate":
-        return _engine_gpus(config.get("options") or {})
+        return engine_gpus(config.get("options") or {})
     if call.stage == "optimize":
         return config.get("processes") or 1
     return 1
@@ -95,14 +94,7 @@ def _model_gpus(call: Call) -> list[int]:
     """Of a reward stage: how many devices each model that is not on the CPU would use."""
     models = call.config.get("models") or []
     on_gpus = [model for model in models if model.get("device") != "cpu"]
-    return [_engine_gpus(model) for model in on_gpus]
-
-
-def _engine_gpus(options: Mapping[str, Any]) -> int:
-    """How many devices an engine with these options uses: one, but for vLLM's own words."""
-    arguments = {**options, **(options.get("engine_args") or {})}
-    sizes = [arguments.get(f"{axis}_parallel_size") for axis in ("tensor", "pipeline", "data")]
-    return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
+    return [engine_gpus(model) for model in on_gpus]
 
 
 def visible_gpus() -> list[str]:

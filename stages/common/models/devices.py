@@ -1,16 +1,25 @@
 """Which device a model goes on.
 
 uses_gpu("logprobs.device", config.device)     # of "auto", "cpu" and "cuda"
+[number] = next_gpus(1)                        # of several models in one process
 
 Not of the spine: it is one question, with an answer that is never a guess.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from quiver.schemas.errors import ConfigError
+
+_turns = itertools.count()
+"""Of GPUs that models of this process have taken."""
 
 
 def uses_gpu(key: str, device: str, nodes: Path = Path("/dev")) -> bool:
@@ -35,3 +44,34 @@ def uses_gpu(key: str, device: str, nodes: Path = Path("/dev")) -> bool:
             next="quiver doctor",
         )
     return False
+
+
+def engine_gpus(options: Mapping[str, Any]) -> int:
+    """How many GPUs an engine with these options takes: one, unless it splits or copies its model
+    in vLLM's way."""
+    arguments = {**options, **(options.get("engine_args") or {})}
+    sizes = [arguments.get(f"{axis}_parallel_size") for axis in ("tensor", "pipeline", "data")]
+    return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
+
+
+def next_gpus(count: int) -> list[int]:
+    """The numbers of the GPUs for the next model of this process. Models take turns at those that
+    it sees: each has its own where there are enough."""
+    import torch
+
+    there = max(1, torch.cuda.device_count())
+    return [next(_turns) % there for _ in range(min(count, there))]
+
+
+@contextmanager
+def seeing_only(numbers: list[int]) -> Iterator[None]:
+    """What is started inside sees these GPUs of this process alone."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = before.split(",") if before else [str(number) for number in range(max(numbers) + 1)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[number] for number in numbers)
+    try:
+        yield
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before

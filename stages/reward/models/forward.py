@@ -17,6 +17,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ from quiver.stages.common.forward.packing import pack
 from quiver.stages.common.forward.policy import pieces_of, token_budget
 from quiver.stages.common.forward.precision import products
 from quiver.stages.common.forward.verify import depends_on_length
-from quiver.stages.common.models.devices import uses_gpu
+from quiver.stages.common.models.devices import next_gpus, uses_gpu
 from quiver.stages.common.models.loading import load_pretrained, short_of_memory
 from quiver.stages.common.models.mkl_warmup import make_first_calls
 from quiver.stages.common.ragged import Ragged
@@ -61,7 +62,7 @@ class Forward:
         dtype = config.dtype
         if dtype == "auto":
             dtype = "bfloat16" if cuda else "float32"
-        self.device = torch.device("cuda" if cuda else "cpu")
+        self.device = torch.device("cuda", *next_gpus(1)) if cuda else torch.device("cpu")
         self.model = _load(folder, bool(targets), getattr(torch, dtype)).to(self.device)
         self.targets = list(targets)
         self.shaping = Shaping.of(self.model.config)
@@ -83,6 +84,7 @@ class Forward:
         with (
             short_of_memory(name, "lower token_budget of that model and run again"),
             products(self.device, fast=False),
+            torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext(),
         ):
             self.way = self.way or self._choose_way(inputs, groups)
             values = self._run(self.way, inputs, groups)

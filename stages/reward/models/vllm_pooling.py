@@ -8,11 +8,12 @@ fails is not used again.
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quiver.stages.common.models import checkpoints, vllm_env
+from quiver.stages.common.models.devices import engine_gpus, next_gpus, seeing_only
 from quiver.stages.common.models.folder import parse_object
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ class Pooling:
                 arguments["kv_cache_memory_bytes"] = vllm_env.cpu_cache_bytes(
                     about, longest, _CPU_SEQUENCES, itemsize=4
                 )
-        with self._fatal("could not start"):
+        gpus = [] if build.cpu else next_gpus(engine_gpus(config.engine_args))
+        with self._fatal("could not start"), seeing_only(gpus) if gpus else nullcontext():
             from vllm import LLM, PoolingParams
 
             self._llm = LLM(str(folder), **{**arguments, **config.engine_args})

@@ -1,10 +1,14 @@
 """On which device a model goes, by what torch sees and what the machine has."""
 
+import itertools
+import os
+
 import pytest
 import torch
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.models.devices import uses_gpu
+from quiver.stages.common.models import devices
+from quiver.stages.common.models.devices import next_gpus, seeing_only, uses_gpu
 
 
 @pytest.fixture
@@ -36,3 +40,24 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused(nodes):
     assert not uses_gpu("generate.device", "auto", nodes)
     with pytest.raises(ConfigError, match="torch sees no GPU"):
         uses_gpu("generate.device", "cuda", nodes)
+
+
+@pytest.mark.parametrize(
+    ("there", "sizes", "numbers"),
+    [(1, (1, 1), [[0], [0]]), (3, (1, 2, 1), [[0], [1, 2], [0]]), (1, (2,), [[0]])],
+)
+def test_models_of_one_process_take_turns_at_its_gpus(monkeypatch, there, sizes, numbers):
+    monkeypatch.setattr(devices, "_turns", itertools.count())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    assert [next_gpus(size) for size in sizes] == numbers
+
+
+def test_what_is_started_sees_the_gpus_of_its_model_alone(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-a,6")
+    with seeing_only([1, 2]):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-a,6"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,GPU-a,6"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with seeing_only([1]):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
