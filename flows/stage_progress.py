@@ -42,7 +42,8 @@ class StageProgress:
         rows = _ROWS.match(line)
         step = _STEP.match(line)
         if rows:
-            self.done = float(rows[2])
+            # each of several processes counts what it is at, and all that is finished
+            self.done = max(float(rows[2]), self.done if rows[5] else 0.0)
             self.total = float(rows[3])
             self.unit = "shards" if rows[1] else "rows"
             if rows[4]:

@@ -94,7 +94,8 @@ def launch(command: list[str], answer: Path, count: int) -> int:
     outcomes = [path for path in written if path == answer_of(answer, 0) and path not in errors]
     if killed and not outcomes and not typed:
         name = signal.Signals(-killed[0].exitcode).name
-        print(f"rank {killed[0].local_rank} of {count} was ended by {name}", file=sys.stderr)
+        hint = " (out of memory?)" if name == "SIGKILL" else ""
+        print(f"rank {killed[0].local_rank} of {count} was ended by {name}{hint}", file=sys.stderr)
         return 128 - killed[0].exitcode
     for path in [*outcomes, *typed, *errors][:1]:
         path.replace(answer)

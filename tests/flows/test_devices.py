@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from quiver.flows.ahead import run_ahead
 from quiver.flows.here import most_processes, run_here
 from quiver.flows.placement import StageCall
 from quiver.flows.slots import slots
 from quiver.schemas.errors import NumericError, ResourceError
 from quiver.stages.common.runtime.runner import Call, run_call
+from quiver.stages.common.runtime.subprocesses import Stopped
 from quiver.stages.common.store import Store
 from tests.stages.generate.making import random_prompts
-from tests.stages.sharing import copy, require_whole
+from tests.stages.sharing import copy, require_whole, wait
 from tests.tiny import make_policy
 
 ENGINE = """
@@ -36,6 +38,7 @@ class Engine(ScriptedEngine):
         super().__init__(setup)
         here = {"devices": DEVICES, "cores": sorted(os.sched_getaffinity(0)), "pid": os.getpid()}
         (HERE / f"engine-{os.getpid()}.json").write_text(json.dumps(here))
+        print("engine is up", flush=True)
         while len(list(HERE.glob("engine-*"))) < int((HERE / "wanted").read_text()):
             time.sleep(0.01)
 
@@ -99,7 +102,7 @@ def test_two_processes_on_devices_of_their_own_make_what_one_makes(place, bare, 
     require_gone(place)
     store = Store(place / "store")
     require_whole(store, "tiny", "rollouts")
-    assert {line.rpartition("  ")[2] for line in lines} == {"[GPU 0]", "[GPU 1]"}
+    assert {"engine is up  [GPU 0]", "engine is up  [GPU 1]"} <= set(lines)
     alone = copy(bare, tmp_path_factory.mktemp("alone"))
     (place / "wanted").write_text("0")
     run_call(Call(**{**call(place).runner_call.__dict__, "store": alone.path}))
@@ -134,6 +137,17 @@ def test_an_error_of_one_is_told_and_ends_the_others(place):
     assert Store(place / "store").numbers("tiny", "rollouts") == []
 
 
+def test_who_wants_it_no_longer_ends_all_of_them(place):
+    (place / "wanted").write_text("3")  # they wait for one that does not come
+    with run_ahead(lambda: run_here(call(place))) as ahead:
+        wait(lambda: len(engines(place)) == 2)
+        ahead.stop.set()
+        with pytest.raises(Stopped):
+            ahead.result(30)
+    require_gone(place)
+    assert Store(place / "store").numbers("tiny", "rollouts") == []
+
+
 def test_a_device_that_another_stage_has_holds_up_nobody(place, caplog):
     caplog.set_level(logging.INFO, "quiver")
     (place / "wanted").write_text("1")
@@ -150,7 +164,7 @@ def test_without_a_gpu_processes_share_the_cores(place, monkeypatch):
     cores = [each["cores"] for each in engines(place)]
     mine = sorted(os.sched_getaffinity(0))
     assert sorted(core for each in cores for core in each) == (mine if len(mine) > 1 else mine * 2)
-    assert {line.rpartition("  ")[2] for line in lines} == {"[1 of 2]", "[2 of 2]"}
+    assert {"engine is up  [1 of 2]", "engine is up  [2 of 2]"} <= set(lines)
 
 
 def test_no_more_processes_than_shards(place, monkeypatch):

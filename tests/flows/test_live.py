@@ -178,6 +178,7 @@ def test_speeds_of_processes_that_share_a_stage_are_summed():
         "generate: 20 of 84 rows, 900 tokens/s  [GPU 0]",
         "generate: 30 of 84 rows, 800 tokens/s  [GPU 1]",
         "generate: 40 of 84 rows, 700 tokens/s  [GPU 0]",
+        "generate: 35 of 84 rows, 800 tokens/s  [GPU 1]",
     ):
         assert stage_progress.only_counts(line)
         progress.hear(line)
