@@ -37,7 +37,9 @@ class Engine(ScriptedEngine):
     def __init__(self, setup):
         super().__init__(setup)
         here = {"devices": DEVICES, "cores": sorted(os.sched_getaffinity(0)), "pid": os.getpid()}
-        (HERE / f"engine-{os.getpid()}.json").write_text(json.dumps(here))
+        note = HERE / f"note-{os.getpid()}"
+        note.write_text(json.dumps(here))
+        note.rename(HERE / f"engine-{os.getpid()}.json")
         print("engine is up", flush=True)
         while len(list(HERE.glob("engine-*"))) < int((HERE / "wanted").read_text()):
             time.sleep(0.01)
