@@ -47,7 +47,7 @@ def run_here(
     if most > 1:
         count = min(most, _num_shards(call))
     if count < most:
-        log.info("%s: %d shards, so no more processes; %d could begin", call.label, count, most)
+        log.info("%s: shards for %d of %d processes", call.label, count, most)
     with followed(call.label, call.config, on_line) as on_line, server_limit(call.limit):
         if count > 1:
             return _run_together(call, count, on_line)
