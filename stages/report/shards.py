@@ -28,12 +28,16 @@ class Shards:
     """The rows of one version. Each shard is checked (size, sha256) once, before it is mapped."""
 
     def __init__(self, version: Version, key: str = "rollout_id") -> None:
+        """Raises CorruptError where the files do not have as many rows as the version."""
         self.version = version
         self.key = key
         """The column of the ids by which `find` looks."""
         self._entries = [entry for entry in version.manifest.files if entry.rows]
         self._ends = np.cumsum([entry.rows for entry in self._entries], dtype=np.int64)
         self._mapped: dict[int, pa.Table] = {}
+        if len(self) != version.manifest.rows:
+            problem = f"its files have {len(self)} rows, the version {version.manifest.rows}"
+            raise version.corrupt("manifest.json", problem)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0

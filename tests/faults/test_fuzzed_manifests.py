@@ -235,6 +235,7 @@ READERS = {
         "held/evaluations@1", "held/evaluations@4", str(store)
     ),
     "show": lambda store: versions.show("held/evaluations@4", 1, str(store)),
+    "show updates": lambda store: versions.show("golden/updates@2", 1, str(store)),
     "verify": lambda store: _raise_first(verify(Store(store), "golden/rollouts@1")[1]),
 }
 FOUND = [
@@ -268,6 +269,12 @@ FOUND = [
         "held/evaluations@4",
         lambda fields: fields["metrics"].pop("score"),
         "show",
+        "E-CORRUPT",
+    ),
+    (
+        "golden/updates@2",
+        lambda fields: fields["files"][0].pop("rows"),
+        "show updates",
         "E-CORRUPT",
     ),
     (
