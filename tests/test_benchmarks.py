@@ -10,8 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.benchmarks import data_path, growth, reward_servers, store
+from quiver.stages.optimize.sharding import layers_of
+from tests.benchmarks import data_path, growth, reward_servers, sharded_memory, store
 
 FOLDER = Path(data_path.__file__).parent
 RESOLVE = """
@@ -117,3 +122,22 @@ def test_reward_servers_scores_each_row(monkeypatch, capsys):
     reward_servers.main()
     rounds = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["rows"] for one in rounds] == [reward_servers.ROWS // 10] * 3
+
+
+@pytest.mark.parametrize("size", [8, 64])
+def test_a_rank_holds_of_70_billion_weights_what_the_shapes_say(size):
+    """torch's own sharding of meta tensors, over ranks that are not there."""
+    model = sharded_memory.model_of(sharded_memory.LLAMA_70B)
+    share = sharded_memory.share_of(model, size)
+    layers = [*layers_of(model)]
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        mesh = init_device_mesh("cpu", (size,))
+        for module in (*layers, model):
+            fully_shard(module, mesh=mesh)
+        shards = [parameter.to_local() for parameter in model.parameters()]
+    finally:
+        distributed.destroy_process_group()
+    assert share.weights == sum(shard.nbytes for shard in shards)
+    assert len(layers) == 80
+    assert share.weights == pytest.approx(4 * 70.554e9 / size, rel=1e-3)

@@ -5,7 +5,9 @@ Not of the spine: it says where tensors lie and who else takes part, not what is
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,8 +20,15 @@ from .config import Config
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch import nn
 
     from quiver.stages.common.runtime.stage import Plan
+    from quiver.stages.common.store import Version
+
+    from .trainer import Trainer
+
+
+log = logging.getLogger(__name__)
 
 
 def make_accelerator(config: Config, plan: Plan | None = None) -> Accelerator:
@@ -62,3 +71,19 @@ def make_accelerator(config: Config, plan: Plan | None = None) -> Accelerator:
 
         accelerator.trackers = tracking.start(config.trackers, config.tracker_folder, plan)
     return accelerator
+
+
+def trainer_of(
+    config: Config, accelerator: Accelerator
+) -> tuple[type[Trainer], Callable[[Version], nn.Module] | None]:
+    """The trainer of these ranks and, where it takes models from the CPU, what loads them. One rank
+    has nobody to share weights with."""
+    if config.shard and accelerator.num_processes > 1:
+        from .sharding import ShardedTrainer, load_mapped
+
+        return ShardedTrainer, load_mapped
+    if config.shard:
+        log.info("optimize.shard has no effect: one process has nobody to share weights with")
+    from .trainer import Trainer
+
+    return Trainer, None

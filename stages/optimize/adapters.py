@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ from quiver.stages.common.store import Version, storage
 
 from .config import Config
 from .lora import Lora, check_installed
+from .shards import is_sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,11 +44,16 @@ log = logging.getLogger(__name__)
 
 
 def load_with_adapters(
-    config: Config, inputs: Mapping[str, Version], device: torch.device
+    config: Config,
+    inputs: Mapping[str, Version],
+    device: torch.device,
+    load: Callable[[Version], nn.Module] | None = None,
 ) -> PreTrainedModel:
-    """The base, frozen, with the adapters of the policy, or new ones. ConfigError: see `attach`."""
+    """The base, frozen, with the adapters of the policy, or new ones; by `load`, where the trainer
+    takes models as that gives them. ConfigError: see `attach`."""
     check_installed()
-    model = load_base(inputs["base"], device, narrow=resolve(config.precision, device) == "bf16")
+    narrow = resolve(config.precision, device) == "bf16"
+    model = load(inputs["base"]) if load else load_base(inputs["base"], device, narrow=narrow)
     attach(config.lora, model, inputs["policy"], seed=config.seed)
     return model
 
@@ -164,7 +170,7 @@ def narrow_frozen(model: nn.Module) -> None:
     is the input embedding too stays, for that one is not rounded.
     """
     for parameter in _read_by_linear_layers_alone(model):
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and not is_sharded(parameter):
             rounded = parameter.data.to(torch.bfloat16)
             if torch.equal(rounded.to(parameter.dtype), parameter.data):
                 parameter.data = rounded

@@ -316,6 +316,9 @@ class Config(base.Config):
     short."""
     activation_checkpointing: Runtime[bool] = False
     """Make activations again in the backward pass: less memory, a third more time."""
+    shard: Runtime[bool] = False
+    """Each of several ranks holds its share of weights, gradients and moments, and a layer is whole
+    only while it computes (FSDP2). False: each holds the whole model."""
     device: Runtime[Literal["auto", "cpu", "cuda"]] = "auto"
     """Where to train."""
     processes: Runtime[int | None] = Field(default=None, ge=1)
@@ -364,6 +367,11 @@ class Config(base.Config):
             raise ValueError(
                 "save_dtype 'bfloat16' keeps the float32 weights in the optimizer's state, so "
                 "save_optimizer and load_optimizer must be true: set them, or take 'float32'"
+            )
+        if self.shard and self.precision.startswith("bf16_"):
+            raise ValueError(
+                f"precision {self.precision!r} does not go with shard: take 'bf16', whose weights "
+                "are float32 and sharded"
             )
         if self.kl_in_reward and self.kl_coef == 0:
             raise ValueError("kl_in_reward needs kl_coef > 0")

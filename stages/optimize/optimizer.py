@@ -20,6 +20,7 @@ from quiver.schemas.errors import ConfigError
 
 from .bf16 import MASTER, PRECISIONS, Bf16AdamW
 from .config import Config
+from .shards import is_sharded, like, local
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _PIECE = 1 << 18
@@ -64,7 +65,13 @@ def _groups(config: Config, model: nn.Module, **options: Any) -> list[dict[str, 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """L2 norm of all of them as one vector, float32 []. On a CPU from dot products of pieces:
-    torch's own sum of 28 million squares in float32 loses 1 in 2,000 and more."""
+    torch's own sum of 28 million squares in float32 loses 1 in 2,000 and more. Of sharded ones: of
+    all ranks' rows."""
+    if gradients and is_sharded(gradients[0]):
+        norm = total_norm([local(gradient) for gradient in gradients])
+        square = norm.double().square()
+        torch.distributed.all_reduce(square)
+        return square.sqrt().float()
     if not gradients or gradients[0].device.type != "cpu":
         return torch.nn.utils.get_total_norm(gradients)
     squares = [
@@ -134,9 +141,10 @@ def load_state(
         ):
             raise _not_ours(f"{name} is missing or of another shape")
         current = optimizer.state[parameter]
+        moments = {key: like(tensor, parameter) for key, tensor in moments.items()}
         if MASTER in moments:
-            rounded = moments[MASTER].to(torch.bfloat16).to(parameter)
-            if not torch.equal(rounded, parameter):
+            rounded = moments[MASTER].to(torch.bfloat16).to(parameter.dtype)
+            if not torch.equal(local(rounded), local(parameter)):
                 raise _not_ours(f"the float32 weights of {name} are not those of the policy")
         if MASTER in moments and MASTER not in current:
             master = moments.pop(MASTER)
@@ -146,9 +154,8 @@ def load_state(
         if has_moments and ("updates" not in tensors or tensors["updates"].numel() != 1):
             raise _not_ours("how many steps made the moments is not told")
         if has_moments:
-            moments["step"] = tensors["updates"].reshape(()).clone()
-        for key, tensor in moments.items():
-            current[key] = tensor.to(parameter.device)
+            moments["step"] = tensors["updates"].reshape(()).clone().to(parameter.device)
+        current.update(moments)
 
 
 def _not_ours(message: str) -> ConfigError:

@@ -29,12 +29,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def save(parent: Version, trainer: Trainer, writer: Writer) -> None:
+def save(parent: Version, trainer: Trainer, writer: Writer | None) -> None:
     """Write the model directory and, if asked, the optimizer's state below it, into the folder of
-    `writer`. `trainer` and its model are of no use after this."""
+    `writer`, which the first rank has. `trainer` and its model are of no use after this."""
+    if writer is None:
+        trainer.gather(None)
+        return
     config = trainer.config
     model = trainer.model
     with storage.storage_errors(f"{writer.run}/policy"):
+        trainer.gather(writer.folder)
         trainer.policy.set_mode("single")  # the block attention is no business of the saved config
         restore_dropout(model, parent)
         state = optimizer.state(trainer.optimizer, model) if config.save_optimizer else {}

@@ -145,19 +145,30 @@ class SavedProgress:
         minutes = (time.monotonic() - self._saved_at) / 60
         steps = config.resume_steps
         is_time = len(trainer.updates) % steps == 0 if steps else minutes >= config.resume_minutes
-        if self.saves and is_time:
-            place = {"epoch": epoch, "minibatch": minibatch, "epoch_step": epoch_step}
-            with storage_errors(self._name):
-                self._save(trainer, place)
-            self._saved_at = time.monotonic()
+        if not trainer.agree(self.saves and is_time):
+            return
+        place = {"epoch": epoch, "minibatch": minibatch, "epoch_step": epoch_step}
+        with storage_errors(self._name):
+            room = None
+            if self.saves:
+                self._storage.make_prefix(self._prefix)
+                room = self._storage.path(self._prefix)
+            tensors, counters = trainer.state(room)
+            if self.saves:
+                self._save(trainer, place, tensors, counters)
+        self._saved_at = time.monotonic()
 
-    def _save(self, trainer: Trainer, place: dict[str, int]) -> None:
+    def _save(
+        self,
+        trainer: Trainer,
+        place: dict[str, int],
+        tensors: dict[str, Tensor],
+        counters: dict[str, Any],
+    ) -> None:
         from safetensors.torch import save_file
 
-        tensors, counters = trainer.state()
         file = f"state-{trainer.step:06d}-{len(trainer.updates):06d}.safetensors"
         key = f"{self._prefix}/{file}"
-        self._storage.make_prefix(self._prefix)
         save_file(tensors, self._storage.path(key))
         self._storage.settle(key)
         self._storage.sync_names(self._prefix)  # before the note that names it

@@ -150,9 +150,9 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             trainer.prepare()
         with phase("steps"):
             trainer.train(SavedProgress(plan, loaded.batch_ids(), saves=writer is not None))
+    with phase("save"):
+        results.save(plan.inputs["policy"], trainer, writer)
     if writer:
-        with phase("save"):
-            results.save(plan.inputs["policy"], trainer, writer)
         results.finish(writers, loaded, trainer)
     # What holds on to the process group goes before the group does: gloo's threads else abort a
     # rank at its exit, now and then.
@@ -176,16 +176,17 @@ def _load_trainer(
     from quiver.stages.common.models.loading import load_model
 
     from . import state_folder, value_head
+    from .accelerator import trainer_of
     from .adapters import load_with_adapters
     from .optimizer import load_state
-    from .trainer import Trainer
 
     policy = plan.inputs["policy"]
     config = kl_control.carried(plan)
     critic = config.critic if algorithm.critic else None
-    load = partial(load_model, dtype=torch.float32, device=accelerator.device)
+    make_trainer, load_mapped = trainer_of(config, accelerator)
+    load = load_mapped or partial(load_model, dtype=torch.float32, device=accelerator.device)
     if config.lora:
-        model = load_with_adapters(config, plan.inputs, accelerator.device)
+        model = load_with_adapters(config, plan.inputs, accelerator.device, load_mapped)
     else:
         model = load(policy)
     value_trunk = value_head.trunk_of(load(policy)) if critic == "model" else None
@@ -193,7 +194,7 @@ def _load_trainer(
         for parameter in sight(model):
             parameter.requires_grad_(False)
     step = int(policy.manifest.metrics.get("step", 0))
-    trainer = Trainer(
+    trainer = make_trainer(
         config, model, batch, algorithm, accelerator, step=step, value_trunk=value_trunk
     )
     if config.entropy_target is not None:

@@ -39,15 +39,13 @@ from .batch import Batch, Part, Step
 from .config import Config
 from .objective import NUM_SUMS, Objective
 from .optimizer import learning_rate, make_optimizer, total_norm
+from .saved_state import SavedState
 from .value_head import ValueHead, with_trunk
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 MAX_SKIPPED = 3
-_COUNTERS = ("step", "updates", "audit_report", "padding", "places")
-_COUNTERS += ("entropy_coef", "last_entropy", "kl_coef")
-"""What a trainer counts besides its tensors."""
 _SECONDS_BETWEEN_LINES = 2.0
 log = logging.getLogger(__name__)
 
@@ -66,8 +64,10 @@ class Progress(Protocol):
         """The step over these rollouts had a loss or gradient that is not finite."""
 
 
-class Trainer:
+class Trainer(SavedState):
     """Loop, optimizer and counters over one batch: `prepare()`, then `train()`, once each."""
+
+    make_policy = Policy
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Trainer:
             self.critic = with_trunk(value_head, value_trunk)
             if config.value_coef == 0:
                 self.critic.requires_grad_(False)  # it gives values, and learns nothing
-        self.policy = Policy(
+        self.policy = self.make_policy(
             self.model,
             autocast=self.precision == "bf16",
             fast=self.precision == "fp32_fast",
@@ -229,7 +229,7 @@ class Trainer:
             raise _not_finite(
                 f"none of {len(self.updates)} optimizer steps had a finite loss and gradient"
             )
-        if not bool(torch.nn.utils.get_total_norm(self.parameters).isfinite()):
+        if not bool(total_norm([p.detach() for p in self.parameters]).isfinite()):
             raise _not_finite("a weight is not finite after the last step")
         if self.config.score_after and self.batch.groups:
             self.logprobs = self.score(range(len(self.batch.groups)))
@@ -246,47 +246,6 @@ class Trainer:
         """The same numbers wherever this step is taken."""
         seed = (self.config.seed * 1_000_003 + step) % 2**63
         return torch.Generator().manual_seed(seed)
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All that the next step depends on, and what has been counted, as plain JSON."""
-        tensors = {"logprobs": self.logprobs}
-        for number, parameter in enumerate(self.parameters):
-            tensors[f"weight.{number}"] = parameter.detach()
-            for key, tensor in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{key}.{number}"] = tensor
-        counters = {name: getattr(self, name) for name in _COUNTERS}
-        copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-        return {name: copy.contiguous() for name, copy in copies.items()}, counters
-
-    def check_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """ValueError unless these are tensors that `state` gave of such a trainer."""
-        expected = {"logprobs": (self.logprobs.shape, self.logprobs.dtype)}
-        for number, parameter in enumerate(self.parameters):
-            expected[f"weight.{number}"] = (parameter.shape, parameter.dtype)
-            if f"step.{number}" in tensors:
-                expected[f"step.{number}"] = (torch.Size(), torch.float32)
-                for key in ("exp_avg", "exp_avg_sq"):
-                    expected[f"{key}.{number}"] = (parameter.shape, torch.float32)
-            if bf16.MASTER in self.optimizer.state.get(parameter, {}):
-                expected[f"{bf16.MASTER}.{number}"] = (parameter.shape, torch.float32)
-        if {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()} != expected:
-            raise ValueError("its tensors are not those of this training")
-
-    def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
-        """Take up what `state` gave."""
-        self.logprobs.copy_(tensors["logprobs"])
-        with torch.no_grad():
-            for number, parameter in enumerate(self.parameters):
-                parameter.copy_(tensors[f"weight.{number}"])
-        for name, tensor in tensors.items():
-            key, _, number = name.partition(".")
-            if number and key != "weight":
-                parameter = self.parameters[int(number)]
-                self.optimizer.state[parameter][key] = tensor.to(parameter.device)
-        for name in filter(counters.__contains__, _COUNTERS):  # an older one counted fewer
-            setattr(self, name, counters[name])
-        if isinstance(self.optimizer, bf16.Bf16AdamW):
-            self.optimizer.number = self.step
 
     def free(self) -> None:
         """Give back the memory of model, critic and moments, of which nothing is needed any more;

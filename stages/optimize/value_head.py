@@ -26,6 +26,7 @@ from quiver.stages.common.store import Version
 
 from . import optimizer as adamw
 from . import state_folder
+from .shards import like
 
 FOLDERS = {"trunk": "value_head", "model": "critic"}
 
@@ -89,7 +90,7 @@ def restore(
             )
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+            parameter.copy_(like(tensors[name], parameter))
     saved_moments = {name: tensors[name] for name in tensors if name not in parameters}
     if moments and saved_moments:
         adamw.load_state(optimizer, critic, saved_moments)

@@ -141,7 +141,7 @@ def _train(plan: Plan, seed: int, starts_over: bool) -> None:
         trainer.updates = counters["updates"]
         assert torch.equal(tensors["weight"], state_of(trainer.step)["weight"])
 
-    def state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def state(room: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         counters = {"step": trainer.step, "updates": trainer.updates}
         return state_of(trainer.step), {**counters, "audit_report": {}, "padding": 0, "places": 0}
 
@@ -152,6 +152,7 @@ def _train(plan: Plan, seed: int, starts_over: bool) -> None:
         state=state,
         load_state=load_state,
         check_state=lambda tensors: None,
+        agree=lambda is_time: is_time,
     )
     progress = SavedProgress(plan, pa.array([]), saves=True)
     saved = plan.store.storage.exists(f"{plan.name}/.staging/{plan.run_key}.resume/{PROGRESS}")

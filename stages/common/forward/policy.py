@@ -67,6 +67,8 @@ class Policy(nn.Module):
         """The entropy has a gradient too."""
         self.collision = False
         """Σ p² stands in place of the entropy; see `completion_logprobs`."""
+        self.keeps_casts = True
+        """Autocast keeps what it has cast."""
         self._projections: list[Group] = []
 
     @property
@@ -147,7 +149,12 @@ class Policy(nn.Module):
         with (
             products(self.device, fast=self.fast),
             casts(self._projections),
-            torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast),
+            torch.autocast(
+                self.device.type,
+                dtype=torch.bfloat16,
+                enabled=self.autocast,
+                cache_enabled=self.keeps_casts,
+            ),
         ):
             yield
 

@@ -1,0 +1,267 @@
+"""Training with sharded weights: each of n ranks holds one n-th of every weight, gradient and
+moment, and a layer is whole only while it computes. torch's FSDP2, under the trainer of always.
+
+    rank 0   rows 0 … 3 of each weight ─┐                                  ┌─ rows 0 … 3 of the
+    rank 1   rows 4 … 7                 ├─ all, of one layer ─ gradient ───┤  gradient, summed
+    rank 2   rows 8 … 9                ─┘  (in each pass)                  └─ over ranks, …
+
+Every pass is an exchange in which all ranks take part; so a rank that has no micro-batch left runs
+along with a gradient of 0. Gradients are summed, in float32, since every token's weight is made for
+the whole step. What is read and written is whole: policies, optimizer states and saved trainings
+are those of any other training, whatever the number of ranks.
+
+Left out: fused projections, and autocast's memory of cast weights, which would be a whole copy.
+
+    trainer = ShardedTrainer(config, model, batch, algorithm, accelerator)
+    trainer.prepare(); trainer.train(); trainer.gather(folder)    # then rank 0 saves as always
+
+Reference: https://arxiv.org/abs/2304.11277.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.forward.cpu.recompute import recompute_norms_and_mlps
+from quiver.stages.common.forward.encoder_decoder import Pairs
+from quiver.stages.common.forward.layout import Layout, Sequences
+from quiver.stages.common.forward.pictures import sight
+from quiver.stages.common.forward.policy import Policy
+from quiver.stages.common.models.loading import load_model
+from quiver.stages.common.store import Version
+
+from .shards import Room, is_sharded
+from .trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class ShardedPolicy(Policy):
+    """A policy whose weights lie sharded over the ranks between passes. The model may lie on a CPU,
+    mapped from its files: each layer goes to the device when it is sharded."""
+
+    def __init__(self, model: nn.Module, *, device: torch.device, **options: Any) -> None:
+        """ConfigError where the model has weights that can not be sharded."""
+        super().__init__(model, **options)
+        self._device = device
+        self._is_running = False
+        self.keeps_casts = False
+        self.given: set[str] = set()
+        """Names of the parameters that have had a gradient on this rank since the last step."""
+        self._watched: set[nn.Parameter] = set()
+        for name, parameter in self.named_parameters():
+            if not parameter.ndim:
+                raise ConfigError(
+                    f"model {type(model).__name__}",
+                    f"{name} is a single number, which has no rows to be sharded",
+                    next="set optimize.shard = false",
+                )
+        trunks = [trunk for trunk in (model, self.value_trunk) if trunk is not None]
+        layers = [layer for trunk in trunks for layer in layers_of(trunk)]
+        if not layers:
+            log.warning("transformers names no layers of this model: all of it is whole in a pass")
+        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+        in_layers = {module for layer in layers for module in layer.modules()}
+        for layer in layers:
+            self._place(layer.parameters())
+            self._recompute(layer)
+            fully_shard(layer, mesh=mesh)
+        self._place(parameter for parameter in self.parameters() if not is_sharded(parameter))
+        for module in self.modules():
+            if module not in in_layers and not [*module.children()]:
+                self._recompute(module)
+        fully_shard(self, mesh=mesh, reshard_after_forward=True)
+        for name, module in self.named_modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+                module.set_reduce_scatter_unused_params(True)  # another rank may use them
+                module.register_forward_pre_hook(partial(self.watch, f"{name}." if name else ""))
+        # its own pass, one rollout at a time, begins here as well
+        model_forward = model.forward
+
+        def whole_pass(*arguments: Any, **named: Any) -> Any:
+            call = partial(model_forward, *arguments, **named)
+            return call() if self._is_running else self(call)
+
+        model.forward = whole_pass
+
+    def _place(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.data = parameter.data.to(self._device, torch.float32)
+
+    def _recompute(self, module: nn.Module) -> None:
+        module.to(self._device)  # its buffers
+        with self.context():
+            recompute_norms_and_mlps(module)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def fuse(self) -> None:
+        """Nothing: a layer's projections are tensors of their own while it is whole, and norms and
+        MLPs are recomputed already."""
+
+    def forward(self, layout: Layout | Pairs | partial, **options: Any) -> Any:
+        """As a policy's; or the call `layout`, with the weights of no layer whole."""
+        self._is_running = True
+        try:
+            if isinstance(layout, partial):
+                return layout()
+            return super().forward(layout, **options)
+        except Exception:
+            self.reset_iter_state()  # whoever tries a way of packing goes on with another
+            raise
+        finally:
+            self._is_running = False
+
+    def watch(self, prefix: str, module: nn.Module, arguments: object) -> None:
+        """Note from now on which weights of `module`, which are whole in its pass, get a
+        gradient."""
+        for name, parameter in module.named_parameters():
+            is_whole = parameter.requires_grad and not is_sharded(parameter)
+            if is_whole and parameter not in self._watched:
+                self._watched.add(parameter)
+                full_name = prefix + name
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, full_name=full_name: self.given.add(full_name)
+                )
+
+
+def load_mapped(version: Version) -> nn.Module:
+    """The model of a policy version, its weights in the dtype of its files and mapped from them, so
+    that no rank has all of them in memory; float32 they become layer by layer."""
+    model = load_model(version, dtype="auto")
+    for module in model.modules():
+        if getattr(module, "config", None) is not None:
+            module.config.dtype = torch.float32
+        for name, buffer in module.named_buffers(recurse=False):
+            is_narrow = buffer.is_floating_point() and buffer.dtype != torch.float32
+            if is_narrow and name in module._non_persistent_buffers_set:
+                return load_model(version, dtype=torch.float32)  # it was computed in that dtype
+            if is_narrow:
+                module._buffers[name] = buffer.float()
+    return model
+
+
+def layers_of(trunk: nn.Module) -> Iterator[nn.Module]:
+    """The layers that every pass goes through one after another: those that transformers never
+    splits, or makes again in the backward pass; but for what sees, and for layers that share
+    weights with another."""
+    names = set(getattr(trunk, "_no_split_modules", None) or ())
+    of_sight = {id(parameter) for parameter in sight(trunk)}
+    uses = uses_of(trunk)
+    within: set[nn.Module] = set()
+    for module in trunk.modules():
+        is_layer = type(module).__name__ in names or isinstance(module, GradientCheckpointingLayer)
+        if not is_layer or module in within:
+            continue
+        within.update(module.modules())
+        if all(
+            uses[number] == count and number not in of_sight
+            for number, count in uses_of(module).items()
+        ):
+            yield module
+
+
+def uses_of(module: nn.Module) -> Counter[int]:
+    """In how many places of `module` each of its parameters stands, by their `id`."""
+    return Counter(
+        id(parameter) for each in module.modules() for parameter in each.parameters(recurse=False)
+    )
+
+
+class ShardedTrainer(Trainer):
+    """The trainer, where every rank holds its share of weights, gradients and moments."""
+
+    step_rows: list[int]
+    """The rollouts that the step passes through the model."""
+
+    def _prepare_model(self, value_trunk: nn.Module | None) -> None:
+        super()._prepare_model(value_trunk)
+        turns = self.batch.sequences.turns
+        if self.mode == "single" and turns is not None and len(turns.histories.values):
+            raise ConfigError(
+                f"model {type(self.model).__name__}",
+                "runs one rollout at a time, and rollouts whose history was rewritten take several "
+                "passes each: ranks would not come out even",
+                next="set optimize.shard = false",
+            )
+
+    def make_policy(self, model: nn.Module, **options: Any) -> Policy:
+        return ShardedPolicy(model, device=self.accelerator.device, **options)
+
+    def _run_along(self, rows: Sequence[int], sequences: Sequences, *, frozen: bool) -> None:
+        """One pass more, whose gradient is 0, where this rank has one micro-batch less of rollouts
+        `rows` than the first one."""
+        microbatches = self._microbatches(rows, sequences)
+        num_ranks = self.accelerator.num_processes
+        if self.accelerator.process_index < num_ranks - -len(microbatches) % num_ranks:
+            return
+        layout = self.policy.layout(microbatches[-1], sequences)
+        outputs = self.policy(layout, frozen=frozen)
+        outputs = [each for each in outputs if each is not None and each.requires_grad]
+        torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
+
+    def _score_and_judge(self, rows: Sequence[int], sequences: Sequences) -> Tensor:
+        with torch.no_grad():
+            self._run_along(rows, sequences, frozen=False)
+        return super()._score_and_judge(rows, sequences)
+
+    def accumulate(self, members: list[int], active: list[int]) -> dict[str, Any]:
+        self.step_rows = active
+        return super().accumulate(members, active)
+
+    def _sum_gradients(self) -> None:
+        """They are summed in the backward passes. A weight to which no rank gave a gradient has
+        none, not one of 0: a step would let its moments decay."""
+        self._run_along(self.step_rows, self.batch.sequences, frozen=self.warming)
+        names = [name for name, p in self.policy.named_parameters() if p.requires_grad]
+        is_given = torch.tensor([name in self.policy.given for name in names])
+        num_given = self._sum_over_ranks(is_given.float()).tolist()
+        for parameter, given in zip(self.parameters, num_given, strict=True):
+            if not given:
+                parameter.grad = None
+        self.policy.given.clear()
+
+    def agree(self, is_time: bool) -> bool:
+        """What the first rank says."""
+        answer = torch.tensor([is_time and self.accelerator.is_main_process])
+        return bool(self._sum_over_ranks(answer.float()))
+
+    def copies(self, tensors: Mapping[str, Tensor], room: Path | None) -> dict[str, Tensor]:
+        files = Room(room)
+        return {name: files.copy(tensor) for name, tensor in tensors.items()}
+
+    def gather(self, room: Path | None) -> None:
+        """Make model, critic and moments whole on rank 0, for whoever saves them; the other ranks
+        have none of them any more. Nothing can be computed after this."""
+        files = Room(room)
+        whole: dict[nn.Parameter, nn.Parameter] = {}
+        for module in self.policy.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+                module.__class__ = type(module).__mro__[2]  # what it was before
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if parameter not in whole:
+                    whole[parameter] = nn.Parameter(files.copy(parameter), parameter.requires_grad)
+                    moments = self.optimizer.state.pop(parameter, {})
+                    if self.config.save_optimizer:
+                        copies = {key: files.copy(moment) for key, moment in moments.items()}
+                        self.optimizer.state[whole[parameter]] = copies
+                module._parameters[name] = whole[parameter]

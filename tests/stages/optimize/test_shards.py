@@ -1,0 +1,40 @@
+"""Room on disk for whole tensors."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quiver.stages.optimize.shards import Room, like
+
+
+def test_a_room_takes_tensors_as_they_are_and_leaves_no_file(tmp_path):
+    room = Room(tmp_path)
+    tensors = [
+        torch.arange(6.0).view(2, 3).T,
+        torch.ones(5000, dtype=torch.bfloat16),
+        torch.empty(0, 4),
+        torch.tensor(7.0),
+    ]
+    copies = [room.copy(tensor) for tensor in tensors]
+    for tensor, copy in zip(tensors, copies, strict=True):
+        assert torch.equal(copy, tensor) and copy.dtype == tensor.dtype and copy.is_contiguous()
+    copies[0] += 1
+    assert torch.equal(copies[0], tensors[0] + 1), "it may be worked on in place"
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_rank_that_only_gives_its_rows_gets_none():
+    assert Room(None).copy(torch.ones(3)).numel() == 0
+
+
+def test_a_disk_without_room_is_an_error_and_no_signal():
+    """Where memory is mapped to more than a disk has, the first write to it ends the process."""
+    with pytest.raises(OSError):
+        Room(Path("/dev/shm")).copy(torch.empty(1).expand(1 << 46))
+
+
+def test_a_tensor_is_like_a_whole_parameter_as_it_is():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    tensor = torch.ones(3)
+    assert like(tensor, parameter) is tensor
