@@ -134,7 +134,7 @@ class Ragged:
 
 class Mapped(Ragged):
     """Rows of an Arrow column that stay in its chunks, so in the mapped files: only what is looked
-    at becomes memory. A row itself takes 20 bytes.
+    at becomes memory. A row itself takes 28 bytes.
 
     As a `Ragged` otherwise, on the CPU. Rows are taken without copying; `values` joins them all,
     once, for whoever asks.

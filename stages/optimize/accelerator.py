@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.models.devices import uses_gpu
+from quiver.stages.common.models.loading import load_as_stored
 
 from .checks import check_trackers
 from .config import Config
@@ -35,13 +37,16 @@ def make_accelerator(config: Config, plan: Plan | None = None) -> Accelerator:
     """Device, ranks and, for a `plan`, trackers, which start with its numbers; nothing else is
     taken from accelerate's environment. ConfigError when it gives another device, another number
     of processes, or another way to distribute than plain ranks."""
-    from accelerate import Accelerator
+    from accelerate import Accelerator, InitProcessGroupKwargs
 
     check_trackers(config.trackers, config.tracker_folder)
     cpu = not uses_gpu("optimize.device", config.device)
     if cpu and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-    accelerator = Accelerator(cpu=cpu, mixed_precision="no")
+    # while the first rank hashes and writes terabytes the others wait; those of a rank that died
+    # are ended by whoever started them
+    patience = InitProcessGroupKwargs(timeout=timedelta(days=1))
+    accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[patience])
     # accelerate's state is the process's: a second run stays where the first one was
     device = "cpu" if cpu else "cuda"
     if accelerator.device.type != device:
@@ -79,9 +84,9 @@ def trainer_of(
     """The trainer of these ranks and, where it takes models from the CPU, what loads them. One rank
     has nobody to share weights with."""
     if config.shard and accelerator.num_processes > 1:
-        from .sharding import ShardedTrainer, load_mapped
+        from .sharding import ShardedTrainer
 
-        return ShardedTrainer, load_mapped
+        return ShardedTrainer, load_as_stored
     if config.shard:
         log.info("optimize.shard has no effect: one process has nobody to share weights with")
     from .trainer import Trainer

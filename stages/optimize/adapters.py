@@ -25,8 +25,7 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.forward.pictures import sight
 from quiver.stages.common.forward.precision import resolve
 from quiver.stages.common.models.checkpoints import ADAPTER_FOLDER
-from quiver.stages.common.models.folder import stored_dtypes
-from quiver.stages.common.models.loading import load_model
+from quiver.stages.common.models.loading import load_as_stored, load_model
 from quiver.stages.common.store import Version, storage
 
 from .config import Config
@@ -61,22 +60,21 @@ def load_with_adapters(
 def load_base(version: Version, device: torch.device, *, narrow: bool) -> PreTrainedModel:
     """The base in float32. `narrow`: linear layers stay bfloat16 where they are that on disk, and
     are float32 at no time: `narrow_frozen` would make them bfloat16 again."""
-    is_bfloat16 = stored_dtypes(version.files.folder) == {"BF16"}
-    dtype = torch.bfloat16 if narrow and is_bfloat16 else torch.float32
-    model = load_model(version, dtype=dtype, device=device)
-    if dtype != torch.float32:
-        stays = set(_read_by_linear_layers_alone(model))
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor not in stays and tensor.is_floating_point():
-                tensor.data = tensor.data.float()
+    if not narrow:
+        return load_model(version, dtype=torch.float32, device=device)
+    model = load_as_stored(version, device)
+    stays = set(_read_by_linear_layers_alone(model))
+    for parameter in model.parameters():
+        if parameter not in stays or parameter.dtype != torch.bfloat16:
+            parameter.data = parameter.data.float()
     return model
 
 
 @contextmanager
 def _float32_in_name(model: nn.Module) -> Iterator[None]:
-    """Let weights in bfloat16 look as if they were float32, without any memory: peft makes its
+    """Let weights of fewer bits look as if they were float32, without any memory: peft makes its
     matrices in the dtype of the layer."""
-    narrow = [p for p in model.parameters() if p.dtype == torch.bfloat16]
+    narrow = [p for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)]
     weights = [parameter.data for parameter in narrow]
     for parameter in narrow:
         nothing = torch.zeros((), device=parameter.device)
@@ -201,7 +199,8 @@ def _adapters(model: nn.Module) -> dict[str, nn.Parameter]:
 def save_and_merge(model: PreTrainedModel, folder: Path) -> None:
     """Write the adapters into `adapter/` below `folder`, as peft and vLLM read them; then make
     `model` in place the plain float32 model that base and adapters are together. It is put together
-    layer by layer in the host's memory: a device never holds the base in float32."""
+    layer by layer, and each goes to the host's memory: a device never holds the base in
+    float32."""
     from peft.tuners.lora import LoraLayer
 
     (folder / ADAPTER_FOLDER).mkdir()

@@ -322,9 +322,9 @@ class Config(base.Config):
     device: Runtime[Literal["auto", "cpu", "cuda"]] = "auto"
     """Where to train."""
     processes: Runtime[int | None] = Field(default=None, ge=1)
-    """How many ranks train together on one machine, each with a whole model: on a GPU of its own,
-    or on its share of the cores. The stage starts them; under a launcher another number than it
-    started is refused. None: as many as were launched."""
+    """How many ranks train together on one machine, each with a whole model (but see `shard`): on a
+    GPU of its own, or on its share of the cores. The stage starts them; under a launcher another
+    number than it started is refused. None: as many as were launched."""
     resume_minutes: Runtime[float] = Field(default=15.0, gt=0)
     """How often weights and moments are saved, so that a training that is killed goes on there."""
     resume_steps: Runtime[int | None] = Field(default=None, ge=1)
@@ -363,10 +363,16 @@ class Config(base.Config):
                 "'bf16_stochastic'"
             )
         saves_rounded = self.save_dtype == "bfloat16" and self.precision != "bf16_stochastic"
-        if saves_rounded and not (self.lora or (self.save_optimizer and self.load_optimizer)):
+        if saves_rounded and not (self.lora or self.save_optimizer):
             raise ValueError(
                 "save_dtype 'bfloat16' keeps the float32 weights in the optimizer's state, so "
-                "save_optimizer and load_optimizer must be true: set them, or take 'float32'"
+                "save_optimizer must be true: set it, or take 'float32'"
+            )
+        if saves_rounded and self.precision != "bf16_master" and self.needs_prox:
+            raise ValueError(
+                "save_dtype 'bfloat16' does not go with bounds this tight, or with prox_of = "
+                "'start': proximal logprobs are those of the saved weights, and rounding moves a "
+                "ratio further than the bounds allow; take 'float32'"
             )
         if self.shard and self.precision.startswith("bf16_"):
             raise ValueError(

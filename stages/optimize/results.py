@@ -38,7 +38,11 @@ def save(parent: Version, trainer: Trainer, writer: Writer | None) -> None:
     config = trainer.config
     model = trainer.model
     with storage.storage_errors(f"{writer.run}/policy"):
-        trainer.gather(writer.folder)
+        trainer.optimizer.zero_grad(set_to_none=True)
+        # not among the policy's files: where a file system keeps its name it would be one of them
+        room = writer.folder.with_name(f"{writer.run_key}.resume")
+        room.mkdir(exist_ok=True)
+        trainer.gather(room)
         trainer.policy.set_mode("single")  # the block attention is no business of the saved config
         restore_dropout(model, parent)
         state = optimizer.state(trainer.optimizer, model) if config.save_optimizer else {}

@@ -39,15 +39,10 @@ from quiver.stages.common.forward.encoder_decoder import Pairs
 from quiver.stages.common.forward.layout import Layout, Sequences
 from quiver.stages.common.forward.pictures import sight
 from quiver.stages.common.forward.policy import Policy
-from quiver.stages.common.models.folder import stored_dtypes
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.store import Version
 
 from .shards import Room, is_sharded
 from .trainer import Trainer
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""By the names that safetensors has for them."""
 log = logging.getLogger(__name__)
 
 
@@ -142,27 +137,6 @@ class ShardedPolicy(Policy):
                 parameter.register_post_accumulate_grad_hook(
                     lambda _, full_name=full_name: self.given.add(full_name)
                 )
-
-
-def load_mapped(version: Version) -> nn.Module:
-    """The model of a policy version, its weights in the dtype of its files and mapped from them, so
-    that no rank has all of them in memory; float32 they become layer by layer. Files of several
-    dtypes are loaded in float32: transformers would round some."""
-    stored = stored_dtypes(version.files.folder)
-    dtype = _DTYPES.get(*stored) if len(stored) == 1 else None
-    if dtype is None:
-        return load_model(version, dtype=torch.float32)
-    model = load_model(version, dtype=dtype)
-    for module in model.modules():
-        if getattr(module, "config", None) is not None:
-            module.config.dtype = torch.float32
-        for name, buffer in module.named_buffers(recurse=False):
-            is_narrow = buffer.is_floating_point() and buffer.dtype != torch.float32
-            if is_narrow and name in module._non_persistent_buffers_set:
-                return load_model(version, dtype=torch.float32)  # it was computed in that dtype
-            if is_narrow:
-                module._buffers[name] = buffer.float()
-    return model
 
 
 def layers_of(trunk: nn.Module) -> Iterator[nn.Module]:

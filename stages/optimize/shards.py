@@ -18,6 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+_REGION_BYTES = 1 << 32
+_ALIGNMENT = 64
+
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether it is a share of a tensor, the rest of which other ranks have."""
@@ -61,6 +64,11 @@ class Room:
         """`folder`: where there is disk for it; None on the ranks that only give their rows."""
         self._file = None if folder is None else tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         self._end = 0
+        """Of what is mapped of the file."""
+        self._pages: mmap.mmap | None = None
+        """The last region. Each is an open file more, so one a tensor would be too many."""
+        self._used = 0
+        """Bytes of it."""
 
     def copy(self, tensor: Tensor) -> Tensor:
         """All of `tensor`, in CPU memory that is the file's; nothing on a rank without a file.
@@ -70,10 +78,20 @@ class Room:
             whole = whole.full_tensor()
         if self._file is None:
             return torch.empty(0, dtype=tensor.dtype)
-        if not whole.numel():
-            return whole.cpu()
+        if not whole.numel() or not whole.ndim:
+            return whole.to("cpu", copy=True)
+        if self._pages is None or self._used + whole.nbytes > len(self._pages):
+            pages = -(-max(whole.nbytes, _REGION_BYTES) // mmap.ALLOCATIONGRANULARITY)
+            size = pages * mmap.ALLOCATIONGRANULARITY
+            os.ftruncate(self._file.fileno(), self._end + size)
+            self._pages = mmap.mmap(self._file.fileno(), size, offset=self._end)
+            self._end += size
+            self._used = 0
         # a page that finds no place on the disk would end the process
-        os.posix_fallocate(self._file.fileno(), self._end, whole.nbytes)
-        pages = mmap.mmap(self._file.fileno(), whole.nbytes, offset=self._end)
-        self._end += -(-whole.nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        return torch.frombuffer(pages, dtype=whole.dtype).view(whole.shape).copy_(whole)
+        start = self._end - len(self._pages) + self._used
+        os.posix_fallocate(self._file.fileno(), start, whole.nbytes)
+        copy = torch.frombuffer(
+            self._pages, dtype=whole.dtype, count=whole.numel(), offset=self._used
+        )
+        self._used += -(-whole.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return copy.view(whole.shape).copy_(whole)

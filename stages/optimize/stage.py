@@ -150,8 +150,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             trainer.prepare()
         with phase("steps"):
             trainer.train(SavedProgress(plan, loaded.batch_ids(), saves=writer is not None))
-    with phase("save"):
-        results.save(plan.inputs["policy"], trainer, writer)
+        with phase("save"):
+            results.save(plan.inputs["policy"], trainer, writer)
     if writer:
         results.finish(writers, loaded, trainer)
     # What holds on to the process group goes before the group does: gloo's threads else abort a

@@ -340,7 +340,7 @@ class Trainer(SavedState):
                 self.padding += padding
                 self.places += places
                 sums += loss_sums
-                log_ratio_max = torch.maximum(log_ratio_max, largest)
+                log_ratio_max = torch.fmax(log_ratio_max, largest)
                 scored.append((positions, outputs[0].detach()))
                 if number < num_passes and time.monotonic() - last_line > _SECONDS_BETWEEN_LINES:
                     log.info("step %d: %d of %d micro-batches", self.step, number, num_passes)

@@ -82,7 +82,7 @@ def layers_in_float32(model: nn.Module) -> Iterator[None]:
             parameter.data = weight
 
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    layers = [layer for module_list in lists for layer in module_list]
+    layers = list(dict.fromkeys(layer for module_list in lists for layer in module_list))
     in_layers = {parameter for layer in layers for parameter in layer.parameters()}
     outside = nn.ParameterList(p for p in model.parameters() if p not in in_layers)
     hooks = [layer.register_forward_pre_hook(widen) for layer in layers]

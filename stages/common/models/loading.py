@@ -26,7 +26,12 @@ from quiver.stages.common.models.checkpoints import (
     sees_images,
     vocabulary_size,
 )
-from quiver.stages.common.models.folder import check_folder, load_errors, says_no_memory
+from quiver.stages.common.models.folder import (
+    check_folder,
+    load_errors,
+    says_no_memory,
+    stored_dtypes,
+)
 from quiver.stages.common.models.mkl_warmup import make_first_calls
 from quiver.stages.common.store import Version
 from quiver.stages.common.threads import map_in_threads
@@ -81,6 +86,31 @@ def load_model(
                 if "drop" in name and isinstance(rate, float):
                     setattr(holder, name, 0.0)
     return model.to(device).eval()
+
+
+def load_as_stored(version: Version, device: str | torch.device = "cpu") -> PreTrainedModel:
+    """The same with weights in the dtype of their files, on a CPU mapped from them; config and
+    buffers are those of a model in float32. In float32 where the files have several dtypes, or
+    where the model computes buffers in its own dtype, which would be rounded."""
+    import torch
+
+    verify_model(version)
+    dtypes = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    stored = stored_dtypes(version.files.folder)
+    dtype = dtypes.get(*stored) if len(stored) == 1 else None
+    if dtype in (None, torch.float32):
+        return load_model(version, dtype=torch.float32, device=device)
+    model = load_model(version, dtype=dtype, device=device)
+    for module in model.modules():
+        if getattr(module, "config", None) is not None:
+            module.config.dtype = torch.float32
+        for name, buffer in module.named_buffers(recurse=False):
+            is_narrow = buffer.is_floating_point() and buffer.dtype != torch.float32
+            if is_narrow and name in module._non_persistent_buffers_set:
+                return load_model(version, dtype=torch.float32, device=device)
+            if is_narrow:
+                module._buffers[name] = buffer.float()
+    return model
 
 
 def load_pretrained(loader: Any, folder: Path, name: str, **options: Any) -> PreTrainedModel:

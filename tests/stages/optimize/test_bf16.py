@@ -328,6 +328,14 @@ def test_weights_on_disk_in_bfloat16_want_the_optimizers_state():
     _config(save_dtype="bfloat16", save_optimizer=False, lora={})
 
 
+def test_weights_on_disk_in_bfloat16_do_not_go_with_tight_bounds():
+    """Of 200 ids the geometric ratio to rounded weights is off by more than gspo's bounds."""
+    for options in ({"algorithm": "gspo"}, {"prox_of": "start"}):
+        with pytest.raises(ValueError, match="save_dtype 'bfloat16' does not go with"):
+            _config(save_dtype="bfloat16", **options)
+        _config(save_dtype="bfloat16", precision="bf16_master", **options)
+
+
 def test_nothing_to_learn_keeps_the_masters(store, policy, made):
     rewards = world.write_rewards(store, made[0], lambda row: 1.0)
     done = _run(store, policy, (made[0], rewards), _config(precision="bf16_master"))

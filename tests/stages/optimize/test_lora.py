@@ -10,12 +10,17 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+)
 
 from quiver.schemas.errors import ConfigError, ConflictError, CorruptError, LineageError
 from quiver.stages.common.config import parse
 from quiver.stages.common.models.checkpoints import PolicyConfig, as_model
-from quiver.stages.common.models.loading import load_model
+from quiver.stages.common.models.loading import load_as_stored, load_model
 from quiver.stages.common.store import Store
 from quiver.stages.common.verification import verify
 from quiver.stages.optimize import rollouts as joining
@@ -375,7 +380,7 @@ def test_a_base_that_bfloat16_holds_is_held_in_it_and_nothing_changes(store, hal
     }
     assert kinds and all(found == {torch.float32} for found in kinds.values()), kinds
     monkeypatch.setattr("quiver.stages.optimize.trainer.narrow_frozen", lambda model: None)
-    monkeypatch.setattr("quiver.stages.optimize.adapters.stored_dtypes", lambda folder: {"F32"})
+    monkeypatch.setattr("quiver.stages.common.models.loading.stored_dtypes", lambda folder: {"F32"})
     wide = _run(store, half, _config(**common), force=True)
     assert narrow.ref != wide.ref and narrow.manifest.content_hash == wide.manifest.content_hash
     assert {value.dtype for value in _tensors(narrow).values()} == {torch.float32}
@@ -397,6 +402,35 @@ def test_a_base_in_bfloat16_is_loaded_as_it_is_and_its_adapters_are_float32(half
     for name, parameter in models["fp32"].named_parameters():
         assert parameter.dtype == torch.float32
         assert torch.equal(models["bf16"].get_parameter(name).float(), parameter), name
+
+
+def test_buffers_that_a_model_computes_are_those_of_float32(store, tmp_path):
+    """gemma3's scale of embeddings, which in bfloat16 is another number."""
+    config = Gemma3TextConfig(
+        vocab_size=320, hidden_size=24, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=12,
+    )  # fmt: skip
+    folder = make_folder(tmp_path / "model")
+    Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    policy = store.open(import_policy(PolicyConfig(model=str(folder)), store, into="gemma"))
+    narrow = load_as_stored(policy)
+    scale = dict(narrow.named_buffers())["model.embed_tokens.embed_scale"]
+    assert float(scale) == pytest.approx(24**0.5, rel=1e-6)
+
+
+def test_a_base_whose_file_is_cut_is_told_as_damage(half):
+    path = half[0].files.folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    inputs = {"base": half[0], "policy": half[0]}
+    with pytest.raises(CorruptError):
+        load_with_adapters(_config(precision="bf16"), inputs, torch.device("cpu"))
+
+
+def test_adapters_over_a_base_in_float16_are_float32(store, made):
+    model = load_model(made[0], dtype=torch.float16)
+    attach(Lora(**SMALL), model, made[0], seed=0)
+    dtypes = {p.dtype for name, p in model.named_parameters() if "lora_" in name}
+    assert dtypes == {torch.float32}
 
 
 def test_a_base_that_bfloat16_does_not_hold_stays_what_it_is(store, made):
