@@ -76,7 +76,11 @@ def rehearsal(recipe: Recipe, store: str) -> Recipe:
         },
         "reward": {**reward, "functions": [*reward.get("functions", ()), LOT]},
         # nearly all of its answers are cut
-        "optimize": {**recipe.optimize.model_dump(exclude_unset=True), "on_length": "keep"},
+        "optimize": {
+            **recipe.optimize.model_dump(exclude_unset=True),
+            "on_length": "keep",
+            "processes": None,
+        },
         "placement": Placement(python=recipe.placement.python).model_dump(exclude_unset=True),
     }
     sections = {**recipe.model_dump(exclude_unset=True), **changes}

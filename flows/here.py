@@ -79,7 +79,9 @@ def most_processes(call: StageCall) -> int:
         return max(1, devices // needed) if needed else 1
     if call.stage == "reward" and not call.config.get("models"):
         return 1  # functions have processes of their own
-    return call.devices if isinstance(call.devices, int) else max(1, call.slots)
+    if call.devices == "all":
+        return max(1, call.slots)
+    return min(call.devices, call.slots or call.devices)
 
 
 def _num_shards(call: StageCall) -> int:

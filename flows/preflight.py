@@ -28,7 +28,6 @@ from quiver.stages.reward.turns import ENVIRONMENT
 
 from .placement import check_placement, stage_call, trained_here
 from .recipe import Recipe
-from .slots import require_gpus
 
 
 def preflight(recipe: Recipe) -> Recipe:
@@ -52,11 +51,6 @@ def preflight(recipe: Recipe) -> Recipe:
             plugins.definition(*code)
     for stage, config in trained_here(recipe).items():
         load(stage).check(config, ())
-    evaluations = sorted({False, recipe.data.held_out is not None})
-    configs = [("generate", recipe.generate_config(0, evaluation=each)) for each in evaluations]
-    for stage, config in [*configs, ("reward", recipe.reward), ("optimize", recipe.optimize)]:
-        if stage not in recipe.placement.pools:
-            require_gpus(stage_call(recipe, stage, config, {}).runner_call)
     _require_turn_rewards(recipe)
     resolved = recipe.resolved()
     for columns in resolved.columns.values():

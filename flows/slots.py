@@ -50,12 +50,14 @@ def slots(call: Call, label: str, cpu: int = 0) -> Iterator[dict[str, str]]:
         env = {}
         if count and devices:
             names = [f"gpu-{device}" for device in devices]
-            taken = _take(stack, label, names, count)
+            # reward models share what there is
+            least = max(_model_gpus(call)) if call.stage == "reward" else count
+            taken = _take(stack, label, names, count, least)
             chosen = [name.removeprefix("gpu-") for name in taken]
             if chosen != devices:
                 env = {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
         elif cpu and call.stage in HEAVY:
-            _take(stack, label, [f"cpu-{number}" for number in range(cpu)], 1)
+            _take(stack, label, [f"cpu-{number}" for number in range(cpu)], 1, 1)
         yield env
 
 
@@ -107,9 +109,9 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(sum(name.isdecimal() for name in names))]
 
 
-def _take(stack: ExitStack, label: str, names: list[str], count: int) -> list[str]:
-    """`count` of the slots `names` (or all, if they are fewer), all at once, so that nobody waits
-    with half of what he needs. They are free again when `stack` is closed."""
+def _take(stack: ExitStack, label: str, names: list[str], count: int, least: int) -> list[str]:
+    """`count` of the slots `names`, or as many as are free if these are `least`; all at once, so
+    that nobody waits with half of what he needs. They are free again when `stack` is closed."""
     folder = Path(tempfile.gettempdir(), f"quiver-slots-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
@@ -130,7 +132,7 @@ def _take(stack: ExitStack, label: str, names: list[str], count: int) -> list[st
                     leases.trim(lease)
                     attempt.callback(lease.release)
                     taken.append(name)
-            if len(taken) == min(count, len(names)):
+            if len(taken) >= least:
                 stack.push(attempt.pop_all())
                 return taken
         holders = {name: leases.holder(name) for name in names if name not in taken}

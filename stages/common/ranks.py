@@ -38,7 +38,8 @@ def needed(stage: str, config: Mapping[str, Any]) -> int:
     or a launcher has started them."""
     if not getattr(load(stage), "RANKS", False) or any(name in os.environ for name in LAUNCHED):
         return 1
-    return config.get("processes") or 1
+    processes = config.get("processes")
+    return int(processes) if str(processes).isdecimal() else 1
 
 
 def prepare() -> None:

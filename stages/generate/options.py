@@ -81,8 +81,8 @@ class VllmOptions(Config):
     """Options of engine `vllm`."""
 
     max_num_seqs: Runtime[int | None] = Field(default=None, ge=1)
-    """Most sequences decoded together; None: vLLM's choice on a GPU (1024 on an H100, 256 on one
-    with less than 70 GiB), 256 on a CPU."""
+    """Most sequences decoded together; None: vLLM's choice on a GPU (1024 on an H100, 256 on an
+    A100 or a smaller one), 256 on a CPU."""
     max_num_batched_tokens: Runtime[int | None] = None
     """Most tokens of one engine step; None: vLLM's choice on a GPU, the larger of 4096 and the
     context on a CPU."""

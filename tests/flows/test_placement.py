@@ -9,7 +9,6 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from quiver.flows import nightly, post_train
 from quiver.flows.placement import StageCall, check_placement, stage_call
-from quiver.flows.preflight import preflight
 from quiver.flows.recipe import load
 from quiver.flows.stage import answer_in
 from quiver.schemas.errors import ConfigError, NumericError
@@ -184,21 +183,3 @@ def test_what_needs_no_prompts_is_told_before_the_base_model_is_imported(
     with pytest.raises(ConfigError, match=r"there is no file .*nowhere\.py") as caught:
         post_train.import_policy(recipe(*settings))
     assert list(Store(store).versions()) == [] and caught.value.state == "nothing was changed."
-
-
-@pytest.mark.parametrize(
-    ("setting", "key", "message"),
-    [
-        ("generate.options={tensor_parallel_size=4}", "generate.options", "4 GPUs are needed"),
-        ("optimize.processes=3", "optimize.processes", "3 GPUs are needed"),
-    ],
-)
-def test_more_gpus_than_there_are_is_told_before_anything_runs(
-    recipe, tmp_path, monkeypatch, setting, key, message
-):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    store = f"store={str(tmp_path / 'store')!r}"
-    with pytest.raises(ConfigError, match=f"{message}, and this machine has 2 ") as caught:
-        preflight(recipe(store, "generate.engine=vllm", setting))
-    assert caught.value.object == key
-    assert not (tmp_path / "store").exists()

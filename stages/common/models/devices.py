@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,9 @@ from quiver.schemas.errors import ConfigError
 
 _turns = itertools.count()
 """Of GPUs that models of this process have taken."""
+placing = threading.RLock()
+"""Held while a model goes to its GPUs: models load in threads, and `seeing_only` changes what the
+whole process sees."""
 
 
 def uses_gpu(key: str, device: str, nodes: Path = Path("/dev")) -> bool:
@@ -49,9 +53,11 @@ def uses_gpu(key: str, device: str, nodes: Path = Path("/dev")) -> bool:
 def engine_gpus(options: Mapping[str, Any]) -> int:
     """How many GPUs an engine with these options takes: one, unless it splits or copies its model
     in vLLM's way."""
-    arguments = {**options, **(options.get("engine_args") or {})}
+    more = options.get("engine_args")
+    arguments = {**options, **(more if isinstance(more, Mapping) else {})}
     sizes = [arguments.get(f"{axis}_parallel_size") for axis in ("tensor", "pipeline", "data")]
-    return math.prod(size for size in sizes if isinstance(size, int) and size > 0)
+    sizes = [int(size) for size in sizes if str(size).isdecimal()]
+    return math.prod(size for size in sizes if size > 0)
 
 
 def next_gpus(count: int) -> list[int]:
@@ -59,7 +65,7 @@ def next_gpus(count: int) -> list[int]:
     it sees: each has its own where there are enough."""
     import torch
 
-    there = max(1, torch.cuda.device_count())
+    there = torch.cuda.device_count()
     return [next(_turns) % there for _ in range(min(count, there))]
 
 
@@ -67,7 +73,9 @@ def next_gpus(count: int) -> list[int]:
 def seeing_only(numbers: list[int]) -> Iterator[None]:
     """What is started inside sees these GPUs of this process alone."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = before.split(",") if before else [str(number) for number in range(max(numbers) + 1)]
+    names = [str(number) for number in range(max(numbers) + 1)]
+    if before is not None:
+        names = before.split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[number] for number in numbers)
     try:
         yield

@@ -77,8 +77,8 @@ class VllmEngine:
     @staticmethod
     def prepare(config: Config) -> None:
         """Import vLLM, which takes seconds and needs no checkpoint."""
-        batch_invariant = config.options.get("batch_invariant", False)
-        vllm_env.prepare("engine vllm", config.device, batch_invariant=batch_invariant)
+        options = parse(VllmOptions, config.options, "generate.options")
+        vllm_env.prepare("engine vllm", config.device, batch_invariant=options.batch_invariant)
         from vllm import LLM  # noqa: F401
 
     def _start(self) -> Any:

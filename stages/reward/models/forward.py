@@ -33,7 +33,7 @@ from quiver.stages.common.forward.packing import pack
 from quiver.stages.common.forward.policy import pieces_of, token_budget
 from quiver.stages.common.forward.precision import products
 from quiver.stages.common.forward.verify import depends_on_length
-from quiver.stages.common.models.devices import next_gpus, uses_gpu
+from quiver.stages.common.models.devices import next_gpus, placing, uses_gpu
 from quiver.stages.common.models.loading import load_pretrained, short_of_memory
 from quiver.stages.common.models.mkl_warmup import make_first_calls
 from quiver.stages.common.ragged import Ragged
@@ -62,8 +62,10 @@ class Forward:
         dtype = config.dtype
         if dtype == "auto":
             dtype = "bfloat16" if cuda else "float32"
-        self.device = torch.device("cuda", *next_gpus(1)) if cuda else torch.device("cpu")
-        self.model = _load(folder, bool(targets), getattr(torch, dtype)).to(self.device)
+        model = _load(folder, bool(targets), getattr(torch, dtype))
+        with placing:
+            self.device = torch.device("cuda", *next_gpus(1)) if cuda else torch.device("cpu")
+            self.model = model.to(self.device)
         self.targets = list(targets)
         self.shaping = Shaping.of(self.model.config)
         self.has_plain_head = self.targets or isinstance(

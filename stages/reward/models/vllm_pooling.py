@@ -8,12 +8,12 @@ fails is not used again.
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quiver.stages.common.models import checkpoints, vllm_env
-from quiver.stages.common.models.devices import engine_gpus, next_gpus, seeing_only
+from quiver.stages.common.models.devices import engine_gpus, next_gpus, placing, seeing_only
 from quiver.stages.common.models.folder import parse_object
 
 if TYPE_CHECKING:
@@ -63,9 +63,12 @@ class Pooling:
                 arguments["kv_cache_memory_bytes"] = vllm_env.cpu_cache_bytes(
                     about, longest, _CPU_SEQUENCES, itemsize=4
                 )
-        gpus = [] if build.cpu else next_gpus(engine_gpus(config.engine_args))
-        with self._fatal("could not start"), seeing_only(gpus) if gpus else nullcontext():
-            from vllm import LLM, PoolingParams
+        from vllm import LLM, PoolingParams
+
+        with self._fatal("could not start"), placing, ExitStack() as stack:
+            gpus = [] if build.cpu else next_gpus(engine_gpus(config.engine_args))
+            if gpus:
+                stack.enter_context(seeing_only(gpus))
 
             self._llm = LLM(str(folder), **{**arguments, **config.engine_args})
             self._raw = PoolingParams(use_activation=False)

@@ -14,7 +14,7 @@ import types
 from quiver.stages.common.models.vllm_env import prepare
 from quiver.stages.common.store import Store
 from quiver.stages.generate.engine import Setup
-from quiver.stages.generate.engines.model_link import ModelLink
+from quiver.stages.generate.engines import model_link
 from quiver.stages.generate.engines.vllm import VllmEngine
 from quiver.stages.generate.options import Sampling, VllmOptions
 
@@ -68,7 +68,8 @@ def main() -> None:
     for policy in policies:
         folder = policy.files.folder
         out["by path"].append(config_of(policy, str(folder)).compute_hash())
-        link = ModelLink(folder)
+        model_link._models.clear()  # as in another process
+        link = model_link.ModelLink(folder)
         out["by link"].append(config_of(policy, str(link.path)).compute_hash())
         link.release()
     whole = config_of(policies[0], str(policies[0].files.folder))

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.common.models import vllm_env
 from quiver.stages.common.store import Store
 from quiver.stages.generate.engine import Setup
-from quiver.stages.generate.engines.model_link import ModelLink
 from quiver.stages.generate.engines.vllm import VllmEngine
 from quiver.stages.generate.options import Sampling
 from tests.tiny import EOS, make_policy
@@ -62,37 +62,61 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_engines_at_the_same_time_have_links_of_their_own(tmp_path):
-    models = [tmp_path / name for name in ("first", "second", "third")]
-    for model in models:
-        model.mkdir()
-        (model / "name").write_text(model.name)
-    first = ModelLink(models[0])
-    second = ModelLink(models[1])
-    assert first.path != second.path
-    first.release()
-    third = ModelLink(models[2])
-    assert third.path == first.path
-    assert [(link.path / "name").read_text() for link in (second, third)] == ["second", "third"]
-
-
-def test_the_link_of_an_engine_that_was_killed_is_free(tmp_path):
-    """In another folder for temporary files, as each stage's process has one."""
-    code = """
+LINK = """
 import os, pathlib, signal, sys
 from quiver.stages.generate.engines.model_link import ModelLink
-print(ModelLink(pathlib.Path(sys.argv[1])).path, flush=True)
+link = ModelLink(pathlib.Path(sys.argv[1]))
+print(link.path, (link.path / "name").read_text(), flush=True)
+if sys.stdin.readline() == "again\\n":
+    print(ModelLink(pathlib.Path("/second")).path, flush=True)
+    sys.stdin.readline()
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        capture_output=True,
+"""Says where its link is and what it sees there; dies when it is told to."""
+
+
+@contextmanager
+def engine(model: Path, **variables: str):
+    """A process with a link, as an engine's, which is killed in the end; and what it says."""
+    model.mkdir(exist_ok=True)
+    (model / "name").write_text(model.name)
+    process = subprocess.Popen(
+        [sys.executable, "-c", LINK, str(model)],
+        env={**os.environ, **variables},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        check=False,
     )
-    assert done.returncode == -9, done.stderr
-    assert str(ModelLink(tmp_path).path) == done.stdout.strip()
+    try:
+        yield process, process.stdout.readline().split()
+    finally:
+        process.communicate("die\n")
+
+
+def test_engines_at_the_same_time_have_links_of_their_own(tmp_path):
+    """Each in a folder of its own for temporary files, as a stage's process has one; the link of
+    one that was killed is free."""
+    with engine(tmp_path / "first", TMPDIR=str(tmp_path)) as (_, first):
+        with engine(tmp_path / "second", TMPDIR=str(tmp_path.parent)) as (_, second):
+            assert first[0] != second[0]
+            assert (first[1], second[1]) == ("first", "second")
+        with engine(tmp_path / "third") as (_, third):
+            assert third == [second[0], "third"]
+
+
+def test_a_second_engine_of_a_process_has_the_path_of_its_model(tmp_path):
+    """vLLM remembers some of what it finds by the path."""
+    with engine(tmp_path / "first") as (process, first):
+        process.stdin.write("again\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "/second\n"
+        assert first[0] != str(tmp_path / "first")
+
+
+@pytest.mark.parametrize("home", ["/proc", "/dev/null", "/sys"])
+def test_without_a_folder_for_links_the_path_is_the_models(tmp_path, home):
+    with engine(tmp_path / "first", XDG_CACHE_HOME=home) as (_, first):
+        assert first == [str(tmp_path / "first"), "first"]
 
 
 def test_kernels_that_a_build_has_not_are_refused(store):
