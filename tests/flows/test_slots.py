@@ -166,6 +166,18 @@ def test_more_devices_than_there_are_is_refused(monkeypatch, stage, config, numb
         pass
 
 
+def test_reward_models_take_the_devices_that_are_free(monkeypatch):
+    """And one at least, whoever holds the others."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    two_models = Call("reward", {"models": [{}, {}]}, "store")
+    with slots(Call("optimize", {"processes": 2}, "store"), "training") as env:
+        assert env == {"CUDA_VISIBLE_DEVICES": "0,1"}
+        with slots(two_models, "scoring") as env:
+            assert env == {"CUDA_VISIBLE_DEVICES": "2"}
+    with slots(two_models, "scoring") as env:
+        assert env == {"CUDA_VISIBLE_DEVICES": "0,1"}
+
+
 def test_no_device_is_visible_where_the_variable_is_empty(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert visible_gpus() == []
