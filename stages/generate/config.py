@@ -45,8 +45,9 @@ class Config(Base):
     device: Runtime[Literal["auto", "cpu", "cuda"]] = "auto"
     """auto: the GPU where there is one."""
     rows_per_shard: Runtime[int] = Field(default=ROWS_PER_SHARD, ge=1)
-    """Rows written at once, and what processes that share the work take at a time. A crash costs the
-    shards under way: one, and with vLLM as many more as it decodes together (`max_num_seqs`)."""
+    """Rows written at once, and what processes that share the work take at a time. A crash costs
+    the shards under way: one, and with vLLM as many more as it decodes together
+    (`max_num_seqs`)."""
     patience_seconds: Runtime[float | None] = Field(default=None, ge=0)
     """Processes that share the work: how long an idle one waits for another's shard before it makes
     that shard too. None: twice as long as the slowest shard took so far, and at least 30 s."""

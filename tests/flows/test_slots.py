@@ -172,8 +172,8 @@ def test_reward_models_take_the_devices_that_are_free(monkeypatch):
     two_models = Call("reward", {"models": [{}, {}]}, "store")
     with slots(Call("optimize", {"processes": 2}, "store"), "training") as env:
         assert env == {"CUDA_VISIBLE_DEVICES": "0,1"}
-        with slots(two_models, "scoring") as env:
-            assert env == {"CUDA_VISIBLE_DEVICES": "2"}
+        with slots(two_models, "scoring") as env_beside:
+            assert env_beside == {"CUDA_VISIBLE_DEVICES": "2"}
     with slots(two_models, "scoring") as env:
         assert env == {"CUDA_VISIBLE_DEVICES": "0,1"}
 
