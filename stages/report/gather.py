@@ -20,7 +20,7 @@ from typing import Any
 from quiver.schemas.errors import LineageError, QuiverError, printable
 from quiver.schemas.manifest import Manifest, line_of
 from quiver.schemas.metrics import groups_with_contrast
-from quiver.schemas.refs import parse
+from quiver.schemas.refs import KINDS, parse
 from quiver.stages.common.runtime.stage import is_made_alike
 from quiver.stages.common.store import Store
 
@@ -130,13 +130,16 @@ class Manifests:
         self.expired: set[str] = set()
         self._passed_over = passed_over
 
-    def open(self, ref: str | None) -> Manifest | None:
-        """The manifest of `ref`, if it is there."""
+    def open(self, ref: str | None, kind: str | None = None) -> Manifest | None:
+        """The manifest of `ref`, if it is there, and of that kind where one is asked for."""
         if ref is None:
             return None
         try:
             version = self.store.open(ref)
         except self._passed_over:
+            self.gone.add(ref)
+            return None
+        if kind not in (None, version.ref.kind):
             self.gone.add(ref)
             return None
         if version.tombstone is not None:
@@ -146,7 +149,7 @@ class Manifests:
     def input(self, manifest: Manifest | None, role: str) -> Manifest | None:
         """What has this role among the inputs of `manifest`; of several, the first."""
         entry = manifest.input(role) if manifest else None
-        return self.open(entry.ref) if entry else None
+        return self.open(entry.ref, role if role in KINDS else None) if entry else None
 
     def line(self, policy: Manifest) -> Iterator[Manifest]:
         """`policy` and those that it was trained from, newest first, as far as they are there.
@@ -155,7 +158,7 @@ class Manifests:
 
     def steps(self, policy: Manifest) -> list[dict[str, Any]]:
         """The rows of the updates that made `policy`: `step` and `STEP_COLUMNS`."""
-        updates = self.open(policy.metrics.get("updates"))
+        updates = self.open(policy.metrics.get("updates"), "updates")
         if updates is None or updates.rows == 0:
             return []
         columns = ["step", *STEP_COLUMNS]
@@ -217,12 +220,12 @@ def gather(store: Store, run: str) -> Gathered:
                 role, _, number = entry.role.partition(".")
                 # what an earlier policy learned from is replay
                 if role == "rollouts" and number and entry.ref not in learned_from:
-                    further = manifests.open(entry.ref)
+                    further = manifests.open(entry.ref, "rollouts")
                     rewards = policy.input(f"rewards.{number}")
                     more += [
                         manifests.input(further, "prompts"),
                         further,
-                        manifests.open(rewards.ref if rewards else None),
+                        manifests.open(rewards.ref if rewards else None, "rewards"),
                     ]
             learned_from.update(entry.ref for entry in policy.inputs)
             iteration = Iteration(

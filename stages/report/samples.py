@@ -151,6 +151,11 @@ def _of_different_groups(
     return [*chosen[:count], *others[: max(0, count - len(chosen))]]
 
 
+def _rollouts_of(store: Store, evaluation: Manifest) -> Version:
+    """LineageError: they are gone, or are no rollouts."""
+    return open_input(store, store.with_expired().open(evaluation.ref), "rollouts")
+
+
 def before_and_after(store: Store, before: Manifest, after: Manifest) -> list[Compared]:
     """The first answers to some held-out prompts, evenly chosen, of two evaluations. LineageError:
     their rollouts are gone."""
@@ -158,7 +163,7 @@ def before_and_after(store: Store, before: Manifest, after: Manifest) -> list[Co
     answers_after = _first_answers(store, after)
     both = [group for group in answers_after.places if group in answers_before.places]
     chosen = [both[index] for index in _evenly_spaced(len(both))]
-    prompts = _prompts(store, store.open(after.require_input("rollouts").ref), chosen)
+    prompts = _prompts(store, _rollouts_of(store, after), chosen)
     return [
         Compared(
             prompts.get(group, Asked(group)), answers_before.of(group), answers_after.of(group)
@@ -203,7 +208,7 @@ class _Answers(NamedTuple):
 
 
 def _first_answers(store: Store, evaluation: Manifest) -> _Answers:
-    rollouts = store.open(evaluation.require_input("rollouts").ref)
+    rollouts = _rollouts_of(store, evaluation)
     columns = ["group_id", "sample_index", "completion_text", *_TURNS]
     texts = rollouts.head(_there(rollouts, columns), MOST_BYTES)
     scores = store.open(evaluation.ref).head(["group_id", "sample_index", "score"], MOST_BYTES)
