@@ -246,8 +246,7 @@ FOUND = [
     ("golden/rollouts@1", drop("models", "policy"), "sampler", "E-LINEAGE"),
     ("held/evaluations@1", drop("inputs", "rewards"), "compare", "E-LINEAGE"),
     ("golden/prompts@2", lambda fields: fields.update(bytes={}), "report", None),
-    ("golden/policy@2", let_lead("golden/prompts@1", "rewards"), "report", None),  # left out
-    ("golden/policy@2", let_lead("golden/prompts@1", "rollouts"), "report", None),
+    ("golden/policy@2", let_lead("golden/updates@1", "rewards"), "report", None),  # left out
     ("held/rollouts@1", let_lead("golden/prompts@1", "prompts"), "compare two", "E-LINEAGE"),
     (
         "held/evaluations@4",
