@@ -40,9 +40,7 @@ def save(parent: Version, trainer: Trainer, writer: Writer | None) -> None:
     with storage.storage_errors(f"{writer.run}/policy"):
         trainer.optimizer.zero_grad(set_to_none=True)
         # not among the policy's files: where a file system keeps its name it would be one of them
-        room = writer.folder.with_name(f"{writer.run_key}.resume")
-        room.mkdir(exist_ok=True)
-        trainer.gather(room)
+        trainer.gather(writer.folder.with_name(f"{writer.run_key}.resume"))
         trainer.policy.set_mode("single")  # the block attention is no business of the saved config
         restore_dropout(model, parent)
         state = optimizer.state(trainer.optimizer, model) if config.save_optimizer else {}

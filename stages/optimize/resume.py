@@ -149,10 +149,9 @@ class SavedProgress:
             return
         place = {"epoch": epoch, "minibatch": minibatch, "epoch_step": epoch_step}
         with storage_errors(self._name):
-            room = None
             if self.saves:
                 self._storage.make_prefix(self._prefix)
-                room = self._storage.path(self._prefix)
+            room = self._storage.path(self._prefix) if self.saves else None
             tensors, counters = trainer.state(room)
             if self.saves:
                 self._save(trainer, place, tensors, counters)

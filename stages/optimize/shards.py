@@ -61,7 +61,10 @@ class Room:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """`folder`: where there is disk for it; None on the ranks that only give their rows."""
+        """`folder`: where there is disk for it, made if need be; None on the ranks that only give
+        their rows."""
+        if folder is not None:
+            folder.mkdir(exist_ok=True)
         self._file = None if folder is None else tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         self._end = 0
         """Of what is mapped of the file."""

@@ -63,13 +63,12 @@ class Pooling:
                 arguments["kv_cache_memory_bytes"] = vllm_env.cpu_cache_bytes(
                     about, longest, _CPU_SEQUENCES, itemsize=4
                 )
-        from vllm import LLM, PoolingParams
-
         with self._fatal("could not start"), placing, ExitStack() as stack:
+            from vllm import LLM, PoolingParams
+
             gpus = [] if build.cpu else next_gpus(engine_gpus(config.engine_args))
             if gpus:
                 stack.enter_context(seeing_only(gpus))
-
             self._llm = LLM(str(folder), **{**arguments, **config.engine_args})
             self._raw = PoolingParams(use_activation=False)
 

@@ -2,10 +2,6 @@
 tests."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,12 +11,12 @@ from safetensors.torch import load_file
 from quiver.stages.common.store import Store
 from quiver.stages.optimize.stage import Config
 from tests.stages.optimize import world
+from tests.stages.optimize.launching import run_ranks
 from tests.stages.optimize.test_seq2seq_policies import sampled
 from tests.tiny import make_policy
 from tests.writing import run_here
 
 pytestmark = pytest.mark.dist
-ROOT = Path(__file__).parents[3]
 COMMON = {"device": "cpu", "learning_rate": 1e-3, "minibatches": 2, "token_budget": 40}
 LINEAR = {**COMMON, "grad_clip": 1e9, "eps": 1.0}
 """AdamW's eps is 1, so that the step follows the gradient and not only its sign."""
@@ -116,23 +112,7 @@ def ranks(tmp_path_factory):
         cases[name] = {"store": str(store.path), "config": config, "refs": named}
     script = folder / "rank.py"
     script.write_text(RANK)
-    env = {
-        **os.environ,
-        "ACCELERATE_USE_CPU": "true",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script), str(folder), json.dumps(cases)],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=480,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(script, 2, str(folder), json.dumps(cases))
     return SimpleNamespace(
         one=one,
         two={name: Store(cases[name]["store"]).open("two/policy@1") for name in cases},

@@ -2,9 +2,6 @@
 give in one process: one launch of each does the work of all tests that are not slow."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,13 +16,13 @@ from quiver.stages.optimize.stage import Config
 from quiver.stages.optimize.trainer import Trainer
 from tests import episodes
 from tests.stages.optimize import world
+from tests.stages.optimize.launching import run_ranks
 from tests.stages.optimize.test_images_trained import make_store
 from tests.stages.optimize.test_seq2seq_policies import sampled
 from tests.tiny import make_folder, make_policy
 from tests.writing import run_here
 
 pytestmark = pytest.mark.dist
-ROOT = Path(__file__).parents[3]
 COMMON = {"device": "cpu", "minibatches": 2, "token_budget": 40, "grad_clip": 1e9}
 LINEAR = {**COMMON, "learning_rate": 1e-3, "eps": 1.0}
 """AdamW's eps is 1, so that the step follows the gradient and not only its sign."""
@@ -141,24 +138,8 @@ def _made(store: Store, case: str) -> dict[str, str]:
 
 def _launch(folder: Path, size: int, jobs: list[dict]) -> list[dict]:
     """What each of `size` ranks says of the jobs."""
-    env = {
-        **os.environ,
-        "ACCELERATE_USE_CPU": "true",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
     (folder / "rank.py").write_text(RANK)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(folder / "rank.py"), str(folder), json.dumps(jobs)],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=480,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(folder / "rank.py", size, str(folder), json.dumps(jobs))
     return [json.loads((folder / f"said.{size}.{rank}").read_text()) for rank in range(size)]
 
 
