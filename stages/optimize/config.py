@@ -371,8 +371,7 @@ class Config(base.Config):
         if saves_rounded and self.precision != "bf16_master" and self.needs_prox:
             raise ValueError(
                 "save_dtype 'bfloat16' does not go with bounds this tight, or with prox_of = "
-                "'start': proximal logprobs are those of the saved weights, and rounding moves a "
-                "ratio further than the bounds allow; take 'float32'"
+                "'start', since rounding the saved weights moves a ratio further: take 'float32'"
             )
         if self.shard and self.precision.startswith("bf16_"):
             raise ValueError(
