@@ -32,6 +32,7 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.plain import problem_of
 from quiver.stages.common.names_elsewhere import KEYS
 from quiver.stages.common.plugins import ROOMS
+from quiver.stages.common.threads import parse_python
 
 _RUNTIME = "runtime knob: not part of the run_key"
 _ADDED = "came later: not part of the run_key while it has its default"
@@ -128,7 +129,7 @@ def descriptions(cls: type[Config]) -> dict[str, str]:
     for part in reversed(cls.__mro__):
         if not issubclass(part, Config) or part is Config:
             continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0].body
+        body = parse_python(textwrap.dedent(inspect.getsource(part))).body[0].body
         for field, below in pairwise(body):
             match field, below:
                 case ast.AnnAssign(target), ast.Expr(ast.Constant(str(text))):

@@ -33,6 +33,7 @@ from typing import Any
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.store import storage
+from quiver.stages.common.threads import parse_python
 
 ROOMS = ("schemas", "stages", "flows", "deployments")
 """The packages below `quiver`. Before it was the one import name, each had its own."""
@@ -123,7 +124,7 @@ def definition(
     path = locate(name, field, kind_name)
     holder, _, attribute = name.rpartition(":")
     try:
-        tree = ast.parse(path.read_bytes())
+        tree = parse_python(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError, OSError) as error:
         raise _not_importable(holder, error, field) from None
     in_package = (path.parent / "__init__.py").is_file() or not holder.endswith(".py")
@@ -235,7 +236,7 @@ def _neighbours(path: Path) -> list[Path]:
     if path.suffix != ".py" or _is_ours(path) or _INSTALLED & set(path.parts):
         return []
     try:
-        tree = ast.parse(path.read_bytes())
+        tree = parse_python(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError):  # importing it will tell
         return []
     project = _project(path)
