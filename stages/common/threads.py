@@ -34,8 +34,8 @@ def map_in_threads(function: Callable[[In], Out], inputs: Iterable[In]) -> list[
 def parse_python(source: str | bytes) -> ast.Module:
     """The syntax tree of `source`; errors are those of `ast.parse`.
 
-    In Python 3.11 two threads that parse at once fail now and then with a SystemError (python/cpython
-    issue 106905): its parser counts the depth of the tree in one place for all threads.
+    In Python 3.11 two threads that parse at once fail now and then with a SystemError: its parser
+    counts the depth of the tree in one place for all threads (python/cpython issue 106905).
     """
     with _PARSER:
         return ast.parse(source)

@@ -14,7 +14,7 @@ def often_switched():
     """Threads are switched at each chance, and collecting garbage gives many: it runs Python."""
 
     def collected(phase, info):
-        return [each for each in range(20)]
+        return list(range(20))
 
     interval, threshold = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(1e-6)
