@@ -128,6 +128,12 @@ class Recipe(Config):
                 "generate.sampling.temperature must be > 0: greedy rows have no probability to "
                 "train on"
             )
+        lora = self.optimize.lora
+        if lora and lora.save == "adapter" and self.reference.rule == "ema":
+            raise ValueError(
+                "reference.rule 'ema' averages whole weights, and optimize.lora.save = 'adapter' "
+                "saves none: set it to 'merged'"
+            )
         changed = [
             name
             for name in sampling.model_dump(exclude_defaults=True)

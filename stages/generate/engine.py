@@ -83,8 +83,8 @@ class Setup:
     device: str = "auto"
     options: dict[str, Any] = field(default_factory=dict)
     base: Version | None = None
-    """The weights that the policy's adapter goes on, where `options.lora` asks for that; None: load
-    the policy's own."""
+    """The weights that the policy's adapter goes on, where `options.lora` asks for that or the
+    policy has no others; None: load the policy's own."""
     most_pictures: int = 0
     """In one prompt."""
     longest: int | None = None

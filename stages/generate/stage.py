@@ -22,6 +22,7 @@ from quiver.schemas.errors import LineageError
 from quiver.stages.common import plugins
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import verify_model
+from quiver.stages.common.models.merging import base_of
 from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import Writer
@@ -98,8 +99,9 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     elif shards.handout.more():
         setup = engine_setup(config, policy, longest, most_pictures(config, prompts))
         options = engines.engine_options(config.engine, config.options)
-        if isinstance(options, VllmOptions) and options.lora:
-            setup = replace(setup, base=checkpoints.adapter_base(plan.store, policy))
+        is_beside = isinstance(options, VllmOptions) and options.lora
+        base = (checkpoints.adapter_base if is_beside else base_of)(plan.store, policy)
+        setup = replace(setup, base=base)
         with opened(plan, writer, setup) as new_requests:
             _sample(config, setup, writer, new_requests, rows, shards)
     metrics, status = shards.summary()

@@ -43,9 +43,15 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     ConfigError."""
     if into is None:
         raise ConfigError("stage average", "no run is named", next="say into which run it goes")
-    models = tuple(
-        checkpoints.as_model(role, store.open(refs[role])) for role in ("reference", "policy")
-    )
+    versions = {role: store.open(refs[role]) for role in ("reference", "policy")}
+    for version in versions.values():
+        if not checkpoints.holds_weights(version):
+            raise ConfigError(
+                str(version.ref),
+                "it holds an adapter alone, and whole weights are averaged",
+                next='train with optimize.lora.save = "merged"',
+            )
+    models = tuple(checkpoints.as_model(role, version) for role, version in versions.items())
     return Plan(
         store=store,
         stage="average",

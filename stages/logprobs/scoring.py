@@ -23,10 +23,11 @@ from .config import Config
 
 
 class Scorer:
-    """The model of a policy version on the device that the config names; `auto`: on the GPU where
-    there is one. ConfigError where the named one is not there."""
+    """The model of a policy version, on the `base` of one that is an adapter alone, on the device
+    that the config names; `auto`: on the GPU where there is one. ConfigError where the named one is
+    not there."""
 
-    def __init__(self, config: Config, model: Version) -> None:
+    def __init__(self, config: Config, model: Version, base: Version | None = None) -> None:
         on_gpu = uses_gpu("logprobs.device", config.device)
         self.device = torch.device("cuda" if on_gpu else "cpu")
         self.ways: dict[str, str] = {}
@@ -34,7 +35,7 @@ class Scorer:
         self._config = config
         precision = resolve(config.precision, self.device)
         self._policy = Policy(
-            load_model(model, dtype=torch.float32, device=self.device),
+            load_model(model, dtype=torch.float32, device=self.device, base=base),
             autocast=precision == "bf16",
             fast=precision == "fp32_fast",
         )

@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 from quiver.schemas.errors import LineageError, NumericError, printable
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import check_rows, short_of_memory
+from quiver.stages.common.models.merging import base_of
 from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
@@ -78,7 +79,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         for index in writer.take_shards(max(1, -(-len(table) // ROWS_PER_SHARD))):
             if scorer is None:  # where all is scored already, nothing is loaded
                 with writer.phase("load"):
-                    scorer = Scorer(plan.config, policy)
+                    scorer = Scorer(plan.config, policy, base_of(plan.store, policy))
                     pictures = load_pictures(plan.store, rollouts, table, policy)
             start = index * ROWS_PER_SHARD
             rows = table.slice(start, ROWS_PER_SHARD)

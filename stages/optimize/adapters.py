@@ -1,7 +1,8 @@
 """The matrices of LoRA beside a model's linear layers: made, loaded, saved, merged. See `lora`.
 
     model = load_with_adapters(config, plan.inputs, device)   # then train what requires a gradient
-    save_and_merge(model, folder)
+    save(model, folder)
+    merge(model)
 
 Not of the spine: only a recipe with `[optimize.lora]` uses it.
 """
@@ -24,7 +25,11 @@ from transformers.pytorch_utils import Conv1D
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.forward.pictures import sight
 from quiver.stages.common.forward.precision import resolve
-from quiver.stages.common.models.checkpoints import ADAPTER_FOLDER
+from quiver.stages.common.models.checkpoints import (
+    ADAPTER_FOLDER,
+    ADAPTER_PREFIX,
+    ADAPTER_WEIGHTS,
+)
 from quiver.stages.common.models.loading import load_as_stored, load_model
 from quiver.stages.common.store import Version, storage
 
@@ -36,9 +41,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _NAME = "default"
-_PREFIX = "base_model.model."
-"""What stands before every name in a file of peft."""
-_WEIGHTS = f"{ADAPTER_FOLDER}/adapter_model.safetensors"
 log = logging.getLogger(__name__)
 
 
@@ -110,7 +112,7 @@ def attach(config: Lora, model: PreTrainedModel, policy: Version, *, seed: int) 
     adapters = _adapters(model)
     if policy.manifest.input("base") is not None:
         policy.verify(f"{ADAPTER_FOLDER}/")
-        saved = load_file(policy.files.path(_WEIGHTS))
+        saved = load_file(policy.files.path(ADAPTER_WEIGHTS))
         shapes = {name: parameter.shape for name, parameter in adapters.items()}
         if {name: tensor.shape for name, tensor in saved.items()} != shapes:
             raise ConfigError(
@@ -190,22 +192,17 @@ def _read_by_linear_layers_alone(model: nn.Module) -> list[nn.Parameter]:
 def _adapters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trained matrices by their names in peft's files."""
     return {
-        _PREFIX + name.replace(f".{_NAME}.", "."): parameter
+        ADAPTER_PREFIX + name.replace(f".{_NAME}.", "."): parameter
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
 
 
-def save_and_merge(model: PreTrainedModel, folder: Path) -> None:
-    """Write the adapters into `adapter/` below `folder`, as peft and vLLM read them; then make
-    `model` in place the plain float32 model that base and adapters are together. It is put together
-    layer by layer, and each goes to the host's memory: a device never holds the base in
-    float32."""
-    from peft.tuners.lora import LoraLayer
-
+def save(model: PreTrainedModel, folder: Path) -> None:
+    """Write the adapters into `adapter/` below `folder`, as peft and vLLM read them."""
     (folder / ADAPTER_FOLDER).mkdir()
     tensors = {name: p.detach().cpu().contiguous() for name, p in _adapters(model).items()}
-    save_file(tensors, folder / _WEIGHTS, {"format": "pt"})
+    save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
     peft_config = model.peft_config[_NAME].to_dict()
     peft_config["inference_mode"] = True
     peft_config["target_modules"] = sorted(peft_config["target_modules"])  # a set, in any order
@@ -213,6 +210,14 @@ def save_and_merge(model: PreTrainedModel, folder: Path) -> None:
         folder / ADAPTER_FOLDER / "adapter_config.json",
         json.dumps(peft_config, indent=2, sort_keys=True).encode(),
     )
+
+
+def merge(model: PreTrainedModel) -> None:
+    """Make `model` in place the plain float32 model that base and adapters are together. It is put
+    together layer by layer, and each goes to the host's memory: a device never holds the base in
+    float32."""
+    from peft.tuners.lora import LoraLayer
+
     for name, module in list(model.named_modules()):
         if isinstance(module, LoraLayer):
             module.float().merge()

@@ -373,6 +373,11 @@ class Config(base.Config):
                 "save_dtype 'bfloat16' does not go with bounds this tight, or with prox_of = "
                 "'start', since rounding the saved weights moves a ratio further: take 'float32'"
             )
+        if saves_rounded and self.lora and self.lora.save == "adapter":
+            raise ValueError(
+                "save_dtype is of merged weights, and lora.save = 'adapter' saves none: leave one "
+                "out"
+            )
         if self.shard and self.precision.startswith("bf16_"):
             raise ValueError(
                 f"precision {self.precision!r} does not go with shard: take 'bf16', whose weights "

@@ -8,8 +8,8 @@ is lost. A policy trained this way holds two things: at the top the merged weigh
 that every reader takes it for a model like any other (its size on disk is that of a full one);
 below them `adapter/`, A and B as peft writes them. The next iteration goes on from the base's
 weights and the adapter, so the rounding of merges never adds up; its manifest names the base as an
-input. Refused: another rank, alpha or other layers than the adapter has; a base that is gone or
-changed.
+input. By choice a policy holds the adapter alone (`save`), and who reads it reads its base too.
+Refused: another rank, alpha or other layers than the adapter has; a base that is gone or changed.
 
 Here is what a recipe says of it and which policy is the base; `adapters` has the matrices.
 
@@ -25,7 +25,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.config import Config, parse
+from quiver.stages.common.config import Added, Config, parse
 from quiver.stages.common.models.checkpoints import OPTIMIZER_FOLDER, adapter_base
 from quiver.stages.common.store import Store, Version
 
@@ -48,6 +48,10 @@ class Lora(Config):
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
     """Which layers: all linear ones of the language model but the output embedding, or those whose
     names end so, such as ["q_proj", "v_proj"]."""
+    save: Added[Literal["merged", "adapter"]] = "merged"
+    """What the next policy holds. merged: the whole model in float32, and the adapter. adapter:
+    that alone, some hundredth of the disk; its readers put it on the base as they load it, and vLLM
+    is given both."""
 
 
 def with_base(config: Lora | None, store: Store, inputs: dict[str, Version]) -> dict[str, Version]:
@@ -64,7 +68,8 @@ def with_base(config: Lora | None, store: Store, inputs: dict[str, Version]) -> 
     if base is None:
         return {"base": policy, **inputs}
     saved = parse(Lora, policy.manifest.config_section("lora"), f"{policy.ref} lora")
-    changed = [name for name in Lora.model_fields if getattr(config, name) != getattr(saved, name)]
+    for_life = Lora.model_fields.keys() - {"save"}
+    changed = [name for name in for_life if getattr(config, name) != getattr(saved, name)]
     if changed:
         expected = ", ".join(f"{name} = {getattr(saved, name)}" for name in changed)
         asked = ", ".join(f"{name} = {getattr(config, name)}" for name in changed)

@@ -44,13 +44,16 @@ def save(parent: Version, trainer: Trainer, writer: Writer | None) -> None:
         trainer.policy.set_mode("single")  # the block attention is no business of the saved config
         restore_dropout(model, parent)
         state = optimizer.state(trainer.optimizer, model) if config.save_optimizer else {}
+        is_adapter_alone = config.lora is not None and config.lora.save == "adapter"
         if config.lora:
-            adapters.save_and_merge(model, writer.folder)
+            adapters.save(model, writer.folder)
+        if config.lora and not is_adapter_alone:
+            adapters.merge(model)
         if config.save_dtype == "bfloat16" and trainer.precision not in bf16.PRECISIONS:
             masters = narrow(model)
             if not config.lora:
                 state |= optimizer.masters(model, masters)
-        checkpoints.save_policy(model, parent, writer.folder)
+        checkpoints.save_policy(None if is_adapter_alone else model, parent, writer.folder)
         if trainer.critic is not None:
             value_head.save(
                 trainer.critic,

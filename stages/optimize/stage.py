@@ -174,6 +174,7 @@ def _load_trainer(
 
     from quiver.stages.common.forward.pictures import sight
     from quiver.stages.common.models.loading import load_model
+    from quiver.stages.common.models.merging import base_of
 
     from . import state_folder, value_head
     from .accelerator import trainer_of
@@ -185,11 +186,12 @@ def _load_trainer(
     critic = config.critic if algorithm.critic else None
     make_trainer, load_mapped = trainer_of(config, accelerator)
     load = load_mapped or partial(load_model, dtype=torch.float32, device=accelerator.device)
+    whole = partial(load, policy, base=base_of(plan.store, policy))
     if config.lora:
         model = load_with_adapters(config, plan.inputs, accelerator.device, load_mapped)
     else:
-        model = load(policy)
-    value_trunk = value_head.trunk_of(load(policy)) if critic == "model" else None
+        model = whole()
+    value_trunk = value_head.trunk_of(whole()) if critic == "model" else None
     if not config.train_vision:
         for parameter in sight(model):
             parameter.requires_grad_(False)

@@ -1,5 +1,5 @@
-"""One optimizer step (loss, backward, clip, AdamW) on the very same rollouts: Quiver against TRL's
-GRPOTrainer.
+"""One optimizer step (loss, backward, clip, AdamW) on the very same rollouts: Quiver against the best
+of TRL's GRPOTrainer.
 
     python -m tests.benchmarks.optimizer_step --shapes 64,64,8 --precisions fp32 --repeat 1
     python -m tests.benchmarks.optimizer_step --model qwen3-0.6b --shapes 512,1024,8 --precisions bf16        # on a GPU
@@ -7,12 +7,13 @@ GRPOTrainer.
 P prompt tokens, C completion tokens, G rollouts of one prompt; logical tokens of a step =
 `--groups` · G · (P + C), whatever is computed for them. Both sides start from the same weights,
 ids, old logprobs and advantages; the loss and the gradient's norm of the first step must agree,
-else the run fails. TRL is fed through its own training loop, all rows of a step in one batch
-(`per_device_train_batch_size`), each side with the environment that it comes with: with activation
-checkpointing, TRL's default, without, and (`trl_tuned`) by default but with the environment
-variables that our stages set, those of the allocator among them. On a GPU memory is the device's,
-and MFU the share of `--peak` that the useful FLOPs are: a group's prompt once, the head at
-completion positions, nothing computed twice.
+else the run fails. TRL is fed through its own training loop. A setting of TRL is an allocator
+(`ours` is glibc's with the variables that our stages set, or a library that is preloaded beside
+them), activation checkpointing or not, and rows of one forward pass (all of a step, or 2 with
+accumulated gradients). Each setting runs once; then the fastest and the one with the least memory
+take turns with Quiver. On a GPU memory is the device's, allocators are not tried, and MFU is the
+share of `--peak` that the useful FLOPs are: a group's prompt once, the head at completion
+positions, nothing computed twice.
 """
 
 from __future__ import annotations
@@ -31,19 +32,26 @@ from quiver.stages.common.runtime.prewarm import ENVIRONMENT
 from .made import random_policy, real_policy
 from .side_by_side import answer, machine, median, run_side, table
 
-SIDES = {
-    "quiver": "Quiver",
-    "trl": "TRL",
-    "trl_plain": "TRL, no checkpointing",
-    "trl_tuned": "TRL, our environment",
-}
 MODELS = ("smollm2-135m", "qwen3-0.6b", "qwen3-1.7b")
+ALLOCATORS = {
+    "ours": None,
+    "tcmalloc": "libtcmalloc_minimal.so.4",
+    "jemalloc": "libjemalloc.so.2",
+}
+"""What the dynamic linker preloads."""
+SETTINGS = [
+    f"{allocator}/{activations}/{rows}"
+    for allocator in ALLOCATORS
+    for activations in ("checkpointing", "plain")
+    for rows in ("all", "2")
+]
+"""Of TRL."""
 
 
 def main() -> None:
     """Compare, or be one side of a comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--side", choices=(*SIDES, "model"))
+    parser.add_argument("--side", choices=("quiver", "trl", "model"))
     parser.add_argument("--work", type=Path)
     parser.add_argument(
         "--model",
@@ -67,90 +75,95 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="one small shape: to see that it runs, not to be quoted",
+        help="one small shape and two settings: to see that it runs, not to be quoted",
     )
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--settings", nargs="*", choices=SETTINGS, help="of TRL; by default all")
     parser.add_argument(
         "--options", default="{}", help="JSON: keys of [optimize] for Quiver, of GRPOConfig for TRL"
     )
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.shapes, arguments.precisions = ["16,16,4"], ["fp32"]
+        arguments.settings = ["ours/plain/all", "ours/checkpointing/2"]
     if arguments.side:
-        sides = {
-            "quiver": _quiver,
-            "trl": _trl,
-            "trl_plain": _trl,
-            "trl_tuned": _trl,
-            "model": _model,
-        }
-        sides[arguments.side](arguments)
+        {"quiver": _quiver, "trl": _trl, "model": _model}[arguments.side](arguments)
     else:
         _compare(arguments)
 
 
 def _compare(arguments: argparse.Namespace) -> None:
+    import torch
+
+    if arguments.settings is None:
+        has_gpu = torch.cuda.is_available()
+        arguments.settings = [
+            setting for setting in SETTINGS if setting.startswith("ours" if has_gpu else "")
+        ]
     with tempfile.TemporaryDirectory() as folder:
+        arguments.work = folder
         run_side("optimizer_step", "model", "--work", folder, "--model", arguments.model)
         rows = []
         for shape in arguments.shapes:
             for precision in arguments.precisions:
-                rows.append(_row(arguments, folder, shape, precision))
+                rows.append(_row(arguments, shape, precision))
                 print(table(rows[-1:]), file=sys.stderr, flush=True)
     print(machine(), f"{arguments.model}.", table(rows), sep="\n\n")
 
 
-def _row(arguments: argparse.Namespace, folder: str, shape: str, precision: str) -> dict[str, str]:
-    common = [
-        "--work",
-        folder,
-        "--shapes",
-        shape,
-        "--precisions",
-        precision,
-        "--steps",
-        str(arguments.steps),
-    ]
-    common += [
-        "--options",
-        arguments.options,
-        "--peak",
-        str(arguments.peak),
-        "--groups",
-        str(arguments.groups),
-    ]
-    found: dict[str, list[dict]] = {side: [] for side in arguments.sides}
+def _row(arguments: argparse.Namespace, shape: str, precision: str) -> dict[str, str]:
+    def run(side: str) -> dict:
+        """Of Quiver, or of a setting of TRL."""
+        name, env = ("quiver", {}) if side == "quiver" else ("trl", _environment(side))
+        options = [f"--{key}={getattr(arguments, key)}" for key in ("work", "steps", "options")]
+        options += [f"--{key}={getattr(arguments, key)}" for key in ("groups", "peak")]
+        options += ["--shapes", shape, "--precisions", precision]
+        options += [] if side == "quiver" else ["--settings", side]
+        return run_side("optimizer_step", name, *options, peers=side != "quiver", env=env)
+
+    tried = {setting: run(setting) for setting in arguments.settings}
+    for setting, answered in tried.items():
+        rate, peak = answered["tokens_per_second"], answered["peak_gb"]
+        print(f"{shape} {precision} {setting}: {rate:.0f} tokens/s, {peak:.1f} GB", file=sys.stderr)
+    fastest = max(tried, key=lambda setting: tried[setting]["tokens_per_second"])
+    smallest = min(tried, key=lambda setting: tried[setting]["peak_gb"])
+    sides = dict.fromkeys(["quiver", fastest, smallest])
+    answers: dict[str, list[dict]] = {side: [] for side in sides}
     for _ in range(arguments.repeat):
-        for side, answers in found.items():
-            env = ENVIRONMENT if side == "trl_tuned" else {}
-            answers.append(
-                run_side("optimizer_step", side, *common, peers=side != "quiver", env=env)
-            )
-    row = {"P,C,G": shape, "precision": precision}
-    rates, peaks = (
-        {side: median(found[side], key) for side in found}
-        for key in ("tokens_per_second", "peak_gb")
-    )
-    for side in found:
-        row |= {
-            f"{SIDES[side]}: tokens/s": f"{rates[side]:.0f}",
-            "GB" + " " * len(row): f"{peaks[side]:.1f}",
-        }
-        if "quiver" in found and side != "quiver":
-            row |= {"times" + " " * len(row): f"{rates['quiver'] / rates[side]:.2f}"}
-            row |= {"memory" + " " * len(row): f"{peaks['quiver'] / peaks[side]:.2f}"}
-    norms = [answers[0]["grad_norm"] for answers in found.values()]
-    row |= {"gradient norm": " / ".join(f"{norm:.4f}" for norm in norms[:2])}
-    if "mfu" in found.get("quiver", [{}])[0]:
-        row |= {"MFU": f"{median(found['quiver'], 'mfu'):.3f}"}
+        for side in sides:
+            answers[side].append(run(side))
+    rates = {side: median(answers[side], "tokens_per_second") for side in sides}
+    peaks = {side: median(answers[side], "peak_gb") for side in sides}
+    everyone = [answered for side in answers.values() for answered in side] + [*tried.values()]
+    norms = [answered["grad_norm"] for answered in everyone]
+    losses = [answered["loss"] for answered in everyone]
+    row = {
+        "P,C,G": shape,
+        "precision": precision,
+        "Quiver: tokens/s": f"{rates['quiver']:.0f}",
+        "GB": f"{peaks['quiver']:.1f}",
+        "TRL's fastest": fastest,
+        "tokens/s": f"{rates[fastest]:.0f}",
+        "GB ": f"{peaks[fastest]:.1f}",
+        "times": f"{rates['quiver'] / rates[fastest]:.2f}",
+        "memory": f"{peaks['quiver'] / peaks[fastest]:.2f}",
+        "TRL's smallest": smallest,
+        "tokens/s ": f"{rates[smallest]:.0f}",
+        "GB  ": f"{peaks[smallest]:.1f}",
+        "memory ": f"{peaks['quiver'] / peaks[smallest]:.2f}",
+        "gradient norm": f"{min(norms):.4f} to {max(norms):.4f}",
+    }
+    if "mfu" in answers["quiver"][0]:
+        row |= {"MFU": f"{median(answers['quiver'], 'mfu'):.3f}"}
     allowed = 2e-3 if precision == "fp32" else 5e-2
-    losses = [answers[0]["loss"] for answers in found.values()]
-    same = all(abs(norms[0] - norm) <= allowed * norm for norm in norms) and all(
-        abs(losses[0] - loss) <= 1e-4 for loss in losses
-    )
-    if not same:
+    if max(norms) - min(norms) > allowed * norms[0] or max(losses) - min(losses) > 1e-4:
         sys.exit(f"the sides do not compute the same loss and gradient: {losses}, {row}")
     return row
+
+
+def _environment(setting: str) -> dict[str, str]:
+    """That of our stages, with the setting's allocator."""
+    library = ALLOCATORS[setting.partition("/")[0]]
+    return {**ENVIRONMENT, **({"LD_PRELOAD": library} if library else {})}
 
 
 # -- what both sides read
@@ -322,12 +335,15 @@ def _trl(arguments: argparse.Namespace) -> None:
                 norms.append(float(logs["grad_norm"]))
                 losses.append(float(logs["loss"]))
 
+    _, activations, rows = arguments.settings[0].split("/")
+    batch = total if rows == "all" else int(rows)
     options = {
-        "gradient_checkpointing": arguments.side != "trl_plain",
+        "gradient_checkpointing": activations == "checkpointing",
+        "gradient_accumulation_steps": total // batch,
         **json.loads(arguments.options),
     }
     config = GRPOConfig(
-        output_dir=str(arguments.work / "trl"), per_device_train_batch_size=total, num_generations=group, learning_rate=1e-6,
+        output_dir=str(arguments.work / "trl"), per_device_train_batch_size=batch, num_generations=group, learning_rate=1e-6,
         max_steps=arguments.steps + 1, max_completion_length=width, loss_type="grpo", beta=0.0, logging_steps=1,
         report_to=[], save_strategy="no", bf16=arguments.precisions[0] == "bf16", use_cpu=not torch.cuda.is_available(),
         lr_scheduler_type="constant", max_grad_norm=1.0, **options,

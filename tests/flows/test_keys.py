@@ -224,7 +224,7 @@ def test_keys_through_the_command_line(tmp_path):
         ["reward.functions.use"],
         ["optimize.learning_rate"],
         ["data.limit"],
-        ["optimize.lora.rank", "optimize.lora.alpha", "optimize.lora.target_modules"],
+        [f"optimize.lora.{name}" for name in ("rank", "alpha", "target_modules", "save")],
     ]
     assert listed[0]["keys"][0] == {
         "name": "optimize.learning_rate",

@@ -3,7 +3,8 @@ once, as `policy@0` of its run.
 
 A policy version is a Hugging Face model directory that vLLM and transformers load as it is. The
 optimizer's state lies below it in `optimizer/`, a LoRA adapter in `adapter/`, because vLLM reads
-every *.safetensors at the top. Refused: pickled weights, code that a model brings along.
+every *.safetensors at the top. By choice it has no weights there, and is its base with the adapter
+(see `merging`). Refused: pickled weights, code that a model brings along.
 
     ref = run_stage("policy", {"model": "path/to/model"}, store, into="arith")     # arith/policy@0
     tokenizer = load_tokenizer(store.open(ref))
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
 STAGE_VERSION = 1
 OPTIMIZER_FOLDER = ledger.OPTIMIZER_FOLDER
 ADAPTER_FOLDER = "adapter"
+ADAPTER_WEIGHTS = f"{ADAPTER_FOLDER}/adapter_model.safetensors"
+ADAPTER_PREFIX = "base_model.model."
+"""What stands before every name in a file of peft."""
 FILE_BYTES = 4 * 10**9
 """Most bytes of a file of tensors, unless one tensor alone has more: several files are hashed at
 once, and held in memory one after another."""
@@ -275,6 +279,13 @@ def as_model(role: str, version: Version) -> Model:
     """The manifest entry of a policy version: hashes of weights + config, of the tokenizer, and of
     the chat template."""
     entries = [(entry.name, entry.sha256) for entry in version.manifest.files]
+    base = version.manifest.input("base")
+    if base is not None and not holds_weights(version):
+        weights = [
+            ("base.safetensors", base.content_hash),
+            *((name.replace("/", "."), sha) for name, sha in entries if name == ADAPTER_WEIGHTS),
+        ]
+        entries += weights
     return _as_model(role, str(version.ref), entries)
 
 
@@ -296,6 +307,11 @@ def _as_model(role: str, ref: str, hashes: list[tuple[str, str]]) -> Model:
     )
 
 
+def holds_weights(version: Version) -> bool:
+    """Whether it has weights of its own at the top of its folder."""
+    return any(name.endswith(".safetensors") and "/" not in name for name in version.files.names)
+
+
 def adapter_base(store: Store, policy: Version) -> Version | None:
     """The policy whose weights the adapter of `policy` is relative to; None where it has no
     adapter. LineageError."""
@@ -312,9 +328,13 @@ def adapter_base(store: Store, policy: Version) -> Version | None:
         str(policy.ref),
         f"its adapter was trained over {base_input.ref}, expected "
         f"{base_input.content_hash[:12]}…, found {found_hash}",
-        state="its merged weights are whole; nothing was changed.",
+        state="its merged weights are whole; nothing was changed."
+        if holds_weights(policy)
+        else "nothing was changed.",
         next=f"restore {base_input.ref}, or start a new run with "
-        f"policy.model = {str(policy.files.folder)!r}",
+        f"policy.model = {str(policy.files.folder)!r}"
+        if holds_weights(policy)
+        else f"restore {base_input.ref}: without it the adapter is no model",
     )
 
 
@@ -435,11 +455,13 @@ def load_folders_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerFast:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def save_policy(model: PreTrainedModel, parent: Version, folder: Path) -> None:
+def save_policy(model: PreTrainedModel | None, parent: Version, folder: Path) -> None:
     """Write `model` as a model directory, in files of at most FILE_BYTES; tokenizer, template and
-    generation config are the parent's, byte for byte."""
-    model.save_pretrained(folder, max_shard_size=FILE_BYTES)
-    for name in CARRIED_FILES:
+    generation config are the parent's, byte for byte. None: its config is too, and there are no
+    weights."""
+    if model is not None:
+        model.save_pretrained(folder, max_shard_size=FILE_BYTES)
+    for name in CARRIED_FILES if model is not None else ("config.json", *CARRIED_FILES):
         original = parent.files.path(name)
         if original.is_file():
             shutil.copyfile(original, folder / name)

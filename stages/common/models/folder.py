@@ -32,9 +32,9 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 log = logging.getLogger(__name__)
 
 
-def check_folder(folder: Path, name: str) -> None:
-    """Raise unless `folder` is a whole model directory: ConfigError names what is missing,
-    SecurityError what is refused."""
+def check_folder(folder: Path, name: str, *, has_weights: bool = True) -> None:
+    """Raise unless `folder` is a whole model directory, but for weights that it may lack:
+    ConfigError names what is missing, SecurityError what is refused."""
     title = f"model {name}"
     if not (folder / "config.json").is_file():
         raise _incomplete(title, "config.json is missing")
@@ -52,7 +52,8 @@ def check_folder(folder: Path, name: str) -> None:
         with (folder / "tokenizer.json").open("rb") as file:  # too large to be parsed each time
             if not file.read(64).lstrip().startswith(b"{"):
                 raise _incomplete(title, "tokenizer.json is no JSON object")
-    _check_weights(folder, title)
+    if has_weights:
+        _check_weights(folder, title)
     if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
         raise _incomplete(title, "the tokenizer's files are missing")
 
@@ -130,6 +131,12 @@ def _check_weights(folder: Path, title: str) -> None:
                 title,
                 "pickled weights only; safetensors are needed",
                 next="save its weights as safetensors, or name another model",
+            )
+        if (folder / "adapter").is_dir():
+            raise ConfigError(
+                title,
+                "it holds an adapter alone, without the weights that this goes on",
+                next='name a policy that was trained with optimize.lora.save = "merged"',
             )
         raise _incomplete(title, "no *.safetensors")
     for path in weights:

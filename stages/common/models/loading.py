@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 from quiver.schemas.errors import ConfigError, ResourceError, SchemaError, printable
 from quiver.stages.common.models.checkpoints import (
     context_length,
+    holds_weights,
     is_encoder_decoder,
     sees_images,
     vocabulary_size,
@@ -32,6 +33,7 @@ from quiver.stages.common.models.folder import (
     says_no_memory,
     stored_dtypes,
 )
+from quiver.stages.common.models.merging import merge
 from quiver.stages.common.models.mkl_warmup import make_first_calls
 from quiver.stages.common.store import Version
 from quiver.stages.common.threads import map_in_threads
@@ -46,7 +48,10 @@ def verify_model(version: Version) -> None:
     checked where it is read."""
     names = [entry.name for entry in version.manifest.files if "/" not in entry.name]
     map_in_threads(version.verify, names)
-    check_folder(version.files.folder, str(version.ref))
+    has_base = version.manifest.input("base") is not None
+    check_folder(
+        version.files.folder, str(version.ref), has_weights=holds_weights(version) or not has_base
+    )
 
 
 def load_model(
@@ -55,9 +60,11 @@ def load_model(
     dtype: torch.dtype,
     device: str | torch.device = "cpu",
     attn_implementation: str = "sdpa",
+    base: Version | None = None,
 ) -> PreTrainedModel:
     """The model of a policy version in eval mode with every dropout at 0; hashes are checked first.
-    A model without `sdpa` is loaded with the attention that it has. ConfigError where its files are
+    `base`: the version whose weights its adapter goes on, where it has no others (`merging`). A
+    model without `sdpa` is loaded with the attention that it has. ConfigError where its files are
     not a model's.
 
     Dropout is off in training too: the ratio π_θ / π_old must be 1 before the first update.
@@ -67,6 +74,8 @@ def load_model(
 
     make_first_calls()
     verify_model(version)
+    if base is not None:
+        verify_model(base)
     if is_encoder_decoder(version):
         loader = transformers.AutoModelForSeq2SeqLM
     elif sees_images(version):
@@ -75,8 +84,12 @@ def load_model(
         loader = transformers.AutoModelForCausalLM
     # None: sdpa where the model has it, eager elsewhere
     attention = None if attn_implementation == "sdpa" else attn_implementation
-    options = {"dtype": dtype, "attn_implementation": attention}
-    model = load_pretrained(loader, version.files.folder, str(version.ref), **options)
+    weights = base or version
+    source = (loader, weights.files.folder, str(weights.ref))
+    model = load_pretrained(*source, dtype=dtype, attn_implementation=attention)
+    if base is not None:
+        is_exact = dtype == torch.float32
+        merge(model, model if is_exact else load_pretrained(*source, dtype=torch.float32), version)
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -88,12 +101,16 @@ def load_model(
     return model.to(device).eval()
 
 
-def load_as_stored(version: Version, device: str | torch.device = "cpu") -> PreTrainedModel:
+def load_as_stored(
+    version: Version, device: str | torch.device = "cpu", base: Version | None = None
+) -> PreTrainedModel:
     """The same with weights in the dtype of their files, on a CPU mapped from them; config and
-    buffers are those of a model in float32. In float32 where the files have several dtypes, or
-    where the model computes buffers in its own dtype, which would be rounded."""
+    buffers are those of a model in float32. In float32 where the files have several dtypes, where
+    the model computes buffers in its own dtype, which would be rounded, or on a `base`."""
     import torch
 
+    if base is not None:
+        return load_model(version, dtype=torch.float32, device=device, base=base)
     verify_model(version)
     dtypes = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
     stored = stored_dtypes(version.files.folder)

@@ -122,6 +122,7 @@ class TransformersEngine:
             dtype=getattr(torch, dtype),
             device=self.device,
             attn_implementation=self.options.attn_implementation,
+            base=setup.base,
         )
         self.stop_ids = torch.tensor(setup.stop_ids, dtype=torch.long, device=self.device)
         if setup.sampling.stop:

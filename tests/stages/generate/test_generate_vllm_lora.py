@@ -31,17 +31,33 @@ pytestmark = pytest.mark.vllm
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory):
     """(policy@0, policy@1, rollouts of policy@0, of policy@1 merged, of policy@1 as base and
-    adapter)."""
+    adapter, and of a policy that is the adapter alone)."""
     store = Store(tmp_path_factory.mktemp("lora") / "store")
     start = make_policy(store)
     rollouts, rewards = world.make(store, start, world.even_share, groups=8)
-    config = Config(
-        algorithm="ppo", lora={"rank": 4}, learning_rate=3e-2, epochs=6, minibatches=2, device="cpu"
-    )
     refs = {"policy": start.ref, "rollouts": rollouts.ref, "rewards": rewards.ref}
-    adapted = store.open(run_stage("optimize", config, store, in_process=True, **refs))
+    adapted, alone = (
+        store.open(
+            run_stage(
+                "optimize",
+                Config(
+                    algorithm="ppo",
+                    lora={"rank": 4, "save": save},
+                    learning_rate=3e-2,
+                    epochs=6,
+                    minibatches=2,
+                    device="cpu",
+                ),
+                store,
+                in_process=True,
+                **refs,
+            )
+        )
+        for save in ("merged", "adapter")
+    )
     prompts = random_prompts(store, 12)
     asked = [f"{start.ref}:adapter", f"{adapted.ref}:merged", f"{adapted.ref}:adapter"]
+    asked += [f"{alone.ref}:merged"]
     command = [
         sys.executable,
         "-m",
@@ -70,21 +86,21 @@ def completions(rollouts) -> list[list[int]]:
 
 def test_it_samples_from_the_adapted_weights(answered):
     """The greedy text is that of base and adapter; under the base alone it is another."""
-    start, adapted, before, merged, apart = answered
+    start, adapted, before, merged, apart, alone = answered
     model, expected = by_peft(start, adapted), []
     for prompt in merged.table()["prompt_ids"].to_pylist():
         ids = model.generate(
             torch.tensor([prompt]), do_sample=False, max_new_tokens=SAMPLING["max_tokens"]
         )
         expected.append(ids[0, len(prompt) :].tolist())
-    assert completions(merged) == completions(apart) == expected
+    assert completions(merged) == completions(apart) == completions(alone) == expected
     assert sum(one != other for one, other in zip(completions(before), expected, strict=True)) >= 10
 
 
 def test_the_logprobs_are_those_of_base_and_adapter(answered):
-    start, adapted, _, *both = answered
+    start, adapted, _, *all_ways = answered
     model = by_peft(start, adapted)
-    for rollouts in both:
+    for rollouts in all_ways:
         for row in rollouts.table().to_pylist():
             prompt, ids = row["prompt_ids"], torch.tensor(row["completion_ids"])
             with torch.no_grad():
@@ -96,17 +112,14 @@ def test_the_logprobs_are_those_of_base_and_adapter(answered):
 
 
 def test_the_manifest_records_what_was_sampled(answered):
-    start, adapted, before, merged, apart = answered
+    start, adapted, before, merged, apart, alone = answered
     weights = [as_model("policy", version).weights for version in (start, adapted)]
     found = [version.manifest.model("policy").weights for version in (before, merged, apart)]
     assert found == [weights[0], weights[1], weights[1]] and weights[0] != weights[1]
+    assert alone.manifest.model("policy").weights not in weights
     assert [
-        version.manifest.metrics["engine"].get("base") for version in (before, merged, apart)
-    ] == [
-        None,
-        None,
-        str(start.ref),
-    ]
+        version.manifest.metrics["engine"].get("base") for version in (before, merged, apart, alone)
+    ] == [None, None, str(start.ref), str(start.ref)]
 
 
 def test_what_lies_below_the_policys_folder_is_no_business_of_the_engine(answered):

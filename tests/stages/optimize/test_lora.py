@@ -169,7 +169,8 @@ def test_only_the_adapters_are_trained_and_have_moments(store, made):
         if ".lora_A" in name
     }
     assert changed == trained
-    assert done.manifest.config["lora"] == {**SMALL, "target_modules": "all-linear"}
+    described = {**SMALL, "target_modules": "all-linear", "save": "merged"}
+    assert done.manifest.config["lora"] == described
     assert done.manifest.input("base").ref == str(made[0].ref)
     assert verify(store)[1] == []
 
