@@ -20,14 +20,24 @@ from typer.main import get_command
 from quiver import flows
 from quiver.schemas.errors import UNCHANGED, ConfigError, QuiverError, for_terminal, unexpected
 
-from .commands import cleaning, episodes, health, listing, placing, running, versions, viewing
+from .commands import (
+    cleaning,
+    episodes,
+    fitting,
+    health,
+    listing,
+    placing,
+    running,
+    versions,
+    viewing,
+)
 from .commands.next_step import command_line, complete, options_in
 from .commands.shared import CALLED, keep_stdout, say, with_options
 from .stopping import leave_if_told, watch_signals
 
 _UsageError = typer.BadParameter.__base__  # of the click that typer brings along
 COMMANDS = (
-    running.run, running.check, running.nightly, *running.STAGES,
+    running.run, running.check, fitting.fit, running.nightly, *running.STAGES,
     episodes.reenact, episodes.branch, episodes.import_,
     placing.serve, placing.deploy, health.doctor,
     versions.ls, versions.show, viewing.view, versions.lineage, versions.diff, versions.compare,

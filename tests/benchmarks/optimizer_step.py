@@ -8,8 +8,7 @@ P prompt tokens, C completion tokens, G rollouts of one prompt; logical tokens o
 `--groups` · G · (P + C), whatever is computed for them. Both sides start from the same weights,
 ids, old logprobs and advantages; the loss and the gradient's norm of the first step must agree,
 else the run fails. TRL is fed through its own training loop. A setting of TRL is an allocator
-(`ours` is glibc's with the variables that our stages set, or a library that is preloaded beside
-them), activation checkpointing or not, and rows of one forward pass (all of a step, or 2 with
+(`glibc` has the variables that our stages set; the others are preloaded beside them), activation checkpointing or not, and rows of one forward pass (all of a step, or 2 with
 accumulated gradients). Each setting runs once; then the fastest and the one with the least memory
 take turns with Quiver. On a GPU memory is the device's, allocators are not tried, and MFU is the
 share of `--peak` that the useful FLOPs are: a group's prompt once, the head at completion
@@ -34,7 +33,7 @@ from .side_by_side import answer, machine, median, run_side, table
 
 MODELS = ("smollm2-135m", "qwen3-0.6b", "qwen3-1.7b")
 ALLOCATORS = {
-    "ours": None,
+    "glibc": None,
     "tcmalloc": "libtcmalloc_minimal.so.4",
     "jemalloc": "libjemalloc.so.2",
 }
@@ -84,7 +83,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.shapes, arguments.precisions = ["16,16,4"], ["fp32"]
-        arguments.settings = ["ours/plain/all", "ours/checkpointing/2"]
+        arguments.settings = ["glibc/plain/all", "glibc/checkpointing/2"]
     if arguments.side:
         {"quiver": _quiver, "trl": _trl, "model": _model}[arguments.side](arguments)
     else:
@@ -97,7 +96,7 @@ def _compare(arguments: argparse.Namespace) -> None:
     if arguments.settings is None:
         has_gpu = torch.cuda.is_available()
         arguments.settings = [
-            setting for setting in SETTINGS if setting.startswith("ours" if has_gpu else "")
+            setting for setting in SETTINGS if setting.startswith("glibc" if has_gpu else "")
         ]
     with tempfile.TemporaryDirectory() as folder:
         arguments.work = folder

@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from quiver.stages.common.runtime.allocator import allocator_environment
 from quiver.stages.common.runtime.prewarm import ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +62,8 @@ def run_side(
     env: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run one side in a process of its own and return what it printed."""
-    env = {**(ENVIRONMENT if side in _OURS else {}), **(env or {})}
+    ours = {**ENVIRONMENT, **allocator_environment()} if side in _OURS else {}
+    env = {**ours, **(env or {})}
     environment = {
         **os.environ,
         "PYTHONPATH": python_path(*([PEERS] if peers else [])),

@@ -28,13 +28,15 @@ from typing import Any
 
 from quiver.schemas.errors import ResourceError
 
+from .allocator import allocator_environment
 from .folders import sweep_folders, temporary_folder
 from .subprocesses import Process
 
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
-    # glibc keeps large blocks for the next tensor: fresh pages were a third of a step
+    # glibc, where there is no other allocator, keeps large blocks for the next tensor: fresh pages
+    # were a third of a step
     "MALLOC_MMAP_THRESHOLD_": str(2**32),
     "MALLOC_TRIM_THRESHOLD_": str(2**33),
     # Threads that wait by spinning take the cores from those that work, but to wake them for each
@@ -80,7 +82,8 @@ class StageProcess:
             command = [python or sys.executable, "-u", "-P", "-m", "quiver.stages", stage]
             command += ["--call", str(self._call_path), "--answer", str(self._answer_path)]
             offline = {} if online else {"HF_HUB_OFFLINE": "1"}
-            variables = {**os.environ, **ENVIRONMENT, **offline, **(env or {})}
+            variables = {**os.environ, **ENVIRONMENT, **allocator_environment(), **offline}
+            variables |= env or {}
             if len(str(folder)) <= _LONGEST_TEMPORARY_PATH:
                 # what torch compiled is there for the next process too
                 compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")

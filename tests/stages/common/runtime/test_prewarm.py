@@ -12,6 +12,8 @@ import pytest
 from quiver.schemas.errors import ResourceError
 from quiver.stages.common.runtime.prewarm import StageProcess
 
+_LIBRARIES = [Path(path) for path in ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib")]
+
 
 @pytest.fixture
 def interpreter(tmp_path):
@@ -54,6 +56,30 @@ def test_a_time_limit_of_whoever_reads_its_lines_is_not_its_own(interpreter):
         pytest.raises(TimeoutError, match="the server does not answer"),
     ):
         child.follow(on_line)
+
+
+# -- its memory
+
+
+def libraries(interpreter) -> str:
+    """The files that are mapped by a process that a stage's own stands in for."""
+    lines = []
+    script = "exec /usr/bin/env cat /proc/self/maps"
+    with StageProcess("policy", interpreter(script)) as child:
+        assert child.follow(lines.append)[0] == 0
+    return "\n".join(lines)
+
+
+def test_tcmalloc_gives_it_its_memory_where_the_host_has_it(interpreter, monkeypatch):
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    names = {"libtcmalloc_minimal.so.4", "libtcmalloc.so.4"}
+    has_it = any((folder / name).is_file() for folder in _LIBRARIES for name in names)
+    assert ("libtcmalloc" in libraries(interpreter)) == has_it
+
+
+def test_an_allocator_that_its_user_chose_stays(interpreter, monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "")
+    assert "libtcmalloc" not in libraries(interpreter)
 
 
 # -- its folder

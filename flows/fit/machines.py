@@ -1,0 +1,77 @@
+"""What a machine can hold and do: of GPUs what their makers' data sheets say, without sparsity."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass
+
+from quiver.schemas.errors import ConfigError, printable
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device, and how many there are. `name` is cpu for this host, of which no speed is
+    told."""
+
+    name: str
+    memory: int
+    """Bytes of one."""
+    count: int = 1
+    bf16_flops: float = 0.0
+    """A second, of products of bfloat16 with sums in float32."""
+    fp32_flops: float = 0.0
+    """A second, of products in IEEE float32."""
+    bandwidth: float = 0.0
+    """Bytes a second of its own memory."""
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.name != "cpu"
+
+
+def _gpu(name: str, mebibytes: int, bf16: float, fp32: float, bandwidth: float) -> Machine:
+    return Machine(name, mebibytes * 2**20, 1, bf16 * 1e12, fp32 * 1e12, bandwidth * 1e12)
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("a10", 23028, 125, 31.2, 0.600),
+        _gpu("a100", 81920, 312, 19.5, 2.039),
+        _gpu("a100-40gb", 40960, 312, 19.5, 1.555),
+        _gpu("b200", 183359, 2250, 80, 8.0),
+        _gpu("h100", 81559, 989, 67, 3.35),
+        _gpu("h200", 143771, 989, 67, 4.8),
+        _gpu("l4", 23034, 121, 30.3, 0.300),
+        _gpu("l40s", 46068, 362, 91.6, 0.864),
+        _gpu("rtx3090", 24576, 71, 35.6, 0.936),
+        _gpu("rtx4090", 24564, 165, 82.6, 1.008),
+    )
+}
+"""By name: memory as nvidia-smi gives it in MiB; TFLOP/s of bfloat16 and of float32; TB/s."""
+
+
+def this_host() -> Machine:
+    """Its memory; stages run on the CPU."""
+    return Machine("cpu", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def parse_machine(text: str) -> Machine:
+    """`h100`, or `h100:8` for eight of them. ConfigError."""
+    name, _, count = text.partition(":")
+    gpu = GPUS.get(name.lower())
+    if gpu is None:
+        near = difflib.get_close_matches(name.lower(), GPUS, 1, 0.5)
+        raise ConfigError(
+            f"--gpu {printable(text)}",
+            f"expected one of {', '.join(GPUS)}, such as h100 or h100:8",
+            next=f"name --gpu {near[0]}" if near else "name a GPU of the list",
+        )
+    if count and not (count.isdecimal() and 1 <= int(count) <= 1024):
+        raise ConfigError(
+            f"--gpu {printable(text)}",
+            "expected a number of GPUs of one host behind the colon",
+            next=f"name --gpu {name.lower()}:8, say",
+        )
+    return Machine(**{**gpu.__dict__, "count": int(count or 1)})

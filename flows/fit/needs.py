@@ -1,0 +1,338 @@
+"""What each stage needs of a machine: bytes that it holds at once, by part; bytes that it moves and
+products that it makes in an iteration; seconds, as if the device did nothing slower than its maker
+says. The formulas are of this project's own passes (RESULTS.md has them beside counts and
+measurements).
+
+Of one token in one layer a pass keeps for the backward pass, in numbers: what both norms read and
+give, queries, the keys and values of its row, what attention gives, gate and up. Norms and MLPs are
+made again in the backward pass, or are one kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quiver.stages.common.models import vllm_env
+from quiver.stages.common.models.checkpoints import find_folder
+from quiver.stages.common.models.devices import engine_gpus
+from quiver.stages.common.models.folder import count_parameters
+from quiver.stages.logprobs.config import Config as LogprobsConfig
+from quiver.stages.optimize.config import Config as OptimizeConfig
+
+from ..recipe import Recipe
+from .machines import Machine
+from .shapes import Shape
+from .workload import Workload
+
+_LIBRARIES = {"cpu": 0.68e9, "gpu": 0.8e9}
+"""Bytes of a process that holds no model: code and what it allocates; of a GPU its context."""
+_ENGINE_LIBRARIES = {"cpu": 1.0e9, "gpu": 2.5e9}
+"""Of vLLM's; with its CUDA graphs."""
+_CHUNK_BYTES = {"cpu": 128 * 2**20, "gpu": 768 * 2**20}
+"""Logits of a chunk, and on a GPU their gradient."""
+_GPU_CHUNK = 512 * 2**20
+_WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Need:
+    """Of one stage, on one of the devices that it uses."""
+
+    stage: str
+    devices: int
+    """How many it uses at once."""
+    parts: Mapping[str, float]
+    """Bytes by what they are."""
+    flops: float = 0.0
+    """Of an iteration, on all devices."""
+    moved: float = 0.0
+    """Bytes of an iteration, on all devices."""
+    seconds: float | None = None
+    """Of an iteration on paper; None on a CPU."""
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def bytes(self) -> float:
+        return sum(self.parts.values())
+
+
+# -- a pass with its backward pass
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Bytes that a micro-batch keeps, and that passes over `tokens` move."""
+
+    shape: Shape
+    work: Workload
+    machine: Machine
+    is_narrow: bool
+    """Products are of bfloat16."""
+    has_narrow_weights: bool = False
+
+    @property
+    def width(self) -> int:
+        return 2 if self.is_narrow else 4
+
+    @property
+    def kept_a_token(self) -> float:
+        """Bytes in one layer."""
+        shape, width = self.shape, self.width
+        stream = width if self.has_narrow_weights else 4
+        keys = self.work.keys_per_token if self.machine.is_gpu else 1.0
+        normed = 2 * shape.hidden * width if self.machine.is_gpu else 0
+        return (
+            2 * shape.hidden * stream
+            + normed
+            + width * (2 * shape.attention + 2 * shape.keys * keys + 2 * shape.intermediate)
+        )
+
+    @property
+    def moved_a_token(self) -> float:
+        """Bytes in one layer, forward and backward, beside products: 18 widths of the MLP's act
+        and product in bfloat16, 88 of what is added and normed, the rest of heads."""
+        shape, scale = self.shape, self.width / 2
+        heads = 8 * (shape.attention + shape.keys) + 4 * (shape.attention + 2 * shape.keys)
+        attention = 12 * (shape.attention + shape.keys * self.work.keys_per_token)
+        return scale * (18 * shape.intermediate + heads + attention) + 88 * shape.hidden
+
+    def moved_by_micro_batch(self, tokens: float) -> float:
+        """Bytes of products and of all else in a micro-batch, forward and backward."""
+        shape, width = self.shape, self.width
+        predicted = tokens * self.work.predicted_share
+        rows = max(1, _GPU_CHUNK // (4 * shape.vocabulary))
+        chunks = math.ceil(predicted / rows)
+        sides = 4 * shape.hidden + 2 * (shape.attention + shape.keys) + 3 * shape.intermediate
+        products = tokens * 3 * width * sides * shape.layers
+        products += (2 * width + 4) * shape.multiplied
+        products += chunks * 7 * width * shape.head + 6 * width * predicted * shape.vocabulary
+        logits = 10 * predicted * shape.vocabulary
+        casts = 6 * (shape.multiplied + shape.head) if self.is_narrow else 0
+        embedding = 24 * tokens * shape.hidden + 16 * shape.head
+        layers = tokens * self.moved_a_token * shape.layers
+        return products + layers + logits + casts + embedding
+
+    def flops(self, tokens: float) -> float:
+        """Of a forward pass over `tokens`."""
+        shape, work = self.shape, self.work
+        predicted = tokens * work.predicted_share
+        mean_keys = work.prompt_tokens + work.completion_tokens / 2
+        attention = 4 * shape.layers * shape.attention * mean_keys * tokens
+        return 2 * shape.multiplied * tokens + 2 * shape.head * predicted + attention
+
+
+def _products_per_second(machine: Machine, is_narrow: bool) -> float:
+    return machine.bf16_flops if is_narrow else machine.fp32_flops
+
+
+def _on_paper(machine: Machine, flops: float, moved: float, devices: int, narrow: bool):
+    if not machine.is_gpu:
+        return None
+    slowest = max(flops / _products_per_second(machine, narrow), moved / machine.bandwidth)
+    return slowest / devices
+
+
+# -- stages
+
+
+def training(
+    shape: Shape, config: OptimizeConfig, work: Workload, machine: Machine, **changed: Any
+) -> Need:
+    """Of stage optimize, with some of the config's fields `changed`."""
+    config = config.model_copy(update=changed)
+    kind = "gpu" if machine.is_gpu and config.device != "cpu" else "cpu"
+    precision = config.precision
+    if precision == "auto":
+        precision = "bf16" if kind == "gpu" else "fp32"
+    ranks = config.processes or 1
+    is_pure = precision in ("bf16_master", "bf16_stochastic")
+    steps = config.epochs * config.minibatches
+    passes = Pass(shape, work, machine, precision.startswith("bf16"), is_pure)
+    in_step = work.passed_tokens / config.minibatches
+    budget = config.token_budget or (8192 if kind == "gpu" else 2048)
+    tokens = max(min(budget, in_step), work.longest)
+    micro_batches = max(1, round(in_step / tokens))
+    parts = _held_by_training(shape, config, precision)
+    if config.shard and ranks > 1:
+        parts = {name: held / ranks for name, held in parts.items()}
+        parts["whole for a moment"] = 4 * (2 * shape.outside_layers + 4 * shape.largest_layer)
+    if config.activation_checkpointing:
+        kept = tokens * (4 * shape.hidden * shape.layers + passes.kept_a_token)
+    else:
+        kept = tokens * passes.kept_a_token * shape.layers
+    parts["activations"] = kept
+    parts["logits"] = _CHUNK_BYTES[kind]
+    parts["libraries"] = _LIBRARIES[kind]
+    forward = passes.flops(work.passed_tokens) * config.epochs
+    flops = forward * (4 if config.activation_checkpointing else 3)
+    moved = steps * micro_batches * passes.moved_by_micro_batch(in_step / micro_batches)
+    trained = _trained(shape, config)
+    moved += steps * trained * (28 + 8 + 12 * (micro_batches > 1))
+    is_narrow = passes.is_narrow
+    return Need(
+        "optimize",
+        ranks,
+        parts,
+        flops,
+        moved if kind == "gpu" else 0.0,
+        _on_paper(machine, flops, moved, ranks, is_narrow) if kind == "gpu" else None,
+        (f"micro-batches of {tokens:.0f} tokens, {precision}",),
+    )
+
+
+def _trained(shape: Shape, config: OptimizeConfig) -> float:
+    """Numbers that AdamW moves."""
+    if config.lora is None:
+        return shape.weights
+    sides = 4 * shape.hidden + 2 * (shape.attention + shape.keys) + 3 * shape.intermediate
+    return config.lora.rank * sides * shape.layers
+
+
+def _held_by_training(shape: Shape, config: OptimizeConfig, precision: str) -> dict[str, float]:
+    """Weights and what AdamW has of each."""
+    trained = _trained(shape, config)
+    narrow = shape.in_layers + (0 if shape.is_tied else shape.head)
+    weights = {
+        "fp32": 4 * shape.weights,
+        "fp32_fast": 4 * shape.weights,
+        "bf16": 4 * shape.weights + 2 * (shape.in_layers + shape.head),
+        "bf16_master": 6 * shape.weights,
+        "bf16_stochastic": 2 * shape.weights,
+    }[precision]
+    if config.lora and precision == "bf16":
+        weights = 2 * narrow + 4 * (shape.weights - narrow) + 4 * trained
+    elif config.lora:
+        weights += 4 * trained
+    held = {"weights": weights, "gradients": 4 * trained, "moments": 8 * trained}
+    if config.critic == "model":
+        held = {name: 2 * each for name, each in held.items()}
+    return held
+
+
+def scoring(
+    shape: Shape, config: LogprobsConfig, work: Workload, machine: Machine, devices: int
+) -> Need:
+    """Of stage logprobs."""
+    kind = "gpu" if machine.is_gpu and config.device != "cpu" else "cpu"
+    is_narrow = kind == "gpu" if config.precision == "auto" else "bf16" in config.precision
+    passes = Pass(shape, work, machine, is_narrow)
+    budget = config.token_budget or (8192 if kind == "gpu" else 2048)
+    tokens = max(min(budget, work.passed_tokens), work.longest)
+    width = passes.width
+    one_layer = 2 * 4 * shape.hidden + width * (
+        2 * shape.attention + 2 * shape.keys * work.keys_per_token + 3 * shape.intermediate
+    )
+    parts = {
+        "weights": 4 * shape.weights + (2 * (shape.in_layers + shape.head) if is_narrow else 0),
+        "activations": tokens * one_layer,
+        "logits": _CHUNK_BYTES[kind],
+        "libraries": _LIBRARIES[kind],
+    }
+    flops = passes.flops(work.passed_tokens)
+    passed = math.ceil(work.passed_tokens / tokens)
+    moved = passed * passes.moved_by_micro_batch(work.passed_tokens / passed) / 3
+    return Need(
+        f"logprobs ({config.role})",
+        devices,
+        parts,
+        flops,
+        moved if kind == "gpu" else 0.0,
+        _on_paper(machine, flops, moved, devices, is_narrow) if kind == "gpu" else None,
+    )
+
+
+def sampling(
+    shape: Shape, recipe: Recipe, work: Workload, machine: Machine, split: int = 0
+) -> Need:
+    """Of stage generate, with the model split over `split` GPUs (0: as the recipe says). On a GPU
+    an engine takes all that `gpu_memory_utilization` says; what weights leave of it is cache, and
+    that says how many rollouts are decoded together."""
+    config = recipe.generate
+    options = config.options if config.engine == "vllm" else {}
+    kind = "gpu" if machine.is_gpu and config.device != "cpu" else "cpu"
+    split = (split or engine_gpus(options)) if kind == "gpu" else 1
+    devices = _devices(recipe, machine, split)
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if kind == "gpu" or _has_bfloat16() else "float32"
+    width = _WIDTHS[dtype]
+    weights = shape.weights * width / split
+    libraries = _ENGINE_LIBRARIES[kind]
+    most = options.get("max_num_seqs") or (1024 if kind == "gpu" else 256)
+    cache_of_token = 2 * shape.layers * shape.keys * width / split
+    if kind == "gpu":
+        taken = options.get("gpu_memory_utilization", 0.9) * machine.memory
+        cache = max(cache_of_token * work.longest, taken - weights - libraries)
+        mean = work.prompt_tokens + work.completion_tokens
+        together = int(min(cache // (cache_of_token * mean), most))
+    else:
+        together = most
+        asked = options.get("cpu_kv_cache_gib")
+        sequences = cache_of_token * (work.longest + vllm_env.CPU_BLOCK) * most
+        cache = asked * 2**30 if asked else min(sequences, 0.4 * machine.memory)
+    passes = Pass(shape, work, machine, width == 2)
+    sampled = work.rollouts * work.completion_tokens
+    flops = passes.flops(work.prompts * work.prompt_tokens)
+    flops += 2 * (shape.multiplied + shape.head) * sampled
+    batch = max(1.0, min(together, work.rollouts * split / devices))
+    read_keys = work.prompt_tokens + work.completion_tokens / 2
+    moved = sampled / batch * shape.weights * width + sampled * read_keys * cache_of_token * split
+    return Need(
+        "generate",
+        devices,
+        {"weights": weights, "cache": cache, "libraries": libraries},
+        flops,
+        moved if kind == "gpu" else 0.0,
+        _on_paper(machine, flops, moved, devices, width == 2) if kind == "gpu" else None,
+        (f"up to {together} rollouts are decoded together, in {dtype}",),
+    )
+
+
+def _has_bfloat16() -> bool:
+    import torch
+
+    return bool(torch.cpu.get_capabilities().get("avx512_bf16"))
+
+
+def reward_models(recipe: Recipe, machine: Machine) -> list[Need]:
+    """Of each reward model: its weights, and what its pass keeps of a layer at most."""
+    needs = []
+    for model in recipe.reward.models:
+        kind = "gpu" if machine.is_gpu and model.device != "cpu" else "cpu"
+        folder = find_folder(model.model, model.revision, "reward.models.model")
+        dtype = model.dtype
+        if dtype == "auto":
+            dtype = "bfloat16" if kind == "gpu" else "float32"
+        weights = count_parameters(folder) * _WIDTHS[dtype]
+        parts = {"weights": weights, "libraries": _LIBRARIES[kind]}
+        needs.append(Need(f"reward ({model.name})", 1, parts))
+    return needs
+
+
+def _devices(recipe: Recipe, machine: Machine, split: int = 1) -> int:
+    """How many devices the processes of a shared stage use together."""
+    asked = recipe.placement.devices
+    if asked is None or not machine.is_gpu:
+        return split
+    most = machine.count if asked == "all" else min(asked, machine.count)
+    return max(1, most // split) * split
+
+
+def needs_of(recipe: Recipe, shape: Shape, work: Workload, machine: Machine) -> list[Need]:
+    """Of each stage that holds a model, in the order of an iteration."""
+    config = recipe.optimize_config()
+    needs = []
+    if recipe.generate.engine in ("vllm", "transformers"):
+        needs.append(sampling(shape, recipe, work, machine))
+    needs += reward_models(recipe, machine)
+    roles = ["ref"] if config.kl_coef > 0 else []
+    roles += ["prox"] if recipe.logprobs.prox or config.needs_prox else []
+    devices = _devices(recipe, machine)
+    needs += [
+        scoring(shape, recipe.logprobs_config(role), work, machine, devices) for role in roles
+    ]
+    needs.append(training(shape, config, work, machine))
+    return needs

@@ -1,0 +1,70 @@
+"""What would make a stage fit, the mildest first: settings of the recipe, each counted anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quiver.stages.optimize.lora import Lora
+
+from ..recipe import Recipe
+from .machines import Machine
+from .needs import Need, sampling, training
+from .shapes import Shape
+from .workload import Workload
+
+_ROOM = 0.97
+"""Share of a device's memory that can be had: the rest is lost between blocks."""
+
+
+def fits(need: Need, machine: Machine) -> bool:
+    """Whether a device holds it."""
+    return need.devices <= machine.count and need.bytes <= _ROOM * machine.memory
+
+
+def remedies(
+    need: Need, recipe: Recipe, shape: Shape, work: Workload, machine: Machine
+) -> list[tuple[str, Need]]:
+    """Settings with which the stage fits, and what it needs then; at most three."""
+    if need.stage == "generate":
+        sizes = [size for size in (2, 4, 8, 16) if size <= machine.count]
+        tried = [
+            (
+                f"generate.options.tensor_parallel_size = {size}",
+                sampling(shape, recipe, work, machine, size),
+            )
+            for size in sizes
+        ]
+    elif need.stage == "optimize":
+        tried = [
+            (
+                ", ".join(f"optimize.{key} = {_in_toml(value)}" for key, value in changes.items()),
+                training(shape, recipe.optimize_config(), work, machine, **_parsed(changes)),
+            )
+            for changes in _changes(work, machine)
+        ]
+    else:
+        tried = []
+    return [(setting, changed) for setting, changed in tried if fits(changed, machine)][:3]
+
+
+def _changes(work: Workload, machine: Machine) -> list[dict[str, Any]]:
+    smaller = {"token_budget": work.longest}
+    cheaper = {**smaller, "activation_checkpointing": True}
+    alone = [smaller, {"activation_checkpointing": True}, cheaper]
+    if machine.count > 1:
+        shared = {"processes": machine.count, "shard": True}
+        alone += [shared, {**shared, **cheaper}]
+    lora = {"lora": {}}
+    return [*alone, lora, {**lora, **cheaper}, {"precision": "bf16_stochastic", **cheaper}]
+
+
+def _parsed(changes: dict[str, Any]) -> dict[str, Any]:
+    return {key: Lora() if key == "lora" else value for key, value in changes.items()}
+
+
+def _in_toml(value: Any) -> str:
+    return (
+        {True: "true", "bf16_stochastic": '"bf16_stochastic"'}.get(value, str(value))
+        if (not isinstance(value, dict))
+        else "{}"
+    )

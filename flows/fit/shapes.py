@@ -1,0 +1,131 @@
+"""What a model is made of, told from its config alone: no weight is read.
+
+shape = shape_of(find_config(recipe))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quiver.schemas.errors import ConfigError, LineageError, printable
+from quiver.stages.common.models.checkpoints import locate
+from quiver.stages.common.models.folder import load_errors
+from quiver.stages.common.models.from_function import is_function
+from quiver.stages.common.store import Store
+
+from ..recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Numbers of weights, and widths. What a token passes through counts once: of several experts
+    those that it goes to."""
+
+    weights: int
+    outside_layers: int
+    """Of these: embeddings, last norm and head."""
+    head: int
+    """Of the output embedding, which may be the input's too."""
+    is_tied: bool
+    largest_layer: int
+    layers: int
+    hidden: int
+    intermediate: int
+    """Width of the MLP."""
+    attention: int
+    """Width of all heads' queries."""
+    keys: int
+    """Width of all heads' keys, and of their values."""
+    vocabulary: int
+
+    @property
+    def in_layers(self) -> int:
+        return self.weights - self.outside_layers
+
+    @property
+    def multiplied(self) -> int:
+        """Weights that each token is multiplied with: those of layers, of experts the chosen
+        ones."""
+        return self.layers * (
+            2 * self.hidden * (self.attention + self.keys) + 3 * self.hidden * self.intermediate
+        )
+
+
+def find_config(recipe: Recipe) -> PreTrainedConfig:
+    """The config of the run's policy, else of the base model that the recipe names. ConfigError."""
+    from transformers import AutoConfig
+
+    model = recipe.policy.model
+    try:
+        path = Store(recipe.store, create=False).open(f"{recipe.run}/policy@0").files.folder
+    except (ConfigError, LineageError):
+        if is_function(model):
+            raise ConfigError(
+                f"policy.model {printable(model)}",
+                "the function has not made the model yet, so its shape is not known",
+                next="run the recipe once with --dry-run, or let it import the model first",
+            ) from None
+        path, _ = locate(model, recipe.policy.revision)
+    with load_errors(f"model {printable(model)}"):
+        if path.is_file():
+            return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+def shape_of(config: PreTrainedConfig) -> Shape:
+    """The numbers of a model with this config. ConfigError where it is none of a decoder."""
+    import torch
+    import transformers
+
+    from quiver.stages.optimize.sharding import layers_of
+
+    text = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder or not hasattr(text, "num_attention_heads"):
+        raise ConfigError(
+            f"model {config.model_type}",
+            "its memory can be told of decoders with attention alone",
+            next="start with a low optimize.token_budget, and look at the report's memory",
+        )
+    has_vision = getattr(config, "vision_config", None) is not None
+    loader = transformers.AutoModelForImageTextToText if has_vision else None
+    loader = loader or transformers.AutoModelForCausalLM
+    with load_errors(f"model {config.model_type}"), torch.device("meta"):
+        model = loader.from_config(config)
+    layers = [_count(layer) for layer in layers_of(model)]
+    weights = _count(model)
+    head = model.get_output_embeddings().weight
+    heads = text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return Shape(
+        weights=weights,
+        outside_layers=weights - sum(layers),
+        head=head.numel(),
+        is_tied=head is model.get_input_embeddings().weight,
+        largest_layer=max(layers),
+        layers=len(layers),
+        hidden=text.hidden_size,
+        intermediate=_intermediate(text),
+        attention=heads * width,
+        keys=(getattr(text, "num_key_value_heads", None) or heads) * width,
+        vocabulary=len(head),
+    )
+
+
+def _count(module: Any) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _intermediate(text: PreTrainedConfig) -> int:
+    experts = getattr(text, "num_experts_per_tok", None)
+    if experts:
+        width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+        return experts * width
+    return (
+        getattr(text, "intermediate_size", None)
+        or getattr(text, "n_inner", None)
+        or (4 * text.hidden_size)
+    )

@@ -1,0 +1,82 @@
+"""How much an iteration of a recipe samples and trains on: as its run did last, else as its keys
+allow at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pyarrow.compute as pc
+
+from quiver.schemas.errors import ConfigError, LineageError
+from quiver.stages.common.store import Store
+
+from ..recipe import Recipe
+
+_PROMPTS = 64
+_PROMPT_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Of one iteration. Tokens are means, and the longest rollout's."""
+
+    prompts: int
+    samples: int
+    """Rollouts of a prompt."""
+    prompt_tokens: float
+    completion_tokens: float
+    longest: int
+    """Tokens of the longest rollout, its prompt's among them."""
+    source: str
+    """Where the numbers are from."""
+
+    @property
+    def rollouts(self) -> int:
+        return self.prompts * self.samples
+
+    @property
+    def passed_tokens(self) -> float:
+        """Tokens that a pass over all rollouts reads, with each prompt once."""
+        return self.prompts * self.prompt_tokens + self.rollouts * (self.completion_tokens - 1)
+
+    @property
+    def keys_per_token(self) -> float:
+        """Keys that attention gathers for each token that is read: each rollout has those of its
+        prompt beside its own."""
+        keys = self.rollouts * (self.prompt_tokens + self.completion_tokens - 1)
+        return (self.prompts * self.prompt_tokens + keys) / self.passed_tokens
+
+    @property
+    def predicted_share(self) -> float:
+        """Of the tokens that are read, those that predict one of a completion."""
+        return self.rollouts * self.completion_tokens / self.passed_tokens
+
+
+def workload_of(recipe: Recipe) -> Workload:
+    """Of the run's newest rollouts where there are any, else by the recipe's keys."""
+    samples = recipe.generate.samples_per_prompt
+    most = recipe.generate.sampling.max_tokens
+    try:
+        rollouts = Store(recipe.store, create=False).open(f"{recipe.run}/rollouts@latest")
+        table = rollouts.table()
+        lengths = [pc.list_value_length(table[f"{of}_ids"]) for of in ("prompt", "completion")]
+        if len(table):
+            return Workload(
+                prompts=recipe.data.limit or -(-len(table) // samples),
+                samples=samples,
+                prompt_tokens=pc.mean(lengths[0]).as_py(),
+                completion_tokens=max(1.0, pc.mean(lengths[1]).as_py()),
+                longest=pc.max(pc.add(*lengths)).as_py(),
+                source=str(rollouts.ref),
+            )
+    except (ConfigError, LineageError):
+        pass  # there is no store yet, or no rollouts
+    return Workload(
+        prompts=recipe.data.limit or _PROMPTS,
+        samples=samples,
+        prompt_tokens=_PROMPT_TOKENS,
+        completion_tokens=most,
+        longest=_PROMPT_TOKENS + most,
+        source=f"no rollouts yet: prompts of {_PROMPT_TOKENS} tokens, completions of {most}"
+        + ("" if recipe.data.limit else f", {_PROMPTS} prompts"),
+    )
