@@ -27,9 +27,10 @@ from .machines import Machine
 from .shapes import Shape
 from .workload import Workload
 
-_LIBRARIES = {"cpu": 0.68e9, "gpu": 0.8e9}
+_LIBRARIES = {"cpu": 0.6e9, "gpu": 0.8e9}
 """Bytes of a process that holds no model: code and what it allocates; of a GPU its context."""
-_ENGINE_LIBRARIES = {"cpu": 1.0e9, "gpu": 2.5e9}
+_TRAINING_LIBRARIES = {"cpu": 0.85e9, "gpu": 0.8e9}
+_ENGINE_LIBRARIES = {"cpu": 0.93e9, "gpu": 2.5e9}
 """Of vLLM's; with its CUDA graphs."""
 _CHUNK_BYTES = {"cpu": 128 * 2**20, "gpu": 768 * 2**20}
 """Logits of a chunk, and on a GPU their gradient."""
@@ -165,7 +166,7 @@ def training(
         kept = tokens * passes.kept_a_token * shape.layers
     parts["activations"] = kept
     parts["logits"] = _CHUNK_BYTES[kind]
-    parts["libraries"] = _LIBRARIES[kind]
+    parts["libraries"] = _TRAINING_LIBRARIES[kind]
     forward = passes.flops(work.passed_tokens) * config.epochs
     flops = forward * (4 if config.activation_checkpointing else 3)
     moved = steps * micro_batches * passes.moved_by_micro_batch(in_step / micro_batches)

@@ -1,0 +1,208 @@
+"""`quiver fit`: what it tells is what stages take. Memory of a CPU is a process's own peak, measured;
+bytes of a GPU are those that are counted on meta tensors."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from transformers import LlamaConfig
+
+from quiver.flows.fit.machines import GPUS, Machine, parse_machine, this_host
+from quiver.flows.fit.needs import Pass, needs_of, sampling, training
+from quiver.flows.fit.remedies import fits, remedies
+from quiver.flows.fit.shapes import Shape, find_config, shape_of
+from quiver.flows.fit.workload import Workload, workload_of
+from quiver.flows.recipe import Recipe
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.store import Store
+from quiver.stages.optimize.config import Config
+from tests.flows import measured_peak
+from tests.flows.conftest import quiver
+from tests.flows.measured_peak import COMPLETION, PROMPT, PROMPTS, SAMPLES, SIZES
+from tests.stages.optimize import test_bytes_moved as counted
+from tests.tiny import make_folder, make_policy
+
+H100 = GPUS["h100"]
+WORK = Workload(PROMPTS, SAMPLES, PROMPT, COMPLETION, PROMPT + COMPLETION, "the test")
+SETTINGS = {
+    "generate": {"options": {"max_num_seqs": 64}, "dtype": "float32", "samples_per_prompt": SAMPLES},
+    "logprobs": {"precision": "fp32", "device": "cpu"},
+    "optimize": {"precision": "fp32", "device": "cpu", "epochs": 2, "audit": {"enabled": False}},
+}
+
+
+def recipe(place, **sections) -> Recipe:
+    fields = {
+        "run": "tiny",
+        "store": str(place / "store"),
+        "policy": {"model": str(place / "model")},
+        "data": {"source": "rows.jsonl", "limit": PROMPTS},
+        "reward": {"functions": [{"use": "math"}]},
+    }
+    return Recipe(**{**fields, **sections})
+
+
+@pytest.mark.parametrize(
+    ("size", "stage"),
+    [
+        ("small", "generate"),
+        ("medium", "optimize"),
+        ("small", "logprobs"),
+        pytest.param("medium", "generate", marks=pytest.mark.slow),
+        pytest.param("small", "optimize", marks=pytest.mark.slow),
+        pytest.param("medium", "logprobs", marks=pytest.mark.slow),
+    ],
+)
+def test_memory_is_within_a_fifth_of_what_a_process_took(tmp_path, size, stage):
+    settings = SETTINGS[stage]
+    asked = settings
+    if stage == "generate":
+        sampled = {"engine": "vllm", "sampling": {"max_tokens": COMPLETION, "ignore_eos": True}}
+        asked = {**settings, **sampled}
+    command = [sys.executable, "-m", measured_peak.__name__]
+    command += [str(tmp_path), size, stage, json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    peak = int(done.stdout.split()[-1])
+    sections = {"optimize": {**SETTINGS["optimize"], "kl_coef": 0.1}, stage: asked}
+    if stage == "optimize":
+        sections["optimize"] = {**asked, "kl_coef": 0.1}
+    needs = needs_of(recipe(tmp_path, **sections), shape_of(SIZES[size]), WORK, this_host())
+    (need,) = [need for need in needs if need.stage.startswith(stage)]
+    assert need.bytes == pytest.approx(peak, rel=0.2)
+
+
+@pytest.mark.parametrize("name", counted.MODELS)
+def test_bytes_on_a_gpu_are_within_a_fifth_of_those_counted(name, monkeypatch):
+    """Of one micro-batch without the gradients of an earlier one; 5 % of them are of small parts."""
+    counter = counted.micro_batch(counted.MODELS[name], monkeypatch, fused=True)
+    shape = shape_of(counted.MODELS[name])
+    work = Workload(
+        counted.GROUPS, counted.COPIES, counted.PROMPT, counted.COMPLETION, 240, "the test"
+    )
+    assert work.passed_tokens == 8073
+    need = training(shape, Config(kl_coef=0.1, token_budget=8073), work, H100)
+    held = sum(need.parts.values()) - need.parts["libraries"]
+    held -= 0.5 * need.parts["gradients"]  # in the middle of the backward pass
+    assert held == pytest.approx(counter.peak, rel=0.2)
+    moved = Pass(shape, work, H100, is_narrow=True).moved_by_micro_batch(8073)
+    assert moved == pytest.approx(counter.moved + counter.moved_by_products, rel=0.2)
+
+
+SEVEN = shape_of(counted.MODELS["7B"])
+LONG = Workload(128, 8, 256, 1024, 1280, "the test")
+
+
+def test_a_shape_is_told_from_the_config_alone(tmp_path):
+    assert (SEVEN.weights, SEVEN.layers, SEVEN.head) == (7_615_616_512, 28, 152064 * 3584)
+    assert (SEVEN.attention, SEVEN.keys, SEVEN.is_tied) == (3584, 512, False)
+    layer = 3584 * (3584 + 2 * 512) + 3584 + 2 * 512 + 3584**2 + 3 * 3584 * 18944 + 2 * 3584
+    assert SEVEN.largest_layer == layer
+    assert SEVEN.outside_layers == 2 * SEVEN.head + 3584
+    make_folder(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    shape = shape_of(find_config(recipe(tmp_path)))
+    assert (shape.hidden, shape.vocabulary) == (32, 320)
+
+
+@pytest.mark.parametrize(
+    ("config", "bytes_a_weight"),
+    [
+        ({"precision": "fp32"}, 16),
+        ({"precision": "bf16"}, 18),
+        ({"precision": "bf16_master"}, 18),
+        ({"precision": "bf16_stochastic"}, 14),
+    ],
+)
+def test_what_training_holds_of_a_weight_is_what_the_documents_say(config, bytes_a_weight):
+    parts = training(SEVEN, Config(**config), LONG, H100).parts
+    held = sum(parts[name] for name in ("weights", "gradients", "moments"))
+    assert held / SEVEN.weights == pytest.approx(bytes_a_weight, rel=0.02)
+
+
+def test_what_does_not_fit_is_told_with_what_would(tmp_path):
+    seven = recipe(tmp_path, optimize={"kl_coef": 0.1})
+    need = training(SEVEN, seven.optimize_config(), LONG, H100)
+    assert not fits(need, H100)
+    ways = dict(remedies(need, seven, SEVEN, LONG, H100))
+    assert list(ways)[0] == "optimize.lora = {}" and all(fits(way, H100) for way in ways.values())
+    eight = Machine(**{**H100.__dict__, "count": 8})
+    shared = dict(remedies(need, seven, SEVEN, LONG, eight))
+    way = shared["optimize.processes = 8, optimize.shard = true"]
+    assert way.devices == 8 and fits(way, eight) and not fits(way, H100)
+    four = parse_machine("l4:4")
+    sampled = sampling(SEVEN, seven, LONG, parse_machine("rtx4090"))
+    assert fits(sampled, parse_machine("rtx4090"))
+    halved = recipe(tmp_path, generate={"options": {"tensor_parallel_size": 2}})
+    split = sampling(SEVEN, halved, LONG, four)
+    assert (split.devices, split.parts["weights"]) == (2, SEVEN.weights)
+
+
+def test_one_more_gpu_halves_seconds_on_paper(tmp_path):
+    all_of_them = recipe(tmp_path, placement={"devices": "all"})
+    one, two = (
+        sampling(SEVEN, all_of_them, LONG, parse_machine(text)) for text in ("h100", "h100:2")
+    )
+    assert (one.devices, two.devices) == (1, 2)
+    assert two.seconds == pytest.approx(one.seconds / 2, rel=0.01)
+    assert one.seconds > one.flops / H100.bf16_flops
+
+
+def test_a_run_that_sampled_says_how_long_its_rollouts_are(tmp_path):
+    store = Store(tmp_path / "store")
+    policy = make_policy(store)
+    measured_peak.make_rollouts(store, policy)
+    assert workload_of(recipe(tmp_path)).source == "tiny/rollouts@1"
+    work = workload_of(recipe(tmp_path, generate={"samples_per_prompt": SAMPLES}))
+    assert work == Workload(PROMPTS, SAMPLES, PROMPT, COMPLETION, 192, "tiny/rollouts@1")
+    assert work.passed_tokens == PROMPTS * PROMPT + PROMPTS * SAMPLES * (COMPLETION - 1)
+    assert find_config(recipe(tmp_path, policy={"model": "nowhere"})).vocab_size == 320
+
+
+RECIPE = """
+run = "tiny"
+[policy]
+model = "model"
+[data]
+source = "rows.jsonl"
+limit = 4
+[generate]
+sampling = { max_tokens = 64 }
+[[reward.functions]]
+use = "math"
+"""
+
+
+def test_the_command_line_tells_it_and_ends_with_7_where_it_does_not_fit(tmp_path):
+    make_folder(tmp_path / "model")
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    answer = quiver(tmp_path, "fit", "recipe.toml", "--gpu", "a100:2")
+    assert answer["fits"] and [each["stage"] for each in answer["stages"]] == [
+        "generate",
+        "optimize",
+    ]
+    for each in answer["stages"]:
+        assert each["bytes"] == pytest.approx(sum(each["parts"].values()), abs=5)
+        assert each["fits"] and each["paper_seconds"] > 0 and each["fits_with"] == []
+    LlamaConfig(hidden_size=8192, num_hidden_layers=80, intermediate_size=28672).save_pretrained(
+        tmp_path / "model"
+    )
+    answer = quiver(tmp_path, "fit", "recipe.toml", "--gpu", "l4", code=7)
+    assert not answer["fits"] and answer["stages"][1]["fits_with"] == []
+    assert not (tmp_path / "store").exists()
+
+
+def test_what_can_not_be_told_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="expected one of a10, a100") as caught:
+        parse_machine("h10")
+    assert caught.value.next == "name --gpu h100"
+    with pytest.raises(ConfigError, match="number of GPUs"):
+        parse_machine("h100:none")
+    make_folder(tmp_path / "t5", "t5")
+    seq2seq = recipe(tmp_path, policy={"model": str(tmp_path / "t5")})
+    with pytest.raises(ConfigError, match="decoders with attention alone"):
+        shape_of(find_config(seq2seq))
+    made = recipe(tmp_path, policy={"model": "mine.py:make"})
+    with pytest.raises(ConfigError, match="has not made the model yet"):
+        find_config(made)
+    assert isinstance(SEVEN, Shape)
