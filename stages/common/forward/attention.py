@@ -57,7 +57,9 @@ def block_attention(
     for name, option in options.items():
         if option is not None and name not in _WITHOUT_EFFECT:
             raise NotImplementedError(f"block attention knows no {name}")
-    queries, keys, values = (states[0].transpose(0, 1) for states in (queries, keys, values))
+    queries, keys, values = (
+        states.squeeze(0).transpose(0, 1) for states in (queries, keys, values)
+    )
     if layout.runs is not None:
         return attend_runs(queries, keys, values, layout.runs, sliding_window, scaling)[None], None
     outputs = [
@@ -259,7 +261,7 @@ def hidden_states(model: nn.Module, layout: Layout, *, single: bool = False) -> 
     else:
         options = {"attention_mask": None, "position_ids": layout.positions, "layout": layout}
         outputs = [trunk(**{name: row}, use_cache=False, **options)]
-    states = [output.last_hidden_state[0] for output in outputs]
+    states = [output.last_hidden_state.squeeze(0) for output in outputs]
     joined = torch.cat(states) if len(states) > 1 else states[0]
     return F.embedding(layout.predictors, joined)
 

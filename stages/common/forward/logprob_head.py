@@ -4,8 +4,9 @@ one chunk.
 The forward pass makes the logits of one chunk, takes what it needs, and drops them; the backward
 pass makes them again, but for the first chunks, whose probabilities are kept. So memory does not
 grow with tokens × vocabulary, which is the largest tensor of a naive trainer. Matrix products run
-in the dtype that autocast says; temperature, softmax and sums in float32. Legend: n completion
-positions, d hidden size, V vocabulary.
+in the dtype that autocast says, and leave float32 where the device can; temperature, softmax and
+sums in float32. A GPU does what follows a product in one kernel (gpu/head.py), for heads without
+bias or softcap. Legend: n completion positions, d hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .cpu.projections import product_dtype
+from .gpu.head import FusedHead, is_fused
+from .gpu.products import float32_product, makes_float32
 
 CHUNK_BYTES = 64 * 1024 * 1024
 """Size of one chunk of logits on a CPU."""
@@ -97,6 +100,19 @@ def completion_logprobs(
     bias = getattr(head, "bias", None)
     if offset is not None:
         bias = offset if bias is None else bias + offset
+    shaping = shaping or Shaping()
+    dtype = product_dtype(hidden)
+    if bias is None and shaping.softcap is None and is_fused(hidden, head.weight, dtype):
+        return FusedHead.apply(
+            hidden,
+            head.weight,
+            targets,
+            shaping.scale / temperature,
+            _chunks(hidden, len(head.weight)),
+            dtype,
+            entropy_gradient,
+            collision,
+        )
     kept_bytes = KEPT_BYTES if torch.is_grad_enabled() else 0
     return _Head.apply(
         hidden,
@@ -104,7 +120,7 @@ def completion_logprobs(
         bias,
         targets,
         temperature,
-        shaping or Shaping(),
+        shaping,
         kept_bytes,
         entropy_gradient,
         collision,
@@ -198,6 +214,7 @@ class _Head(torch.autograd.Function):
                     tile.copy_(slope)
                     if needs_bias:
                         grad_bias = _add(grad_bias, slope.sum(0))
+                grad_logits = grad_logits.to(weight.dtype)
                 if needs_hidden:
                     torch.mm(grad_logits, weight, out=grad_hidden[chunk])
                 if needs_weight:
@@ -246,7 +263,9 @@ def _add(total: Tensor | None, more: Tensor) -> Tensor:
 
 
 def _product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[c, V] logits in the dtype of both."""
+    """[c, V] logits in the dtype of both, or in float32 where the device makes that at once."""
+    if makes_float32(hidden):
+        return float32_product(hidden, weight.T)
     with torch.autocast(hidden.device.type, enabled=False):
         return torch.mm(hidden, weight.T)
 

@@ -25,6 +25,7 @@ from .attention import hidden_states, set_mode
 from .cpu.projections import Group, casts, fuse_projections
 from .cpu.recompute import recompute_norms_and_mlps
 from .encoder_decoder import Pairs, decoder_states, make_pairs, pack_pairs
+from .gpu.modules import fuse_modules
 from .layout import Layout, Sequences, make_layout
 from .logprob_head import Shaping, completion_logprobs
 from .packing import Piece, make_pieces, pack
@@ -84,10 +85,12 @@ class Policy(nn.Module):
         self.mode = mode
 
     def fuse(self) -> None:
-        """Fuse the projections that read the same input, and recompute norms and MLPs in the
-        backward pass; the weights must have their dtype and device."""
+        """Fuse the projections that read the same input, on a GPU norms, MLPs and rotations too,
+        and else recompute these in the backward pass; the weights must have their dtype and
+        device."""
         self._projections = fuse_projections(self)
         with self.context():
+            fuse_modules(self)
             recompute_norms_and_mlps(self)
 
     def free(self) -> None:

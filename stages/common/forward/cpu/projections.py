@@ -18,15 +18,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..gpu.choice import fits
+from ..gpu.products import float32_product, makes_float32
+
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of modules that read the same input, in Llama, Mistral, Qwen, Gemma, OLMo, SmolLM and their
 like."""
+ALONE = (("o_proj",), ("down_proj",))
+"""Names of modules that have no siblings there. By kernels (gpu/modules.py) each is a group of one:
+so its gradient is float32 at once, and the gated MLP makes its product again."""
 
 
 def product_dtype(states: Tensor) -> torch.dtype:
@@ -58,9 +65,11 @@ def fuse_projections(model: nn.Module) -> list[Group]:
     """
     groups = []
     for module in model.modules():
-        for names in SIBLINGS:
+        for names in (*SIBLINGS, *ALONE):
             linears = [getattr(module, name, None) for name in names]
             if any(type(linear) is not nn.Linear for linear in linears):
+                continue
+            if names in ALONE and not fits(linears[0].weight):
                 continue
             kinds = {
                 (
@@ -97,6 +106,7 @@ class Group:
         self.forget()
         for index, linear in enumerate(linears):
             linear.forward = partial(self._forward, index)
+            linear.group = self
 
     def forget(self) -> None:
         """Drop the cast, keep none from now on, and drop outputs that no sibling came for."""
@@ -114,17 +124,21 @@ class Group:
                 return F.linear(states, self.linears[index].weight, self.linears[index].bias)
             self._input = states
             self._input_version = states._version
-            dtype = product_dtype(states)
-            weight = self._cast
-            if weight is None or weight.dtype != dtype:
-                weight = self.weight.to(dtype)
-                self._cast = weight if self.keeps_cast else None
-            outputs = _Product.apply(states, weight, self.bias, *self.parameters)
+            outputs = _Product.apply(states, *self.operands(product_dtype(states)))
             self._outputs = dict(enumerate(outputs))
         output = self._outputs.pop(index)
         if not self._outputs:
             self._input = None
         return output
+
+    def operands(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        """What a product in `dtype` takes beside the states: weight, bias, and the parameters that
+        have the gradients."""
+        weight = self._cast
+        if weight is None or weight.dtype != dtype:
+            weight = self.weight.to(dtype)
+            self._cast = weight if self.keeps_cast else None
+        return weight, self.bias, *self.parameters
 
     def free(self) -> None:
         """Let go of the joined weights; nothing can be computed after this."""
@@ -148,38 +162,82 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, states, weight, bias, *parameters):
         ctx.state_dtype = states.dtype
-        ctx.parameter_dtype = parameters[0].dtype
-        ctx.has_bias = bias is not None
-        num_linears = len(parameters) // (1 + ctx.has_bias)
-        ctx.sizes = [len(parameter) for parameter in parameters[:num_linears]]
+        ctx.kind = Kind.of(bias, parameters)
         states = states.to(weight.dtype)
         ctx.save_for_backward(states, weight)
-        with torch.autocast(states.device.type, enabled=False):
-            output = F.linear(states, weight, bias.to(weight.dtype) if ctx.has_bias else None)
+        output = product(states, weight, bias)
         # autograd lets nobody change one of several views in place, and some models clamp their
         # queries so: each output is a tensor that is a view of nothing, over the same memory
         return tuple(
             view.new_empty(0).set_(
                 view.untyped_storage(), view.storage_offset(), view.shape, view.stride()
             )
-            for view in output.split(ctx.sizes, -1)
+            for view in output.split(ctx.kind.sizes, -1)
         )
 
     @staticmethod
     def backward(ctx, *grads):
         states, weight = ctx.saved_tensors
         needs_states = ctx.needs_input_grad[0]
-        needs_parameters = ctx.needs_input_grad[3]
         grad_states = None
-        grad_parameters = [None] * len(ctx.sizes) * (1 + ctx.has_bias)
+        grad_parameters = [None] * ctx.kind.num_parameters
         with torch.autocast(states.device.type, enabled=False):
-            grad = torch.cat([grad.flatten(0, -2) for grad in grads], -1)
+            grad = _side_by_side([grad.flatten(0, -2) for grad in grads])
             if needs_states:
                 grad_states = (grad @ weight).view(states.shape).to(ctx.state_dtype)
-            if needs_parameters:
-                grad_weight = grad.T @ states.flatten(0, -2)
-                grad_parameters = grad_weight.to(ctx.parameter_dtype).split(ctx.sizes)
-                if ctx.has_bias:
-                    grad_bias = grad.sum(0, dtype=torch.float32)
-                    grad_parameters += grad_bias.to(ctx.parameter_dtype).split(ctx.sizes)
+            if ctx.needs_input_grad[3]:
+                grad_parameters = ctx.kind.gradients(grad, states.flatten(0, -2))
         return grad_states, None, None, *grad_parameters
+
+
+def product(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """states · weightᵀ + bias in the dtype of the first two."""
+    with torch.autocast(states.device.type, enabled=False):
+        return F.linear(states, weight, None if bias is None else bias.to(weight.dtype))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the gradients by joined parameters are made of."""
+
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    """Rows of each weight."""
+    has_bias: bool
+
+    @classmethod
+    def of(cls, bias: Tensor | None, parameters: Sequence[Tensor]) -> Kind:
+        """Of all weights, and then all biases where there is a `bias`."""
+        weights = parameters[: len(parameters) // (1 if bias is None else 2)]
+        sizes = tuple(len(weight) for weight in weights)
+        return cls(parameters[0].dtype, sizes, bias is not None)
+
+    @property
+    def num_parameters(self) -> int:
+        return len(self.sizes) * (1 + self.has_bias)
+
+    def gradients(self, grad: Tensor, states: Tensor) -> list[Tensor]:
+        """Those by weights and biases of a product of `states` [N, d], whose gradient `grad` [N,
+        Σ o_i] is."""
+        if self.dtype == torch.float32 and makes_float32(grad):
+            grad_weight = float32_product(grad.T, states)
+        else:
+            grad_weight = (grad.T @ states).to(self.dtype)
+        gradients = [*grad_weight.split(self.sizes)]
+        if self.has_bias:
+            grad_bias = grad.sum(0, dtype=torch.float32)
+            gradients += grad_bias.to(self.dtype).split(self.sizes)
+        return gradients
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """Matrices [N, o_i] as one [N, Σ o_i]; no copy where they are the columns of one already."""
+    first = parts[0]
+    width = sum(part.shape[1] for part in parts)
+    place = first.storage_offset()
+    for part in parts:
+        is_next = part.untyped_storage()._cdata == first.untyped_storage()._cdata
+        if not (is_next and part.storage_offset() == place and part.stride() == (width, 1)):
+            return torch.cat(parts, -1)
+        place += part.shape[1]
+    return first.as_strided((len(first), width), (width, 1))

@@ -1,0 +1,140 @@
+"""The head by kernels: a chunk of logits is read once in the forward pass, and once in the backward
+pass, which makes it again.
+
+Logits are float32 from bfloat16 factors. What a gradient needs of a row are two numbers, so no
+chunk is kept. The weight's gradient is summed over chunks by the products themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from quiver.stages.common.models.folder import says_no_memory
+
+from .choice import agree, fits
+from .products import float32_product
+
+log = logging.getLogger(__name__)
+
+
+class FusedHead(torch.autograd.Function):
+    """Logprobs and entropy as `logprob_head` says them, for a head without bias or softcap."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        factors: Tensor,
+        chunks: Sequence[slice],
+        dtype: torch.dtype,
+        entropy_gradient: bool,
+        collision: bool,
+    ):
+        """`factors` [n]: what logits are multiplied by. `dtype`: of the products' factors."""
+        from . import operations
+
+        ctx.dtypes = hidden.dtype, weight.dtype
+        ctx.chunks = chunks
+        ctx.entropy_gradient = entropy_gradient
+        hidden = hidden.to(dtype)
+        weight = weight.to(dtype)
+        parts = []
+        for chunk in chunks:
+            logits = _logits(hidden[chunk], weight)
+            parts.append(operations.head(logits, targets[chunk], factors[chunk], collision))
+        rows = torch.cat(parts, 1)
+        ctx.save_for_backward(hidden, weight, targets, factors, rows)
+        logprobs = rows[0].clone()
+        spread = rows[1].clone()
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(spread)
+        return logprobs, spread
+
+    @staticmethod
+    def backward(ctx, grad, entropy_grad):
+        from . import operations
+
+        hidden, weight, targets, factors, rows = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = None
+        # p − 1, exact also where p is near 1
+        rows = torch.cat([torch.expm1(rows[:1]), rows[1:]])
+        grad = grad.contiguous()
+        entropy_grad = entropy_grad.contiguous() if ctx.entropy_gradient else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for chunk in ctx.chunks:
+                slopes = operations.head_slope(
+                    _logits(hidden[chunk], weight),
+                    targets[chunk],
+                    factors[chunk],
+                    rows[:, chunk],
+                    grad[chunk],
+                    None if entropy_grad is None else entropy_grad[chunk],
+                    weight.dtype,
+                )
+                if needs_hidden:
+                    torch.mm(slopes, weight, out=grad_hidden[chunk])
+                if needs_weight:
+                    grad_weight = float32_product(slopes.T, hidden[chunk], grad_weight)
+        hidden_dtype, weight_dtype = ctx.dtypes
+        return (
+            None if grad_hidden is None else grad_hidden.to(hidden_dtype),
+            None if grad_weight is None else grad_weight.to(weight_dtype),
+            *[None] * 6,
+        )
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """[c, V] float32."""
+    return float32_product(hidden, weight.T)
+
+
+def is_fused(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `FusedHead` is for these, and right on this device."""
+    return fits(hidden, weight) and _is_right(hidden.device.type, dtype)
+
+
+@cache
+def _is_right(device: str, dtype: torch.dtype) -> bool:
+    """Tried once a process, on a few rows of which one is extreme, against plain operations."""
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, 32, generator=draw).to(device, dtype)
+    weight = torch.randn(4100, 32, generator=draw).to(device, dtype)
+    hidden[1] *= 1000
+    targets = torch.tensor([0, 5, 4099, 17, 4096], device=device)
+    factors = torch.linspace(0.5, 1.5, 5, device=device)
+    grads = torch.linspace(-1, 1, 5, device=device)
+    gives = []
+    try:
+        with torch.enable_grad():
+            for is_kernel in (True, False):
+                leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+                if is_kernel:
+                    chunks = [slice(0, 3), slice(3, 5)]
+                    logprobs, entropy = FusedHead.apply(
+                        *leaves, targets, factors, chunks, dtype, True, False
+                    )
+                else:
+                    logits = leaves[0].float() @ leaves[1].float().T * factors[:, None]
+                    table = logits.log_softmax(-1)
+                    logprobs = table.gather(1, targets[:, None])[:, 0]
+                    entropy = -(table * table.exp()).sum(-1)
+                gradients = torch.autograd.grad([logprobs, entropy], leaves, [grads, grads])
+                gives.append([logprobs.detach(), entropy.detach(), *gradients])
+        is_right = agree(*gives)
+    except Exception as error:  # whatever Triton, its compilers and the driver raise
+        if says_no_memory(error):
+            raise
+        log.warning("the head's kernels do not run here (%s); using plain operations", error)
+        return False
+    if not is_right:
+        log.warning("the head's kernels are wrong here; using plain operations")
+    return is_right

@@ -1,0 +1,302 @@
+"""The kernels, in Triton: each reads what it needs once and writes what it makes once.
+
+All arithmetic is in float32, whatever is read and written. A row of logits, of a norm or of
+positions is one program's, so no sum depends on the order in which programs end: the same input
+gives the same bits. `operations` says what each is for and has the shapes; without a GPU the tests
+run them by Triton's interpreter and compile them for one.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def head_kernel(
+    logits,
+    targets,
+    factors,
+    logprobs,
+    spreads,
+    largest,
+    log_totals,
+    row_stride,
+    num_ids,
+    COLLISION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Of a row z of logits times its factor, by one pass: log softmax(z)[target], the entropy or
+    Σ p², max z, and log Σ exp(z − max z). Each lane has a maximum and sums of its own until the
+    row's end."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * row_stride
+    factor = tl.load(factors + row)
+    lanes = tl.arange(0, BLOCK)
+    most = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)  # of exp(z − most)
+    second = tl.zeros([BLOCK], tl.float32)  # of (z − most) exp(z − most), or of exp(z − most)²
+    for start in range(0, num_ids, BLOCK):
+        places = start + lanes
+        z = tl.load(logits + places, mask=places < num_ids, other=float("-inf")).to(tl.float32)
+        z = z * factor
+        higher = tl.maximum(most, z)
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # −inf less −inf is no number
+        decay = tl.exp(most - base)
+        gap = z - base
+        weight = tl.exp(gap)
+        if COLLISION:
+            second = second * decay * decay + weight * weight
+        else:
+            drop = tl.where(most == float("-inf"), 0.0, most - base)
+            second = decay * (second + drop * total) + tl.where(weight > 0, gap * weight, 0.0)
+        total = total * decay + weight
+        most = higher
+    top = tl.max(most, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    decay = tl.exp(most - base)
+    row_total = tl.sum(total * decay, 0)
+    if COLLISION:
+        spread = tl.sum(second * decay * decay, 0) / (row_total * row_total)
+    else:
+        drop = tl.where(most == float("-inf"), 0.0, most - base)
+        row_second = tl.sum(decay * (second + drop * total), 0)
+        spread = tl.log(row_total) - row_second / row_total
+    picked = tl.load(logits + tl.load(targets + row)).to(tl.float32) * factor
+    tl.store(logprobs + row, picked - base - tl.log(row_total))
+    tl.store(spreads + row, spread)
+    tl.store(largest + row, base)
+    tl.store(log_totals + row, tl.log(row_total))
+
+
+@triton.jit
+def head_slope_kernel(
+    logits,
+    slopes,
+    targets,
+    factors,
+    target_minus_one,
+    entropy,
+    largest,
+    log_totals,
+    grads,
+    entropy_grads,
+    row_stride,
+    num_ids,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The gradient by a block of a row's logits: g · factor · (target − p), and with that of the
+    entropy, −h · factor · p (log p + H), besides."""
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_id = places < num_ids
+    factor = tl.load(factors + row)
+    z = tl.load(logits + row * row_stride + places, mask=is_id, other=float("-inf"))
+    log_p = z.to(tl.float32) * factor - tl.load(largest + row) - tl.load(log_totals + row)
+    p = tl.exp(log_p)
+    is_target = places == tl.load(targets + row)
+    # p − 1, exact also where p is near 1
+    slope = tl.where(is_target, tl.load(target_minus_one + row), p)
+    slope = slope * (-tl.load(grads + row) * factor)
+    if ENTROPY:
+        unlikely = tl.where(p > 0, p * (log_p + tl.load(entropy + row)), 0.0)
+        slope += unlikely * (-tl.load(entropy_grads + row) * factor)
+    places_of_row = row * num_ids + places
+    tl.store(slopes + places_of_row, slope.to(slopes.dtype.element_ty), mask=is_id)
+
+
+@triton.jit
+def norm_kernel(
+    states,
+    weight,
+    output,
+    scales,
+    epsilon,
+    num_rows,
+    num_heads,
+    token_stride,
+    head_stride,
+    width,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """weight · x / rms(x) of some rows; x / rms(x) is rounded to the dtype of x before, as in
+    transformers."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    is_inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    starts = rows // num_heads * token_stride + rows % num_heads * head_stride
+    x = tl.load(states + starts[:, None] + columns[None, :], mask=is_inside, other=0.0)
+    wide = x.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 1) / width + epsilon)
+    normal = (wide * scale[:, None]).to(x.dtype).to(tl.float32)
+    w = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
+    output_places = rows[:, None] * width + columns[None, :]
+    tl.store(
+        output + output_places,
+        (normal * w[None, :]).to(output.dtype.element_ty),
+        mask=is_inside,
+    )
+    tl.store(scales + rows, scale, mask=rows < num_rows)
+
+
+@triton.jit
+def norm_slope_kernel(
+    grad,
+    states,
+    weight,
+    scales,
+    grad_states,
+    grad_weights,
+    num_rows,
+    num_heads,
+    token_stride,
+    head_stride,
+    width,
+    num_turns,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """With r = 1 / rms(x), the gradient by x is r · w · g − x · r³ · mean(x · w · g), that by w the
+    sum of r · x · g. Each program has rows of its own, and writes its share of that sum."""
+    program = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < width
+    w = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
+    share = tl.zeros([BLOCK], tl.float32)
+    for turn in range(0, num_turns):
+        rows = (program * num_turns + turn) * ROWS + tl.arange(0, ROWS)
+        is_row = rows < num_rows
+        is_inside = is_row[:, None] & is_column[None, :]
+        starts = rows // num_heads * token_stride + rows % num_heads * head_stride
+        places = rows[:, None] * width + columns[None, :]
+        x = tl.load(states + starts[:, None] + columns[None, :], mask=is_inside, other=0.0)
+        x = x.to(tl.float32)
+        g = tl.load(grad + places, mask=is_inside, other=0.0).to(tl.float32)
+        scale = tl.load(scales + rows, mask=is_row, other=0.0)[:, None]
+        share += tl.sum(g * x * scale, 0)
+        slope = g * w[None, :]
+        mean = tl.sum(x * slope, 1)[:, None] / width
+        slope = slope * scale - x * (scale * scale * scale * mean)
+        tl.store(grad_states + places, slope.to(grad_states.dtype.element_ty), mask=is_inside)
+    tl.store(grad_weights + program * width + columns, share, mask=is_column)
+
+
+@triton.jit
+def gate_kernel(gate, up, output, gate_stride, up_stride, width, BLOCK: tl.constexpr):
+    """silu(gate) · up; silu(gate) is rounded before, as in transformers."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = columns < width
+    a = tl.load(gate + row * gate_stride + columns, mask=is_inside, other=0.0)
+    b = tl.load(up + row * up_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
+    wide = a.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(a.dtype).to(tl.float32)
+    tl.store(output + row * width + columns, (silu * b).to(output.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def gate_slope_kernel(
+    grad,
+    gate,
+    up,
+    both_grads,
+    output,
+    grad_stride,
+    gate_stride,
+    up_stride,
+    width,
+    BLOCK: tl.constexpr,
+):
+    """The gradients by gate and by up, side by side in one row, and silu(gate) · up once more."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = columns < width
+    g = tl.load(grad + row * grad_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
+    a = tl.load(gate + row * gate_stride + columns, mask=is_inside, other=0.0)
+    b = tl.load(up + row * up_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
+    wide = a.to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-wide))
+    silu = (wide * sigmoid).to(a.dtype).to(tl.float32)
+    slope = g * b * sigmoid * (1.0 + wide * (1.0 - sigmoid))
+    dtype = output.dtype.element_ty
+    tl.store(both_grads + row * 2 * width + columns, slope.to(dtype), mask=is_inside)
+    tl.store(both_grads + row * 2 * width + width + columns, (g * silu).to(dtype), mask=is_inside)
+    tl.store(output + row * width + columns, (silu * b).to(dtype), mask=is_inside)
+
+
+@triton.jit
+def _rotate_heads(
+    states,
+    output,
+    cos_low,
+    cos_high,
+    sin_low,
+    sin_high,
+    tokens,
+    is_token,
+    num_heads,
+    token_stride,
+    head_stride,
+    half,
+    INVERSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    columns = tl.arange(0, BLOCK)
+    is_inside = is_token[:, None] & (columns < half)[None, :]
+    for head in range(0, num_heads):
+        places = tokens[:, None] * token_stride + head * head_stride + columns[None, :]
+        low = tl.load(states + places, mask=is_inside, other=0.0).to(tl.float32)
+        high = tl.load(states + places + half, mask=is_inside, other=0.0).to(tl.float32)
+        if INVERSE:
+            new_low = low * cos_low + high * sin_high
+            new_high = high * cos_high - low * sin_low
+        else:
+            new_low = low * cos_low - high * sin_low
+            new_high = high * cos_high + low * sin_high
+        places = (tokens[:, None] * num_heads + head) * (2 * half) + columns[None, :]
+        dtype = output.dtype.element_ty
+        tl.store(output + places, new_low.to(dtype), mask=is_inside)
+        tl.store(output + places + half, new_high.to(dtype), mask=is_inside)
+
+
+@triton.jit
+def rotate_kernel(
+    queries,
+    keys,
+    cosines,
+    sines,
+    new_queries,
+    new_keys,
+    num_tokens,
+    num_query_heads,
+    num_key_heads,
+    query_stride,
+    query_head_stride,
+    key_stride,
+    key_head_stride,
+    half,
+    INVERSE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rotary positions of all heads of some tokens: (a, b) → (a cos − b sin, b cos + a sin) for the
+    two halves of a head, or the transpose of that, which is its gradient."""
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    columns = tl.arange(0, BLOCK)
+    is_token = tokens < num_tokens
+    is_inside = is_token[:, None] & (columns < half)[None, :]
+    places = tokens[:, None] * (2 * half) + columns[None, :]
+    cos_low = tl.load(cosines + places, mask=is_inside, other=0.0).to(tl.float32)
+    cos_high = tl.load(cosines + places + half, mask=is_inside, other=0.0).to(tl.float32)
+    sin_low = tl.load(sines + places, mask=is_inside, other=0.0).to(tl.float32)
+    sin_high = tl.load(sines + places + half, mask=is_inside, other=0.0).to(tl.float32)
+    _rotate_heads(
+        queries, new_queries, cos_low, cos_high, sin_low, sin_high, tokens, is_token,
+        num_query_heads, query_stride, query_head_stride, half, INVERSE, BLOCK,
+    )  # fmt: skip
+    _rotate_heads(
+        keys, new_keys, cos_low, cos_high, sin_low, sin_high, tokens, is_token,
+        num_key_heads, key_stride, key_head_stride, half, INVERSE, BLOCK,
+    )  # fmt: skip

@@ -1,0 +1,286 @@
+"""RMSNorm, gated MLP and rotary positions of the common families by kernels.
+
+Only `forward` of a module is replaced, and only where the new one gives the module's own numbers
+but for rounding, and its gradients, for a probe; so a family that computes something else under
+these names stays as it is, and so does every model where the kernels do not run. For the backward
+pass a norm's input is kept, and gate with up; the rest is computed again from them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from quiver.stages.common.models.folder import says_no_memory
+
+from ..cpu.projections import Kind, product, product_dtype
+from .choice import agree, fits
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_PROBE = 3
+"""Positions of a probe."""
+_MOST_WIDTH = 16384
+"""Of a norm: a program has a whole row in hand."""
+_ROTATION = "apply_rotary_pos_emb"
+"""What the families with rotary positions call for them."""
+log = logging.getLogger(__name__)
+
+
+def fuse_modules(model: nn.Module) -> int:
+    """Replace what can be in every module of `model`, in the precision in which it is called to
+    come; how many were replaced."""
+    num_replaced = 0
+    for module in model.modules():
+        weight = next(module.parameters(), None)
+        if weight is None or not fits(weight) or "forward" in vars(module):
+            continue
+        trial = _attention_trial(module) or _norm_trial(module) or _mlp_trial(module)
+        if trial is not None and trial.succeeds(weight):
+            module.forward = trial.forward
+            num_replaced += 1
+    return num_replaced
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What would take a module's place, and how it is tried."""
+
+    forward: Callable
+    """What `forward` of the module becomes."""
+    ours: Callable[..., Tensor | tuple[Tensor, ...]]
+    theirs: Callable[..., Tensor | tuple[Tensor, ...]]
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the tensors that both take."""
+    precision: torch.dtype | None = None
+    """In which their outputs agree; None: in their dtype."""
+
+    def succeeds(self, like: Tensor) -> bool:
+        """Whether `ours` runs here, and gives the numbers and the gradients of `theirs`."""
+        draw = torch.Generator().manual_seed(0)
+        probes = [torch.randn(shape, generator=draw).to(like) for shape in self.shapes]
+        answers = []
+        try:
+            with torch.enable_grad():  # as it is trained
+                for function in (self.ours, self.theirs):
+                    leaves = [probe.clone().requires_grad_() for probe in probes[:2]]
+                    outputs = function(*leaves, *probes[2:])
+                    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+                    grads = torch.autograd.grad([output.sum() for output in outputs], leaves)
+                    answers.append([*outputs, *grads])
+        except Exception as error:  # whatever Triton, its compilers and the driver raise
+            if says_no_memory(error):
+                raise
+            log.warning("a kernel for %s does not run here (%s)", self.theirs, error)
+            return False
+        return agree(*answers, self.precision)
+
+
+# -- RMSNorm
+
+
+def _norm_trial(module: nn.Module) -> _Trial | None:
+    weight = getattr(module, "weight", None)
+    if weight is None or weight.ndim != 1 or not hasattr(module, "variance_epsilon"):
+        return None
+    # one that reads more than one tensor, such as a norm with a gate, stays
+    if len(inspect.signature(module.forward).parameters) != 1 or len(weight) > _MOST_WIDTH:
+        return None
+    forward = partial(_normalize, module)
+    return _Trial(forward, forward, module.forward, ((1, _PROBE, len(weight)),))
+
+
+def _normalize(module: nn.Module, states: Tensor) -> Tensor:
+    """[…, d] -> […, d]"""
+    return Norm.apply(states, module.weight, module.variance_epsilon)
+
+
+class Norm(torch.autograd.Function):
+    """weight · x / rms(x) (Zhang and Sennrich 2019, eq. 4)."""
+
+    @staticmethod
+    def forward(ctx, states, weight, epsilon):
+        from . import operations
+
+        output, scales = operations.norm(states, weight, epsilon)
+        ctx.save_for_backward(states, weight, scales)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        from . import operations
+
+        states, weight, scales = ctx.saved_tensors
+        grad_states, shares = operations.norm_slope(grad.contiguous(), states, weight, scales)
+        grad_weight = shares.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return grad_states, grad_weight, None
+
+
+# -- the gated MLP
+
+
+def _mlp_trial(module: nn.Module) -> _Trial | None:
+    projections = [getattr(module, name, None) for name in _PROJECTIONS]
+    width = getattr(projections[0], "in_features", 0)
+    is_mlp = hasattr(module, "act_fn") and all(isinstance(p, nn.Module) for p in projections)
+    if not is_mlp or not width or len(inspect.signature(module.forward).parameters) != 1:
+        return None
+    forward = partial(_gate, module)
+    dtype = product_dtype(next(module.parameters()))
+    return _Trial(forward, forward, module.forward, ((1, _PROBE, width),), dtype)
+
+
+def _gate(module: nn.Module, states: Tensor) -> Tensor:
+    """[…, d] -> […, d]"""
+    gate = module.gate_proj(states)
+    up = module.up_proj(states)
+    group = getattr(module.down_proj, "group", None)
+    if group is not None:
+        return _GatedProduct.apply(gate, up, *group.operands(gate.dtype))
+
+    def project_down(gate: Tensor, up: Tensor) -> Tensor:
+        return module.down_proj(Gate.apply(gate, up))
+
+    if not torch.is_grad_enabled():
+        return project_down(gate, up)
+    return checkpoint(project_down, gate, up, use_reentrant=False, preserve_rng_state=False)
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up of […, i]: [N, i]"""
+    from . import operations
+
+    return operations.gate(gate.flatten(0, -2), up.flatten(0, -2))
+
+
+def _slopes(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients by gate and up, beside each other in memory, and what `_gated` gives, of the
+    gradient [N, i]."""
+    from . import operations
+
+    both, gated = operations.gate_slope(grad, gate.flatten(0, -2), up.flatten(0, -2))
+    grad_gate, grad_up = (part.view(gate.shape) for part in both.split(grad.shape[1], 1))
+    return grad_gate, grad_up, gated
+
+
+class Gate(torch.autograd.Function):
+    """silu(gate) · up."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return _gated(gate, up).view(gate.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_gate, grad_up, _ = _slopes(grad.flatten(0, -2).contiguous(), *ctx.saved_tensors)
+        return grad_gate, grad_up
+
+
+class _GatedProduct(torch.autograd.Function):
+    """The same, times the weight of a group of one."""
+
+    @staticmethod
+    def forward(ctx, gate, up, weight, bias, *parameters):
+        ctx.save_for_backward(gate, up, weight)
+        ctx.kind = Kind.of(bias, parameters)
+        return product(_gated(gate, up), weight, bias).view(*gate.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up, weight = ctx.saved_tensors
+        grad_parameters = [None] * ctx.kind.num_parameters
+        with torch.autocast(grad.device.type, enabled=False):
+            grad = grad.flatten(0, -2)
+            grad_gate, grad_up, gated = _slopes(grad @ weight, gate, up)
+            if ctx.needs_input_grad[4]:
+                grad_parameters = ctx.kind.gradients(grad, gated)
+        return grad_gate, grad_up, None, None, *grad_parameters
+
+
+# -- rotary positions
+
+
+def _attention_trial(module: nn.Module) -> _Trial | None:
+    own = type(module).forward
+    is_called = _ROTATION in getattr(getattr(own, "__code__", None), "co_names", ())
+    theirs = getattr(own, "__globals__", {}).get(_ROTATION)
+    width = getattr(module, "head_dim", None)
+    if not is_called or theirs is None or not isinstance(width, int):
+        return None
+    positions = 1, _PROBE, width
+    shapes = (1, 3, _PROBE, width), (1, 2, _PROBE, width), positions, positions
+    forward = types.MethodType(_with_rotation(own), module)
+
+    def ours(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+        # under autocast it leaves what attention's products would make of it
+        with torch.autocast(arguments[0].device.type, enabled=False):
+            return rotate(theirs, *arguments)
+
+    return _Trial(forward, ours, theirs, shapes)
+
+
+@cache
+def _with_rotation(own: types.FunctionType) -> types.FunctionType:
+    """`own`, the forward pass of attention, with our rotation where it calls for one."""
+    rotation = partial(rotate, own.__globals__[_ROTATION])
+    names = {**own.__globals__, _ROTATION: rotation}
+    rebuilt = types.FunctionType(
+        own.__code__, names, own.__name__, own.__defaults__, own.__closure__
+    )
+    rebuilt.__kwdefaults__ = own.__kwdefaults__
+    return rebuilt
+
+
+def rotate(
+    theirs: Callable, queries: Tensor, keys: Tensor, cosines: Tensor, sines: Tensor, **options: int
+) -> tuple[Tensor, Tensor]:
+    """Queries [1, H, N, e] and keys [1, h, N, e] by cosines and sines [1, N, e]; by `theirs` what
+    has other shapes. Under autocast in its dtype, as attention's products take them."""
+    fits_kernel = fits(queries, keys, cosines, sines) and len(queries) == 1 and not options
+    shape = 1, queries.shape[2], queries.shape[3]
+    if not fits_kernel or cosines.shape != shape or sines.shape != shape:
+        return theirs(queries, keys, cosines, sines, **options)
+    dtype = torch.promote_types(queries.dtype, cosines.dtype)
+    if torch.is_autocast_enabled(queries.device.type):
+        dtype = torch.get_autocast_dtype(queries.device.type)
+    return _Rotation.apply(queries, keys, cosines, sines, dtype)
+
+
+class _Rotation(torch.autograd.Function):
+    """Rotary positions (Su et al. 2021); the gradient is turned back."""
+
+    @staticmethod
+    def forward(ctx, queries, keys, cosines, sines, dtype):
+        cosines = cosines[0].contiguous()
+        sines = sines[0].contiguous()
+        ctx.save_for_backward(cosines, sines)
+        ctx.dtypes = queries.dtype, keys.dtype
+        return _turn(queries, keys, cosines, sines, False, (dtype, dtype))
+
+    @staticmethod
+    def backward(ctx, grad_queries, grad_keys):
+        return *_turn(grad_queries, grad_keys, *ctx.saved_tensors, True, ctx.dtypes), *[None] * 3
+
+
+def _turn(
+    queries: Tensor,
+    keys: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    inverse: bool,
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> tuple[Tensor, Tensor]:
+    from . import operations
+
+    rows = (states[0].transpose(0, 1) for states in (queries, keys))
+    rows = [states if states.stride(-1) == 1 else states.contiguous() for states in rows]
+    turned = operations.rotate(*rows, cosines, sines, inverse, *dtypes)
+    return tuple(states.transpose(0, 1)[None] for states in turned)

@@ -1,0 +1,269 @@
+"""The kernels as operations of torch, which tensors without content (meta) go through as well.
+
+| operation | gives |
+|---|---|
+| `head` | of a chunk of logits: logprobs, entropy, and what the gradient needs |
+| `head_slope` | the gradient by that chunk |
+| `norm`, `norm_slope` | RMSNorm; its gradients |
+| `gate`, `gate_slope` | silu(gate) · up; its gradients |
+| `rotate` | rotary positions of queries and keys, or back |
+
+Importing this needs Triton. Each operation reads and writes what its signature shows, once: no
+other memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import kernels
+
+_ROW_BLOCK = 4096
+"""Logits of a row that a program of the head has in hand."""
+_PROGRAMS = 512
+"""Shares of a norm's gradient by its weight."""
+_TILE = 2048
+"""About as many numbers of a norm's rows are in hand at once."""
+
+
+def _power(number: int) -> int:
+    """The power of two from `number` on: as many lanes hold it."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+# -- the head
+
+
+@torch.library.custom_op("quiver::head", mutates_args=())
+def head(logits: Tensor, targets: Tensor, factors: Tensor, collision: bool) -> Tensor:
+    """Logits [c, V] times factors [c] -> [4, c] float32: logprobs of targets [c] int64; entropy, or
+    Σ p² for `collision`; the largest logit, and log Σ exp(logit − largest)."""
+    rows = torch.empty(4, len(logits), dtype=torch.float32, device=logits.device)
+    kernels.head_kernel[(len(logits),)](
+        logits,
+        targets,
+        factors,
+        *rows.unbind(),
+        logits.stride(0),
+        logits.shape[1],
+        COLLISION=collision,
+        BLOCK=min(_ROW_BLOCK, _power(logits.shape[1])),
+        num_warps=8,
+    )
+    return rows
+
+
+@head.register_fake
+def _(logits, targets, factors, collision):
+    return logits.new_empty(4, len(logits), dtype=torch.float32)
+
+
+@torch.library.custom_op("quiver::head_slope", mutates_args=())
+def head_slope(
+    logits: Tensor,
+    targets: Tensor,
+    factors: Tensor,
+    rows: Tensor,
+    grads: Tensor,
+    entropy_grads: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The gradient [c, V] by the logits, in `dtype`; `rows` is what `head` gave, with exp(logprob)
+    − 1 in place of the logprobs. `grads` [c] are those of the logprobs; `entropy_grads` [c] those
+    of the entropy, None where it has none."""
+    num_rows, num_ids = logits.shape
+    slopes = torch.empty(num_rows, num_ids, dtype=dtype, device=logits.device)
+    block = min(_ROW_BLOCK, _power(num_ids))
+    kernels.head_slope_kernel[(num_rows, -(-num_ids // block))](
+        logits,
+        slopes,
+        targets,
+        factors,
+        *rows.unbind(),
+        grads,
+        grads if entropy_grads is None else entropy_grads,
+        logits.stride(0),
+        num_ids,
+        ENTROPY=entropy_grads is not None,
+        BLOCK=block,
+        num_warps=8,
+    )
+    return slopes
+
+
+@head_slope.register_fake
+def _(logits, targets, factors, rows, grads, entropy_grads, dtype):
+    return logits.new_empty(logits.shape, dtype=dtype)
+
+
+# -- RMSNorm
+
+
+def _rows(states: Tensor) -> tuple[Tensor, tuple[int, int, int, int]]:
+    """`states` […, width], and where its rows lie: how many there are, heads of a token, and the
+    strides of tokens and heads. Copied where that does not say it."""
+    sizes: list[list[int]] = []
+    for size, stride in zip(states.shape[:-1], states.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if sizes and sizes[-1][1] == size * stride:
+            sizes[-1] = [sizes[-1][0] * size, stride]
+        else:
+            sizes.append([size, stride])
+    num_rows = states.numel() // states.shape[-1]
+    if len(sizes) > 2 or states.stride(-1) != 1:
+        return states.contiguous(), (num_rows, 1, states.shape[-1], 0)
+    while len(sizes) < 2:
+        sizes.append([1, 0])
+    (_, token_stride), (num_heads, head_stride) = sizes
+    return states, (num_rows, num_heads, token_stride, head_stride)
+
+
+def _block(width: int) -> dict[str, int]:
+    block = _power(width)
+    return {"ROWS": max(1, _TILE // block), "BLOCK": block, "num_warps": 4 if block < 4096 else 8}
+
+
+@torch.library.custom_op("quiver::norm", mutates_args=())
+def norm(states: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """weight · x / rms(x) of states […, width], contiguous, in the dtype that states and weight
+    have together, and 1 / rms(x) [rows] float32."""
+    states, where = _rows(states)
+    dtype = torch.promote_types(states.dtype, weight.dtype)
+    output = torch.empty(states.shape, dtype=dtype, device=states.device)
+    scales = torch.empty(where[0], dtype=torch.float32, device=states.device)
+    block = _block(states.shape[-1])
+    kernels.norm_kernel[(-(-where[0] // block["ROWS"]),)](
+        states, weight, output, scales, epsilon, *where, states.shape[-1], **block
+    )
+    return output, scales
+
+
+@norm.register_fake
+def _(states, weight, epsilon):
+    dtype = torch.promote_types(states.dtype, weight.dtype)
+    scales = states.new_empty(states.numel() // states.shape[-1], dtype=torch.float32)
+    return states.new_empty(states.shape, dtype=dtype), scales
+
+
+@torch.library.custom_op("quiver::norm_slope", mutates_args=())
+def norm_slope(
+    grad: Tensor, states: Tensor, weight: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradient by the states, contiguous, and shares [p, width] float32 whose sum is that by
+    the weight. `grad` is contiguous."""
+    states, where = _rows(states)
+    width = states.shape[-1]
+    block = _block(width)
+    num_programs, num_turns = _shares(where[0], block["ROWS"])
+    grad_states = torch.empty(states.shape, dtype=states.dtype, device=states.device)
+    shares = torch.empty(num_programs, width, dtype=torch.float32, device=states.device)
+    kernels.norm_slope_kernel[(num_programs,)](
+        grad, states, weight, scales, grad_states, shares, *where, width, num_turns, **block
+    )
+    return grad_states, shares
+
+
+@norm_slope.register_fake
+def _(grad, states, weight, scales):
+    width = states.shape[-1]
+    num_programs, _ = _shares(len(scales), _block(width)["ROWS"])
+    shares = states.new_empty(num_programs, width, dtype=torch.float32)
+    return states.new_empty(states.shape), shares
+
+
+def _shares(num_rows: int, rows_at_once: int) -> tuple[int, int]:
+    """Programs, and turns of `rows_at_once` that each takes."""
+    num_turns = max(1, -(-num_rows // (rows_at_once * _PROGRAMS)))
+    return -(-num_rows // (rows_at_once * num_turns)), num_turns
+
+
+# -- the gated MLP
+
+
+_GATE_BLOCK = 1024
+
+
+@torch.library.custom_op("quiver::gate", mutates_args=())
+def gate(gates: Tensor, ups: Tensor) -> Tensor:
+    """silu(gates) · ups of two matrices [N, i] of one dtype, whose rows may lie apart."""
+    num_rows, width = gates.shape
+    output = torch.empty(num_rows, width, dtype=gates.dtype, device=gates.device)
+    kernels.gate_kernel[(num_rows, -(-width // _GATE_BLOCK))](
+        gates, ups, output, gates.stride(0), ups.stride(0), width, BLOCK=_GATE_BLOCK
+    )
+    return output
+
+
+@gate.register_fake
+def _(gates, ups):
+    return gates.new_empty(gates.shape)
+
+
+@torch.library.custom_op("quiver::gate_slope", mutates_args=())
+def gate_slope(grad: Tensor, gates: Tensor, ups: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients by gates and ups, beside each other [N, 2 i], and what `gate` gives."""
+    num_rows, width = gates.shape
+    both = torch.empty(num_rows, 2 * width, dtype=gates.dtype, device=gates.device)
+    output = torch.empty(num_rows, width, dtype=gates.dtype, device=gates.device)
+    strides = (tensor.stride(0) for tensor in (grad, gates, ups))
+    kernels.gate_slope_kernel[(num_rows, -(-width // _GATE_BLOCK))](
+        grad, gates, ups, both, output, *strides, width, BLOCK=_GATE_BLOCK
+    )
+    return both, output
+
+
+@gate_slope.register_fake
+def _(grad, gates, ups):
+    num_rows, width = gates.shape
+    return gates.new_empty(num_rows, 2 * width), gates.new_empty(num_rows, width)
+
+
+# -- rotary positions
+
+
+_TOKENS = 8
+"""Tokens of one program."""
+
+
+@torch.library.custom_op("quiver::rotate", mutates_args=())
+def rotate(
+    queries: Tensor,
+    keys: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    inverse: bool,
+    query_dtype: torch.dtype,
+    key_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Queries [N, H, e] and keys [N, h, e] turned by cosines and sines [N, e], which are
+    contiguous; `inverse`: turned back, which is the gradient. Both contiguous, in these dtypes."""
+    num_tokens, num_heads, width = queries.shape
+    shape = num_tokens, keys.shape[1], width
+    new_queries = torch.empty(queries.shape, dtype=query_dtype, device=queries.device)
+    new_keys = torch.empty(shape, dtype=key_dtype, device=keys.device)
+    kernels.rotate_kernel[(-(-num_tokens // _TOKENS),)](
+        queries,
+        keys,
+        cosines,
+        sines,
+        new_queries,
+        new_keys,
+        num_tokens,
+        num_heads,
+        keys.shape[1],
+        *queries.stride()[:2],
+        *keys.stride()[:2],
+        width // 2,
+        INVERSE=inverse,
+        TOKENS=_TOKENS,
+        BLOCK=_power(width // 2),
+    )
+    return new_queries, new_keys
+
+
+@rotate.register_fake
+def _(queries, keys, cosines, sines, inverse, query_dtype, key_dtype):
+    new_queries = queries.new_empty(queries.shape, dtype=query_dtype)
+    return new_queries, keys.new_empty(keys.shape, dtype=key_dtype)

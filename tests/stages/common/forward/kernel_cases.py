@@ -1,0 +1,367 @@
+"""What the kernels are tried on, and what they are held to: the same in float64 by plain
+operations. Run by Triton's interpreter as a child (`python -m tests.stages.common.forward.
+kernel_cases FILE`), which writes what they gave, and by tests/gpu on a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from quiver.stages.common.forward.gpu import choice, modules
+from quiver.stages.common.forward.layout import Layout, Sequences
+from quiver.stages.common.forward.policy import Policy
+from quiver.stages.common.ragged import Ragged
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+Answer = dict[str, Tensor]
+
+
+def drawn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(outputs: dict[str, Tensor], leaves: dict[str, Tensor]) -> Answer:
+    """The outputs, and the gradients of their sum weighted at random."""
+    loss = 0
+    for seed, output in enumerate(outputs.values()):
+        weights = drawn(*output.shape, seed=50 + seed).to(output)
+        loss = loss + (weights * output.nan_to_num(0, 0, 0)).sum()
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    named = {f"grad of {name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return {name: tensor.detach() for name, tensor in {**outputs, **named}.items()}
+
+
+# -- the head, on logits that no product needs to reach
+
+VOCABULARY = 5003
+EXTREMES = ("ordinary", "a peak of 1e4", "all −1e4", "one −inf", "all but one −inf", "flat")
+
+
+def extreme_logits() -> Tensor:
+    logits = drawn(6, VOCABULARY, scale=5)
+    logits[1, 7] = 1e4
+    logits[2] = -1e4 + drawn(VOCABULARY, seed=1)
+    logits[3, 4096] = -torch.inf
+    logits[4] = -torch.inf
+    logits[4, 17] = 3.0
+    logits[5] = 2.0
+    return logits
+
+
+TARGETS = torch.tensor([0, 7, VOCABULARY - 1, 4096, 17, 5000])
+FACTORS = torch.tensor([1.0, 1.25, 0.5, 1.0, 2.0, 1.0])
+
+
+def head_rows(logits: Tensor, *, collision: bool) -> Answer:
+    """By kernels: what the head says of the logits, and the gradient by them."""
+    from quiver.stages.common.forward.gpu import operations
+
+    device = logits.device
+    targets, factors = TARGETS.to(device), FACTORS.to(device)
+    rows = operations.head(logits, targets, factors, collision)
+    answer = {"logprobs": rows[0], "spread": rows[1]}
+    if not collision:
+        grads = [drawn(6, seed=50 + seed).to(device) for seed in range(2)]
+        rows = torch.cat([torch.expm1(rows[:1]), rows[1:]])
+        for name, entropy_grads in (("slope", None), ("slope with entropy", grads[1])):
+            answer[name] = operations.head_slope(
+                logits, targets, factors, rows, grads[0], entropy_grads, FP32
+            )
+    return answer
+
+
+def head_rows_reference(logits: Tensor, *, collision: bool) -> Answer:
+    z = (logits.double() * FACTORS.double()[:, None]).requires_grad_()
+    table = z.log_softmax(-1)
+    p = table.exp()
+    logprobs = table.gather(1, TARGETS[:, None])[:, 0]
+    if collision:
+        return {"logprobs": logprobs.detach(), "spread": (p * p).sum(-1).detach()}
+    entropy = -torch.where(p > 0, p * table.clamp(min=-1e30), 0.0).sum(-1)
+    answer = {"logprobs": logprobs.detach(), "spread": entropy.detach()}
+    grads = [drawn(6, seed=50 + seed).double() for seed in range(2)]
+    one_hot = torch.nn.functional.one_hot(TARGETS, VOCABULARY)
+    slope = grads[0][:, None] * (one_hot - p)
+    of_entropy = -torch.where(p > 0, p * (table.clamp(min=-1e30) + entropy[:, None]), 0.0)
+    factors = FACTORS.double()[:, None]
+    answer["slope"] = (factors * slope).detach()
+    answer["slope with entropy"] = (factors * (slope + grads[1][:, None] * of_entropy)).detach()
+    return answer
+
+
+def head(device: str, dtype: torch.dtype) -> Answer:
+    """Hidden states and weight through it, in chunks of 4 rows."""
+    from quiver.stages.common.forward.gpu.head import FusedHead
+
+    leaves = {"hidden": drawn(11, 24), "weight": drawn(1031, 24, seed=1)}
+    leaves = {name: leaf.to(device, dtype).requires_grad_() for name, leaf in leaves.items()}
+    targets = torch.arange(0, 1031, 100, device=device)
+    factors = torch.linspace(0.5, 1.5, 11, device=device)
+    chunks = [slice(0, 4), slice(4, 8), slice(8, 12)]
+    logprobs, entropy = FusedHead.apply(
+        *leaves.values(), targets, factors, chunks, dtype, True, False
+    )
+    return gradients({"logprobs": logprobs, "entropy": entropy}, leaves)
+
+
+def head_reference(dtype: torch.dtype) -> Answer:
+    leaves = {"hidden": drawn(11, 24), "weight": drawn(1031, 24, seed=1)}
+    leaves = {name: leaf.to(dtype).double().requires_grad_() for name, leaf in leaves.items()}
+    factors = torch.linspace(0.5, 1.5, 11).double()[:, None]
+    table = (leaves["hidden"] @ leaves["weight"].T * factors).log_softmax(-1)
+    logprobs = table.gather(1, torch.arange(0, 1031, 100)[:, None])[:, 0]
+    entropy = -(table * table.exp()).sum(-1)
+    return gradients({"logprobs": logprobs, "entropy": entropy}, leaves)
+
+
+# -- RMSNorm
+
+NORMS = {
+    "states": ((1, 41, 896), FP32, FP32),
+    "odd width": ((7, 37), FP32, FP32),
+    "heads": ((1, 13, 3, 40), BF16, FP32),
+    "bfloat16": ((1, 41, 896), BF16, BF16),
+    "one row": ((1, 1, 2048), FP32, FP32),
+}
+
+
+def _norm_leaves(case: str) -> dict[str, Tensor]:
+    shape, states_dtype, weight_dtype = NORMS[case]
+    states = drawn(*shape)
+    states.view(-1, shape[-1])[0] = 0  # a place that only fills up
+    states.view(-1, shape[-1])[-1] *= 1e4
+    weight = 1 + drawn(shape[-1], seed=1)
+    return {"states": states.to(states_dtype), "weight": weight.to(weight_dtype)}
+
+
+def norm(device: str, case: str) -> Answer:
+    from quiver.stages.common.forward.gpu.modules import Norm
+
+    leaves = _norm_leaves(case)
+    leaves = {name: leaf.to(device).requires_grad_() for name, leaf in leaves.items()}
+    states = leaves["states"]
+    if case == "heads":  # as they lie in one product's output
+        wide = torch.cat([states.flatten(2), states.flatten(2)], -1)
+        states = wide.split([120, 120], -1)[0].unflatten(-1, (3, 40))
+    return gradients({"output": Norm.apply(states, leaves["weight"], 1e-6)}, leaves)
+
+
+def norm_reference(case: str) -> Answer:
+    leaves = {name: leaf.double().requires_grad_() for name, leaf in _norm_leaves(case).items()}
+    states = leaves["states"]
+    scale = torch.rsqrt(states.square().mean(-1, keepdim=True) + 1e-6)
+    return gradients({"output": leaves["weight"] * states * scale}, leaves)
+
+
+# -- the gated MLP
+
+GATES = {"float32": FP32, "bfloat16": BF16}
+
+
+def _gate_leaves(dtype: torch.dtype) -> dict[str, Tensor]:
+    gate, up = drawn(9, 1031, scale=3), drawn(9, 1031, seed=1)
+    gate[0, :4] = torch.tensor([1e4, -1e4, -90.0, 0.0])
+    gate[8] = up[8] = 0
+    return {"gate": gate.to(dtype), "up": up.to(dtype)}
+
+
+def gated(device: str, dtype: torch.dtype) -> Answer:
+    from quiver.stages.common.forward.gpu.modules import Gate
+
+    both = torch.cat([leaf.to(device) for leaf in _gate_leaves(dtype).values()], 1)
+    leaves = {"both": both.requires_grad_()}
+    gate, up = (part[None] for part in both.split(1031, 1))
+    return gradients({"output": Gate.apply(gate, up)}, leaves)
+
+
+def gated_reference(dtype: torch.dtype) -> Answer:
+    both = torch.cat([leaf.double() for leaf in _gate_leaves(dtype).values()], 1)
+    gate, up = both.requires_grad_().split(1031, 1)
+    return gradients({"output": (torch.nn.functional.silu(gate) * up)[None]}, {"both": both})
+
+
+# -- rotary positions
+
+ROTATIONS = {"of bfloat16": (BF16, 10), "of float32": (FP32, 64)}
+
+
+def _rotation_parts(case: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    dtype, width = ROTATIONS[case]
+    leaves = {"queries": drawn(1, 19, 3, width), "keys": drawn(1, 19, 1, width, seed=1)}
+    angles = drawn(1, 19, width, seed=2, scale=100)
+    leaves = {name: leaf.to(dtype) for name, leaf in leaves.items()}
+    return leaves, angles.cos(), angles.sin()
+
+
+def rotated(device: str, case: str) -> Answer:
+    from quiver.stages.common.forward.gpu.modules import rotate
+
+    leaves, cosines, sines = _rotation_parts(case)
+    leaves = {name: leaf.to(device).requires_grad_() for name, leaf in leaves.items()}
+    states = (leaf.transpose(1, 2) for leaf in leaves.values())
+    queries, keys = rotate(None, *states, cosines.to(device), sines.to(device))
+    return gradients({"queries": queries, "keys": keys}, leaves)
+
+
+def rotation_reference(case: str) -> Answer:
+    leaves, cosines, sines = _rotation_parts(case)
+    leaves = {name: leaf.double().requires_grad_() for name, leaf in leaves.items()}
+    turned = {}
+    for name, leaf in leaves.items():
+        states = leaf.transpose(1, 2)
+        low, high = states.chunk(2, -1)
+        half = torch.cat([-high, low], -1)
+        turned[name] = states * cosines.double()[:, None] + half * sines.double()[:, None]
+    return gradients(turned, leaves)
+
+
+CASES: dict[str, tuple[Callable[[str], Answer], Callable[[], Answer], float]] = {
+    "head of extreme logits": (
+        lambda device: head_rows(extreme_logits().to(device), collision=False),
+        lambda: head_rows_reference(extreme_logits(), collision=False),
+        1e-6,
+    ),
+    "head's collisions": (
+        lambda device: head_rows(extreme_logits().to(device), collision=True),
+        lambda: head_rows_reference(extreme_logits(), collision=True),
+        1e-6,
+    ),
+    "head of float32": (lambda d: head(d, FP32), lambda: head_reference(FP32), 1e-5),
+    "head of bfloat16": (lambda d: head(d, BF16), lambda: head_reference(BF16), 1.5e-2),
+    **{
+        f"norm: {case}": (
+            lambda device, case=case: norm(device, case),
+            lambda case=case: norm_reference(case),
+            1e-5 if NORMS[case][1] == FP32 else 6e-3,
+        )
+        for case in NORMS
+    },
+    **{
+        f"gate: {case}": (
+            lambda device, dtype=dtype: gated(device, dtype),
+            lambda dtype=dtype: gated_reference(dtype),
+            1e-6 if dtype == FP32 else 6e-3,
+        )
+        for case, dtype in GATES.items()
+    },
+    **{
+        f"rotation: {case}": (
+            lambda device, case=case: rotated(device, case),
+            lambda case=case: rotation_reference(case),
+            1e-6 if ROTATIONS[case][0] == FP32 else 4e-3,
+        )
+        for case in ROTATIONS
+    },
+}
+"""Of each case the kernels' answer on a device, the reference, and the largest difference that is
+rounding, as a share of the norm."""
+
+
+def largest_gap(answer: Answer, reference: Answer) -> float:
+    """Of all tensors of the two, as a share of the norm; infinity where one is not finite where the
+    other is."""
+    gaps = []
+    for name, expected in reference.items():
+        output = answer[name].double().cpu()
+        is_finite = expected.isfinite()
+        if not torch.equal(output[~is_finite], expected[~is_finite].to(output)):
+            return torch.inf
+        gap = (output - expected)[is_finite].norm()
+        gaps.append(gap / expected[is_finite].norm().clamp(min=1e-30))
+    return float(torch.stack(gaps).nan_to_num(torch.inf).max())
+
+
+# -- whole passes
+
+PASSES = {
+    # two norms, MLP and attention of each of two layers, and the last norm
+    "llama": (LlamaConfig, 9),
+    # queries and keys are normalized too
+    "qwen3": (Qwen3Config, 13),
+    # biases of the projections
+    "qwen2": (Qwen2Config, 9),
+    # other norms and another activation: the rotations alone
+    "gemma2": (Gemma2Config, 2),
+    "gpt2": (GPT2Config, 0),
+}
+"""Kinds of models, and how many of their modules are replaced."""
+NARROW = ("llama", "qwen3")
+"""Those that are tried in bfloat16 too."""
+
+
+def _policy(kind: str, *, autocast: bool) -> tuple[Policy, Layout]:
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97}
+    if kind == "gpt2":
+        sizes = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    if kind == "gemma2":
+        sizes |= {"final_logit_softcapping": 5.0, "attn_logit_softcapping": None}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(PASSES[kind][0](**sizes)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2, mean=0.0 if parameter.ndim > 1 else 0.7)
+    policy = Policy(model, autocast=autocast)
+    policy.set_mode("shared")
+    ids = torch.randint(97, (200,))
+    sequences = Sequences(
+        Ragged.from_lengths(ids[:21].repeat(3), torch.tensor([21, 21, 21])),
+        Ragged.from_lengths(ids[21:61], torch.tensor([9, 30, 1])),
+        torch.tensor([1.0, 0.7, 1.2]),
+    )
+    (pieces,) = policy.microbatches(range(3), [0, 0, 1], sequences, 1000)
+    return policy, policy.layout(pieces, sequences)
+
+
+def passed(policy: Policy, layout: Layout) -> Answer:
+    """Logprobs, entropy, and the gradients of all weights."""
+    with policy.context():
+        logprobs, entropy, _ = policy(layout)
+        return gradients(
+            {"logprobs": logprobs, "entropy": entropy.detach()},
+            dict(policy.model.named_parameters()),
+        )
+
+
+def passes(kind: str, *, autocast: bool) -> dict[str, Answer | int]:
+    """By kernels, as the model does it, and the latter in float64."""
+    policy, layout = _policy(kind, autocast=autocast)
+    exact = Policy(copy.deepcopy(policy.model).double(), autocast=False)
+    exact.set_mode("shared")
+    answers = {"exact": passed(exact, layout), "plain": passed(policy, layout)}
+    choice.DEVICES.add("cpu")
+    policy.fuse()
+    replaced = [vars(module).get("forward") for module in policy.model.modules()]
+    is_ours = [
+        isinstance(forward, MethodType)
+        or (isinstance(forward, partial) and forward.func.__module__ == modules.__name__)
+        for forward in replaced
+    ]
+    answers["fused"] = passed(policy, layout)
+    choice.DEVICES.remove("cpu")
+    return {**answers, "replaced": sum(is_ours)}
+
+
+if __name__ == "__main__":
+    answers = {
+        f"{kind}, {autocast}": passes(kind, autocast=autocast)
+        for kind in PASSES
+        for autocast in ((False, True) if kind in NARROW else (False,))
+    }
+    choice.DEVICES.add("cpu")
+    answers |= {name: ours("cpu") for name, (ours, _, _) in CASES.items()}
+    torch.save(answers, sys.argv[1])

@@ -1,0 +1,150 @@
+"""The GPU's kernels without a GPU: their numbers by Triton's interpreter, in a child process,
+against float64; and their code for an H100 by Triton's compiler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from quiver.stages.common.forward.gpu import operations
+from tests.stages.common.forward import kernel_cases as cases
+
+ROOT = Path(__file__).parents[4]
+
+
+def child(*command: str, **environment: str) -> None:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    subprocess.run(
+        [sys.executable, "-W", "ignore", *command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        check=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory) -> dict:
+    """What the kernels give when Triton interprets them."""
+    path = tmp_path_factory.mktemp("kernels") / "answers.pt"
+    child("-m", cases.__name__, str(path), TRITON_INTERPRET="1")
+    return torch.load(path)
+
+
+@pytest.mark.parametrize("case", cases.CASES)
+def test_a_kernel_gives_the_numbers_of_float64(case, interpreted):
+    _, reference, tolerance = cases.CASES[case]
+    assert cases.largest_gap(interpreted[case], reference()) <= tolerance
+
+
+@pytest.mark.parametrize("kind", cases.PASSES)
+def test_a_fused_pass_gives_the_numbers_and_gradients_of_the_model(kind, interpreted):
+    answers = interpreted[f"{kind}, False"]
+    assert cases.largest_gap(answers["fused"], answers["exact"]) < 1e-5
+
+
+@pytest.mark.parametrize("kind", cases.NARROW)
+def test_a_fused_pass_in_bfloat16_is_about_as_exact_as_the_model(kind, interpreted):
+    # a CPU's attention has queries and keys in float32, a GPU's in bfloat16 with kernels or without
+    answers = interpreted[f"{kind}, True"]
+    gap = cases.largest_gap(answers["plain"], answers["exact"])
+    assert cases.largest_gap(answers["fused"], answers["exact"]) < 2 * gap
+
+
+@pytest.mark.parametrize("kind", cases.PASSES)
+def test_what_another_family_computes_stays(kind, interpreted):
+    assert interpreted[f"{kind}, False"]["replaced"] == cases.PASSES[kind][1]
+
+
+# -- compiled for a GPU that is not here
+
+
+def launches(run: Callable[[], object]) -> list[tuple]:
+    """The kernels that `run` would launch on a GPU: each with its arguments and options."""
+    launched = []
+
+    def launch(kernel, *arguments, grid, warmup, **options):
+        launched.append((kernel, arguments, options))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.runtime.JITFunction, "run", launch)
+        run()
+    return launched
+
+
+def code(kernel, arguments, options) -> str:
+    """Its PTX for an H100."""
+    names = [parameter.name for parameter in kernel.params]
+    constants = {name: options[name] for name in names if name in options}
+    types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64"}
+    signature = {}
+    for name, argument in zip(names, arguments, strict=False):
+        is_tensor = isinstance(argument, torch.Tensor)
+        kind = "fp32" if isinstance(argument, float) else "i32"
+        signature[name] = f"*{types[argument.dtype]}" if is_tensor else kind
+    signature |= dict.fromkeys(constants, "constexpr")
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constexprs=constants),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": options.get("num_warps", 4)},
+    )
+    return compiled.asm["ptx"]
+
+
+def _head() -> None:
+    logits = torch.empty(2, 151936)
+    targets, factors = torch.empty(2, dtype=torch.int64), torch.empty(2)
+    for collision in (False, True):
+        rows = operations.head(logits, targets, factors, collision)
+    for grads in (None, factors):
+        operations.head_slope(logits, targets, factors, rows, factors, grads, torch.bfloat16)
+
+
+def _norm(width: int, states: torch.dtype, weight: torch.dtype) -> None:
+    states, weight = torch.empty(64, width, dtype=states), torch.empty(width, dtype=weight)
+    output, scales = operations.norm(states, weight, 1e-6)
+    operations.norm_slope(output, states, weight, scales)
+
+
+def _gate() -> None:
+    gate, up = torch.empty(3, 2 * 4864, dtype=torch.bfloat16).split(4864, 1)
+    operations.gate_slope(operations.gate(gate, up), gate, up)
+
+
+def _rotate(width: int, positions: torch.dtype) -> None:
+    queries, keys = (torch.empty(9, n, width, dtype=torch.bfloat16) for n in (14, 2))
+    cosines = torch.empty(9, width, dtype=positions)
+    for inverse in (False, True):
+        operations.rotate(queries, keys, cosines, cosines, inverse, *[torch.bfloat16] * 2)
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+CALLS = {
+    "head": (_head, 4),
+    "norm of states": (partial(_norm, 896, FP32, FP32), 2),
+    "norm of wide states": (partial(_norm, 3584, FP32, FP32), 2),
+    "norm in bfloat16": (partial(_norm, 2048, BF16, BF16), 2),
+    "norm of heads": (partial(_norm, 128, BF16, FP32), 2),
+    "gate": (_gate, 2),
+    "rotation": (partial(_rotate, 128, FP32), 2),
+    "rotation in bfloat16": (partial(_rotate, 64, BF16), 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("call", CALLS)
+def test_a_kernel_compiles_for_an_h100(call, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    run, number = CALLS[call]
+    programs = [code(*launch) for launch in launches(run)]
+    assert len(programs) == number
+    assert all(".target sm_90" in program for program in programs)
