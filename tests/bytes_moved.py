@@ -132,10 +132,12 @@ def autocast_on_meta(monkeypatch):
     what goes into them, and each weight once."""
     is_on = False
     casts: dict[torch.Tensor, torch.Tensor] = {}
+    its_own = torch.autocast, torch.is_autocast_enabled, torch.get_autocast_dtype, torch.equal
+    autocast, is_enabled, dtype_of, equal = its_own
     linear = F.linear
 
     @contextmanager
-    def autocast(device_type, dtype=None, enabled=True, cache_enabled=None):
+    def on_meta(enabled):
         nonlocal is_on
         before, is_on = is_on, enabled
         try:
@@ -151,16 +153,31 @@ def autocast_on_meta(monkeypatch):
         return casts[tensor]
 
     def cast_linear(states, weight, bias=None):
-        if is_on:
+        if is_on and states.device == META:
             states, weight, bias = cast(states), cast(weight), cast(bias)
         return linear(states, weight, bias)
 
+    def autocast_of(device, *arguments, enabled=True, **options):
+        if device == "meta":
+            return on_meta(enabled)
+        return autocast(device, *arguments, enabled=enabled, **options)
+
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "autocast", autocast)
-        patch.setattr(torch.amp, "autocast", autocast)
-        patch.setattr(torch, "is_autocast_enabled", lambda device=None: is_on)
-        patch.setattr(torch, "get_autocast_dtype", lambda device=None: torch.bfloat16)
+        for namespace in (torch, torch.amp):
+            patch.setattr(namespace, "autocast", autocast_of)
+        patch.setattr(
+            torch, "is_autocast_enabled", lambda of: is_on if of == "meta" else is_enabled(of)
+        )
+        patch.setattr(
+            torch,
+            "get_autocast_dtype",
+            lambda of: torch.bfloat16 if of == "meta" else dtype_of(of),
+        )
         patch.setattr(F, "linear", cast_linear)
-        # what is tried on a probe has no numbers here
-        patch.setattr(torch, "equal", lambda left, right: left.shape == right.shape)
+        # what is tried on a probe has no numbers on meta
+        patch.setattr(
+            torch,
+            "equal",
+            lambda a, b: a.shape == b.shape if META in (a.device, b.device) else equal(a, b),
+        )
         yield

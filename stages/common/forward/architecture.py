@@ -27,7 +27,7 @@ from quiver.stages.common.models.shrink import VOCABULARY, shrink
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.common.turns import Inputs
 
-from .attention import MODES, hidden_states, set_mode
+from .attention import MODES, hidden_states, set_mode, trunk_of
 from .encoder_decoder import decoder_states, make_pairs, pack_pairs
 from .layout import Sequences, make_layout
 from .logprob_head import Shaping, completion_logprobs
@@ -58,6 +58,8 @@ _DIFFERENCES = {
 }
 _verdicts: dict[str, Verdict] = {}
 """Of each config that was judged by this process."""
+_norms: dict[str, frozenset[str]] = {}
+"""Of each config, `norms_before_products`."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,14 @@ class Verdict:
 
 def judge(config: PreTrainedConfig) -> Verdict:
     """What can be done with the architecture of `config`; tried once a process."""
-    key = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    key = _key(config)
     if key not in _verdicts:
         _verdicts[key] = _judge(config)
     return _verdicts[key]
+
+
+def _key(config: PreTrainedConfig) -> str:
+    return json.dumps(config.to_dict(), sort_keys=True, default=str)
 
 
 def _judge(config: PreTrainedConfig) -> Verdict:
@@ -110,6 +116,49 @@ def _judge(config: PreTrainedConfig) -> Verdict:
             problem = f"no tiny model of it runs ({type(error).__name__}: {printable(error, 120)})"
             return Verdict("single", problem, tried=False)
         return trial.verdict()
+
+
+def norms_before_products(config: PreTrainedConfig) -> frozenset[str]:
+    """Names that norms have in a layer whose outputs nothing but products read: under autocast they
+    may leave it in bfloat16. Tried on the tiny model, once a process: rounded there, they change no
+    bit of its states."""
+    from transformers import AutoModelForCausalLM
+
+    key = _key(config)
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        _norms[key] = frozenset()
+    if key not in _norms:
+        with _quiet(), _one_thread(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            try:
+                model = make_tiny(AutoModelForCausalLM.from_config, config)
+                set_mode(model, "single")
+                norms: dict[str, list[nn.Module]] = {}
+                for path, module in model.named_modules():
+                    if hasattr(module, "variance_epsilon"):
+                        norms.setdefault(path.rpartition(".")[2], []).append(module)
+                expected = _states(model, [])
+                _norms[key] = frozenset(
+                    name
+                    for name, modules in norms.items()
+                    if torch.equal(_states(model, modules), expected)
+                )
+            except FAILURES as error:
+                if says_no_memory(error):
+                    raise
+                _norms[key] = frozenset()
+    return _norms[key]
+
+
+def _states(model: nn.Module, rounded: Sequence[nn.Module]) -> Tensor:
+    """The last hidden states of a few ids, where the outputs of `rounded` are bfloat16 numbers."""
+    hooks = [
+        module.register_forward_hook(lambda _, __, output: output.bfloat16().to(output.dtype))
+        for module in rounded
+    ]
+    states = trunk_of(model)(input_ids=torch.arange(9)[None], use_cache=False)[0]
+    for hook in hooks:
+        hook.remove()
+    return states
 
 
 @contextmanager

@@ -114,7 +114,7 @@ def _is_right(device: str, dtype: torch.dtype) -> bool:
     grads = torch.linspace(-1, 1, 5, device=device)
     gives = []
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.autocast(device, enabled=False):
             for is_kernel in (True, False):
                 leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
                 if is_kernel:

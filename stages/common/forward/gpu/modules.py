@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quiver.stages.common.models.folder import says_no_memory
 
+from ..architecture import norms_before_products
 from ..cpu.projections import Kind, product, product_dtype
 from .choice import agree, fits
 
@@ -38,11 +39,12 @@ def fuse_modules(model: nn.Module) -> int:
     """Replace what can be in every module of `model`, in the precision in which it is called to
     come; how many were replaced."""
     num_replaced = 0
+    narrow = _narrow_norms(model)
     for module in model.modules():
         weight = next(module.parameters(), None)
         if weight is None or not fits(weight) or "forward" in vars(module):
             continue
-        trial = _attention_trial(module) or _norm_trial(module) or _mlp_trial(module)
+        trial = _attention_trial(module) or _norm_trial(module, narrow) or _mlp_trial(module)
         if trial is not None and trial.succeeds(weight):
             module.forward = trial.forward
             num_replaced += 1
@@ -66,50 +68,84 @@ class _Trial:
         """Whether `ours` runs here, and gives the numbers and the gradients of `theirs`."""
         draw = torch.Generator().manual_seed(0)
         probes = [torch.randn(shape, generator=draw).to(like) for shape in self.shapes]
-        answers = []
+        ours, theirs = [], []
         try:
-            with torch.enable_grad():  # as it is trained
-                for function in (self.ours, self.theirs):
-                    leaves = [probe.clone().requires_grad_() for probe in probes[:2]]
-                    outputs = function(*leaves, *probes[2:])
-                    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-                    grads = torch.autograd.grad([output.sum() for output in outputs], leaves)
-                    answers.append([*outputs, *grads])
+            # as a pass has them: what a layer hands on, and what a product makes under autocast
+            for dtype in {like.dtype, product_dtype(like)}:
+                states = [probe.to(dtype) for probe in probes[:2]]
+                ours += _answers(self.ours, states, probes[2:])
+                theirs += _answers(self.theirs, states, probes[2:])
         except Exception as error:  # whatever Triton, its compilers and the driver raise
             if says_no_memory(error):
                 raise
             log.warning("a kernel for %s does not run here (%s)", self.theirs, error)
             return False
-        return agree(*answers, self.precision)
+        return agree(ours, theirs, self.precision)
+
+
+@torch.enable_grad()  # as it is trained
+def _answers(function: Callable, states: list[Tensor], positions: list[Tensor]) -> list[Tensor]:
+    """What `function` gives, and the gradients of its sum by the states."""
+    leaves = [tensor.clone().requires_grad_() for tensor in states]
+    outputs = function(*leaves, *positions)
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    return [*outputs, *torch.autograd.grad([output.sum() for output in outputs], leaves)]
 
 
 # -- RMSNorm
 
 
-def _norm_trial(module: nn.Module) -> _Trial | None:
+def _narrow_norms(model: nn.Module) -> set[nn.Module]:
+    """Norms that leave autocast's dtype at once, as the products would make it. A joined product
+    must be what reads them: it gives one gradient, so none is added up in that dtype."""
+    config = getattr(getattr(model, "model", None), "config", None)
+    weight = next(model.parameters(), None)
+    if config is None or not fits(weight) or not torch.is_autocast_enabled(weight.device.type):
+        return set()
+    names = norms_before_products(config)
+    layers = [dict(layer.named_children()) for layer in model.modules()]
+    return {
+        layer[name]
+        for layer in layers
+        for name in names & layer.keys()
+        if all(
+            hasattr(linear, "group")
+            for part in layer.values()
+            for linear in part.modules()
+            if isinstance(linear, nn.Linear)
+        )
+    }
+
+
+def _norm_trial(module: nn.Module, narrow: Collection[nn.Module]) -> _Trial | None:
     weight = getattr(module, "weight", None)
     if weight is None or weight.ndim != 1 or not hasattr(module, "variance_epsilon"):
         return None
     # one that reads more than one tensor, such as a norm with a gate, stays
     if len(inspect.signature(module.forward).parameters) != 1 or len(weight) > _MOST_WIDTH:
         return None
-    forward = partial(_normalize, module)
-    return _Trial(forward, forward, module.forward, ((1, _PROBE, len(weight)),))
+    forward = partial(_normalize, module, module in narrow)
+    ours = partial(_normalize, module, False)
+    return _Trial(forward, ours, module.forward, ((1, _PROBE, len(weight)),))
 
 
-def _normalize(module: nn.Module, states: Tensor) -> Tensor:
-    """[…, d] -> […, d]"""
-    return Norm.apply(states, module.weight, module.variance_epsilon)
+def _normalize(module: nn.Module, is_narrow: bool, states: Tensor) -> Tensor:
+    """[…, d] -> […, d]; `is_narrow`: under autocast in its dtype."""
+    weight = module.weight
+    dtype = torch.promote_types(states.dtype, weight.dtype)
+    if is_narrow:
+        dtype = product_dtype(states)
+    return Norm.apply(states, weight, module.variance_epsilon, dtype)
 
 
 class Norm(torch.autograd.Function):
     """weight · x / rms(x) (Zhang and Sennrich 2019, eq. 4)."""
 
     @staticmethod
-    def forward(ctx, states, weight, epsilon):
+    def forward(ctx, states, weight, epsilon, dtype):
         from . import operations
 
-        output, scales = operations.norm(states, weight, epsilon)
+        output, scales = operations.norm(states, weight, epsilon, dtype)
         ctx.save_for_backward(states, weight, scales)
         return output
 
@@ -120,7 +156,7 @@ class Norm(torch.autograd.Function):
         states, weight, scales = ctx.saved_tensors
         grad_states, shares = operations.norm_slope(grad.contiguous(), states, weight, scales)
         grad_weight = shares.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return grad_states, grad_weight, None
+        return grad_states, grad_weight, None, None
 
 
 # -- the gated MLP

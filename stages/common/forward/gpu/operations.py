@@ -126,11 +126,12 @@ def _block(width: int) -> dict[str, int]:
 
 
 @torch.library.custom_op("quiver::norm", mutates_args=())
-def norm(states: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """weight · x / rms(x) of states […, width], contiguous, in the dtype that states and weight
-    have together, and 1 / rms(x) [rows] float32."""
+def norm(
+    states: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """weight · x / rms(x) of states […, width], contiguous, in `dtype`, and 1 / rms(x) [rows]
+    float32."""
     states, where = _rows(states)
-    dtype = torch.promote_types(states.dtype, weight.dtype)
     output = torch.empty(states.shape, dtype=dtype, device=states.device)
     scales = torch.empty(where[0], dtype=torch.float32, device=states.device)
     block = _block(states.shape[-1])
@@ -141,8 +142,7 @@ def norm(states: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor
 
 
 @norm.register_fake
-def _(states, weight, epsilon):
-    dtype = torch.promote_types(states.dtype, weight.dtype)
+def _(states, weight, epsilon, dtype):
     scales = states.new_empty(states.numel() // states.shape[-1], dtype=torch.float32)
     return states.new_empty(states.shape, dtype=dtype), scales
 

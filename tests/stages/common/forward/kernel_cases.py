@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import copy
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
 
 import torch
-from torch import Tensor
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+from torch.distributed import FileStore
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -23,9 +26,10 @@ from transformers import (
 )
 
 from quiver.stages.common.forward.gpu import choice, modules
-from quiver.stages.common.forward.layout import Layout, Sequences
+from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.forward.policy import Policy
 from quiver.stages.common.ragged import Ragged
+from quiver.stages.optimize.sharding import ShardedPolicy
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 Answer = dict[str, Tensor]
@@ -158,7 +162,9 @@ def norm(device: str, case: str) -> Answer:
     if case == "heads":  # as they lie in one product's output
         wide = torch.cat([states.flatten(2), states.flatten(2)], -1)
         states = wide.split([120, 120], -1)[0].unflatten(-1, (3, 40))
-    return gradients({"output": Norm.apply(states, leaves["weight"], 1e-6)}, leaves)
+    return gradients(
+        {"output": Norm.apply(states, leaves["weight"], 1e-6, leaves["weight"].dtype)}, leaves
+    )
 
 
 def norm_reference(case: str) -> Answer:
@@ -304,7 +310,18 @@ NARROW = ("llama", "qwen3")
 """Those that are tried in bfloat16 too."""
 
 
-def _policy(kind: str, *, autocast: bool) -> tuple[Policy, Layout]:
+WAYS = {
+    # a rollout's layers are made again in the backward pass
+    "checkpointing": 9,
+    # torch's FSDP2; the one rank has all of the weights
+    "sharded": 9,
+    # adapters beside four of the layers: no projections are joined
+    "lora": 9,
+}
+"""Ways of training a llama, and how many of its modules are replaced."""
+
+
+def _model(kind: str, way: str) -> nn.Module:
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 8}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97}
     if kind == "gpt2":
@@ -313,46 +330,68 @@ def _policy(kind: str, *, autocast: bool) -> tuple[Policy, Layout]:
         sizes |= {"final_logit_softcapping": 5.0, "attn_logit_softcapping": None}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(PASSES[kind][0](**sizes)).eval()
+    if way == "lora":
+        names = ["q_proj", "o_proj", "gate_proj", "down_proj"]
+        model = inject_adapter_in_model(LoraConfig(r=4, target_modules=names), model)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2, mean=0.0 if parameter.ndim > 1 else 0.7)
-    policy = Policy(model, autocast=autocast)
+    if way == "checkpointing":
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def passed(policy: Policy) -> Answer:
+    """Logprobs and entropy of three rollouts of two prompts, and the gradients of what is
+    trained."""
     policy.set_mode("shared")
-    ids = torch.randint(97, (200,))
+    ids = torch.randint(97, (61,), generator=torch.Generator().manual_seed(0))
     sequences = Sequences(
         Ragged.from_lengths(ids[:21].repeat(3), torch.tensor([21, 21, 21])),
-        Ragged.from_lengths(ids[21:61], torch.tensor([9, 30, 1])),
+        Ragged.from_lengths(ids[21:], torch.tensor([9, 30, 1])),
         torch.tensor([1.0, 0.7, 1.2]),
     )
     (pieces,) = policy.microbatches(range(3), [0, 0, 1], sequences, 1000)
-    return policy, policy.layout(pieces, sequences)
-
-
-def passed(policy: Policy, layout: Layout) -> Answer:
-    """Logprobs, entropy, and the gradients of all weights."""
     with policy.context():
-        logprobs, entropy, _ = policy(layout)
-        return gradients(
-            {"logprobs": logprobs, "entropy": entropy.detach()},
-            dict(policy.model.named_parameters()),
-        )
+        logprobs, entropy, _ = policy(policy.layout(pieces, sequences))
+        (drawn(40).to(logprobs) * logprobs).sum().backward()
+    answer = {"logprobs": logprobs.detach(), "entropy": entropy.detach()}
+    for name, parameter in policy.model.named_parameters():
+        if parameter.requires_grad:
+            grad, parameter.grad = parameter.grad, None
+            answer[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    return answer
 
 
-def passes(kind: str, *, autocast: bool) -> dict[str, Answer | int]:
+def passes(
+    kind: str, *, autocast: bool = False, device: str = "cpu", way: str = ""
+) -> dict[str, Answer | int]:
     """By kernels, as the model does it, and the latter in float64."""
-    policy, layout = _policy(kind, autocast=autocast)
-    exact = Policy(copy.deepcopy(policy.model).double(), autocast=False)
-    exact.set_mode("shared")
-    answers = {"exact": passed(exact, layout), "plain": passed(policy, layout)}
-    choice.DEVICES.add("cpu")
-    policy.fuse()
-    replaced = [vars(module).get("forward") for module in policy.model.modules()]
+    before = set(choice.DEVICES)
+    choice.DEVICES.clear()
+    model = _model(kind, way)
+    exact = Policy(copy.deepcopy(model).double().to(device), autocast=False)
+    model.to(device)
+    answers = {"exact": passed(exact), "plain": passed(Policy(model, autocast=autocast))}
+    choice.DEVICES.add(device)
+    if way == "sharded":
+        port = FileStore(f"{tempfile.mkdtemp()}/ranks", 1)
+        torch.distributed.init_process_group("gloo", store=port, rank=0, world_size=1)
+        policy = ShardedPolicy(model, device=torch.device(device), autocast=autocast)
+    else:
+        policy = Policy(model, autocast=autocast)
+        policy.set_mode("shared")
+        policy.fuse()
+    replaced = [vars(module).get("forward") for module in model.modules()]
     is_ours = [
-        isinstance(forward, MethodType)
+        (isinstance(forward, MethodType) and forward.__func__.__name__ == "forward")
         or (isinstance(forward, partial) and forward.func.__module__ == modules.__name__)
         for forward in replaced
     ]
-    answers["fused"] = passed(policy, layout)
-    choice.DEVICES.remove("cpu")
+    answers["fused"] = passed(policy)
+    if way == "sharded":
+        torch.distributed.destroy_process_group()
+    choice.DEVICES.clear()
+    choice.DEVICES.update(before)
     return {**answers, "replaced": sum(is_ours)}
 
 
@@ -362,6 +401,7 @@ if __name__ == "__main__":
         for kind in PASSES
         for autocast in ((False, True) if kind in NARROW else (False,))
     }
+    answers |= {way: passes("llama", way=way) for way in WAYS}
     choice.DEVICES.add("cpu")
     answers |= {name: ours("cpu") for name, (ours, _, _) in CASES.items()}
     torch.save(answers, sys.argv[1])

@@ -60,6 +60,13 @@ def test_a_fused_pass_in_bfloat16_is_about_as_exact_as_the_model(kind, interpret
     assert cases.largest_gap(answers["fused"], answers["exact"]) < 2 * gap
 
 
+@pytest.mark.parametrize("way", cases.WAYS)
+def test_other_ways_of_training_have_the_kernels_too(way, interpreted):
+    answers = interpreted[way]
+    assert cases.largest_gap(answers["fused"], answers["exact"]) < 1e-5
+    assert answers["replaced"] == cases.WAYS[way]
+
+
 @pytest.mark.parametrize("kind", cases.PASSES)
 def test_what_another_family_computes_stays(kind, interpreted):
     assert interpreted[f"{kind}, False"]["replaced"] == cases.PASSES[kind][1]
@@ -111,7 +118,7 @@ def _head() -> None:
 
 def _norm(width: int, states: torch.dtype, weight: torch.dtype) -> None:
     states, weight = torch.empty(64, width, dtype=states), torch.empty(width, dtype=weight)
-    output, scales = operations.norm(states, weight, 1e-6)
+    output, scales = operations.norm(states, weight, 1e-6, torch.bfloat16)
     operations.norm_slope(output, states, weight, scales)
 
 

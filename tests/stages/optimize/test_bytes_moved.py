@@ -1,0 +1,150 @@
+"""What a micro-batch of the optimizer moves through a GPU's memory, in how many kernels, and its
+peak: counted on meta tensors for models of 0.5 to 7 billion weights. tests/benchmarks/RESULTS.md
+has the table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from quiver.stages.common.forward.gpu import choice, head, operations
+from quiver.stages.common.forward.layout import Sequences
+from quiver.stages.common.forward.policy import Policy
+from quiver.stages.common.ragged import Ragged
+from quiver.stages.optimize.algorithms import resolve
+from quiver.stages.optimize.batch import Batch, Step
+from quiver.stages.optimize.config import Config
+from quiver.stages.optimize.objective import Objective
+from tests.bytes_moved import META, Counter, autocast_on_meta, tensors_of
+
+MODELS = {
+    "0.5B": Qwen2Config(
+        vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
+        num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True,
+    ),
+    "1.7B": LlamaConfig(
+        vocab_size=49152, hidden_size=2048, intermediate_size=8192, num_hidden_layers=24,
+        num_attention_heads=32, num_key_value_heads=32, tie_word_embeddings=True,
+    ),
+    "1.7B, heads normalized": Qwen3Config(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+    ),
+    "7B": Qwen2Config(
+        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+        num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+"""The sizes of Qwen2.5-0.5B, SmolLM2-1.7B, Qwen3-1.7B and Qwen2.5-7B."""
+GROUPS, COPIES, PROMPT, COMPLETION = 9, 8, 145, 95
+"""8,073 tokens in the row, 6,840 of which are predicted."""
+
+
+def once(operation):
+    """A kernel that reads each of its inputs once and writes each of its outputs once, as those in
+    kernels.py do. What all programs read, such as a norm's weight, comes from the cache."""
+
+    def cost(*arguments, **options):
+        outputs = operation(*arguments, **options)
+        return sum(tensor.nbytes for tensor in tensors_of((arguments, options, outputs)))
+
+    return cost
+
+
+def _attention(queries, keys, values, *_, **__):
+    log_sums = 4 * queries.shape[0] * queries.shape[1]
+    return 2 * queries.nbytes + keys.nbytes + values.nbytes + log_sums
+
+
+def _attention_slope(grad, queries, keys, values, *_, **__):
+    log_sums = 4 * queries.shape[0] * queries.shape[1]
+    return 4 * queries.nbytes + 2 * keys.nbytes + 2 * values.nbytes + log_sums
+
+
+COSTS = {
+    name: once(getattr(operations, name))
+    for name in ("head", "head_slope", "norm", "norm_slope", "gate", "gate_slope", "rotate")
+}
+COSTS |= {"_varlen_attn": _attention, "_varlen_attn_backward": _attention_slope}
+
+
+def micro_batch(config, monkeypatch, *, fused: bool) -> Counter:
+    """A pass of a policy with float32 weights under bfloat16 autocast, with the loss of GRPO, and
+    its backward pass; the weights have no gradient before."""
+    num_rollouts = GROUPS * COPIES
+    rollouts = range(num_rollouts)
+    numbers = [rollout // COPIES for rollout in rollouts]
+    prompts, completions = (
+        Ragged.from_lengths(torch.zeros(num_rollouts * length, dtype=torch.int64), lengths)
+        for length in (PROMPT, COMPLETION)
+        for lengths in [torch.full((num_rollouts,), length)]
+    )
+    sequences = Sequences(prompts, completions, torch.ones(num_rollouts))
+    old_logprobs = torch.zeros(len(completions.values))
+    batch = Batch(
+        sequences, numbers, numbers, torch.ones(num_rollouts), old_logprobs, None, old_logprobs
+    )
+    objective = Objective(Config(kl_coef=0.1), resolve("grpo"))
+    weights = objective.weights(batch, list(rollouts))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if fused:
+        monkeypatch.setattr(choice, "DEVICES", {"cuda", "meta"})
+    with autocast_on_meta(monkeypatch):
+        policy = Policy(model, autocast=True)
+        policy.set_mode("shared")
+        policy.fuse()
+        policy.varlen = True
+        (pieces,) = policy.microbatches(rollouts, numbers, sequences, 1 << 30)
+        layout = policy.layout(pieces, sequences)
+        assert (layout.ids.numel(), len(layout.targets)) == (8073, 6840)
+        part = batch.part(layout.rows, META)
+        step = Step(weights, kl_coef=0.1).at(batch.positions(layout.rows), META)
+        head._is_right("meta", torch.bfloat16)  # tried once a process, not once a micro-batch
+        with Counter(COSTS) as counter, policy.context():
+            moments = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]
+            counter.hold(*model.parameters(), *moments)
+            loss, _, _ = objective.loss(part, policy(layout), step)
+            loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    return counter
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "most", "kernels", "peak"),
+    [
+        ("0.5B", 55.5, 0.4 * 231, 1203, 14.3),
+        ("1.7B", 118.0, 0.4 * 327, 1119, 39.0),
+        ("1.7B, heads normalized", 134.5, 0.4 * 512, 1487, 40.5),
+        ("7B", 238.1, 0.4 * 770, 1374, 130.0),
+    ],
+)
+def test_a_micro_batch_moves_less_than_two_fifths(
+    name, gigabytes, most, kernels, peak, monkeypatch
+):
+    counter = micro_batch(MODELS[name], monkeypatch, fused=True)
+    assert counter.moved / 1e9 == pytest.approx(gigabytes, abs=0.06)
+    assert counter.peak / 2**30 == pytest.approx(peak, abs=0.06)
+    assert counter.kernels == kernels
+    assert counter.moved < most * 1e9
+    assert counter.kernels <= 2000
+
+
+def test_without_the_kernels_it_moves_four_times_as_much(monkeypatch):
+    plain = micro_batch(MODELS["0.5B"], monkeypatch, fused=False)
+    assert plain.moved / 1e9 == pytest.approx(227, rel=0.02)
+    assert plain.kernels > 2000
+
+
+def test_what_no_row_of_the_costs_tells_is_refused():
+    with Counter({}), pytest.raises(LookupError, match="gate"):
+        operations.gate(*torch.empty(2, 3, 4, device=META))
+
+
+def test_views_are_free_and_an_operation_reads_and_writes_once():
+    with Counter({}) as counter:
+        matrix = torch.ones(4, 8, device=META)
+        (matrix[:2].T + 1.0) @ matrix[:2]
+    assert (counter.kernels, counter.moved, counter.moved_by_products) == (3, 128 + 128, 384)
+    assert counter.peak == 128 + 64 + 256
