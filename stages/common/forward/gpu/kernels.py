@@ -109,7 +109,9 @@ def head_slope_kernel(
 @triton.jit
 def norm_kernel(
     states,
+    branch,
     weight,
+    total,
     output,
     scales,
     epsilon,
@@ -118,36 +120,39 @@ def norm_kernel(
     token_stride,
     head_stride,
     width,
+    ADD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """weight · x / rms(x) of some rows; x / rms(x) is rounded to the dtype of x before, as in
-    transformers."""
+    transformers. `ADD`: x is the states and what a branch adds to them, which is written too."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     is_inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
     starts = rows // num_heads * token_stride + rows % num_heads * head_stride
+    places = rows[:, None] * width + columns[None, :]
     x = tl.load(states + starts[:, None] + columns[None, :], mask=is_inside, other=0.0)
+    if ADD:
+        added = tl.load(branch + places, mask=is_inside, other=0.0).to(tl.float32)
+        x = (x.to(tl.float32) + added).to(total.dtype.element_ty)
+        tl.store(total + places, x, mask=is_inside)
     wide = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 1) / width + epsilon)
     normal = (wide * scale[:, None]).to(x.dtype).to(tl.float32)
     w = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
-    output_places = rows[:, None] * width + columns[None, :]
-    tl.store(
-        output + output_places,
-        (normal * w[None, :]).to(output.dtype.element_ty),
-        mask=is_inside,
-    )
+    tl.store(output + places, (normal * w[None, :]).to(output.dtype.element_ty), mask=is_inside)
     tl.store(scales + rows, scale, mask=rows < num_rows)
 
 
 @triton.jit
 def norm_slope_kernel(
     grad,
+    total_grad,
     states,
     weight,
     scales,
     grad_states,
+    grad_branch,
     grad_weights,
     num_rows,
     num_heads,
@@ -155,11 +160,14 @@ def norm_slope_kernel(
     head_stride,
     width,
     num_turns,
+    ADD: tl.constexpr,
+    TWICE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """With r = 1 / rms(x), the gradient by x is r · w · g − x · r³ · mean(x · w · g), that by w the
-    sum of r · x · g. Each program has rows of its own, and writes its share of that sum."""
+    sum of r · x · g. Each program has rows of its own, and writes its share of that sum. `ADD`: x
+    has another gradient besides. `TWICE`: it is written for the branch too, in its dtype."""
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < width
@@ -179,7 +187,11 @@ def norm_slope_kernel(
         slope = g * w[None, :]
         mean = tl.sum(x * slope, 1)[:, None] / width
         slope = slope * scale - x * (scale * scale * scale * mean)
+        if ADD:
+            slope += tl.load(total_grad + places, mask=is_inside, other=0.0).to(tl.float32)
         tl.store(grad_states + places, slope.to(grad_states.dtype.element_ty), mask=is_inside)
+        if TWICE:
+            tl.store(grad_branch + places, slope.to(grad_branch.dtype.element_ty), mask=is_inside)
     tl.store(grad_weights + program * width + columns, share, mask=is_column)
 
 

@@ -44,7 +44,12 @@ def fuse_modules(model: nn.Module) -> int:
         weight = next(module.parameters(), None)
         if weight is None or not fits(weight) or "forward" in vars(module):
             continue
-        trial = _attention_trial(module) or _norm_trial(module, narrow) or _mlp_trial(module)
+        trial = (
+            _layer_trial(module, narrow)
+            or _attention_trial(module)
+            or _norm_trial(module, narrow)
+            or _mlp_trial(module)
+        )
         if trial is not None and trial.succeeds(weight):
             module.forward = trial.forward
             num_replaced += 1
@@ -154,9 +159,118 @@ class Norm(torch.autograd.Function):
         from . import operations
 
         states, weight, scales = ctx.saved_tensors
-        grad_states, shares = operations.norm_slope(grad.contiguous(), states, weight, scales)
+        grad_states, _, shares = operations.norm_slope(
+            grad.contiguous(), None, states, weight, scales, None
+        )
         grad_weight = shares.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         return grad_states, grad_weight, None, None
+
+
+# -- a layer: sums of the residual stream with the norms that read them
+
+_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+
+
+def _layer_trial(layer: nn.Module, narrow: Collection[nn.Module]) -> _Trial | None:
+    if {name for name, _ in layer.named_children()} != _PARTS or _mlp_trial(layer.mlp) is None:
+        return None
+    norms = layer.input_layernorm, layer.post_attention_layernorm
+    if any(_norm_trial(norm, narrow) is None for norm in norms):
+        return None
+    shapes = ((1, _PROBE, len(norms[0].weight)),)
+    theirs = partial(_in_outline, layer, layer.forward)
+    ours = partial(_in_outline, layer, partial(_layer, layer, ()))
+    return _Trial(partial(_layer, layer, narrow), ours, theirs, shapes)
+
+
+def _in_outline(layer: nn.Module, forward: Callable, states: Tensor) -> tuple[Tensor, ...]:
+    """What `forward` of the layer makes of states, where attention and MLP are simple functions.
+    What attention is given beside the states is marked, and enters the output."""
+    marks = {
+        name: 0.01 * (number + 1)
+        for number, name in enumerate(("attention_mask", "position_ids", "position_embeddings"))
+    }
+    options = {"past_key_values": None, "use_cache": False, **marks, "layout": 0.04}
+
+    def attend(*, hidden_states: Tensor, **given: float | None) -> tuple[Tensor, None]:
+        mark = sum(len(name) * (given.get(name) or 0) for name in options)
+        return (hidden_states + mark).sin(), None
+
+    parts = {layer.self_attn: attend, layer.mlp: torch.cos}
+    before = {part: vars(part).get("forward") for part in parts}
+    try:
+        for part, simple in parts.items():
+            part.forward = simple
+        output = forward(states, **options)
+    finally:
+        for part, own in before.items():
+            del part.forward
+            if own is not None:
+                part.forward = own
+    return output if isinstance(output, tuple) else (output,)
+
+
+def _layer(
+    layer: nn.Module, narrow: Collection[nn.Module], hidden_states: Tensor, **options: object
+) -> Tensor:
+    """[1, N, d] -> [1, N, d]"""
+    states, normal = _add_and_normalize(layer.input_layernorm, narrow, hidden_states, None)
+    attended, *_ = layer.self_attn(hidden_states=normal, **options)
+    states, normal = _add_and_normalize(layer.post_attention_layernorm, narrow, states, attended)
+    return states + layer.mlp(normal)
+
+
+def _add_and_normalize(
+    norm: nn.Module, narrow: Collection[nn.Module], states: Tensor, branch: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The sum, or the states where there is no branch, and what `norm` makes of it."""
+    dtype = torch.promote_types(states.dtype, norm.weight.dtype)
+    if branch is not None:
+        dtype = torch.promote_types(dtype, branch.dtype)
+    if norm in narrow:
+        dtype = product_dtype(states)
+    return AddNorm.apply(states, branch, norm.weight, norm.variance_epsilon, dtype)
+
+
+class AddNorm(torch.autograd.Function):
+    """A sum, and its RMSNorm. Its gradient comes from both, and is made at once."""
+
+    @staticmethod
+    def forward(ctx, states, branch, weight, epsilon, dtype):
+        from . import operations
+
+        if branch is None:
+            total = states
+            output, scales = operations.norm(states, weight, epsilon, dtype)
+        else:
+            total, output, scales = operations.add_norm(
+                states, branch.contiguous(), weight, epsilon, dtype
+            )
+        ctx.dtypes = states.dtype, None if branch is None else branch.dtype
+        ctx.save_for_backward(total, weight, scales)
+        return total, output
+
+    @staticmethod
+    def backward(ctx, total_grad, grad):
+        from . import operations
+
+        total, weight, scales = ctx.saved_tensors
+        states_dtype, branch_dtype = ctx.dtypes
+        is_other = branch_dtype not in (None, total.dtype)
+        grad_total, grad_branch, shares = operations.norm_slope(
+            grad.contiguous(),
+            total_grad.contiguous(),
+            total,
+            weight,
+            scales,
+            branch_dtype if is_other else None,
+        )
+        if branch_dtype is None:
+            grad_branch = None
+        elif not is_other:
+            grad_branch = grad_total
+        grad_weight = shares.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return grad_total.to(states_dtype), grad_branch, grad_weight, None, None
 
 
 # -- the gated MLP

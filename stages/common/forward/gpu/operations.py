@@ -4,7 +4,7 @@
 |---|---|
 | `head` | of a chunk of logits: logprobs, entropy, and what the gradient needs |
 | `head_slope` | the gradient by that chunk |
-| `norm`, `norm_slope` | RMSNorm; its gradients |
+| `norm`, `add_norm`, `norm_slope` | RMSNorm, also of a sum; its gradients |
 | `gate`, `gate_slope` | silu(gate) · up; its gradients |
 | `rotate` | rotary positions of queries and keys, or back |
 
@@ -131,14 +131,8 @@ def norm(
 ) -> tuple[Tensor, Tensor]:
     """weight · x / rms(x) of states […, width], contiguous, in `dtype`, and 1 / rms(x) [rows]
     float32."""
-    states, where = _rows(states)
     output = torch.empty(states.shape, dtype=dtype, device=states.device)
-    scales = torch.empty(where[0], dtype=torch.float32, device=states.device)
-    block = _block(states.shape[-1])
-    kernels.norm_kernel[(-(-where[0] // block["ROWS"]),)](
-        states, weight, output, scales, epsilon, *where, states.shape[-1], **block
-    )
-    return output, scales
+    return output, _normalize(states, None, weight, epsilon, states, output)
 
 
 @norm.register_fake
@@ -147,30 +141,103 @@ def _(states, weight, epsilon, dtype):
     return states.new_empty(states.shape, dtype=dtype), scales
 
 
+@torch.library.custom_op("quiver::add_norm", mutates_args=())
+def add_norm(
+    states: Tensor, branch: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of states and branch, in the dtype that they have together, and of it what `norm`
+    gives. `branch` is contiguous."""
+    total_dtype = torch.promote_types(states.dtype, branch.dtype)
+    total = torch.empty(states.shape, dtype=total_dtype, device=states.device)
+    output = torch.empty(states.shape, dtype=dtype, device=states.device)
+    return total, output, _normalize(states, branch, weight, epsilon, total, output)
+
+
+@add_norm.register_fake
+def _(states, branch, weight, epsilon, dtype):
+    total_dtype = torch.promote_types(states.dtype, branch.dtype)
+    scales = states.new_empty(states.numel() // states.shape[-1], dtype=torch.float32)
+    total = states.new_empty(states.shape, dtype=total_dtype)
+    return total, states.new_empty(states.shape, dtype=dtype), scales
+
+
+def _normalize(
+    states: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    epsilon: float,
+    total: Tensor,
+    output: Tensor,
+) -> Tensor:
+    """Fill `output`, and `total` where there is a branch; the scales."""
+    states, where = _rows(states)
+    scales = torch.empty(where[0], dtype=torch.float32, device=states.device)
+    block = _block(states.shape[-1])
+    kernels.norm_kernel[(-(-where[0] // block["ROWS"]),)](
+        states,
+        states if branch is None else branch,
+        weight,
+        total,
+        output,
+        scales,
+        epsilon,
+        *where,
+        states.shape[-1],
+        ADD=branch is not None,
+        **block,
+    )
+    return scales
+
+
 @torch.library.custom_op("quiver::norm_slope", mutates_args=())
 def norm_slope(
-    grad: Tensor, states: Tensor, weight: Tensor, scales: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The gradient by the states, contiguous, and shares [p, width] float32 whose sum is that by
-    the weight. `grad` is contiguous."""
+    grad: Tensor,
+    total_grad: Tensor | None,
+    states: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    branch_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient by what was normalized, contiguous, `total_grad` added where it is given; the
+    same in `branch_dtype`, or nothing; and shares [p, width] float32 whose sum is the gradient by
+    the weight. The gradients given are contiguous."""
     states, where = _rows(states)
     width = states.shape[-1]
     block = _block(width)
     num_programs, num_turns = _shares(where[0], block["ROWS"])
     grad_states = torch.empty(states.shape, dtype=states.dtype, device=states.device)
+    grad_branch = torch.empty(0, device=states.device)
+    if branch_dtype is not None:
+        grad_branch = torch.empty(states.shape, dtype=branch_dtype, device=states.device)
     shares = torch.empty(num_programs, width, dtype=torch.float32, device=states.device)
     kernels.norm_slope_kernel[(num_programs,)](
-        grad, states, weight, scales, grad_states, shares, *where, width, num_turns, **block
+        grad,
+        grad if total_grad is None else total_grad,
+        states,
+        weight,
+        scales,
+        grad_states,
+        grad_branch,
+        shares,
+        *where,
+        width,
+        num_turns,
+        ADD=total_grad is not None,
+        TWICE=branch_dtype is not None,
+        **block,
     )
-    return grad_states, shares
+    return grad_states, grad_branch, shares
 
 
 @norm_slope.register_fake
-def _(grad, states, weight, scales):
+def _(grad, total_grad, states, weight, scales, branch_dtype):
     width = states.shape[-1]
     num_programs, _ = _shares(len(scales), _block(width)["ROWS"])
     shares = states.new_empty(num_programs, width, dtype=torch.float32)
-    return states.new_empty(states.shape), shares
+    branch = states.new_empty(0)
+    if branch_dtype is not None:
+        branch = states.new_empty(states.shape, dtype=branch_dtype)
+    return states.new_empty(states.shape), branch, shares
 
 
 def _shares(num_rows: int, rows_at_once: int) -> tuple[int, int]:

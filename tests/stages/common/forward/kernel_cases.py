@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     GPT2Config,
+    GraniteConfig,
     LlamaConfig,
     Qwen2Config,
     Qwen3Config,
@@ -174,6 +175,34 @@ def norm_reference(case: str) -> Answer:
     return gradients({"output": leaves["weight"] * states * scale}, leaves)
 
 
+SUMS = {"float32 and bfloat16": (FP32, BF16), "float32": (FP32, FP32), "bfloat16": (BF16, BF16)}
+
+
+def _sum_leaves(case: str) -> dict[str, Tensor]:
+    states_dtype, branch_dtype = SUMS[case]
+    states, branch = drawn(1, 41, 101), drawn(1, 41, 101, seed=1)
+    states[0, 0] = branch[0, 0] = 0
+    states[0, 1] *= 1e4
+    weight = 1 + drawn(101, seed=2)
+    states, branch = states.to(states_dtype), branch.to(branch_dtype)
+    return {"states": states, "branch": branch, "weight": weight.to(states_dtype)}
+
+
+def summed(device: str, case: str) -> Answer:
+    from quiver.stages.common.forward.gpu.modules import AddNorm
+
+    leaves = {name: leaf.to(device).requires_grad_() for name, leaf in _sum_leaves(case).items()}
+    total, output = AddNorm.apply(*leaves.values(), 1e-6, SUMS[case][0])
+    return gradients({"total": total, "output": output}, leaves)
+
+
+def summed_reference(case: str) -> Answer:
+    leaves = {name: leaf.double().requires_grad_() for name, leaf in _sum_leaves(case).items()}
+    total = leaves["states"] + leaves["branch"]
+    scale = torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6)
+    return gradients({"total": total, "output": leaves["weight"] * total * scale}, leaves)
+
+
 # -- the gated MLP
 
 GATES = {"float32": FP32, "bfloat16": BF16}
@@ -258,6 +287,14 @@ CASES: dict[str, tuple[Callable[[str], Answer], Callable[[], Answer], float]] = 
         for case in NORMS
     },
     **{
+        f"sum and norm: {case}": (
+            lambda device, case=case: summed(device, case),
+            lambda case=case: summed_reference(case),
+            1e-5 if case == "float32" else 8e-3,
+        )
+        for case in SUMS
+    },
+    **{
         f"gate: {case}": (
             lambda device, dtype=dtype: gated(device, dtype),
             lambda dtype=dtype: gated_reference(dtype),
@@ -295,15 +332,17 @@ def largest_gap(answer: Answer, reference: Answer) -> float:
 # -- whole passes
 
 PASSES = {
-    # two norms, MLP and attention of each of two layers, and the last norm
-    "llama": (LlamaConfig, 9),
+    # two layers with two norms, MLP and attention each, and the last norm
+    "llama": (LlamaConfig, 11),
     # queries and keys are normalized too
-    "qwen3": (Qwen3Config, 13),
+    "qwen3": (Qwen3Config, 15),
     # biases of the projections
-    "qwen2": (Qwen2Config, 9),
+    "qwen2": (Qwen2Config, 11),
     # other norms and another activation: the rotations alone
     "gemma2": (Gemma2Config, 2),
     "gpt2": (GPT2Config, 0),
+    # what a layer adds is scaled: its parts alone
+    "granite": (GraniteConfig, 9),
 }
 """Kinds of models, and how many of their modules are replaced."""
 NARROW = ("llama", "qwen3")
@@ -312,11 +351,11 @@ NARROW = ("llama", "qwen3")
 
 WAYS = {
     # a rollout's layers are made again in the backward pass
-    "checkpointing": 9,
+    "checkpointing": 11,
     # torch's FSDP2; the one rank has all of the weights
-    "sharded": 9,
+    "sharded": 11,
     # adapters beside four of the layers: no projections are joined
-    "lora": 9,
+    "lora": 11,
 }
 """Ways of training a llama, and how many of its modules are replaced."""
 
@@ -328,6 +367,8 @@ def _model(kind: str, way: str) -> nn.Module:
         sizes = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4}
     if kind == "gemma2":
         sizes |= {"final_logit_softcapping": 5.0, "attn_logit_softcapping": None}
+    if kind == "granite":
+        sizes |= {"residual_multiplier": 0.5}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(PASSES[kind][0](**sizes)).eval()
     if way == "lora":

@@ -119,7 +119,15 @@ def _head() -> None:
 def _norm(width: int, states: torch.dtype, weight: torch.dtype) -> None:
     states, weight = torch.empty(64, width, dtype=states), torch.empty(width, dtype=weight)
     output, scales = operations.norm(states, weight, 1e-6, torch.bfloat16)
-    operations.norm_slope(output, states, weight, scales)
+    operations.norm_slope(output, None, states, weight, scales, None)
+
+
+def _add_norm(width: int, states: torch.dtype) -> None:
+    states, weight = torch.empty(64, width, dtype=states), torch.empty(width, dtype=states)
+    branch = torch.empty(64, width, dtype=torch.bfloat16)
+    total, output, scales = operations.add_norm(states, branch, weight, 1e-6, torch.bfloat16)
+    for branch_dtype in (None, torch.bfloat16):
+        operations.norm_slope(output, total, total, weight, scales, branch_dtype)
 
 
 def _gate() -> None:
@@ -141,6 +149,8 @@ CALLS = {
     "norm of wide states": (partial(_norm, 3584, FP32, FP32), 2),
     "norm in bfloat16": (partial(_norm, 2048, BF16, BF16), 2),
     "norm of heads": (partial(_norm, 128, BF16, FP32), 2),
+    "sum and norm": (partial(_add_norm, 3584, FP32), 3),
+    "sum and norm in bfloat16": (partial(_add_norm, 896, BF16), 3),
     "gate": (_gate, 2),
     "rotation": (partial(_rotate, 128, FP32), 2),
     "rotation in bfloat16": (partial(_rotate, 64, BF16), 2),
