@@ -1,9 +1,11 @@
-"""RMSNorm, gated MLP and rotary positions of the common families by kernels.
+"""RMSNorm with the sum before it, gated MLP and rotary positions of the common families by kernels.
 
 Only `forward` of a module is replaced, and only where the new one gives the module's own numbers
 but for rounding, and its gradients, for a probe; so a family that computes something else under
-these names stays as it is, and so does every model where the kernels do not run. For the backward
-pass a norm's input is kept, and gate with up; the rest is computed again from them.
+these names stays as it is, and so does every model where the kernels do not run. A layer of which
+these are the parts is one besides, so that the sums of the residual stream, and of its gradient,
+are made by the norms. For the backward pass a norm's input is kept, and gate with up; the rest is
+computed again from them.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ def fuse_modules(model: nn.Module) -> int:
     """Replace what can be in every module of `model`, in the precision in which it is called to
     come; how many were replaced."""
     num_replaced = 0
+    problems: dict[str, Exception] = {}
     narrow = _narrow_norms(model)
     for module in model.modules():
         weight = next(module.parameters(), None)
@@ -50,9 +53,20 @@ def fuse_modules(model: nn.Module) -> int:
             or _norm_trial(module, narrow)
             or _mlp_trial(module)
         )
-        if trial is not None and trial.succeeds(weight):
+        try:
+            is_right = trial is not None and trial.succeeds(weight)
+        except Exception as error:  # whatever Triton, its compilers and the driver raise
+            if says_no_memory(error):
+                raise
+            problems.setdefault(type(module).__name__, error)
+            continue
+        if is_right:
             module.forward = trial.forward
             num_replaced += 1
+    for name, error in problems.items():
+        log.warning("%s: its kernels do not run here (%s)", name, error)
+    if num_replaced:
+        log.info("%d modules run by kernels", num_replaced)
     return num_replaced
 
 
@@ -73,18 +87,13 @@ class _Trial:
         """Whether `ours` runs here, and gives the numbers and the gradients of `theirs`."""
         draw = torch.Generator().manual_seed(0)
         probes = [torch.randn(shape, generator=draw).to(like) for shape in self.shapes]
-        ours, theirs = [], []
-        try:
-            # as a pass has them: what a layer hands on, and what a product makes under autocast
-            for dtype in {like.dtype, product_dtype(like)}:
-                states = [probe.to(dtype) for probe in probes[:2]]
-                ours += _answers(self.ours, states, probes[2:])
-                theirs += _answers(self.theirs, states, probes[2:])
-        except Exception as error:  # whatever Triton, its compilers and the driver raise
-            if says_no_memory(error):
-                raise
-            log.warning("a kernel for %s does not run here (%s)", self.theirs, error)
-            return False
+        ours: list[Tensor] = []
+        theirs: list[Tensor] = []
+        # as a pass has them: what a layer hands on, and what a product makes under autocast
+        for dtype in {like.dtype, product_dtype(like)}:
+            states = [probe.to(dtype) for probe in probes[:2]]
+            ours += _answers(self.ours, states, probes[2:])
+            theirs += _answers(self.theirs, states, probes[2:])
         return agree(ours, theirs, self.precision)
 
 
