@@ -72,6 +72,15 @@ def test_what_another_family_computes_stays(kind, interpreted):
     assert interpreted[f"{kind}, False"]["replaced"] == cases.PASSES[kind][1]
 
 
+@pytest.mark.slow
+def test_stages_train_by_the_kernels():
+    """Whole stages: adapters under bfloat16, and a critic with checkpointing."""
+    lora = "test_lora.py::test_the_ways_of_a_pass_lead_to_like_adapters[values1-0.99]"
+    critic = "test_ppo_stage.py::test_bf16_autocast_trains_and_keeps_weights_in_float32[llama]"
+    tests = [f"tests/stages/optimize/{name}" for name in (lora, critic)]
+    child("-m", "pytest", "-p", "tests.interpreted_kernels", "-p", "no:cacheprovider", *tests)
+
+
 # -- compiled for a GPU that is not here
 
 

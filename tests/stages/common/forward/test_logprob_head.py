@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quiver.stages.common.forward import logprob_head as module
 from quiver.stages.common.forward.logprob_head import Shaping, completion_logprobs
+from tests.bytes_moved import autocast_on_meta
 
 N, D, V = 23, 12, 50
 
@@ -184,3 +186,32 @@ def _largest() -> dict[torch.dtype, int]:
         found, _ = completion_logprobs(hidden, layer, torch.randint(V, (N,)), torch.ones(N))
         found.sum().backward()
     return largest
+
+
+def test_logits_of_bfloat16_factors_are_float32_where_the_device_makes_them_so(monkeypatch):
+    """In the forward pass and where the backward pass makes them again; on meta tensors, which have
+    a GPU's operations."""
+    dtypes = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            output = function(*arguments, **(keywords or {}))
+            if function.name().startswith("aten::mm"):
+                dtypes.append(output.dtype)
+            return output
+
+    with torch.device("meta"):
+        head = nn.Linear(8, 50, dtype=torch.bfloat16)  # its bias keeps it from the kernels
+        hidden = torch.empty(7, 8, dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.empty(7, dtype=torch.int64)
+        temperature = torch.empty(7)
+    with autocast_on_meta(monkeypatch):
+        module._product(hidden.detach(), head.weight.detach())  # whether it can is tried once
+    with autocast_on_meta(monkeypatch), Products():
+        logprobs, _ = completion_logprobs(hidden, head, targets, temperature)
+        probabilities_kept = len(logprobs.grad_fn.probabilities)
+        logprobs.grad_fn.probabilities.clear()
+        logprobs.sum().backward()
+    narrow, wide = torch.bfloat16, torch.float32
+    assert (probabilities_kept, dtypes) == (1, [wide, wide, narrow, narrow])
+    assert (hidden.grad.dtype, head.weight.grad.dtype, head.bias.grad.dtype) == (narrow,) * 3
