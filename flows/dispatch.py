@@ -33,6 +33,7 @@ def run_at(
     upcoming: tuple[StageCall, ...] = (),
     tags: tuple[str, ...] = (),
     on_line: Callable[[str], None] | None = None,
+    resident: bool = False,
 ) -> Outcome:
     """The outcome of `call`, from where `placement` puts its stage. Raises what the stage raised;
     Stopped as soon as another thread wants it no longer.
@@ -44,13 +45,14 @@ def run_at(
             one leaves idle as it starts.
         tags: Tags of the flow runs in a pool.
         on_line: Called with each line of a child process of this one.
+        resident: An engine in a child process of this one may stay for the next call.
     """
     outcome = find(call.runner_call, expired=call.expired)
     if outcome is not None:
         return outcome
     pool = placement.pools.get(call.stage)
     if pool is None:
-        return run_here(call, upcoming=upcoming, on_line=on_line)
+        return run_here(call, upcoming=upcoming, on_line=on_line, resident=resident)
     from .pool import run_in_pool
 
     return run_in_pool(call.for_workers(), pool, placement, tags)

@@ -40,8 +40,10 @@ def run_here(
     *,
     upcoming: tuple[StageCall, ...] = (),
     on_line: Callable[[str], None] | None = None,
+    resident: bool = False,
 ) -> Outcome:
-    """In child processes of this one, once there is a slot for the first."""
+    """In child processes of this one, once there is a slot for the first. `resident`: one that
+    generates alone stays for the next call, with its engine asleep, until `end_waiting`."""
     on_line = on_line or logging.getLogger(f"quiver.{call.stage}").info
     most = count = most_processes(call)
     if most > 1:
@@ -63,6 +65,7 @@ def run_here(
                 online=call.online,
                 on_line=on_line,
                 env=env,
+                stay=resident and call.stage == "generate",
                 stopped=is_stopped,
             )
 

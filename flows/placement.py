@@ -23,8 +23,9 @@ from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.runner import Call
 from quiver.stages.common.runtime.stage import Refs, load
 from quiver.stages.common.store import Store
+from quiver.stages.generate.engine import ENGINES
 
-from .recipe import Recipe
+from .recipe import Placement, Recipe
 
 STAGES = ("prompt", "generate", "reward", "logprobs", "optimize", "evaluate")
 """What an iteration does, in this order."""
@@ -131,7 +132,9 @@ def stage_call(
 
 def check_placement(recipe: Recipe) -> None:
     """ConfigError where a pool is named that can not be reached from here, or could not see the
-    store."""
+    store; or an engine is asked to stay that does not."""
+    if recipe.placement.resident_engine:
+        _check_resident(recipe.placement, recipe.generate.engine)
     pools = recipe.placement.pools
     if not pools:
         return
@@ -145,6 +148,21 @@ def check_placement(recipe: Recipe) -> None:
             next="mount the store at the same path everywhere, e.g. --set "
             f"store={str(Path(recipe.store).absolute())!r}",
         )
+
+
+def _check_resident(placement: Placement, engine: str) -> None:
+    name = "placement.resident_engine"
+    problem = ""
+    if placement.generate:
+        problem = f"placement.generate = {placement.generate!r} has a process of its own each time"
+    elif engine in ENGINES and engine != "vllm":
+        problem = f"engine {engine} has nothing to keep from one policy to the next"
+    if problem:
+        raise ConfigError(name, problem, next=f"set {name} = false")
+    if engine == "vllm" and "generate" not in placement.python:
+        from quiver.stages.common.models.vllm_env import require_reload
+
+        require_reload(name)
 
 
 def trained_here(recipe: Recipe) -> dict[str, Config]:

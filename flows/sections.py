@@ -244,6 +244,11 @@ class Placement(Config):
     model needs (tensor_parallel_size and the like), and there are never more processes than shards.
     None: one process. Without a GPU a number is how many processes share the cores, and "all" is
     `slots`, or one."""
+    resident_engine: bool = False
+    """Keep the engine that samples, in its process, from one call to the next: it sleeps while
+    other stages have the device, and takes the next policy's weights. At any doubt a fresh one is
+    started. For `vllm` on a GPU, and for engines of your own that can sleep; not in a pool. Several
+    processes that share the shards (`devices`) have fresh engines all the same."""
     limits: dict[StageName, str] = Field(default_factory=dict)
     """By stage: a global concurrency limit of the Prefect server of which the stage holds a slot,
     e.g. `optimize = "gpus"` after `prefect gcl create gpus --limit 1`."""

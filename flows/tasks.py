@@ -30,7 +30,7 @@ from quiver.schemas.errors import LineageError, QuiverError
 from quiver.schemas.manifest import digest
 from quiver.schemas.refs import parse
 from quiver.stages.common.config import Config
-from quiver.stages.common.runtime.prewarm import end_prewarmed
+from quiver.stages.common.runtime.prewarm import end_waiting
 from quiver.stages.common.runtime.runner import Outcome, find
 from quiver.stages.common.runtime.stage import Refs, load
 from quiver.stages.common.store import Store
@@ -80,6 +80,7 @@ def worth_retrying(task: Task, run: TaskRun, state: State) -> bool:
     if error.code not in WORTH_RETRYING:
         return False
     log.warning("%s: %s; it is tried again soon", error.object, error.message)
+    end_waiting()  # an engine that sleeps has memory of the device and of this machine
     return True
 
 
@@ -99,7 +100,14 @@ def stage_task(
     """Run one stage and return its reference with a few numbers; "already done" when a finished
     version bears its run_key. Of the metrics only single numbers and words come back."""
     with progress(call.runner_call, logging.getLogger(f"quiver.{call.stage}").info) as on_line:
-        outcome = run_when_free(call, placement, upcoming=upcoming, tags=labels, on_line=on_line)
+        outcome = run_when_free(
+            call,
+            placement,
+            upcoming=upcoming,
+            tags=labels,
+            on_line=on_line,
+            resident=placement.resident_engine,
+        )
     publish(call.runner_call, outcome)
     metrics = {}
     for name, metric in outcome.metrics.items():
@@ -226,13 +234,14 @@ def labels_of(
 @contextmanager
 def tagged(recipe: Recipe, *, expired: bool = False) -> Iterator[None]:
     """What is called inside bears the run's tags, is one run to `check_stages`, and leaves no
-    prewarmed process behind. `expired`: finished versions whose files expired are answers."""
+    process behind that waits for a call. `expired`: finished versions whose files expired are
+    answers."""
     token = _RUN.set(_Run(expired))
     try:
         with tags(*labels_of(recipe)):
             yield
     finally:
-        end_prewarmed()
+        end_waiting()
         _RUN.reset(token)
 
 

@@ -7,6 +7,9 @@ The process imports what the stage needs, if it is told its config beforehand, a
 on stdin; then the call is there. The answer is one JSON object in a file, because libraries print
 on stdout as they like: {"ref", "cached", "rows", "seconds", "metrics"}, or {"error": {"code",
 "object", "message", "next"}}, with the version of Quiver.
+
+A call that says "stay" lets the process wait for another call in the same way, where its stage kept
+something for that (`staying`). The answer then says "stays".
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from pathlib import Path
 from quiver.schemas.errors import QuiverError, unexpected
 from quiver.stages.common import ranks
 from quiver.stages.common.config import parse
-from quiver.stages.common.runtime import keeper
+from quiver.stages.common.runtime import keeper, staying
 from quiver.stages.common.runtime.prewarm import HINT_NAME
 from quiver.stages.common.runtime.runner import Call, perform, quiver_version
 from quiver.stages.common.runtime.stage import MODULES, load
@@ -49,22 +52,38 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("quiver.stages").setLevel(logging.INFO)
-    answer_path = arguments.answer
     if arguments.rank:
         keeper.die_with_parent()
-        answer_path = ranks.answer_of(answer_path, os.environ["RANK"])
+        answer_path = ranks.answer_of(arguments.answer, os.environ["RANK"])
         if os.environ["RANK"] != "0":  # what rank 0 says goes for all
             logging.getLogger("quiver.stages").setLevel(logging.ERROR)
-    else:
-        import_beforehand(arguments.stage, arguments.call.with_name(HINT_NAME))
-        if not sys.stdin.readline():
-            return 0  # nobody needs it
-    call = json.loads(arguments.call.read_text())
-    count = 1 if arguments.rank else ranks.needed(arguments.stage, call["config"])
-    if count > 1:
-        command = [sys.executable, "-u", "-P", "-m", "quiver.stages", *sys.argv[1:], "--rank"]
-        return ranks.launch(command, answer_path, count)
-    answer, code = answer_call(arguments.stage, call)
+        return serve(arguments.stage, json.loads(arguments.call.read_text()), answer_path)
+    import_beforehand(arguments.stage, arguments.call.with_name(HINT_NAME))
+    code = 0
+    try:
+        while sys.stdin.readline():  # else nobody needs it, or nobody needs it any more
+            call = json.loads(arguments.call.read_text())
+            count = ranks.needed(arguments.stage, call["config"])
+            if count > 1:
+                command = [sys.executable, "-u", "-P", "-m", "quiver.stages", *sys.argv[1:]]
+                return ranks.launch([*command, "--rank"], arguments.answer, count)
+            code = serve(arguments.stage, call, arguments.answer)
+            if not staying.keeps():
+                break
+            print(flush=True)  # whoever waits for the answer reads what is printed
+    finally:
+        staying.close()
+    return code
+
+
+def serve(stage: str, call: dict, answer_path: Path) -> int:
+    """Do what the call says, and write the answer to `answer_path`; the exit code."""
+    staying.ask(call.pop("stay", False))
+    answer, code = answer_call(stage, call)
+    if code:
+        staying.close()
+    if staying.keeps():
+        answer["stays"] = True
     temporary = answer_path.with_suffix(".tmp")
     temporary.write_text(json.dumps({**answer, "quiver": quiver_version()}))
     temporary.replace(answer_path)

@@ -90,6 +90,9 @@ class Setup:
     longest: int | None = None
     """Most ids that a row of the prompts can have, by which a cache may be sized; None:
     max_model_len."""
+    resident: bool = False
+    """Whether the engine is asked to sleep behind its rows and to take a later policy: see
+    `Engine.sleep`. ConfigError where one that has this can not do it here."""
     verified: Callable[[], object] = lambda: None
     """Waits until the model's files are checked, which goes on meanwhile: import first, call this,
     then read them. Raises what is wrong with them."""
@@ -111,6 +114,19 @@ class Engine(Protocol):
         `requests` may end for now, and may be empty: there are more when these are answered, in the
         same call or in another.
         """
+        ...
+
+    def sleep(self) -> bool:
+        """Give back the device's memory until `take`. False where it can not; it is closed then.
+
+        May be left out, with `take`: each policy has a fresh engine in a process of its own.
+        """
+        ...
+
+    def take(self, setup: Setup) -> bool:
+        """Wake up with the policy of `setup`, and all else that it says, as one does that is made
+        from it; its files are checked. At any doubt False, or an error: it is closed, and a fresh
+        one does the work. `info` and `ahead` may be others then."""
         ...
 
     def close(self) -> None:

@@ -16,7 +16,8 @@ from quiver.stages.common.config import Added, Config, Runtime
 
 _SET_BY_ENGINE = {
     "block_size", "code_revision", "dtype", "enable_chunked_prefill", "enable_lora",
-    "enable_prefix_caching", "enforce_eager", "generation_config", "gpu_memory_utilization",
+    "enable_prefix_caching", "enable_sleep_mode", "enforce_eager", "generation_config",
+    "gpu_memory_utilization",
     "hf_config_path", "hf_overrides", "hf_token", "kv_cache_memory_bytes", "load_format",
     "logprobs_mode", "max_lora_rank", "max_loras", "max_model_len", "max_num_batched_tokens",
     "max_num_seqs", "model", "model_class_overrides", "model_weights",

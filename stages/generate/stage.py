@@ -32,6 +32,7 @@ from .config import Config
 from .options import VllmOptions
 from .prompts import context_limit, most_pictures, select_prompts
 from .requests import Requests
+from .resident import start
 from .rows import Rows
 from .shards import Shards
 from .turns.opening import identified, opened
@@ -168,24 +169,19 @@ def _sample(
         # hashing gigabytes takes as long as importing an engine's library
         verification = thread.submit(verify_model, policy)
         try:
-            engine = engines.make_engine(
-                config.engine, replace(setup, verified=verification.result)
-            )
+            resident = start(config, replace(setup, verified=verification.result))
         finally:
             verification.result()  # of a torn file this error says more than the engine's own
         tokenizer = checkpoints.load_tokenizer(policy)
-    writer.notes["engine"] = engine.info
+    writer.notes["engine"] = resident.info
     requests = new_requests(
         rows=rows,
         tokenizer=tokenizer,
         take_shard=shards.take,
         engine=config.engine,
-        ahead=getattr(engine, "ahead", 1),
+        ahead=getattr(resident.engine, "ahead", 1),
         vocabulary_size=checkpoints.vocabulary_size(policy),
         max_tokens=config.sampling.max_tokens,
     )
-    try:
-        shards.make(engine, requests)
-    finally:
-        with writer.phase("close"):
-            engine.close()
+    with resident.at_work(writer):
+        shards.make(resident.engine, requests)

@@ -240,11 +240,16 @@ def stored_dtypes(folder: Path) -> set[str]:
     return dtypes
 
 
-def count_parameters(folder: Path) -> int:
-    """Numbers in all weight files; only their headers are read."""
-    total = 0
+def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight, by its name; only the headers of the files are read."""
+    shapes = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "numpy") as tensors:
             for key in tensors.keys():  # noqa: SIM118  not a dict
-                total += math.prod(tensors.get_slice(key).get_shape())
-    return total
+                shapes[key] = tuple(tensors.get_slice(key).get_shape())
+    return shapes
+
+
+def count_parameters(folder: Path) -> int:
+    """Numbers in all weight files; only their headers are read."""
+    return sum(map(math.prod, weight_shapes(folder).values()))

@@ -103,6 +103,17 @@ def prepare(who: str, device: str = "auto", *, batch_invariant: bool = False) ->
     return build
 
 
+def require_reload(who: str) -> None:
+    """ConfigError where an engine can not take the weights of another checkpoint."""
+    if find_build(who).cpu:
+        raise ConfigError(
+            who,
+            "vLLM's CPU build repacks weights as it loads them, and would take those of the next "
+            "policy wrong, without a word",
+            next="set placement.resident_engine = false",
+        )
+
+
 def cpu_cache_bytes(config: dict[str, Any], length: int, sequences: int, itemsize: int) -> int:
     """Key/value cache for `sequences` of `length` tokens of the model in config.json, at most 40 %
     of the memory that is free; vLLM queues what does not fit."""

@@ -1,15 +1,17 @@
-"""The process of a stage, and one that is started before its call comes: it imports what the stage
-will need, and waits.
+"""The process of a stage: one that is started for its call, one that was started before it and has
+imported what the stage will need, or one that stayed behind an earlier call, with an engine asleep.
 
     prewarm("generate", config)
     ...
-    with take_prewarmed("generate") or StageProcess("generate") as child:
+    answer = ask("generate", call, stay=True)
+
+    with StageProcess("generate") as child:    # the same by hand
         child.send(call)
         code, last_lines = child.follow(on_line)
         answer = child.answer()
 
-A process decides nothing before its call. Where a prewarmed one is gone, or was not needed, no harm
-is done.
+A process decides nothing before its call. Where one that waits is gone, or was not needed, no harm
+is done; and what fails in one that stayed is done once more, in a fresh one.
 
 Not of the spine: what a stage makes does not depend on the process that it runs in.
 """
@@ -17,7 +19,9 @@ Not of the spine: what a stage makes does not depend on the process that it runs
 from __future__ import annotations
 
 import json
+import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,7 +30,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from quiver.schemas.errors import ResourceError
+from quiver.schemas.errors import ResourceError, printable
 
 from .allocator import allocator_environment
 from .folders import sweep_folders, temporary_folder
@@ -54,7 +58,11 @@ _LONGEST_TEMPORARY_PATH = 70
 """A socket's path has 107 bytes at most, and vLLM's are named by 36 of them."""
 HINT_NAME = "hint.json"
 """Beside the call: the config, or as much of it as says what to import."""
-_prewarmed: dict[tuple[str, str | None, bool], StageProcess] = {}
+_Key = tuple[str, str | None, bool, frozenset[tuple[str, str]]]
+_waiting: dict[_Key, StageProcess] = {}
+"""By stage, interpreter, whether it is online, and what was put over its environment: a process is
+no use where devices are others."""
+log = logging.getLogger(__name__)
 
 
 class StageProcess:
@@ -90,6 +98,8 @@ class StageProcess:
                 variables.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
                 variables["TMPDIR"] = str(folder)
             self.stage = stage
+            self.has_stayed = False
+            """Whether it has answered an earlier call."""
             self.process = Process(
                 command,
                 stdin=subprocess.PIPE,
@@ -106,12 +116,15 @@ class StageProcess:
     def __exit__(self, *error: object) -> None:
         self._stack.__exit__(*error)
 
-    def send(self, call: dict[str, Any]) -> None:
-        """The call, once."""
-        self._call_path.write_text(json.dumps(call))
+    def send(self, call: dict[str, Any], *, stay: bool = False) -> None:
+        """The call: the only one, or where it is to `stay`, one of several."""
+        self._answer_path.unlink(missing_ok=True)
+        self._call_path.write_text(json.dumps({**call, "stay": True} if stay else call))
         with suppress(BrokenPipeError):  # it died meanwhile, and `follow` says how
             self.process.stdin.write(b"\n")
-            self.process.stdin.close()
+            self.process.stdin.flush()
+            if not stay:
+                self.process.stdin.close()
 
     def follow(
         self,
@@ -119,10 +132,10 @@ class StageProcess:
         timeout: float | None = None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> tuple[int, list[str]]:
-        """Exit code and last lines, once it has ended; `on_line` is given each line as it comes.
-        Stopped, ResourceError after `timeout` seconds."""
+        """Exit code and last lines, once it has ended, or stays behind its answer (0 then);
+        `on_line` is given each line as it comes. Stopped, ResourceError after `timeout` seconds."""
         last_lines: deque[str] = deque(maxlen=5)
-        lines = self.process.lines(timeout, stopped)
+        lines = self.process.lines(timeout, stopped, self.stays)
         while True:
             try:
                 line = next(lines, None)
@@ -134,38 +147,93 @@ class StageProcess:
                     next="raise placement.timeout_seconds, then run the same command again",
                 ) from error
             if line is None:
-                return self.process.wait(), list(last_lines)
+                return 0 if self.stays() else self.process.wait(), list(last_lines)
             last_lines.append(line)
             on_line(line)
 
     def answer(self) -> dict[str, Any] | None:
-        """What it said when it ended; None where it came to another end."""
+        """What it said in the end; None where it came to another one."""
         return json.loads(self._answer_path.read_text()) if self._answer_path.exists() else None
+
+    def stays(self) -> bool:
+        """Whether it has answered and waits for another call."""
+        return bool((self.answer() or {}).get("stays"))
+
+
+def ask(
+    stage: str,
+    call: dict[str, Any],
+    *,
+    python: str | None = None,
+    online: bool = False,
+    env: Mapping[str, str] | None = None,
+    stay: bool = False,
+    on_line: Callable[[str], None] = log.info,
+    timeout: float | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """What a process of `stage` answers to `call`: one that waits, or a fresh one. ResourceError
+    where it ends without an answer, or is still running after `timeout` seconds; Stopped.
+
+    `stay`: it may wait for the next such call, with what its stage keeps for that, until
+    `end_waiting`.
+    """
+    key = _key(stage, python, online, env)
+    child = _waiting.pop(key, None)
+    if child is not None and child.process.poll() is not None:  # it died while nobody looked
+        child.__exit__(None, None, None)
+        child = None
+    while True:
+        with ExitStack() as stack:
+            child = stack.enter_context(child or StageProcess(stage, python, online, env))
+            child.send(call, stay=stay)
+            code, last_lines = child.follow(on_line, timeout, stopped)
+            answer = child.answer()
+            if answer is not None and answer.pop("stays", False):
+                child.has_stayed = True
+                if _waiting.setdefault(key, child) is child:
+                    stack.pop_all()
+        if answer is not None and not ("error" in answer and child.has_stayed):
+            return answer
+        if answer is not None:
+            problem = f"{answer['error']['object']}: {answer['error']['message']}"
+        else:
+            problem = f"its process ended {_manner(code)} without an answer"
+        if not child.has_stayed:
+            raise ResourceError(
+                f"stage {stage}",
+                f"{problem}; last words: {printable(' / '.join(last_lines[::-1]))}",
+                state="finished shards and all versions are kept.",
+                next="run the same command again; it goes on where this one stopped",
+            )
+        log.info("stage %s: once more, in a fresh process: %s", stage, problem)
+        child = None
 
 
 def prewarm(
     stage: str, config: dict[str, Any], python: str | None = None, online: bool = False
 ) -> None:
-    """Start a process that imports what `stage` needs for `config`; at most one of a kind."""
-    key = (stage, python, online)
-    if key not in _prewarmed:
-        _prewarmed[key] = StageProcess(stage, python, online, hint=config)
+    """Start a process that imports what `stage` needs for `config`, unless one waits already."""
+    key = _key(stage, python, online)
+    if key not in _waiting:
+        _waiting[key] = StageProcess(stage, python, online, hint=config)
 
 
-def take_prewarmed(
-    stage: str, python: str | None = None, online: bool = False
-) -> StageProcess | None:
-    """The process that waits for a call of `stage`, the caller's from now on; None where there is
-    none, or it is dead."""
-    child = _prewarmed.pop((stage, python, online), None)
-    if child is not None and child.process.poll() is not None:
-        child.__exit__(None, None, None)
-        return None
-    return child
-
-
-def end_prewarmed() -> None:
+def end_waiting() -> None:
     """End those that nobody took."""
-    while _prewarmed:
-        _, child = _prewarmed.popitem()
+    while _waiting:
+        _, child = _waiting.popitem()
         child.__exit__(None, None, None)
+
+
+def _key(
+    stage: str, python: str | None, online: bool, env: Mapping[str, str] | None = None
+) -> _Key:
+    return stage, python, online, frozenset((env or {}).items())
+
+
+def _manner(code: int) -> str:
+    if code >= 0:
+        return f"with exit code {code}"
+    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+    return f"by {signal.Signals(-code).name}{hint}"

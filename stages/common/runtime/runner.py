@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -29,7 +28,6 @@ from quiver.schemas.errors import (
     BusyError,
     ConfigError,
     ConflictError,
-    ResourceError,
     from_dict,
     printable,
 )
@@ -39,7 +37,7 @@ from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.failpoints import failpoint
 from quiver.stages.common.store.writer import open_staging
 
-from .prewarm import StageProcess, take_prewarmed
+from .prewarm import ask
 from .stage import Plan, load, plan_call
 
 log = logging.getLogger(__name__)
@@ -190,6 +188,7 @@ def run_call(
     online: bool = False,
     on_line: Callable[[str], None] = log.info,
     env: Mapping[str, str] | None = None,
+    stay: bool = False,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Find the finished version, or run the stage in a child process and wait for it.
@@ -203,26 +202,24 @@ def run_call(
         online: Whether it may reach a model hub.
         on_line: Is given each line that the child prints.
         env: Put over the child's environment.
+        stay: The child may wait for the next such call, with an engine asleep.
         stopped: As soon as it is true (another thread's wish) the child is ended: Stopped.
     """
     started_at = time.monotonic()
     outcome = find(call)
     if outcome is not None:
         return outcome
-    # a process that is there already has looked at the devices of another environment
-    prewarmed = None if env else take_prewarmed(call.stage, python, online)
-    with prewarmed or StageProcess(call.stage, python, online, env) as child:
-        child.send(call.to_json())
-        code, last_lines = child.follow(on_line, timeout, stopped)
-        answer = child.answer()
-    if answer is None:
-        raise ResourceError(
-            f"stage {call.stage}",
-            f"its process ended {_manner(code)} without an answer; last words: "
-            f"{printable(' / '.join(last_lines[::-1]))}",
-            state="finished shards and all versions are kept.",
-            next="run the same command again; it goes on where this one stopped",
-        )
+    answer = ask(
+        call.stage,
+        call.to_json(),
+        python=python,
+        online=online,
+        env=env,
+        stay=stay,
+        on_line=on_line,
+        timeout=timeout,
+        stopped=stopped,
+    )
     # before its error: a child of another version refuses the call, or misreads it
     require_version(python or sys.executable, answer.pop("quiver", None), quiver_version())
     if "error" in answer:
@@ -288,10 +285,3 @@ def require_version(python: str, version: str | None, expected: str | None) -> N
             f"{printable(expected or 'an earlier version')}",
             next="install the same version in both environments",
         )
-
-
-def _manner(code: int) -> str:
-    if code >= 0:
-        return f"with exit code {code}"
-    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-    return f"by {signal.Signals(-code).name}{hint}"

@@ -113,12 +113,16 @@ class Process(subprocess.Popen):
         self.end()
 
     def lines(
-        self, timeout: float | None = None, stopped: Callable[[], bool] = lambda: False
+        self,
+        timeout: float | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+        until: Callable[[], bool] = lambda: False,
     ) -> Iterator[str]:
         """Lines of its stdout as they come; of a progress bar that rewrites its line only the last
         state. TimeoutError after `timeout` seconds, Stopped when `stopped()`.
 
-        Of a line longer than _LONGEST_LINE only the end is kept.
+        They end with the process, or once `until()` is true and what was printed before that is
+        read. Of a line longer than _LONGEST_LINE only the end is kept.
         """
         deadline = time.monotonic() + timeout if timeout else None
         poll = select.poll()
@@ -130,12 +134,13 @@ class Process(subprocess.Popen):
                 raise Stopped
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"still running after {timeout:g} s")
-            if poll.poll(200):
+            is_over = until()
+            if poll.poll(0 if is_over else 200):
                 chunk = os.read(self.stdout.fileno(), 65536)
-            elif self.poll() is None:
-                continue
+            elif is_over or self.poll() is not None:
+                chunk = b""  # or it was killed with its keeper, and something is left of it
             else:
-                chunk = b""  # it was killed with its keeper, and something is left of it
+                continue
             *lines, unfinished = (unfinished + chunk).split(b"\n")
             for raw in lines if chunk else [*lines, unfinished]:
                 line = raw.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")

@@ -69,3 +69,4 @@ class ModelLink:
         """Let the next engine have the link; this one reads no file any more."""
         if self._lease is not None:
             self._lease.release()
+            self._lease = None

@@ -1,5 +1,5 @@
-"""Engine `vllm`: a fresh engine for exactly one checkpoint, ids in, ids and their processed
-logprobs out.
+"""Engine `vllm`: an engine for one checkpoint at a time, ids in, ids and their processed logprobs
+out.
 
 Explicit sampling parameters and `generation_config="vllm"`, so that nothing hidden in the model
 applies; the ids that end a completion are all named. One request a row with the row's own seed, so
@@ -9,6 +9,11 @@ wedged, so the error is final for this process. Refused: encoder-decoder models.
 On a CPU the engine lives in this process, eager and without compilation (it starts in seconds).
 Chunked prefill is off there: the CPU build can not put back the random numbers that a seeded,
 half-read prompt drew. Prompts that do not fit one step wait for the next.
+
+On a GPU it may sleep, with no weights and no cache, and take the next checkpoint's weights into the
+places of the ones before: only where that is the same model but for its weights, and the engine was
+made with nothing beside (an adapter, pictures, `engine_args`). On a CPU vLLM repacks weights as it
+loads them, and reloads them wrong without a word: refused.
 """
 
 from __future__ import annotations
@@ -27,6 +32,8 @@ from quiver.stages.common.config import parse
 from quiver.stages.common.images.decoder import open_image
 from quiver.stages.common.images.processor import load_processor
 from quiver.stages.common.models import checkpoints, vllm_env
+from quiver.stages.common.models.folder import weight_shapes
+from quiver.stages.common.store import Version
 from quiver.stages.generate.config import Config
 from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import VllmOptions
@@ -55,6 +62,8 @@ class VllmEngine:
             "engine vllm", setup.device, batch_invariant=self.options.batch_invariant
         )
         self.cpu = build.cpu
+        if setup.resident:
+            vllm_env.require_reload("engine vllm")
         self.link = ModelLink((setup.base or setup.policy).files.folder)
         with _fatal("could not start"):
             self.llm = self._start()
@@ -73,6 +82,8 @@ class VllmEngine:
             self.info["batch_invariant"] = True
         if setup.base:
             self.info["base"] = str(setup.base.ref)
+        if self._can_sleep:
+            self._architecture = _architecture(setup.policy)
 
     @staticmethod
     def prepare(config: Config) -> None:
@@ -122,7 +133,16 @@ class VllmEngine:
         }
         if options.logits_dtype != "auto":
             arguments["hf_overrides"] = {"head_dtype": options.logits_dtype}
+        if self._can_sleep:
+            arguments["enable_sleep_mode"] = True
         return arguments | (self._cpu_arguments() if self.cpu else {})
+
+    @property
+    def _can_sleep(self) -> bool:
+        """Whether weights are all that a later policy changes in this engine."""
+        setup = self.setup
+        has_more = setup.base or setup.most_pictures or self.options.engine_args
+        return setup.resident and not has_more
 
     def _dtype(self) -> str:
         if self.setup.dtype != "auto":
@@ -254,6 +274,44 @@ class VllmEngine:
         images = [open_image(picture.content) for picture in request.pictures]
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
 
+    def sleep(self) -> bool:
+        """Drop weights and cache; what was compiled and recorded for the GPU stays."""
+        if not self._can_sleep:
+            return False
+        self.link.release()  # it reads no file any more
+        self.llm.sleep(level=2)
+        return True
+
+    def take(self, setup: Setup) -> bool:
+        """Load the weights of `setup.policy` into the places of those before."""
+        if not self._fits(setup):
+            return False
+        # weights need room for themselves alone, while they are loaded
+        self.llm.wake_up(["weights"])
+        folder = str(setup.policy.files.folder)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        is_awake = self.llm.wake_up(["kv_cache"])
+        is_empty = self.llm.reset_prefix_cache()  # of what the weights before made of the prompts
+        self.setup = setup
+        return is_awake and is_empty
+
+    def _fits(self, setup: Setup) -> bool:
+        """Whether an engine that was made from `setup` would differ from this one by its weights
+        alone. What a request says of itself (sampling, ends) may be anything."""
+        before = self.setup
+        if parse(VllmOptions, setup.options, "generate.options") != self.options:
+            return False
+        if (setup.dtype, setup.device) != (before.dtype, before.device):
+            return False
+        if setup.base or setup.most_pictures or setup.max_model_len > before.max_model_len:
+            return False
+        # these positions depend on how long a row may be
+        if setup.max_model_len != before.max_model_len and "longrope" in str(self._architecture):
+            return False
+        policies = (before.policy, setup.policy)
+        tokenizers = {checkpoints.as_model("policy", policy).tokenizer for policy in policies}
+        return len(tokenizers) == 1 and _architecture(setup.policy) == self._architecture
+
     def close(self) -> None:
         """End the engine and its processes."""
         # vLLM's shutdown asks to collect garbage: two walks over every object there is take a
@@ -266,6 +324,19 @@ class VllmEngine:
             gc.collect = collect
         del self.llm
         self.link.release()
+
+
+def _architecture(policy: Version) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """What vLLM makes the model from, beside the weights' values: its config with all defaults
+    filled in, and the names and shapes of the weights."""
+    from transformers import AutoConfig
+
+    folder = policy.files.folder
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    # who saved it, and in what: the engine computes in a dtype of its own
+    ignored = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
+    settings = {name: each for name, each in config.to_dict().items() if name not in ignored}
+    return settings, weight_shapes(folder)
 
 
 def _fatal(problem: str) -> AbstractContextManager[None]:

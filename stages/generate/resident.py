@@ -1,0 +1,109 @@
+"""The engine of a stage, and what becomes of it: when the rows are there it is closed; or it
+sleeps, where its process is asked to stay, and takes the policy of the next call.
+
+    resident = start(config, setup)     # the one that sleeps here, with that policy, or a fresh one
+    writer.notes["engine"] = resident.info
+    with resident.at_work(writer):
+        shards.make(resident.engine, requests)
+
+An engine that sleeps and does not take what it is asked to, for whatever reason, is an error here;
+whoever called then has a fresh process do it. So a fresh engine is always in a process of its own.
+
+Not of the spine: what an engine answers does not depend on how it came by the policy.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from quiver.schemas.errors import ResourceError, printable
+from quiver.stages.common.runtime import staying
+from quiver.stages.common.store.writer import Writer
+
+from .config import Config
+from .engine import Engine, Setup, make_engine
+
+log = logging.getLogger(__name__)
+
+
+class Resident:
+    """An engine with what it was made for."""
+
+    def __init__(self, config: Config, setup: Setup) -> None:
+        self.engine: Engine = make_engine(
+            config.engine, replace(setup, resident=staying.is_asked())
+        )
+        self.code = (config.engine, config.code_sha256)
+        self.num_policies = 1
+        """How many it has had, one a call."""
+
+    def take(self, config: Config, setup: Setup) -> None:
+        """Have the engine take the policy of `setup`, and all else that it says. ResourceError
+        where it does not."""
+        reason = "it was made for another engine, or for other code"
+        try:
+            if self.code == (config.engine, config.code_sha256):
+                reason = "it was made for other options or another model"
+                setup.verified()
+                if self.engine.take(replace(setup, resident=staying.is_asked())):
+                    self.num_policies += 1
+                    return
+        except Exception as error:  # of the user's own engine too
+            reason = f"{type(error).__name__}: {printable(error)}"
+        self.engine.close()
+        raise ResourceError(
+            f"engine {printable(config.engine)}",
+            f"slept, and does not take {setup.policy.ref}: {reason}",
+            state="finished shards are kept; nothing else was written.",
+            next="run the same command again",
+        )
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """The engine's own, for the manifest; that it is resident, and which policy of its process
+        this is, where it is asked to stay."""
+        if not staying.is_asked() and self.num_policies == 1:
+            return self.engine.info
+        return {**self.engine.info, "resident": True, "policies": self.num_policies}
+
+    @contextmanager
+    def at_work(self, writer: Writer) -> Iterator[None]:
+        """The engine answers inside; behind it, it sleeps or is closed."""
+        sleeps = False
+        try:
+            yield
+            if staying.is_asked() and hasattr(self.engine, "take"):
+                with writer.phase("close"):
+                    sleeps = self._fall_asleep()
+        finally:
+            if not sleeps:
+                with writer.phase("close"):
+                    self.engine.close()
+
+    def _fall_asleep(self) -> bool:
+        try:
+            sleeps = self.engine.sleep()
+        except Exception as error:  # its rows are there, and a fresh engine answers the next call
+            log.warning("the engine could not sleep, and ends: %s", printable(error))
+            return False
+        if sleeps:
+            staying.keep(self)
+        return sleeps
+
+    def close(self) -> None:
+        """Free what the engine holds."""
+        self.engine.close()
+
+
+def start(config: Config, setup: Setup) -> Resident:
+    """The engine that sleeps in this process, once it has taken the policy; else a fresh one.
+    ConfigError, ResourceError."""
+    resident = staying.take()
+    if resident is None:
+        return Resident(config, setup)
+    resident.take(config, setup)
+    return resident
