@@ -71,6 +71,10 @@ def main() -> int:
             if not staying.keeps():
                 break
             print(flush=True)  # whoever waits for the answer reads what is printed
+    except SystemExit as told:
+        if not staying.keeps():
+            raise
+        code = told.code  # asleep, and told to end: at once
     finally:
         staying.close()
     return code

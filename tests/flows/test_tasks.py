@@ -35,12 +35,11 @@ from quiver.flows import post_train, single, tasks
 from quiver.flows.recipe import load
 from quiver.stages.common.runtime import prewarm, runner
 
-prewarmed, taking = [], runner.take_prewarmed
-def taken(stage, *about):
-    child = taking(stage, *about)
-    prewarmed.extend([stage] if child else [])
-    return child
-runner.take_prewarmed = taken
+prewarmed, asking = [], runner.ask
+def asked(stage, *arguments, **named):
+    prewarmed.extend([stage] if stage in [key[0] for key in prewarm._waiting] else [])
+    return asking(stage, *arguments, **named)
+runner.ask = asked
 sizes, calling = [], tasks.run_when_free
 def measured(*arguments, **named):
     outcome = calling(*arguments, **named)
@@ -61,7 +60,7 @@ settings = ["data.source='dies_once.py:rows'", "data.held_out=null", "placement.
 again = single.rerun(load("recipe.toml", settings), "prompt")
 scores = single.evaluation(recipe, ["policy@0", "tiny/policy@2"])
 print(json.dumps({"run": run, "sizes": sizes, "reward": reward, "score": score, "again": again, "scores": scores,
-                  "prewarmed": prewarmed, "left": len(prewarm._prewarmed)}))
+                  "prewarmed": prewarmed, "left": len(prewarm._waiting)}))
 """
 
 

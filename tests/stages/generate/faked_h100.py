@@ -34,17 +34,19 @@ def fake_platform() -> None:
         get_device_uuid = classmethod(lambda _, device_id=0: "GPU-0")
         is_fully_connected = classmethod(lambda _, device_ids: True)
         log_warnings = classmethod(lambda _: None)
+        is_sleep_mode_available = classmethod(lambda _: True)
+        is_cumem_allocator_available = classmethod(lambda _: True)
 
     platforms._current_platform = H100()
 
 
-def config_of(policy, path: str, **options):
+def config_of(policy, path: str, *, resident: bool = False, **options):
     """vLLM's whole config for the policy, read from `path`."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
     engine = VllmEngine.__new__(VllmEngine)
-    engine.setup = Setup(policy, Sampling(), stop_ids=(1,), max_model_len=128)
+    engine.setup = Setup(policy, Sampling(), (1,), max_model_len=128, resident=resident)
     engine.options = VllmOptions(**options)
     engine.cpu = False
     arguments = engine.arguments()
@@ -79,6 +81,12 @@ def main() -> None:
     changed = config_of(policies[0], str(policies[0].files.folder), **asked)
     out["asked sequences"] = changed.scheduler_config.max_num_seqs
     out["head"] = [str(config.model_config.head_dtype) for config in (whole, changed)]
+    folder = str(policies[0].files.folder)
+    resident = config_of(policies[0], folder, resident=True)
+    out["sleeps"] = [each.model_config.enable_sleep_mode for each in (whole, resident)]
+    out["allocator"] = [each.model_config.enable_cumem_allocator for each in (whole, resident)]
+    with_more = config_of(policies[0], folder, resident=True, engine_args={"kv_cache_dtype": "fp8"})
+    out["sleeps with more"] = with_more.model_config.enable_sleep_mode
     print(json.dumps(out))
 
 

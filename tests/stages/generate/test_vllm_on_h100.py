@@ -56,6 +56,13 @@ def test_logits_are_in_float32_where_that_is_asked(configs):
     assert configs["head"] == ["torch.bfloat16", "torch.float32"]
 
 
+@pytest.mark.vllm
+def test_an_engine_that_stays_is_made_to_sleep_where_weights_are_all_that_changes(configs):
+    assert configs["sleeps"] == [False, True]
+    assert configs["allocator"] == [False, True], "that from which vLLM gives memory back"
+    assert not configs["sleeps with more"]
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """A folder of links that no other test has."""

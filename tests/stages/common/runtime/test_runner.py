@@ -12,7 +12,7 @@ import pytest
 
 from quiver import run_stage
 from quiver.schemas.errors import ConfigError, ResourceError
-from quiver.stages.common.runtime import runner
+from quiver.stages.common.runtime import prewarm, runner
 from quiver.stages.common.runtime.runner import Call, find, perform, quiver_version, run_call
 from quiver.stages.common.runtime.stage import Plan, is_made_alike
 from tests.stages.common.store.test_store import Settings, commit
@@ -185,8 +185,15 @@ def test_what_another_release_of_a_stage_made_is_not_made_alike(store):
 
 def test_a_child_with_an_environment_of_its_own_is_started_for_it(store, monkeypatch):
     """One that waits already has the caller's: it has looked at the wrong devices."""
-    monkeypatch.setattr(runner, "take_prewarmed", lambda *_: pytest.fail("it was taken"))
     monkeypatch.setattr(runner, "find", lambda call: None)
     call = Call("policy", {"model": str(store.path / "nowhere")}, store.path, into="b")
-    with pytest.raises(ConfigError, match="there is no such directory"):
-        run_call(call, env={"CUDA_VISIBLE_DEVICES": "1"})
+    prewarm.prewarm("policy", call.config)
+    try:
+        with pytest.raises(ConfigError, match="there is no such directory"):
+            run_call(call, env={"CUDA_VISIBLE_DEVICES": "1"})
+        assert len(prewarm._waiting) == 1
+        with pytest.raises(ConfigError, match="there is no such directory"):
+            run_call(call)
+        assert not prewarm._waiting
+    finally:
+        prewarm.end_waiting()

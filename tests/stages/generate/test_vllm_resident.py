@@ -1,0 +1,187 @@
+"""How the engine `vllm` sleeps and takes the next policy: what it asks of vLLM, in which order; when
+it does not; and what a real one makes of it."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.models import vllm_env
+from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.common.store import Store
+from quiver.stages.generate.engine import Setup
+from quiver.stages.generate.engines import vllm
+from quiver.stages.generate.options import Sampling, VllmOptions
+from tests.tiny import EOS, make_folder, make_policy
+
+MEMORY = {"gpu_memory_utilization": 0.5}
+
+
+class Recorder:
+    """Stands in for `vllm.LLM`: what it was asked, in this order."""
+
+    def __init__(self, awake: bool = True) -> None:
+        self.asked: list[tuple] = []
+        self.awake = awake
+
+    def sleep(self, level):
+        self.asked.append(("sleep", level))
+
+    def wake_up(self, tags):
+        self.asked.append(("wake_up", *tags))
+        return self.awake and tags == ["kv_cache"]
+
+    def collective_rpc(self, method, kwargs):
+        self.asked.append((method, kwargs))
+
+    def reset_prefix_cache(self):
+        self.asked.append(("reset_prefix_cache",))
+        return True
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Store:
+    """Two policies that differ by their weights, and others that differ by more."""
+    store = Store(tmp_path_factory.mktemp("resident") / "store")
+    make_policy(store, "tiny")
+    make_policy(store, "next", seed=1)
+    make_policy(store, "qwen", "qwen3")
+    for run, changed in {
+        "wider": {"intermediate_size": 80},
+        "turning": {"rope_theta": 7.0},
+    }.items():
+        folder = make_folder(tmp_path_factory.mktemp(run))
+        config = LlamaConfig.from_pretrained(folder)
+        config.rope_parameters["rope_theta"] = changed.pop("rope_theta", 10_000.0)
+        config.update(changed)
+        LlamaForCausalLM(config).save_pretrained(folder)
+        run_stage("policy", {"model": str(folder)}, store, into=run, in_process=True)
+    folder = make_folder(tmp_path_factory.mktemp("words"))
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text + "\n")
+    run_stage("policy", {"model": str(folder)}, store, into="words", in_process=True)
+    return store
+
+
+def setup_of(store: Store, run: str = "tiny", **changed) -> Setup:
+    fields = {"max_model_len": 128, "options": MEMORY, "resident": True, **changed}
+    return Setup(store.open(f"{run}/policy@0"), Sampling(), (EOS,), **fields)
+
+
+def engine_of(setup: Setup, llm: Recorder) -> vllm.VllmEngine:
+    """An engine as it is on a GPU, but for vLLM itself."""
+    engine = vllm.VllmEngine.__new__(vllm.VllmEngine)
+    engine.setup = setup
+    engine.options = VllmOptions(**setup.options)
+    engine.llm = llm
+    engine.link = SimpleNamespace(release=lambda: llm.asked.append(("release",)))
+    engine._architecture = vllm._architecture(setup.policy)
+    return engine
+
+
+def test_it_wakes_loads_the_weights_and_forgets_what_it_made_of_prompts(store):
+    llm = Recorder()
+    engine = engine_of(setup_of(store), llm)
+    assert engine.sleep()
+    assert llm.asked == [("release",), ("sleep", 2)]
+    llm.asked.clear()
+    following = replace(
+        setup_of(store, "next"),
+        sampling=Sampling(temperature=0.5, max_tokens=3),
+        stop_ids=(),
+        max_model_len=64,
+        longest=40,
+    )
+    assert engine.take(following)
+    assert engine.setup is following
+    folder = str(store.open("next/policy@0").files.folder)
+    assert llm.asked == [
+        ("wake_up", "weights"),
+        ("reload_weights", {"weights_path": folder}),
+        ("wake_up", "kv_cache"),
+        ("reset_prefix_cache",),
+    ]
+
+
+def test_one_that_is_not_awake_in_the_end_took_nothing(store):
+    assert not engine_of(setup_of(store), Recorder(awake=False)).take(setup_of(store, "next"))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"max_model_len": 192},
+        {"dtype": "float32"},
+        {"device": "cuda"},
+        {"options": {**MEMORY, "max_num_seqs": 8}},
+        {"options": {**MEMORY, "lora": True}},
+        {"most_pictures": 1},
+        {"run": "qwen"},
+        {"run": "wider"},
+        {"run": "turning"},
+        {"run": "words"},
+    ],
+    ids=str,
+)
+def test_at_any_doubt_it_takes_nothing(store, changed):
+    llm = Recorder()
+    assert not engine_of(setup_of(store), llm).take(setup_of(store, **{"run": "next", **changed}))
+    assert llm.asked == []
+
+
+def test_over_an_adapters_base_it_takes_nothing_and_does_not_sleep(store):
+    llm = Recorder()
+    base = store.open("tiny/policy@0")
+    assert not engine_of(setup_of(store), llm).take(replace(setup_of(store, "next"), base=base))
+    for changed in (
+        {"base": base},
+        {"most_pictures": 1},
+        {"options": {"engine_args": {"kv_cache_dtype": "fp8"}}},
+        {"resident": False},
+    ):
+        assert not engine_of(setup_of(store, **changed), llm).sleep()
+    assert llm.asked == []
+
+
+def test_positions_that_depend_on_the_length_need_the_same_length(store):
+    engine = engine_of(setup_of(store), Recorder())
+    shorter = setup_of(store, "next", max_model_len=64)
+    assert engine._fits(shorter)
+    engine._architecture = ({"rope_parameters": {"rope_type": "longrope"}}, {})
+    assert not engine._fits(shorter)
+
+
+def test_its_cpu_build_is_refused_before_it_starts(store):
+    if not vllm_env.find_build("test").cpu:
+        pytest.skip("it is the GPU build")
+    with pytest.raises(ConfigError, match="repacks weights") as caught:
+        vllm.VllmEngine(setup_of(store, options={}))
+    assert caught.value.next == "set placement.resident_engine = false"
+
+
+@pytest.mark.vllm
+def test_a_real_vllm_takes_weights_and_its_cpu_build_takes_them_wrong(store):
+    """All of it but the memory that a GPU gives back. Where the CPU's answers become right, what is
+    refused here may be allowed."""
+    make_policy(store, "other", seed=2)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.stages.generate.resident_checks", str(store.path)],
+        cwd=Path(__file__).parents[3],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    answers = json.loads(done.stdout.splitlines()[-1])
+    assert answers["slept"] and answers["taken"] and answers["back"]
+    assert answers["second"] != answers["first"], "it is the same model"
+    is_right = answers["second"] == [pytest.approx(row, abs=1e-3) for row in answers["fresh"]]
+    assert is_right == (not vllm_env.find_build("test").cpu)
