@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +54,8 @@ class Resident:
                     return
         except Exception as error:  # of the user's own engine too
             reason = f"{type(error).__name__}: {printable(error)}"
-        self.engine.close()
+        with suppress(Exception):  # its process ends, and all that it started with it
+            self.engine.close()
         raise ResourceError(
             f"engine {printable(config.engine)}",
             f"slept, and does not take {setup.policy.ref}: {reason}",
@@ -64,9 +65,9 @@ class Resident:
 
     @property
     def info(self) -> dict[str, Any]:
-        """The engine's own, for the manifest; that it is resident, and which policy of its process
-        this is, where it is asked to stay."""
-        if not staying.is_asked() and self.num_policies == 1:
+        """The engine's own, for the manifest; and where it slept before this policy, that it is
+        resident, and how many policies it has had."""
+        if self.num_policies == 1:
             return self.engine.info
         return {**self.engine.info, "resident": True, "policies": self.num_policies}
 

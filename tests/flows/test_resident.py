@@ -13,7 +13,7 @@ import pytest
 from quiver.flows.here import run_here
 from quiver.flows.placement import StageCall, check_placement
 from quiver.flows.recipe import load
-from quiver.schemas.errors import ConfigError, ResourceError
+from quiver.schemas.errors import ConfigError, CorruptError, ResourceError
 from quiver.stages.common.models import vllm_env
 from quiver.stages.common.runtime import prewarm
 from quiver.stages.common.store import Store
@@ -142,7 +142,8 @@ def test_one_engine_answers_for_each_policy_in_turn_as_fresh_ones_do(place, bare
         outcome = run_here(call(place, number), resident=True)
         assert (outcome.ref, outcome.cached) == (f"tiny/rollouts@{number + 1}", False)
         info = engine_info(place, outcome.ref)
-        assert (info["resident"], info["policies"]) == (True, number + 1)
+        has_slept = (True, number + 1) if number else (None, None)
+        assert (info.get("resident"), info.get("policies")) == has_slept
     assert events(place) == ["start", "sleep", "take", "sleep", "take", "sleep"]
     prewarm.end_waiting()
     assert events(place)[-1] == "close"
@@ -177,7 +178,20 @@ def test_one_that_is_killed_in_its_sleep_costs_one_start(place):
 def test_one_that_can_not_take_a_policy_costs_one_start(place, fault):
     run_two(place, lambda: (place / "fault").write_text(fault))
     assert [each for each in events(place) if each != "close"] == ["start", "sleep"] * 2
-    assert engine_info(place, "tiny/rollouts@2")["policies"] == 1
+    assert "resident" not in engine_info(place, "tiny/rollouts@2")
+
+
+def test_a_policy_with_a_damaged_file_is_not_taken(place):
+    def damage():
+        path = Store(place / "store").open("p1/policy@0").files.folder / "model.safetensors"
+        path.chmod(0o644)
+        weights = bytearray(path.read_bytes())
+        weights[-1] ^= 1
+        path.write_bytes(weights)
+
+    with pytest.raises(CorruptError, match="sha256"):
+        run_two(place, damage)
+    assert "take" not in events(place)
 
 
 def test_other_options_get_a_fresh_engine(place):

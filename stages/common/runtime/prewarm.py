@@ -100,6 +100,7 @@ class StageProcess:
             self.stage = stage
             self.has_stayed = False
             """Whether it has answered an earlier call."""
+            self._may_stay = False
             self.process = Process(
                 command,
                 stdin=subprocess.PIPE,
@@ -118,6 +119,7 @@ class StageProcess:
 
     def send(self, call: dict[str, Any], *, stay: bool = False) -> None:
         """The call: the only one, or where it is to `stay`, one of several."""
+        self._may_stay = stay
         self._answer_path.unlink(missing_ok=True)
         self._call_path.write_text(json.dumps({**call, "stay": True} if stay else call))
         with suppress(BrokenPipeError):  # it died meanwhile, and `follow` says how
@@ -157,7 +159,7 @@ class StageProcess:
 
     def stays(self) -> bool:
         """Whether it has answered and waits for another call."""
-        return bool((self.answer() or {}).get("stays"))
+        return self._may_stay and bool((self.answer() or {}).get("stays"))
 
 
 def ask(
