@@ -24,6 +24,7 @@ from tests.flows.conftest import (
     quiver,
     write_recipe,
 )
+from tests.stages.generate import guessing
 from tests.stages.generate.making import random_prompts
 from tests.stages.sharing import copy, wait
 from tests.tiny import make_policy
@@ -216,6 +217,29 @@ def test_one_that_does_not_sleep_ends_with_its_answer(place):
     (place / "sleepless").touch()
     run_two(place)
     assert events(place) == ["start", "sleep", "close"] * 2
+
+
+def test_episodes_of_turns_are_answered_by_it_too(place):
+    store = Store(place / "store")
+    names = guessing.write_game(place / "game")
+    prompts = guessing.render(store, store.open("p0/policy@0"), names)
+    config = {
+        "sampling": {"max_tokens": 8},
+        "options": {"script": names["script"]},
+        "turns": {"environment": names["environment"], "max_turns": 4},
+    }
+    outcomes = []
+    for number, is_fresh in ((0, False), (1, False), (1, True)):
+        refs = {"prompts": str(prompts.ref), "policy": f"p{number}/policy@0"}
+        if is_fresh:
+            prewarm.end_waiting()
+        again = call(place, number, config=config, refs=refs, force=True)
+        outcomes.append(store.open(run_here(again, resident=True).ref))
+    assert events(place) == ["start", "sleep", "take", "sleep", "close", "start", "sleep"]
+    resident, fresh = (version.table().to_pylist() for version in outcomes[1:])
+    assert max(len(row["turns"]) for row in resident) > 1
+    for name in ("rollout_id", "prompt_ids", "completion_ids", "seed"):  # a turn has its seconds
+        assert [row[name] for row in resident] == [row[name] for row in fresh]
 
 
 def test_what_is_done_already_wakes_nobody(place):
