@@ -84,7 +84,7 @@ def serve(stage: str, call: dict, answer_path: Path) -> int:
     """Do what the call says, and write the answer to `answer_path`; the exit code."""
     staying.ask(call.pop("stay", False))
     answer, code = answer_call(stage, call)
-    if code:
+    if code or not staying.is_asked():
         staying.close()
     if staying.keeps():
         answer["stays"] = True

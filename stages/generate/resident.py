@@ -74,26 +74,23 @@ class Resident:
     @contextmanager
     def at_work(self, writer: Writer) -> Iterator[None]:
         """The engine answers inside; behind it, it sleeps or is closed."""
-        sleeps = False
         try:
             yield
+        except BaseException:
+            with writer.phase("close"):
+                self.engine.close()
+            raise
+        sleeps = False
+        with writer.phase("close"):
             if staying.is_asked() and hasattr(self.engine, "take"):
-                with writer.phase("close"):
-                    sleeps = self._fall_asleep()
-        finally:
-            if not sleeps:
-                with writer.phase("close"):
-                    self.engine.close()
-
-    def _fall_asleep(self) -> bool:
-        try:
-            sleeps = self.engine.sleep()
-        except Exception as error:  # its rows are there, and a fresh engine answers the next call
-            log.warning("the engine could not sleep, and ends: %s", printable(error))
-            return False
-        if sleeps:
-            staying.keep(self)
-        return sleeps
+                try:
+                    sleeps = self.engine.sleep()
+                except Exception as error:  # its rows are there, and it is not needed for others
+                    log.warning("the engine could not sleep, and ends: %s", printable(error))
+            if sleeps:
+                staying.keep(self)
+            else:
+                self.engine.close()
 
     def close(self) -> None:
         """Free what the engine holds."""

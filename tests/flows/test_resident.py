@@ -249,6 +249,13 @@ def test_what_is_done_already_wakes_nobody(place):
     assert [each for each in events(place) if each != "sleep"] == ["start", "take", "take"]
 
 
+def test_a_call_that_asks_nobody_to_stay_takes_the_sleeper_and_ends_it(place):
+    run_here(call(place, 0), resident=True)
+    assert run_here(call(place, 1)).ref == "tiny/rollouts@2"
+    assert events(place) == ["start", "sleep", "take", "close"]
+    assert not prewarm._waiting
+
+
 def test_a_time_limit_ends_one_that_hangs(place):
     run_here(call(place, 0), resident=True)
     (place / "fault").write_text("hang")

@@ -191,7 +191,8 @@ def ask(
             child.send(call, stay=stay)
             code, last_lines = child.follow(on_line, timeout, stopped)
             answer = child.answer()
-            if answer is not None and answer.pop("stays", False):
+            if child.stays():
+                del answer["stays"]
                 child.has_stayed = True
                 if _waiting.setdefault(key, child) is child:
                     stack.pop_all()
