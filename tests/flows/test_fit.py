@@ -140,8 +140,9 @@ def test_what_does_not_fit_is_told_with_what_would(tmp_path):
 
 def test_one_more_gpu_halves_seconds_on_paper(tmp_path):
     all_of_them = recipe(tmp_path, placement={"devices": "all"})
+    enough = Workload(1024, 8, 256, 1024, 1280, "the test")  # for as many at once as fit
     one, two = (
-        sampling(SEVEN, all_of_them, LONG, parse_machine(text)) for text in ("h100", "h100:2")
+        sampling(SEVEN, all_of_them, enough, parse_machine(text)) for text in ("h100", "h100:2")
     )
     assert (one.devices, two.devices) == (1, 2)
     assert two.seconds == pytest.approx(one.seconds / 2, rel=0.01)
