@@ -1,11 +1,11 @@
-"""What each stage needs of a machine: bytes that it holds at once, by part; bytes that it moves and
-products that it makes in an iteration; seconds, as if the device did nothing slower than its maker
-says. The formulas are of this project's own passes (RESULTS.md has them beside counts and
-measurements).
+"""What each stage needs of a machine: bytes that it holds at once, by part, and what it moves and
+multiplies in an iteration.
 
-Of one token in one layer a pass keeps for the backward pass, in numbers: what both norms read and
-give, queries, the keys and values of its row, what attention gives, gate and up. Norms and MLPs are
-made again in the backward pass, or are one kernel.
+Seconds are on paper, as if the device did nothing slower than its maker says. The formulas are of
+this project's own passes; tests hold them to counts and to measured processes. Of one token in one
+layer a pass keeps for the backward pass, in numbers: what both norms read and give, queries, the
+keys and values of its row, what attention gives, gate and up. Norms and MLPs are made again in the
+backward pass, or are one kernel.
 """
 
 from __future__ import annotations

@@ -26,7 +26,11 @@ from tests.tiny import make_folder, make_policy
 H100 = GPUS["h100"]
 WORK = Workload(PROMPTS, SAMPLES, PROMPT, COMPLETION, PROMPT + COMPLETION, "the test")
 SETTINGS = {
-    "generate": {"options": {"max_num_seqs": 64}, "dtype": "float32", "samples_per_prompt": SAMPLES},
+    "generate": {
+        "options": {"max_num_seqs": 64},
+        "dtype": "float32",
+        "samples_per_prompt": SAMPLES,
+    },
     "logprobs": {"precision": "fp32", "device": "cpu"},
     "optimize": {"precision": "fp32", "device": "cpu", "epochs": 2, "audit": {"enabled": False}},
 }
@@ -125,7 +129,9 @@ def test_what_does_not_fit_is_told_with_what_would(tmp_path):
     need = training(SEVEN, seven.optimize_config(), LONG, H100)
     assert not fits(need, H100)
     ways = dict(remedies(need, seven, SEVEN, LONG, H100))
-    assert list(ways)[0] == "optimize.lora = {}" and all(fits(way, H100) for way in ways.values())
+    assert next(iter(ways)) == "optimize.lora = {}" and all(
+        fits(way, H100) for way in ways.values()
+    )
     eight = Machine(**{**H100.__dict__, "count": 8})
     shared = dict(remedies(need, seven, SEVEN, LONG, eight))
     way = shared["optimize.processes = 8, optimize.shard = true"]

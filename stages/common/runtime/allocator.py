@@ -1,5 +1,7 @@
-"""Which library gives memory to a stage's process: tcmalloc where this host has it. With glibc's a
-step of the optimizer on a CPU took an eighth more of the processor, and a process was a little larger.
+"""Which library gives memory to a stage's process: tcmalloc where this host has it.
+
+With glibc's own a step of the optimizer on a CPU took an eighth more of the processor, and its
+process was a little larger.
 
 Not of the spine: what a stage makes does not depend on it.
 """
