@@ -2,7 +2,8 @@
 
 All arithmetic is in float32, whatever is read and written. A row of logits, of a norm or of
 positions is one program's, so no sum depends on the order in which programs end: the same input
-gives the same bits. `operations` says what each is for and has the shapes; without a GPU the tests
+gives the same bits. What changes from one micro-batch to the next is no reason to compile anew.
+`operations` says what each is for and has the shapes; without a GPU the tests
 run them by Triton's interpreter and compile them for one.
 """
 
@@ -11,8 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_OF_ROWS = ["targets", "factors", "logprobs", "spreads", "largest", "log_totals"]
+_OF_ROWS += ["target_minus_one", "entropy", "grads", "entropy_grads"]
+"""Where they begin depends on how many rows there are. Triton would compile once more for it."""
 
-@triton.jit
+
+@triton.jit(do_not_specialize_on_alignment=_OF_ROWS)
 def head_kernel(
     logits,
     targets,
@@ -69,7 +74,7 @@ def head_kernel(
     tl.store(log_totals + row, tl.log(row_total))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_OF_ROWS)
 def head_slope_kernel(
     logits,
     slopes,
@@ -106,7 +111,7 @@ def head_slope_kernel(
     tl.store(slopes + places_of_row, slope.to(slopes.dtype.element_ty), mask=is_id)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def norm_kernel(
     states,
     branch,
@@ -144,7 +149,7 @@ def norm_kernel(
     tl.store(scales + rows, scale, mask=rows < num_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_turns"])
 def norm_slope_kernel(
     grad,
     total_grad,
@@ -273,7 +278,7 @@ def _rotate_heads(
         tl.store(output + places + half, new_high.to(dtype), mask=is_inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def rotate_kernel(
     queries,
     keys,
