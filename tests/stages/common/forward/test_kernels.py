@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quiver.stages.common.forward.gpu import operations
+from quiver.stages.common.forward.gpu import choice, head, operations
 from tests.stages.common.forward import kernel_cases as cases
 
 ROOT = Path(__file__).parents[4]
@@ -116,7 +116,7 @@ def code(kernel, arguments, options) -> str:
     return compiled.asm["ptx"]
 
 
-def _head() -> None:
+def _heads() -> None:
     logits = torch.empty(2, 151936)
     targets, factors = torch.empty(2, dtype=torch.int64), torch.empty(2)
     for collision in (False, True):
@@ -153,7 +153,7 @@ def _rotate(width: int, positions: torch.dtype) -> None:
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CALLS = {
-    "head": (_head, 4),
+    "head": (_heads, 4),
     "norm of states": (partial(_norm, 896, FP32, FP32), 2),
     "norm of wide states": (partial(_norm, 3584, FP32, FP32), 2),
     "norm in bfloat16": (partial(_norm, 2048, BF16, BF16), 2),
@@ -174,3 +174,22 @@ def test_a_kernel_compiles_for_an_h100(call, tmp_path, monkeypatch):
     programs = [code(*launch) for launch in launches(run)]
     assert len(programs) == number
     assert all(".target sm_90" in program for program in programs)
+
+
+# -- where Triton does not run
+
+
+def test_a_model_stays_as_it_is_where_the_kernels_do_not_run(monkeypatch, caplog):
+    """Here, for one, where there is no GPU that they could be compiled for."""
+    monkeypatch.setattr(choice, "DEVICES", {"cpu"})
+    head._is_right.cache_clear()
+    with caplog.at_level("WARNING"):
+        answers = cases.passes("qwen3")
+    head._is_right.cache_clear()
+    assert answers["replaced"] == 0
+    assert cases.largest_gap(answers["fused"], answers["exact"]) < 1e-5
+    told = [record.getMessage().split(" do not run here")[0] for record in caplog.records]
+    kinds = ("DecoderLayer", "Attention", "MLP", "RMSNorm")
+    assert sorted(told) == sorted(
+        ["the head's kernels", *(f"Qwen3{kind}: its kernels" for kind in kinds)]
+    )
