@@ -44,9 +44,9 @@ from starlette.responses import JSONResponse
 
 from quiver.schemas.errors import ConfigError, QuiverError, SecurityError, printable, unexpected
 from quiver.stages.common.config import parse
+from quiver.stages.common.servers import is_loopback, secret
 from quiver.stages.reward.config import Config, pinned
 from quiver.stages.reward.scoring import Scorer
-from quiver.stages.reward.servers.config import is_loopback, secret
 from quiver.stages.reward.servers.dialects import openrlhf, quiver, slime
 from quiver.stages.reward.servers.dialects.strict import MalformedError, read_json
 from quiver.stages.reward.stage import open_scorers

@@ -33,7 +33,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 from quiver.flows.embedded import alone_at_first
 from quiver.schemas.errors import ConfigError, RemoteError, ResourceError, SecurityError, printable
 from quiver.stages.common.runtime.subprocesses import Process
-from quiver.stages.reward.servers.config import is_loopback
+from quiver.stages.common.servers import is_loopback
 
 LEASES = "prefect.server.concurrency.lease_storage.filesystem"
 """Where the server keeps who holds a concurrency slot. By default that is its memory: what is held

@@ -27,7 +27,8 @@ from quiver.schemas.errors import RemoteError, printable
 from quiver.schemas.manifest import digest
 from quiver.stages.common.config import parse
 from quiver.stages.common.sandbox import Finished, Limits
-from quiver.stages.reward.servers.config import ServerConfig, secret
+from quiver.stages.common.servers import secret
+from quiver.stages.reward.servers.config import ServerConfig
 from quiver.stages.reward.servers.dialects.strict import read_as, read_json
 from quiver.stages.reward.servers.transport import FailedError, Transport
 

@@ -8,9 +8,9 @@ from pydantic import ConfigDict, Field, model_validator
 
 from quiver.stages.common import plugins
 from quiver.stages.common.config import Added, Runtime, without_folder
+from quiver.stages.common.servers import refuse_token, refuse_url
 from quiver.stages.reward.functions import shipped
 from quiver.stages.reward.scoring import ScorerConfig
-from quiver.stages.reward.servers.config import refuse_token, refuse_url
 
 
 class FunctionConfig(ScorerConfig):

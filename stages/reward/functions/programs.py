@@ -97,8 +97,8 @@ def code(
     limits = sandbox.Limits(seconds=timeout_seconds, memory_mib=memory_mib)
     # that a program can run at all is tried first, so that none is blamed for a sandbox that fails
     if sandbox_url:
+        from quiver.stages.common.servers import secret
         from quiver.stages.reward import remote_sandbox
-        from quiver.stages.reward.servers.config import secret
 
         secret(sandbox_token, "sandbox_token")
         if num_rows:

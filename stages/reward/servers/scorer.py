@@ -21,10 +21,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from quiver.schemas.errors import ResourceError, printable
+from quiver.stages.common.servers import secret
 from quiver.stages.reward import pictures
 from quiver.stages.reward.scoring import OFFERED, Batch, Notice, Part, require_columns
 
-from .config import ServerConfig, secret
+from .config import ServerConfig
 from .dialects import DIALECTS, judge
 from .dialects.rows import Row, as_rows, fields, to_json
 from .dialects.strict import read_json
