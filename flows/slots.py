@@ -31,6 +31,8 @@ from quiver.stages.common.store.storage import Storage
 from .ahead import is_stopped
 
 HEAVY = ("generate", "reward", "logprobs", "optimize")
+_NO_GPU = ("scripted", "vllm-server")
+"""Engines that use none of this machine's."""
 _POLL_SECONDS = 0.2
 log = logging.getLogger("quiver")
 
@@ -66,7 +68,7 @@ def gpus_needed(call: Call) -> int:
     config = call.config
     if call.stage == "reward":
         return sum(_model_gpus(call))
-    on_cpu = config.get("device") == "cpu" or config.get("engine") == "scripted"
+    on_cpu = config.get("device") == "cpu" or config.get("engine") in _NO_GPU
     if call.stage not in HEAVY or on_cpu:
         return 0
     if call.stage == "generate":

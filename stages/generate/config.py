@@ -12,7 +12,7 @@ from quiver.stages.common.config import Config as Base
 from quiver.stages.common.store.writer import ROWS_PER_SHARD
 
 from .engine import engine_options
-from .options import Sampling
+from .options import Sampling, VllmServerOptions
 from .turns.config import Turns
 
 
@@ -20,7 +20,8 @@ class Config(Base):
     """Who answers, how often, and how it is sampled."""
 
     engine: str = "vllm"
-    """`vllm`, `transformers`, `scripted`, or your own: module:Class or file.py:Class."""
+    """`vllm`, `vllm-server`, `transformers`, `scripted`, or your own: module:Class or
+    file.py:Class."""
     samples_per_prompt: int = Field(default=8, ge=1, le=1_000_000)
     """Rollouts of each prompt: the size of a group."""
     sampling: Sampling = Sampling()
@@ -65,9 +66,13 @@ class Config(Base):
                 "above 0, or samples_per_prompt = 1 where nothing is trained on them"
             )
         try:
-            engine_options(self.engine, self.options)
+            options = engine_options(self.engine, self.options)
         except ConfigError as error:
             raise ValueError(error.message) from None
+        if isinstance(options, VllmServerOptions) and not options.urls:
+            raise ValueError(
+                'engine vllm-server needs options.urls, such as ["http://127.0.0.1:8000"]'
+            )
         return self
 
     def key(self) -> dict[str, Any]:

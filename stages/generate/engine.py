@@ -22,7 +22,7 @@ from quiver.stages.common import plugins
 from quiver.stages.common.config import Config, parse
 from quiver.stages.common.store import Version
 
-from .options import Sampling, ScriptedOptions, TransformersOptions, VllmOptions
+from .options import Sampling, ScriptedOptions, TransformersOptions, VllmOptions, VllmServerOptions
 
 
 class Picture(NamedTuple):
@@ -147,6 +147,11 @@ ENGINES = {
         "quiver.stages.generate.engines.vllm:VllmEngine",
         "fast; decoder-only models, on a GPU or a CPU; the default",
         VllmOptions,
+    ),
+    "vllm-server": Entry(
+        "quiver.stages.generate.engines.vllm_server:VllmServerEngine",
+        "vLLM servers that somebody runs, named by their URLs; their weights are checked",
+        VllmServerOptions,
     ),
     "transformers": Entry(
         "quiver.stages.generate.engines.transformers:TransformersEngine",

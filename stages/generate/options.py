@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from quiver.stages.common.config import Added, Config, Runtime
+from quiver.stages.common.servers import refuse_token, refuse_url
 
 _SET_BY_ENGINE = {
     "block_size", "code_revision", "dtype", "enable_chunked_prefill", "enable_lora",
@@ -123,6 +124,48 @@ class VllmOptions(Config):
                 "its own does"
             )
         return arguments
+
+
+class VllmServerOptions(Config):
+    """Options of engine `vllm-server`."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)
+
+    urls: Runtime[tuple[str, ...]] = ()
+    """One or several vLLM servers, `http://HOST:PORT`, all of the policy's weights; the stage says
+    how to start one. One that serves other weights is left out."""
+    token: Runtime[str] = ""
+    """The servers' `--api-key`, as `env:NAME`: the environment variable that holds it where the
+    stage runs."""
+    allow_plain_http: Runtime[bool] = False
+    """Send a token over http to a host other than this one."""
+    concurrency: Runtime[int] = Field(default=256, ge=1, le=16_384)
+    """Requests under way at each server: as many as it decodes together (`--max-num-seqs`), or
+    more."""
+    connect_seconds: Runtime[float] = Field(default=5.0, gt=0)
+    """Longest wait for a connection."""
+    row_seconds: Runtime[float] = Field(default=1800.0, gt=0)
+    """Longest time for one row, the wait in the server's queue included."""
+    retries: Runtime[int] = Field(default=5, ge=0)
+    """How often a row that failed is asked for again, at another server where there is one."""
+    wait_seconds: Runtime[float] = Field(default=0.0, ge=0)
+    """How long a server may take, when the stage begins, until it answers with the policy's
+    weights."""
+    down_seconds: Runtime[float] = Field(default=60.0, ge=0)
+    """How long a server that failed may be away until the others do without it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_secret(cls, section: Any) -> Any:
+        if not isinstance(section, dict):
+            return section
+        token = section.get("token", "")
+        refuse_token(token)
+        needs_tls = bool(token) and section.get("allow_plain_http") is not True
+        urls = section.get("urls", ())
+        for url in urls if isinstance(urls, list | tuple) else [urls]:
+            refuse_url(url, needs_tls, ", or set allow_plain_http = true")
+        return section
 
 
 class TransformersOptions(Config):

@@ -39,6 +39,7 @@ from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import VllmOptions
 
 from .model_link import ModelLink
+from .vllm_sampling import sampling_parameters
 
 LOGPROBS_MODE = "processed_logprobs"
 _CPU_STEP_TOKENS = 4096
@@ -214,30 +215,13 @@ class VllmEngine:
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = self.setup.sampling.model_dump(
-            exclude={"stop_token_ids", "ignore_eos", "max_tokens", "min_tokens"}
-        )
-        sampling["stop"] = list(self.setup.sampling.stop)
         prompts = [TokensPrompt(**self._prompt(request)) for request in requests]
-        most_tokens = [request.max_tokens or self.setup.sampling.max_tokens for request in requests]
         parameters = [
             SamplingParams(
-                n=1,
-                seed=request.seed,
-                max_tokens=most,
-                min_tokens=min(self.setup.sampling.min_tokens, most),
-                logprobs=0,
-                flat_logprobs=True,
-                # text is only looked at for stop strings, whose ids stay
-                detokenize=bool(sampling["stop"]),
-                include_stop_str_in_output=True,
                 output_kind=RequestOutputKind.FINAL_ONLY,
-                **sampling,
-                # every id that ends a completion is named, the model's own among them
-                ignore_eos=True,
-                stop_token_ids=list(self.setup.stop_ids),
+                **sampling_parameters(self.setup, request),
             )
-            for request, most in zip(requests, most_tokens, strict=True)
+            for request in requests
         ]
         adapter = None
         if self.setup.base is not None:

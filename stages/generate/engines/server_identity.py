@@ -1,0 +1,243 @@
+"""Which weights a vLLM server answers with, and whether its logprobs are those of what it samples.
+
+A server proves its weights in one of three ways, and every answer is held to it:
+
+* name: a name that it was started with (`--served-model-name`) has the hash of the policy's weights
+  in it;
+* path: it was started with the policy's own folder and no other name, after the version was made.
+  Links on the way count as they are now, if they are older than the server;
+* label: whoever loaded weights into it since said so (`/update_weight_version`), with that hash.
+
+Where its folder can be read here, and says that it is another version, no name counts. A server
+whose weights have a label of another kind is refused whatever its name.
+
+    policy = Expected.of(setup)
+    served = await identify(wire, policy)    # or LineageError, ConfigError
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from quiver.schemas.errors import ConfigError, LineageError, printable
+from quiver.stages.common.models import checkpoints
+from quiver.stages.generate.engine import Setup
+
+from .server_wire import FailedError, RefusedError, Wire
+
+GENERATE = "/inference/v1/generate"
+LABEL = "default"
+"""What a server calls the weights that it was started with."""
+_SECONDS = 60.0  # for a question that is no row
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that answers with the expected weights."""
+
+    name: str
+    """The model that requests ask it for."""
+    names: frozenset[str]
+    """All that its answers may name."""
+    label: str
+    """Of its weights, in every answer."""
+    proof: str
+    """name, path or label."""
+    version: str
+    """Of vLLM."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a server has to prove."""
+
+    ref: str
+    weights: str
+    """The hash of the policy's weights and config."""
+    files: dict[str, str]
+    """Hashes of the files with its weights."""
+    folder: Path
+    published: float
+    """When the version was there, in seconds since 1970."""
+    least_length: int
+    """Most ids of prompt and completion together that a row needs."""
+    max_model_len: int
+    dtype: str
+    probe_id: int
+    """Some id of the vocabulary."""
+
+    @classmethod
+    def of(cls, setup: Setup) -> Expected:
+        """What an engine of this setup asks of its servers."""
+        policy = setup.policy
+        return cls(
+            ref=str(policy.ref),
+            weights=checkpoints.as_model("policy", policy).weights,
+            files={
+                entry.name: entry.sha256
+                for entry in policy.manifest.files
+                if entry.name.endswith(".safetensors") and "/" not in entry.name
+            },
+            folder=Path(policy.files.folder).absolute(),
+            published=datetime.fromisoformat(policy.manifest.created).timestamp(),
+            least_length=setup.longest or setup.max_model_len,
+            max_model_len=setup.max_model_len,
+            dtype=setup.dtype,
+            probe_id=checkpoints.vocabulary_size(policy) // 2,
+        )
+
+    def command(self, url: str = "") -> str:
+        """What starts a server that proves it, on either build of vLLM."""
+        port = urlsplit(url).port if url else None
+        arguments = ["--model", str(self.folder), "--served-model-name", self.weights]
+        arguments += ["--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
+        arguments += ["--max-model-len", str(self.max_model_len)]
+        arguments += ["--dtype", self.dtype] if self.dtype != "auto" else []
+        arguments += ["--port", str(port)] if port else []
+        return shlex.join(["python", "-m", "vllm.entrypoints.openai.api_server", *arguments])
+
+
+async def identify(wire: Wire, url: str, expected: Expected) -> Served:
+    """The server behind `url`, once it has proved its weights and its logprobs. LineageError where
+    it serves others; ConfigError where it was started otherwise; FailedError where it may do so
+    later."""
+    who = f"vllm-server {url}"
+    try:
+        cards = (await wire.ask("GET", "/v1/models", seconds=_SECONDS)).get("data")
+    except RefusedError as error:
+        advice = "correct options.urls"
+        if error.status in (401, 403):
+            advice = "set options.token to the server's --api-key, as env:NAME"
+        raise ConfigError(who, f"GET /v1/models {error}", next=advice) from None
+    cards = [card for card in cards if _is_base(card)] if isinstance(cards, list) else []
+    if not cards:
+        raise FailedError("/v1/models names no model")
+    by_name = next((card for card in cards if expected.weights in card["id"]), None)
+    served = by_name or cards[0]
+    label = await _probe(wire, who, url, served["id"], expected)
+    if label == expected.weights:
+        proof = "label"
+    elif label != LABEL:
+        raise _wrong(who, url, expected, f"weights that were loaded later, as {printable(label)}")
+    elif by_name is not None:
+        if _is_another_version(served.get("root"), expected):
+            raise _wrong(who, url, expected, f"{printable(served['root'])}, whatever its name says")
+        proof = "name"
+    else:
+        problem = await _not_by_path(wire, served, expected)
+        if problem:
+            raise _wrong(who, url, expected, problem)
+        proof = "path"
+    longest = served.get("max_model_len")
+    if not isinstance(longest, int) or longest < expected.least_length:
+        raise ConfigError(
+            who,
+            f"its max_model_len is {printable(longest)}, and rows have up to "
+            f"{expected.least_length} ids",
+            next=expected.command(url),
+        )
+    version = (await wire.ask("GET", "/version", seconds=_SECONDS)).get("version")
+    names = frozenset(card["id"] for card in cards)
+    return Served(served["id"], names, label, proof, printable(version, 40))
+
+
+def _is_base(card: Any) -> bool:
+    """Whether it is a model's, and no adapter's."""
+    return isinstance(card, dict) and isinstance(card.get("id"), str) and not card.get("parent")
+
+
+async def _probe(wire: Wire, who: str, url: str, name: str, expected: Expected) -> str:
+    """The label of the weights, by an answer whose one possible id has the logprob 0 exactly: after
+    all that shapes the distribution. Before, any other id may have taken its place."""
+    sampling = {"temperature": 1.0, "max_tokens": 2, "logprobs": 0, "ignore_eos": True}
+    body = {
+        "model": name,
+        "token_ids": [expected.probe_id],
+        "sampling_params": {**sampling, "allowed_token_ids": [expected.probe_id]},
+    }
+    try:
+        answer = await wire.ask("POST", GENERATE, body, seconds=_SECONDS)
+    except RefusedError as error:
+        # 404: before it had this endpoint, vLLM had none that takes ids and tells ids
+        raise ConfigError(who, f"POST {GENERATE} {error}", next=expected.command(url)) from None
+    try:
+        choice = answer["choices"][0]
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        spans = choice["weight_versions"]
+        label = spans[0]["version"]
+    except (KeyError, IndexError, TypeError):
+        raise ConfigError(
+            who,
+            f"POST {GENERATE} answers without logprobs or weight_versions: vLLM before 0.32",
+            next="update vLLM where the server runs",
+        ) from None
+    if logprobs != [0.0, 0.0] or choice.get("token_ids") != 2 * [expected.probe_id]:
+        raise ConfigError(
+            who,
+            "its logprobs are not those of the distribution that it samples from: the only id that "
+            f"was allowed has {printable(logprobs)}, expected 0.0",
+            next=expected.command(url),
+        )
+    return label
+
+
+async def _not_by_path(wire: Wire, served: dict[str, Any], expected: Expected) -> str:
+    """Why the path that a server was started with does not prove its weights; empty where it
+    does."""
+    root = served.get("root")
+    if not isinstance(root, str) or not os.path.isabs(root):
+        return f"{printable(served['id'])}, from {printable(root)}"
+    if served["id"] != root:
+        return f"{printable(served['id'])}, a name that says nothing of weights"
+    if os.path.realpath(root) != os.path.realpath(expected.folder):
+        return printable(root)
+    newest = max([expected.published, *(link.lstat().st_ctime for link in _links(Path(root)))])
+    started = None
+    try:
+        metrics = await wire.read("GET", "/metrics", seconds=_SECONDS)
+        for line in metrics.decode(errors="replace").splitlines():
+            if line.startswith("process_start_time_seconds "):
+                started = float(line.split()[1])
+    except (RefusedError, ValueError):
+        pass
+    if started is None:
+        return f"{printable(root)}, and does not say when it was started"
+    if started <= newest:
+        return f"{printable(root)}, and was started before that was {expected.ref}"
+    return ""
+
+
+def _links(path: Path) -> Iterator[Path]:
+    """The links on the way to a file."""
+    here = Path("/")
+    for part in path.parts[1:]:
+        if (here / part).is_symlink():
+            yield here / part
+            yield from _links(here / os.readlink(here / part))
+        here = Path(os.path.realpath(here / part))
+
+
+def _is_another_version(root: Any, expected: Expected) -> bool:
+    """Whether a server's folder is a version's that can be read here, with other weights."""
+    try:
+        manifest = json.loads(Path(root, "manifest.json").read_bytes())
+        hashes = {entry["name"]: entry["sha256"] for entry in manifest["files"]}
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+    return any(hashes.get(name) != sha256 for name, sha256 in expected.files.items())
+
+
+def _wrong(who: str, url: str, expected: Expected, serves: str) -> LineageError:
+    return LineageError(
+        who,
+        f"it serves {serves}; expected the weights of {expected.ref}, {expected.weights[:12]}…",
+        next=expected.command(url),
+    )

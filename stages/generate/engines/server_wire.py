@@ -1,0 +1,140 @@
+"""One kept connection to a vLLM server: plain JSON in and out, with a limit on time and size.
+
+What may pass is FailedError: no connection, a reset, a time limit, 408, 409, 425, 429, 5xx, an
+answer that is no JSON object. Any other status is RefusedError with the server's own words. No
+redirect is followed, and no proxy, cookie or password of this machine's is used.
+
+    wire = Wire("http://host:8000", "", VllmServerOptions())
+    models = await wire.ask("GET", "/v1/models", seconds=30)
+    await wire.close()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+from contextlib import aclosing
+from typing import Any
+
+import httpx
+
+from quiver.schemas.errors import printable
+from quiver.stages.generate.options import VllmServerOptions
+
+for _chatty in ("httpx", "httpcore"):  # at DEBUG they write headers, and so tokens
+    logging.getLogger(_chatty).setLevel(logging.WARNING)
+_MAY_PASS = {408, 409, 425, 429, *range(500, 600)} - {501, 505}
+_MOST_BYTES = 256 * 2**20  # of an answer: 100 bytes a token
+# made once: loading the certificates takes longer than many requests
+_tls = functools.cache(httpx.create_ssl_context)
+
+
+class FailedError(Exception):
+    """The server failed in a way that may pass, or that another server may not have."""
+
+
+class RefusedError(Exception):
+    """The server understood, and will not: a status of 300 to 499 that does not pass."""
+
+    def __init__(self, status: int, words: str) -> None:
+        super().__init__(f"answered {status}: {words}")
+        self.status = status
+
+
+class Wire:
+    """Asks one server, one request at a time."""
+
+    def __init__(self, url: str, token: str, options: VllmServerOptions) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._token = token
+        self._options = options
+        self._headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._connection: httpx.AsyncHTTPTransport | None = None
+
+    async def ask(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, seconds: float
+    ) -> dict[str, Any]:
+        """The JSON object that the server answers. FailedError, RefusedError."""
+        try:
+            answer = json.loads(await self.read(method, path, body, seconds=seconds))
+        except (ValueError, RecursionError):
+            raise FailedError("its answer is no JSON") from None
+        if not isinstance(answer, dict):
+            raise FailedError(f"its answer is a {type(answer).__name__}, expected an object")
+        return answer
+
+    async def read(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, seconds: float
+    ) -> bytes:
+        """The bytes of a good answer. FailedError, RefusedError."""
+        content = b"" if body is None else json.dumps(body).encode()
+        headers = self._headers | ({"Content-Type": "application/json"} if content else {})
+        is_kept = self._connection is not None
+        try:
+            async with asyncio.timeout(seconds):
+                try:
+                    return await self._send(method, path, headers, content)
+                except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                    if not is_kept:
+                        raise
+                # servers close a connection that was idle for a while, perhaps just now
+                await self.close()
+                return await self._send(method, path, headers, content)
+        except TimeoutError:
+            await self.close()
+            raise FailedError(f"no whole answer within {seconds:g} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            await self.close()
+            words = self._words(str(error).encode())
+            raise FailedError(f"{type(error).__name__}: {words}") from None
+        except BaseException:  # what is left of this answer must not be read as the next one
+            await self.close()
+            raise
+
+    async def _send(self, method: str, path: str, headers: dict[str, str], content: bytes) -> bytes:
+        if self._connection is None:
+            limits = httpx.Limits(max_connections=1)
+            self._connection = httpx.AsyncHTTPTransport(
+                verify=_tls(), trust_env=False, limits=limits
+            )
+        request = httpx.Request(
+            method,
+            f"{self._url}{path}",
+            headers=headers,
+            content=content,
+            extensions={"timeout": {"connect": self._options.connect_seconds}},
+        )
+        received = bytearray()
+        async with aclosing(await self._connection.handle_async_request(request)) as response:
+            async for chunk in response.aiter_raw():
+                received += chunk
+                if len(received) > _MOST_BYTES:
+                    raise FailedError(f"its answer has more than {_MOST_BYTES} bytes")
+        if response.status_code == 200:
+            return bytes(received)
+        words = self._words(received)
+        if response.status_code in _MAY_PASS:
+            raise FailedError(f"answered {response.status_code}: {words}")
+        raise RefusedError(response.status_code, words)
+
+    def _words(self, text: bytes | bytearray) -> str:
+        """What the server says of an error, without the token."""
+        try:
+            words = json.loads(text)["error"]
+            words = words["message"] if isinstance(words, dict) else words
+        except (ValueError, TypeError, KeyError, RecursionError):
+            words = text.decode(errors="replace")
+        words = str(words).strip()
+        if self._token:
+            words = words.replace(self._token, "***")
+        return printable(words, 300) or "no text"
+
+    async def close(self) -> None:
+        """Let the connection go; the next request makes another."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.aclose()

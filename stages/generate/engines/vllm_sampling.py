@@ -1,0 +1,32 @@
+"""The sampling parameters of a row as vLLM names them: in this process, or over HTTP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quiver.stages.generate.engine import Request, Setup
+
+
+def sampling_parameters(setup: Setup, request: Request) -> dict[str, Any]:
+    """Every value that shapes the row, as plain JSON, so that no default of vLLM's applies."""
+    sampling = setup.sampling
+    most_tokens = request.max_tokens or sampling.max_tokens
+    shape = sampling.model_dump(
+        exclude={"stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "stop"}
+    )
+    return {
+        **shape,
+        "n": 1,
+        "seed": request.seed,
+        "max_tokens": most_tokens,
+        "min_tokens": min(sampling.min_tokens, most_tokens),
+        "stop": list(sampling.stop),
+        "logprobs": 0,
+        "flat_logprobs": True,
+        # text is only looked at for stop strings, whose ids stay
+        "detokenize": bool(sampling.stop),
+        "include_stop_str_in_output": True,
+        # every id that ends a completion is named, the model's own among them
+        "ignore_eos": True,
+        "stop_token_ids": list(setup.stop_ids),
+    }

@@ -1,0 +1,363 @@
+"""Engine `vllm-server`: vLLM servers that somebody runs; ids in, ids and their processed logprobs
+out, over HTTP.
+
+    [generate]
+    engine = "vllm-server"
+    options = { urls = ["http://first:8000", "http://second:8000"] }
+
+A server takes part once it has proved the policy's weights (`server_identity`), and every answer
+names them again: one that does not is thrown away, and its server asked for its proof anew. Each
+server has as many workers as requests that it takes at once; all draw from one queue, so a fast
+server answers more rows. A row has its own seed, so it does not matter who answers it, nor how
+often it was asked. A row that fails goes back to the queue, a bounded number of times; a server
+that fails rests until it proves its weights again, a bounded time. What no later attempt mends (a
+status of 400, say) is final at once.
+
+The requests run in a thread of their own, so that answers come in while a shard is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import uuid
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from quiver.schemas.errors import (
+    ConfigError,
+    LineageError,
+    NumericError,
+    QuiverError,
+    ResourceError,
+    printable,
+)
+from quiver.stages.common.config import parse
+from quiver.stages.common.models import checkpoints
+from quiver.stages.common.servers import secret
+from quiver.stages.generate.engine import Completion, Request, Setup
+from quiver.stages.generate.options import VllmServerOptions
+
+from .server_identity import GENERATE, Expected, Served, identify
+from .server_wire import FailedError, RefusedError, Wire
+from .vllm_sampling import sampling_parameters
+
+_NO_LOGPROB = -9999.0  # vLLM's word for NaN, -inf, and for none at all
+_LONGEST_PAUSE = 5.0  # seconds between two looks at a server that is away
+_STATE = "finished shards are kept; nothing else was written."
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Row:
+    """A request on its way, and how often it failed."""
+
+    request: Request
+    failures: int = 0
+
+
+class _Server:
+    """One URL: whether it takes rows, and why not."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.served: Served | None = None
+        """What it proved last."""
+        self.is_up = asyncio.Event()
+        self.has_failed = asyncio.Event()
+        self.is_judged = asyncio.Event()
+        """It was asked for its proof once."""
+        self.is_dropped = False
+        self.problem: Exception | None = None
+        """The last one."""
+
+    def fail(self, problem: Exception) -> None:
+        """No rows until it has proved its weights again."""
+        self.problem = problem
+        self.is_up.clear()
+        self.has_failed.set()
+
+
+class VllmServerEngine:
+    """Servers of one policy behind the protocol."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.options = parse(VllmServerOptions, setup.options, "generate.options")
+        refuse_what_no_server_takes(setup)
+        self._expected = Expected.of(setup)
+        self._token = secret(self.options.token, "engine vllm-server")
+        self._outcomes: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
+        self._servers: list[_Server] = []
+        self._started: Future[None] = Future()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_until_complete,
+            args=(self._run(),),
+            name="vllm-server",
+            daemon=True,
+        )
+        self._thread.start()
+        try:
+            self._started.result()
+            setup.verified()
+        except BaseException:
+            self.close()
+            raise
+        servers = [server.served for server in self._servers if server.served]
+        self.ahead = self.options.concurrency * len(servers)
+        self.info = {
+            "name": "vllm-server",
+            "version": ", ".join(sorted({served.version for served in servers})),
+            # no server tells
+            "dtype": "unknown",
+            "device": "server",
+            "logprobs_mode": "processed_logprobs",
+            "weights_proved_by": ", ".join(sorted({served.proof for served in servers})),
+        }
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Completions as they come. Twice as many rows as the servers take at once are on their
+        way, so that no server waits for one."""
+        requests = iter(requests)
+        unanswered: set[int] = set()
+        while True:
+            for request in islice(requests, 2 * self.ahead - len(unanswered)):
+                unanswered.add(request.index)
+                self._loop.call_soon_threadsafe(self._rows.put_nowait, _Row(request))
+            if not unanswered:
+                return
+            outcome = self._outcomes.get()
+            if isinstance(outcome, Exception):
+                raise outcome
+            unanswered.discard(outcome.index)
+            yield outcome
+
+    def close(self) -> None:
+        """Let every connection go; a server drops the rows that it was still at."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join()
+
+    # -- in the thread
+
+    async def _run(self) -> None:
+        self._closing = asyncio.Event()
+        self._rows: asyncio.Queue[_Row] = asyncio.Queue()
+        self._servers = [_Server(url) for url in self.options.urls]
+        tasks = [asyncio.create_task(self._start())]
+        tasks += [asyncio.create_task(self._tend(server)) for server in self._servers]
+        for _ in range(self.options.concurrency):  # the servers by turns, so that few rows spread
+            tasks += [asyncio.create_task(self._work(server)) for server in self._servers]
+        for task in tasks:
+            task.add_done_callback(self._tell_defect)
+        await self._closing.wait()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _tell_defect(self, task: asyncio.Task) -> None:
+        if not task.cancelled() and task.exception():
+            self._outcomes.put(task.exception())
+            if not self._started.done():
+                self._started.set_exception(task.exception())
+
+    async def _start(self) -> None:
+        """Wait until one server takes rows, and the others were looked at."""
+        for server in self._servers:
+            await server.is_judged.wait()
+        while not any(server.is_up.is_set() for server in self._servers):
+            if all(server.is_dropped for server in self._servers):
+                self._started.set_exception(self._none_left())
+                return
+            await asyncio.sleep(0.05)
+        self._started.set_result(None)
+
+    async def _tend(self, server: _Server) -> None:
+        """Ask a server for its proof, at first and whenever it failed, until it takes too long."""
+        seconds = self.options.wait_seconds
+        wire = Wire(server.url, self._token, self.options)
+        try:
+            while await self._prove(server, wire, seconds):
+                seconds = self.options.down_seconds
+                await server.has_failed.wait()
+                log.warning("vllm-server %s: %s", server.url, printable(server.problem))
+        finally:
+            await wire.close()
+        server.is_dropped = True
+        if all(each.is_dropped for each in self._servers):
+            self._outcomes.put(self._none_left())
+        else:
+            log.warning("vllm-server %s is left out: %s", server.url, printable(server.problem))
+
+    async def _prove(self, server: _Server, wire: Wire, seconds: float) -> bool:
+        """Whether the server proved its weights within so many seconds. One that served them
+        before and serves others now is not asked again."""
+        deadline = self._loop.time() + seconds
+        pause = 0.25
+        while True:
+            try:
+                server.served = await identify(wire, server.url, self._expected)
+            except (FailedError, RefusedError) as error:
+                server.problem = error
+            except QuiverError as error:
+                server.problem = error
+                if server.served is not None:
+                    return False
+            else:
+                server.has_failed.clear()
+                server.is_up.set()
+                return True
+            finally:
+                server.is_judged.set()
+            if self._loop.time() + pause > deadline:
+                return False
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _none_left(self) -> QuiverError:
+        """Why there is no server; what is wrong with how one was started says more than that one
+        does not answer."""
+        told = [s.problem for s in self._servers if isinstance(s.problem, QuiverError)]
+        words = [f"{server.url}: {server.problem}" for server in self._servers]
+        if not told:
+            return ResourceError(
+                "engine vllm-server",
+                "no server answers; " + "; ".join(words),
+                state=_STATE,
+                next=self._expected.command(self._servers[0].url),
+            )
+        first = told[0]
+        messages = [
+            f"{server.url}: {getattr(server.problem, 'message', server.problem)}"
+            for server in self._servers
+        ]
+        kind = LineageError if isinstance(first, LineageError) else ConfigError
+        return kind("engine vllm-server", "; ".join(messages), state=_STATE, next=first.next)
+
+    async def _work(self, server: _Server) -> None:
+        """Take one row after another to a server, over one connection."""
+        wire = Wire(server.url, self._token, self.options)
+        try:
+            while True:
+                await server.is_up.wait()
+                row = await self._rows.get()
+                if not server.is_up.is_set():
+                    self._rows.put_nowait(row)
+                    continue
+                try:
+                    self._outcomes.put(await self._ask(server, wire, row.request))
+                except QuiverError as error:
+                    self._outcomes.put(error)
+                except (FailedError, RefusedError) as error:
+                    if server.is_up.is_set():
+                        server.fail(error)
+                    row.failures += 1
+                    if row.failures <= self.options.retries:
+                        self._rows.put_nowait(row)
+                    else:
+                        self._outcomes.put(self._given_up(server, row, error))
+        finally:
+            await wire.close()
+
+    def _given_up(self, server: _Server, row: _Row, error: Exception) -> ResourceError:
+        return ResourceError(
+            "engine vllm-server",
+            f"row {row.request.index} failed {row.failures} times, at last at {server.url}: "
+            f"{printable(error)}",
+            state=_STATE,
+            next="look at the server's log, and run the same command again",
+        )
+
+    async def _ask(self, server: _Server, wire: Wire, request: Request) -> Completion:
+        """The row's completion. FailedError, RefusedError: another attempt may have it."""
+        served = server.served
+        name = f"quiver-{uuid.uuid4().hex}"
+        body = {
+            "model": served.name,
+            "request_id": name,
+            "token_ids": request.prompt_ids.tolist(),
+            # a server may be set to mark what it samples
+            "sampling_params": {**sampling_parameters(self.setup, request), "watermarking": False},
+        }
+        try:
+            answer = await wire.ask("POST", GENERATE, body, seconds=self.options.row_seconds)
+        except RefusedError as error:
+            if error.status == 404:  # it has no model of that name any more
+                raise
+            raise ConfigError(
+                f"vllm-server {server.url}",
+                f"row {request.index}: {error}",
+                state=_STATE,
+                next="correct generate.sampling, or start the server otherwise",
+            ) from None
+        try:
+            return _completion(answer, name, served, request)
+        except (FailedError, QuiverError):
+            await wire.close()
+            raise
+
+
+def refuse_what_no_server_takes(setup: Setup) -> None:
+    """ConfigError for models and prompts that need an engine of this machine."""
+    problem = ""
+    if checkpoints.is_encoder_decoder(setup.policy):
+        problem = f"{setup.policy.ref} is an encoder-decoder model"
+    elif setup.most_pictures:
+        problem = "prompts with pictures are not sent to servers"
+    if problem:
+        raise ConfigError(
+            "engine vllm-server", problem, next='set generate.engine = "transformers"'
+        )
+
+
+def _completion(answer: dict[str, Any], name: str, served: Served, request: Request) -> Completion:
+    """The answer as a completion; FailedError where it is not this row's, of these weights, and
+    whole."""
+    if not str(answer.get("request_id")).endswith(name):
+        raise FailedError("it answered another request than the one that was asked")
+    if answer.get("model") not in served.names:
+        raise FailedError(f"it answered as model {printable(answer.get('model'))}")
+    try:
+        [choice] = answer["choices"]
+        token_ids = choice["token_ids"]
+        entries = choice["logprobs"]["content"] or []
+        logprob_ids = [entry["token_id"] for entry in entries]
+        logprobs = [entry["logprob"] for entry in entries]
+        labels = {span["version"] for span in choice["weight_versions"] or ()}
+        finish_reason = choice["finish_reason"]
+        num_prompt_ids = answer["usage"]["prompt_tokens"]
+        ids = np.array(token_ids, np.int32)
+        completion_logprobs = np.array(logprobs, np.float32)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        words = printable(f"{type(error).__name__} {error}")
+        raise FailedError(f"its answer is not that of {GENERATE}: {words}") from None
+    if labels - {served.label}:
+        raise FailedError(f"it answered with weights called {printable(sorted(map(str, labels)))}")
+    if logprob_ids != token_ids:
+        raise FailedError("its logprobs are of other ids than its completion")
+    if num_prompt_ids != len(request.prompt_ids):
+        raise FailedError(
+            f"it read {printable(num_prompt_ids)} ids, the prompt has {len(request.prompt_ids)}"
+        )
+    if finish_reason not in ("stop", "length") or not token_ids:
+        raise FailedError(f"it ended the row for the reason {printable(finish_reason)}")
+    if _NO_LOGPROB in logprobs:
+        raise NumericError(
+            "engine vllm-server",
+            f"row {request.index}: the logprob of an id is no number",
+            state=_STATE,
+            next="look at the server's log, and at the policy's weights",
+        )
+    stop_reason = None
+    if finish_reason == "stop":
+        stop_reason = choice.get("stop_reason")
+        stop_reason = str(token_ids[-1] if stop_reason is None else stop_reason)
+    return Completion(request.index, ids, completion_logprobs, finish_reason, stop_reason)
