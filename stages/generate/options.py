@@ -135,12 +135,12 @@ class VllmServerOptions(Config):
     """One or several vLLM servers, `http://HOST:PORT`, all of the policy's weights; the stage says
     how to start one. One that serves other weights is left out."""
     token: Runtime[str] = ""
-    """The servers' `--api-key`, as `env:NAME`: the environment variable that holds it where the
-    stage runs."""
+    """The servers' API key, as `env:NAME`: the environment variable that holds it where the stage
+    runs."""
     allow_plain_http: Runtime[bool] = False
     """Send a token over http to a host other than this one."""
     concurrency: Runtime[int] = Field(default=256, ge=1, le=16_384)
-    """Requests under way at each server: as many as it decodes together (`--max-num-seqs`), or
+    """Requests under way at each server: as many as it decodes together (its max_num_seqs), or
     more."""
     connect_seconds: Runtime[float] = Field(default=5.0, gt=0)
     """Longest wait for a connection."""
@@ -163,8 +163,13 @@ class VllmServerOptions(Config):
         refuse_token(token)
         needs_tls = bool(token) and section.get("allow_plain_http") is not True
         urls = section.get("urls", ())
-        for url in urls if isinstance(urls, list | tuple) else [urls]:
-            refuse_url(url, needs_tls, ", or set allow_plain_http = true")
+        if not isinstance(urls, list | tuple):  # which may hold a secret too
+            raise ValueError('urls: a list is expected, such as ["http://127.0.0.1:8000"]')
+        for url in urls:
+            try:
+                refuse_url(url, needs_tls, ", or set allow_plain_http = true")
+            except ValueError as error:
+                raise ValueError(f"urls: {error}") from None
         return section
 
 

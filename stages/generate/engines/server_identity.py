@@ -37,6 +37,9 @@ GENERATE = "/inference/v1/generate"
 LABEL = "default"
 """What a server calls the weights that it was started with."""
 _SECONDS = 60.0  # for a question that is no row
+_SLACK = 2.0
+"""Seconds by which a process may seem to have started too early: Linux tells the host's start, from
+which it counts, in whole ones. No server reads its model so soon."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,15 @@ class Expected:
         arguments += ["--port", str(port)] if port else []
         return shlex.join(["python", "-m", "vllm.entrypoints.openai.api_server", *arguments])
 
+    def is_contradicted_by(self, root: Any) -> bool:
+        """Whether a server's folder is a version's that can be read here, with other weights."""
+        try:
+            manifest = json.loads(Path(root, "manifest.json").read_bytes())
+            hashes = {entry["name"]: entry["sha256"] for entry in manifest["files"]}
+        except (OSError, ValueError, TypeError, KeyError):
+            return False
+        return any(hashes.get(name) != sha256 for name, sha256 in self.files.items())
+
 
 async def identify(wire: Wire, url: str, expected: Expected) -> Served:
     """The server behind `url`, once it has proved its weights and its logprobs. LineageError where
@@ -117,7 +129,12 @@ async def identify(wire: Wire, url: str, expected: Expected) -> Served:
         if error.status in (401, 403):
             advice = "set options.token to the server's --api-key, as env:NAME"
         raise ConfigError(who, f"GET /v1/models {error}", next=advice) from None
-    cards = [card for card in cards if _is_base(card)] if isinstance(cards, list) else []
+    cards = [
+        card
+        for card in (cards if isinstance(cards, list) else [])
+        # one with a parent is an adapter
+        if isinstance(card, dict) and isinstance(card.get("id"), str) and not card.get("parent")
+    ]
     if not cards:
         raise FailedError("/v1/models names no model")
     by_name = next((card for card in cards if expected.weights in card["id"]), None)
@@ -128,7 +145,7 @@ async def identify(wire: Wire, url: str, expected: Expected) -> Served:
     elif label != LABEL:
         raise _wrong(who, url, expected, f"weights that were loaded later, as {printable(label)}")
     elif by_name is not None:
-        if _is_another_version(served.get("root"), expected):
+        if expected.is_contradicted_by(served.get("root")):
             raise _wrong(who, url, expected, f"{printable(served['root'])}, whatever its name says")
         proof = "name"
     else:
@@ -147,11 +164,6 @@ async def identify(wire: Wire, url: str, expected: Expected) -> Served:
     version = (await wire.ask("GET", "/version", seconds=_SECONDS)).get("version")
     names = frozenset(card["id"] for card in cards)
     return Served(served["id"], names, label, proof, printable(version, 40))
-
-
-def _is_base(card: Any) -> bool:
-    """Whether it is a model's, and no adapter's."""
-    return isinstance(card, dict) and isinstance(card.get("id"), str) and not card.get("parent")
 
 
 async def _probe(wire: Wire, who: str, url: str, name: str, expected: Expected) -> str:
@@ -210,7 +222,7 @@ async def _not_by_path(wire: Wire, served: dict[str, Any], expected: Expected) -
         pass
     if started is None:
         return f"{printable(root)}, and does not say when it was started"
-    if started <= newest:
+    if started < newest - _SLACK:
         return f"{printable(root)}, and was started before that was {expected.ref}"
     return ""
 
@@ -223,16 +235,6 @@ def _links(path: Path) -> Iterator[Path]:
             yield here / part
             yield from _links(here / os.readlink(here / part))
         here = Path(os.path.realpath(here / part))
-
-
-def _is_another_version(root: Any, expected: Expected) -> bool:
-    """Whether a server's folder is a version's that can be read here, with other weights."""
-    try:
-        manifest = json.loads(Path(root, "manifest.json").read_bytes())
-        hashes = {entry["name"]: entry["sha256"] for entry in manifest["files"]}
-    except (OSError, ValueError, TypeError, KeyError):
-        return False
-    return any(hashes.get(name) != sha256 for name, sha256 in expected.files.items())
 
 
 def _wrong(who: str, url: str, expected: Expected, serves: str) -> LineageError:

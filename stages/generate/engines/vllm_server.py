@@ -145,6 +145,7 @@ class VllmServerEngine:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join()
+        self._loop.close()
 
     # -- in the thread
 
@@ -152,27 +153,31 @@ class VllmServerEngine:
         self._closing = asyncio.Event()
         self._rows: asyncio.Queue[_Row] = asyncio.Queue()
         self._servers = [_Server(url) for url in self.options.urls]
-        tasks = [asyncio.create_task(self._start())]
-        tasks += [asyncio.create_task(self._tend(server)) for server in self._servers]
+        coroutines = [self._start(), *map(self._tend, self._servers)]
         for _ in range(self.options.concurrency):  # the servers by turns, so that few rows spread
-            tasks += [asyncio.create_task(self._work(server)) for server in self._servers]
-        for task in tasks:
-            task.add_done_callback(self._tell_defect)
-        await self._closing.wait()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _tell_defect(self, task: asyncio.Task) -> None:
-        if not task.cancelled() and task.exception():
-            self._outcomes.put(task.exception())
+            coroutines += map(self._work, self._servers)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(coroutine) for coroutine in coroutines]
+                await self._closing.wait()
+                for task in tasks:
+                    task.cancel()
+        except BaseExceptionGroup as defects:  # nobody else waits for these tasks
+            self._outcomes.put(defects.exceptions[0])
             if not self._started.done():
-                self._started.set_exception(task.exception())
+                self._started.set_exception(defects.exceptions[0])
 
     async def _start(self) -> None:
         """Wait until one server takes rows, and the others were looked at."""
         for server in self._servers:
             await server.is_judged.wait()
+        if not any(server.is_up.is_set() or server.is_dropped for server in self._servers):
+            log.warning(
+                "waiting %g s for a server of %s: %s",
+                self.options.wait_seconds,
+                self._expected.ref,
+                self._expected.command(self._servers[0].url),
+            )
         while not any(server.is_up.is_set() for server in self._servers):
             if all(server.is_dropped for server in self._servers):
                 self._started.set_exception(self._none_left())
@@ -262,19 +267,17 @@ class VllmServerEngine:
                     row.failures += 1
                     if row.failures <= self.options.retries:
                         self._rows.put_nowait(row)
-                    else:
-                        self._outcomes.put(self._given_up(server, row, error))
+                        continue
+                    problem = (
+                        f"row {row.request.index} failed {row.failures} times, at last at "
+                        f"{server.url}: {printable(error)}"
+                    )
+                    advice = "look at the server's log, and run the same command again"
+                    self._outcomes.put(
+                        ResourceError("engine vllm-server", problem, state=_STATE, next=advice)
+                    )
         finally:
             await wire.close()
-
-    def _given_up(self, server: _Server, row: _Row, error: Exception) -> ResourceError:
-        return ResourceError(
-            "engine vllm-server",
-            f"row {row.request.index} failed {row.failures} times, at last at {server.url}: "
-            f"{printable(error)}",
-            state=_STATE,
-            next="look at the server's log, and run the same command again",
-        )
 
     async def _ask(self, server: _Server, wire: Wire, request: Request) -> Completion:
         """The row's completion. FailedError, RefusedError: another attempt may have it."""
@@ -307,15 +310,17 @@ class VllmServerEngine:
 
 def refuse_what_no_server_takes(setup: Setup) -> None:
     """ConfigError for models and prompts that need an engine of this machine."""
-    problem = ""
+    engine = "transformers"
     if checkpoints.is_encoder_decoder(setup.policy):
         problem = f"{setup.policy.ref} is an encoder-decoder model"
     elif setup.most_pictures:
         problem = "prompts with pictures are not sent to servers"
-    if problem:
-        raise ConfigError(
-            "engine vllm-server", problem, next='set generate.engine = "transformers"'
-        )
+    elif setup.base is not None:
+        problem = f"{setup.policy.ref} has an adapter and no weights that a server could load"
+        engine = "vllm"
+    else:
+        return
+    raise ConfigError("engine vllm-server", problem, next=f'set generate.engine = "{engine}"')
 
 
 def _completion(answer: dict[str, Any], name: str, served: Served, request: Request) -> Completion:

@@ -1,0 +1,367 @@
+"""Engine `vllm-server` before servers that are wrong or fail: a small one that speaks as vLLM does.
+What only a real one can show is in test_vllm_server.py."""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from quiver.schemas.errors import ConfigError, LineageError, NumericError, ResourceError
+from quiver.stages.common.config import parse
+from quiver.stages.common.models.checkpoints import as_model
+from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.generate.config import Config
+from tests.stages.generate import guessing
+from tests.stages.generate.fake_vllm import WORDS, FakeVllm, completion
+from tests.stages.generate.making import random_prompts
+from tests.tiny import make_policy
+
+
+@pytest.fixture
+def policy(store):
+    return make_policy(store)
+
+
+@pytest.fixture
+def server(policy):
+    with FakeVllm(policy) as fake:
+        yield fake
+
+
+def sample(store, policy, servers, **options):
+    """A version of 24 rows, by these servers, in shards of four."""
+    given = {
+        "engine": "vllm-server",
+        "samples_per_prompt": 4,
+        "sampling": {"max_tokens": 8, "stop_token_ids": [7]},
+        "rows_per_shard": 4,
+        "options": {
+            "urls": [server if isinstance(server, str) else server.url for server in servers],
+            "concurrency": 3,
+            "down_seconds": 0.6,
+            **options,
+        },
+    }
+    refs = {"prompts": random_prompts(store, 6).ref, "policy": policy.ref}
+    return store.open(run_stage("generate", given, store, in_process=True, **refs))
+
+
+def assert_right(version) -> None:
+    """Every row is what its seed says, whoever answered it and however often it was asked."""
+    rows = version.table().to_pylist()
+    assert len(rows) == 24
+    for row in rows:
+        ids, logprobs = completion(row["prompt_ids"], row["seed"])
+        assert row["completion_ids"] == ids
+        assert row["old_logprobs"] == logprobs
+
+
+def changed(answer, **fields):
+    """A copy of an answer with these fields of its choice."""
+    answer = copy.deepcopy(answer)
+    answer["choices"][0] |= fields
+    return answer
+
+
+def test_rows_are_asked_for_with_all_that_shapes_them(store, policy, server):
+    version = sample(store, policy, [server])
+    assert_right(version)
+    assert version.manifest.metrics["engine"] == {
+        "name": "vllm-server",
+        "version": "0.32.0",
+        "dtype": "unknown",
+        "device": "server",
+        "logprobs_mode": "processed_logprobs",
+        "weights_proved_by": "name",
+    }
+    parameters = server.bodies[0]["sampling_params"]
+    assert parameters["stop_token_ids"] == [2, 7]
+    assert (parameters["ignore_eos"], parameters["max_tokens"], parameters["n"]) == (True, 8, 1)
+    assert parameters["watermarking"] is False
+    assert {body["sampling_params"]["seed"] for body in server.bodies} == {
+        row["seed"] for row in version.table().to_pylist()
+    }
+
+
+ONCE = {
+    "other ids": lambda answer: changed(answer, token_ids=[9, 9, 9]),
+    "another request": lambda answer: {**answer, "request_id": "generate-tokens-quiver-0"},
+    "another model": lambda answer: {**answer, "model": "another"},
+    "other weights": lambda answer: changed(answer, weight_versions=[{"version": "later"}]),
+    "two weights": lambda answer: changed(
+        answer, weight_versions=[{"version": "default"}, {"version": "later"}]
+    ),
+    "aborted": lambda answer: changed(answer, finish_reason="abort"),
+    "no logprobs": lambda answer: changed(answer, logprobs=None),
+    "no choices": lambda answer: {**answer, "choices": []},
+    "text": lambda answer: ["text"],
+    "another prompt": lambda answer: {**answer, "usage": {"prompt_tokens": 1}},
+    "cut": lambda answer: b'{"request_id": "gen',
+    "closed": lambda answer: None,
+    "500": lambda answer: 500,
+    "503": lambda answer: 503,
+    "429": lambda answer: 429,
+}
+
+
+@pytest.mark.parametrize("fault", ONCE)
+def test_a_row_that_fails_is_asked_for_again(store, policy, server, fault):
+    server.says = lambda answer, count: ONCE[fault](answer) if count in (2, 9) else answer
+    assert_right(sample(store, policy, [server]))
+    assert server.num_rows >= 26
+
+
+@pytest.mark.parametrize("fault", ["other ids", "500", "closed", "cut"])
+def test_a_row_that_always_fails_ends_the_stage(store, policy, server, fault):
+    def says(answer, count):
+        return ONCE[fault](answer) if count > 8 else answer
+
+    server.says = says
+    with pytest.raises(ResourceError, match=r"row \d+ failed 3 times, at last at") as caught:
+        sample(store, policy, [server], retries=2)
+    assert server.url in caught.value.message
+    assert (WORDS in caught.value.message) == (fault == "500")
+    assert store.numbers("tiny", "rollouts") == []
+    server.says = lambda answer, count: answer
+    done_before = server.num_rows
+    assert_right(sample(store, policy, [server]))
+    assert server.num_rows - done_before <= 24
+
+
+def test_what_a_server_refuses_is_told_in_its_words(store, policy, server):
+    server.says = lambda answer, count: 400
+    with pytest.raises(ConfigError, match=f"answered 400: {WORDS}"):
+        sample(store, policy, [server])
+    assert store.numbers("tiny", "rollouts") == []
+
+
+def test_a_logprob_that_is_no_number_ends_the_stage(store, policy, server):
+    def says(answer, count):
+        entries = answer["choices"][0]["logprobs"]["content"]
+        entries[-1]["logprob"] = -9999.0 if count == 3 else entries[-1]["logprob"]
+        return answer
+
+    server.says = says
+    with pytest.raises(NumericError, match="is no number"):
+        sample(store, policy, [server])
+
+
+def test_a_row_that_takes_too_long_is_given_up(store, policy, server):
+    server.says = lambda answer, count: time.sleep(0.5) or answer
+    with pytest.raises(ResourceError, match=r"no whole answer within 0\.1 s"):
+        sample(store, policy, [server], row_seconds=0.1, retries=1)
+
+
+@pytest.mark.parametrize("says", ["404", "the new name"])
+def test_another_model_in_the_middle_publishes_nothing(store, policy, server, says):
+    """A server that was started anew refuses the old name; one behind a balancer may answer."""
+
+    def replaced(answer, count):
+        if count < 9:
+            return answer
+        server.card["id"] = "f" * 64
+        return 404 if says == "404" else {**answer, "model": "f" * 64}
+
+    server.says = replaced
+    with pytest.raises(LineageError, match=f"it serves {'f' * 64}"):
+        sample(store, policy, [server])
+    assert store.numbers("tiny", "rollouts") == []
+
+
+def test_the_others_go_on_without_a_server_that_serves_another_model(store, policy, server):
+    with FakeVllm(policy) as replaced:
+
+        def says(answer, count):
+            if count == 4:
+                replaced.card["id"] = "another"
+            return answer
+
+        replaced.says = says
+        assert_right(sample(store, policy, [replaced, server]))
+
+
+def test_rows_spread_over_the_servers(store, policy, server):
+    with FakeVllm(policy) as second:
+        assert_right(sample(store, policy, [server, second, "http://127.0.0.1:9"]))
+        assert min(server.num_rows, second.num_rows) > 3
+
+
+def refused(store, policy, server, kind, match):
+    with pytest.raises(kind, match=match) as caught:
+        sample(store, policy, [server])
+    assert server.num_rows == 0
+    return caught.value
+
+
+def test_other_weights_are_refused_with_the_command_that_starts_the_right_ones(store, policy):
+    other = make_policy(store, "other", seed=1)
+    with FakeVllm(other) as fake:
+        error = refused(store, policy, fake, LineageError, "expected the weights of tiny/policy@0")
+    weights = as_model("policy", policy).weights
+    assert error.next == (
+        f"python -m vllm.entrypoints.openai.api_server --model {policy.files.folder} "
+        f"--served-model-name {weights} --logprobs-mode processed_logprobs --enable-scale-out "
+        f"--max-model-len 64 --port {fake.url.rpartition(':')[2]}"
+    )
+
+
+def test_logprobs_before_temperature_and_the_rest_are_refused(store, policy, server):
+    server.probe_logprob = -5.5
+    error = refused(store, policy, server, ConfigError, r"has \[-5\.5, -5\.5\], expected 0\.0")
+    assert "--logprobs-mode processed_logprobs" in error.next
+
+
+def test_a_context_that_is_too_short_is_refused(store, policy, server):
+    server.card["max_model_len"] = 12
+    refused(store, policy, server, ConfigError, "max_model_len is 12")
+
+
+def test_weights_that_were_loaded_later_count_by_their_label_alone(store, policy, server):
+    server.label = "step 7"
+    refused(store, policy, server, LineageError, "loaded later, as step 7")
+    server.card["id"] = "trained"
+    server.label = as_model("policy", policy).weights
+    version = sample(store, policy, [server])
+    assert_right(version)
+    assert version.manifest.metrics["engine"]["weights_proved_by"] == "label"
+
+
+def test_a_name_does_not_count_where_the_folder_is_another_versions(store, policy, server):
+    server.card["root"] = str(make_policy(store, "other", seed=1).files.folder)
+    refused(store, policy, server, LineageError, "other/policy.*whatever its name says")
+    server.card["root"] = str(policy.files.folder)
+    assert_right(sample(store, policy, [server]))
+
+
+def by_path(fake, path) -> None:
+    fake.card |= {"id": str(path), "root": str(path)}
+
+
+def test_the_folder_of_the_policy_proves_its_weights(store, policy, server, tmp_path):
+    by_path(server, policy.files.folder)
+    version = sample(store, policy, [server])
+    assert version.manifest.metrics["engine"]["weights_proved_by"] == "path"
+
+
+def test_a_link_to_the_folder_counts_while_it_is_older_than_the_server(
+    store, policy, server, tmp_path
+):
+    server.started = time.time()
+    time.sleep(2.5)  # no test can set when a link was made
+    (tmp_path / "now").symlink_to(policy.files.folder)
+    (tmp_path / "here").symlink_to(tmp_path)
+    by_path(server, tmp_path / "here" / "now")
+    refused(store, policy, server, LineageError, "was started before that was tiny/policy@0")
+    server.started = time.time() + 1
+    assert_right(sample(store, policy, [server]))
+
+
+def test_a_folder_that_is_younger_than_the_server_proves_nothing(store, policy, server):
+    """A store that was made anew under the same path."""
+    by_path(server, policy.files.folder)
+    server.started -= 3600
+    refused(store, policy, server, LineageError, "was started before that was tiny/policy@0")
+
+
+@pytest.mark.parametrize("card", [{"id": "mine"}, {"id": "v0", "root": "v0"}, {"root": None}])
+def test_a_name_that_says_nothing_proves_nothing(store, policy, server, card):
+    by_path(server, policy.files.folder)
+    server.card |= card
+    refused(store, policy, server, LineageError, "it serves")
+
+
+def test_an_adapter_of_the_name_is_not_the_model(store, policy, server):
+    server.card["parent"] = "base"
+    refused(store, policy, server, ResourceError, "names no model")
+
+
+def test_a_server_that_comes_later_is_waited_for(store, policy):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(ResourceError, match="no server answers; http"):
+        sample(store, policy, [url])
+    with FakeVllm(make_policy(store, "other", seed=1)) as fake:
+
+        def turn() -> None:
+            time.sleep(0.5)
+            fake.card["id"] = as_model("policy", policy).weights
+
+        thread = threading.Thread(target=turn)
+        thread.start()
+        assert_right(sample(store, policy, [fake], wait_seconds=30))
+        thread.join()
+
+
+def test_a_token_is_sent_and_never_shown(store, policy, server, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "a-long-secret")
+    server.says = lambda answer, count: 400
+    with pytest.raises(ConfigError) as caught:
+        sample(store, policy, [server], token="env:MY_TOKEN")
+    assert "a-long-secret" not in str(caught.value) and "***" in caught.value.message
+    assert all(headers["Authorization"] == "Bearer a-long-secret" for headers in server.headers)
+
+
+def test_no_proxy_of_the_environment_is_used(store, policy, server, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert os.environ["HTTP_PROXY"]
+    assert_right(sample(store, policy, [server]))
+
+
+def test_pictures_and_encoder_decoders_are_refused(store, server):
+    t5 = make_policy(store, "t5", "t5")
+    server.card["id"] = as_model("policy", t5).weights
+    with pytest.raises(ConfigError, match="encoder-decoder") as caught:
+        sample(store, t5, [server])
+    assert caught.value.next == 'set generate.engine = "transformers"'
+
+
+def test_where_and_how_fast_is_no_part_of_the_run_key():
+    def key(**options):
+        given = {"engine": "vllm-server", "options": options}
+        return parse(Config, given, "generate").key()
+
+    first = key(urls=["http://127.0.0.1:8000"])
+    assert first == key(
+        urls=["https://a:1", "https://b:2"], token="env:T", concurrency=9, retries=0, row_seconds=9
+    )
+    assert first["engine"] == "vllm-server"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({}, "needs options.urls"),
+        ({"urls": ["http://me:secret@host:8000"]}, "has a user"),
+        ({"urls": ["http://host:8000"], "token": "env:T"}, "in the clear"),
+        ({"urls": ["http://host:8000"], "token": "secret"}, "must be env:NAME"),
+        ({"urls": ["host:8000"]}, "must be http"),
+    ],
+)
+def test_urls_and_tokens_that_are_refused_at_once(options, problem):
+    with pytest.raises(ConfigError, match=problem) as caught:
+        parse(Config, {"engine": "vllm-server", "options": options}, "generate")
+    assert "secret@" not in str(caught.value) and "'secret'" not in str(caught.value)
+
+
+def test_turns_of_an_episode_follow_one_another(store, policy, server):
+    names = guessing.write_game(store.path.parent / "game")
+    prompts = guessing.render(store, policy, names)
+    given = {
+        "engine": "vllm-server",
+        "samples_per_prompt": 2,
+        "sampling": {"max_tokens": 8, "stop_token_ids": [*range(3, 320)]},
+        "turns": {"environment": names["environment"], "max_turns": 3, "max_tokens": 24},
+        "options": {"urls": [server.url], "concurrency": 4},
+    }
+    # a turn that is cut at its length ends the episode
+    server.says = lambda answer, count: changed(answer, finish_reason="stop")
+    refs = {"prompts": prompts.ref, "policy": policy.ref}
+    version = store.open(run_stage("generate", given, store, in_process=True, **refs))
+    rows = version.table().to_pylist()
+    assert server.num_rows == sum(len(row["turns"]) for row in rows) > len(rows)
