@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,9 @@ from quiver.stages.common.config import parse
 from quiver.stages.common.models.checkpoints import as_model
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.generate.config import Config
+from quiver.stages.generate.engine import Setup
+from quiver.stages.generate.engines.vllm_server import VllmServerEngine
+from quiver.stages.generate.options import Sampling
 from tests.stages.generate import guessing
 from tests.stages.generate.fake_vllm import WORDS, FakeVllm, completion
 from tests.stages.generate.making import random_prompts
@@ -313,12 +317,17 @@ def test_no_proxy_of_the_environment_is_used(store, policy, server, monkeypatch)
     assert_right(sample(store, policy, [server]))
 
 
-def test_pictures_and_encoder_decoders_are_refused(store, server):
+def test_what_no_server_takes_is_refused_before_one_is_asked(store, policy, server):
     t5 = make_policy(store, "t5", "t5")
     server.card["id"] = as_model("policy", t5).weights
     with pytest.raises(ConfigError, match="encoder-decoder") as caught:
         sample(store, t5, [server])
     assert caught.value.next == 'set generate.engine = "transformers"'
+    setup = Setup(policy, Sampling(), (2,), 64, options={"urls": [server.url]})
+    for fields, problem in ({"most_pictures": 1}, "pictures"), ({"base": policy}, "adapter"):
+        with pytest.raises(ConfigError, match=problem):
+            VllmServerEngine(replace(setup, **fields))
+    assert server.headers == []
 
 
 def test_where_and_how_fast_is_no_part_of_the_run_key():
