@@ -66,7 +66,7 @@ def main() -> int:
             count = ranks.needed(arguments.stage, call["config"])
             if count > 1:
                 command = [sys.executable, "-u", "-P", "-m", "quiver.stages", *sys.argv[1:]]
-                return ranks.launch([*command, "--rank"], arguments.answer, count)
+                return ranks.launch([*command, "--rank"], arguments.answer, count, call)
             code = serve(arguments.stage, call, arguments.answer)
             if not staying.keeps():
                 break

@@ -1,7 +1,8 @@
-"""Several ranks of one stage on this host, started by the elastic agent of torch.distributed.run.
+"""Several ranks of one stage, started by the elastic agent of torch.distributed.run: on this host,
+or on several of which each runs the same command (`rendezvous`).
 
-    count = needed("optimize", config)        # 1 where there is nothing to start
-    code = launch(command, answer, count)     # exit code; the stage's answer lies in `answer`
+    count = needed("optimize", config)             # of all hosts; 1 where there is nothing to start
+    code = launch(command, answer, count, call)    # exit code; the stage's answer lies in `answer`
 
 The stage's own process becomes the agent. It is the one that the keeper watches, so no rank
 outlives it, and it ends as the ranks did:
@@ -23,23 +24,43 @@ import signal
 import sys
 import uuid
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from quiver.schemas.errors import ConfigError, ResourceError, printable
+from quiver.schemas.manifest import digest
+from quiver.stages.common.rendezvous import (
+    Rendezvous,
+    Watch,
+    address_towards,
+    interface_of,
+    several_hosts,
+)
+from quiver.stages.common.runtime.runner import quiver_version
 from quiver.stages.common.runtime.stage import load
 from quiver.stages.common.runtime.subprocesses import GRACE_SECONDS
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
 
 LAUNCHED = ("WORLD_SIZE", "ACCELERATE_NUM_PROCESSES")
 """What a launcher sets. Where one is set the ranks are there already."""
 
 
 def needed(stage: str, config: Mapping[str, Any]) -> int:
-    """How many ranks a call of `stage` is to be started as. 1: its work is not shared among ranks,
-    or a launcher has started them."""
+    """How many ranks a call of `stage` is to be started as, on all hosts together. 1: its work is
+    not shared among ranks, or a launcher has started them."""
     if not getattr(load(stage), "RANKS", False) or any(name in os.environ for name in LAUNCHED):
         return 1
     processes = config.get("processes")
-    return int(processes) if str(processes).isdecimal() else 1
+    if str(processes).isdecimal():
+        return int(processes)
+    try:
+        rendezvous = several_hosts()
+    except ConfigError:
+        return 2  # `launch` says what is wrong
+    return rendezvous.nodes if rendezvous else 1
 
 
 def prepare() -> None:
@@ -52,54 +73,124 @@ def answer_of(answer: Path, rank: str | int) -> Path:
     return answer.with_name(f"{answer.stem}-{rank}.json")
 
 
-def launch(command: list[str], answer: Path, count: int) -> int:
-    """Run `count` ranks of `command` and put what they came to into `answer`; the exit code.
+def launch(command: list[str], answer: Path, count: int, call: Mapping[str, Any]) -> int:
+    """Run this host's share of `count` ranks of `command`, and put what they came to into `answer`;
+    the exit code.
 
-    That is the outcome of rank 0. Without one it is the first typed error of any rank: what the
-    others met after it, a lost connection say, tells nothing. Where a rank was killed there is no
-    answer, as where a stage of one process was.
+    That is the outcome of rank 0, or of any where rank 0 is on another host. Without one it is the
+    first typed error of any rank: what the others met after it, a lost connection say, tells
+    nothing. Where a rank was killed there is no answer, as where a stage of one process was.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
-    # gloo need not find out by which name other hosts would know this one
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-        shutdown_timeout=int(GRACE_SECONDS),
-    )
     failures = []
-    try:
-        elastic_launch(config, command[0])(*command[1:])
-    except ChildFailedError as error:
-        failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
-    except SignalException as error:
-        return 128 + error.sigval
-    written = [path for rank in range(count) if (path := answer_of(answer, rank)).exists()]
-    written.sort(key=lambda path: path.stat().st_mtime_ns)
+    problem: str | ConfigError = ""
+    with ExitStack() as stack:
+        try:
+            rendezvous = several_hosts()
+            config, share = _agent(rendezvous, count, call)
+            watch = None
+            if rendezvous is not None:
+                watch = stack.enter_context(Watch(rendezvous, config.run_id))
+            elastic_launch(config, command[0])(*command[1:])
+        except ChildFailedError as error:
+            failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
+        except SignalException as error:
+            if watch is None or not watch.problem:
+                return 128 + error.sigval
+            problem = watch.problem
+        except ConfigError as error:
+            problem = error
+        except RendezvousError as error:
+            if rendezvous is None:
+                raise
+            problem = f"not all of {rendezvous.nodes} hosts came: {printable(error)}"
+        if failures and watch is not None:
+            watch.tell_failure()
+    if problem:
+        return _say(answer, problem)
+    written = sorted(
+        answer.parent.glob(f"{answer.stem}-*.json"), key=lambda path: path.stat().st_mtime_ns
+    )
     answers = {path: json.loads(path.read_text()) for path in written}
     errors = [path for path in written if "error" in answers[path]]
     typed = [path for path in errors if answers[path]["error"]["code"] != "E-INTERNAL"]
     # the agent ends those that are left by SIGTERM
     killed = [each for each in failures if each.exitcode < 0 and -each.exitcode != signal.SIGTERM]
-    outcomes = [path for path in written if path == answer_of(answer, 0) and path not in errors]
+    outcomes = [path for path in written if path not in errors]
+    if rendezvous is None:  # only the first rank's means that there is a version
+        outcomes = [path for path in outcomes if path == answer_of(answer, 0)]
     if killed and not outcomes and not typed:
         name = signal.Signals(-killed[0].exitcode).name
         hint = " (out of memory?)" if name == "SIGKILL" else ""
-        print(f"rank {killed[0].local_rank} of {count} was ended by {name}{hint}", file=sys.stderr)
+        print(f"rank {killed[0].local_rank} of {share} was ended by {name}{hint}", file=sys.stderr)
         return 128 - killed[0].exitcode
     for path in [*outcomes, *typed, *errors][:1]:
         path.replace(answer)
     if outcomes:
         return 0
     return failures[0].exitcode if failures else 1
+
+
+def _agent(
+    rendezvous: Rendezvous | None, count: int, call: Mapping[str, Any]
+) -> tuple[LaunchConfig, int]:
+    """How the agent of this host starts its ranks, and how many. ConfigError."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    nodes = rendezvous.nodes if rendezvous else 1
+    if count % nodes:
+        raise ConfigError(
+            "optimize.processes",
+            f"{count} ranks can not be shared out evenly among {nodes} hosts",
+            next=f"set optimize.processes to a multiple of {nodes}",
+        )
+    share = count // nodes
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // share)))
+    settings: dict[str, Any] = {}
+    endpoint = "localhost:0"
+    address = "localhost"
+    run_id = uuid.uuid4().hex
+    if rendezvous is None:
+        # gloo need not find out by which name other hosts would know this one
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    else:
+        address, is_host = address_towards(rendezvous)
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, interface_of(address) or "")
+        patience = rendezvous.settings["join_timeout"]
+        settings = {**rendezvous.settings, "is_host": is_host, "read_timeout": patience}
+        endpoint = f"{rendezvous.host}:{rendezvous.port}"
+        # whether the process stays is its caller's affair
+        run_id = rendezvous.id or digest({**call, "stay": None})
+    config = LaunchConfig(
+        min_nodes=nodes,
+        max_nodes=nodes,
+        nproc_per_node=share,
+        run_id=run_id,
+        rdzv_backend="c10d",
+        rdzv_endpoint=endpoint,
+        rdzv_configs=settings,
+        local_addr=address,
+        max_restarts=0,
+        shutdown_timeout=int(GRACE_SECONDS),
+    )
+    return config, share
+
+
+def _say(answer: Path, problem: str | ConfigError) -> int:
+    """Answer with an error of this host's agent; its exit code."""
+    error = problem
+    if isinstance(problem, str):
+        error = ResourceError(
+            "ranks on several hosts",
+            problem,
+            state="finished shards and all versions are kept.",
+            next="run the same command again on every host",
+        )
+    answer.write_text(json.dumps({"error": error.to_dict(), "quiver": quiver_version()}))
+    return error.exit_code

@@ -1,9 +1,9 @@
 """Two hosts on this one: network namespaces with one cable between them, and one file system.
 
-    with two_hosts() as hosts:
-        process = hosts[0].start([sys.executable, "-c", "..."])
-        hosts[1].kill()
-        hosts[1].unplug()
+with two_hosts() as hosts:
+    process = hosts[0].start([sys.executable, "-c", "..."], env, log)
+    hosts[1].kill()
+    hosts[1].unplug()
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -29,16 +30,17 @@ class Host:
         self.address = address
         self._processes: list[subprocess.Popen] = []
 
-    def start(self, command: list[str], env: dict[str, str] | None = None) -> subprocess.Popen:
-        """A process on this host, in a session of its own."""
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", self.name, *command],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+    def start(self, command: list[str], env: dict[str, str], log: Path) -> subprocess.Popen:
+        """A process on this host, in a session of its own; its stderr goes to `log`."""
+        with log.open("w") as stderr:
+            process = subprocess.Popen(
+                ["ip", "netns", "exec", self.name, *command],
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,
+            )
         self._processes.append(process)
         return process
 

@@ -1,0 +1,187 @@
+"""Ranks on several hosts: where their agents meet, and whether the others still live.
+
+Each host runs the same command with torchrun's own variables:
+
+    PET_NNODES=2 PET_RDZV_ENDPOINT=first-host:29400 quiver optimize recipe.toml
+
+PET_RDZV_ID tells worlds apart that meet at one port (else the call does), PET_RDZV_CONF sets
+join_timeout, keep_alive_interval and keep_alive_max_attempt as torchrun has them.
+
+An agent of torch's watches its own ranks alone. A rank whose peer's host lost its power would wait
+for a day, so the agents beat in the store of their rendezvous: who is silent for
+keep_alive_interval times keep_alive_max_attempt, or says that its ranks failed, ends the others.
+
+Not of the spine: what a stage makes does not depend on where its ranks are.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from quiver.schemas.errors import ConfigError, printable
+
+_DEFAULTS = {"join_timeout": 600, "keep_alive_interval": 5, "keep_alive_max_attempt": 12}
+_GRACE_SECONDS = (
+    10.0  # of ranks that end by themselves, since the version is there or a peer is not
+)
+log = logging.getLogger(__name__)
+
+
+class Rendezvous(NamedTuple):
+    """Where the agents of all hosts meet."""
+
+    nodes: int
+    host: str
+    port: int
+    id: str
+    """Of PET_RDZV_ID; empty: the call's."""
+    settings: dict[str, int]
+
+    @property
+    def silence(self) -> float:
+        """Seconds without a beat after which a host counts as dead."""
+        return float(self.settings["keep_alive_interval"] * self.settings["keep_alive_max_attempt"])
+
+
+def several_hosts(environ: Mapping[str, str] = os.environ) -> Rendezvous | None:
+    """What the environment says of other hosts; None where there are none. ConfigError."""
+    nodes = environ.get("PET_NNODES", "1")
+    if nodes == "1":
+        return None
+    if not nodes.isdecimal() or int(nodes) < 1:
+        raise ConfigError(
+            "PET_NNODES",
+            f"expected one number of hosts, found {printable(nodes)}",
+            next="set PET_NNODES to how many hosts train together",
+        )
+    endpoint = environ.get("PET_RDZV_ENDPOINT", "")
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(
+            "PET_RDZV_ENDPOINT",
+            f"expected HOST:PORT, found {printable(repr(endpoint))}",
+            next="set PET_RDZV_ENDPOINT to a host that all can reach and a free port of it",
+        )
+    pairs = [pair.partition("=") for pair in environ.get("PET_RDZV_CONF", "").split(",") if pair]
+    for name, _, number in pairs:
+        if name not in _DEFAULTS or not number.isdecimal():
+            raise ConfigError(
+                "PET_RDZV_CONF",
+                f"expected {', '.join(_DEFAULTS)} with whole seconds or counts, found "
+                f"{printable(name)}={printable(number)}",
+                next="correct PET_RDZV_CONF",
+            )
+    settings = _DEFAULTS | {name: int(number) for name, _, number in pairs}
+    return Rendezvous(int(nodes), host, int(port), environ.get("PET_RDZV_ID", ""), settings)
+
+
+def address_towards(rendezvous: Rendezvous) -> tuple[str, bool]:
+    """This host's address on the way to where they meet, and whether it is that host itself.
+    ConfigError."""
+    try:
+        family, *_, there = socket.getaddrinfo(
+            rendezvous.host, rendezvous.port, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(there)  # sends nothing: the system only says which way it would go
+            address = probe.getsockname()[0]
+    except OSError as error:
+        raise ConfigError(
+            "PET_RDZV_ENDPOINT",
+            f"{printable(rendezvous.host)} can not be reached: {printable(error)}",
+            next="set PET_RDZV_ENDPOINT to a host that all can reach and a free port of it",
+        ) from None
+    return address, address == there[0]
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has the address."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in [entry.address for entry in addresses]:
+            return name
+    return None
+
+
+class Watch:
+    """Beats for this host and listens to the others, until the block ends; once one of them is
+    lost, this process is sent SIGTERM, and `problem` says why."""
+
+    def __init__(self, rendezvous: Rendezvous, run_id: str) -> None:
+        self.problem = ""
+        self._rendezvous = rendezvous
+        self._prefix = f"quiver/{run_id}"
+        self._is_over = threading.Event()
+        self._heard = time.monotonic()
+        """When the store, and through it every host, was last heard of."""
+        self._store: Any = None
+        self._has_begun = False
+
+    def __enter__(self) -> Watch:
+        threading.Thread(target=self._beat, daemon=True, name="beat").start()
+        threading.Thread(target=self._listen, daemon=True, name="listen").start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+
+    def tell_failure(self) -> None:
+        """The ranks of this host failed: the others need not wait."""
+        with suppress(Exception):  # where the store is gone, they see that
+            if self._store is not None:
+                self._store.add(f"{self._prefix}/failed", 1)
+
+    def _beat(self) -> None:
+        """Each call of the store may hang, where its host is gone without a word."""
+        from torch.distributed import TCPStore
+
+        rendezvous = self._rendezvous
+        try:
+            self._store = TCPStore(
+                rendezvous.host,
+                rendezvous.port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=rendezvous.settings["join_timeout"]),
+            )
+            number = self._store.add(f"{self._prefix}/hosts", 1)
+            heard: dict[int, tuple[int, float]] = {}
+            while not self._is_over.wait(rendezvous.settings["keep_alive_interval"] / 2):
+                self._store.add(f"{self._prefix}/beat/{number}", 1)
+                for other in range(1, rendezvous.nodes + 1):
+                    beats = self._store.add(f"{self._prefix}/beat/{other}", 0)
+                    if beats != heard.get(other, (0, 0.0))[0]:
+                        heard[other] = beats, time.monotonic()
+                if self._store.add(f"{self._prefix}/failed", 0):
+                    self._end("the ranks of another host failed")
+                    return
+                if len(heard) == rendezvous.nodes:
+                    self._has_begun = True
+                    self._heard = min(moment for _, moment in heard.values())
+        except Exception as error:  # torch's own classes, of a connection that is lost
+            log.debug("no store at the rendezvous: %s", error)
+            if self._has_begun:
+                self._end("the host of the rendezvous is gone")
+
+    def _listen(self) -> None:
+        while not self._is_over.wait(1.0):
+            if self._has_begun and time.monotonic() - self._heard > self._rendezvous.silence:
+                self._end(f"another host was silent for {self._rendezvous.silence:g} s")
+                return
+
+    def _end(self, problem: str) -> None:
+        """Ranks that end by themselves may; the others are ended."""
+        if self._is_over.wait(_GRACE_SECONDS) or self.problem:
+            return
+        self.problem = problem
+        os.kill(os.getpid(), signal.SIGTERM)

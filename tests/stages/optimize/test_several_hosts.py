@@ -1,0 +1,161 @@
+"""Ranks on two hosts, which are network namespaces of this one: what they make is what one process
+makes, and of a host that dies the other learns."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from quiver import run_stage
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.rendezvous import several_hosts
+from tests.stages.optimize import world
+from tests.stages.optimize.hosts import two_hosts
+from tests.tiny import make_policy
+
+pytestmark = pytest.mark.dist
+SCRIPT = """
+import json, logging, sys
+from quiver import run_stage
+from quiver.schemas.errors import QuiverError
+
+logging.basicConfig(level=logging.INFO)
+store, config, refs, into, in_process = json.loads(sys.argv[1])
+try:
+    print(run_stage("optimize", config, store, into=into, in_process=in_process, **refs))
+except QuiverError as error:
+    print(json.dumps(error.to_dict()))
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.fixture
+def refs(store) -> dict[str, str]:
+    policy = make_policy(store)
+    rollouts, rewards = world.make(store, policy, world.even_share)
+    return {"policy": str(policy.ref), "rollouts": str(rollouts.ref), "rewards": str(rewards.ref)}
+
+
+def config(**changed):
+    """AdamW's eps is 1, so that the step follows the gradient and not only its sign."""
+    return world.config(**{"token_budget": 40, "learning_rate": 1e-2, "eps": 1.0, **changed})
+
+
+def start(host, hosts, store, refs, settings, into, **variables):
+    """What every host runs, in the environment that the documents name."""
+    env = {name: text for name, text in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    env |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PET_NNODES": "2"}
+    env |= {"PET_RDZV_ENDPOINT": f"{hosts[0].address}:29400", **variables}
+    asked = [str(store.path), settings.model_dump(mode="json"), refs, into, False]
+    command = [sys.executable, "-c", SCRIPT, json.dumps(asked)]
+    return host.start(command, env, log_of(host, store))
+
+
+def log_of(host, store) -> Path:
+    return store.path.parent / f"{host.name}.log"
+
+
+def ended(process, seconds: float = 120) -> dict | str:
+    """What it printed last: a reference, or an error."""
+    stdout, _ = process.communicate(timeout=seconds)
+    last = stdout.splitlines()[-1]
+    return json.loads(last) if last.startswith("{") else last
+
+
+def await_step(hosts, store, running, number: int) -> None:
+    """Only the first rank tells of its steps, and it is on either host."""
+    deadline = time.monotonic() + 120
+    while not any(f"step {number}:" in log_of(host, store).read_text() for host in hosts):
+        assert time.monotonic() < deadline and not any(process.poll() for process in running)
+        time.sleep(0.05)
+
+
+def largest_gap(store, one: str, two: str) -> float:
+    first, second = (
+        load_file(store.open(ref).files.path("model.safetensors")) for ref in (one, two)
+    )
+    assert first.keys() == second.keys()
+    return max((first[name] - second[name]).abs().max().item() for name in first)
+
+
+def test_two_hosts_make_what_one_process_makes(store, refs):
+    settings = config(epochs=4)
+    one = run_stage("optimize", settings, store, into="one", in_process=True, **refs)
+    with two_hosts() as hosts:
+        running = [
+            start(host, hosts, store, refs, config(epochs=4, processes=2), "two") for host in hosts
+        ]
+        assert [ended(process) for process in running] == ["two/policy@1", "two/policy@1"]
+    assert store.open("two/policy@1").manifest.metrics["processes"] == 2
+    start_gap = largest_gap(store, str(one), "tiny/policy@0")
+    assert largest_gap(store, str(one), "two/policy@1") < 1e-5 < start_gap
+
+
+def test_torchruns_own_launcher_on_two_hosts(store, refs, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    settings = config(epochs=2)
+    one = run_stage("optimize", settings, store, into="one", in_process=True, **refs)
+    asked = json.dumps([str(store.path), settings.model_dump(mode="json"), refs, "two", True])
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    with two_hosts() as hosts:
+        running = []
+        for host in hosts:
+            meeting = f"--rdzv-endpoint={hosts[0].address}:29400 --rdzv-backend=c10d --nnodes=2"
+            meeting += f" --rdzv-conf=is_host={host is hosts[0]} --local-addr={host.address}"
+            command = [sys.executable, "-m", "torch.distributed.run", *meeting.split()]
+            command += ["--nproc-per-node=1", str(script), asked]
+            variables = env | {"GLOO_SOCKET_IFNAME": "cable"}
+            running.append(host.start(command, variables, log_of(host, store)))
+        assert [ended(process) for process in running] == ["two/policy@1", "two/policy@1"]
+    assert largest_gap(store, str(one), "two/policy@1") < 1e-5
+
+
+@pytest.mark.parametrize("dying", [0, 1], ids=["where they meet", "the other"])
+@pytest.mark.parametrize("death", ["kill", "unplug"])
+def test_of_a_host_that_dies_the_other_learns(store, refs, dying, death):
+    """Killed, its connections are reset; without power or cable nobody is told."""
+    quick = {"PET_RDZV_CONF": "keep_alive_interval=1,keep_alive_max_attempt=5"}
+    with two_hosts() as hosts:
+        running = [
+            start(host, hosts, store, refs, config(epochs=4000, processes=2), "two", **quick)
+            for host in hosts
+        ]
+        await_step(hosts, store, running, 3)
+        getattr(hosts[dying], death)()
+        error = ended(running[1 - dying], 90)
+    assert error["code"] == "E-RESOURCE", error
+    assert store.numbers("two", "policy") == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "problem"),
+    [
+        ({"PET_NNODES": "1:2"}, "expected one number of hosts, found 1:2"),
+        ({"PET_NNODES": "2"}, "expected HOST:PORT, found ''"),
+        ({"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "first"}, "expected HOST:PORT"),
+        (
+            {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "a:1", "PET_RDZV_CONF": "retries=3"},
+            "found retries=3",
+        ),
+    ],
+)
+def test_variables_that_say_nothing_of_use_are_refused(variables, problem):
+    with pytest.raises(ConfigError, match=problem):
+        several_hosts(variables)
+
+
+def test_ranks_are_shared_out_evenly(store, refs, monkeypatch):
+    monkeypatch.setenv("PET_NNODES", "2")
+    monkeypatch.setenv("PET_RDZV_ENDPOINT", "127.0.0.1:29400")
+    with pytest.raises(ConfigError, match="3 ranks can not be shared out evenly among 2 hosts"):
+        run_stage("optimize", config(processes=3), store, **refs)
+    monkeypatch.setenv("PET_NNODES", "two")
+    with pytest.raises(ConfigError, match="expected one number of hosts, found two"):
+        run_stage("optimize", config(), store, **refs)
