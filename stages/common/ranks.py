@@ -24,11 +24,11 @@ import signal
 import sys
 import uuid
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quiver.schemas.errors import ConfigError, ResourceError, printable
+from quiver.schemas.errors import ConfigError, ResourceError
 from quiver.schemas.manifest import digest
 from quiver.stages.common.rendezvous import (
     Rendezvous,
@@ -88,14 +88,14 @@ def launch(command: list[str], answer: Path, count: int, call: Mapping[str, Any]
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     failures = []
-    problem: str | ConfigError = ""
-    with ExitStack() as stack:
+    problem = ""
+    try:
+        rendezvous = several_hosts()
+        config, share = _agent(rendezvous, count, call)
+    except ConfigError as error:
+        return _say(answer, error)
+    with Watch(rendezvous, config.run_id) if rendezvous else nullcontext() as watch:
         try:
-            rendezvous = several_hosts()
-            config, share = _agent(rendezvous, count, call)
-            watch = None
-            if rendezvous is not None:
-                watch = stack.enter_context(Watch(rendezvous, config.run_id))
             elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
             failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
@@ -103,24 +103,23 @@ def launch(command: list[str], answer: Path, count: int, call: Mapping[str, Any]
             if watch is None or not watch.problem:
                 return 128 + error.sigval
             problem = watch.problem
-        except ConfigError as error:
-            problem = error
         except RendezvousError as error:
-            if rendezvous is None:
+            if watch is None:
                 raise
-            problem = f"not all of {rendezvous.nodes} hosts came: {printable(error)}"
+            problem = watch.problem_of(error)
+        written = sorted(
+            answer.parent.glob(f"{answer.stem}-*.json"), key=lambda path: path.stat().st_mtime_ns
+        )
+        answers = {path: json.loads(path.read_text()) for path in written}
+        errors = [path for path in written if "error" in answers[path]]
+        typed = [path for path in errors if answers[path]["error"]["code"] != "E-INTERNAL"]
+        # the agent ends those that are left by SIGTERM
+        killed = [one for one in failures if one.exitcode < 0 and -one.exitcode != signal.SIGTERM]
         if failures and watch is not None:
-            watch.tell_failure()
+            # that a connection was lost is no defect where the other host was
+            problem = watch.tell_failure() if typed or killed else watch.why_lost()
     if problem:
         return _say(answer, problem)
-    written = sorted(
-        answer.parent.glob(f"{answer.stem}-*.json"), key=lambda path: path.stat().st_mtime_ns
-    )
-    answers = {path: json.loads(path.read_text()) for path in written}
-    errors = [path for path in written if "error" in answers[path]]
-    typed = [path for path in errors if answers[path]["error"]["code"] != "E-INTERNAL"]
-    # the agent ends those that are left by SIGTERM
-    killed = [each for each in failures if each.exitcode < 0 and -each.exitcode != signal.SIGTERM]
     outcomes = [path for path in written if path not in errors]
     if rendezvous is None:  # only the first rank's means that there is a version
         outcomes = [path for path in outcomes if path == answer_of(answer, 0)]

@@ -115,17 +115,21 @@ def interface_of(address: str) -> str | None:
 
 class Watch:
     """Beats for this host and listens to the others, until the block ends; once one of them is
-    lost, this process is sent SIGTERM, and `problem` says why."""
+    lost, this process is sent SIGTERM, unless its ranks end by themselves, and `problem` says
+    why."""
 
     def __init__(self, rendezvous: Rendezvous, run_id: str) -> None:
         self.problem = ""
         self._rendezvous = rendezvous
         self._prefix = f"quiver/{run_id}"
         self._is_over = threading.Event()
-        self._heard = time.monotonic()
-        """When the store, and through it every host, was last heard of."""
-        self._store: Any = None
+        self._ranks_ended = threading.Event()
+        self._is_lost = threading.Event()
         self._has_begun = False
+        """All hosts were heard of."""
+        self._heard = time.monotonic()
+        """When the one that is silent for longest was heard of."""
+        self._store: Any = None
 
     def __enter__(self) -> Watch:
         threading.Thread(target=self._beat, daemon=True, name="beat").start()
@@ -134,12 +138,28 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
+        self._ranks_ended.set()
 
-    def tell_failure(self) -> None:
-        """The ranks of this host failed: the others need not wait."""
+    def problem_of(self, error: Exception) -> str:
+        """What the agent's own error at the rendezvous means."""
+        if self._has_begun:
+            return "the host of the rendezvous is gone"
+        return f"not all of {self._rendezvous.nodes} hosts came: {printable(error)}"
+
+    def tell_failure(self) -> str:
+        """The ranks of this host failed for a reason of their own: the others need not wait. No
+        problem of another host's."""
         with suppress(Exception):  # where the store is gone, they see that
             if self._store is not None:
                 self._store.add(f"{self._prefix}/failed", 1)
+        return ""
+
+    def why_lost(self) -> str:
+        """What became of the other hosts, now that the ranks of this one failed; waits as long as
+        one may be silent. Empty: they live."""
+        self._ranks_ended.set()
+        self._is_lost.wait(self._rendezvous.silence + _GRACE_SECONDS)
+        return self.problem
 
     def _beat(self) -> None:
         """Each call of the store may hang, where its host is gone without a word."""
@@ -158,30 +178,33 @@ class Watch:
             heard: dict[int, tuple[int, float]] = {}
             while not self._is_over.wait(rendezvous.settings["keep_alive_interval"] / 2):
                 self._store.add(f"{self._prefix}/beat/{number}", 1)
-                for other in range(1, rendezvous.nodes + 1):
-                    beats = self._store.add(f"{self._prefix}/beat/{other}", 0)
-                    if beats != heard.get(other, (0, 0.0))[0]:
-                        heard[other] = beats, time.monotonic()
+                for host in range(1, rendezvous.nodes + 1):
+                    beats = self._store.add(f"{self._prefix}/beat/{host}", 0)
+                    if beats and beats != heard.get(host, (0, 0.0))[0]:
+                        heard[host] = beats, time.monotonic()
                 if self._store.add(f"{self._prefix}/failed", 0):
-                    self._end("the ranks of another host failed")
+                    self._lose("the ranks of another host failed")
                     return
                 if len(heard) == rendezvous.nodes:
-                    self._has_begun = True
                     self._heard = min(moment for _, moment in heard.values())
+                    self._has_begun = True
         except Exception as error:  # torch's own classes, of a connection that is lost
             log.debug("no store at the rendezvous: %s", error)
             if self._has_begun:
-                self._end("the host of the rendezvous is gone")
+                self._lose("the host of the rendezvous is gone")
 
     def _listen(self) -> None:
         while not self._is_over.wait(1.0):
             if self._has_begun and time.monotonic() - self._heard > self._rendezvous.silence:
-                self._end(f"another host was silent for {self._rendezvous.silence:g} s")
+                self._lose(f"another host was silent for {self._rendezvous.silence:g} s")
                 return
 
-    def _end(self, problem: str) -> None:
+    def _lose(self, problem: str) -> None:
         """Ranks that end by themselves may; the others are ended."""
-        if self._is_over.wait(_GRACE_SECONDS) or self.problem:
+        have_ended = self._ranks_ended.wait(_GRACE_SECONDS)
+        if self._is_over.is_set() or self.problem:
             return
         self.problem = problem
-        os.kill(os.getpid(), signal.SIGTERM)
+        self._is_lost.set()
+        if not have_ended:
+            os.kill(os.getpid(), signal.SIGTERM)
