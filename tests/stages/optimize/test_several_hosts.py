@@ -84,13 +84,12 @@ def largest_gap(store, one: str, two: str) -> float:
     return max((first[name] - second[name]).abs().max().item() for name in first)
 
 
-def test_two_hosts_make_what_one_process_makes(store, refs):
-    settings = config(epochs=4)
-    one = run_stage("optimize", settings, store, into="one", in_process=True, **refs)
+@pytest.mark.parametrize("shard", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_hosts_make_what_one_process_makes(store, refs, shard):
+    one = run_stage("optimize", config(epochs=4), store, into="one", in_process=True, **refs)
+    settings = config(epochs=4, processes=2, shard=shard)
     with two_hosts() as hosts:
-        running = [
-            start(host, hosts, store, refs, config(epochs=4, processes=2), "two") for host in hosts
-        ]
+        running = [start(host, hosts, store, refs, settings, "two") for host in hosts]
         assert [ended(process) for process in running] == ["two/policy@1", "two/policy@1"]
     assert store.open("two/policy@1").manifest.metrics["processes"] == 2
     start_gap = largest_gap(store, str(one), "tiny/policy@0")
@@ -117,8 +116,16 @@ def test_torchruns_own_launcher_on_two_hosts(store, refs, tmp_path):
     assert largest_gap(store, str(one), "two/policy@1") < 1e-5
 
 
-@pytest.mark.parametrize("dying", [0, 1], ids=["where they meet", "the other"])
-@pytest.mark.parametrize("death", ["kill", "unplug"])
+@pytest.mark.parametrize(
+    ("dying", "death"),
+    [
+        pytest.param(0, "kill", marks=pytest.mark.slow),
+        (1, "kill"),
+        (0, "unplug"),
+        pytest.param(1, "unplug", marks=pytest.mark.slow),
+    ],
+    ids=["meeting place killed", "killed", "meeting place unplugged", "unplugged"],
+)
 def test_of_a_host_that_dies_the_other_learns(store, refs, dying, death):
     """Killed, its connections are reset; without power or cable nobody is told."""
     quick = {"PET_RDZV_CONF": "keep_alive_interval=1,keep_alive_max_attempt=5"}
@@ -135,6 +142,34 @@ def test_of_a_host_that_dies_the_other_learns(store, refs, dying, death):
         "the host of the rendezvous is gone",
         "another host was silent for 5 s",
     )
+    assert store.numbers("two", "policy") == []
+
+
+ALGORITHM = """
+import os
+
+from quiver.schemas.errors import NumericError
+from quiver.stages.optimize.algorithms import Algorithm
+
+
+def plain(tokens):
+    if os.environ.get("RANK") == "1":
+        raise NumericError("mine", "what rank 1 alone meets")
+    return -tokens.logprobs * tokens.advantages, tokens.logprobs > 0
+
+
+ALGORITHM = Algorithm("mine", "leave_one_out", plain, "token_mean", {})
+"""
+
+
+def test_an_error_of_one_host_ends_the_other(store, refs, tmp_path):
+    (tmp_path / "mine.py").write_text(ALGORITHM)
+    settings = config(algorithm=f"{tmp_path / 'mine.py'}:ALGORITHM", processes=2)
+    with two_hosts() as hosts:
+        running = [start(host, hosts, store, refs, settings, "two") for host in hosts]
+        errors = [ended(process) for process in running]
+    assert sorted(error["code"] for error in errors) == ["E-NUMERIC", "E-RESOURCE"]
+    assert "the ranks of another host failed" in [error["message"] for error in errors]
     assert store.numbers("two", "policy") == []
 
 
