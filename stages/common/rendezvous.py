@@ -33,6 +33,7 @@ _DEFAULTS = {"join_timeout": 600, "keep_alive_interval": 5, "keep_alive_max_atte
 _GRACE_SECONDS = (
     10.0  # of ranks that end by themselves, since the version is there or a peer is not
 )
+_STORE_GONE = "the host of the rendezvous is gone, or its ranks failed"
 log = logging.getLogger(__name__)
 
 
@@ -143,12 +144,12 @@ class Watch:
     def problem_of(self, error: Exception) -> str:
         """What the agent's own error at the rendezvous means."""
         if self._has_begun:
-            return "the host of the rendezvous is gone"
+            return _STORE_GONE
         return f"not all of {self._rendezvous.nodes} hosts came: {printable(error)}"
 
     def tell_failure(self) -> str:
         """The ranks of this host failed for a reason of their own: the others need not wait. No
-        problem of another host's."""
+        problem of another host's. Of the host with the store they learn by its end."""
         with suppress(Exception):  # where the store is gone, they see that
             if self._store is not None:
                 self._store.add(f"{self._prefix}/failed", 1)
@@ -191,7 +192,7 @@ class Watch:
         except Exception as error:  # torch's own classes, of a connection that is lost
             log.debug("no store at the rendezvous: %s", error)
             if self._has_begun:
-                self._lose("the host of the rendezvous is gone")
+                self._lose(_STORE_GONE)
 
     def _listen(self) -> None:
         while not self._is_over.wait(1.0):
