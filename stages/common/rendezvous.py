@@ -133,8 +133,14 @@ class Watch:
         self._store: Any = None
 
     def __enter__(self) -> Watch:
+        def listen() -> None:
+            while not self._is_over.wait(1.0):
+                if self._has_begun and time.monotonic() - self._heard > self._rendezvous.silence:
+                    self._lose(f"another host was silent for {self._rendezvous.silence:g} s")
+                    return
+
         threading.Thread(target=self._beat, daemon=True, name="beat").start()
-        threading.Thread(target=self._listen, daemon=True, name="listen").start()
+        threading.Thread(target=listen, daemon=True, name="listen").start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -193,12 +199,6 @@ class Watch:
             log.debug("no store at the rendezvous: %s", error)
             if self._has_begun:
                 self._lose(_STORE_GONE)
-
-    def _listen(self) -> None:
-        while not self._is_over.wait(1.0):
-            if self._has_begun and time.monotonic() - self._heard > self._rendezvous.silence:
-                self._lose(f"another host was silent for {self._rendezvous.silence:g} s")
-                return
 
     def _lose(self, problem: str) -> None:
         """Ranks that end by themselves may; the others are ended."""

@@ -78,6 +78,11 @@ class _Server:
         self.problem: Exception | None = None
         """The last one."""
 
+    @property
+    def words(self) -> str:
+        """The last problem, on one line."""
+        return printable(getattr(self.problem, "message", self.problem), 600)
+
     def fail(self, problem: Exception) -> None:
         """No rows until it has proved its weights again."""
         self.problem = problem
@@ -150,15 +155,29 @@ class VllmServerEngine:
     # -- in the thread
 
     async def _run(self) -> None:
+        """Start once one server takes rows, and the others were looked at; work until `close`."""
         self._closing = asyncio.Event()
         self._rows: asyncio.Queue[_Row] = asyncio.Queue()
         self._servers = [_Server(url) for url in self.options.urls]
-        coroutines = [self._start(), *map(self._tend, self._servers)]
+        coroutines = [*map(self._tend, self._servers)]
         for _ in range(self.options.concurrency):  # the servers by turns, so that few rows spread
             coroutines += map(self._work, self._servers)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(coroutine) for coroutine in coroutines]
+                for server in self._servers:
+                    await server.is_judged.wait()
+                if not any(server.is_up.is_set() or server.is_dropped for server in self._servers):
+                    command = self._expected.command(self._servers[0].url)
+                    message = "waiting %g s for a server of %s: %s"
+                    log.warning(message, self.options.wait_seconds, self._expected.ref, command)
+                while not any(server.is_up.is_set() for server in self._servers):
+                    if all(server.is_dropped for server in self._servers):
+                        self._started.set_exception(self._none_left())
+                        break
+                    await asyncio.sleep(0.05)
+                else:
+                    self._started.set_result(None)
                 await self._closing.wait()
                 for task in tasks:
                     task.cancel()
@@ -166,24 +185,6 @@ class VllmServerEngine:
             self._outcomes.put(defects.exceptions[0])
             if not self._started.done():
                 self._started.set_exception(defects.exceptions[0])
-
-    async def _start(self) -> None:
-        """Wait until one server takes rows, and the others were looked at."""
-        for server in self._servers:
-            await server.is_judged.wait()
-        if not any(server.is_up.is_set() or server.is_dropped for server in self._servers):
-            log.warning(
-                "waiting %g s for a server of %s: %s",
-                self.options.wait_seconds,
-                self._expected.ref,
-                self._expected.command(self._servers[0].url),
-            )
-        while not any(server.is_up.is_set() for server in self._servers):
-            if all(server.is_dropped for server in self._servers):
-                self._started.set_exception(self._none_left())
-                return
-            await asyncio.sleep(0.05)
-        self._started.set_result(None)
 
     async def _tend(self, server: _Server) -> None:
         """Ask a server for its proof, at first and whenever it failed, until it takes too long."""
@@ -193,14 +194,14 @@ class VllmServerEngine:
             while await self._prove(server, wire, seconds):
                 seconds = self.options.down_seconds
                 await server.has_failed.wait()
-                log.warning("vllm-server %s: %s", server.url, printable(server.problem))
+                log.warning("vllm-server %s: %s", server.url, server.words)
         finally:
             await wire.close()
         server.is_dropped = True
         if all(each.is_dropped for each in self._servers):
             self._outcomes.put(self._none_left())
         else:
-            log.warning("vllm-server %s is left out: %s", server.url, printable(server.problem))
+            log.warning("vllm-server %s is left out: %s", server.url, server.words)
 
     async def _prove(self, server: _Server, wire: Wire, seconds: float) -> bool:
         """Whether the server proved its weights within so many seconds. One that served them
@@ -230,22 +231,17 @@ class VllmServerEngine:
     def _none_left(self) -> QuiverError:
         """Why there is no server; what is wrong with how one was started says more than that one
         does not answer."""
-        told = [s.problem for s in self._servers if isinstance(s.problem, QuiverError)]
-        words = [f"{server.url}: {server.problem}" for server in self._servers]
-        if not told:
+        problems = [s.problem for s in self._servers if isinstance(s.problem, QuiverError)]
+        words = "; ".join(f"{server.url}: {server.words}" for server in self._servers)
+        if not problems:
             return ResourceError(
                 "engine vllm-server",
-                "no server answers; " + "; ".join(words),
+                f"no server answers; {words}",
                 state=_STATE,
                 next=self._expected.command(self._servers[0].url),
             )
-        first = told[0]
-        messages = [
-            f"{server.url}: {getattr(server.problem, 'message', server.problem)}"
-            for server in self._servers
-        ]
-        kind = LineageError if isinstance(first, LineageError) else ConfigError
-        return kind("engine vllm-server", "; ".join(messages), state=_STATE, next=first.next)
+        kind = LineageError if isinstance(problems[0], LineageError) else ConfigError
+        return kind("engine vllm-server", words, state=_STATE, next=problems[0].next)
 
     async def _work(self, server: _Server) -> None:
         """Take one row after another to a server, over one connection."""
