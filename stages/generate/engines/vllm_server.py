@@ -100,6 +100,8 @@ class VllmServerEngine:
         self._expected = Expected.of(setup)
         self._token = secret(self.options.token, "engine vllm-server")
         self._outcomes: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
+        self._rows: asyncio.Queue[_Row] = asyncio.Queue()
+        self._closing = asyncio.Event()
         self._servers: list[_Server] = []
         self._started: Future[None] = Future()
         self._loop = asyncio.new_event_loop()
@@ -156,8 +158,6 @@ class VllmServerEngine:
 
     async def _run(self) -> None:
         """Start once one server takes rows, and the others were looked at; work until `close`."""
-        self._closing = asyncio.Event()
-        self._rows: asyncio.Queue[_Row] = asyncio.Queue()
         self._servers = [_Server(url) for url in self.options.urls]
         coroutines = [*map(self._tend, self._servers)]
         for _ in range(self.options.concurrency):  # the servers by turns, so that few rows spread
