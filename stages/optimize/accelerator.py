@@ -62,14 +62,17 @@ def make_accelerator(config: Config, plan: Plan | None = None) -> Accelerator:
             f"expected plain ranks, found {accelerator.distributed_type.value}",
             next="launch with torch.distributed.run, and with no variable ACCELERATE_USE_* set",
         )
-    launched = os.environ.get("WORLD_SIZE") or os.environ.get("ACCELERATE_NUM_PROCESSES") or 1
-    processes = config.processes or int(launched)
+    names = ("WORLD_SIZE", "ACCELERATE_NUM_PROCESSES")
+    launched = {name: os.environ[name] for name in names if os.environ.get(name)}
+    processes = config.processes or int(next(iter(launched.values()), 1))
     if accelerator.num_processes != processes:
+        told = ", ".join(f"{name} = {count}" for name, count in launched.items())
         raise ConfigError(
             "optimize.processes",
-            f"expected {processes} processes, found {accelerator.num_processes}",
+            f"expected {processes} processes, found {accelerator.num_processes}"
+            + (f": {told} in the environment says that a launcher started them" if told else ""),
             next="launch with python -m torch.distributed.run --nproc-per-node N (accelerate "
-            "launch starts one on a CPU)",
+            "launch starts one on a CPU), or unset these variables",
         )
     if plan and config.trackers and accelerator.is_main_process:
         from . import tracking

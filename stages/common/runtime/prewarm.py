@@ -79,6 +79,7 @@ class StageProcess:
     ) -> None:
         """`online`: it may reach a model hub. `env` is put over its environment. `hint`: the config
         for which it imports what is needed before its call."""
+        self._hint = hint
         sweep_folders()
         with ExitStack() as stack:
             folder = stack.enter_context(temporary_folder())
@@ -157,6 +158,11 @@ class StageProcess:
         """What it said in the end; None where it came to another one."""
         return json.loads(self._answer_path.read_text()) if self._answer_path.exists() else None
 
+    def is_for(self, config: dict[str, Any]) -> bool:
+        """Whether what it imported before its call is what `config` needs: some options are of the
+        process, such as kernels of vLLM's that do not depend on the batch."""
+        return self._hint is None or self._hint.get("options") == config.get("options")
+
     def stays(self) -> bool:
         """Whether it has answered and waits for another call."""
         return self._may_stay and bool((self.answer() or {}).get("stays"))
@@ -182,7 +188,8 @@ def ask(
     """
     key = _key(stage, python, online, env)
     child = _waiting.pop(key, None)
-    if child is not None and child.process.poll() is not None:  # it died while nobody looked
+    is_dead = child is not None and child.process.poll() is not None  # while nobody looked
+    if child is not None and (is_dead or not child.is_for(call["config"])):
         child.__exit__(None, None, None)
         child = None
     while True:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from quiver import run_stage
-from quiver.schemas.errors import ConfigError, ResourceError
+from quiver.schemas.errors import ConfigError, LineageError, ResourceError
 from quiver.stages.common.runtime import prewarm, runner
 from quiver.stages.common.runtime.runner import Call, find, perform, quiver_version, run_call
 from quiver.stages.common.runtime.stage import Plan, is_made_alike
@@ -181,6 +181,35 @@ def test_what_another_release_of_a_stage_made_is_not_made_alike(store):
         commit(store, stage_version=version, force=True).manifest for version in (1, 1, 2)
     )
     assert is_made_alike(first, again) and not is_made_alike(first, newer)
+
+
+def test_a_process_that_was_started_for_other_options_is_not_taken(store, monkeypatch):
+    """What vLLM reads as it is imported stays as the first config said."""
+    monkeypatch.setattr(runner, "find", lambda call: None)
+    config = {"engine": "scripted", "sampling": {"max_tokens": 4}}
+    started = []
+    process = prewarm.StageProcess
+    monkeypatch.setattr(
+        prewarm,
+        "StageProcess",
+        lambda *given, **options: started.append(1) or process(*given, **options),
+    )
+    try:
+        for options, processes in (({}, 1), ({"script": "echo"}, 2)):
+            started.clear()
+            prewarm.prewarm("generate", {**config, "options": {}})
+            with pytest.raises(LineageError):
+                run_call(
+                    Call(
+                        "generate",
+                        {**config, "options": options},
+                        store.path,
+                        {"prompts": "a/prompts@1", "policy": "a/policy@0"},
+                    )
+                )
+            assert (len(started), prewarm._waiting) == (processes, {})
+    finally:
+        prewarm.end_waiting()
 
 
 def test_a_child_with_an_environment_of_its_own_is_started_for_it(store, monkeypatch):
