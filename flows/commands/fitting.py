@@ -44,11 +44,17 @@ def fit(
     for need in needed:
         is_fit = remedies.fits(need, machine)
         ways = [] if is_fit else remedies.remedies(need, loaded, shape, work, machine)
-        lines += _in_lines(need, machine, is_fit)
+        is_enough = remedies.has_enough(need, machine)
+        lines += _in_lines(need, machine, "" if is_fit or not is_enough else ", too much")
+        if not is_enough:
+            lines.append(f"    asks for {need.devices} GPUs, and there are {machine.count}")
         lines += [f"    fits with {setting}: {_gb(less.bytes)} GB" for setting, less in ways]
-        if not (is_fit or ways):
+        if is_enough and not (is_fit or ways):
             lines.append("    nothing that is known here makes it fit: take a larger device")
         answers.append(_as_json(need, is_fit, ways))
+    engine = loaded.generate.engine
+    if engine not in ("vllm", "transformers", "scripted"):
+        lines.append(f"generate: what engine {engine} needs is not known here")
     missing = [answer["stage"] for answer in answers if not answer["fits"]]
     lines.append(f"does not fit: {', '.join(missing)}" if missing else "it fits")
     say(
@@ -66,12 +72,10 @@ def fit(
         raise SystemExit(ResourceError.exit_code)
 
 
-def _in_lines(need: Need, machine: Machine, is_fit: bool) -> list[str]:
+def _in_lines(need: Need, machine: Machine, judged: str) -> list[str]:
     parts = ", ".join(f"{name} {_gb(held)}" for name, held in need.parts.items() if held > 5e6)
     each = f" each of {need.devices}" if need.devices > 1 else ""
-    line = (
-        f"{need.stage:<16} {_gb(need.bytes):>6} GB{each}{'' if is_fit else ', too much'}: {parts}"
-    )
+    line = f"{need.stage:<16} {_gb(need.bytes):>6} GB{each}{judged}: {parts}"
     lines = [line, *(f"    {note}" for note in need.notes)]
     if need.seconds is not None:
         lines.append(

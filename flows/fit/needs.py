@@ -54,6 +54,7 @@ class Need:
     seconds: float | None = None
     """Of an iteration on paper; None on a CPU."""
     notes: tuple[str, ...] = field(default=())
+    on_gpu: bool = False
 
     @property
     def bytes(self) -> float:
@@ -181,6 +182,7 @@ def training(
         moved if kind == "gpu" else 0.0,
         _on_paper(machine, flops, moved, ranks, is_narrow) if kind == "gpu" else None,
         (f"micro-batches of {tokens:.0f} tokens, {precision}",),
+        kind == "gpu",
     )
 
 
@@ -242,6 +244,7 @@ def scoring(
         flops,
         moved if kind == "gpu" else 0.0,
         _on_paper(machine, flops, moved, devices, is_narrow) if kind == "gpu" else None,
+        on_gpu=kind == "gpu",
     )
 
 
@@ -263,8 +266,11 @@ def sampling(
     weights = shape.weights * width / split
     libraries = _ENGINE_LIBRARIES[kind]
     most = options.get("max_num_seqs") or (1024 if kind == "gpu" else 256)
+    if config.engine == "transformers":
+        most = config.options.get("batch_size", 32)
+        libraries = _LIBRARIES[kind]
     cache_of_token = 2 * shape.layers * shape.keys * width / split
-    if kind == "gpu":
+    if kind == "gpu" and config.engine == "vllm":
         taken = options.get("gpu_memory_utilization", 0.9) * machine.memory
         cache = max(cache_of_token * work.longest, taken - weights - libraries)
         mean = work.prompt_tokens + work.completion_tokens
@@ -289,6 +295,7 @@ def sampling(
         moved if kind == "gpu" else 0.0,
         _on_paper(machine, flops, moved, devices, width == 2) if kind == "gpu" else None,
         (f"up to {together} rollouts are decoded together, in {dtype}",),
+        kind == "gpu",
     )
 
 
@@ -309,7 +316,7 @@ def reward_models(recipe: Recipe, machine: Machine) -> list[Need]:
             dtype = "bfloat16" if kind == "gpu" else "float32"
         weights = count_parameters(folder) * _WIDTHS[dtype]
         parts = {"weights": weights, "libraries": _LIBRARIES[kind]}
-        needs.append(Need(f"reward ({model.name})", 1, parts))
+        needs.append(Need(f"reward ({model.name})", 1, parts, on_gpu=kind == "gpu"))
     return needs
 
 
@@ -323,7 +330,8 @@ def _devices(recipe: Recipe, machine: Machine, split: int = 1) -> int:
 
 
 def needs_of(recipe: Recipe, shape: Shape, work: Workload, machine: Machine) -> list[Need]:
-    """Of each stage that holds a model, in the order of an iteration."""
+    """Of each stage that holds a model, in the order of an iteration. What servers hold is theirs,
+    and of an engine of the user's own nothing is known."""
     config = recipe.optimize_config()
     needs = []
     if recipe.generate.engine in ("vllm", "transformers"):

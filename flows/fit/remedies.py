@@ -7,7 +7,7 @@ from typing import Any
 from quiver.stages.optimize.lora import Lora
 
 from ..recipe import Recipe
-from .machines import Machine
+from .machines import Machine, this_host
 from .needs import Need, sampling, training
 from .shapes import Shape
 from .workload import Workload
@@ -16,9 +16,17 @@ _ROOM = 0.97
 """Share of a device's memory that can be had: the rest is lost between blocks."""
 
 
+def has_enough(need: Need, machine: Machine) -> bool:
+    """Whether there are as many devices as the stage asks for. A CPU is shared by any number."""
+    return not need.on_gpu or need.devices <= machine.count
+
+
 def fits(need: Need, machine: Machine) -> bool:
-    """Whether a device holds it."""
-    return need.devices <= machine.count and need.bytes <= _ROOM * machine.memory
+    """Whether the machine holds it: a GPU what is on it, this host's memory all processes on its
+    CPU."""
+    if need.on_gpu:
+        return has_enough(need, machine) and need.bytes <= _ROOM * machine.memory
+    return need.devices * need.bytes <= _ROOM * this_host().memory
 
 
 def remedies(

@@ -35,7 +35,9 @@ class Shape:
     layers: int
     hidden: int
     intermediate: int
-    """Width of the MLP."""
+    """Width of the MLP, of the experts that a token goes to together."""
+    experts: int
+    """How many a layer has; 0: it has no experts."""
     attention: int
     """Width of all heads' queries."""
     keys: int
@@ -50,25 +52,30 @@ class Shape:
     def multiplied(self) -> int:
         """Weights that each token is multiplied with: those of layers, of experts the chosen
         ones."""
+        if not self.experts:
+            return self.in_layers
         return self.layers * (
             2 * self.hidden * (self.attention + self.keys) + 3 * self.hidden * self.intermediate
         )
 
 
 def find_config(recipe: Recipe) -> PreTrainedConfig:
-    """The config of the run's policy, else of the base model that the recipe names. ConfigError."""
+    """The config of the base model that the recipe names; of one that a function makes, that of the
+    run's policy. ConfigError."""
     from transformers import AutoConfig
 
     model = recipe.policy.model
-    try:
-        path = Store(recipe.store, create=False).open(f"{recipe.run}/policy@0").files.folder
-    except (ConfigError, LineageError):
-        if is_function(model):
+    if is_function(model):
+        try:
+            path = Store(recipe.store, create=False).open(f"{recipe.run}/policy@0").files.folder
+        except (ConfigError, LineageError):
             raise ConfigError(
                 f"policy.model {printable(model)}",
                 "the function has not made the model yet, so its shape is not known",
-                next="run the recipe once with --dry-run, or let it import the model first",
+                next="let a run import the model, or name a directory of such a model by "
+                "--set policy.model=FOLDER",
             ) from None
+    else:
         path, _ = locate(model, recipe.policy.revision)
     with load_errors(f"model {printable(model)}"):
         if path.is_file():
@@ -90,12 +97,19 @@ def shape_of(config: PreTrainedConfig) -> Shape:
             "its memory can be told of decoders with attention alone",
             next="start with a low optimize.token_budget, and look at the report's memory",
         )
+    nothing = ConfigError(
+        f"model {config.model_type}",
+        "its memory can not be told: it has no layers of a kind that is known here",
+        next="start with a low optimize.token_budget",
+    )
     has_vision = getattr(config, "vision_config", None) is not None
     loader = transformers.AutoModelForImageTextToText if has_vision else None
     loader = loader or transformers.AutoModelForCausalLM
     with load_errors(f"model {config.model_type}"), torch.device("meta"):
         model = loader.from_config(config)
     layers = [_count(layer) for layer in layers_of(model)]
+    if not layers:
+        raise nothing
     weights = _count(model)
     head = model.get_output_embeddings().weight
     heads = text.num_attention_heads
@@ -109,6 +123,7 @@ def shape_of(config: PreTrainedConfig) -> Shape:
         layers=len(layers),
         hidden=text.hidden_size,
         intermediate=_intermediate(text),
+        experts=_num_experts(text),
         attention=heads * width,
         keys=(getattr(text, "num_key_value_heads", None) or heads) * width,
         vocabulary=len(head),
@@ -119,13 +134,18 @@ def _count(module: Any) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+def _num_experts(text: PreTrainedConfig) -> int:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((getattr(text, name) for name in names if getattr(text, name, None)), 0)
+
+
 def _intermediate(text: PreTrainedConfig) -> int:
-    experts = getattr(text, "num_experts_per_tok", None)
-    if experts:
-        width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
-        return experts * width
-    return (
-        getattr(text, "intermediate_size", None)
-        or getattr(text, "n_inner", None)
-        or (4 * text.hidden_size)
-    )
+    widths = [getattr(text, name, None) for name in ("intermediate_size", "n_inner", "ffn_dim")]
+    width = next(filter(None, widths), 4 * text.hidden_size)
+    width = max(width) if isinstance(width, list | tuple) else width
+    if not _num_experts(text):
+        return width
+    of_expert = getattr(text, "moe_intermediate_size", None) or width
+    shared = getattr(text, "shared_expert_intermediate_size", None) or 0
+    shared += (getattr(text, "n_shared_experts", None) or 0) * of_expert
+    return (getattr(text, "num_experts_per_tok", None) or 1) * of_expert + shared

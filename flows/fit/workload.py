@@ -59,15 +59,20 @@ def workload_of(recipe: Recipe) -> Workload:
     try:
         rollouts = Store(recipe.store, create=False).open(f"{recipe.run}/rollouts@latest")
         table = rollouts.table()
+        were_as_long = rollouts.manifest.config_section("sampling").get("max_tokens") == most
         lengths = [pc.list_value_length(table[f"{of}_ids"]) for of in ("prompt", "completion")]
         if len(table):
             return Workload(
                 prompts=recipe.data.limit or -(-len(table) // samples),
                 samples=samples,
                 prompt_tokens=pc.mean(lengths[0]).as_py(),
-                completion_tokens=max(1.0, pc.mean(lengths[1]).as_py()),
-                longest=pc.max(pc.add(*lengths)).as_py(),
-                source=str(rollouts.ref),
+                completion_tokens=max(1.0, pc.mean(lengths[1]).as_py()) if were_as_long else most,
+                longest=pc.max(pc.add(*lengths)).as_py()
+                if were_as_long
+                else pc.max(lengths[0]).as_py() + most,
+                source=str(rollouts.ref)
+                if were_as_long
+                else f"prompts as in {rollouts.ref}, completions of generate.sampling.max_tokens",
             )
     except (ConfigError, LineageError):
         pass  # there is no store yet, or no rollouts

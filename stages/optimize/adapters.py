@@ -205,10 +205,9 @@ def save(model: PreTrainedModel, folder: Path) -> None:
     save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
     peft_config = model.peft_config[_NAME].to_dict()
     peft_config["inference_mode"] = True
-    peft_config["target_modules"] = sorted(peft_config["target_modules"])  # a set, in any order
     storage.write_bytes(
         folder / ADAPTER_FOLDER / "adapter_config.json",
-        json.dumps(peft_config, indent=2, sort_keys=True).encode(),
+        json.dumps(peft_config, indent=2, sort_keys=True, default=sorted).encode(),  # of sets
     )
 
 

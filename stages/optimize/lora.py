@@ -26,7 +26,11 @@ from pydantic import Field
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.config import Added, Config, parse
-from quiver.stages.common.models.checkpoints import OPTIMIZER_FOLDER, adapter_base
+from quiver.stages.common.models.checkpoints import (
+    OPTIMIZER_FOLDER,
+    adapter_base,
+    holds_weights,
+)
 from quiver.stages.common.store import Store, Version
 
 log = logging.getLogger(__name__)
@@ -76,8 +80,12 @@ def with_base(config: Lora | None, store: Store, inputs: dict[str, Version]) -> 
         raise ConfigError(
             f"optimize.lora {policy.ref}",
             f"its adapter has {expected}, the recipe asks for {asked}",
-            next="ask for what it has, or start a new run with policy.model = "
-            f"{str(policy.files.folder)!r}",
+            next="ask for what it has"
+            + (
+                f", or start a new run with policy.model = {str(policy.files.folder)!r}"
+                if holds_weights(policy)
+                else ", or go on with optimize.lora.save = 'merged' and start anew from that"
+            ),
         )
     return {"base": base, **inputs}
 

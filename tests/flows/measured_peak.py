@@ -55,7 +55,8 @@ def make_rollouts(store: Store, policy: Version) -> tuple[Version, Version]:
             }
             for sample in range(SAMPLES)
         ]
-    rollouts = world.write_rollouts(store, policy, rows, "tiny")
+    sampled = {"max_tokens": COMPLETION}
+    rollouts = world.write_rollouts(store, policy, rows, "tiny", sampling=sampled)
     return rollouts, world.write_rewards(store, rollouts, lambda row: draw.random(), run="tiny")
 
 

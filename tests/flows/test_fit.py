@@ -6,11 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from transformers import LlamaConfig
+from transformers import GPT2Config, LlamaConfig, OpenAIGPTConfig, Qwen2MoeConfig
 
 from quiver.flows.fit.machines import GPUS, Machine, parse_machine, this_host
 from quiver.flows.fit.needs import Pass, needs_of, sampling, training
-from quiver.flows.fit.remedies import fits, remedies
+from quiver.flows.fit.remedies import fits, has_enough, remedies
 from quiver.flows.fit.shapes import Shape, find_config, shape_of
 from quiver.flows.fit.workload import Workload, workload_of
 from quiver.flows.recipe import Recipe
@@ -159,11 +159,12 @@ def test_a_run_that_sampled_says_how_long_its_rollouts_are(tmp_path):
     store = Store(tmp_path / "store")
     policy = make_policy(store)
     measured_peak.make_rollouts(store, policy)
-    assert workload_of(recipe(tmp_path)).source == "tiny/rollouts@1"
-    work = workload_of(recipe(tmp_path, generate={"samples_per_prompt": SAMPLES}))
+    as_sampled = {"samples_per_prompt": SAMPLES, "sampling": {"max_tokens": COMPLETION}}
+    work = workload_of(recipe(tmp_path, generate=as_sampled))
     assert work == Workload(PROMPTS, SAMPLES, PROMPT, COMPLETION, 192, "tiny/rollouts@1")
     assert work.passed_tokens == PROMPTS * PROMPT + PROMPTS * SAMPLES * (COMPLETION - 1)
-    assert find_config(recipe(tmp_path, policy={"model": "nowhere"})).vocab_size == 320
+    made_by_a_function = recipe(tmp_path, policy={"model": "mine.py:make"})
+    assert find_config(made_by_a_function).vocab_size == 320
 
 
 RECIPE = """
@@ -199,6 +200,49 @@ def test_the_command_line_tells_it_and_ends_with_7_where_it_does_not_fit(tmp_pat
     assert not (tmp_path / "store").exists()
 
 
+def test_what_is_asked_of_it_goes_before_what_the_run_did(tmp_path):
+    store = Store(tmp_path / "store")
+    measured_peak.make_rollouts(store, make_policy(store))
+    make_folder(tmp_path / "model", "gpt2")
+    assert find_config(recipe(tmp_path)).model_type == "gpt2"
+    longer = workload_of(recipe(tmp_path, generate={"sampling": {"max_tokens": 900}}))
+    assert (longer.prompt_tokens, longer.completion_tokens) == (PROMPT, 900)
+    assert longer.longest == PROMPT + 900 and longer.source.startswith("prompts as in")
+
+
+def test_processes_on_a_cpu_share_its_memory_and_gpus_are_counted(tmp_path):
+    shape = shape_of(SIZES["small"])
+    host = this_host()
+    two = training(shape, Config(processes=2, device="cpu"), WORK, host)
+    assert two.devices == 2 and fits(two, host) and fits(two, H100)
+    many = training(shape, Config(processes=10**6), WORK, host)
+    assert not fits(many, host)
+    on_gpus = training(shape, Config(processes=2), WORK, H100)
+    assert not has_enough(on_gpus, H100) and not fits(on_gpus, H100)
+    assert fits(on_gpus, parse_machine("h100:2"))
+
+
+def test_an_engine_without_a_cache_of_its_own_takes_no_share_of_the_gpu(tmp_path):
+    shape = shape_of(SIZES["small"])
+    by_transformers = recipe(tmp_path, generate={"engine": "transformers"})
+    need = sampling(shape, by_transformers, WORK, H100)
+    assert need.bytes < 2e9 < sampling(shape, recipe(tmp_path), WORK, H100).bytes
+    mine = recipe(tmp_path, generate={"engine": "mine.py:Engine"})
+    assert [need.stage for need in needs_of(mine, shape, WORK, H100)] == ["optimize"]
+
+
+def test_what_each_token_is_multiplied_with(tmp_path):
+    dense = shape_of(GPT2Config())
+    assert dense.multiplied == dense.in_layers  # without a gate
+    sparse = shape_of(
+        Qwen2MoeConfig(
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+            num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48,
+        )
+    )  # fmt: skip
+    assert sparse.multiplied == 2 * (4 * 64 * 64 + 3 * 64 * (2 * 32 + 48)) < sparse.in_layers
+
+
 def test_what_can_not_be_told_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="expected one of a10, a100") as caught:
         parse_machine("h10")
@@ -209,6 +253,8 @@ def test_what_can_not_be_told_is_an_error(tmp_path):
     seq2seq = recipe(tmp_path, policy={"model": str(tmp_path / "t5")})
     with pytest.raises(ConfigError, match="decoders with attention alone"):
         shape_of(find_config(seq2seq))
+    with pytest.raises(ConfigError, match="no layers of a kind that is known"):
+        shape_of(OpenAIGPTConfig())
     made = recipe(tmp_path, policy={"model": "mine.py:make"})
     with pytest.raises(ConfigError, match="has not made the model yet"):
         find_config(made)

@@ -176,10 +176,15 @@ def test_one_that_is_killed_in_its_sleep_costs_one_start(place):
 
 
 @pytest.mark.parametrize("fault", ["raise", "die"])
-def test_one_that_can_not_take_a_policy_costs_one_start(place, fault):
+def test_one_that_can_not_take_a_policy_costs_one_start(place, fault, caplog):
+    # as the command line shows it
+    caplog.set_level(logging.INFO, "quiver")
+    caplog.set_level(logging.WARNING, "quiver.stages")
     run_two(place, lambda: (place / "fault").write_text(fault))
     assert [each for each in events(place) if each != "close"] == ["start", "sleep"] * 2
     assert "resident" not in engine_info(place, "tiny/rollouts@2")
+    (line,) = [line for line in caplog.messages if "once more, in a fresh process" in line]
+    assert "does not take p1/policy@0" in line or "SIGKILL" in line or "exit code" in line
 
 
 def test_a_policy_with_a_damaged_file_is_not_taken(place):

@@ -334,7 +334,8 @@ def adapter_base(store: Store, policy: Version) -> Version | None:
         next=f"restore {base_input.ref}, or start a new run with "
         f"policy.model = {str(policy.files.folder)!r}"
         if holds_weights(policy)
-        else f"restore {base_input.ref}: without it the adapter is no model",
+        else f"restore {base_input.ref}: without it the adapter is no model. A base that a recipe "
+        "imported is imported again by its next run",
     )
 
 

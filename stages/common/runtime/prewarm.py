@@ -63,6 +63,8 @@ _waiting: dict[_Key, StageProcess] = {}
 """By stage, interpreter, whether it is online, and what was put over its environment: a process is
 no use where devices are others."""
 log = logging.getLogger(__name__)
+told = logging.getLogger("quiver")
+"""What whoever runs a recipe reads."""
 
 
 class StageProcess:
@@ -216,7 +218,7 @@ def ask(
                 state="finished shards and all versions are kept.",
                 next="run the same command again; it goes on where this one stopped",
             )
-        log.info("stage %s: once more, in a fresh process: %s", stage, problem)
+        told.info("stage %s: once more, in a fresh process: %s", stage, problem)
         child = None
 
 

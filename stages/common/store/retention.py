@@ -194,7 +194,8 @@ def remove(store: Store, ref: str | Ref, why: str = "") -> tuple[Ref, list[str]]
     """Delete a version on purpose: its reference, and versions that were made of it. It goes the
     way of what expires, and out of the trash at once.
 
-    ConflictError where a tag points at it, or where a stage that reads it is at work.
+    ConflictError where a tag points at it, where a policy there is would be no model without it, or
+    where a stage that reads it is at work.
     """
     target = store.resolve(ref)
     _require_unused(store, target)
@@ -225,6 +226,18 @@ def _require_unused(store: Store, ref: Ref) -> None:
                 str(ref),
                 f"tag {name} points at it",
                 next="point the tag at another version first",
+            )
+    users = [parse(user) for user in users_of(store, ref)[1]]
+    policies = [user for user in users if user.kind == ref.kind == "policy"]
+    for manifest in (store.version(policy).manifest for policy in policies):
+        base = manifest.input("base")
+        names = [entry.name for entry in manifest.files if "/" not in entry.name]
+        has_weights = any(name.endswith(".safetensors") for name in names)
+        if base is not None and base.ref == str(ref) and not has_weights:
+            raise ConflictError(
+                str(ref),
+                f"{manifest.ref} is an adapter alone, on its weights",
+                next=f"delete {manifest.ref} first",
             )
     for stage in stages_at_work(store):
         if str(ref) in stage.refs:

@@ -27,7 +27,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from quiver.schemas.errors import ConfigError, ResourceError, SchemaError
+from quiver.schemas.errors import ConfigError, ResourceError, SchemaError, printable
 from quiver.stages.common.config import parse
 from quiver.stages.common.images.decoder import open_image
 from quiver.stages.common.images.processor import load_processor
@@ -52,6 +52,7 @@ class VllmEngine:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
+        self._max_model_len = setup.max_model_len
         self.options = parse(VllmOptions, setup.options, "generate.options")
         if checkpoints.is_encoder_decoder(setup.policy):
             raise ConfigError(
@@ -112,7 +113,24 @@ class VllmEngine:
             rank = checkpoints.adapter_rank(model)
             ranks = [choice for choice in get_args(MaxLoRARanks) if choice >= rank]
             arguments |= {"enable_lora": True, "max_lora_rank": min(ranks, default=rank)}
+            return self._start_with_adapter(arguments)
         return LLM(str(self.link.path), **arguments, **self.options.engine_args)
+
+    def _start_with_adapter(self, arguments: dict[str, Any]) -> Any:
+        """ConfigError where vLLM has no adapters for such a model, or of such a rank."""
+        from vllm import LLM
+
+        try:
+            return LLM(str(self.link.path), **arguments, **self.options.engine_args)
+        except ValueError as error:
+            if "lora" not in str(error).lower():
+                raise
+            raise ConfigError(
+                "engine vllm",
+                f"takes no adapter like that of {self.setup.policy.ref}: {printable(error)}",
+                next='train with optimize.lora.save = "merged" and leave options.lora out, or '
+                'set generate.engine = "transformers"',
+            ) from error
 
     def arguments(self) -> dict[str, Any]:
         """What the options make of `vllm.LLM`'s arguments; None leaves one to vLLM."""
@@ -287,10 +305,10 @@ class VllmEngine:
             return False
         if (setup.dtype, setup.device) != (before.dtype, before.device):
             return False
-        if setup.base or setup.most_pictures or setup.max_model_len > before.max_model_len:
+        if setup.base or setup.most_pictures or setup.max_model_len > self._max_model_len:
             return False
         # these positions depend on how long a row may be
-        if setup.max_model_len != before.max_model_len and "longrope" in str(self._architecture):
+        if setup.max_model_len != self._max_model_len and "longrope" in str(self._architecture):
             return False
         policies = (before.policy, setup.policy)
         tokenizers = {checkpoints.as_model("policy", policy).tokenizer for policy in policies}

@@ -141,6 +141,20 @@ def test_a_base_that_is_gone_is_told_before_the_engine_starts(answered, tmp_path
         run_stage("generate", config, store, in_process=True, **refs)
 
 
+def test_a_model_that_vllm_has_no_adapters_for_is_told(tmp_path):
+    store = Store(tmp_path / "store")
+    start = make_policy(store, kind="gpt2")
+    rollouts, rewards = world.make(store, start, world.even_share)
+    config = Config(lora={"rank": 4, "save": "adapter"}, device="cpu")
+    refs = {"policy": start.ref, "rollouts": rollouts.ref, "rewards": rewards.ref}
+    alone = run_stage("optimize", config, store, in_process=True, **refs)
+    prompts = random_prompts(store, 2)
+    asked = {"options": {"cpu_kv_cache_gib": 0.01}, "sampling": {"max_tokens": 4}}
+    with pytest.raises(ConfigError, match="takes no adapter like that of tiny/policy@1") as caught:
+        run_stage("generate", asked, store, prompts=prompts.ref, policy=alone)
+    assert 'optimize.lora.save = "merged"' in caught.value.next
+
+
 @pytest.mark.parametrize("name", ["enable_lora", "max_lora_rank"])
 def test_vllms_own_arguments_for_it_are_refused(name):
     with pytest.raises(ConfigError, match=f"{name} can not be set here"):

@@ -79,6 +79,7 @@ def engine_of(setup: Setup, llm: Recorder) -> vllm.VllmEngine:
     """An engine as it is on a GPU, but for vLLM itself."""
     engine = vllm.VllmEngine.__new__(vllm.VllmEngine)
     engine.setup = setup
+    engine._max_model_len = setup.max_model_len
     engine.options = VllmOptions(**setup.options)
     engine.llm = llm
     engine.link = SimpleNamespace(release=lambda: llm.asked.append(("release",)))
@@ -108,6 +109,8 @@ def test_it_wakes_loads_the_weights_and_forgets_what_it_made_of_prompts(store):
         ("wake_up", "kv_cache"),
         ("reset_prefix_cache",),
     ]
+    # it was made for this length, and stays as it was made
+    assert engine.take(setup_of(store)) and not engine.take(setup_of(store, max_model_len=192))
 
 
 def test_one_that_is_not_awake_in_the_end_took_nothing(store):

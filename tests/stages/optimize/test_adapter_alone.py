@@ -7,19 +7,21 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from quiver.flows.recipe import Recipe
-from quiver.schemas.errors import ConfigError, CorruptError, LineageError
+from quiver.schemas.errors import ConfigError, ConflictError, CorruptError, LineageError
 from quiver.stages.common.config import parse
 from quiver.stages.common.models.checkpoints import PolicyConfig, as_model, resolve
 from quiver.stages.common.models.loading import load_as_stored, load_model
 from quiver.stages.common.models.merging import base_of
+from quiver.stages.common.store.retention import remove
 from quiver.stages.common.verification import verify
 from quiver.stages.optimize.stage import Config
 from tests.stages.generate.making import random_prompts
 from tests.stages.optimize import world
 from tests.stages.optimize.test_seq2seq_policies import sampled
-from tests.tiny import make_policy
+from tests.tiny import make_folder, make_policy
 from tests.writing import run_here
 
 run = partial(run_here, "optimize")
@@ -153,6 +155,47 @@ def test_without_its_base_it_is_told_that_it_is_no_model(store, alone):
         run_here("logprobs", {}, store, policy=policy.ref, rollouts=refs["rollouts"])
     assert "without it the adapter is no model" in caught.value.next
     assert caught.value.state == "nothing was changed."
+
+
+def test_its_base_is_not_deleted_and_is_missed_where_it_is(store, alone):
+    refs, policy = alone
+    with pytest.raises(ConflictError, match=f"{policy.ref} is an adapter alone, on its weights"):
+        remove(store, refs["policy"])
+    assert store.open(refs["policy"]).manifest and verify(store)[1] == []
+    remove(store, policy.ref)
+    remove(store, refs["policy"])  # nobody needs it any more
+
+
+def test_a_base_that_is_gone_is_found_by_verify(store, alone):
+    refs, policy = alone
+    ledger = store.ledger(refs["policy"].run, "policy")
+    ledger.expire(0, "by hand", commit_id="")
+    shutil.rmtree(store.open(policy.ref).files.folder.parent / "v000000")
+    problems = verify(store)[1]
+    assert [str(policy.ref)] == [
+        problem.object for problem in problems if "adapter" in str(problem)
+    ]
+
+
+def test_a_model_of_experts_is_saved_too(store):
+    """peft says of such a model what it trains by a set."""
+    config_of_experts = Qwen3MoeConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=64, moe_intermediate_size=32,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1,
+    )  # fmt: skip
+    folder = make_folder(store.path.parent / "experts")
+    AutoModelForCausalLM.from_config(config_of_experts).save_pretrained(folder)
+    start = store.open(run_here("policy", {"model": str(folder)}, store, into="experts"))
+    rollouts, rewards = world.make(store, start, world.even_share, run="experts")
+    refs = {"policy": start.ref, "rollouts": rollouts.ref, "rewards": rewards.ref}
+    merged = store.open(run(config("merged"), store, into="merged", **refs))
+    alone = store.open(run(config("adapter"), store, into="alone", **refs))
+    base = base_of(store, alone)
+    require_equal(
+        weights(load_model(merged, dtype=torch.float32)),
+        weights(load_model(alone, dtype=torch.float32, base=base)),
+    )
 
 
 def test_a_changed_adapter_is_found(store, alone):
