@@ -1,6 +1,7 @@
 """`placement.resident_engine`: one engine for the policies of a run. It sleeps, in its process, while
 other stages work; at any doubt there is a fresh one, and nobody is left in the end."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -177,9 +178,8 @@ def test_one_that_is_killed_in_its_sleep_costs_one_start(place):
 
 @pytest.mark.parametrize("fault", ["raise", "die"])
 def test_one_that_can_not_take_a_policy_costs_one_start(place, fault, caplog):
-    # as the command line shows it
+    caplog.set_level(logging.WARNING, "quiver.stages")  # as the command line shows it
     caplog.set_level(logging.INFO, "quiver")
-    caplog.set_level(logging.WARNING, "quiver.stages")
     run_two(place, lambda: (place / "fault").write_text(fault))
     assert [each for each in events(place) if each != "close"] == ["start", "sleep"] * 2
     assert "resident" not in engine_info(place, "tiny/rollouts@2")
