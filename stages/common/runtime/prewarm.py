@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -194,6 +195,7 @@ def ask(
     if child is not None and (is_dead or not child.is_for(call["config"])):
         child.__exit__(None, None, None)
         child = None
+    started_at = time.monotonic()
     while True:
         with ExitStack() as stack:
             child = stack.enter_context(child or StageProcess(stage, python, online, env))
@@ -218,6 +220,8 @@ def ask(
                 state="finished shards and all versions are kept.",
                 next="run the same command again; it goes on where this one stopped",
             )
+        if timeout is not None:
+            timeout = max(0.1, timeout - time.monotonic() + started_at)
         told.info("stage %s: once more, in a fresh process: %s", stage, problem)
         child = None
 
