@@ -21,7 +21,7 @@ from quiver.schemas.errors import CorruptError, LineageError, QuiverError, Schem
 from quiver.schemas.fields import kind_of
 from quiver.schemas.manifest import Manifest, Model, content_hash
 from quiver.schemas.refs import Ref
-from quiver.stages.common.models.checkpoints import adapter_base, as_model, holds_weights
+from quiver.stages.common.models.checkpoints import adapter_base, as_model, is_adapter_alone
 from quiver.stages.common.store import Store, Version, schema_module
 from quiver.stages.common.store.arrow_check import ArrowCheck
 from quiver.stages.common.store.notes import damaged_staging
@@ -144,7 +144,7 @@ def _verify_sources(store: Store, version: Version) -> None:
     manifest = version.manifest
     for parent in manifest.inputs:
         _verify_parent(store, version, parent.ref, parent.content_hash)
-    if version.ref.kind == "policy" and not holds_weights(version):
+    if version.ref.kind == "policy" and is_adapter_alone(version):
         adapter_base(store, version)
     for model in manifest.models:
         _verify_model(store, version, model)

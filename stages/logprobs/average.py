@@ -45,7 +45,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
         raise ConfigError("stage average", "no run is named", next="say into which run it goes")
     versions = {role: store.open(refs[role]) for role in ("reference", "policy")}
     for version in versions.values():
-        if not checkpoints.holds_weights(version):
+        if checkpoints.is_adapter_alone(version):
             raise ConfigError(
                 str(version.ref),
                 "it holds an adapter alone, and whole weights are averaged",

@@ -29,7 +29,7 @@ from quiver.stages.common.config import Added, Config, parse
 from quiver.stages.common.models.checkpoints import (
     OPTIMIZER_FOLDER,
     adapter_base,
-    holds_weights,
+    is_adapter_alone,
 )
 from quiver.stages.common.store import Store, Version
 
@@ -82,9 +82,9 @@ def with_base(config: Lora | None, store: Store, inputs: dict[str, Version]) -> 
             f"its adapter has {expected}, the recipe asks for {asked}",
             next="ask for what it has"
             + (
-                f", or start a new run with policy.model = {str(policy.files.folder)!r}"
-                if holds_weights(policy)
-                else ", or go on with optimize.lora.save = 'merged' and start anew from that"
+                ", or go on with optimize.lora.save = 'merged' and start anew from that"
+                if is_adapter_alone(policy)
+                else f", or start a new run with policy.model = {str(policy.files.folder)!r}"
             ),
         )
     return {"base": base, **inputs}

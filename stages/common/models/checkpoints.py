@@ -279,13 +279,12 @@ def as_model(role: str, version: Version) -> Model:
     """The manifest entry of a policy version: hashes of weights + config, of the tokenizer, and of
     the chat template."""
     entries = [(entry.name, entry.sha256) for entry in version.manifest.files]
-    base = version.manifest.input("base")
-    if base is not None and not holds_weights(version):
-        weights = [
-            ("base.safetensors", base.content_hash),
-            *((name.replace("/", "."), sha) for name, sha in entries if name == ADAPTER_WEIGHTS),
-        ]
-        entries += weights
+    if is_adapter_alone(version):
+        # named as weights at the top are, so that they count as such
+        base = version.manifest.input("base")
+        adapter = [sha256 for name, sha256 in entries if name == ADAPTER_WEIGHTS]
+        entries += [("adapter.safetensors", sha256) for sha256 in adapter]
+        entries.append(("base.safetensors", base.content_hash))
     return _as_model(role, str(version.ref), entries)
 
 
@@ -307,9 +306,12 @@ def _as_model(role: str, ref: str, hashes: list[tuple[str, str]]) -> Model:
     )
 
 
-def holds_weights(version: Version) -> bool:
-    """Whether it has weights of its own at the top of its folder."""
-    return any(name.endswith(".safetensors") and "/" not in name for name in version.files.names)
+def is_adapter_alone(version: Version) -> bool:
+    """Whether it is its base with an adapter on it, and has no weights of its own at the top."""
+    has_weights = any(
+        name.endswith(".safetensors") and "/" not in name for name in version.files.names
+    )
+    return version.manifest.input("base") is not None and not has_weights
 
 
 def adapter_base(store: Store, policy: Version) -> Version | None:
@@ -324,18 +326,21 @@ def adapter_base(store: Store, policy: Version) -> Version | None:
         if base.manifest.content_hash == base_input.content_hash:
             return base
         found_hash = f"{base.manifest.content_hash[:12]}…"
+    if is_adapter_alone(policy):
+        state = "nothing was changed."
+        advice = (
+            ": without it the adapter is no model. A base that a recipe imported is imported again "
+            "by its next run"
+        )
+    else:
+        state = "its merged weights are whole; nothing was changed."
+        advice = f", or start a new run with policy.model = {str(policy.files.folder)!r}"
     raise LineageError(
         str(policy.ref),
         f"its adapter was trained over {base_input.ref}, expected "
         f"{base_input.content_hash[:12]}…, found {found_hash}",
-        state="its merged weights are whole; nothing was changed."
-        if holds_weights(policy)
-        else "nothing was changed.",
-        next=f"restore {base_input.ref}, or start a new run with "
-        f"policy.model = {str(policy.files.folder)!r}"
-        if holds_weights(policy)
-        else f"restore {base_input.ref}: without it the adapter is no model. A base that a recipe "
-        "imported is imported again by its next run",
+        state=state,
+        next=f"restore {base_input.ref}{advice}",
     )
 
 

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from quiver.schemas.errors import ConfigError, ResourceError, SchemaError, printable
 from quiver.stages.common.models.checkpoints import (
     context_length,
-    holds_weights,
+    is_adapter_alone,
     is_encoder_decoder,
     sees_images,
     vocabulary_size,
@@ -48,10 +48,8 @@ def verify_model(version: Version) -> None:
     checked where it is read."""
     names = [entry.name for entry in version.manifest.files if "/" not in entry.name]
     map_in_threads(version.verify, names)
-    has_base = version.manifest.input("base") is not None
-    check_folder(
-        version.files.folder, str(version.ref), has_weights=holds_weights(version) or not has_base
-    )
+    has_weights = not is_adapter_alone(version)
+    check_folder(version.files.folder, str(version.ref), has_weights=has_weights)
 
 
 def load_model(

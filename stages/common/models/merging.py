@@ -17,7 +17,7 @@ from quiver.stages.common.models.checkpoints import (
     ADAPTER_PREFIX,
     ADAPTER_WEIGHTS,
     adapter_base,
-    holds_weights,
+    is_adapter_alone,
 )
 from quiver.stages.common.models.folder import load_errors
 from quiver.stages.common.store import Store, Version
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def base_of(store: Store, policy: Version) -> Version | None:
     """The version that has the weights which `policy` lacks; None where it has its own.
     LineageError."""
-    return None if holds_weights(policy) else adapter_base(store, policy)
+    return adapter_base(store, policy) if is_adapter_alone(policy) else None
 
 
 def merge(model: nn.Module, exact: nn.Module, policy: Version) -> None:
