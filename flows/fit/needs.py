@@ -64,6 +64,11 @@ class Need:
 # -- a pass with its backward pass
 
 
+def _sides_of_products(shape: Shape) -> int:
+    """Inputs and outputs of the products of one layer, of a token."""
+    return 4 * shape.hidden + 2 * (shape.attention + shape.keys) + 3 * shape.intermediate
+
+
 @dataclass(frozen=True)
 class Pass:
     """Bytes that a micro-batch keeps, and that passes over `tokens` move."""
@@ -94,24 +99,29 @@ class Pass:
 
     @property
     def moved_a_token(self) -> float:
-        """Bytes in one layer, forward and backward, beside products: 18 widths of the MLP's act
-        and product in bfloat16, 88 of what is added and normed, the rest of heads."""
+        """Bytes in one layer, forward and backward, beside products: what each kernel reads and
+        writes, in bfloat16 where the stream of float32 is not said."""
         shape, scale = self.shape, self.width / 2
-        heads = 8 * (shape.attention + shape.keys) + 4 * (shape.attention + 2 * shape.keys)
+        gated = 18 * shape.intermediate  # 3 numbers forward, 6 backward
+        # joined, turned by position and back
+        heads = 4 * (shape.attention + 2 * shape.keys) + 8 * (shape.attention + shape.keys)
         attention = 12 * (shape.attention + shape.keys * self.work.keys_per_token)
-        return scale * (18 * shape.intermediate + heads + attention) + 88 * shape.hidden
+        # two norms and two sums, forward and backward: the stream is float32
+        stream = 88 * shape.hidden
+        return scale * (gated + heads + attention) + stream
 
     def moved_by_micro_batch(self, tokens: float) -> float:
         """Bytes of products and of all else in a micro-batch, forward and backward."""
         shape, width = self.shape, self.width
         predicted = tokens * self.work.predicted_share
-        rows = max(1, _GPU_CHUNK // (4 * shape.vocabulary))
-        chunks = math.ceil(predicted / rows)
-        sides = 4 * shape.hidden + 2 * (shape.attention + shape.keys) + 3 * shape.intermediate
-        products = tokens * 3 * width * sides * shape.layers
-        products += (2 * width + 4) * shape.multiplied
+        rows_of_chunk = max(1, _GPU_CHUNK // (4 * shape.vocabulary))
+        chunks = math.ceil(predicted / rows_of_chunk)
+        sides = _sides_of_products(shape)
+        # each product three times: forward, and of both gradients; that of weights is float32
+        products = tokens * 3 * width * sides * shape.layers + (2 * width + 4) * shape.multiplied
+        # logits are made twice; a chunk reads the head three times and adds to its gradient
         products += chunks * 7 * width * shape.head + 6 * width * predicted * shape.vocabulary
-        logits = 10 * predicted * shape.vocabulary
+        logits = 10 * predicted * shape.vocabulary  # read in float32, read and written again
         casts = 6 * (shape.multiplied + shape.head) if self.is_narrow else 0
         embedding = 24 * tokens * shape.hidden + 16 * shape.head
         layers = tokens * self.moved_a_token * shape.layers
@@ -172,6 +182,8 @@ def training(
     flops = forward * (4 if config.activation_checkpointing else 3)
     moved = steps * micro_batches * passes.moved_by_micro_batch(in_step / micro_batches)
     trained = _trained(shape, config)
+    # AdamW reads four numbers of each and writes three; clipping reads and writes the gradient, and
+    # so does each further micro-batch, with its own
     moved += steps * trained * (28 + 8 + 12 * (micro_batches > 1))
     is_narrow = passes.is_narrow
     return Need(
@@ -190,8 +202,7 @@ def _trained(shape: Shape, config: OptimizeConfig) -> float:
     """Numbers that AdamW moves."""
     if config.lora is None:
         return shape.weights
-    sides = 4 * shape.hidden + 2 * (shape.attention + shape.keys) + 3 * shape.intermediate
-    return config.lora.rank * sides * shape.layers
+    return config.lora.rank * _sides_of_products(shape) * shape.layers
 
 
 def _held_by_training(shape: Shape, config: OptimizeConfig, precision: str) -> dict[str, float]:
@@ -236,6 +247,7 @@ def scoring(
     }
     flops = passes.flops(work.passed_tokens)
     passed = math.ceil(work.passed_tokens / tokens)
+    # a third of what forward and backward move
     moved = passed * passes.moved_by_micro_batch(work.passed_tokens / passed) / 3
     return Need(
         f"logprobs ({config.role})",
