@@ -31,6 +31,13 @@ def fits(*tensors: Tensor) -> bool:
     return all(t.device.type in DEVICES and t.dtype in _DTYPES for t in tensors) and _has_triton()
 
 
+def precision_of_products(dtype: torch.dtype) -> torch.dtype:
+    """What products of matrices in `dtype` are exact to. TF32 has as many digits as float16, and
+    the last bit of a factor can change the last of those."""
+    is_coarse = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    return torch.float16 if is_coarse else dtype
+
+
 def agree(
     outputs: Iterable[Tensor], expected: Iterable[Tensor], precision: torch.dtype | None = None
 ) -> bool:

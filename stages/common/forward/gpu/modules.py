@@ -25,7 +25,8 @@ from quiver.stages.common.models.folder import says_no_memory
 
 from ..architecture import norms_before_products
 from ..cpu.projections import Kind, product, product_dtype
-from .choice import agree, fits
+from ..cpu.recompute import standing_out
+from .choice import agree, fits, precision_of_products
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _PROBE = 3
@@ -42,6 +43,7 @@ def fuse_modules(model: nn.Module) -> int:
     come; how many were replaced."""
     num_replaced = 0
     problems: dict[str, Exception] = {}
+    others: set[str] = set()
     narrow = _narrow_norms(model)
     for module in model.modules():
         weight = next(module.parameters(), None)
@@ -63,8 +65,12 @@ def fuse_modules(model: nn.Module) -> int:
         if is_right:
             module.forward = trial.forward
             num_replaced += 1
+        elif trial is not None:
+            others.add(type(module).__name__)
     for name, error in problems.items():
         log.warning("%s: its kernels do not run here (%s)", name, error)
+    for name in sorted(others):
+        log.info("%s: runs as it is, for its kernels would compute something else", name)
     if num_replaced:
         log.info("%d modules run by kernels", num_replaced)
     return num_replaced
@@ -87,23 +93,34 @@ class _Trial:
         """Whether `ours` runs here, and gives the numbers and the gradients of `theirs`."""
         draw = torch.Generator().manual_seed(0)
         probes = [torch.randn(shape, generator=draw).to(like) for shape in self.shapes]
-        ours: list[Tensor] = []
-        theirs: list[Tensor] = []
+        positions = probes[2:]
         # as a pass has them: what a layer hands on, and what a product makes under autocast
         for dtype in {like.dtype, product_dtype(like)}:
-            states = [probe.to(dtype) for probe in probes[:2]]
-            ours += _answers(self.ours, states, probes[2:])
-            theirs += _answers(self.theirs, states, probes[2:])
-        return agree(ours, theirs, self.precision)
+            for enlarge in (Tensor.clone, standing_out):
+                states = [enlarge(probe).to(dtype) for probe in probes[:2]]
+                try:
+                    kind, theirs = _answers(self.theirs, states, positions)
+                except Exception as error:  # a family that has other arguments or shapes
+                    if says_no_memory(error):
+                        raise
+                    return False
+                our_kind, ours = _answers(self.ours, states, positions)
+                if our_kind != kind or not agree(ours, theirs, self.precision):
+                    return False
+        return True
 
 
 @torch.enable_grad()  # as it is trained
-def _answers(function: Callable, states: list[Tensor], positions: list[Tensor]) -> list[Tensor]:
-    """What `function` gives, and the gradients of its sum by the states."""
+def _answers(
+    function: Callable, states: list[Tensor], positions: list[Tensor]
+) -> tuple[type, list[Tensor]]:
+    """What `function` gives, its type and its tensors, and the gradients of their sum by the
+    states."""
     leaves = [tensor.clone().requires_grad_() for tensor in states]
-    outputs = function(*leaves, *positions)
-    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-    return [*outputs, *torch.autograd.grad([output.sum() for output in outputs], leaves)]
+    given = function(*leaves, *positions)
+    outputs = [given] if isinstance(given, Tensor) else list(given)
+    gradients = torch.autograd.grad([output.sum() for output in outputs], leaves)
+    return type(given), [*outputs, *gradients]
 
 
 # -- RMSNorm
@@ -192,7 +209,7 @@ def _layer_trial(layer: nn.Module, narrow: Collection[nn.Module]) -> _Trial | No
     return _Trial(partial(_layer, layer, narrow), ours, theirs, shapes)
 
 
-def _in_outline(layer: nn.Module, forward: Callable, states: Tensor) -> tuple[Tensor, ...]:
+def _in_outline(layer: nn.Module, forward: Callable, states: Tensor) -> Tensor | tuple[Tensor, ...]:
     """What `forward` of the layer makes of states, where attention and MLP are simple functions.
     What attention is given beside the states is marked, and enters the output."""
     marks = {
@@ -210,13 +227,12 @@ def _in_outline(layer: nn.Module, forward: Callable, states: Tensor) -> tuple[Te
     try:
         for part, simple in parts.items():
             part.forward = simple
-        output = forward(states, **options)
+        return forward(states, **options)
     finally:
         for part, own in before.items():
             del part.forward
             if own is not None:
                 part.forward = own
-    return output if isinstance(output, tuple) else (output,)
 
 
 def _layer(
@@ -292,7 +308,7 @@ def _mlp_trial(module: nn.Module) -> _Trial | None:
     if not is_mlp or not width or len(inspect.signature(module.forward).parameters) != 1:
         return None
     forward = partial(_gate, module)
-    dtype = product_dtype(next(module.parameters()))
+    dtype = precision_of_products(product_dtype(next(module.parameters())))
     return _Trial(forward, forward, module.forward, ((1, _PROBE, width),), dtype)
 
 

@@ -206,7 +206,7 @@ def norm_slope(
     block = _block(width)
     num_programs, num_turns = _shares(where[0], block["ROWS"])
     grad_states = torch.empty(states.shape, dtype=states.dtype, device=states.device)
-    grad_branch = torch.empty(0, device=states.device)
+    grad_branch = torch.empty(0, dtype=states.dtype, device=states.device)
     if branch_dtype is not None:
         grad_branch = torch.empty(states.shape, dtype=branch_dtype, device=states.device)
     shares = torch.empty(num_programs, width, dtype=torch.float32, device=states.device)

@@ -10,7 +10,8 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from types import MethodType
+from importlib import import_module
+from types import MethodType, SimpleNamespace
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -25,9 +26,11 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from quiver.stages.common.forward.gpu import choice, modules
 from quiver.stages.common.forward.layout import Sequences
+from quiver.stages.common.forward.logprob_head import Shaping, completion_logprobs
 from quiver.stages.common.forward.policy import Policy
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.optimize.sharding import ShardedPolicy
@@ -134,6 +137,50 @@ def head_reference(dtype: torch.dtype) -> Answer:
     return gradients({"logprobs": logprobs, "entropy": entropy}, leaves)
 
 
+# -- the head of a model, with what its architecture does to logits
+
+HEADS = {
+    "bias": (True, Shaping(), 11),
+    "scale": (False, Shaping(scale=0.25), 11),
+    "softcap": (False, Shaping(softcap=2.0), 11),
+    "no rows": (False, Shaping(), 0),
+}
+
+
+def _head_leaves(case: str) -> dict[str, Tensor]:
+    has_bias, _, num_rows = HEADS[case]
+    leaves = {"hidden": drawn(num_rows, 24), "weight": drawn(97, 24, seed=1)}
+    return {**leaves, "bias": drawn(97, seed=2)} if has_bias else leaves
+
+
+def shaped_head(device: str, case: str) -> Answer:
+    _, shaping, num_rows = HEADS[case]
+    leaves = {name: leaf.to(device).requires_grad_() for name, leaf in _head_leaves(case).items()}
+    linear = SimpleNamespace(weight=leaves["weight"], bias=leaves.get("bias"))
+    targets = torch.arange(0, 97, 9, device=device)[:num_rows]
+    temperature = torch.linspace(0.5, 1.5, 11, device=device)[:num_rows]
+    logprobs, entropy = completion_logprobs(
+        leaves["hidden"], linear, targets, temperature, shaping, entropy_gradient=True
+    )
+    if not num_rows:  # no gradient either
+        return {"logprobs": logprobs.detach(), "entropy": entropy.detach()}
+    return gradients({"logprobs": logprobs, "entropy": entropy}, leaves)
+
+
+def shaped_head_reference(case: str) -> Answer:
+    _, shaping, num_rows = HEADS[case]
+    if not num_rows:
+        return {"logprobs": torch.empty(0), "entropy": torch.empty(0)}
+    leaves = {name: leaf.double().requires_grad_() for name, leaf in _head_leaves(case).items()}
+    logits = leaves["hidden"] @ leaves["weight"].T + leaves.get("bias", 0)
+    logits = logits * shaping.scale
+    if shaping.softcap:
+        logits = shaping.softcap * (logits / shaping.softcap).tanh()
+    table = (logits / torch.linspace(0.5, 1.5, 11)[:, None]).log_softmax(-1)
+    logprobs = table.gather(1, torch.arange(0, 97, 9)[:, None])[:, 0]
+    return gradients({"logprobs": logprobs, "entropy": -(table * table.exp()).sum(-1)}, leaves)
+
+
 # -- RMSNorm
 
 NORMS = {
@@ -142,6 +189,8 @@ NORMS = {
     "heads": ((1, 13, 3, 40), BF16, FP32),
     "bfloat16": ((1, 41, 896), BF16, BF16),
     "one row": ((1, 1, 2048), FP32, FP32),
+    # so wide that a program has a row at once, and so many that each has two turns
+    "many rows": ((1, 520, 1025), FP32, FP32),
 }
 
 
@@ -279,6 +328,14 @@ CASES: dict[str, tuple[Callable[[str], Answer], Callable[[], Answer], float]] = 
     "head of float32": (lambda d: head(d, FP32), lambda: head_reference(FP32), 1e-5),
     "head of bfloat16": (lambda d: head(d, BF16), lambda: head_reference(BF16), 1.5e-2),
     **{
+        f"head with {case}": (
+            lambda device, case=case: shaped_head(device, case),
+            lambda case=case: shaped_head_reference(case),
+            1e-5,
+        )
+        for case in HEADS
+    },
+    **{
         f"norm: {case}": (
             lambda device, case=case: norm(device, case),
             lambda case=case: norm_reference(case),
@@ -327,6 +384,97 @@ def largest_gap(answer: Answer, reference: Answer) -> float:
         gap = (output - expected)[is_finite].norm()
         gaps.append(gap / expected[is_finite].norm().clamp(min=1e-30))
     return float(torch.stack(gaps).nan_to_num(torch.inf).max())
+
+
+# -- what computes something else under the names of the common families
+
+
+class Clamped(LlamaMLP):
+    """As MLPs with `swiglu_limit`."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        gate = self.gate_proj(states).clamp(max=10.0)
+        up = self.up_proj(states).clamp(-10.0, 10.0)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+class Clipped(LlamaRMSNorm):
+    """A norm of which a state that stands out is made smaller."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        return super().forward(states).clamp(-5.0, 5.0)
+
+
+class PassedStraight(LlamaRMSNorm):
+    """A norm with another gradient."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        return super().forward(states).detach() + states - states.detach()
+
+
+class Wrapped(LlamaDecoderLayer):
+    """A layer that returns a tuple, as those of older families."""
+
+    def forward(self, *arguments: Tensor, **options: object) -> tuple[Tensor]:
+        return (super().forward(*arguments, **options),)
+
+
+def strangers() -> list[nn.Module]:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_attention_heads=4, attn_implementation="eager"
+    )
+    torch.manual_seed(0)
+    return [Clamped(config), Clipped(64), PassedStraight(64), Wrapped(config, 0)]
+
+
+def strangers_replaced() -> dict[str, bool]:
+    """Of each whether a kernel takes its place."""
+    found = {}
+    for module in strangers():
+        modules.fuse_modules(nn.ModuleList([module]))
+        found[type(module).__name__] = "forward" in vars(module)
+    return found
+
+
+# -- the operations as torch has them
+
+
+def operations_checked() -> dict[str, dict[str, str]]:
+    """What torch says of each operation: of its schema, and of what it says of tensors without
+    content."""
+    from quiver.stages.common.forward.gpu import operations
+
+    logits, rows = drawn(6, 97), drawn(4, 6)
+    targets, factors = torch.arange(6), torch.ones(6)
+    states, wide = drawn(6, 64).to(BF16), drawn(6, 64)
+    weight, gates, ups = torch.ones(64), *drawn(6, 256).split(128, 1)
+    positions = drawn(5, 8)
+    samples = {
+        "head": [(logits, targets, factors, is_collision) for is_collision in (False, True)],
+        "head_slope": [
+            (logits, targets, factors, rows, factors, grads, dtype)
+            for grads, dtype in ((None, BF16), (factors, FP32))
+        ],
+        "norm": [(states, weight, 1e-6, BF16), (states, weight.to(BF16), 1e-6, FP32)],
+        "add_norm": [(wide, states, weight, 1e-6, BF16), (states, states, weight, 1e-6, FP32)],
+        "norm_slope": [
+            (grad, total_grad, states, weight, factors, dtype)
+            for grad, total_grad, dtype in ((states, None, None), (wide, states, FP32))
+        ],
+        "gate": [(gates, ups)],
+        "gate_slope": [(drawn(6, 128), gates, ups)],
+        "rotate": [(drawn(5, 3, 8), drawn(5, 1, 8), positions, positions, False, FP32, BF16)],
+    }
+    all_names = {name for name, each in vars(operations).items() if hasattr(each, "register_fake")}
+    assert samples.keys() == all_names
+    said = {}
+    for name, each in samples.items():
+        for number, arguments in enumerate(each):
+            outcomes = torch.library.opcheck(
+                getattr(operations, name), arguments, raise_exception=False
+            )
+            said[f"{name} {number}"] = {test: str(outcome) for test, outcome in outcomes.items()}
+    return said
 
 
 # -- whole passes
@@ -437,12 +585,13 @@ def passes(
 
 
 if __name__ == "__main__":
+    import_module("tests.interpreted_kernels")  # it stands for this process
     answers = {
         f"{kind}, {autocast}": passes(kind, autocast=autocast)
         for kind in PASSES
         for autocast in ((False, True) if kind in NARROW else (False,))
     }
     answers |= {way: passes("llama", way=way) for way in WAYS}
-    choice.DEVICES.add("cpu")
+    answers |= {"strangers": strangers_replaced(), "operations": operations_checked()}
     answers |= {name: ours("cpu") for name, (ours, _, _) in CASES.items()}
     torch.save(answers, sys.argv[1])

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quiver.stages.common.forward.gpu import choice, head, operations
+from quiver.stages.common.forward.gpu import choice, head, modules, operations
 from tests.stages.common.forward import kernel_cases as cases
 
 ROOT = Path(__file__).parents[4]
@@ -60,6 +60,11 @@ def test_a_fused_pass_in_bfloat16_is_about_as_exact_as_the_model(kind, interpret
     assert cases.largest_gap(answers["fused"], answers["exact"]) < 2 * gap
 
 
+@pytest.mark.parametrize("kind", cases.NARROW)
+def test_a_pass_in_bfloat16_has_all_kernels(kind, interpreted):
+    assert interpreted[f"{kind}, True"]["replaced"] == cases.PASSES[kind][1]
+
+
 @pytest.mark.parametrize("way", cases.WAYS)
 def test_other_ways_of_training_have_the_kernels_too(way, interpreted):
     answers = interpreted[way]
@@ -70,6 +75,27 @@ def test_other_ways_of_training_have_the_kernels_too(way, interpreted):
 @pytest.mark.parametrize("kind", cases.PASSES)
 def test_what_another_family_computes_stays(kind, interpreted):
     assert interpreted[f"{kind}, False"]["replaced"] == cases.PASSES[kind][1]
+
+
+@pytest.mark.parametrize("stranger", cases.strangers(), ids=lambda module: type(module).__name__)
+def test_what_gives_other_numbers_or_gradients_stays(stranger, interpreted):
+    """Where states stand out, or by the gradients alone; or what it returns is of another kind."""
+    assert not interpreted["strangers"][type(stranger).__name__]
+
+
+def test_a_rotation_of_a_part_of_a_head_is_the_models_own(monkeypatch):
+    def turn_first_half(queries, keys, cosines, sines):
+        return queries + 1, keys + 1
+
+    monkeypatch.setattr(choice, "DEVICES", {"cpu"})
+    queries, positions = torch.ones(1, 2, 3, 8), torch.ones(1, 3, 4)
+    turned, _ = modules.rotate(turn_first_half, queries, queries, positions, positions)
+    assert torch.equal(turned, queries + 1)
+
+
+def test_what_torch_is_told_of_the_operations_is_so(interpreted):
+    said = interpreted["operations"]
+    assert {outcome for of_one in said.values() for outcome in of_one.values()} == {"SUCCESS"}, said
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from quiver.stages.common.forward.attention import attend_by_products
 from quiver.stages.common.forward.cpu.recompute import recompute_norms_and_mlps
 from quiver.stages.common.forward.layout import Block
 from quiver.stages.common.forward.policy import Policy
+from tests.stages.common.forward.kernel_cases import Clamped, Clipped
 
 SIZES = {
     "hidden_size": 16,
@@ -153,6 +154,7 @@ class _Swapped(LlamaMLP):
 
 def test_what_computes_something_else_under_these_names_stays_as_it_is():
     modules = nn.ModuleList([_Shifted(16), _Silenced(16), _Swapped(LlamaConfig(**SIZES))])
+    modules += [Clamped(LlamaConfig(**SIZES)), Clipped(64)]  # where states stand out
     assert recompute_norms_and_mlps(modules) == 0
     assert not any("forward" in vars(module) for module in modules)
 
