@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from types import MethodType, SimpleNamespace
+from unittest import TestCase
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -29,13 +30,14 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from quiver.stages.common.forward.gpu import choice, modules
+from quiver.stages.common.forward.gpu import head as fused_head
 from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.forward.logprob_head import Shaping, completion_logprobs
 from quiver.stages.common.forward.policy import Policy
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.optimize.sharding import ShardedPolicy
 
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 Answer = dict[str, Tensor]
 
 
@@ -429,11 +431,38 @@ def strangers() -> list[nn.Module]:
 
 def strangers_replaced() -> dict[str, bool]:
     """Of each whether a kernel takes its place."""
-    found = {}
+    replaced = {}
     for module in strangers():
         modules.fuse_modules(nn.ModuleList([module]))
-        found[type(module).__name__] = "forward" in vars(module)
-    return found
+        replaced[type(module).__name__] = "forward" in vars(module)
+    return replaced
+
+
+class Coarse(LlamaMLP):
+    """An MLP whose products differ as two of TF32 do."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        return 1.0005 * super().forward(states)
+
+
+def coarse_replaced() -> dict[str, int]:
+    """How many of one such MLP are replaced, by what products of float32 are allowed to be."""
+    replaced = {}
+    for precision in ("highest", "high"):
+        torch.set_float32_matmul_precision(precision)
+        mlp = Coarse(LlamaConfig(hidden_size=64, intermediate_size=96))
+        replaced[precision] = modules.fuse_modules(nn.ModuleList([mlp]))
+    torch.set_float32_matmul_precision("highest")
+    return replaced
+
+
+def told() -> list[str]:
+    """What is logged of two modules that compute something else, and of a head where products of
+    narrow matrices are narrow."""
+    with TestCase().assertLogs("quiver", "INFO") as logged:
+        modules.fuse_modules(nn.ModuleList([Clipped(64), Clipped(64)]))
+        fused_head.is_fused(torch.ones(1, dtype=FP16), torch.ones(1, dtype=FP16), FP16)
+    return [f"{record.levelname} {record.getMessage()}" for record in logged.records]
 
 
 # -- the operations as torch has them
@@ -593,5 +622,6 @@ if __name__ == "__main__":
     }
     answers |= {way: passes("llama", way=way) for way in WAYS}
     answers |= {"strangers": strangers_replaced(), "operations": operations_checked()}
+    answers |= {"coarse": coarse_replaced(), "told": told()}
     answers |= {name: ours("cpu") for name, (ours, _, _) in CASES.items()}
     torch.save(answers, sys.argv[1])

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from transformers import AutoModelForCausalLM, GPTJConfig
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -81,6 +82,28 @@ def test_what_another_family_computes_stays(kind, interpreted):
 def test_what_gives_other_numbers_or_gradients_stays(stranger, interpreted):
     """Where states stand out, or by the gradients alone; or what it returns is of another kind."""
     assert not interpreted["strangers"][type(stranger).__name__]
+
+
+def test_where_tf32_is_allowed_its_last_digits_may_differ(interpreted):
+    assert interpreted["coarse"] == {"highest": 0, "high": 1}
+
+
+def test_it_is_told_once_what_stays_because_its_numbers_differ(interpreted):
+    of_norms, of_head = interpreted["told"]
+    assert of_norms == ("INFO Clipped: runs as it is, for its kernels would compute something else")
+    assert of_head.startswith("INFO products of torch.float16 leave no float32 here")
+
+
+def test_attention_that_is_called_in_another_way_is_no_reason_to_warn(monkeypatch, caplog):
+    monkeypatch.setattr(choice, "DEVICES", {"cpu"})
+    model = AutoModelForCausalLM.from_config(
+        GPTJConfig(vocab_size=9, n_embd=32, n_layer=1, n_head=2, rotary_dim=8)
+    )
+    with caplog.at_level("INFO"):
+        assert modules.fuse_modules(model) == 0
+    (told,) = [record for record in caplog.records if record.name == modules.log.name]
+    assert told.levelname == "INFO"
+    assert told.getMessage().startswith("GPTJAttention")
 
 
 def test_a_rotation_of_a_part_of_a_head_is_the_models_own(monkeypatch):
