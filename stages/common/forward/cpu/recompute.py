@@ -44,7 +44,8 @@ def recompute_norms_and_mlps(model: nn.Module) -> int:
         if not width:
             continue
         probe = torch.randn(1, _PROBE, width, generator=torch.Generator().manual_seed(0))
-        probe = torch.cat([probe, standing_out(probe)]).to(next(module.parameters()))
+        probe = probe.to(next(module.parameters()))
+        probe = torch.cat([probe, standing_out(probe)])
         with torch.enable_grad():  # as it is trained
             is_same = torch.equal(module(probe), forward(probe))
         if is_same:
@@ -56,8 +57,9 @@ def recompute_norms_and_mlps(model: nn.Module) -> int:
 def standing_out(probe: Tensor) -> Tensor:
     """[…, d] -> […, d]: large states, of which one in each row is far larger, as models have them.
     So it is seen whether something is cut off."""
-    large = 100 * probe
-    large[..., 0] *= 100
+    times = 10 if probe.dtype == torch.float16 else 100  # the products of an MLP must not overflow
+    large = times * probe
+    large[..., 0] *= times
     return large
 
 

@@ -78,6 +78,7 @@ def _kept(compute) -> int:
         (torch.float32, False, 1e-5, 1e-7),
         (torch.float32, True, 1e-2, 1e-3),
         (torch.bfloat16, False, 5e-2, 1e-2),
+        (torch.float16, False, 1e-2, 1e-3),
     ],
 )
 def test_gradients_are_those_of_the_model_itself(family, dtype, autocast, rtol, atol):
