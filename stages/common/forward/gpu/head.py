@@ -45,10 +45,11 @@ class FusedHead(torch.autograd.Function):
         ctx.entropy_gradient = entropy_gradient
         hidden = hidden.to(dtype)
         weight = weight.to(dtype)
-        rows = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
+        parts = [torch.empty(4, 0, device=hidden.device)]  # there may be no chunk
         for chunk in chunks:
             logits = _logits(hidden[chunk], weight)
-            rows[:, chunk] = operations.head(logits, targets[chunk], factors[chunk], collision)
+            parts.append(operations.head(logits, targets[chunk], factors[chunk], collision))
+        rows = torch.cat(parts, 1)
         ctx.save_for_backward(hidden, weight, targets, factors, rows)
         logprobs = rows[0].clone()
         spread = rows[1].clone()
