@@ -5,7 +5,9 @@ A server proves its weights in one of three ways, and every answer is held to it
 * name: a name that it was started with (`--served-model-name`) has the hash of the policy's weights
   in it;
 * path: it was started with the policy's own folder and no other name, after the version was made.
-  Links on the way count as they are now, if they are older than the server;
+  The way there counts as it is now, if no link or folder on it was moved or changed since. A server
+  that is started anew may read other weights under the same name, so each new connection is asked
+  when it was started;
 * label: whoever loaded weights into it since said so (`/update_weight_version`), with that hash.
 
 Where its folder can be read here, and says that it is another version, no name counts. A server
@@ -18,8 +20,10 @@ whose weights have a label of another kind is refused whatever its name.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -56,6 +60,8 @@ class Served:
     """name, path or label."""
     version: str
     """Of vLLM."""
+    started: float | None
+    """When, in seconds since 1970, where the path is the proof."""
 
 
 @dataclass(frozen=True)
@@ -139,17 +145,20 @@ async def identify(wire: Wire, url: str, expected: Expected) -> Served:
         raise FailedError("/v1/models names no model")
     by_name = next((card for card in cards if expected.weights in card["id"]), None)
     served = by_name or cards[0]
-    label = await _probe(wire, who, url, served["id"], expected)
-    if label == expected.weights:
+    labels = await _probe(wire, who, url, served["id"], expected)
+    started = None
+    if labels == [expected.weights]:
         proof = "label"
-    elif label != LABEL:
-        raise _wrong(who, url, expected, f"weights that were loaded later, as {printable(label)}")
+    elif labels != [LABEL]:
+        words = printable(", ".join(map(str, labels)))
+        raise _wrong(who, url, expected, f"weights that were loaded later, as {words}")
     elif by_name is not None:
         if expected.is_contradicted_by(served.get("root")):
             raise _wrong(who, url, expected, f"{printable(served['root'])}, whatever its name says")
         proof = "name"
     else:
-        problem = await _not_by_path(wire, served, expected)
+        started = await start_of(wire)  # before the look at its path, which may change now
+        problem = _not_by_path(served, started, expected)
         if problem:
             raise _wrong(who, url, expected, problem)
         proof = "path"
@@ -163,12 +172,12 @@ async def identify(wire: Wire, url: str, expected: Expected) -> Served:
         )
     version = (await wire.ask("GET", "/version", seconds=_SECONDS)).get("version")
     names = frozenset(card["id"] for card in cards)
-    return Served(served["id"], names, label, proof, printable(version, 40))
+    return Served(served["id"], names, labels[0], proof, printable(version, 40), started)
 
 
-async def _probe(wire: Wire, who: str, url: str, name: str, expected: Expected) -> str:
-    """The label of the weights, by an answer whose one possible id has the logprob 0 exactly: after
-    all that shapes the distribution. Before, any other id may have taken its place."""
+async def _probe(wire: Wire, who: str, url: str, name: str, expected: Expected) -> list[Any]:
+    """The labels of the weights, by an answer whose one possible id has the logprob 0 exactly:
+    after all that shapes the distribution. Before, any other id may have taken its place."""
     sampling = {"temperature": 1.0, "max_tokens": 2, "logprobs": 0, "ignore_eos": True}
     body = {
         "model": name,
@@ -183,8 +192,9 @@ async def _probe(wire: Wire, who: str, url: str, name: str, expected: Expected) 
     try:
         choice = answer["choices"][0]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        spans = choice["weight_versions"]
-        label = spans[0]["version"]
+        labels = [span["version"] for span in choice["weight_versions"]]
+        labels = [label for place, label in enumerate(labels) if label not in labels[:place]]
+        labels[0]
     except (KeyError, IndexError, TypeError):
         raise ConfigError(
             who,
@@ -198,10 +208,23 @@ async def _probe(wire: Wire, who: str, url: str, name: str, expected: Expected) 
             f"was allowed has {printable(logprobs)}, expected 0.0",
             next=expected.command(url),
         )
-    return label
+    return labels
 
 
-async def _not_by_path(wire: Wire, served: dict[str, Any], expected: Expected) -> str:
+async def start_of(wire: Wire) -> float | None:
+    """When the server's process was started, in seconds since 1970; None where it does not say."""
+    try:
+        metrics = await wire.read("GET", "/metrics", seconds=_SECONDS)
+        for line in metrics.decode(errors="replace").splitlines():
+            if line.startswith("process_start_time_seconds "):
+                started = float(line.split()[1])
+                return started if math.isfinite(started) else None
+    except (RefusedError, ValueError):
+        pass
+    return None
+
+
+def _not_by_path(served: dict[str, Any], started: float | None, expected: Expected) -> str:
     """Why the path that a server was started with does not prove its weights; empty where it
     does."""
     root = served.get("root")
@@ -209,31 +232,36 @@ async def _not_by_path(wire: Wire, served: dict[str, Any], expected: Expected) -
         return f"{printable(served['id'])}, from {printable(root)}"
     if served["id"] != root:
         return f"{printable(served['id'])}, a name that says nothing of weights"
-    if os.path.realpath(root) != os.path.realpath(expected.folder):
-        return printable(root)
-    newest = max([expected.published, *(link.lstat().st_ctime for link in _links(Path(root)))])
-    started = None
+    problem = ""
     try:
-        metrics = await wire.read("GET", "/metrics", seconds=_SECONDS)
-        for line in metrics.decode(errors="replace").splitlines():
-            if line.startswith("process_start_time_seconds "):
-                started = float(line.split()[1])
-    except (RefusedError, ValueError):
-        pass
-    if started is None:
-        return f"{printable(root)}, and does not say when it was started"
-    if started < newest - _SLACK:
-        return f"{printable(root)}, and was started before that was {expected.ref}"
-    return ""
+        if os.path.realpath(root) != os.path.realpath(expected.folder):
+            return printable(root)
+        if started is None:
+            problem = ", and does not say when it was started"
+        elif started < expected.published - _SLACK:
+            problem = f", and was started before that was {expected.ref}"
+        else:
+            for place in _way(Path(root, "manifest.json")):
+                status = place.lstat()
+                # what comes into a folder or leaves it sets both; a folder that moves, one alone
+                is_listed = (
+                    stat.S_ISDIR(status.st_mode) and status.st_ctime_ns == status.st_mtime_ns
+                )
+                if started < status.st_ctime - _SLACK and not is_listed:
+                    problem = f", and {printable(place)} was moved or changed after its start"
+                    break
+    except (OSError, ValueError) as error:  # a link that goes away, a path that is none
+        problem = f", which can not be read: {printable(error)}"
+    return problem and printable(root) + problem
 
 
-def _links(path: Path) -> Iterator[Path]:
-    """The links on the way to a file."""
+def _way(path: Path) -> Iterator[Path]:
+    """All links and folders on the way to a file, and the file."""
     here = Path("/")
     for part in path.parts[1:]:
+        yield here / part
         if (here / part).is_symlink():
-            yield here / part
-            yield from _links(here / os.readlink(here / part))
+            yield from _way(here / os.readlink(here / part))
         here = Path(os.path.realpath(here / part))
 
 

@@ -54,6 +54,8 @@ class Wire:
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
         self._connection: httpx.AsyncHTTPTransport | None = None
+        self.is_new = True
+        """It was connected since somebody set this to False: another process may answer now."""
 
     async def ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, seconds: float
@@ -106,7 +108,10 @@ class Wire:
             f"{self._url}{path}",
             headers=headers,
             content=content,
-            extensions={"timeout": {"connect": self._options.connect_seconds}},
+            extensions={
+                "timeout": {"connect": self._options.connect_seconds},
+                "trace": self._trace,
+            },
         )
         received = bytearray()
         async with aclosing(await self._connection.handle_async_request(request)) as response:
@@ -120,6 +125,11 @@ class Wire:
         if response.status_code in _MAY_PASS:
             raise FailedError(f"answered {response.status_code}: {words}")
         raise RefusedError(response.status_code, words)
+
+    async def _trace(self, event: str, _: dict[str, Any]) -> None:
+        """The transport connects anew without a word where the server closed an idle connection."""
+        if event == "connection.connect_tcp.started":
+            self.is_new = True
 
     def _words(self, text: bytes | bytearray) -> str:
         """What the server says of an error, without the token."""

@@ -9,9 +9,10 @@ A server takes part once it has proved the policy's weights (`server_identity`),
 names them again: one that does not is thrown away, and its server asked for its proof anew. Each
 server has as many workers as requests that it takes at once; all draw from one queue, so a fast
 server answers more rows. A row has its own seed, so it does not matter who answers it, nor how
-often it was asked. A row that fails goes back to the queue, a bounded number of times; a server
-that fails rests until it proves its weights again, a bounded time. What no later attempt mends (a
-status of 400, say) is final at once.
+often it was asked. A row that fails goes back to the queue, a bounded number of times, after a
+pause that doubles, and to another server while there is one; a server that fails rests until it
+proves its weights again, a bounded time. What no later attempt mends (a status of 400, say) is
+final at once.
 
 The requests run in a thread of their own, so that answers come in while a shard is written.
 """
@@ -25,7 +26,7 @@ import threading
 import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -45,22 +46,23 @@ from quiver.stages.common.servers import secret
 from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import VllmServerOptions
 
-from .server_identity import GENERATE, Expected, Served, identify
+from .server_identity import GENERATE, Expected, Served, identify, start_of
 from .server_wire import FailedError, RefusedError, Wire
 from .vllm_sampling import sampling_parameters
 
 _NO_LOGPROB = -9999.0  # vLLM's word for NaN, -inf, and for none at all
-_LONGEST_PAUSE = 5.0  # seconds between two looks at a server that is away
+_LONGEST_PAUSE = 5.0  # seconds between two looks at a server that is away, or attempts of a row
+_FIRST_PAUSE = 0.2  # seconds between two attempts of a row
 _STATE = "finished shards are kept; nothing else was written."
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class _Row:
-    """A request on its way, and how often it failed."""
+    """A request on its way, and the servers that failed it."""
 
     request: Request
-    failures: int = 0
+    failed_by: list[_Server] = field(default_factory=list)
 
 
 class _Server:
@@ -253,6 +255,11 @@ class VllmServerEngine:
                 if not server.is_up.is_set():
                     self._rows.put_nowait(row)
                     continue
+                others = [each for each in self._servers if each not in row.failed_by]
+                if server in row.failed_by and any(each.is_up.is_set() for each in others):
+                    self._rows.put_nowait(row)
+                    await asyncio.sleep(0.05)  # one of the others may take it
+                    continue
                 try:
                     self._outcomes.put(await self._ask(server, wire, row.request))
                 except QuiverError as error:
@@ -260,12 +267,13 @@ class VllmServerEngine:
                 except (FailedError, RefusedError) as error:
                     if server.is_up.is_set():
                         server.fail(error)
-                    row.failures += 1
-                    if row.failures <= self.options.retries:
-                        self._rows.put_nowait(row)
+                    pause = min(_FIRST_PAUSE * 2 ** len(row.failed_by), _LONGEST_PAUSE)
+                    row.failed_by.append(server)
+                    if len(row.failed_by) <= self.options.retries:
+                        self._loop.call_later(pause, self._rows.put_nowait, row)
                         continue
                     problem = (
-                        f"row {row.request.index} failed {row.failures} times, at last at "
+                        f"row {row.request.index} failed {len(row.failed_by)} times, at last at "
                         f"{server.url}: {printable(error)}"
                     )
                     advice = "look at the server's log, and run the same command again"
@@ -298,7 +306,12 @@ class VllmServerEngine:
                 next="correct generate.sampling, or start the server otherwise",
             ) from None
         try:
-            return _completion(answer, name, served, request)
+            completion = _completion(answer, name, served, request)
+            if served.started is not None and wire.is_new:
+                if await start_of(wire) != served.started:
+                    raise FailedError("it was started anew since it proved its weights")
+                wire.is_new = False
+            return completion
         except (FailedError, QuiverError):
             await wire.close()
             raise
@@ -324,7 +337,7 @@ def _completion(answer: dict[str, Any], name: str, served: Served, request: Requ
     whole."""
     if not str(answer.get("request_id")).endswith(name):
         raise FailedError("it answered another request than the one that was asked")
-    if answer.get("model") not in served.names:
+    if answer.get("model") not in list(served.names):
         raise FailedError(f"it answered as model {printable(answer.get('model'))}")
     try:
         [choice] = answer["choices"]
@@ -332,7 +345,7 @@ def _completion(answer: dict[str, Any], name: str, served: Served, request: Requ
         entries = choice["logprobs"]["content"] or []
         logprob_ids = [entry["token_id"] for entry in entries]
         logprobs = [entry["logprob"] for entry in entries]
-        labels = {span["version"] for span in choice["weight_versions"] or ()}
+        labels = {span["version"] for span in choice["weight_versions"]}
         finish_reason = choice["finish_reason"]
         num_prompt_ids = answer["usage"]["prompt_tokens"]
         ids = np.array(token_ids, np.int32)
@@ -340,9 +353,9 @@ def _completion(answer: dict[str, Any], name: str, served: Served, request: Requ
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         words = printable(f"{type(error).__name__} {error}")
         raise FailedError(f"its answer is not that of {GENERATE}: {words}") from None
-    if labels - {served.label}:
+    if labels != {served.label}:
         raise FailedError(f"it answered with weights called {printable(sorted(map(str, labels)))}")
-    if logprob_ids != token_ids:
+    if logprob_ids != token_ids or any(type(token_id) is not int for token_id in token_ids):
         raise FailedError("its logprobs are of other ids than its completion")
     if num_prompt_ids != len(request.prompt_ids):
         raise FailedError(
@@ -350,7 +363,7 @@ def _completion(answer: dict[str, Any], name: str, served: Served, request: Requ
         )
     if finish_reason not in ("stop", "length") or not token_ids:
         raise FailedError(f"it ended the row for the reason {printable(finish_reason)}")
-    if _NO_LOGPROB in logprobs:
+    if _NO_LOGPROB in logprobs or not np.isfinite(completion_logprobs).all():
         raise NumericError(
             "engine vllm-server",
             f"row {request.index}: the logprob of an id is no number",

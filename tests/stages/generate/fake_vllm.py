@@ -8,8 +8,10 @@ with FakeVllm(policy) as server:
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -32,6 +34,8 @@ class FakeVllm:
         self.card |= {"root": "/models/there", "parent": None, "max_model_len": 256}
         self.card |= changed
         self.label = "default"
+        self.later_label: str | None = None
+        """Of the last ids of every answer, where weights came in the middle."""
         self.started = time.time()
         self.probe_logprob = 0.0
         self.says = lambda answer, count: answer
@@ -40,6 +44,7 @@ class FakeVllm:
         self.num_rows = 0
         self.bodies: list[dict] = []
         self.headers: list[dict] = []
+        self._connections: list[socket.socket] = []
         self._lock = threading.Lock()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._http.daemon_threads = True
@@ -57,6 +62,14 @@ class FakeVllm:
         self._http.server_close()
         self._thread.join()
 
+    def restart(self) -> None:
+        """As a process that was started now: at the same port, and no connection is left."""
+        self.started = time.time()
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self._connections.clear()
+
     def answer(self, body: dict) -> Any:
         """To `/inference/v1/generate`."""
         if body["model"] != self.card["id"]:
@@ -71,7 +84,9 @@ class FakeVllm:
             for token, logprob in zip(ids, logprobs, strict=True)
         ]
         choice = {"token_ids": ids, "logprobs": {"content": content}, "finish_reason": "length"}
-        choice |= {"stop_reason": None, "weight_versions": [{"version": self.label}]}
+        labels = [label for label in (self.label, self.later_label) if label is not None]
+        spans = [{"version": label} for label in labels]
+        choice |= {"stop_reason": None, "weight_versions": spans}
         answer = {
             "request_id": f"generate-tokens-{body.get('request_id')}",
             "model": self.card["id"],
@@ -91,6 +106,10 @@ class FakeVllm:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+
+            def setup(self) -> None:
+                super().setup()
+                fake._connections.append(self.connection)
 
             def do_GET(self) -> None:
                 fake.headers.append(dict(self.headers))

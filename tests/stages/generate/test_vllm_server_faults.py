@@ -10,14 +10,16 @@ import threading
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from quiver.schemas.errors import ConfigError, LineageError, NumericError, ResourceError
 from quiver.stages.common.config import parse
 from quiver.stages.common.models.checkpoints import as_model
 from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.common.store import Store
 from quiver.stages.generate.config import Config
-from quiver.stages.generate.engine import Setup
+from quiver.stages.generate.engine import Request, Setup
 from quiver.stages.generate.engines.vllm_server import VllmServerEngine
 from quiver.stages.generate.options import Sampling
 from tests.stages.generate import guessing
@@ -97,6 +99,7 @@ ONCE = {
     "another request": lambda answer: {**answer, "request_id": "generate-tokens-quiver-0"},
     "another model": lambda answer: {**answer, "model": "another"},
     "other weights": lambda answer: changed(answer, weight_versions=[{"version": "later"}]),
+    "no word of weights": lambda answer: changed(answer, weight_versions=None),
     "two weights": lambda answer: changed(
         answer, weight_versions=[{"version": "default"}, {"version": "later"}]
     ),
@@ -104,6 +107,14 @@ ONCE = {
     "no logprobs": lambda answer: changed(answer, logprobs=None),
     "no choices": lambda answer: {**answer, "choices": []},
     "text": lambda answer: ["text"],
+    "a list as model": lambda answer: {**answer, "model": ["x"]},
+    "an object as model": lambda answer: {**answer, "model": {}},
+    "ids in lists": lambda answer: changed(
+        answer, token_ids=[[3]], logprobs={"content": [{"token_id": [3], "logprob": -1.0}]}
+    ),
+    "ids as text": lambda answer: changed(
+        answer, token_ids=["3"], logprobs={"content": [{"token_id": "3", "logprob": -1.0}]}
+    ),
     "another prompt": lambda answer: {**answer, "usage": {"prompt_tokens": 1}},
     "cut": lambda answer: b'{"request_id": "gen',
     "closed": lambda answer: None,
@@ -144,10 +155,11 @@ def test_what_a_server_refuses_is_told_in_its_words(store, policy, server):
     assert store.numbers("tiny", "rollouts") == []
 
 
-def test_a_logprob_that_is_no_number_ends_the_stage(store, policy, server):
+@pytest.mark.parametrize("logprob", [-9999.0, float("nan"), float("-inf"), None])
+def test_a_logprob_that_is_no_number_ends_the_stage(store, policy, server, logprob):
     def says(answer, count):
         entries = answer["choices"][0]["logprobs"]["content"]
-        entries[-1]["logprob"] = -9999.0 if count == 3 else entries[-1]["logprob"]
+        entries[-1]["logprob"] = logprob if count == 3 else entries[-1]["logprob"]
         return answer
 
     server.says = says
@@ -260,7 +272,7 @@ def test_a_link_to_the_folder_counts_while_it_is_older_than_the_server(
     (tmp_path / "now").symlink_to(policy.files.folder)
     (tmp_path / "here").symlink_to(tmp_path)
     by_path(server, tmp_path / "here" / "now")
-    refused(store, policy, server, LineageError, "was started before that was tiny/policy@0")
+    refused(store, policy, server, LineageError, "here was moved or changed after its start")
     server.started = time.time() + 1
     assert_right(sample(store, policy, [server]))
 
@@ -270,6 +282,109 @@ def test_a_folder_that_is_younger_than_the_server_proves_nothing(store, policy, 
     by_path(server, policy.files.folder)
     server.started -= 3600
     refused(store, policy, server, LineageError, "was started before that was tiny/policy@0")
+
+
+def engine_of(policy, *servers, **options) -> VllmServerEngine:
+    given = {"urls": [server.url for server in servers], "concurrency": 3, **options}
+    return VllmServerEngine(Setup(policy, Sampling(max_tokens=8), (2,), 64, options=given))
+
+
+def asked(engine, num_rows: int) -> list[int]:
+    """The indices of the rows that came, in order."""
+    requests = [Request(i, np.array([3, 4, 5], np.int32), 1000 + i) for i in range(num_rows)]
+    return sorted(completion.index for completion in engine.generate(requests))
+
+
+@pytest.mark.parametrize("now", ["the policy", "other"])
+def test_a_server_that_was_started_anew_while_idle_proves_its_weights_again(
+    store, policy, server, tmp_path, now
+):
+    link = tmp_path / "serving"
+    link.symlink_to(policy.files.folder)
+    by_path(server, link)
+    server.started = time.time() + 1
+    engine = engine_of(policy, server)
+    try:
+        assert asked(engine, 6) == [*range(6)]
+        if now == "other":
+            link.unlink()
+            link.symlink_to(make_policy(store, "other", seed=1).files.folder)
+        server.restart()
+        if now == "other":
+            with pytest.raises(LineageError, match=r"it serves .*serving; expected the weights"):
+                asked(engine, 6)
+        else:
+            assert asked(engine, 6) == [*range(6)]
+    finally:
+        engine.close()
+
+
+def test_a_folder_that_was_moved_there_after_the_start_proves_nothing(store, tmp_path):
+    served = make_policy(Store(tmp_path / "now" / "store"), seed=6)
+    make_policy(Store(tmp_path / "later" / "store"), seed=5)
+    with FakeVllm(served) as fake:
+        by_path(fake, served.files.folder)
+        time.sleep(2.5)  # no test can set when a folder was moved
+        (tmp_path / "now").rename(tmp_path / "old")
+        (tmp_path / "later").rename(tmp_path / "now")
+        policy = Store(tmp_path / "now" / "store").open("tiny/policy@0")
+        with pytest.raises(LineageError, match="was moved or changed after its start") as caught:
+            engine_of(policy, fake)
+        assert "--served-model-name" in caught.value.next
+        fake.started = time.time()
+        engine_of(policy, fake).close()
+
+
+def test_files_that_come_into_a_folder_on_the_way_leave_the_proof(store, policy, server):
+    by_path(server, policy.files.folder)
+    time.sleep(2.5)
+    for folder in (store.path, store.path / "tiny", store.path.parent):
+        (folder / "new").mkdir()
+    engine_of(policy, server).close()
+
+
+@pytest.mark.parametrize("root", ["/a\0b", ["x"], {}])
+def test_a_root_of_an_odd_kind_proves_nothing(store, policy, server, root):
+    server.card |= {"id": root if isinstance(root, str) else "mine", "root": root}
+    refused(store, policy, server, LineageError, "it serves")
+
+
+def test_a_server_without_a_start_proves_nothing_by_path(store, policy, server):
+    by_path(server, policy.files.folder)
+    server.started = float("nan")
+    refused(store, policy, server, LineageError, "does not say when it was started")
+
+
+def test_weights_that_change_in_the_probe_are_refused(store, policy, server):
+    server.later_label = "step 7"
+    refused(store, policy, server, LineageError, "loaded later, as default, step 7")
+
+
+def test_a_row_is_kept_away_from_the_server_that_failed_it(policy, server):
+    """The one that fails at once would else have used up every attempt."""
+    with FakeVllm(policy) as broken:
+        broken.says = lambda answer, count: 500
+        server.says = lambda answer, count: time.sleep(0.1) or answer
+        engine = engine_of(policy, broken, server, retries=1)
+        try:
+            assert asked(engine, 24) == [*range(24)]
+        finally:
+            engine.close()
+
+
+def test_a_short_overload_does_not_end_the_stage(policy, server):
+    overloaded_at = []
+
+    def says(answer, count):
+        overloaded_at.append(time.monotonic())
+        return 503 if overloaded_at[-1] - overloaded_at[0] < 2.5 else answer
+
+    server.says = says
+    engine = engine_of(policy, server)
+    try:
+        assert asked(engine, 12) == [*range(12)]
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize("card", [{"id": "mine"}, {"id": "v0", "root": "v0"}, {"root": None}])
