@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import uuid
@@ -46,6 +47,10 @@ if TYPE_CHECKING:
 
 LAUNCHED = ("WORLD_SIZE", "ACCELERATE_NUM_PROCESSES")
 """What a launcher sets. Where one is set the ranks are there already."""
+_LOST_PEER = re.compile(
+    r"gloo/|NCCL|Dist(Network|Backend|Store)Error|Connection (reset|closed|refused)|Broken pipe"
+)
+"""In what a rank meets whose peer is gone; torch has no class for it with gloo."""
 
 
 def needed(stage: str, config: Mapping[str, Any]) -> int:
@@ -53,14 +58,13 @@ def needed(stage: str, config: Mapping[str, Any]) -> int:
     not shared among ranks, or a launcher has started them."""
     if not getattr(load(stage), "RANKS", False) or any(name in os.environ for name in LAUNCHED):
         return 1
-    processes = config.get("processes")
-    if str(processes).isdecimal():
-        return int(processes)
     try:
         rendezvous = several_hosts()
     except ConfigError:
         return 2  # `launch` says what is wrong
-    return rendezvous.nodes if rendezvous else 1
+    nodes = rendezvous.nodes if rendezvous else 1
+    processes = config.get("processes")
+    return max(nodes, int(processes)) if str(processes).isdecimal() else nodes
 
 
 def prepare() -> None:
@@ -78,8 +82,9 @@ def launch(command: list[str], answer: Path, count: int, call: Mapping[str, Any]
     the exit code.
 
     That is the outcome of rank 0, or of any where rank 0 is on another host. Without one it is the
-    first typed error of any rank: what the others met after it, a lost connection say, tells
-    nothing. Where a rank was killed there is no answer, as where a stage of one process was.
+    first typed error of any rank, or else its first defect: what the others met after it, a lost
+    connection say, tells nothing. Where a rank was killed there is no answer, as where a stage of
+    one process was.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -113,11 +118,16 @@ def launch(command: list[str], answer: Path, count: int, call: Mapping[str, Any]
         answers = {path: json.loads(path.read_text()) for path in written}
         errors = [path for path in written if "error" in answers[path]]
         typed = [path for path in errors if answers[path]["error"]["code"] != "E-INTERNAL"]
+        # a defect of the rank's own
+        defects = [
+            path for path in errors if not _LOST_PEER.search(answers[path]["error"]["message"])
+        ]
         # the agent ends those that are left by SIGTERM
         killed = [one for one in failures if one.exitcode < 0 and -one.exitcode != signal.SIGTERM]
         if failures and watch is not None:
             # that a connection was lost is no defect where the other host was
-            problem = watch.tell_failure() if typed or killed else watch.why_lost()
+            reasons = [*typed, *defects, *killed]
+            problem = watch.tell_failure() if reasons else watch.why_lost()
     if problem:
         return _say(answer, problem)
     outcomes = [path for path in written if path not in errors]
@@ -128,7 +138,7 @@ def launch(command: list[str], answer: Path, count: int, call: Mapping[str, Any]
         hint = " (out of memory?)" if name == "SIGKILL" else ""
         print(f"rank {killed[0].local_rank} of {share} was ended by {name}{hint}", file=sys.stderr)
         return 128 - killed[0].exitcode
-    for path in [*outcomes, *typed, *errors][:1]:
+    for path in [*outcomes, *typed, *defects, *errors][:1]:
         path.replace(answer)
     if outcomes:
         return 0
@@ -142,10 +152,12 @@ def _agent(
     from torch.distributed.launcher.api import LaunchConfig
 
     nodes = rendezvous.nodes if rendezvous else 1
+    count = int(call["config"].get("processes") or count)
     if count % nodes:
         raise ConfigError(
             "optimize.processes",
-            f"{count} ranks can not be shared out evenly among {nodes} hosts",
+            f"{count} rank{'s' if count > 1 else ''} can not be shared out evenly among {nodes} "
+            "hosts",
             next=f"set optimize.processes to a multiple of {nodes}",
         )
     share = count // nodes
@@ -164,8 +176,12 @@ def _agent(
         patience = rendezvous.settings["join_timeout"]
         settings = {**rendezvous.settings, "is_host": is_host, "read_timeout": patience}
         endpoint = f"{rendezvous.host}:{rendezvous.port}"
-        # whether the process stays is its caller's affair
-        run_id = rendezvous.id or digest({**call, "stay": None})
+        # whether the process stays is its caller's affair, and so is where a host mounts the store
+        # of a meeting that has a name
+        equal_parts = {**call, "stay": None}
+        if rendezvous.id:
+            equal_parts["store"] = None
+        run_id = "-".join(filter(None, [rendezvous.id, digest(equal_parts)]))
     config = LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,

@@ -4,8 +4,9 @@ Each host runs the same command with torchrun's own variables:
 
     PET_NNODES=2 PET_RDZV_ENDPOINT=first-host:29400 quiver optimize recipe.toml
 
-PET_RDZV_ID tells worlds apart that meet at one port (else the call does), PET_RDZV_CONF sets
-join_timeout, keep_alive_interval and keep_alive_max_attempt as torchrun has them.
+Hosts meet in equal calls. PET_RDZV_ID names the meeting besides; then the store may be mounted in
+another folder on each host. PET_RDZV_CONF sets join_timeout, keep_alive_interval and
+keep_alive_max_attempt as torchrun has them.
 
 An agent of torch's watches its own ranks alone. A rank whose peer's host lost its power would wait
 for a day, so the agents beat in the store of their rendezvous: who is silent for
@@ -33,6 +34,7 @@ _DEFAULTS = {"join_timeout": 600, "keep_alive_interval": 5, "keep_alive_max_atte
 _GRACE_SECONDS = (
     10.0  # of ranks that end by themselves, since the version is there or a peer is not
 )
+_SECONDS_UNTOLD = 10.0  # of waiting for the other hosts
 _STORE_GONE = "the host of the rendezvous is gone, or its ranks failed"
 log = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ class Rendezvous(NamedTuple):
     host: str
     port: int
     id: str
-    """Of PET_RDZV_ID; empty: the call's."""
+    """Of PET_RDZV_ID; may be empty."""
     settings: dict[str, int]
 
     @property
@@ -134,10 +136,16 @@ class Watch:
 
     def __enter__(self) -> Watch:
         def listen() -> None:
+            began_at = time.monotonic()
+            is_told = False
             while not self._is_over.wait(1.0):
                 if self._has_begun and time.monotonic() - self._heard > self._rendezvous.silence:
                     self._lose(f"another host was silent for {self._rendezvous.silence:g} s")
                     return
+                waited = time.monotonic() - began_at
+                if not (self._has_begun or is_told) and waited > _SECONDS_UNTOLD:
+                    is_told = True
+                    log.info("waits for %s", self._meeting)
 
         threading.Thread(target=self._beat, daemon=True, name="beat").start()
         threading.Thread(target=listen, daemon=True, name="listen").start()
@@ -151,7 +159,16 @@ class Watch:
         """What the agent's own error at the rendezvous means."""
         if self._has_begun:
             return _STORE_GONE
-        return f"not all of {self._rendezvous.nodes} hosts came: {printable(error)}"
+        return (
+            f"not all of {self._meeting} came: {printable(error) or type(error).__name__}. Hosts "
+            "meet in equal calls of one version; unset PET_NNODES where one host is meant"
+        )
+
+    @property
+    def _meeting(self) -> str:
+        """How many hosts meet where, and what says so."""
+        nodes, host, port, *_ = self._rendezvous
+        return f"{nodes} hosts at {host}:{port} (PET_NNODES, PET_RDZV_ENDPOINT)"
 
     def tell_failure(self) -> str:
         """The ranks of this host failed for a reason of their own: the others need not wait. No

@@ -17,6 +17,7 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.common.models.devices import uses_gpu
 from quiver.stages.common.models.loading import load_as_stored
 
+from .agreement import check_plan
 from .checks import check_trackers
 from .config import Config
 
@@ -36,7 +37,8 @@ log = logging.getLogger(__name__)
 def make_accelerator(config: Config, plan: Plan | None = None) -> Accelerator:
     """Device, ranks and, for a `plan`, trackers, which start with its numbers; nothing else is
     taken from accelerate's environment. ConfigError when it gives another device, another number
-    of processes, or another way to distribute than plain ranks."""
+    of processes, or another way to distribute than plain ranks, or where the ranks of a `plan` do
+    not train the same thing."""
     from accelerate import Accelerator, InitProcessGroupKwargs
 
     check_trackers(config.trackers, config.tracker_folder)
@@ -74,6 +76,8 @@ def make_accelerator(config: Config, plan: Plan | None = None) -> Accelerator:
             next="launch with python -m torch.distributed.run --nproc-per-node N (accelerate "
             "launch starts one on a CPU), or unset these variables",
         )
+    if plan and accelerator.num_processes > 1:
+        check_plan(plan)
     if plan and config.trackers and accelerator.is_main_process:
         from . import tracking
 

@@ -28,12 +28,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from quiver.schemas import updates as updates_kind
-from quiver.schemas.errors import CorruptError, SchemaError, printable
+from quiver.schemas.errors import ConfigError, CorruptError, SchemaError, printable
 from quiver.schemas.manifest import digest
 from quiver.schemas.plain import read_json
 from quiver.stages.common.runtime.stage import Plan
 from quiver.stages.common.store.notes import PROGRESS
 from quiver.stages.common.store.storage import storage_errors
+
+from .agreement import of_all_ranks
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -92,7 +94,8 @@ class SavedProgress:
 
     def load(self, trainer: Trainer) -> tuple[int, int, int]:
         """Put the saved state into the trainer: the epoch and the mini-batch that come next, and
-        the step that the epoch began with. (0, 0, the trainer's step) where nothing is saved."""
+        the step that the epoch began with. (0, 0, the trainer's step) where nothing is saved.
+        ConfigError on all ranks where one reads another state."""
         try:
             note, tensors, counters = self._read(trainer)
         except FileNotFoundError:
@@ -103,6 +106,13 @@ class SavedProgress:
                 printable(error),
             )
             note = None
+        files = of_all_ranks(note.file if note else "none")
+        if len(set(files)) > 1:
+            raise ConfigError(
+                "optimize",
+                f"the ranks would go on after different steps: {printable(', '.join(files))}",
+                next="run the same command again, with a store that all hosts see alike",
+            )
         if note is None:
             if self.saves:
                 self._storage.delete(self._prefix)

@@ -4,7 +4,10 @@ makes, and of a host that dies the other learns."""
 from __future__ import annotations
 
 import json
+import logging
 import os
+import shutil
+import socket
 import sys
 import time
 from pathlib import Path
@@ -13,13 +16,16 @@ import pytest
 from safetensors.torch import load_file
 
 from quiver import run_stage
-from quiver.schemas.errors import ConfigError
+from quiver.schemas.errors import ConfigError, ResourceError
+from quiver.stages.common import ranks
 from quiver.stages.common.rendezvous import several_hosts
+from quiver.stages.common.store import Store
 from tests.stages.optimize import world
 from tests.stages.optimize.hosts import two_hosts
 from tests.tiny import make_policy
 
 pytestmark = pytest.mark.dist
+QUICK = {"PET_RDZV_CONF": "join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=5"}
 SCRIPT = """
 import json, logging, sys
 from quiver import run_stage
@@ -173,6 +179,66 @@ def test_an_error_of_one_host_ends_the_other(store, refs, tmp_path):
     assert store.numbers("two", "policy") == []
 
 
+def test_a_defect_of_one_host_is_told_as_it_is(store, refs, tmp_path):
+    """That of the host with the meeting place; the other one only learns that it failed."""
+    text = ALGORITHM.replace('NumericError("mine",', "RuntimeError(").replace('== "1"', '== "0"')
+    (tmp_path / "mine.py").write_text(text)
+    settings = config(algorithm=f"{tmp_path / 'mine.py'}:ALGORITHM", processes=2)
+    with two_hosts() as hosts:
+        running = [start(host, hosts, store, refs, settings, "two", **QUICK) for host in hosts]
+        errors = [ended(process) for process in running]
+    assert sorted(error["code"] for error in errors) == ["E-INTERNAL", "E-RESOURCE"]
+    assert "what rank 1 alone meets" in str(errors)
+    assert "Connection" not in str(errors)
+
+
+def test_hosts_that_do_not_see_one_store_are_told(store, refs):
+    copy = store.path.parent / "copy"
+    shutil.copytree(store.path, copy, symlinks=True)
+    named = {"PET_RDZV_ID": "night", **QUICK}
+    with two_hosts() as hosts:
+        running = [
+            start(host, hosts, each, refs, config(processes=2), "two", **named)
+            for host, each in zip(hosts, (store, Store(copy)), strict=True)
+        ]
+        errors = [ended(process) for process in running]
+    assert [error["code"] for error in errors] == ["E-CONFIG", "E-CONFIG"], errors
+    assert all("does not see the store of the first one" in error["message"] for error in errors)
+    assert store.numbers("two", "policy") == Store(copy).numbers("two", "policy") == []
+
+
+def local(monkeypatch, **variables) -> str:
+    """This host as one of two that meet here; where."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    for name, text in {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": endpoint, **variables}.items():
+        monkeypatch.setenv(name, text)
+    return endpoint
+
+
+def test_an_id_brings_no_different_calls_together(monkeypatch):
+    local(monkeypatch, PET_RDZV_ID="night")
+    rendezvous = several_hosts()
+    call = {"stage": "optimize", "config": {"learning_rate": 0.1}, "store": "/a", "stay": True}
+
+    def run_id(**changed) -> str:
+        return ranks._agent(rendezvous, 2, {**call, **changed})[0].run_id
+
+    assert run_id().startswith("night-")
+    assert run_id() == run_id(stay=False) == run_id(store="/b")
+    assert run_id() != run_id(config={"learning_rate": 0.2})
+
+
+def test_who_waits_for_hosts_that_do_not_come_is_told_why(store, refs, monkeypatch, caplog):
+    endpoint = local(monkeypatch, PET_RDZV_CONF="join_timeout=12", ACCELERATE_USE_CPU="true")
+    caplog.set_level(logging.INFO)
+    with pytest.raises(ResourceError, match=f"not all of 2 hosts at {endpoint} ") as caught:
+        run_stage("optimize", config(), store, **refs)
+    assert f"waits for 2 hosts at {endpoint} (PET_NNODES, PET_RDZV_ENDPOINT)" in caplog.text
+    message = caught.value.message
+    assert "unset PET_NNODES where one host is meant" in message and not message.endswith(": ")
+
+
 @pytest.mark.parametrize(
     ("variables", "problem"),
     [
@@ -195,6 +261,8 @@ def test_ranks_are_shared_out_evenly(store, refs, monkeypatch):
     monkeypatch.setenv("PET_RDZV_ENDPOINT", "127.0.0.1:29400")
     with pytest.raises(ConfigError, match="3 ranks can not be shared out evenly among 2 hosts"):
         run_stage("optimize", config(processes=3), store, **refs)
+    with pytest.raises(ConfigError, match="1 rank can not be shared out evenly among 2 hosts"):
+        run_stage("optimize", config(processes=1), store, **refs)
     monkeypatch.setenv("PET_NNODES", "two")
     with pytest.raises(ConfigError, match="expected one number of hosts, found two"):
         run_stage("optimize", config(), store, **refs)
