@@ -24,7 +24,7 @@ def fit(
     store: StorePath = None,
     settings: Settings = None,
 ) -> None:
-    """Tell what each stage needs of a machine, and what would make it fit. From shapes alone:
+    """Tell what each stage needs of a machine. And what would make it fit, from shapes alone:
     nothing runs, no weight is read. Seconds are on paper."""
     from ..fit import machines, needs, remedies, shapes, workload
 
