@@ -313,7 +313,7 @@ def test_what_there_is(tmp_path):
     assert [kinds[name] for name in ("numeric", "math", "code")] == ["function"] * 3
     assert kinds["openrlhf"] == "server"
     names = {row["name"] for row in engines["engines"]}
-    assert names == {"vllm", "transformers", "scripted"}
+    assert names == {"vllm", "vllm-server", "transformers", "scripted"}
 
 
 def test_a_form_that_sends_every_default_changes_nothing(recipe):
