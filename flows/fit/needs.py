@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from quiver.stages.common.models import vllm_env
 from quiver.stages.common.models.checkpoints import find_folder
@@ -150,11 +149,8 @@ def _on_paper(machine: Machine, flops: float, moved: float, devices: int, narrow
 # -- stages
 
 
-def training(
-    shape: Shape, config: OptimizeConfig, work: Workload, machine: Machine, **changed: Any
-) -> Need:
-    """Of stage optimize, with some of the config's fields `changed`."""
-    config = config.model_copy(update=changed)
+def training(shape: Shape, config: OptimizeConfig, work: Workload, machine: Machine) -> Need:
+    """Of stage optimize."""
     kind = "gpu" if machine.is_gpu and config.device != "cpu" else "cpu"
     precision = config.precision
     if precision == "auto":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from typing import Any
 
-from quiver.stages.optimize.lora import Lora
+from quiver.stages.optimize.config import Config as OptimizeConfig
 
 from ..recipe import Recipe
 from .machines import Machine, this_host
@@ -33,29 +35,25 @@ def remedies(
     need: Need, recipe: Recipe, shape: Shape, work: Workload, machine: Machine
 ) -> list[tuple[str, Need]]:
     """Settings with which the stage fits, and what it needs then; at most three."""
+    tried = []
     if need.stage == "generate":
-        sizes = [size for size in (2, 4, 8, 16) if size <= machine.count]
-        tried = [
-            (
-                f"generate.options.tensor_parallel_size = {size}",
-                sampling(shape, recipe, work, machine, size),
-            )
-            for size in sizes
-        ]
+        for size in (2, 4, 8, 16):
+            setting = f"generate.options.tensor_parallel_size = {size}"
+            tried.append((setting, sampling(shape, recipe, work, machine, size)))
     elif need.stage == "optimize":
-        tried = [
-            (
-                ", ".join(f"optimize.{key} = {_in_toml(value)}" for key, value in changes.items()),
-                training(shape, recipe.optimize_config(), work, machine, **_parsed(changes)),
-            )
-            for changes in _changes(work, machine)
-        ]
-    else:
-        tried = []
+        config = recipe.optimize_config()
+        for changes in _changes(work, machine):
+            with suppress(ValueError):  # of settings that do not go with others of the recipe
+                changed = OptimizeConfig.model_validate({**config.model_dump(), **changes})
+                settings = [
+                    f"optimize.{key} = {json.dumps(value)}" for key, value in changes.items()
+                ]
+                tried.append((", ".join(settings), training(shape, changed, work, machine)))
     return [(setting, changed) for setting, changed in tried if fits(changed, machine)][:3]
 
 
 def _changes(work: Workload, machine: Machine) -> list[dict[str, Any]]:
+    """Fields of [optimize] with other values, the mildest change first."""
     smaller = {"token_budget": work.longest}
     cheaper = {**smaller, "activation_checkpointing": True}
     alone = [smaller, {"activation_checkpointing": True}, cheaper]
@@ -64,15 +62,3 @@ def _changes(work: Workload, machine: Machine) -> list[dict[str, Any]]:
         alone += [shared, {**shared, **cheaper}]
     lora = {"lora": {}}
     return [*alone, lora, {**lora, **cheaper}, {"precision": "bf16_stochastic", **cheaper}]
-
-
-def _parsed(changes: dict[str, Any]) -> dict[str, Any]:
-    return {key: Lora() if key == "lora" else value for key, value in changes.items()}
-
-
-def _in_toml(value: Any) -> str:
-    return (
-        {True: "true", "bf16_stochastic": '"bf16_stochastic"'}.get(value, str(value))
-        if (not isinstance(value, dict))
-        else "{}"
-    )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,6 +20,20 @@ from quiver.schemas.errors import ConfigError
 
 _TOKEN = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*")
 _SHORTEST = 8  # characters of a token: a shorter one would be found by chance in a server's text
+
+
+def refuse_section(section: Mapping[str, Any]) -> None:
+    """ValueError where `token` or `urls` of a recipe's section may not stand there, or a token
+    would go over plain http that is not allowed to."""
+    token = section.get("token", "")
+    refuse_token(token)
+    needs_tls = bool(token) and section.get("allow_plain_http") is not True
+    urls = section.get("urls", ())
+    for url in urls if isinstance(urls, list | tuple) else [urls]:
+        try:
+            refuse_url(url, needs_tls, ", or set allow_plain_http = true")
+        except ValueError as error:
+            raise ValueError(f"urls: {error}") from None
 
 
 def refuse_token(token: Any, name: str = "token") -> None:

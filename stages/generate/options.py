@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from quiver.stages.common.config import Added, Config, Runtime
-from quiver.stages.common.servers import refuse_token, refuse_url
+from quiver.stages.common.servers import refuse_section
 
 _SET_BY_ENGINE = {
     "block_size", "code_revision", "dtype", "enable_chunked_prefill", "enable_lora",
@@ -159,17 +159,9 @@ class VllmServerOptions(Config):
     def _nothing_secret(cls, section: Any) -> Any:
         if not isinstance(section, dict):
             return section
-        token = section.get("token", "")
-        refuse_token(token)
-        needs_tls = bool(token) and section.get("allow_plain_http") is not True
-        urls = section.get("urls", ())
-        if not isinstance(urls, list | tuple):  # which may hold a secret too
+        if not isinstance(section.get("urls", ()), list | tuple):  # which may hold a secret too
             raise ValueError('urls: a list is expected, such as ["http://127.0.0.1:8000"]')
-        for url in urls:
-            try:
-                refuse_url(url, needs_tls, ", or set allow_plain_http = true")
-            except ValueError as error:
-                raise ValueError(f"urls: {error}") from None
+        refuse_section(section)
         return section
 
 

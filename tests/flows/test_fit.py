@@ -144,6 +144,14 @@ def test_what_does_not_fit_is_told_with_what_would(tmp_path):
     assert (split.devices, split.parts["weights"]) == (2, SEVEN.weights)
 
 
+def test_no_setting_is_advised_that_the_recipe_would_refuse(tmp_path):
+    with_critic = recipe(tmp_path, optimize={"algorithm": "ppo", "critic": "model"})
+    need = training(SEVEN, with_critic.optimize_config(), LONG, H100)
+    larger = Machine(**{**H100.__dict__, "memory": int(0.75 * need.bytes)})
+    ways = dict(remedies(need, with_critic, SEVEN, LONG, larger))
+    assert ways and not [setting for setting in ways if "bf16_stochastic" in setting]
+
+
 def test_one_more_gpu_halves_seconds_on_paper(tmp_path):
     all_of_them = recipe(tmp_path, placement={"devices": "all"})
     enough = Workload(1024, 8, 256, 1024, 1280, "the test")  # for as many at once as fit

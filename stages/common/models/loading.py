@@ -33,7 +33,7 @@ from quiver.stages.common.models.folder import (
     says_no_memory,
     stored_dtypes,
 )
-from quiver.stages.common.models.merging import merge
+from quiver.stages.common.models.merging import put_adapter_on
 from quiver.stages.common.models.mkl_warmup import make_first_calls
 from quiver.stages.common.store import Version
 from quiver.stages.common.threads import map_in_threads
@@ -86,8 +86,8 @@ def load_model(
     source = (loader, weights.files.folder, str(weights.ref))
     model = load_pretrained(*source, dtype=dtype, attn_implementation=attention)
     if base is not None:
-        is_exact = dtype == torch.float32
-        merge(model, model if is_exact else load_pretrained(*source, dtype=torch.float32), version)
+        exact = model if dtype == torch.float32 else load_pretrained(*source, dtype=torch.float32)
+        put_adapter_on(model, exact, version)
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0

@@ -32,7 +32,7 @@ def base_of(store: Store, policy: Version) -> Version | None:
     return adapter_base(store, policy) if is_adapter_alone(policy) else None
 
 
-def merge(model: nn.Module, exact: nn.Module, policy: Version) -> None:
+def put_adapter_on(model: nn.Module, exact: nn.Module, policy: Version) -> None:
     """Make the weights of `model` those of `exact`, its base in float32, with the adapter of
     `policy` on them, rounded to the dtype of `model`: W + (alpha / rank) · B A, as peft merges.
     Both may be one. ConfigError where the adapter is of another model."""

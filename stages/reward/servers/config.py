@@ -21,7 +21,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from quiver.schemas.manifest import digest
 from quiver.stages.common.config import Runtime
-from quiver.stages.common.servers import refuse_token, refuse_url
+from quiver.stages.common.servers import refuse_section
 from quiver.stages.reward.scoring import Interval, ScorerConfig
 
 from .dialects import judge
@@ -135,12 +135,7 @@ class ServerConfig(ScorerConfig):
         written."""
         if not isinstance(section, dict):
             return section
-        token = section.get("token", "")
-        refuse_token(token)
-        needs_tls = bool(token) and section.get("allow_plain_http") is not True
-        urls = section.get("urls", ())
-        for url in urls if isinstance(urls, list | tuple) else [urls]:
-            refuse_url(url, needs_tls, ", or set allow_plain_http = true")
+        refuse_section(section)
         defaults = {"name": section.get("dialect", "")}
         if section.get("dialect") == "openai-judge":
             defaults |= {"rubric": judge.RUBRIC, "score_pattern": judge.PATTERN}
