@@ -1,7 +1,7 @@
 """Which library gives memory to a stage's process: tcmalloc where this host has it.
 
-With glibc's own a step of the optimizer on a CPU took an eighth more of the processor, and its
-process was a little larger.
+A process of the optimizer is a little smaller so, and as fast or a little faster in most shapes
+(tests/benchmarks/RESULTS.md).
 
 Not of the spine: what a stage makes does not depend on it.
 """
