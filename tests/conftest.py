@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -23,6 +24,10 @@ from quiver.stages.common.store import Store, Version
 # a shell's background job ignores SIGINT, and so would every child: tests that interrupt one would
 # wait for nothing
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# a fork of this process has no threads to wait for at its end; Prefect's, once a flow ran here, would
+# fail there, and the fork would end with 1 and say nothing
+os.register_at_fork(after_in_child=threading._threading_atexits.clear)
 
 
 def pytest_collection_finish():
