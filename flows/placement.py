@@ -25,7 +25,7 @@ from quiver.stages.common.runtime.stage import Refs, load
 from quiver.stages.common.store import Store
 from quiver.stages.generate.engine import ENGINES
 
-from .recipe import Placement, Recipe
+from .recipe import Recipe
 
 STAGES = ("prompt", "generate", "reward", "logprobs", "optimize", "evaluate")
 """What an iteration does, in this order."""
@@ -134,7 +134,7 @@ def check_placement(recipe: Recipe) -> None:
     """ConfigError where a pool is named that can not be reached from here, or could not see the
     store; or an engine is asked to stay that does not."""
     if recipe.placement.resident_engine:
-        _check_resident(recipe.placement, recipe.generate.engine)
+        _check_resident(recipe)
     pools = recipe.placement.pools
     if not pools:
         return
@@ -150,13 +150,21 @@ def check_placement(recipe: Recipe) -> None:
         )
 
 
-def _check_resident(placement: Placement, engine: str) -> None:
+def _check_resident(recipe: Recipe) -> None:
     name = "placement.resident_engine"
+    placement, lora = recipe.placement, recipe.optimize.lora
+    engine, options = recipe.generate.engine, recipe.generate.options
     problem = ""
     if placement.generate:
         problem = f"placement.generate = {placement.generate!r} has a process of its own each time"
     elif engine in ENGINES and engine != "vllm":
         problem = f"engine {engine} has nothing to keep from one policy to the next"
+    elif engine == "vllm" and options.get("engine_args"):
+        problem = "what generate.options.engine_args sets may not outlast a policy's weights"
+    elif engine == "vllm" and recipe.data.images:
+        problem = "an engine that sees pictures (data.images) does not sleep"
+    elif engine == "vllm" and lora is not None and lora.save == "adapter":
+        problem = "a policy that is an adapter alone (optimize.lora.save) is no engine's weights"
     if problem:
         raise ConfigError(name, problem, next=f"set {name} = false")
     if engine == "vllm" and "generate" not in placement.python:

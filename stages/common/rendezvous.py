@@ -26,6 +26,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, printable
@@ -36,6 +37,7 @@ _GRACE_SECONDS = (
 )
 _SECONDS_UNTOLD = 10.0  # of waiting for the other hosts
 _STORE_GONE = "the host of the rendezvous is gone, or its ranks failed"
+_ENDPOINT_ADVICE = "set PET_RDZV_ENDPOINT to a host that all can reach and a free port of it"
 log = logging.getLogger(__name__)
 
 
@@ -57,7 +59,9 @@ class Rendezvous(NamedTuple):
 
 def several_hosts(environ: Mapping[str, str] = os.environ) -> Rendezvous | None:
     """What the environment says of other hosts; None where there are none. ConfigError."""
-    nodes = environ.get("PET_NNODES", "1")
+    nodes = environ.get("PET_NNODES") or "1"
+    least, _, most = nodes.partition(":")  # torchrun's own way to say it
+    nodes = least if least == most else nodes
     if nodes == "1":
         return None
     if not nodes.isdecimal() or int(nodes) < 1:
@@ -68,18 +72,19 @@ def several_hosts(environ: Mapping[str, str] = os.environ) -> Rendezvous | None:
         )
     endpoint = environ.get("PET_RDZV_ENDPOINT", "")
     host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdecimal():
+    host = host.removeprefix("[").removesuffix("]")  # an IPv6 address
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(
             "PET_RDZV_ENDPOINT",
             f"expected HOST:PORT, found {printable(repr(endpoint))}",
-            next="set PET_RDZV_ENDPOINT to a host that all can reach and a free port of it",
+            next=_ENDPOINT_ADVICE,
         )
     pairs = [pair.partition("=") for pair in environ.get("PET_RDZV_CONF", "").split(",") if pair]
     for name, _, number in pairs:
-        if name not in _DEFAULTS or not number.isdecimal():
+        if name not in _DEFAULTS or not number.isdecimal() or int(number) < 1:
             raise ConfigError(
                 "PET_RDZV_CONF",
-                f"expected {', '.join(_DEFAULTS)} with whole seconds or counts, found "
+                f"expected {', '.join(_DEFAULTS)} with seconds or counts from 1 on, found "
                 f"{printable(name)}={printable(number)}",
                 next="correct PET_RDZV_CONF",
             )
@@ -101,8 +106,16 @@ def address_towards(rendezvous: Rendezvous) -> tuple[str, bool]:
         raise ConfigError(
             "PET_RDZV_ENDPOINT",
             f"{printable(rendezvous.host)} can not be reached: {printable(error)}",
-            next="set PET_RDZV_ENDPOINT to a host that all can reach and a free port of it",
+            next=_ENDPOINT_ADVICE,
         ) from None
+    is_given = rendezvous.host in ("localhost", there[0])  # not by a name that means the host
+    if ip_address(there[0].partition("%")[0]).is_loopback and not is_given:
+        raise ConfigError(
+            "PET_RDZV_ENDPOINT",
+            f"{printable(rendezvous.host)} leads to {there[0]} on this host, which no other host "
+            "can reach",
+            next="set PET_RDZV_ENDPOINT to this host's own address and a free port of it",
+        )
     return address, address == there[0]
 
 
@@ -161,7 +174,8 @@ class Watch:
             return _STORE_GONE
         return (
             f"not all of {self._meeting} came: {printable(error) or type(error).__name__}. Hosts "
-            "meet in equal calls of one version; unset PET_NNODES where one host is meant"
+            "meet in equal calls of one version, at a port that no other program has; unset "
+            "PET_NNODES where one host is meant"
         )
 
     @property

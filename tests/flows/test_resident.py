@@ -308,16 +308,22 @@ def test_processes_that_share_the_shards_have_fresh_engines(place):
 # -- what is refused
 
 
+VLLM = "generate.engine='vllm'"
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        (["generate.engine='vllm'"], "CPU build repacks weights"),
+        ([VLLM], "CPU build repacks weights"),
         (["generate.engine='transformers'"], "nothing to keep"),
         (["generate.engine='mine.py:Engine'", "placement.generate='gpus'"], "of its own each time"),
+        ([VLLM, "generate.options.engine_args.quantization='fp8'"], "engine_args"),
+        ([VLLM, "data.images='pictures'"], "pictures"),
+        ([VLLM, "optimize.lora.save='adapter'"], "adapter alone"),
     ],
 )
 def test_where_no_engine_can_stay_it_is_refused(tmp_path, settings, problem):
-    if "vllm" in settings[0] and not vllm_env.find_build("test").cpu:
+    if settings == [VLLM] and not vllm_env.find_build("test").cpu:
         pytest.skip("vLLM's GPU build reloads weights")
     (tmp_path / "recipe.toml").write_text(RECIPE)
     recipe = load(tmp_path / "recipe.toml", [RESIDENT, *settings])

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import resource
 import threading
 import uuid
 from collections.abc import Iterable, Iterator
@@ -53,6 +54,7 @@ from .vllm_sampling import sampling_parameters
 _NO_LOGPROB = -9999.0  # vLLM's word for NaN, -inf, and for none at all
 _LONGEST_PAUSE = 5.0  # seconds between two looks at a server that is away, or attempts of a row
 _FIRST_PAUSE = 0.2  # seconds between two attempts of a row
+_OTHER_FILES = 512  # that a stage may have open beside its connections
 _STATE = "finished shards are kept; nothing else was written."
 log = logging.getLogger(__name__)
 
@@ -101,6 +103,9 @@ class VllmServerEngine:
         refuse_what_no_server_takes(setup)
         self._expected = Expected.of(setup)
         self._token = secret(self.options.token, "engine vllm-server")
+        # also of servers that come later
+        self.ahead = self.options.concurrency * len(self.options.urls)
+        _allow_connections(self.ahead)
         self._outcomes: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
         self._rows: asyncio.Queue[_Row] = asyncio.Queue()
         self._closing = asyncio.Event()
@@ -121,7 +126,6 @@ class VllmServerEngine:
             self.close()
             raise
         servers = [server.served for server in self._servers if server.served]
-        self.ahead = self.options.concurrency * len(servers)
         self.info = {
             "name": "vllm-server",
             "version": ", ".join(sorted({served.version for served in servers})),
@@ -159,7 +163,7 @@ class VllmServerEngine:
     # -- in the thread
 
     async def _run(self) -> None:
-        """Start once one server takes rows, and the others were looked at; work until `close`."""
+        """Tend the servers and take rows to them, until `close`."""
         self._servers = [_Server(url) for url in self.options.urls]
         coroutines = [*map(self._tend, self._servers)]
         for _ in range(self.options.concurrency):  # the servers by turns, so that few rows spread
@@ -167,26 +171,29 @@ class VllmServerEngine:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(coroutine) for coroutine in coroutines]
-                for server in self._servers:
-                    await server.is_judged.wait()
-                if not any(server.is_up.is_set() or server.is_dropped for server in self._servers):
-                    command = self._expected.command(self._servers[0].url)
-                    message = "waiting %g s for a server of %s: %s"
-                    log.warning(message, self.options.wait_seconds, self._expected.ref, command)
-                while not any(server.is_up.is_set() for server in self._servers):
-                    if all(server.is_dropped for server in self._servers):
-                        self._started.set_exception(self._none_left())
-                        break
-                    await asyncio.sleep(0.05)
-                else:
-                    self._started.set_result(None)
-                await self._closing.wait()
+                tasks.append(group.create_task(self._start()))
+                await self._closing.wait()  # perhaps before one server is there
                 for task in tasks:
                     task.cancel()
         except BaseExceptionGroup as defects:  # nobody else waits for these tasks
             self._outcomes.put(defects.exceptions[0])
             if not self._started.done():
                 self._started.set_exception(defects.exceptions[0])
+
+    async def _start(self) -> None:
+        """Say that it has started once one server takes rows, and the others were looked at."""
+        for server in self._servers:
+            await server.is_judged.wait()
+        if not any(server.is_up.is_set() or server.is_dropped for server in self._servers):
+            command = self._expected.command(self._servers[0].url)
+            message = "waiting %g s for a server of %s: %s"
+            log.warning(message, self.options.wait_seconds, self._expected.ref, command)
+        while not any(server.is_up.is_set() for server in self._servers):
+            if all(server.is_dropped for server in self._servers):
+                self._started.set_exception(self._none_left())
+                return
+            await asyncio.sleep(0.05)
+        self._started.set_result(None)
 
     async def _tend(self, server: _Server) -> None:
         """Ask a server for its proof, at first and whenever it failed, until it takes too long."""
@@ -315,6 +322,21 @@ class VllmServerEngine:
         except (FailedError, QuiverError):
             await wire.close()
             raise
+
+
+def _allow_connections(count: int) -> None:
+    """Let this process have as many sockets beside its files. ConfigError where it may not."""
+    wanted = count + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise ConfigError(
+            "generate.options.concurrency",
+            f"{count} connections at once are more than the {hard} open files that this process "
+            f"may have, {_OTHER_FILES} of them for itself",
+            next="set a smaller generate.options.concurrency, or raise the limit (ulimit -Hn)",
+        )
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def refuse_what_no_server_takes(setup: Setup) -> None:

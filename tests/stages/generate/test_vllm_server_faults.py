@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import os
+import resource
+import signal
 import socket
 import threading
 import time
@@ -414,6 +416,39 @@ def test_a_server_that_comes_later_is_waited_for(store, policy):
         thread.start()
         assert_right(sample(store, policy, [fake], wait_seconds=30))
         thread.join()
+
+
+def test_ctrl_c_ends_the_wait_for_a_server(store, policy):
+    def interrupt(*_):
+        signal.signal(signal.SIGALRM, give_up)
+        signal.alarm(30)
+        raise KeyboardInterrupt
+
+    def give_up(*_):
+        raise AssertionError("still waits for a server")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            sample(store, policy, ["http://127.0.0.1:9"], wait_seconds=3600)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_as_many_connections_as_files_may_be_open(store, policy, server, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+        with pytest.raises(ConfigError, match="600 connections at once are more than the 1024"):
+            sample(store, policy, [server], concurrency=600)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
+        assert_right(sample(store, policy, [server], concurrency=200))
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (712, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_token_is_sent_and_never_shown(store, policy, server, monkeypatch):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from quiver import run_stage
 from quiver.schemas.errors import ConfigError, ResourceError
 from quiver.stages.common import ranks
-from quiver.stages.common.rendezvous import several_hosts
+from quiver.stages.common.rendezvous import address_towards, several_hosts
 from quiver.stages.common.store import Store
 from tests.stages.optimize import world
 from tests.stages.optimize.hosts import two_hosts
@@ -249,11 +249,44 @@ def test_who_waits_for_hosts_that_do_not_come_is_told_why(store, refs, monkeypat
             {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "a:1", "PET_RDZV_CONF": "retries=3"},
             "found retries=3",
         ),
+        ({"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "a:99999"}, "expected HOST:PORT"),
+        (
+            {
+                "PET_NNODES": "2",
+                "PET_RDZV_ENDPOINT": "a:1",
+                "PET_RDZV_CONF": "keep_alive_interval=0",
+            },
+            "found keep_alive_interval=0",
+        ),
     ],
 )
 def test_variables_that_say_nothing_of_use_are_refused(variables, problem):
     with pytest.raises(ConfigError, match=problem):
         several_hosts(variables)
+
+
+@pytest.mark.parametrize("nodes", ["", "1", "1:1"])
+def test_one_host_meets_nobody(nodes):
+    assert several_hosts({"PET_NNODES": nodes}) is None
+
+
+def test_what_torchrun_takes_is_taken():
+    there = several_hosts({"PET_NNODES": "2:2", "PET_RDZV_ENDPOINT": "[::1]:29400"})
+    assert (there.nodes, there.host, there.port) == (2, "::1", 29400)
+
+
+def test_a_name_that_leads_to_the_host_itself_is_refused(monkeypatch):
+    """As /etc/hosts of Debian has the host's own name."""
+    known = {"first": "127.0.1.1", "localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1"}
+    ask = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *others, **more: ask(known[host], *others, **more)
+    )
+    there = several_hosts({"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "first:29400"})
+    with pytest.raises(ConfigError, match=r"first leads to 127\.0\.1\.1 on this host"):
+        address_towards(there)
+    for host in ("localhost", "127.0.0.1"):  # to try it on one machine
+        assert address_towards(there._replace(host=host)) == ("127.0.0.1", True)
 
 
 def test_ranks_are_shared_out_evenly(store, refs, monkeypatch):

@@ -14,6 +14,10 @@ other memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,10 +36,22 @@ def _power(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
+def _on_its_device(operation: Callable) -> Callable:
+    """The same where its first tensor is: Triton takes the device that the process has chosen."""
+
+    @wraps(operation)
+    def run(first: Tensor, *others: Any) -> Any:
+        with torch.cuda.device_of(first):
+            return operation(first, *others)
+
+    return run
+
+
 # -- the head
 
 
 @torch.library.custom_op("quiver::head", mutates_args=())
+@_on_its_device
 def head(logits: Tensor, targets: Tensor, factors: Tensor, collision: bool) -> Tensor:
     """Logits [c, V] times factors [c] -> [4, c] float32: logprobs of targets [c] int64; entropy, or
     Σ p² for `collision`; the largest logit, and log Σ exp(logit − largest)."""
@@ -60,6 +76,7 @@ def _(logits, targets, factors, collision):
 
 
 @torch.library.custom_op("quiver::head_slope", mutates_args=())
+@_on_its_device
 def head_slope(
     logits: Tensor,
     targets: Tensor,
@@ -126,6 +143,7 @@ def _block(width: int) -> dict[str, int]:
 
 
 @torch.library.custom_op("quiver::norm", mutates_args=())
+@_on_its_device
 def norm(
     states: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -142,6 +160,7 @@ def _(states, weight, epsilon, dtype):
 
 
 @torch.library.custom_op("quiver::add_norm", mutates_args=())
+@_on_its_device
 def add_norm(
     states: Tensor, branch: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,6 +209,7 @@ def _normalize(
 
 
 @torch.library.custom_op("quiver::norm_slope", mutates_args=())
+@_on_its_device
 def norm_slope(
     grad: Tensor,
     total_grad: Tensor | None,
@@ -253,6 +273,7 @@ _GATE_BLOCK = 1024
 
 
 @torch.library.custom_op("quiver::gate", mutates_args=())
+@_on_its_device
 def gate(gates: Tensor, ups: Tensor) -> Tensor:
     """silu(gates) · ups of two matrices [N, i] of one dtype, whose rows may lie apart."""
     num_rows, width = gates.shape
@@ -269,6 +290,7 @@ def _(gates, ups):
 
 
 @torch.library.custom_op("quiver::gate_slope", mutates_args=())
+@_on_its_device
 def gate_slope(grad: Tensor, gates: Tensor, ups: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients by gates and ups, beside each other [N, 2 i], and what `gate` gives."""
     num_rows, width = gates.shape
@@ -295,6 +317,7 @@ _TOKENS = 8
 
 
 @torch.library.custom_op("quiver::rotate", mutates_args=())
+@_on_its_device
 def rotate(
     queries: Tensor,
     keys: Tensor,
