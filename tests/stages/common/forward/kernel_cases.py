@@ -421,12 +421,22 @@ class Wrapped(LlamaDecoderLayer):
         return (super().forward(*arguments, **options),)
 
 
+class Faint(LlamaMLP):
+    """With small weights GELU's curve differs from SiLU's by less than bfloat16 shows."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config)
+        self.act_fn = nn.GELU()
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=1e-7)
+
+
 def strangers() -> list[nn.Module]:
     config = LlamaConfig(
         hidden_size=64, intermediate_size=96, num_attention_heads=4, attn_implementation="eager"
     )
     torch.manual_seed(0)
-    return [Clamped(config), Clipped(64), PassedStraight(64), Wrapped(config, 0)]
+    return [Clamped(config), Clipped(64), PassedStraight(64), Wrapped(config, 0), Faint(config).bfloat16()]
 
 
 def strangers_replaced() -> dict[str, bool]:
