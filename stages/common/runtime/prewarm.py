@@ -232,14 +232,17 @@ def prewarm(
     """Start a process that imports what `stage` needs for `config`, unless one waits already."""
     key = _key(stage, python, online)
     if key not in _waiting:
-        _waiting[key] = StageProcess(stage, python, online, hint=config)
+        child = StageProcess(stage, python, online, hint=config)
+        if _waiting.setdefault(key, child) is not child:  # another thread was faster
+            child.__exit__(None, None, None)
 
 
 def end_waiting() -> None:
     """End those that nobody took."""
-    while _waiting:
-        _, child = _waiting.popitem()
-        child.__exit__(None, None, None)
+    with suppress(KeyError):  # there is none left
+        while True:
+            _, child = _waiting.popitem()
+            child.__exit__(None, None, None)
 
 
 def _key(

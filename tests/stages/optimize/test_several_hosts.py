@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -263,6 +264,18 @@ def test_who_waits_for_hosts_that_do_not_come_is_told_why(store, refs, monkeypat
 def test_variables_that_say_nothing_of_use_are_refused(variables, problem):
     with pytest.raises(ConfigError, match=problem):
         several_hosts(variables)
+
+
+def test_what_a_worker_starts_meets_nobody():
+    """Though the worker itself was started where hosts are named."""
+    script = "import quiver.flows, os; print(os.environ.get('PET_NNODES'))"
+    for is_worker, nodes in ((False, "2"), (True, "None")):
+        environment = {**os.environ, "PET_NNODES": "2"}
+        environment |= {"PREFECT__FLOW_RUN_ID": "1"} if is_worker else {}
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, check=True, capture_output=True
+        )
+        assert done.stdout.decode().strip() == nodes
 
 
 @pytest.mark.parametrize("nodes", ["", "1", "1:1"])
