@@ -163,8 +163,8 @@ def _check_resident(recipe: Recipe) -> None:
         problem = "what generate.options.engine_args sets may not outlast a policy's weights"
     elif engine == "vllm" and recipe.data.images:
         problem = "an engine that sees pictures (data.images) does not sleep"
-    elif engine == "vllm" and lora is not None and lora.save == "adapter":
-        problem = "a policy that is an adapter alone (optimize.lora.save) is no engine's weights"
+    elif engine == "vllm" and lora and (lora.save == "adapter" or options.get("lora")):
+        problem = "an engine that serves an adapter beside the base's weights does not sleep"
     if problem:
         raise ConfigError(name, problem, next=f"set {name} = false")
     if engine == "vllm" and "generate" not in placement.python:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quiver.schemas.errors import ConfigError, printable
 
@@ -74,4 +74,4 @@ def parse_machine(text: str) -> Machine:
             "expected a number of GPUs of one host behind the colon",
             next=f"name --gpu {name.lower()}:8, say",
         )
-    return Machine(**{**gpu.__dict__, "count": int(count or 1)})
+    return replace(gpu, count=int(count or 1))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from quiver.stages.common.models import vllm_env
 from quiver.stages.common.models.checkpoints import find_folder
@@ -22,7 +23,7 @@ from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.optimize.config import Config as OptimizeConfig
 
 from ..recipe import Recipe
-from .machines import Machine
+from .machines import Machine, this_host
 from .shapes import Shape
 from .workload import Workload
 
@@ -34,6 +35,8 @@ _ENGINE_LIBRARIES = {"cpu": 0.93e9, "gpu": 2.5e9}
 _CHUNK_BYTES = {"cpu": 128 * 2**20, "gpu": 768 * 2**20}
 """Logits of a chunk, and on a GPU their gradient."""
 _GPU_CHUNK = 512 * 2**20
+ROOM = 0.97
+"""Share of a device's memory that can be had: the rest is lost between blocks."""
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -149,9 +152,16 @@ def _on_paper(machine: Machine, flops: float, moved: float, devices: int, narrow
 # -- stages
 
 
+def _place(machine: Machine, device: str) -> tuple[Literal["cpu", "gpu"], Machine]:
+    """Where a stage with this `device` runs of a machine with GPUs, or of this host."""
+    if machine.is_gpu and device != "cpu":
+        return "gpu", machine
+    return "cpu", this_host()
+
+
 def training(shape: Shape, config: OptimizeConfig, work: Workload, machine: Machine) -> Need:
     """Of stage optimize."""
-    kind = "gpu" if machine.is_gpu and config.device != "cpu" else "cpu"
+    kind, machine = _place(machine, config.device)
     precision = config.precision
     if precision == "auto":
         precision = "bf16" if kind == "gpu" else "fp32"
@@ -226,7 +236,7 @@ def scoring(
     shape: Shape, config: LogprobsConfig, work: Workload, machine: Machine, devices: int
 ) -> Need:
     """Of stage logprobs."""
-    kind = "gpu" if machine.is_gpu and config.device != "cpu" else "cpu"
+    kind, machine = _place(machine, config.device)
     is_narrow = kind == "gpu" if config.precision == "auto" else "bf16" in config.precision
     passes = Pass(shape, work, machine, is_narrow)
     budget = config.token_budget or (8192 if kind == "gpu" else 2048)
@@ -257,16 +267,22 @@ def scoring(
 
 
 def sampling(
-    shape: Shape, recipe: Recipe, work: Workload, machine: Machine, split: int = 0
+    shape: Shape,
+    recipe: Recipe,
+    work: Workload,
+    machine: Machine,
+    options: dict[str, Any] | None = None,
 ) -> Need:
-    """Of stage generate, with the model split over `split` GPUs (0: as the recipe says). On a GPU
-    an engine takes all that `gpu_memory_utilization` says; what weights leave of it is cache, and
-    that says how many rollouts are decoded together."""
+    """Of stage generate, with these options of its engine in place of the recipe's. On a GPU vLLM
+    takes all that `gpu_memory_utilization` says; what weights leave of it is cache, and that says
+    how many rollouts are decoded together."""
     config = recipe.generate
-    options = config.options if config.engine == "vllm" else {}
-    kind = "gpu" if machine.is_gpu and config.device != "cpu" else "cpu"
-    split = (split or engine_gpus(options)) if kind == "gpu" else 1
-    devices = _devices(recipe, machine, split)
+    options = config.options if options is None else options
+    kind, machine = _place(machine, config.device)
+    is_split = kind == "gpu" and config.engine == "vllm"
+    # `data` copies are whole
+    split = engine_gpus(options, ("tensor", "pipeline")) if is_split else 1
+    devices = _devices(recipe, machine, engine_gpus(options) if is_split else 1)
     dtype = config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if kind == "gpu" or _has_bfloat16() else "float32"
@@ -275,11 +291,11 @@ def sampling(
     libraries = _ENGINE_LIBRARIES[kind]
     most = options.get("max_num_seqs") or (1024 if kind == "gpu" else 256)
     if config.engine == "transformers":
-        most = config.options.get("batch_size", 32)
+        most = options.get("batch_size", 32)
         libraries = _LIBRARIES[kind]
     cache_of_token = 2 * shape.layers * shape.keys * width / split
     if kind == "gpu" and config.engine == "vllm":
-        taken = options.get("gpu_memory_utilization", 0.9) * machine.memory
+        taken = min(options.get("gpu_memory_utilization", 0.9), ROOM) * machine.memory
         cache = max(cache_of_token * work.longest, taken - weights - libraries)
         mean = work.prompt_tokens + work.completion_tokens
         together = int(min(cache // (cache_of_token * mean), most))
@@ -317,14 +333,18 @@ def reward_models(recipe: Recipe, machine: Machine) -> list[Need]:
     """Of each reward model: its weights, and what its pass keeps of a layer at most."""
     needs = []
     for model in recipe.reward.models:
-        kind = "gpu" if machine.is_gpu and model.device != "cpu" else "cpu"
+        kind, _ = _place(machine, model.device)
+        options = model.model_dump()
         folder = find_folder(model.model, model.revision, "reward.models.model")
         dtype = model.dtype
         if dtype == "auto":
             dtype = "bfloat16" if kind == "gpu" else "float32"
-        weights = count_parameters(folder) * _WIDTHS[dtype]
+        on_gpu = kind == "gpu"
+        split = engine_gpus(options, ("tensor", "pipeline")) if on_gpu else 1
+        weights = count_parameters(folder) * _WIDTHS[dtype] / split
         parts = {"weights": weights, "libraries": _LIBRARIES[kind]}
-        needs.append(Need(f"reward ({model.name})", 1, parts, on_gpu=kind == "gpu"))
+        devices = engine_gpus(options) if on_gpu else 1
+        needs.append(Need(f"reward ({model.name})", devices, parts, on_gpu=on_gpu))
     return needs
 
 

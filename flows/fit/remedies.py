@@ -10,12 +10,9 @@ from quiver.stages.optimize.config import Config as OptimizeConfig
 
 from ..recipe import Recipe
 from .machines import Machine, this_host
-from .needs import Need, sampling, training
+from .needs import ROOM, Need, sampling, training
 from .shapes import Shape
 from .workload import Workload
-
-_ROOM = 0.97
-"""Share of a device's memory that can be had: the rest is lost between blocks."""
 
 
 def has_enough(need: Need, machine: Machine) -> bool:
@@ -27,8 +24,8 @@ def fits(need: Need, machine: Machine) -> bool:
     """Whether the machine holds it: a GPU what is on it, this host's memory all processes on its
     CPU."""
     if need.on_gpu:
-        return has_enough(need, machine) and need.bytes <= _ROOM * machine.memory
-    return need.devices * need.bytes <= _ROOM * this_host().memory
+        return has_enough(need, machine) and need.bytes <= ROOM * machine.memory
+    return need.devices * need.bytes <= ROOM * this_host().memory
 
 
 def remedies(
@@ -36,10 +33,13 @@ def remedies(
 ) -> list[tuple[str, Need]]:
     """Settings with which the stage fits, and what it needs then; at most three."""
     tried = []
-    if need.stage == "generate":
+    if need.stage == "generate" and recipe.generate.engine == "vllm" and need.on_gpu:
+        options = recipe.generate.options
         for size in (2, 4, 8, 16):
-            setting = f"generate.options.tensor_parallel_size = {size}"
-            tried.append((setting, sampling(shape, recipe, work, machine, size)))
+            if size > options.get("tensor_parallel_size", 1):
+                split = {**options, "tensor_parallel_size": size}
+                setting = f"generate.options.tensor_parallel_size = {size}"
+                tried.append((setting, sampling(shape, recipe, work, machine, split)))
     elif need.stage == "optimize":
         config = recipe.optimize_config()
         for changes in _changes(work, machine):

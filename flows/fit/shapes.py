@@ -97,11 +97,6 @@ def shape_of(config: PreTrainedConfig) -> Shape:
             "its memory can be told of decoders with attention alone",
             next="start with a low optimize.token_budget, and look at the report's memory",
         )
-    nothing = ConfigError(
-        f"model {config.model_type}",
-        "its memory can not be told: it has no layers of a kind that is known here",
-        next="start with a low optimize.token_budget",
-    )
     has_vision = getattr(config, "vision_config", None) is not None
     loader = transformers.AutoModelForImageTextToText if has_vision else None
     loader = loader or transformers.AutoModelForCausalLM
@@ -109,7 +104,11 @@ def shape_of(config: PreTrainedConfig) -> Shape:
         model = loader.from_config(config)
     layers = [_count(layer) for layer in layers_of(model)]
     if not layers:
-        raise nothing
+        raise ConfigError(
+            f"model {config.model_type}",
+            "its memory can not be told: it has no layers of a kind that is known here",
+            next="start with a low optimize.token_budget",
+        )
     weights = _count(model)
     head = model.get_output_embeddings().weight
     heads = text.num_attention_heads

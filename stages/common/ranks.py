@@ -27,7 +27,7 @@ import uuid
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, ResourceError
 from quiver.schemas.manifest import digest
@@ -43,6 +43,7 @@ from quiver.stages.common.runtime.stage import load
 from quiver.stages.common.runtime.subprocesses import GRACE_SECONDS
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
 LAUNCHED = ("WORLD_SIZE", "ACCELERATE_NUM_PROCESSES")
@@ -86,63 +87,99 @@ def launch(command: list[str], answer: Path, count: int, call: Mapping[str, Any]
     connection say, tells nothing. Where a rank was killed there is no answer, as where a stage of
     one process was.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
-    from torch.distributed.launcher.api import elastic_launch
-
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    failures = []
-    problem = ""
     try:
         rendezvous = several_hosts()
         config, share = _agent(rendezvous, count, call)
     except ConfigError as error:
         return _say(answer, error)
-    with Watch(rendezvous, config.run_id) if rendezvous else nullcontext() as watch:
-        try:
-            elastic_launch(config, command[0])(*command[1:])
-        except ChildFailedError as error:
-            failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
-        except SignalException as error:
-            if watch is None or not watch.problem:
-                return 128 + error.sigval
-            problem = watch.problem
-        except RendezvousError as error:
-            if watch is None:
-                raise
-            problem = watch.problem_of(error)
+
+    def give_up(problem: str) -> None:
+        os._exit(_say(answer, problem))  # the keeper ends the ranks
+
+    with Watch(rendezvous, config.run_id, give_up) if rendezvous else nullcontext() as watch:
+        failures, problem, signal_number = _run(config, command, watch)
+        if signal_number:
+            return 128 + signal_number
+        told = _Answers.of(answer, is_alone=rendezvous is None)
+        # the agent ends those that are left by SIGTERM
+        killed = [one for one in failures if one.exitcode < 0 and -one.exitcode != signal.SIGTERM]
+        if failures and watch is not None and not told.outcomes:
+            # that a connection was lost is no defect where the other host was
+            reasons = [*told.typed, *told.defects, *killed]
+            problem = "" if reasons else watch.why_lost()
+            if not problem:
+                watch.tell_failure()
+    if problem and not told.outcomes:
+        return _say(answer, problem)
+    if killed and not told.outcomes and not told.typed:
+        name = signal.Signals(-killed[0].exitcode).name
+        hint = " (out of memory?)" if name == "SIGKILL" else ""
+        print(f"rank {killed[0].local_rank} of {share} was ended by {name}{hint}", file=sys.stderr)
+        return 128 - killed[0].exitcode
+    for path in [*told.outcomes, *told.typed, *told.defects, *told.errors][:1]:
+        path.replace(answer)
+    if told.outcomes:
+        return 0
+    return failures[0].exitcode if failures else 1
+
+
+def _run(
+    config: LaunchConfig, command: list[str], watch: Watch | None
+) -> tuple[list[ProcessFailure], str, int]:
+    """Start the ranks and wait for them. Which failed, the first one first; what became of other
+    hosts; the signal that ended all for no fault of theirs, or 0."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
+
+    try:
+        elastic_launch(config, command[0])(*command[1:])
+    except ChildFailedError as error:
+        return sorted(error.failures.values(), key=lambda failure: failure.timestamp), "", 0
+    except SignalException as error:
+        if watch is None or not watch.problem:
+            return [], "", int(error.sigval)
+        return [], watch.problem, 0
+    except SystemExit:  # SIGTERM before there are ranks
+        if watch is None or not watch.problem:
+            raise
+        return [], watch.problem, 0
+    except RendezvousError as error:
+        if watch is None:
+            raise
+        return [], watch.problem_of(error), 0
+    return [], "", 0
+
+
+class _Answers(NamedTuple):
+    """Files in which ranks of this host said what they came to, the oldest first."""
+
+    outcomes: list[Path]
+    """Those that say that there is a version."""
+    errors: list[Path]
+    typed: list[Path]
+    """Errors that say what to do."""
+    defects: list[Path]
+    """Errors of the rank's own: a connection that was lost is none."""
+
+    @classmethod
+    def of(cls, answer: Path, *, is_alone: bool) -> _Answers:
+        """`is_alone`: there is no other host, so the first rank is here, and its outcome counts."""
         written = sorted(
             answer.parent.glob(f"{answer.stem}-*.json"), key=lambda path: path.stat().st_mtime_ns
         )
         answers = {path: json.loads(path.read_text()) for path in written}
         errors = [path for path in written if "error" in answers[path]]
+        outcomes = [path for path in written if path not in errors]
+        if is_alone:
+            outcomes = [path for path in outcomes if path == answer_of(answer, 0)]
         typed = [path for path in errors if answers[path]["error"]["code"] != "E-INTERNAL"]
-        # a defect of the rank's own
         defects = [
             path for path in errors if not _LOST_PEER.search(answers[path]["error"]["message"])
         ]
-        # the agent ends those that are left by SIGTERM
-        killed = [one for one in failures if one.exitcode < 0 and -one.exitcode != signal.SIGTERM]
-        if failures and watch is not None:
-            # that a connection was lost is no defect where the other host was
-            reasons = [*typed, *defects, *killed]
-            problem = watch.tell_failure() if reasons else watch.why_lost()
-    if problem:
-        return _say(answer, problem)
-    outcomes = [path for path in written if path not in errors]
-    if rendezvous is None:  # only the first rank's means that there is a version
-        outcomes = [path for path in outcomes if path == answer_of(answer, 0)]
-    if killed and not outcomes and not typed:
-        name = signal.Signals(-killed[0].exitcode).name
-        hint = " (out of memory?)" if name == "SIGKILL" else ""
-        print(f"rank {killed[0].local_rank} of {share} was ended by {name}{hint}", file=sys.stderr)
-        return 128 - killed[0].exitcode
-    for path in [*outcomes, *typed, *defects, *errors][:1]:
-        path.replace(answer)
-    if outcomes:
-        return 0
-    return failures[0].exitcode if failures else 1
+        return cls(outcomes, errors, typed, defects)
 
 
 def _agent(

@@ -23,7 +23,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
@@ -132,10 +132,16 @@ def interface_of(address: str) -> str | None:
 class Watch:
     """Beats for this host and listens to the others, until the block ends; once one of them is
     lost, this process is sent SIGTERM, unless its ranks end by themselves, and `problem` says
-    why."""
+    why.
 
-    def __init__(self, rendezvous: Rendezvous, run_id: str) -> None:
+    A signal reaches no thread that waits in a store whose host is gone without a word. Then
+    `give_up` is called with the problem, in another thread; it ends the process."""
+
+    def __init__(
+        self, rendezvous: Rendezvous, run_id: str, give_up: Callable[[str], object]
+    ) -> None:
         self.problem = ""
+        self._give_up = give_up
         self._rendezvous = rendezvous
         self._prefix = f"quiver/{run_id}"
         self._is_over = threading.Event()
@@ -143,8 +149,8 @@ class Watch:
         self._is_lost = threading.Event()
         self._has_begun = False
         """All hosts were heard of."""
-        self._heard = time.monotonic()
-        """When the one that is silent for longest was heard of."""
+        self._oldest_beat = time.monotonic()
+        """When the host that is silent for longest was heard of."""
         self._store: Any = None
 
     def __enter__(self) -> Watch:
@@ -152,7 +158,8 @@ class Watch:
             began_at = time.monotonic()
             is_told = False
             while not self._is_over.wait(1.0):
-                if self._has_begun and time.monotonic() - self._heard > self._rendezvous.silence:
+                silent_for = time.monotonic() - self._oldest_beat
+                if self._has_begun and silent_for > self._rendezvous.silence:
                     self._lose(f"another host was silent for {self._rendezvous.silence:g} s")
                     return
                 waited = time.monotonic() - began_at
@@ -170,10 +177,16 @@ class Watch:
 
     def problem_of(self, error: Exception) -> str:
         """What the agent's own error at the rendezvous means."""
+        from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+
         if self._has_begun:
             return _STORE_GONE
+        if isinstance(error, RendezvousClosedError):
+            return f"one of {self._meeting} was ended while it waited for the others"
+        cause = error.__cause__ or error  # torch says no more than that there is one
+        words = printable(cause).rstrip(".") or type(cause).__name__
         return (
-            f"not all of {self._meeting} came: {printable(error) or type(error).__name__}. Hosts "
+            f"not all of {self._meeting} came: {words}. Hosts "
             "meet in equal calls of one version, at a port that no other program has; unset "
             "PET_NNODES where one host is meant"
         )
@@ -184,13 +197,12 @@ class Watch:
         nodes, host, port, *_ = self._rendezvous
         return f"{nodes} hosts at {host}:{port} (PET_NNODES, PET_RDZV_ENDPOINT)"
 
-    def tell_failure(self) -> str:
-        """The ranks of this host failed for a reason of their own: the others need not wait. No
-        problem of another host's. Of the host with the store they learn by its end."""
+    def tell_failure(self) -> None:
+        """The ranks of this host failed for a reason of their own: the others need not wait. Of the
+        host with the store they learn by its end."""
         with suppress(Exception):  # where the store is gone, they see that
             if self._store is not None:
                 self._store.add(f"{self._prefix}/failed", 1)
-        return ""
 
     def why_lost(self) -> str:
         """What became of the other hosts, now that the ranks of this one failed; waits as long as
@@ -200,36 +212,57 @@ class Watch:
         return self.problem
 
     def _beat(self) -> None:
-        """Each call of the store may hang, where its host is gone without a word."""
+        """Until the block ends. Where the store can not be reached before all hosts were heard of,
+        it is tried again; torch's agent says when that takes too long."""
+        while not self._is_over.is_set():
+            try:
+                self._beat_in_store()
+                return
+            except Exception as error:  # torch's own classes, of a connection that is lost
+                log.debug("no store at the rendezvous: %s", error)
+            if self._has_begun:
+                self._lose(_STORE_GONE)
+                return
+            self._is_over.wait(1.0)
+
+    def _beat_in_store(self) -> None:
+        """Each call of the store may hang, where its host is gone without a word.
+
+        A host that was killed while it waited, and started again, has another number: before all
+        are there, only those count that beat just now."""
         from torch.distributed import TCPStore
 
         rendezvous = self._rendezvous
-        try:
-            self._store = TCPStore(
-                rendezvous.host,
-                rendezvous.port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=rendezvous.settings["join_timeout"]),
-            )
-            number = self._store.add(f"{self._prefix}/hosts", 1)
-            heard: dict[int, tuple[int, float]] = {}
-            while not self._is_over.wait(rendezvous.settings["keep_alive_interval"] / 2):
-                self._store.add(f"{self._prefix}/beat/{number}", 1)
-                for host in range(1, rendezvous.nodes + 1):
-                    beats = self._store.add(f"{self._prefix}/beat/{host}", 0)
-                    if beats and beats != heard.get(host, (0, 0.0))[0]:
-                        heard[host] = beats, time.monotonic()
-                if self._store.add(f"{self._prefix}/failed", 0):
-                    self._lose("the ranks of another host failed")
-                    return
-                if len(heard) == rendezvous.nodes:
-                    self._heard = min(moment for _, moment in heard.values())
-                    self._has_begun = True
-        except Exception as error:  # torch's own classes, of a connection that is lost
-            log.debug("no store at the rendezvous: %s", error)
-            if self._has_begun:
-                self._lose(_STORE_GONE)
+        interval = rendezvous.settings["keep_alive_interval"]
+        self._store = TCPStore(
+            rendezvous.host,
+            rendezvous.port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=rendezvous.settings["join_timeout"]),
+        )
+        number = self._store.add(f"{self._prefix}/hosts", 1)
+        beats: dict[int, int] = {}
+        heard: dict[int, float] = {}
+        """By number of a host: when its beats were another number than before."""
+        members: set[int] = set()
+        while not self._is_over.wait(interval / 2):
+            self._store.add(f"{self._prefix}/beat/{number}", 1)
+            for host in range(1, self._store.add(f"{self._prefix}/hosts", 0) + 1):
+                present = self._store.add(f"{self._prefix}/beat/{host}", 0)
+                if present != beats.setdefault(host, present):
+                    beats[host] = present
+                    heard[host] = time.monotonic()
+            if self._store.add(f"{self._prefix}/failed", 0):
+                self._lose("the ranks of another host failed")
+                return
+            now = time.monotonic()
+            recent = {host for host, at in heard.items() if now - at < 2 * interval}
+            if not members and len(recent) == rendezvous.nodes:
+                members = recent
+            if members:
+                self._oldest_beat = min(heard[host] for host in members)
+                self._has_begun = True
 
     def _lose(self, problem: str) -> None:
         """Ranks that end by themselves may; the others are ended."""
@@ -240,3 +273,5 @@ class Watch:
         self._is_lost.set()
         if not have_ended:
             os.kill(os.getpid(), signal.SIGTERM)
+            if not self._is_over.wait(2 * _GRACE_SECONDS):
+                self._give_up(problem)

@@ -54,7 +54,7 @@ def check_plan(plan: Plan) -> None:
         lease = _newest_lease(plan)
     lease = of_all_ranks(lease)[0]
     deadline = time.monotonic() + _SECONDS
-    while not (sees := _newest_lease(plan) == lease) and time.monotonic() < deadline:
+    while not (sees := _sees(plan, lease)) and time.monotonic() < deadline:
         time.sleep(0.1)
     for rank, is_shared in enumerate(of_all_ranks(sees)):
         if not is_shared:
@@ -66,9 +66,20 @@ def check_plan(plan: Plan) -> None:
             )
 
 
-def _newest_lease(plan: Plan) -> dict[str, bytes]:
-    """By which the rank that writes holds its work: no two are alike."""
+def _newest_lease(plan: Plan) -> tuple[str, bytes]:
+    """Key and content of the lease by which the rank that writes holds its work: no two are
+    alike."""
     storage = plan.store.storage
     prefix = f"{plan.name}/.staging/{plan.run_key}.leases"
-    leases = sorted(storage.list_files(prefix))
-    return {name: storage.read(f"{prefix}/{name}") for name in leases[-1:]}
+    key = f"{prefix}/{max(storage.list_files(prefix))}"
+    return key, storage.read(key)
+
+
+def _sees(plan: Plan, lease: tuple[str, bytes]) -> bool:
+    """Whether the lease is in the store of this rank. It is asked for by name: a network's file
+    system may show an older list of names for a minute."""
+    key, content = lease
+    try:
+        return plan.store.storage.read(key) == content
+    except FileNotFoundError:
+        return False

@@ -171,6 +171,12 @@ def test_a_run_that_sampled_says_how_long_its_rollouts_are(tmp_path):
     work = workload_of(recipe(tmp_path, generate=as_sampled))
     assert work == Workload(PROMPTS, SAMPLES, PROMPT, COMPLETION, 192, "tiny/rollouts@1")
     assert work.passed_tokens == PROMPTS * PROMPT + PROMPTS * SAMPLES * (COMPLETION - 1)
+    doubled = recipe(
+        tmp_path,
+        data={"source": "rows.jsonl"},
+        generate={**as_sampled, "samples_per_prompt": 2 * SAMPLES},
+    )
+    assert workload_of(doubled).rollouts == 2 * work.rollouts
     made_by_a_function = recipe(tmp_path, policy={"model": "mine.py:make"})
     assert find_config(made_by_a_function).vocab_size == 320
 
@@ -228,6 +234,57 @@ def test_processes_on_a_cpu_share_its_memory_and_gpus_are_counted(tmp_path):
     on_gpus = training(shape, Config(processes=2), WORK, H100)
     assert not has_enough(on_gpus, H100) and not fits(on_gpus, H100)
     assert fits(on_gpus, parse_machine("h100:2"))
+
+
+def test_no_split_is_advised_to_an_engine_that_knows_none(tmp_path):
+    need = sampling(SEVEN, recipe(tmp_path), LONG, GPUS["l4"])
+    four = parse_machine("l4:4")
+    for options, sizes in (({}, [2, 4]), ({"tensor_parallel_size": 2}, [4])):
+        split = recipe(tmp_path, generate={"engine": "vllm", "options": options})
+        advised = [setting for setting, _ in remedies(need, split, SEVEN, LONG, four)]
+        assert advised == [f"generate.options.tensor_parallel_size = {size}" for size in sizes]
+    by_transformers = recipe(tmp_path, generate={"engine": "transformers"})
+    assert remedies(need, by_transformers, SEVEN, LONG, four) == []
+
+
+def test_copies_of_an_engine_are_whole_each(tmp_path):
+    args = {"data_parallel_size": 2, "pipeline_parallel_size": 2}
+    copies = recipe(tmp_path, generate={"options": {"engine_args": args}})
+    need = sampling(SEVEN, copies, LONG, parse_machine("h100:4"))
+    assert (need.devices, need.parts["weights"]) == (4, 2 * SEVEN.weights / 2)
+
+
+def test_an_engine_that_takes_nearly_all_of_a_gpu_fits_there(tmp_path):
+    shape = shape_of(SIZES["small"])
+    greedy = recipe(tmp_path, generate={"options": {"gpu_memory_utilization": 0.99}})
+    assert fits(sampling(shape, greedy, WORK, H100), H100)
+
+
+def test_a_stage_on_the_cpu_of_a_host_with_gpus_is_one_of_this_host(tmp_path):
+    shape = shape_of(SIZES["small"])
+    there = recipe(tmp_path, generate={"device": "cpu"}, optimize={"device": "cpu"})
+    for need_of in (
+        lambda machine: sampling(shape, there, WORK, machine),
+        lambda machine: training(shape, there.optimize_config(), WORK, machine),
+    ):
+        assert need_of(H100) == need_of(this_host())
+
+
+def test_a_reward_model_takes_as_many_gpus_as_it_is_split_over(tmp_path):
+    make_folder(tmp_path / "model")
+    judge = {"use": "judge", "model": str(tmp_path / "model"), "engine": "vllm"}
+    needs = []
+    for size in (1, 2):
+        model = {**judge, "engine_args": {"tensor_parallel_size": size}}
+        scored = recipe(tmp_path, reward={"models": [model]})
+        [need] = [
+            each
+            for each in needs_of(scored, SEVEN, WORK, parse_machine("h100:2"))
+            if each.stage.startswith("reward")
+        ]
+        needs.append(need)
+    assert [need.devices for need in needs] == [1, 2]
+    assert needs[0].parts["weights"] == 2 * needs[1].parts["weights"]
 
 
 def test_an_engine_without_a_cache_of_its_own_takes_no_share_of_the_gpu(tmp_path):

@@ -319,7 +319,8 @@ VLLM = "generate.engine='vllm'"
         (["generate.engine='mine.py:Engine'", "placement.generate='gpus'"], "of its own each time"),
         ([VLLM, "generate.options.engine_args.quantization='fp8'"], "engine_args"),
         ([VLLM, "data.images='pictures'"], "pictures"),
-        ([VLLM, "optimize.lora.save='adapter'"], "adapter alone"),
+        ([VLLM, "optimize.lora.save='adapter'"], "serves an adapter"),
+        ([VLLM, "optimize.lora.rank=4", "generate.options.lora=true"], "serves an adapter"),
     ],
 )
 def test_where_no_engine_can_stay_it_is_refused(tmp_path, settings, problem):

@@ -12,7 +12,7 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,14 @@ def uses_gpu(key: str, device: str, nodes: Path = Path("/dev")) -> bool:
     return False
 
 
-def engine_gpus(options: Mapping[str, Any]) -> int:
+def engine_gpus(
+    options: Mapping[str, Any], axes: Collection[str] = ("tensor", "pipeline", "data")
+) -> int:
     """How many GPUs an engine with these options takes: one, unless it splits or copies its model
-    in vLLM's way."""
+    in vLLM's way, along these axes."""
     more = options.get("engine_args")
     arguments = {**options, **(more if isinstance(more, Mapping) else {})}
-    sizes = [arguments.get(f"{axis}_parallel_size") for axis in ("tensor", "pipeline", "data")]
+    sizes = [arguments.get(f"{axis}_parallel_size") for axis in axes]
     sizes = [int(size) for size in sizes if str(size).isdecimal()]
     return math.prod(size for size in sizes if size > 0)
 

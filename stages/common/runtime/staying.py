@@ -4,8 +4,8 @@
     keep(engine)        # what it stays for
     take()              # by the next call: what was kept, which is its own from now on
 
-A process that keeps nothing ends with its answer, as every other. What is kept holds no device: it
-was put to sleep before the answer was given.
+A process that keeps nothing ends with its answer, as every other. What is kept was put to sleep
+before the answer was given: on a device it has no more than its context and its graphs.
 
 Not of the spine: what a stage makes does not depend on the process that it runs in.
 """

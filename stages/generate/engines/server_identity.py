@@ -14,7 +14,7 @@ Where its folder can be read here, and says that it is another version, no name 
 whose weights have a label of another kind is refused whatever its name.
 
     policy = Expected.of(setup)
-    served = await identify(wire, policy)    # or LineageError, ConfigError
+    served = await identify(wire, url, policy)    # or LineageError, ConfigError
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from .server_wire import FailedError, RefusedError, Wire
 GENERATE = "/inference/v1/generate"
 LABEL = "default"
 """What a server calls the weights that it was started with."""
+TOKEN_ADVICE = "set generate.options.token to the server's --api-key, as env:NAME"
 _SECONDS = 60.0  # for a question that is no row
 _SLACK = 2.0
 """Seconds by which a process may seem to have started too early: Linux tells the host's start, from
@@ -133,7 +134,7 @@ async def identify(wire: Wire, url: str, expected: Expected) -> Served:
     except RefusedError as error:
         advice = "correct options.urls"
         if error.status in (401, 403):
-            advice = "set options.token to the server's --api-key, as env:NAME"
+            advice = TOKEN_ADVICE
         raise ConfigError(who, f"GET /v1/models {error}", next=advice) from None
     cards = [
         card

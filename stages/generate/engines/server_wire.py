@@ -1,7 +1,8 @@
 """One kept connection to a vLLM server: plain JSON in and out, with a limit on time and size.
 
-What may pass is FailedError: no connection, a reset, a time limit, 408, 409, 425, 429, 5xx, an
-answer that is no JSON object. Any other status is RefusedError with the server's own words. No
+What may pass is FailedError: no connection, a reset, a time limit, 408, 409, 425, 429, 5xx but 501
+and 505, an answer that is no JSON object. Any other status is RefusedError with the server's own
+words. No
 redirect is followed, and no proxy, cookie or password of this machine's is used.
 
     wire = Wire("http://host:8000", "", VllmServerOptions())
@@ -36,7 +37,7 @@ class FailedError(Exception):
 
 
 class RefusedError(Exception):
-    """The server understood, and will not: a status of 300 to 499 that does not pass."""
+    """The server understood, and will not: a status that does not pass."""
 
     def __init__(self, status: int, words: str) -> None:
         super().__init__(f"answered {status}: {words}")

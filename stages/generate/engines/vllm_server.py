@@ -47,7 +47,7 @@ from quiver.stages.common.servers import secret
 from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import VllmServerOptions
 
-from .server_identity import GENERATE, Expected, Served, identify, start_of
+from .server_identity import GENERATE, TOKEN_ADVICE, Expected, Served, identify, start_of
 from .server_wire import FailedError, RefusedError, Wire
 from .vllm_sampling import sampling_parameters
 
@@ -184,10 +184,11 @@ class VllmServerEngine:
         """Say that it has started once one server takes rows, and the others were looked at."""
         for server in self._servers:
             await server.is_judged.wait()
-        if not any(server.is_up.is_set() or server.is_dropped for server in self._servers):
-            command = self._expected.command(self._servers[0].url)
-            message = "waiting %g s for a server of %s: %s"
-            log.warning(message, self.options.wait_seconds, self._expected.ref, command)
+        seconds = self.options.wait_seconds
+        if seconds and not any(server.is_up.is_set() for server in self._servers):
+            advice = self._none_left()
+            message = "waiting %g s for a server of %s: %s; next: %s"
+            log.warning(message, seconds, self._expected.ref, advice.message, advice.next)
         while not any(server.is_up.is_set() for server in self._servers):
             if all(server.is_dropped for server in self._servers):
                 self._started.set_exception(self._none_left())
@@ -238,9 +239,10 @@ class VllmServerEngine:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _none_left(self) -> QuiverError:
-        """Why there is no server; what is wrong with how one was started says more than that one
-        does not answer."""
+        """Why there is no server. What is wrong with how one was started says more than that it has
+        other weights, and that more than that one does not answer."""
         problems = [s.problem for s in self._servers if isinstance(s.problem, QuiverError)]
+        problems.sort(key=lambda problem: isinstance(problem, LineageError))
         words = "; ".join(f"{server.url}: {server.words}" for server in self._servers)
         if not problems:
             return ResourceError(
@@ -306,11 +308,12 @@ class VllmServerEngine:
         except RefusedError as error:
             if error.status == 404:  # it has no model of that name any more
                 raise
+            advice = "correct generate.sampling, or start the server otherwise"
             raise ConfigError(
                 f"vllm-server {server.url}",
                 f"row {request.index}: {error}",
                 state=_STATE,
-                next="correct generate.sampling, or start the server otherwise",
+                next=TOKEN_ADVICE if error.status in (401, 403) else advice,
             ) from None
         try:
             completion = _completion(answer, name, served, request)
@@ -331,8 +334,8 @@ def _allow_connections(count: int) -> None:
     if hard != resource.RLIM_INFINITY and hard < wanted:
         raise ConfigError(
             "generate.options.concurrency",
-            f"{count} connections at once are more than the {hard} open files that this process "
-            f"may have, {_OTHER_FILES} of them for itself",
+            f"{count} connections at once and {_OTHER_FILES} other files are more than the {hard} "
+            "that this process may have open",
             next="set a smaller generate.options.concurrency, or raise the limit (ulimit -Hn)",
         )
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -383,7 +386,9 @@ def _completion(answer: dict[str, Any], name: str, served: Served, request: Requ
         raise FailedError(
             f"it read {printable(num_prompt_ids)} ids, the prompt has {len(request.prompt_ids)}"
         )
-    if finish_reason not in ("stop", "length") or not token_ids:
+    if not token_ids:
+        raise FailedError("it answered no ids")
+    if finish_reason not in ("stop", "length"):
         raise FailedError(f"it ended the row for the reason {printable(finish_reason)}")
     if _NO_LOGPROB in logprobs or not np.isfinite(completion_logprobs).all():
         raise NumericError(

@@ -401,7 +401,7 @@ def test_an_adapter_of_the_name_is_not_the_model(store, policy, server):
     refused(store, policy, server, ResourceError, "names no model")
 
 
-def test_a_server_that_comes_later_is_waited_for(store, policy):
+def test_a_server_that_comes_later_is_waited_for(store, policy, caplog):
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(ResourceError, match="no server answers; http"):
@@ -416,6 +416,7 @@ def test_a_server_that_comes_later_is_waited_for(store, policy):
         thread.start()
         assert_right(sample(store, policy, [fake], wait_seconds=30))
         thread.join()
+    assert f"waiting 30 s for a server of {policy.ref}: {fake.url}: its name" in caplog.text
 
 
 def test_ctrl_c_ends_the_wait_for_a_server(store, policy):

@@ -7,10 +7,12 @@ import json
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,8 @@ from safetensors.torch import load_file
 
 from quiver import run_stage
 from quiver.schemas.errors import ConfigError, ResourceError
-from quiver.stages.common import ranks
-from quiver.stages.common.rendezvous import address_towards, several_hosts
+from quiver.stages.common import ranks, rendezvous
+from quiver.stages.common.rendezvous import Watch, address_towards, several_hosts
 from quiver.stages.common.store import Store
 from tests.stages.optimize import world
 from tests.stages.optimize.hosts import two_hosts
@@ -208,6 +210,13 @@ def test_hosts_that_do_not_see_one_store_are_told(store, refs):
     assert store.numbers("two", "policy") == Store(copy).numbers("two", "policy") == []
 
 
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def local(monkeypatch, **variables) -> str:
     """This host as one of two that meet here; where."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -217,13 +226,89 @@ def local(monkeypatch, **variables) -> str:
     return endpoint
 
 
+RANK = """
+import os, sys, time
+from pathlib import Path
+
+answer, manner = Path(sys.argv[1]), sys.argv[2]
+answer.with_name(f"{answer.stem}-{os.environ['RANK']}.json").write_text('{"ref": "a/policy@1"}')
+if manner == "abort":
+    os.abort()
+time.sleep(4)
+"""
+AGENT = """
+import sys
+from pathlib import Path
+from quiver.stages.common import ranks, rendezvous
+
+rendezvous._GRACE_SECONDS = 0.5
+command = [sys.executable, "-c", sys.argv[1], *sys.argv[2:]]
+call = {"stage": "optimize", "config": {}, "store": "/"}
+sys.exit(ranks.launch(command, Path(sys.argv[2]), 2, call))
+"""
+
+
+def test_a_rank_that_ends_badly_behind_its_answer_is_no_failure_of_any_host(monkeypatch, tmp_path):
+    local(monkeypatch, **QUICK)
+    agents = []
+    for manner in ("abort", "stay"):
+        command = [sys.executable, "-c", AGENT, RANK, str(tmp_path / f"{manner}.json"), manner]
+        agents.append(subprocess.Popen(command))
+    assert [agent.wait(60) for agent in agents] == [0, 0]
+    for manner in ("abort", "stay"):
+        assert json.loads((tmp_path / f"{manner}.json").read_text()) == {"ref": "a/policy@1"}
+
+
+def test_a_host_that_was_started_again_while_it_waited_is_one_host(monkeypatch):
+    from torch.distributed import TCPStore
+
+    local(monkeypatch, PET_RDZV_CONF="keep_alive_interval=1,keep_alive_max_attempt=2")
+    monkeypatch.setenv("PET_NNODES", "3")
+    there = several_hosts()
+    meeting = TCPStore(there.host, there.port, is_master=True, wait_for_workers=False)
+    problems = []
+    watches = [Watch(there, "night", problems.append) for _ in range(4)]
+    first, killed, again, third = watches
+    first._ranks_ended.set()  # else this process is sent SIGTERM
+    with ExitStack() as running:
+        running.enter_context(first)
+        with killed:
+            wait_until(lambda: meeting.check(["quiver/night/beat/2"]))
+        time.sleep(2 * there.silence)
+        running.enter_context(again)
+        time.sleep(2 * there.silence)
+        assert not first._has_begun
+        running.enter_context(third)
+        wait_until(lambda: first._has_begun)
+        time.sleep(2 * there.silence)
+        assert [watch.problem for watch in watches] == [""] * 4 and not problems
+
+
+def test_who_waits_where_no_signal_arrives_gives_up(monkeypatch):
+    """As in a store whose host is gone without a word."""
+    local(monkeypatch)
+    monkeypatch.setattr(rendezvous, "_GRACE_SECONDS", 0.1)
+    arrived = []
+    before = signal.signal(signal.SIGTERM, lambda *_: arrived.append("signal"))
+    try:
+        watch = Watch(several_hosts(), "night", arrived.append)
+        watch._lose("nobody is there")
+        assert arrived == ["signal", "nobody is there"]
+        in_time = Watch(several_hosts(), "night", arrived.append)
+        in_time.__exit__()
+        in_time._lose("nobody is there")
+        assert len(arrived) == 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_an_id_brings_no_different_calls_together(monkeypatch):
     local(monkeypatch, PET_RDZV_ID="night")
-    rendezvous = several_hosts()
+    there = several_hosts()
     call = {"stage": "optimize", "config": {"learning_rate": 0.1}, "store": "/a", "stay": True}
 
     def run_id(**changed) -> str:
-        return ranks._agent(rendezvous, 2, {**call, **changed})[0].run_id
+        return ranks._agent(there, 2, {**call, **changed})[0].run_id
 
     assert run_id().startswith("night-")
     assert run_id() == run_id(stay=False) == run_id(store="/b")

@@ -436,7 +436,13 @@ def strangers() -> list[nn.Module]:
         hidden_size=64, intermediate_size=96, num_attention_heads=4, attn_implementation="eager"
     )
     torch.manual_seed(0)
-    return [Clamped(config), Clipped(64), PassedStraight(64), Wrapped(config, 0), Faint(config).bfloat16()]
+    return [
+        Clamped(config),
+        Clipped(64),
+        PassedStraight(64),
+        Wrapped(config, 0),
+        Faint(config).bfloat16(),
+    ]
 
 
 def strangers_replaced() -> dict[str, bool]:
