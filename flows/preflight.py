@@ -26,6 +26,7 @@ from quiver.stages.prompt.stage import read_template
 from quiver.stages.reward.preview import preview
 from quiver.stages.reward.turns import ENVIRONMENT
 
+from .demands import check_demands
 from .placement import check_placement, stage_call, trained_here
 from .recipe import Recipe
 
@@ -37,6 +38,7 @@ def preflight(recipe: Recipe) -> Recipe:
     Sources are read and the model's files hashed; a hub may be asked where the recipe names one.
     """
     check_placement(recipe)
+    check_demands(recipe)
     _store_at(recipe.store)
     read_template(recipe.prompt_config(1))
     if is_function(recipe.policy.model):

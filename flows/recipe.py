@@ -292,7 +292,10 @@ class Recipe(Config):
         seeds are then those of iteration 0 each time, so that scores are paired."""
         section = self.generate.model_dump(exclude_defaults=True)
         if evaluation:
-            section = merge(section, self.evaluate.generate)
+            over = self.evaluate.generate
+            if over.get("engine", self.generate.engine) != self.generate.engine:
+                section.pop("options", None)  # they are another engine's
+            section = merge(section, over)
         fields = {"seed": self.seed, "iteration": 0 if evaluation else iteration, **section}
         return parse(
             GenerateConfig,

@@ -174,7 +174,7 @@ class Evaluate(ScoreConfig):
     """Also after every n-th iteration; 0: before the first and after the last only."""
     generate: dict[str, Any] = Field(default_factory=dict)
     """Keys of [generate] with other values for evaluation, e.g. `{ samples_per_prompt = 1, sampling
-    = { temperature = 0.0 } }`."""
+    = { temperature = 0.0 } }`. Another `engine` begins with no options of [generate]'s."""
 
     def check(self, samples: int, scores: list[str]) -> None:
         """ValueError unless what is asked for is among the `scores`, and needs no more than

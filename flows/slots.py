@@ -23,7 +23,7 @@ from pathlib import Path
 
 from quiver.schemas.errors import ConfigError, SecurityError, printable
 from quiver.stages.common.models.devices import engine_gpus
-from quiver.stages.common.rendezvous import several_hosts
+from quiver.stages.common.rendezvous import ranks_a_host, several_hosts
 from quiver.stages.common.runtime.runner import Call
 from quiver.stages.common.runtime.subprocesses import Stopped
 from quiver.stages.common.store.leases import Leases
@@ -75,9 +75,7 @@ def gpus_needed(call: Call) -> int:
     if call.stage == "generate":
         return engine_gpus(config.get("options") or {})
     if call.stage == "optimize":
-        hosts = several_hosts()
-        nodes = hosts.nodes if hosts else 1
-        return max(1, (config.get("processes") or 1) // nodes)
+        return ranks_a_host(config.get("processes"), several_hosts())
     return 1
 
 

@@ -63,10 +63,9 @@ def main() -> int:
     try:
         while sys.stdin.readline():  # else nobody needs it, or nobody needs it any more
             call = json.loads(arguments.call.read_text())
-            count = ranks.needed(arguments.stage, call["config"])
-            if count > 1:
+            if ranks.needed(arguments.stage, call["config"]) > 1:
                 command = [sys.executable, "-u", "-P", "-m", "quiver.stages", *sys.argv[1:]]
-                return ranks.launch([*command, "--rank"], arguments.answer, count, call)
+                return ranks.launch([*command, "--rank"], arguments.answer, call)
             code = serve(arguments.stage, call, arguments.answer)
             if not staying.keeps():
                 break

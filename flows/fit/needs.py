@@ -19,6 +19,7 @@ from quiver.stages.common.models import vllm_env
 from quiver.stages.common.models.checkpoints import find_folder
 from quiver.stages.common.models.devices import engine_gpus
 from quiver.stages.common.models.folder import count_parameters
+from quiver.stages.common.store.writer import ROWS_PER_SHARD
 from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.optimize.config import Config as OptimizeConfig
 
@@ -185,7 +186,9 @@ def training(shape: Shape, config: OptimizeConfig, work: Workload, machine: Mach
     parts["logits"] = _CHUNK_BYTES[kind]
     parts["libraries"] = _TRAINING_LIBRARIES[kind]
     forward = passes.flops(work.passed_tokens) * config.epochs
-    flops = forward * (4 if config.activation_checkpointing else 3)
+    # forward, gradients of states, gradients of weights; adapters have few of the last
+    passed = 3 if config.lora is None else 2
+    flops = forward * (passed + config.activation_checkpointing)
     moved = steps * micro_batches * passes.moved_by_micro_batch(in_step / micro_batches)
     trained = _trained(shape, config)
     # AdamW reads four numbers of each and writes three; clipping reads and writes the gradient, and
@@ -282,14 +285,18 @@ def sampling(
     is_split = kind == "gpu" and config.engine == "vllm"
     # `data` copies are whole
     split = engine_gpus(options, ("tensor", "pipeline")) if is_split else 1
-    devices = _devices(recipe, machine, engine_gpus(options) if is_split else 1)
+    of_engine = engine_gpus(options) if is_split else 1
+    shards = math.ceil(work.rollouts / config.rows_per_shard)
+    devices = _devices(recipe, machine, of_engine, shards)
     dtype = config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if kind == "gpu" or _has_bfloat16() else "float32"
     width = _WIDTHS[dtype]
     weights = shape.weights * width / split
     libraries = _ENGINE_LIBRARIES[kind]
-    most = options.get("max_num_seqs") or (1024 if kind == "gpu" else 256)
+    # as vLLM chooses
+    is_large = kind == "gpu" and machine.memory >= 70 * 2**30 and machine.name != "a100"
+    most = options.get("max_num_seqs") or (1024 if is_large else 256)
     if config.engine == "transformers":
         most = options.get("batch_size", 32)
         libraries = _LIBRARIES[kind]
@@ -308,6 +315,12 @@ def sampling(
     sampled = work.rollouts * work.completion_tokens
     flops = passes.flops(work.prompts * work.prompt_tokens)
     flops += 2 * (shape.multiplied + shape.head) * sampled
+    notes = [f"up to {together} rollouts are decoded together, in {dtype}"]
+    if devices < _devices(recipe, machine, of_engine, work.rollouts):
+        notes.append(
+            f"{shards} shard{'s' if shards > 1 else ''} of generate.rows_per_shard = "
+            f"{config.rows_per_shard} keep no more GPUs busy"
+        )
     batch = max(1.0, min(together, work.rollouts * split / devices))
     read_keys = work.prompt_tokens + work.completion_tokens / 2
     moved = sampled / batch * shape.weights * width + sampled * read_keys * cache_of_token * split
@@ -318,7 +331,7 @@ def sampling(
         flops,
         moved if kind == "gpu" else 0.0,
         _on_paper(machine, flops, moved, devices, width == 2) if kind == "gpu" else None,
-        (f"up to {together} rollouts are decoded together, in {dtype}",),
+        tuple(notes),
         kind == "gpu",
     )
 
@@ -348,13 +361,14 @@ def reward_models(recipe: Recipe, machine: Machine) -> list[Need]:
     return needs
 
 
-def _devices(recipe: Recipe, machine: Machine, split: int = 1) -> int:
-    """How many devices the processes of a shared stage use together."""
+def _devices(recipe: Recipe, machine: Machine, each: int, shards: int) -> int:
+    """How many devices the processes of a shared stage use together, `each` so many; there are no
+    more of them than shards."""
     asked = recipe.placement.devices
     if asked is None or not machine.is_gpu:
-        return split
+        return each
     most = machine.count if asked == "all" else min(asked, machine.count)
-    return max(1, most // split) * split
+    return max(1, min(most // each, shards)) * each
 
 
 def needs_of(recipe: Recipe, shape: Shape, work: Workload, machine: Machine) -> list[Need]:
@@ -367,7 +381,7 @@ def needs_of(recipe: Recipe, shape: Shape, work: Workload, machine: Machine) -> 
     needs += reward_models(recipe, machine)
     roles = ["ref"] if config.kl_coef > 0 else []
     roles += ["prox"] if recipe.logprobs.prox or config.needs_prox else []
-    devices = _devices(recipe, machine)
+    devices = _devices(recipe, machine, 1, math.ceil(work.rollouts / ROWS_PER_SHARD))
     needs += [
         scoring(shape, recipe.logprobs_config(role), work, machine, devices) for role in roles
     ]

@@ -36,13 +36,13 @@ def remedies(
     if need.stage == "generate" and recipe.generate.engine == "vllm" and need.on_gpu:
         options = recipe.generate.options
         for size in (2, 4, 8, 16):
-            if size > options.get("tensor_parallel_size", 1):
+            if size > options.get("tensor_parallel_size", 1) and shape.heads % size == 0:
                 split = {**options, "tensor_parallel_size": size}
                 setting = f"generate.options.tensor_parallel_size = {size}"
                 tried.append((setting, sampling(shape, recipe, work, machine, split)))
     elif need.stage == "optimize":
         config = recipe.optimize_config()
-        for changes in _changes(work, machine):
+        for changes in _changes(work, machine, config.processes or 1):
             with suppress(ValueError):  # of settings that do not go with others of the recipe
                 changed = OptimizeConfig.model_validate({**config.model_dump(), **changes})
                 settings = [
@@ -52,13 +52,17 @@ def remedies(
     return [(setting, changed) for setting, changed in tried if fits(changed, machine)][:3]
 
 
-def _changes(work: Workload, machine: Machine) -> list[dict[str, Any]]:
-    """Fields of [optimize] with other values, the mildest change first."""
-    smaller = {"token_budget": work.longest}
+def _changes(work: Workload, machine: Machine, ranks: int) -> list[dict[str, Any]]:
+    """Fields of [optimize] with other values, the mildest change first; `ranks` as it is now."""
+    smaller: dict[str, Any] = {"token_budget": work.longest}
     cheaper = {**smaller, "activation_checkpointing": True}
     alone = [smaller, {"activation_checkpointing": True}, cheaper]
     if machine.count > 1:
         shared = {"processes": machine.count, "shard": True}
         alone += [shared, {**shared, **cheaper}]
-    lora = {"lora": {}}
+    lora: dict[str, Any] = {"lora": {}}
+    if ranks > machine.count > 0 and machine.is_gpu:  # more than there are devices
+        fewer = {"processes": machine.count}
+        alone = [fewer, *({**fewer, **each} for each in alone)]
+        lora |= fewer
     return [*alone, lora, {**lora, **cheaper}, {"precision": "bf16_stochastic", **cheaper}]

@@ -38,6 +38,8 @@ class Shape:
     """Width of the MLP, of the experts that a token goes to together."""
     experts: int
     """How many a layer has; 0: it has no experts."""
+    heads: int
+    """Of attention; what splits a model splits them evenly."""
     attention: int
     """Width of all heads' queries."""
     keys: int
@@ -123,6 +125,7 @@ def shape_of(config: PreTrainedConfig) -> Shape:
         hidden=text.hidden_size,
         intermediate=_intermediate(text),
         experts=_num_experts(text),
+        heads=heads,
         attention=heads * width,
         keys=(getattr(text, "num_key_value_heads", None) or heads) * width,
         vocabulary=len(head),

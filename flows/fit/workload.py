@@ -55,7 +55,8 @@ class Workload:
 def workload_of(recipe: Recipe) -> Workload:
     """Of the run's newest rollouts where there are any, else by the recipe's keys."""
     samples = recipe.generate.samples_per_prompt
-    most = recipe.generate.sampling.max_tokens
+    turns = recipe.generate.turns
+    most = turns.most_read_tokens if turns else recipe.generate.sampling.max_tokens
     try:
         rollouts = Store(recipe.store, create=False).open(f"{recipe.run}/rollouts@latest")
         table = rollouts.table()
@@ -73,7 +74,7 @@ def workload_of(recipe: Recipe) -> Workload:
                 else pc.max(lengths[0]).as_py() + most,
                 source=str(rollouts.ref)
                 if were_as_long
-                else f"prompts as in {rollouts.ref}, completions of generate.sampling.max_tokens",
+                else f"prompts as in {rollouts.ref}, completions as long as they may be",
             )
     except (ConfigError, LineageError):
         pass  # there is no store yet, or no rollouts

@@ -1,8 +1,8 @@
 """Several ranks of one stage, started by the elastic agent of torch.distributed.run: on this host,
 or on several of which each runs the same command (`rendezvous`).
 
-    count = needed("optimize", config)             # of all hosts; 1 where there is nothing to start
-    code = launch(command, answer, count, call)    # exit code; the stage's answer lies in `answer`
+    count = needed("optimize", config)      # of all hosts; 1 where there is nothing to start
+    code = launch(command, answer, call)    # exit code; the stage's answer lies in `answer`
 
 The stage's own process becomes the agent. It is the one that the keeper watches, so no rank
 outlives it, and it ends as the ranks did:
@@ -26,6 +26,7 @@ import sys
 import uuid
 from collections.abc import Mapping
 from contextlib import nullcontext
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,6 +37,7 @@ from quiver.stages.common.rendezvous import (
     Watch,
     address_towards,
     interface_of,
+    ranks_a_host,
     several_hosts,
 )
 from quiver.stages.common.runtime.runner import quiver_version
@@ -63,9 +65,10 @@ def needed(stage: str, config: Mapping[str, Any]) -> int:
         rendezvous = several_hosts()
     except ConfigError:
         return 2  # `launch` says what is wrong
-    nodes = rendezvous.nodes if rendezvous else 1
     processes = config.get("processes")
-    return max(nodes, int(processes)) if str(processes).isdecimal() else nodes
+    if str(processes).isdecimal():
+        return max(int(processes), rendezvous.nodes if rendezvous else 1)
+    return rendezvous.nodes * rendezvous.ranks if rendezvous else 1
 
 
 def prepare() -> None:
@@ -78,9 +81,9 @@ def answer_of(answer: Path, rank: str | int) -> Path:
     return answer.with_name(f"{answer.stem}-{rank}.json")
 
 
-def launch(command: list[str], answer: Path, count: int, call: Mapping[str, Any]) -> int:
-    """Run this host's share of `count` ranks of `command`, and put what they came to into `answer`;
-    the exit code.
+def launch(command: list[str], answer: Path, call: Mapping[str, Any]) -> int:
+    """Run this host's share of the ranks, which are `command`, and put what they came to into
+    `answer`; the exit code.
 
     That is the outcome of rank 0, or of any where rank 0 is on another host. Without one it is the
     first typed error of any rank, or else its first defect: what the others met after it, a lost
@@ -90,12 +93,15 @@ def launch(command: list[str], answer: Path, count: int, call: Mapping[str, Any]
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         rendezvous = several_hosts()
-        config, share = _agent(rendezvous, count, call)
+        config, share = _agent(rendezvous, call)
     except ConfigError as error:
         return _say(answer, error)
 
     def give_up(problem: str) -> None:
-        os._exit(_say(answer, problem))  # the keeper ends the ranks
+        outcomes = _Answers.of(answer, is_alone=False).outcomes
+        for path in outcomes[:1]:
+            path.replace(answer)
+        os._exit(0 if outcomes else _say(answer, problem))  # the keeper ends the ranks
 
     with Watch(rendezvous, config.run_id, give_up) if rendezvous else nullcontext() as watch:
         failures, problem, signal_number = _run(config, command, watch)
@@ -182,22 +188,12 @@ class _Answers(NamedTuple):
         return cls(outcomes, errors, typed, defects)
 
 
-def _agent(
-    rendezvous: Rendezvous | None, count: int, call: Mapping[str, Any]
-) -> tuple[LaunchConfig, int]:
+def _agent(rendezvous: Rendezvous | None, call: Mapping[str, Any]) -> tuple[LaunchConfig, int]:
     """How the agent of this host starts its ranks, and how many. ConfigError."""
     from torch.distributed.launcher.api import LaunchConfig
 
     nodes = rendezvous.nodes if rendezvous else 1
-    count = int(call["config"].get("processes") or count)
-    if count % nodes:
-        raise ConfigError(
-            "optimize.processes",
-            f"{count} rank{'s' if count > 1 else ''} can not be shared out evenly among {nodes} "
-            "hosts",
-            next=f"set optimize.processes to a multiple of {nodes}",
-        )
-    share = count // nodes
+    share = ranks_a_host(call["config"].get("processes"), rendezvous)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // share)))
     settings: dict[str, Any] = {}
     endpoint = "localhost:0"
@@ -211,7 +207,9 @@ def _agent(
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, interface_of(address) or "")
         patience = rendezvous.settings["join_timeout"]
-        settings = {**rendezvous.settings, "is_host": is_host, "read_timeout": patience}
+        settings = {**rendezvous.settings, "read_timeout": patience}
+        if not ip_address(address.partition("%")[0]).is_loopback:  # to try it on one machine
+            settings["is_host"] = is_host
         endpoint = f"{rendezvous.host}:{rendezvous.port}"
         # whether the process stays is its caller's affair, and so is where a host mounts the store
         # of a meeting that has a name

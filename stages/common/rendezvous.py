@@ -4,8 +4,9 @@ Each host runs the same command with torchrun's own variables:
 
     PET_NNODES=2 PET_RDZV_ENDPOINT=first-host:29400 quiver optimize recipe.toml
 
-Hosts meet in equal calls. PET_RDZV_ID names the meeting besides; then the store may be mounted in
-another folder on each host. PET_RDZV_CONF sets join_timeout, keep_alive_interval and
+PET_NPROC_PER_NODE is how many ranks a host has where `optimize.processes` does not say how many
+all have. Hosts meet in equal calls. PET_RDZV_ID names the meeting besides; then the store may be
+mounted in another folder on each host. PET_RDZV_CONF sets join_timeout, keep_alive_interval and
 keep_alive_max_attempt as torchrun has them.
 
 An agent of torch's watches its own ranks alone. A rank whose peer's host lost its power would wait
@@ -45,6 +46,8 @@ class Rendezvous(NamedTuple):
     """Where the agents of all hosts meet."""
 
     nodes: int
+    ranks: int
+    """Of each host, where the recipe does not say it."""
     host: str
     port: int
     id: str
@@ -89,7 +92,33 @@ def several_hosts(environ: Mapping[str, str] = os.environ) -> Rendezvous | None:
                 next="correct PET_RDZV_CONF",
             )
     settings = _DEFAULTS | {name: int(number) for name, _, number in pairs}
-    return Rendezvous(int(nodes), host, int(port), environ.get("PET_RDZV_ID", ""), settings)
+    ranks = environ.get("PET_NPROC_PER_NODE") or "1"
+    if not ranks.isdecimal() or int(ranks) < 1:
+        raise ConfigError(
+            "PET_NPROC_PER_NODE",
+            f"expected a number of ranks, found {printable(ranks)}",
+            next="set PET_NPROC_PER_NODE to how many ranks each host has, or unset it",
+        )
+    return Rendezvous(
+        int(nodes), int(ranks), host, int(port), environ.get("PET_RDZV_ID", ""), settings
+    )
+
+
+def ranks_a_host(processes: int | None, rendezvous: Rendezvous | None) -> int:
+    """How many of `processes` ranks run on each host. ConfigError where they are not shared out
+    evenly."""
+    if rendezvous is None:
+        return processes or 1
+    nodes = rendezvous.nodes
+    count = processes or nodes * rendezvous.ranks
+    if count % nodes:
+        raise ConfigError(
+            "optimize.processes",
+            f"{count} rank{'s' if count > 1 else ''} can not be shared out evenly among {nodes} "
+            "hosts",
+            next=f"set optimize.processes to a multiple of {nodes}",
+        )
+    return count // nodes
 
 
 def address_towards(rendezvous: Rendezvous) -> tuple[str, bool]:
@@ -194,8 +223,9 @@ class Watch:
     @property
     def _meeting(self) -> str:
         """How many hosts meet where, and what says so."""
-        nodes, host, port, *_ = self._rendezvous
-        return f"{nodes} hosts at {host}:{port} (PET_NNODES, PET_RDZV_ENDPOINT)"
+        there = self._rendezvous
+        endpoint = f"{there.host}:{there.port}"
+        return f"{there.nodes} hosts at {endpoint} (PET_NNODES, PET_RDZV_ENDPOINT)"
 
     def tell_failure(self) -> None:
         """The ranks of this host failed for a reason of their own: the others need not wait. Of the

@@ -46,7 +46,8 @@ class Config(Base):
     device: Runtime[Literal["auto", "cpu", "cuda"]] = "auto"
     """auto: the GPU where there is one."""
     rows_per_shard: Runtime[int] = Field(default=ROWS_PER_SHARD, ge=1)
-    """Rows written at once, and what processes that share the work take at a time. A crash costs
+    """Rows written at once, and what processes that share the work take at a time: with fewer
+    shards than `placement.devices`, GPUs have nothing to do. A crash costs
     the shards under way: one, and with vLLM as many more as it decodes together
     (`max_num_seqs`)."""
     patience_seconds: Runtime[float | None] = Field(default=None, ge=0)

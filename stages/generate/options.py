@@ -94,7 +94,7 @@ class VllmOptions(Config):
     """Memory of the CPU's key/value cache; None: what max_num_seqs full sequences need, at most 40
     % of the free memory."""
     tensor_parallel_size: Runtime[int] = Field(default=1, ge=1)
-    """GPUs that share one copy of the model."""
+    """GPUs that share one copy of the model; a divisor of its number of heads."""
     enforce_eager: Runtime[bool | None] = None
     """No compilation or CUDA graphs: starts sooner, decodes slower; None: on a CPU only."""
     enable_prefix_caching: Runtime[bool] = True
@@ -150,7 +150,7 @@ class VllmServerOptions(Config):
     """How often a row that failed is asked for again, at another server where there is one."""
     wait_seconds: Runtime[float] = Field(default=0.0, ge=0)
     """How long a server may take, when the stage begins, until it answers with the policy's
-    weights."""
+    weights. A run of several iterations needs it: each has other weights."""
     down_seconds: Runtime[float] = Field(default=60.0, ge=0)
     """How long a server that failed may be away until the others do without it."""
 
@@ -161,6 +161,9 @@ class VllmServerOptions(Config):
             return section
         if not isinstance(section.get("urls", ()), list | tuple):  # which may hold a secret too
             raise ValueError('urls: a list is expected, such as ["http://127.0.0.1:8000"]')
+        urls = [str(url).rstrip("/").removesuffix("/v1") for url in section.get("urls", ())]
+        if len(set(urls)) < len(urls):
+            raise ValueError("urls: a server is named twice")
         refuse_section(section)
         return section
 

@@ -318,14 +318,15 @@ class Config(base.Config):
     """Make activations again in the backward pass: less memory, a third more time."""
     shard: Runtime[bool] = False
     """Each of several ranks holds its share of weights, gradients and moments, and a layer is whole
-    only while it computes (FSDP2). False: each holds the whole model."""
+    only while it computes (FSDP2). False: each holds the whole model. One rank (no `processes`)
+    has nobody to share with."""
     device: Runtime[Literal["auto", "cpu", "cuda"]] = "auto"
     """Where to train."""
     processes: Runtime[int | None] = Field(default=None, ge=1)
-    """How many ranks train together on one machine, or on all hosts that PET_NNODES counts, each
-    with a whole model (but see `shard`): on a GPU of its own, or on its share of the cores. The
-    stage starts them; under a launcher another number than it started is refused. None: as many as
-    were launched, or one a host."""
+    """How many ranks train together on one machine, or on all hosts that PET_NNODES counts (a
+    multiple of it), each with a whole model (but see `shard`): on a GPU of its own, or on its share
+    of the cores. The stage starts them; under a launcher another number than it started is refused.
+    None: as many as were launched, or one a host."""
     resume_minutes: Runtime[float] = Field(default=15.0, gt=0)
     """How often weights and moments are saved, so that a training that is killed goes on there."""
     resume_steps: Runtime[int | None] = Field(default=None, ge=1)

@@ -416,7 +416,7 @@ def test_a_server_that_comes_later_is_waited_for(store, policy, caplog):
         thread.start()
         assert_right(sample(store, policy, [fake], wait_seconds=30))
         thread.join()
-    assert f"waiting 30 s for a server of {policy.ref}: {fake.url}: its name" in caplog.text
+    assert f"waiting 30 s for a server of {policy.ref}: {fake.url}: it serves" in caplog.text
 
 
 def test_ctrl_c_ends_the_wait_for_a_server(store, policy):
@@ -441,7 +441,7 @@ def test_ctrl_c_ends_the_wait_for_a_server(store, policy):
 def test_as_many_connections_as_files_may_be_open(store, policy, server, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
-        with pytest.raises(ConfigError, match="600 connections at once are more than the 1024"):
+        with pytest.raises(ConfigError, match="600 connections at once and 512 other files"):
             sample(store, policy, [server], concurrency=600)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from quiver import run_stage
 from quiver.schemas.errors import ConfigError, ResourceError
 from quiver.stages.common import ranks, rendezvous
-from quiver.stages.common.rendezvous import Watch, address_towards, several_hosts
+from quiver.stages.common.rendezvous import Watch, address_towards, ranks_a_host, several_hosts
 from quiver.stages.common.store import Store
 from tests.stages.optimize import world
 from tests.stages.optimize.hosts import two_hosts
@@ -244,7 +244,7 @@ from quiver.stages.common import ranks, rendezvous
 rendezvous._GRACE_SECONDS = 0.5
 command = [sys.executable, "-c", sys.argv[1], *sys.argv[2:]]
 call = {"stage": "optimize", "config": {}, "store": "/"}
-sys.exit(ranks.launch(command, Path(sys.argv[2]), 2, call))
+sys.exit(ranks.launch(command, Path(sys.argv[2]), call))
 """
 
 
@@ -308,7 +308,7 @@ def test_an_id_brings_no_different_calls_together(monkeypatch):
     call = {"stage": "optimize", "config": {"learning_rate": 0.1}, "store": "/a", "stay": True}
 
     def run_id(**changed) -> str:
-        return ranks._agent(there, 2, {**call, **changed})[0].run_id
+        return ranks._agent(there, {**call, **changed})[0].run_id
 
     assert run_id().startswith("night-")
     assert run_id() == run_id(stay=False) == run_id(store="/b")
@@ -336,6 +336,10 @@ def test_who_waits_for_hosts_that_do_not_come_is_told_why(store, refs, monkeypat
             "found retries=3",
         ),
         ({"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "a:99999"}, "expected HOST:PORT"),
+        (
+            {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "a:1", "PET_NPROC_PER_NODE": "gpu"},
+            "expected a number of ranks, found gpu",
+        ),
         (
             {
                 "PET_NNODES": "2",
@@ -369,8 +373,10 @@ def test_one_host_meets_nobody(nodes):
 
 
 def test_what_torchrun_takes_is_taken():
-    there = several_hosts({"PET_NNODES": "2:2", "PET_RDZV_ENDPOINT": "[::1]:29400"})
+    said = {"PET_NNODES": "2:2", "PET_NPROC_PER_NODE": "8", "PET_RDZV_ENDPOINT": "[::1]:29400"}
+    there = several_hosts(said)
     assert (there.nodes, there.host, there.port) == (2, "::1", 29400)
+    assert (ranks_a_host(None, there), ranks_a_host(4, there)) == (8, 2)
 
 
 def test_a_name_that_leads_to_the_host_itself_is_refused(monkeypatch):

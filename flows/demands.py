@@ -1,0 +1,70 @@
+"""Whether servers, other hosts and GPUs are there for what a recipe asks of them, as far as the
+recipe, the environment and the devices of this host tell: before anything runs, not behind hours of
+sampling.
+
+    check_demands(recipe)      # ConfigError says which stage could not begin
+
+Not of the spine: what a recipe makes does not depend on it.
+"""
+
+from __future__ import annotations
+
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.models.devices import engine_gpus
+from quiver.stages.common.rendezvous import ranks_a_host, several_hosts
+from quiver.stages.common.servers import secret
+from quiver.stages.generate.config import Config as GenerateConfig
+from quiver.stages.generate.engine import engine_options
+from quiver.stages.generate.options import VllmServerOptions
+
+from .placement import stage_call
+from .recipe import Recipe
+from .slots import require_gpus
+
+
+def check_demands(recipe: Recipe) -> None:
+    """ConfigError where a stage that runs here could not begin; what runs in a pool is looked at
+    there."""
+    elsewhere = recipe.placement.pools
+    if "generate" not in elsewhere:
+        for evaluation in {False, recipe.data.held_out is not None}:
+            config = recipe.generate_config(1, evaluation=evaluation)
+            options = engine_options(config.engine, config.options)
+            if isinstance(options, VllmServerOptions):
+                _check_servers(recipe, options, evaluation=evaluation)
+            _check_devices(recipe, config)
+            require_gpus(stage_call(recipe, "generate", config, {}).runner_call)
+    if "optimize" not in elsewhere:
+        ranks_a_host(recipe.optimize.processes, several_hosts())
+        require_gpus(stage_call(recipe, "optimize", recipe.optimize_config(), {}).runner_call)
+
+
+def _check_servers(recipe: Recipe, options: VllmServerOptions, *, evaluation: bool) -> None:
+    section = "evaluate.generate" if evaluation else "generate"
+    secret(options.token, f"{section}.options.token")
+    lora = recipe.optimize.lora
+    num_policies = recipe.iterations if not evaluation else 2
+    advice = 'set generate.engine = "vllm"'
+    if recipe.data.images:
+        problem = "prompts with pictures (data.images) are not sent to servers"
+    elif lora is not None and lora.save == "adapter" and num_policies > 1:
+        problem = "a policy that is an adapter alone has no weights that a server could load"
+        advice = 'set optimize.lora.save = "merged"'
+    elif num_policies > 1 and not options.wait_seconds:
+        problem = f"{num_policies} policies need servers one after another, and it waits for none"
+        advice = f"set {section}.options.wait_seconds to as long as a server takes to start"
+    else:
+        return
+    raise ConfigError(f"{section}.engine vllm-server", problem, next=advice)
+
+
+def _check_devices(recipe: Recipe, config: GenerateConfig) -> None:
+    """One engine must not take more GPUs than the stage may."""
+    devices = recipe.placement.devices
+    needed = engine_gpus(config.options)
+    if isinstance(devices, int) and config.engine == "vllm" and devices < needed:
+        raise ConfigError(
+            "placement.devices",
+            f"{devices} GPUs are fewer than one engine of generate.options takes, {needed}",
+            next=f"set placement.devices to {needed} or a multiple of it",
+        )

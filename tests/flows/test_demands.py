@@ -1,0 +1,71 @@
+"""What is asked of servers, hosts and GPUs is looked at before a run samples anything."""
+
+import pytest
+
+from quiver.flows.preflight import preflight
+from quiver.flows.recipe import load
+from quiver.schemas.errors import ConfigError
+from tests.flows.conftest import write_recipe
+
+SERVERS = 'generate={engine="vllm-server", options={urls=["http://127.0.0.1:9"]}}'
+WAITS = "generate.options.wait_seconds=60"
+MEETING = {"PET_NNODES": "3", "PET_RDZV_ENDPOINT": "first:29400"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_recipe(tmp_path_factory.mktemp("demands") / "place")
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "problem", "advice"),
+    [
+        ([SERVERS], {}, "2 policies need servers one after another", "options.wait_seconds to as"),
+        ([SERVERS, WAITS, "data.images='picture'"], {}, "pictures", 'generate.engine = "vllm"'),
+        ([SERVERS, WAITS, "optimize.lora.save='adapter'"], {}, "adapter alone", '"merged"'),
+        ([SERVERS, WAITS, "generate.options.token='env:NONE'"], {}, "NONE is not set", "set NONE"),
+        (["optimize.processes=4"], MEETING, "4 ranks can not be shared out evenly", "of 3"),
+        ([], {"PET_NNODES": "two"}, "expected one number of hosts", "PET_NNODES"),
+        (["optimize.processes=4"], {"CUDA_VISIBLE_DEVICES": "0,1"}, "4 GPUs are needed", "lower"),
+        (
+            ["generate.engine='vllm'", "generate.options={tensor_parallel_size=4}"],
+            {"CUDA_VISIBLE_DEVICES": "0,1"},
+            "4 GPUs are needed",
+            "lower tensor_parallel_size",
+        ),
+        (
+            [
+                "generate.engine='vllm'",
+                "generate.options={tensor_parallel_size=4}",
+                "placement.devices=2",
+            ],
+            {},
+            "fewer than one engine",
+            "placement.devices to 4",
+        ),
+        (
+            ["generate.engine='transformers'", "generate.options={tensor_parallel_size=4}"],
+            {},
+            "options.tensor_parallel_size is an option of engine vllm, not of transformers",
+            "quiver keys generate",
+        ),
+    ],
+)
+def test_what_could_not_begin_is_refused(
+    folder, monkeypatch, settings, environment, problem, advice
+):
+    monkeypatch.chdir(folder)
+    for name, text in environment.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=problem) as caught:
+        preflight(load(folder / "recipe.toml", settings))
+    assert advice in caught.value.next
+
+
+def test_an_evaluation_by_another_engine_begins_without_options(folder):
+    asked = ["generate.engine='vllm'", "generate.options={tensor_parallel_size=4}"]
+    by_servers = 'evaluate.generate={engine="vllm-server", options={urls=["http://127.0.0.1:9"]}}'
+    recipe = load(folder / "recipe.toml", [*asked, by_servers])
+    assert recipe.generate_config(1).options == {"tensor_parallel_size": 4}
+    config = recipe.generate_config(1, evaluation=True)
+    assert (config.engine, config.options) == ("vllm-server", {"urls": ["http://127.0.0.1:9"]})
