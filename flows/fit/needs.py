@@ -195,6 +195,9 @@ def training(shape: Shape, config: OptimizeConfig, work: Workload, machine: Mach
     # so does each further micro-batch, with its own
     moved += steps * trained * (28 + 8 + 12 * (micro_batches > 1))
     is_narrow = passes.is_narrow
+    notes = [f"micro-batches of {tokens:.0f} tokens, {precision}"]
+    if ranks > 1:
+        notes.append("what travels between the ranks is not counted")
     return Need(
         "optimize",
         ranks,
@@ -202,7 +205,7 @@ def training(shape: Shape, config: OptimizeConfig, work: Workload, machine: Mach
         flops,
         moved if kind == "gpu" else 0.0,
         _on_paper(machine, flops, moved, ranks, is_narrow) if kind == "gpu" else None,
-        (f"micro-batches of {tokens:.0f} tokens, {precision}",),
+        tuple(notes),
         kind == "gpu",
     )
 

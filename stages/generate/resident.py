@@ -37,7 +37,7 @@ class Resident:
         self.engine: Engine = make_engine(
             config.engine, replace(setup, resident=staying.is_asked())
         )
-        self.code = (config.engine, config.code_sha256)
+        self.made_for = (config.engine, config.code_sha256)
         self.num_policies = 1
         """How many it has had, one a call."""
 
@@ -46,7 +46,7 @@ class Resident:
         where it does not."""
         reason = "it was made for another engine, or for other code"
         try:
-            if self.code == (config.engine, config.code_sha256):
+            if self.made_for == (config.engine, config.code_sha256):
                 reason = "it was made for other options or another model"
                 setup.verified()
                 if self.engine.take(replace(setup, resident=staying.is_asked())):

@@ -55,7 +55,7 @@ class Wire:
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
         self._connection: httpx.AsyncHTTPTransport | None = None
-        self.is_new = True
+        self.has_reconnected = True
         """It was connected since somebody set this to False: another process may answer now."""
 
     async def ask(
@@ -130,7 +130,7 @@ class Wire:
     async def _trace(self, event: str, _: dict[str, Any]) -> None:
         """The transport connects anew without a word where the server closed an idle connection."""
         if event == "connection.connect_tcp.started":
-            self.is_new = True
+            self.has_reconnected = True
 
     def _words(self, text: bytes | bytearray) -> str:
         """What the server says of an error, without the token."""

@@ -76,7 +76,7 @@ class _Server:
         """What it proved last."""
         self.is_up = asyncio.Event()
         self.has_failed = asyncio.Event()
-        self.is_judged = asyncio.Event()
+        self.was_asked = asyncio.Event()
         """It was asked for its proof once."""
         self.is_dropped = False
         self.problem: Exception | None = None
@@ -183,7 +183,7 @@ class VllmServerEngine:
     async def _start(self) -> None:
         """Say that it has started once one server takes rows, and the others were looked at."""
         for server in self._servers:
-            await server.is_judged.wait()
+            await server.was_asked.wait()
         seconds = self.options.wait_seconds
         if seconds and not any(server.is_up.is_set() for server in self._servers):
             advice = self._none_left()
@@ -232,7 +232,7 @@ class VllmServerEngine:
                 server.is_up.set()
                 return True
             finally:
-                server.is_judged.set()
+                server.was_asked.set()
             if self._loop.time() + pause > deadline:
                 return False
             await asyncio.sleep(pause)
@@ -317,10 +317,10 @@ class VllmServerEngine:
             ) from None
         try:
             completion = _completion(answer, name, served, request)
-            if served.started is not None and wire.is_new:
+            if served.started is not None and wire.has_reconnected:
                 if await start_of(wire) != served.started:
                     raise FailedError("it was started anew since it proved its weights")
-                wire.is_new = False
+                wire.has_reconnected = False
             return completion
         except (FailedError, QuiverError):
             await wire.close()
