@@ -13,7 +13,6 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.common.models.devices import engine_gpus
 from quiver.stages.common.rendezvous import ranks_a_host, several_hosts
 from quiver.stages.common.servers import secret
-from quiver.stages.generate.config import Config as GenerateConfig
 from quiver.stages.generate.engine import engine_options
 from quiver.stages.generate.options import VllmServerOptions
 
@@ -32,7 +31,14 @@ def check_demands(recipe: Recipe) -> None:
             options = engine_options(config.engine, config.options)
             if isinstance(options, VllmServerOptions):
                 _check_servers(recipe, options, evaluation=evaluation)
-            _check_devices(recipe, config)
+            devices = recipe.placement.devices
+            needed = engine_gpus(config.options)
+            if isinstance(devices, int) and config.engine == "vllm" and devices < needed:
+                raise ConfigError(
+                    "placement.devices",
+                    f"{devices} GPUs are fewer than one engine of generate.options takes, {needed}",
+                    next=f"set placement.devices to {needed} or a multiple of it",
+                )
             require_gpus(stage_call(recipe, "generate", config, {}).runner_call)
     if "optimize" not in elsewhere:
         ranks_a_host(recipe.optimize.processes, several_hosts())
@@ -56,15 +62,3 @@ def _check_servers(recipe: Recipe, options: VllmServerOptions, *, evaluation: bo
     else:
         return
     raise ConfigError(f"{section}.engine vllm-server", problem, next=advice)
-
-
-def _check_devices(recipe: Recipe, config: GenerateConfig) -> None:
-    """One engine must not take more GPUs than the stage may."""
-    devices = recipe.placement.devices
-    needed = engine_gpus(config.options)
-    if isinstance(devices, int) and config.engine == "vllm" and devices < needed:
-        raise ConfigError(
-            "placement.devices",
-            f"{devices} GPUs are fewer than one engine of generate.options takes, {needed}",
-            next=f"set placement.devices to {needed} or a multiple of it",
-        )

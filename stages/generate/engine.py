@@ -170,7 +170,14 @@ def engine_options(engine: str, options: dict[str, Any]) -> Config | None:
     """The options of a shipped engine, checked; None for a user's own engine, which checks its own.
     ConfigError, also for a name that is neither."""
     if engine in ENGINES:
-        _require_own(engine, options)
+        for name in options.keys() - ENGINES[engine].options.model_fields.keys():
+            owners = [other for other in ENGINES if name in ENGINES[other].options.model_fields]
+            if owners:
+                raise ConfigError(
+                    "generate.options",
+                    f"options.{name} is of engine {' and '.join(owners)}, not of {engine}",
+                    next="quiver keys generate.engine",
+                )
         return parse(ENGINES[engine].options, options, "generate.options", is_section=True)
     if ":" in engine:
         return None
@@ -182,18 +189,6 @@ def engine_options(engine: str, options: dict[str, Any]) -> Config | None:
         f"file.py:Class of your own{hint}",
         next=f"set generate.engine = {near[0]!r}" if near else "quiver engines",
     )
-
-
-def _require_own(engine: str, options: dict[str, Any]) -> None:
-    """ConfigError where an option is another engine's."""
-    for name in options.keys() - ENGINES[engine].options.model_fields.keys():
-        owners = [other for other in ENGINES if name in ENGINES[other].options.model_fields]
-        if owners:
-            raise ConfigError(
-                "generate.options",
-                f"options.{name} is an option of engine {' and '.join(owners)}, not of {engine}",
-                next="quiver keys generate.engine",
-            )
 
 
 def make_engine(name: str, setup: Setup) -> Engine:

@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
         (
             ["generate.engine='transformers'", "generate.options={tensor_parallel_size=4}"],
             {},
-            "options.tensor_parallel_size is an option of engine vllm, not of transformers",
+            "options.tensor_parallel_size is of engine vllm, not of transformers",
             "quiver keys generate",
         ),
     ],
