@@ -63,9 +63,8 @@ def workload_of(recipe: Recipe) -> Workload:
         were_as_long = rollouts.manifest.config_section("sampling").get("max_tokens") == most
         lengths = [pc.list_value_length(table[f"{of}_ids"]) for of in ("prompt", "completion")]
         if len(table):
-            had_samples = rollouts.manifest.config.get("samples_per_prompt", samples)
             return Workload(
-                prompts=recipe.data.limit or -(-len(table) // had_samples),
+                prompts=recipe.data.limit or pc.count_distinct(table["group_id"]).as_py(),
                 samples=samples,
                 prompt_tokens=pc.mean(lengths[0]).as_py(),
                 completion_tokens=max(1.0, pc.mean(lengths[1]).as_py()) if were_as_long else most,

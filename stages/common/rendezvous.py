@@ -36,6 +36,7 @@ _DEFAULTS = {"join_timeout": 600, "keep_alive_interval": 5, "keep_alive_max_atte
 _GRACE_SECONDS = (
     10.0  # of ranks that end by themselves, since the version is there or a peer is not
 )
+_PAUSE = 0.5  # seconds between two beats, until all hosts are there
 _SECONDS_UNTOLD = 10.0  # of waiting for the other hosts
 _STORE_GONE = "the host of the rendezvous is gone, or its ranks failed"
 _ENDPOINT_ADVICE = "set PET_RDZV_ENDPOINT to a host that all can reach and a free port of it"
@@ -250,7 +251,7 @@ class Watch:
                 return
             except Exception as error:  # torch's own classes, of a connection that is lost
                 log.debug("no store at the rendezvous: %s", error)
-            if self._has_begun:
+            if self._has_begun or self._ranks_ended.is_set():
                 self._lose(_STORE_GONE)
                 return
             self._is_over.wait(1.0)
@@ -276,7 +277,7 @@ class Watch:
         heard: dict[int, float] = {}
         """By number of a host: when its beats were another number than before."""
         members: set[int] = set()
-        while not self._is_over.wait(interval / 2):
+        while not self._is_over.wait(interval / 2 if members else _PAUSE):
             self._store.add(f"{self._prefix}/beat/{number}", 1)
             for host in range(1, self._store.add(f"{self._prefix}/hosts", 0) + 1):
                 present = self._store.add(f"{self._prefix}/beat/{host}", 0)
@@ -287,7 +288,7 @@ class Watch:
                 self._lose("the ranks of another host failed")
                 return
             now = time.monotonic()
-            recent = {host for host, at in heard.items() if now - at < 2 * interval}
+            recent = {host for host, at in heard.items() if now - at < 4 * _PAUSE}
             if not members and len(recent) == rendezvous.nodes:
                 members = recent
             if members:

@@ -272,7 +272,7 @@ def test_a_stage_on_the_cpu_of_a_host_with_gpus_is_one_of_this_host(tmp_path):
 
 def test_a_reward_model_takes_as_many_gpus_as_it_is_split_over(tmp_path):
     make_folder(tmp_path / "model")
-    judge = {"use": "judge", "model": str(tmp_path / "model"), "engine": "vllm"}
+    judge = {"model": str(tmp_path / "model"), "engine": "vllm"}
     needs = []
     for size in (1, 2):
         model = {**judge, "engine_args": {"tensor_parallel_size": size}}

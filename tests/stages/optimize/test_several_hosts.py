@@ -232,6 +232,7 @@ from pathlib import Path
 
 answer, manner = Path(sys.argv[1]), sys.argv[2]
 answer.with_name(f"{answer.stem}-{os.environ['RANK']}.json").write_text('{"ref": "a/policy@1"}')
+time.sleep(3)  # all have begun
 if manner == "abort":
     os.abort()
 time.sleep(4)
