@@ -263,25 +263,26 @@ def test_a_rank_that_ends_badly_behind_its_answer_is_no_failure_of_any_host(monk
 def test_a_host_that_was_started_again_while_it_waited_is_one_host(monkeypatch):
     from torch.distributed import TCPStore
 
-    local(monkeypatch, PET_RDZV_CONF="keep_alive_interval=1,keep_alive_max_attempt=2")
+    local(monkeypatch, PET_RDZV_CONF="keep_alive_interval=1,keep_alive_max_attempt=5")
     monkeypatch.setenv("PET_NNODES", "3")
     there = several_hosts()
     meeting = TCPStore(there.host, there.port, is_master=True, wait_for_workers=False)
     problems = []
     watches = [Watch(there, "night", problems.append) for _ in range(4)]
+    for watch in watches:
+        watch._ranks_ended.set()  # else this process is sent SIGTERM where one is lost
     first, killed, again, third = watches
-    first._ranks_ended.set()  # else this process is sent SIGTERM
     with ExitStack() as running:
         running.enter_context(first)
         with killed:
             wait_until(lambda: meeting.check(["quiver/night/beat/2"]))
-        time.sleep(2 * there.silence)
+        time.sleep(3)
         running.enter_context(again)
-        time.sleep(2 * there.silence)
+        time.sleep(3)
         assert not first._has_begun
         running.enter_context(third)
         wait_until(lambda: first._has_begun)
-        time.sleep(2 * there.silence)
+        time.sleep(there.silence + 2)
         assert [watch.problem for watch in watches] == [""] * 4 and not problems
 
 
