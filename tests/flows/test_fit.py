@@ -247,6 +247,34 @@ def test_no_split_is_advised_to_an_engine_that_knows_none(tmp_path):
     assert remedies(need, by_transformers, SEVEN, LONG, four) == []
 
 
+def test_no_more_gpus_are_counted_than_there_are_shards(tmp_path):
+    eight = parse_machine("h100:8")
+    work = Workload(64, 8, 256, 1024, 1280, "the test")
+    for rows, devices in ((256, 2), (64, 8)):
+        asked = {"placement": {"devices": "all"}, "generate": {"rows_per_shard": rows}}
+        need = sampling(SEVEN, recipe(tmp_path, **asked), work, eight)
+        assert need.devices == devices
+        assert ("2 shards of" in " ".join(need.notes)) == (rows == 256)
+
+
+def test_vllm_decodes_fewer_together_on_an_a100(tmp_path):
+    shape = shape_of(SIZES["small"])
+    for name, most in (("a100", 256), ("h100", 1024), ("l40s", 256)):
+        need = sampling(shape, recipe(tmp_path), LONG, GPUS[name])
+        assert need.notes[0].startswith(f"up to {most} rollouts")
+
+
+def test_adapters_need_no_gradients_of_the_base(tmp_path):
+    every, adapters = (training(SEVEN, Config(lora=lora), LONG, H100) for lora in (None, {}))
+    assert adapters.flops == pytest.approx(every.flops * 2 / 3)
+
+
+def test_episodes_are_as_long_as_they_may_be(tmp_path):
+    turns = {"tools": ["quiver.deployments.recipes.calculator:calculate"], "max_tokens": 4096}
+    played = recipe(tmp_path, generate={"turns": turns, "sampling": {"max_tokens": 48}})
+    assert workload_of(played).longest > 4096
+
+
 def test_copies_of_an_engine_are_whole_each(tmp_path):
     args = {"data_parallel_size": 2, "pipeline_parallel_size": 2}
     copies = recipe(tmp_path, generate={"options": {"engine_args": args}})
