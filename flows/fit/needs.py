@@ -319,7 +319,8 @@ def sampling(
     flops = passes.flops(work.prompts * work.prompt_tokens)
     flops += 2 * (shape.multiplied + shape.head) * sampled
     notes = [f"up to {together} rollouts are decoded together, in {dtype}"]
-    if devices < _devices(recipe, machine, of_engine, work.rollouts):
+    with_more_shards = _devices(recipe, machine, of_engine, work.rollouts)
+    if devices < with_more_shards:
         notes.append(
             f"{shards} shard{'s' if shards > 1 else ''} of generate.rows_per_shard = "
             f"{config.rows_per_shard} keep no more GPUs busy"
@@ -350,16 +351,15 @@ def reward_models(recipe: Recipe, machine: Machine) -> list[Need]:
     needs = []
     for model in recipe.reward.models:
         kind, _ = _place(machine, model.device)
-        options = model.model_dump()
         folder = find_folder(model.model, model.revision, "reward.models.model")
         dtype = model.dtype
         if dtype == "auto":
             dtype = "bfloat16" if kind == "gpu" else "float32"
         on_gpu = kind == "gpu"
-        split = engine_gpus(options, ("tensor", "pipeline")) if on_gpu else 1
+        split = engine_gpus(model.engine_args, ("tensor", "pipeline")) if on_gpu else 1
         weights = count_parameters(folder) * _WIDTHS[dtype] / split
         parts = {"weights": weights, "libraries": _LIBRARIES[kind]}
-        devices = engine_gpus(options) if on_gpu else 1
+        devices = engine_gpus(model.engine_args) if on_gpu else 1
         needs.append(Need(f"reward ({model.name})", devices, parts, on_gpu=on_gpu))
     return needs
 

@@ -54,15 +54,14 @@ def remedies(
 
 def _changes(work: Workload, machine: Machine, ranks: int) -> list[dict[str, Any]]:
     """Fields of [optimize] with other values, the mildest change first; `ranks` as it is now."""
-    smaller: dict[str, Any] = {"token_budget": work.longest}
+    smaller = {"token_budget": work.longest}
     cheaper = {**smaller, "activation_checkpointing": True}
-    alone = [smaller, {"activation_checkpointing": True}, cheaper]
+    candidates = [{}, smaller, {"activation_checkpointing": True}, cheaper]
     if machine.count > 1:
         shared = {"processes": machine.count, "shard": True}
-        alone += [shared, {**shared, **cheaper}]
-    lora: dict[str, Any] = {"lora": {}}
-    if ranks > machine.count > 0 and machine.is_gpu:  # more than there are devices
-        fewer = {"processes": machine.count}
-        alone = [fewer, *({**fewer, **each} for each in alone)]
-        lora |= fewer
-    return [*alone, lora, {**lora, **cheaper}, {"precision": "bf16_stochastic", **cheaper}]
+        candidates += [shared, {**shared, **cheaper}]
+    lora = {"lora": {}}
+    candidates += [lora, {**lora, **cheaper}, {"precision": "bf16_stochastic", **cheaper}]
+    if machine.is_gpu and ranks > machine.count:  # each needs a GPU of its own
+        return [{"processes": machine.count, **changes} for changes in candidates]
+    return candidates[1:]

@@ -68,6 +68,11 @@ def refuse_url(url: Any, needs_tls: bool, otherwise: str = "") -> None:
         raise ValueError(f"a token would go to {host} in the clear: use https{otherwise}")
 
 
+def root_of(url: str) -> str:
+    """What a server's paths begin behind, with or without the /v1 of an OpenAI client."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
 def is_loopback(host: str) -> bool:
     """Whether `host`, a name or an address, is this machine and no other can reach it."""
     try:

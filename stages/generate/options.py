@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from quiver.stages.common.config import Added, Config, Runtime
-from quiver.stages.common.servers import refuse_section
+from quiver.stages.common.servers import refuse_section, root_of
 
 _SET_BY_ENGINE = {
     "block_size", "code_revision", "dtype", "enable_chunked_prefill", "enable_lora",
@@ -161,7 +161,7 @@ class VllmServerOptions(Config):
             return section
         if not isinstance(section.get("urls", ()), list | tuple):  # which may hold a secret too
             raise ValueError('urls: a list is expected, such as ["http://127.0.0.1:8000"]')
-        urls = [str(url).rstrip("/").removesuffix("/v1") for url in section.get("urls", ())]
+        urls = [root_of(str(url)) for url in section.get("urls", ())]
         if len(set(urls)) < len(urls):
             raise ValueError("urls: a server is named twice")
         refuse_section(section)

@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 
 from quiver.schemas.errors import printable
+from quiver.stages.common.servers import root_of
 from quiver.stages.generate.options import VllmServerOptions
 
 for _chatty in ("httpx", "httpcore"):  # at DEBUG they write headers, and so tokens
@@ -48,7 +49,7 @@ class Wire:
     """Asks one server, one request at a time."""
 
     def __init__(self, url: str, token: str, options: VllmServerOptions) -> None:
-        self._url = url.rstrip("/").removesuffix("/v1")
+        self._url = root_of(url)
         self._token = token
         self._options = options
         self._headers = {"Accept": "application/json", "Accept-Encoding": "identity"}

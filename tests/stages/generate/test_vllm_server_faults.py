@@ -501,6 +501,7 @@ def test_where_and_how_fast_is_no_part_of_the_run_key():
         ({"urls": ["http://host:8000"], "token": "env:T"}, "in the clear"),
         ({"urls": ["http://host:8000"], "token": "secret"}, "must be env:NAME"),
         ({"urls": ["host:8000"]}, "must be http"),
+        ({"urls": ["http://a:1", "http://a:1/v1/"]}, "a server is named twice"),
     ],
 )
 def test_urls_and_tokens_that_are_refused_at_once(options, problem):

@@ -25,6 +25,7 @@ from quiver.stages.common.rendezvous import Watch, address_towards, ranks_a_host
 from quiver.stages.common.store import Store
 from tests.stages.optimize import world
 from tests.stages.optimize.hosts import two_hosts
+from tests.stages.sharing import wait
 from tests.tiny import make_policy
 
 pytestmark = pytest.mark.dist
@@ -210,13 +211,6 @@ def test_hosts_that_do_not_see_one_store_are_told(store, refs):
     assert store.numbers("two", "policy") == Store(copy).numbers("two", "policy") == []
 
 
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def local(monkeypatch, **variables) -> str:
     """This host as one of two that meet here; where."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -275,13 +269,13 @@ def test_a_host_that_was_started_again_while_it_waited_is_one_host(monkeypatch):
     with ExitStack() as running:
         running.enter_context(first)
         with killed:
-            wait_until(lambda: meeting.check(["quiver/night/beat/2"]))
+            wait(lambda: meeting.check(["quiver/night/beat/2"]))
         time.sleep(3)
         running.enter_context(again)
         time.sleep(3)
         assert not first._has_begun
         running.enter_context(third)
-        wait_until(lambda: first._has_begun)
+        wait(lambda: first._has_begun)
         time.sleep(there.silence + 2)
         assert [watch.problem for watch in watches] == [""] * 4 and not problems
 
