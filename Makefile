@@ -32,9 +32,10 @@ $(STAMP): $(LOCK) pyproject.toml
 demo: setup
 	.venv/bin/quiver run deployments/recipes/demo.toml
 
-# Files side by side, in the order of their names: the long ones, which wait for servers and workers, come first
+# Files side by side, in the order of their names: the long ones, which wait for servers and workers, come first.
+# Where one of the processes is lost the run ends: of a new one it would wait for ever for the rest of its file.
 JOBS ?= 2
-SIDE_BY_SIDE := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+SIDE_BY_SIDE := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 test: setup
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not gpu and not torture"
 
