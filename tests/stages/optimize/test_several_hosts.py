@@ -4,7 +4,6 @@ makes, and of a host that dies the other learns."""
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import socket
@@ -21,6 +20,7 @@ from quiver import run_stage
 from quiver.schemas.errors import ConfigError, ResourceError
 from quiver.stages.common import ranks
 from quiver.stages.common.rendezvous import Watch, address_towards, ranks_a_host, several_hosts
+from quiver.stages.common.runtime.runner import Call, run_call
 from quiver.stages.common.store import Store
 from tests.stages.optimize import world
 from tests.stages.optimize.hosts import two_hosts
@@ -319,12 +319,13 @@ def test_an_id_brings_no_different_calls_together(monkeypatch):
     assert run_id() != run_id(config={"learning_rate": 0.2})
 
 
-def test_who_waits_for_hosts_that_do_not_come_is_told_why(store, refs, monkeypatch, caplog):
+def test_who_waits_for_hosts_that_do_not_come_is_told_why(store, refs, monkeypatch):
     endpoint = local(monkeypatch, PET_RDZV_CONF="join_timeout=12", ACCELERATE_USE_CPU="true")
-    caplog.set_level(logging.INFO, logger="quiver")  # a test before may have set it
+    lines: list[str] = []
+    call = Call("optimize", config().model_dump(mode="json"), store.path, refs)
     with pytest.raises(ResourceError, match=f"not all of 2 hosts at {endpoint} ") as caught:
-        run_stage("optimize", config(), store, **refs)
-    assert f"waits for 2 hosts at {endpoint} (PET_NNODES, PET_RDZV_ENDPOINT)" in caplog.text
+        run_call(call, on_line=lines.append)
+    assert f"waits for 2 hosts at {endpoint} (PET_NNODES, PET_RDZV_ENDPOINT)" in str(lines)
     message = caught.value.message
     assert "unset PET_NNODES where one host is meant" in message and not message.endswith(": ")
 
