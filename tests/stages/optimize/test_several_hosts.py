@@ -297,8 +297,8 @@ print(arrived)
 
 
 def test_who_waits_where_no_signal_arrives_gives_up(monkeypatch):
-    """As in a store whose host is gone without a word. In a process of its own: the tests' may
-    have been told by another test to end at a signal."""
+    """As in a store whose host is gone without a word. In a process of its own: once a test has
+    run a command in the tests' process, that one ends at SIGTERM."""
     local(monkeypatch)
     done = subprocess.run(
         [sys.executable, "-c", GIVING_UP], check=True, capture_output=True, text=True
