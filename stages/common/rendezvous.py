@@ -173,12 +173,15 @@ class Watch:
         self.problem = ""
         self._give_up = give_up
         self._rendezvous = rendezvous
+        self._run_id = run_id
         self._prefix = f"quiver/{run_id}"
         self._is_over = threading.Event()
         self._ranks_ended = threading.Event()
         self._is_lost = threading.Event()
         self._has_begun = False
         """All hosts were heard of."""
+        self._met_another = False
+        """A host came to the same place with another call."""
         self._oldest_beat = time.monotonic()
         """When the host that is silent for longest was heard of."""
         self._store: Any = None
@@ -186,16 +189,17 @@ class Watch:
     def __enter__(self) -> Watch:
         def listen() -> None:
             began_at = time.monotonic()
-            is_told = False
+            told = ""
             while not self._is_over.wait(1.0):
                 silent_for = time.monotonic() - self._oldest_beat
                 if self._has_begun and silent_for > self._rendezvous.silence:
                     self._lose(f"another host was silent for {self._rendezvous.silence:g} s")
                     return
                 waited = time.monotonic() - began_at
-                if not (self._has_begun or is_told) and waited > _SECONDS_UNTOLD:
-                    is_told = True
-                    log.info("waits for %s", self._meeting)
+                meeting = self._meeting + self._another
+                if not self._has_begun and meeting != told and waited > _SECONDS_UNTOLD:
+                    told = meeting
+                    log.info("waits for %s", meeting)
 
         threading.Thread(target=self._beat, daemon=True, name="beat").start()
         threading.Thread(target=listen, daemon=True, name="listen").start()
@@ -216,7 +220,7 @@ class Watch:
         cause = error.__cause__ or error  # torch says no more than that there is one
         words = printable(cause).rstrip(".") or type(cause).__name__
         return (
-            f"not all of {self._meeting} came: {words}. Hosts "
+            f"not all of {self._meeting} came{self._another}: {words}. Hosts "
             "meet in equal calls of one version, at a port that no other program has; unset "
             "PET_NNODES where one host is meant"
         )
@@ -227,6 +231,11 @@ class Watch:
         there = self._rendezvous
         endpoint = f"{there.host}:{there.port}"
         return f"{there.nodes} hosts at {endpoint} (PET_NNODES, PET_RDZV_ENDPOINT)"
+
+    @property
+    def _another(self) -> str:
+        """What is said behind the meeting where a host came to it that never will take part."""
+        return ", and one came with other settings, files or paths" if self._met_another else ""
 
     def tell_failure(self) -> None:
         """The ranks of this host failed for a reason of their own: the others need not wait. Of the
@@ -272,6 +281,7 @@ class Watch:
             wait_for_workers=False,
             timeout=timedelta(seconds=rendezvous.settings["join_timeout"]),
         )
+        self._store.append("quiver/calls", f"{self._run_id} ")
         number = self._store.add(f"{self._prefix}/hosts", 1)
         beats: dict[int, int] = {}
         heard: dict[int, float] = {}
@@ -287,6 +297,9 @@ class Watch:
             if self._store.add(f"{self._prefix}/failed", 0):
                 self._lose("the ranks of another host failed")
                 return
+            if not members:
+                calls = self._store.get("quiver/calls").decode().split()
+                self._met_another = any(call != self._run_id for call in calls)
             now = time.monotonic()
             recent = {host for host, at in heard.items() if now - at < 4 * _PAUSE}
             if not members and len(recent) == rendezvous.nodes:

@@ -85,12 +85,12 @@ class VllmOptions(Config):
     max_num_seqs: Runtime[int | None] = Field(default=None, ge=1)
     """Most sequences decoded together; None: vLLM's choice on a GPU (1024 on an H100, 256 on an
     A100 or a smaller one), 256 on a CPU."""
-    max_num_batched_tokens: Runtime[int | None] = None
+    max_num_batched_tokens: Runtime[int | None] = Field(default=None, ge=1)
     """Most tokens of one engine step; None: vLLM's choice on a GPU, the larger of 4096 and the
     context on a CPU."""
     gpu_memory_utilization: Runtime[float] = Field(default=0.9, gt=0, le=1)
     """Share of the GPU's memory that the engine may take."""
-    cpu_kv_cache_gib: Runtime[float | None] = None
+    cpu_kv_cache_gib: Runtime[float | None] = Field(default=None, gt=0)
     """Memory of the CPU's key/value cache; None: what max_num_seqs full sequences need, at most 40
     % of the free memory."""
     tensor_parallel_size: Runtime[int] = Field(default=1, ge=1)

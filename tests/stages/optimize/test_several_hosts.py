@@ -319,6 +319,22 @@ def test_an_id_brings_no_different_calls_together(monkeypatch):
     assert run_id() != run_id(config={"learning_rate": 0.2})
 
 
+def test_hosts_of_different_calls_are_told_so(monkeypatch):
+    from torch.distributed import TCPStore
+
+    local(monkeypatch)
+    there = several_hosts()
+    meeting = TCPStore(there.host, there.port, is_master=True, wait_for_workers=False)
+    watches = [Watch(there, run_id, print) for run_id in ("night", "day")]
+    error = TimeoutError("no host came")
+    with watches[0]:
+        wait(lambda: meeting.check(["quiver/night/beat/1"]))
+        assert "other settings" not in watches[0].problem_of(error)
+        with watches[1]:
+            for watch in watches:
+                wait(lambda watch=watch: "with other settings" in watch.problem_of(error))
+
+
 def test_who_waits_for_hosts_that_do_not_come_is_told_why(store, refs, monkeypatch):
     endpoint = local(monkeypatch, PET_RDZV_CONF="join_timeout=12", ACCELERATE_USE_CPU="true")
     lines: list[str] = []
