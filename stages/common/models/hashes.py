@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import time
 from collections.abc import Iterable
@@ -21,6 +22,10 @@ from quiver.stages.common.store import storage
 from quiver.stages.common.threads import map_in_threads
 
 _SETTLED_NS = 2_000_000_000
+_LARGE = 2**30
+"""Bytes of a file that takes seconds to read: somebody waits for them."""
+told = logging.getLogger("quiver")
+"""What whoever runs a recipe reads."""
 
 
 def hash_files(paths: Iterable[Path], *, remembered: bool = False) -> list[tuple[str, str]]:
@@ -47,6 +52,8 @@ def _hash_file(path: Path, remembered: bool) -> str:
             entry = json.loads(entry_path.read_bytes())
             if entry["identity"] == identity:
                 return entry["sha256"]
+    if remembered and status.st_size >= _LARGE:
+        told.info("reading %s (%.1f GB) for its hash", path.name, status.st_size / 1e9)
     sha256 = storage.sha256(path)
     if has_memory:
         with suppress(OSError):  # a full disk, a folder that is not ours: it is computed again

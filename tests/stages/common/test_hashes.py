@@ -3,6 +3,7 @@ the hash is to go into a manifest."""
 
 import hashlib
 import json
+import logging
 import os
 import time
 
@@ -79,6 +80,14 @@ def test_what_goes_into_a_manifest_is_computed_and_sets_the_memory_right(
     assert remembered(path)[0][1] == "f" * 64
     assert hash_files([path])[0][1] == sha256(b"first") == remembered(path)[0][1]
     assert len(hashed) == 2
+
+
+def test_who_waits_for_a_large_file_is_told_so_once(cache, later, path, caplog):
+    caplog.set_level(logging.INFO, logger="quiver")
+    os.truncate(path, 2**30)
+    for _ in range(2):
+        remembered(path)
+    assert caplog.messages == ["reading weights.bin (1.1 GB) for its hash"]
 
 
 def test_a_changed_file_is_hashed_anew(cache, hashed, later, path):
