@@ -214,7 +214,9 @@ def _trained(shape: Shape, config: OptimizeConfig) -> float:
     """Numbers that AdamW moves."""
     if config.lora is None:
         return shape.weights
-    return config.lora.rank * _sides_of_products(shape) * shape.layers
+    # each of queries, keys, values, gate and up has the input that a product of several reads once
+    sides = _sides_of_products(shape) + 3 * shape.hidden
+    return config.lora.rank * sides * shape.layers
 
 
 def _held_by_training(shape: Shape, config: OptimizeConfig, precision: str) -> dict[str, float]:

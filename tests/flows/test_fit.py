@@ -9,13 +9,14 @@ import pytest
 from transformers import GPT2Config, LlamaConfig, OpenAIGPTConfig, Qwen2MoeConfig
 
 from quiver.flows.fit.machines import GPUS, Machine, parse_machine, this_host
-from quiver.flows.fit.needs import Pass, needs_of, sampling, training
+from quiver.flows.fit.needs import Pass, needs_of, sampling, scoring, training
 from quiver.flows.fit.remedies import fits, has_enough, remedies
 from quiver.flows.fit.shapes import Shape, find_config, shape_of
 from quiver.flows.fit.workload import Workload, workload_of
 from quiver.flows.recipe import Recipe
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.store import Store
+from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.optimize.config import Config
 from tests.flows import measured_peak
 from tests.flows.conftest import quiver
@@ -177,6 +178,8 @@ def test_a_run_that_sampled_says_how_long_its_rollouts_are(tmp_path):
         generate={**as_sampled, "samples_per_prompt": 2 * SAMPLES},
     )
     assert workload_of(doubled).rollouts == 2 * work.rollouts
+    fewer = recipe(tmp_path, data={"source": "rows.jsonl", "limit": 3}, generate=as_sampled)
+    assert workload_of(fewer).prompts == 3
     made_by_a_function = recipe(tmp_path, policy={"model": "mine.py:make"})
     assert find_config(made_by_a_function).vocab_size == 320
 
@@ -238,13 +241,13 @@ def test_processes_on_a_cpu_share_its_memory_and_gpus_are_counted(tmp_path):
 
 def test_no_split_is_advised_to_an_engine_that_knows_none(tmp_path):
     need = sampling(SEVEN, recipe(tmp_path), LONG, GPUS["l4"])
-    four = parse_machine("l4:4")
+    eight = parse_machine("l4:8")  # of 28 heads no eighth is whole
     for options, sizes in (({}, [2, 4]), ({"tensor_parallel_size": 2}, [4])):
         split = recipe(tmp_path, generate={"engine": "vllm", "options": options})
-        advised = [setting for setting, _ in remedies(need, split, SEVEN, LONG, four)]
+        advised = [setting for setting, _ in remedies(need, split, SEVEN, LONG, eight)]
         assert advised == [f"generate.options.tensor_parallel_size = {size}" for size in sizes]
     by_transformers = recipe(tmp_path, generate={"engine": "transformers"})
-    assert remedies(need, by_transformers, SEVEN, LONG, four) == []
+    assert remedies(need, by_transformers, SEVEN, LONG, eight) == []
 
 
 def test_no_more_gpus_are_counted_than_there_are_shards(tmp_path):
@@ -312,7 +315,8 @@ def test_a_reward_model_takes_as_many_gpus_as_it_is_split_over(tmp_path):
         ]
         needs.append(need)
     assert [need.devices for need in needs] == [1, 2]
-    assert needs[0].parts["weights"] == 2 * needs[1].parts["weights"]
+    weights = shape_of(find_config(recipe(tmp_path))).weights
+    assert [need.parts["weights"] for need in needs] == [2 * weights, weights]
 
 
 def test_an_engine_without_a_cache_of_its_own_takes_no_share_of_the_gpu(tmp_path):
@@ -327,6 +331,7 @@ def test_an_engine_without_a_cache_of_its_own_takes_no_share_of_the_gpu(tmp_path
 def test_what_each_token_is_multiplied_with(tmp_path):
     dense = shape_of(GPT2Config())
     assert dense.multiplied == dense.in_layers  # without a gate
+    assert (dense.intermediate, dense.is_tied) == (4 * 768, True)
     sparse = shape_of(
         Qwen2MoeConfig(
             hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
@@ -336,12 +341,115 @@ def test_what_each_token_is_multiplied_with(tmp_path):
     assert sparse.multiplied == 2 * (4 * 64 * 64 + 3 * 64 * (2 * 32 + 48)) < sparse.in_layers
 
 
+FEW = Workload(4, 2, 100, 50, 150, "the test")
+ONE_PASS = 2 * SEVEN.in_layers * (400 + 8 * 49) + 2 * SEVEN.head * 400 + 4 * 28 * 3584 * 125 * 792
+"""Operations over FEW: two a weight and token, four a number of attention's and key it meets."""
+
+
+def test_operations_are_counted_by_hand():
+    twice = training(SEVEN, Config(epochs=2), FEW, H100)
+    assert twice.flops == pytest.approx(2 * 3 * ONE_PASS)
+    again = training(SEVEN, Config(activation_checkpointing=True), FEW, H100)
+    assert again.flops == pytest.approx(4 * ONE_PASS)
+    scored = scoring(SEVEN, LogprobsConfig(role="ref"), FEW, H100, 1)
+    assert scored.flops == pytest.approx(ONE_PASS)
+    of_a_gpu = {"bf16": 989e12, "fp32": 67e12}
+    for precision, rate in of_a_gpu.items():
+        need = training(SEVEN, Config(precision=precision), LONG, H100)
+        assert need.seconds == pytest.approx(max(need.flops / rate, need.moved / 3.35e12))
+    assert need.flops / 67e12 > 2 * need.moved / 3.35e12
+
+
+def test_bytes_moved_follow_steps_and_micro_batches():
+    moved = {
+        (epochs, minibatches): training(
+            SEVEN, Config(epochs=epochs, minibatches=minibatches, token_budget=198), FEW, H100
+        ).moved
+        for epochs, minibatches in ((1, 1), (2, 1), (1, 2))
+    }
+    assert moved[2, 1] == pytest.approx(2 * moved[1, 1])
+    # four micro-batches either way; one more step of AdamW's seven numbers, with gradients that are
+    # clipped and summed
+    assert moved[1, 2] - moved[1, 1] == pytest.approx((4 * 7 + 8 + 12) * SEVEN.weights)
+    scored = scoring(SEVEN, LogprobsConfig(role="ref", token_budget=198), FEW, H100, 1)
+    forward_and_backward = Pass(SEVEN, FEW, H100, is_narrow=True).moved_by_micro_batch(198)
+    assert scored.moved == pytest.approx(4 / 3 * forward_and_backward)
+
+
+def test_what_a_pass_holds_is_counted_by_hand():
+    stored, again = (
+        training(SEVEN, Config(activation_checkpointing=again), FEW, H100).parts["activations"]
+        for again in (False, True)
+    )
+    assert again - stored / 28 == pytest.approx(792 * 4 * 3584 * 28)  # what each layer reads
+    narrow, wide = (
+        training(SEVEN, Config(precision=precision), FEW, H100).parts["activations"]
+        for precision in ("bf16_stochastic", "bf16")
+    )
+    assert wide - narrow == 792 * 28 * 2 * 3584 * 2  # the stream between layers, twice
+    longest = training(SEVEN, Config(token_budget=64), FEW, H100)
+    assert longest.notes == ("micro-batches of 150 tokens, bf16",)
+    scored = scoring(SEVEN, LogprobsConfig(role="ref"), FEW, H100, 1)
+    assert scored.parts["weights"] == 4 * SEVEN.weights + 2 * (SEVEN.in_layers + SEVEN.head)
+
+
+def test_what_adapters_and_a_critic_hold():
+    sides = 2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944)
+    adapters = 28 * 16 * sides
+    base = 2 * (SEVEN.in_layers + SEVEN.head) + 4 * (SEVEN.head + 3584)
+    for precision, weights in (("bf16", base), ("fp32", 4 * SEVEN.weights)):
+        config = Config(precision=precision, lora={"rank": 16})
+        parts = training(SEVEN, config, FEW, H100).parts
+        assert parts["weights"] == weights + 4 * adapters
+        assert (parts["gradients"], parts["moments"]) == (4 * adapters, 8 * adapters)
+    alone, judged = (
+        training(SEVEN, Config(algorithm="ppo", critic=critic), FEW, H100).parts
+        for critic in ("trunk", "model")
+    )
+    for name in ("weights", "gradients", "moments"):
+        assert judged[name] == 2 * alone[name]
+
+
+def test_a_cache_is_as_large_as_it_is_told(tmp_path):
+    shape = shape_of(SIZES["small"])
+    asked = recipe(tmp_path, generate={"options": {"cpu_kv_cache_gib": 2}, "device": "cpu"})
+    assert sampling(shape, asked, WORK, this_host()).parts["cache"] == 2 * 2**30
+    unasked = recipe(tmp_path, generate={"device": "cpu", "dtype": "float32"})
+    endless = Workload(4, 2, 100, 10**7, 10**7, "the test")
+    most = sampling(shape, unasked, endless, this_host()).parts["cache"]
+    assert most == 0.4 * this_host().memory
+    one_rollout = sampling(SEVEN, recipe(tmp_path), LONG, parse_machine("rtx3090")).parts["cache"]
+    small = Machine("small", 2**30, 1, 1e12, 1e12, 1e12)
+    assert one_rollout > sampling(SEVEN, recipe(tmp_path), LONG, small).parts["cache"]
+    assert sampling(SEVEN, recipe(tmp_path), LONG, small).parts["cache"] == 1280 * 28 * 2 * 512 * 2
+
+
+def test_devices_are_those_that_whole_engines_use(tmp_path):
+    four = parse_machine("h100:4")
+    for asked, size, devices in ((3, 2, 2), (8, 2, 4), ("all", 1, 4), (None, 2, 2)):
+        placed = recipe(
+            tmp_path,
+            placement={} if asked is None else {"devices": asked},
+            generate={"options": {"tensor_parallel_size": size}},
+        )
+        assert sampling(SEVEN, placed, LONG, four).devices == devices
+    many = Workload(80, 8, 100, 50, 150, "the test")
+    scored = recipe(
+        tmp_path, placement={"devices": "all"}, optimize={"kl_coef": 0.1}, logprobs={"prox": True}
+    )
+    devices = {need.stage: need.devices for need in needs_of(scored, SEVEN, many, four)}
+    assert devices == {"generate": 3, "logprobs (ref)": 3, "logprobs (prox)": 3, "optimize": 1}
+
+
 def test_what_can_not_be_told_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="expected one of a10, a100") as caught:
         parse_machine("h10")
     assert caught.value.next == "name --gpu h100"
-    with pytest.raises(ConfigError, match="number of GPUs"):
-        parse_machine("h100:none")
+    for count in ("none", "0", "1025"):
+        with pytest.raises(ConfigError, match="number of GPUs"):
+            parse_machine(f"h100:{count}")
+    eight = parse_machine("H100:8")
+    assert (eight.name, eight.count, eight.memory) == ("h100", 8, 81559 * 2**20)
     make_folder(tmp_path / "t5", "t5")
     seq2seq = recipe(tmp_path, policy={"model": str(tmp_path / "t5")})
     with pytest.raises(ConfigError, match="decoders with attention alone"):
