@@ -360,6 +360,11 @@ def test_operations_are_counted_by_hand():
     assert need.flops / 67e12 > 2 * need.moved / 3.35e12
 
 
+def test_one_rank_shares_nothing():
+    alone, shared = (training(SEVEN, Config(shard=shard), FEW, H100) for shard in (False, True))
+    assert alone == shared
+
+
 def test_bytes_moved_follow_steps_and_micro_batches():
     moved = {
         (epochs, minibatches): training(
@@ -382,6 +387,10 @@ def test_what_a_pass_holds_is_counted_by_hand():
         for again in (False, True)
     )
     assert again - stored / 28 == pytest.approx(792 * 4 * 3584 * 28)  # what each layer reads
+    # of each token both norms' inputs and outputs, queries, attention's output, gate and up, and the
+    # keys and values of what its row attends to: 400 of prompts, 149 of each rollout
+    kept = 2 * 3584 * (4 + 2) + 2 * (2 * 3584 + 2 * 512 * (400 + 8 * 149) / 792 + 2 * 18944)
+    assert stored == pytest.approx(792 * 28 * kept)
     narrow, wide = (
         training(SEVEN, Config(precision=precision), FEW, H100).parts["activations"]
         for precision in ("bf16_stochastic", "bf16")
