@@ -316,10 +316,7 @@ def sampling(
         asked = options.get("cpu_kv_cache_gib")
         sequences = cache_of_token * (work.longest + vllm_env.CPU_BLOCK) * most
         cache = asked * 2**30 if asked else min(sequences, 0.4 * machine.memory)
-    passes = Pass(shape, work, machine, width == 2)
     sampled = work.rollouts * work.completion_tokens
-    flops = passes.flops(work.prompts * work.prompt_tokens)
-    flops += 2 * (shape.multiplied + shape.head) * sampled
     notes = [f"up to {together} rollouts are decoded together, in {dtype}"]
     with_more_shards = _devices(recipe, machine, of_engine, work.rollouts)
     if devices < with_more_shards:
@@ -329,6 +326,11 @@ def sampling(
         )
     batch = max(1.0, min(together, work.rollouts * split / devices))
     read_keys = work.prompt_tokens + work.completion_tokens / 2
+    prompts = work.prompts * work.prompt_tokens
+    met_keys = prompts * work.prompt_tokens / 2 + sampled * read_keys
+    # each prompt is read once, and predicts no more than its completions' first ids
+    flops = 2 * shape.multiplied * (prompts + sampled) + 2 * shape.head * sampled
+    flops += 4 * shape.layers * shape.attention * met_keys
     moved = sampled / batch * shape.weights * width + sampled * read_keys * cache_of_token * split
     return Need(
         "generate",

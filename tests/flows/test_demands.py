@@ -2,6 +2,7 @@
 
 import pytest
 
+from quiver.flows.demands import check_demands
 from quiver.flows.preflight import preflight
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError
@@ -9,6 +10,7 @@ from tests.flows.conftest import write_recipe
 
 SERVERS = 'generate={engine="vllm-server", options={urls=["http://127.0.0.1:9"]}}'
 WAITS = "generate.options.wait_seconds=60"
+TWO_GPUS = "generate.options={tensor_parallel_size=2}"
 MEETING = {"PET_NNODES": "3", "PET_RDZV_ENDPOINT": "first:29400"}
 
 
@@ -69,3 +71,39 @@ def test_an_evaluation_by_another_engine_begins_without_options(folder):
     assert recipe.generate_config(1).options == {"tensor_parallel_size": 4}
     config = recipe.generate_config(1, evaluation=True)
     assert (config.engine, config.options) == ("vllm-server", {"urls": ["http://127.0.0.1:9"]})
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment"),
+    [
+        ([SERVERS, "iterations=1", "evaluate.generate={engine='transformers'}"], {}),
+        ([SERVERS, WAITS], {}),
+        (["generate.engine='vllm'", TWO_GPUS, "placement.devices=2"], {}),
+        (["optimize.processes=6"], MEETING),
+        ([SERVERS, "placement.generate='pool'"], {}),
+        (["optimize.processes=4", "placement.optimize='pool'"], MEETING),
+    ],
+)
+def test_what_can_begin_is_let_through(folder, monkeypatch, settings, environment):
+    monkeypatch.chdir(folder)
+    for name, text in environment.items():
+        monkeypatch.setenv(name, text)
+    check_demands(load(folder / "recipe.toml", settings))
+
+
+def test_servers_of_an_evaluation_have_demands_of_their_own(folder, monkeypatch):
+    """It samples from the first policy and from the last one, however many the run makes."""
+    monkeypatch.chdir(folder)
+    by_servers = 'evaluate.generate={engine="vllm-server", options={urls=["http://127.0.0.1:9"]}}'
+    recipe = load(folder / "recipe.toml", [by_servers, "iterations=1"])
+    with pytest.raises(ConfigError, match="2 policies need servers") as caught:
+        check_demands(recipe)
+    assert "set evaluate.generate.options.wait_seconds" in caught.value.next
+
+
+def test_each_policy_needs_its_server(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    with pytest.raises(
+        ConfigError, match=r"E-CONFIG generate\.engine vllm-server: 3 policies need"
+    ):
+        check_demands(load(folder / "recipe.toml", [SERVERS, "iterations=3"]))

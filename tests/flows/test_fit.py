@@ -178,8 +178,8 @@ def test_a_run_that_sampled_says_how_long_its_rollouts_are(tmp_path):
         generate={**as_sampled, "samples_per_prompt": 2 * SAMPLES},
     )
     assert workload_of(doubled).rollouts == 2 * work.rollouts
-    fewer = recipe(tmp_path, data={"source": "rows.jsonl", "limit": 3}, generate=as_sampled)
-    assert workload_of(fewer).prompts == 3
+    fewer = recipe(tmp_path, data={"source": "rows.jsonl", "limit": 9}, generate=as_sampled)
+    assert workload_of(fewer).prompts == 9
     made_by_a_function = recipe(tmp_path, policy={"model": "mine.py:make"})
     assert find_config(made_by_a_function).vocab_size == 320
 
@@ -365,6 +365,25 @@ def test_one_rank_shares_nothing():
     assert alone == shared
 
 
+def test_sampling_on_paper(tmp_path):
+    """A prompt is read once; then each step of the engine reads all weights, and of each rollout
+    its keys and values."""
+    need = sampling(SEVEN, recipe(tmp_path), FEW, H100)
+    products = 2 * SEVEN.in_layers * (400 + 400) + 2 * SEVEN.head * 400
+    attention = 4 * 28 * 3584 * (400 * 50 + 400 * 125)
+    assert need.flops == pytest.approx(products + attention)
+    weights, keys = 50 * SEVEN.weights * 2, 400 * 125 * 2 * 28 * 512 * 2
+    assert need.moved == pytest.approx(weights + keys)
+    assert need.seconds == pytest.approx(need.moved / 3.35e12)
+
+
+def test_a_rank_with_its_share_holds_what_is_whole_in_a_pass_besides():
+    parts = training(SEVEN, Config(precision="fp32", processes=8, shard=True), LONG, H100).parts
+    assert parts["weights"] == 4 * SEVEN.weights / 8
+    weights_and_gradients = 2 * 4 * (2 * SEVEN.head)  # of both embeddings, in float32
+    assert weights_and_gradients < parts["whole for a moment"] < 2 * weights_and_gradients
+
+
 def test_bytes_moved_follow_steps_and_micro_batches():
     moved = {
         (epochs, minibatches): training(
@@ -424,6 +443,8 @@ def test_a_cache_is_as_large_as_it_is_told(tmp_path):
     asked = recipe(tmp_path, generate={"options": {"cpu_kv_cache_gib": 2}, "device": "cpu"})
     assert sampling(shape, asked, WORK, this_host()).parts["cache"] == 2 * 2**30
     unasked = recipe(tmp_path, generate={"device": "cpu", "dtype": "float32"})
+    of_a_gpu = sampling(SEVEN, recipe(tmp_path), LONG, H100)
+    assert of_a_gpu.bytes == pytest.approx(0.9 * H100.memory)  # vLLM's own default
     endless = Workload(4, 2, 100, 10**7, 10**7, "the test")
     most = sampling(shape, unasked, endless, this_host()).parts["cache"]
     assert most == 0.4 * this_host().memory
@@ -448,6 +469,13 @@ def test_devices_are_those_that_whole_engines_use(tmp_path):
     )
     devices = {need.stage: need.devices for need in needs_of(scored, SEVEN, many, four)}
     assert devices == {"generate": 3, "logprobs (ref)": 3, "logprobs (prox)": 3, "optimize": 1}
+
+
+def test_denominators_that_the_engine_can_not_give_are_scored(tmp_path):
+    for optimize, stages in (({}, []), ({"prox_of": "start"}, ["logprobs (prox)"])):
+        asked = recipe(tmp_path, optimize=optimize)
+        needs = needs_of(asked, SEVEN, FEW, H100)
+        assert [need.stage for need in needs] == ["generate", *stages, "optimize"]
 
 
 def test_what_can_not_be_told_is_an_error(tmp_path):

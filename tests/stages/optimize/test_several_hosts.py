@@ -356,7 +356,12 @@ def test_who_waits_for_hosts_that_do_not_come_is_told_why(store, refs, monkeypat
             {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "a:1", "PET_RDZV_CONF": "retries=3"},
             "found retries=3",
         ),
-        ({"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "a:99999"}, "expected HOST:PORT"),
+        ({"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "a:65536"}, "expected HOST:PORT"),
+        ({"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "a:0"}, "expected HOST:PORT"),
+        (
+            {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "a:1", "PET_NPROC_PER_NODE": "0"},
+            "expected a number of ranks, found 0",
+        ),
         (
             {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "a:1", "PET_NPROC_PER_NODE": "gpu"},
             "expected a number of ranks, found gpu",
@@ -398,6 +403,36 @@ def test_what_torchrun_takes_is_taken():
     there = several_hosts(said)
     assert (there.nodes, there.host, there.port) == (2, "::1", 29400)
     assert (ranks_a_host(None, there), ranks_a_host(4, there)) == (8, 2)
+
+
+def test_a_host_without_a_beat_is_dead_after_all_attempts():
+    said = {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "first:29400"}
+    assert several_hosts(said).silence == 60.0  # 12 beats, one in 5 seconds
+    asked = several_hosts({**said, "PET_RDZV_CONF": "keep_alive_interval=30"})
+    assert (asked.silence, asked.settings["join_timeout"]) == (360.0, 600)
+
+
+@pytest.mark.parametrize(
+    ("processes", "variables", "count"),
+    [
+        (None, {}, 1),
+        (4, {}, 4),
+        (None, {"PET_NNODES": "3"}, 3),
+        (None, {"PET_NNODES": "3", "PET_NPROC_PER_NODE": "8"}, 24),
+        (6, {"PET_NNODES": "3", "PET_NPROC_PER_NODE": "8"}, 6),
+        (1, {"PET_NNODES": "3"}, 3),
+        (None, {"PET_NNODES": "two"}, 2),
+        (4, {"WORLD_SIZE": "4"}, 1),
+    ],
+)
+def test_how_many_ranks_all_hosts_start(monkeypatch, processes, variables, count):
+    """More than 1 where `launch` has to refuse what is said: one process alone would not meet the
+    others, and train by itself."""
+    endpoint = {"PET_RDZV_ENDPOINT": "first:29400"}
+    for name, text in {**endpoint, **variables}.items():
+        monkeypatch.setenv(name, text)
+    assert ranks.needed("optimize", {"processes": processes}) == count
+    assert ranks.needed("reward", {"processes": processes}) == 1
 
 
 def test_a_name_that_leads_to_the_host_itself_is_refused(monkeypatch):
