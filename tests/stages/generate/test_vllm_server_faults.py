@@ -4,6 +4,7 @@ What only a real one can show is in test_vllm_server.py."""
 from __future__ import annotations
 
 import copy
+import json
 import os
 import resource
 import signal
@@ -22,6 +23,7 @@ from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from quiver.stages.generate.config import Config
 from quiver.stages.generate.engine import Request, Setup
+from quiver.stages.generate.engines.server_identity import Expected
 from quiver.stages.generate.engines.vllm_server import VllmServerEngine
 from quiver.stages.generate.options import Sampling
 from tests.stages.generate import guessing
@@ -256,6 +258,17 @@ def test_a_name_does_not_count_where_the_folder_is_another_versions(store, polic
     assert_right(sample(store, policy, [server]))
 
 
+def test_one_file_of_several_says_that_a_version_is_another(policy, tmp_path):
+    expected = Expected.of(Setup(policy, Sampling(max_tokens=8), (2,), 64))
+    expected = replace(expected, files={"first.safetensors": "0" * 64, **expected.files})
+    names = [{"name": name, "sha256": sha256} for name, sha256 in expected.files.items()]
+    (tmp_path / "manifest.json").write_text(json.dumps({"files": names}))
+    assert not expected.is_contradicted_by(tmp_path)
+    names[1]["sha256"] = "1" * 64
+    (tmp_path / "manifest.json").write_text(json.dumps({"files": names}))
+    assert expected.is_contradicted_by(tmp_path)
+
+
 def by_path(fake, path) -> None:
     fake.card |= {"id": str(path), "root": str(path)}
 
@@ -269,12 +282,16 @@ def test_the_folder_of_the_policy_proves_its_weights(store, policy, server, tmp_
 def test_a_link_to_the_folder_counts_while_it_is_older_than_the_server(
     store, policy, server, tmp_path
 ):
+    (tmp_path / "outer").symlink_to(tmp_path / "inner")
     server.started = time.time()
     time.sleep(2.5)  # no test can set when a link was made
     (tmp_path / "now").symlink_to(policy.files.folder)
     (tmp_path / "here").symlink_to(tmp_path)
     by_path(server, tmp_path / "here" / "now")
     refused(store, policy, server, LineageError, "here was moved or changed after its start")
+    (tmp_path / "inner").symlink_to(policy.files.folder)
+    by_path(server, tmp_path / "outer")
+    refused(store, policy, server, LineageError, "inner was moved or changed after its start")
     server.started = time.time() + 1
     assert_right(sample(store, policy, [server]))
 
@@ -358,8 +375,9 @@ def test_a_server_without_a_start_proves_nothing_by_path(store, policy, server):
 
 
 def test_weights_that_change_in_the_probe_are_refused(store, policy, server):
-    server.later_label = "step 7"
-    refused(store, policy, server, LineageError, "loaded later, as default, step 7")
+    for later in ("step 7", as_model("policy", policy).weights):  # the first ids are of others
+        server.later_label = later
+        refused(store, policy, server, LineageError, f"loaded later, as default, {later}")
 
 
 def test_a_row_is_kept_away_from_the_server_that_failed_it(policy, server):
