@@ -244,7 +244,9 @@ def write_greedy(
         }
         for group, row in sorted(rows.items(), reverse=True)
     ]
-    version = write_rollouts(store, policy, greedy, f"{run}.greedy")
+    asked = rollouts.manifest.input("prompts")
+    prompts = store.open(asked.ref) if asked else None
+    version = write_rollouts(store, policy, greedy, f"{run}.greedy", prompts)
     rewards = write_rewards(store, version, score, f"{run}.greedy")
     return {"baseline": version, "baseline_rewards": rewards}
 
