@@ -53,6 +53,9 @@ LOGPROB_TOLERANCE = 2e-4
 """Nats. Eleven layers of large random weights round to as much in float32."""
 GRADIENT_TOLERANCE = 2e-3
 """Of a parameter's norm."""
+SENSITIVE = {"gemma3n_text": 15}
+"""Times the tolerances: it cuts activations at a quantile, so its own two attention kernels differ
+by 3e-3 in float32, and by 6e-4 in float64."""
 _QWEN4 = {
     "indexer_n_heads": 4,
     "indexer_kv_heads": 1,
@@ -180,8 +183,9 @@ def _train(family: str, policy: Version, store: Store) -> Row:
         logprobs = logprobs.index_copy(0, places, trained(layout)[0])
     (weights * logprobs).sum().backward()
     gaps = _gaps(torch.cat(own), logprobs, plain, trained.model)
-    assert gaps[0] <= LOGPROB_TOLERANCE, f"{family}: logprobs differ by {gaps[0]}"
-    assert gaps[1] <= GRADIENT_TOLERANCE, f"{family}: gradients differ by {gaps[1]}"
+    times = SENSITIVE.get(family, 1)
+    assert gaps[0] <= times * LOGPROB_TOLERANCE, f"{family}: logprobs differ by {gaps[0]}"
+    assert gaps[1] <= times * GRADIENT_TOLERANCE, f"{family}: gradients differ by {gaps[1]}"
 
     rows = [
         {
