@@ -116,8 +116,11 @@ class Wire:
             },
         )
         received = bytearray()
-        async with aclosing(await self._connection.handle_async_request(request)) as response:
-            async for chunk in response.aiter_raw():
+        async with (
+            aclosing(await self._connection.handle_async_request(request)) as response,
+            aclosing(response.aiter_raw()) as chunks,
+        ):
+            async for chunk in chunks:
                 received += chunk
                 if len(received) > _MOST_BYTES:
                     raise FailedError(f"its answer has more than {_MOST_BYTES} bytes")

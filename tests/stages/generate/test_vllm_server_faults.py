@@ -23,6 +23,7 @@ from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from quiver.stages.generate.config import Config
 from quiver.stages.generate.engine import Request, Setup
+from quiver.stages.generate.engines import server_wire
 from quiver.stages.generate.engines.server_identity import Expected
 from quiver.stages.generate.engines.vllm_server import VllmServerEngine
 from quiver.stages.generate.options import Sampling
@@ -175,6 +176,13 @@ def test_a_row_that_takes_too_long_is_given_up(store, policy, server):
     server.says = lambda answer, count: time.sleep(0.5) or answer
     with pytest.raises(ResourceError, match=r"no whole answer within 0\.1 s"):
         sample(store, policy, [server], row_seconds=0.1, retries=1)
+
+
+def test_an_answer_without_an_end_is_given_up(store, policy, server, monkeypatch):
+    monkeypatch.setattr(server_wire, "_MOST_BYTES", 2000)
+    server.says = lambda answer, count: {**answer, "padding": "x" * 2000}
+    with pytest.raises(ResourceError, match="its answer has more than 2000 bytes"):
+        sample(store, policy, [server], retries=0)
 
 
 @pytest.mark.parametrize("says", ["404", "the new name"])
