@@ -38,6 +38,7 @@ _GRACE_SECONDS = (
 )
 _PAUSE = 0.5  # seconds between two beats, until all hosts are there
 _SECONDS_UNTOLD = 10.0  # of waiting for the other hosts
+_SECONDS_TO_RETURN = 5.0  # from a call of the store, of a host that lives
 _STORE_GONE = "the host of the rendezvous is gone, or its ranks failed"
 _ENDPOINT_ADVICE = "set PET_RDZV_ENDPOINT to a host that all can reach and a free port of it"
 log = logging.getLogger(__name__)
@@ -185,6 +186,7 @@ class Watch:
         self._oldest_beat = time.monotonic()
         """When the host that is silent for longest was heard of."""
         self._store: Any = None
+        self._beating: threading.Thread | None = None
 
     def __enter__(self) -> Watch:
         def listen() -> None:
@@ -201,13 +203,17 @@ class Watch:
                     told = meeting
                     log.info("waits for %s", meeting)
 
-        threading.Thread(target=self._beat, daemon=True, name="beat").start()
+        self._beating = threading.Thread(target=self._beat, daemon=True, name="beat")
+        self._beating.start()
         threading.Thread(target=listen, daemon=True, name="listen").start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
         self._ranks_ended.set()
+        # a process that ends while a thread is in torch's store is aborted, whatever it came to
+        if self._beating is not None:
+            self._beating.join(_SECONDS_TO_RETURN)
 
     def problem_of(self, error: Exception) -> str:
         """What the agent's own error at the rendezvous means."""

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -333,6 +334,7 @@ def test_hosts_of_different_calls_are_told_so(monkeypatch):
         with watches[1]:
             for watch in watches:
                 wait(lambda watch=watch: "with other settings" in watch.problem_of(error))
+    assert "beat" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_who_waits_for_hosts_that_do_not_come_is_told_why(store, refs, monkeypatch):
