@@ -328,7 +328,7 @@ def sampling(
     read_keys = work.prompt_tokens + work.completion_tokens / 2
     prompts = work.prompts * work.prompt_tokens
     met_keys = prompts * work.prompt_tokens / 2 + sampled * read_keys
-    # each prompt is read once, and predicts no more than its completions' first ids
+    # each prompt is read once, and has logits at its end alone
     flops = 2 * shape.multiplied * (prompts + sampled) + 2 * shape.head * sampled
     flops += 4 * shape.layers * shape.attention * met_keys
     moved = sampled / batch * shape.weights * width + sampled * read_keys * cache_of_token * split
