@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import astuple
 from typing import TYPE_CHECKING
 
+from quiver.schemas.errors import ConfigError, RemoteError, printable
 from quiver.stages.common.store.leases import Owner
 
 if TYPE_CHECKING:
@@ -30,15 +31,32 @@ def shell_tag() -> str:
 
 
 def crash_abandoned() -> int:
-    """Tell the server of the runs whose process on this host is gone: how many there were."""
+    """Tell the server of the runs whose process on this host is gone: how many there were.
+    RemoteError where there is no server; ConfigError where its address is none."""
+    import httpx
     from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_URL
     from prefect.states import Crashed
 
     message = "its process is gone; what it finished is kept"
-    with get_client(sync_client=True) as client:
-        runs = abandoned_runs(client)
-        for run in runs:
-            client.set_flow_run_state(run.id, Crashed(message=message), force=True)
+    name = f"Prefect API {printable(PREFECT_API_URL.value() or '')}".strip()
+    try:
+        with get_client(sync_client=True) as client:
+            runs = abandoned_runs(client)
+            for run in runs:
+                client.set_flow_run_state(run.id, Crashed(message=message), force=True)
+    except (httpx.UnsupportedProtocol, httpx.InvalidURL, ValueError) as error:
+        raise ConfigError(
+            name,
+            f"is no address of a server: {printable(error)}",
+            next="export PREFECT_API_URL=http://HOST:4200/api, or unset it, and run again",
+        ) from error
+    except httpx.TransportError as error:
+        raise RemoteError(
+            name,
+            f"does not answer: {type(error).__name__}: {printable(error)}",
+            next="prefect server start, or unset PREFECT_API_URL, and run again",
+        ) from error
     return len(runs)
 
 

@@ -12,13 +12,21 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from typing import Annotated
 
 import typer
 from typer.main import get_command
 
 from quiver import flows
-from quiver.schemas.errors import UNCHANGED, ConfigError, QuiverError, for_terminal, unexpected
+from quiver.schemas.errors import (
+    UNCHANGED,
+    ConfigError,
+    QuiverError,
+    for_terminal,
+    printable,
+    unexpected,
+)
 
 from .commands import (
     cleaning,
@@ -89,6 +97,10 @@ def _say_stopped() -> None:
 def _run() -> int:
     """Run the command; its exit code. An error is told on stderr, and on stdout with --json."""
     try:
+        for word in sys.argv[1:]:
+            if word.encode(errors="ignore").decode() != word:
+                problem = f"{printable(word)} is not UTF-8"
+                raise ConfigError("command line", problem, next="quiver --help")
         code = get_command(app).main(standalone_mode=False) or 0
         if code == 128 + signal.SIGINT:  # typer's answer to Ctrl-C inside a command
             _say_stopped()
@@ -114,20 +126,42 @@ def _run() -> int:
         count = "one version" if CALLED.num_made == 1 else f"{CALLED.num_made} versions"
         error.state = f"this command has made {count}, kept for the next run."
     error.next = complete(error.next, CALLED, options_in(get_command(app).commands))
-    say({"error": error.to_dict()}, [])
     print(for_terminal(error), file=sys.stderr)
+    with suppress(OSError):  # that stdout can not be written to may be the error
+        say({"error": error.to_dict()}, [])
     return error.exit_code
+
+
+class _ForTerminal(logging.Formatter):
+    """A log line may hold what a stage's own code printed."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return for_terminal(super().format(record))
+
+
+def _settle_streams() -> None:
+    """Let each standard stream be one that can be written to, whatever started this process: one
+    that was closed leads nowhere, and what an encoding lacks is escaped."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, os.fdopen(number, mode))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")
 
 
 def main() -> None:
     """Entry point: an error becomes its exit code, with what to do next on stderr."""
+    _settle_streams()
     if len(sys.argv) == 1:
         sys.argv.append("--help")
     if "--json" in sys.argv:
         keep_stdout()
     debug = "--debug" in sys.argv
     os.environ["QUIVER_DEBUG"] = "1" if debug else ""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(_ForTerminal("%(message)s"))
     logging.getLogger("quiver").setLevel(logging.INFO)
     logging.getLogger("quiver.stages").setLevel(logging.WARNING)  # a stage's process logs for it
     # runs of `serve` are read on Prefect's pages, so they log there as they do under a worker

@@ -6,6 +6,8 @@ offsets, and so is every tensor made of it, without a copy.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -59,6 +61,20 @@ def with_struct(schema: pa.Schema, **structs: pa.StructType) -> pa.Schema:
     for name, kind in structs.items():
         schema = schema.set(schema.get_field_index(name), required(name, kind))
     return schema
+
+
+def require_names(fields: Iterable[pa.Field]) -> None:
+    """Raise ArrowInvalid where the name of a column, or of a struct's member, is no text or stands
+    twice. pyarrow reads such a file, and fails only where somebody asks for the name."""
+    try:
+        fields = list(fields)
+        names = [field.name for field in fields]
+    except UnicodeDecodeError:
+        raise pa.ArrowInvalid("the name of a column is not UTF-8") from None
+    if len(set(names)) < len(names):
+        raise pa.ArrowInvalid("two columns have the same name")
+    for field in fields:
+        require_names(field.type.field(index) for index in range(field.type.num_fields))
 
 
 def fail(schema: pa.Schema, message: str) -> SchemaError:

@@ -102,7 +102,7 @@ def keep_stdout() -> None:
     """From now on `say` answers in JSON, and only that reaches the stdout that this process was
     started with; what libraries and a user's reward print, as it is imported, goes to stderr."""
     global _stdout  # noqa: PLW0603
-    _stdout = os.fdopen(os.dup(1), "w")
+    _stdout = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace")
     os.dup2(2, 1)
 
 

@@ -16,6 +16,8 @@ from . import templates
 from .words import number
 
 MOST_POINTS = 200
+_MOST = 1e100
+"""Beyond it a number is drawn as little as infinity is: its differences would overflow."""
 # edges of a curve within its panel, in pixels; an SVG's y grows downwards
 _LEFT = 66
 _RIGHT = 346
@@ -75,9 +77,13 @@ def draw(panels: Sequence[Panel], x_name: str) -> Picture | None:
 
 
 def _thinned(points: Sequence[tuple[int, float | None, float]]) -> list[tuple[int, float, float]]:
-    """Those with a finite value, at most `MOST_POINTS`, evenly spaced, first and last among
+    """Those whose value can be drawn, at most `MOST_POINTS`, evenly spaced, first and last among
     them."""
-    finite = [point for point in points if point[1] is not None and math.isfinite(point[1])]
+    finite = [
+        (x, y, error)
+        for x, y, error in points
+        if y is not None and abs(y) < _MOST and abs(error) < _MOST
+    ]
     if len(finite) <= MOST_POINTS:
         return finite
     last = len(finite) - 1
@@ -91,7 +97,9 @@ def _chart(panel: Panel) -> dict[str, Any]:
     last_x = max(x for x, _, _ in both)
     lowest = min(y - error for _, y, error in both)
     highest = max(y + error for _, y, error in both)
-    margin = (highest - lowest) * 0.05 or abs(highest) * 0.05 or 1.0
+    margin = (highest - lowest) * 0.05 or abs(highest) * 0.05
+    if margin < 1 / _MOST:
+        margin = 1.0
     floor = lowest - margin
     y_range = highest + margin - floor
 

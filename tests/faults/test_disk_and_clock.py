@@ -2,11 +2,15 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -22,6 +26,7 @@ from tests.faults.scenes import (
     require_next_run,
     written,
 )
+from tests.faults.seam import watched
 from tests.stages.common.store.test_store import Settings, work_on
 
 
@@ -85,6 +90,54 @@ def test_what_could_not_be_flushed_is_not_acknowledged(
         number += step
     assert trials
     record_property("failed flushes", trials)
+
+
+class FailingCall:
+    """One of the calls by which the store changes the disk fails."""
+
+    def __init__(self, number: int, code: int) -> None:
+        self._left = number
+        self._code = code
+        self.has_failed = False
+
+    def around(self, name: str, call: Callable[[], Any], arguments: tuple) -> Any:
+        self._left -= 1
+        if not self._left:
+            self.has_failed = True
+            raise OSError(self._code, os.strerror(self._code), arguments[0])
+        return call()
+
+
+@pytest.mark.parametrize(
+    ("code", "step"),
+    [
+        pytest.param(errno.EIO, 3, id="short"),
+        pytest.param(errno.EIO, 1, id="full", marks=pytest.mark.torture),
+        pytest.param(errno.EACCES, 1, id="full, no access", marks=pytest.mark.torture),
+    ],
+)
+@pytest.mark.parametrize("name", ["new store", "alone", "shared", "checkpoint", "tag", "rm", "gc"])
+def test_any_call_may_fail(fast_path, record_property, name, code, step):
+    """Nothing is lost, and the same process may do it again: it holds no lease that it has
+    forgotten."""
+    scene, number = SCENES[name], 1
+    while True:
+        path = fast_path / str(number)
+        scene.before(path, 1)
+        known = Known.of(path, *expected_changes(name))
+        failing = FailingCall(number, code)
+        acknowledged = []
+        with suppress(QuiverError), watched(failing.around):
+            for each in scene.steps(path, 1):
+                acknowledged.append(each)
+        if not failing.has_failed:
+            break
+        require_invariants(path, known, acknowledged)
+        require_next_run(path, scene, 1, known)
+        shutil.rmtree(path)
+        number += step
+    assert number > step
+    record_property("failed calls", number // step)
 
 
 @pytest.fixture

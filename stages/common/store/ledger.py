@@ -33,6 +33,8 @@ from quiver.schemas.refs import Ref, version_name
 
 from .storage import Storage
 
+MOST_VERSION = 10**12 - 1
+"""A reference has 12 digits at most."""
 OPTIMIZER_FOLDER = "optimizer"
 """Below a policy's files: its optimizer state, which may be taken away before the rest."""
 _NAME = re.compile(r"^v([0-9]{6,12})\.([0-9a-f]{64}|)$", re.MULTILINE)
@@ -95,9 +97,9 @@ class Ledger:
         noted = set(self.content_hashes())
         for number in sorted(set(visible) - noted):
             manifest = self._read(f"{Ref(self._run, self._kind, number).folder}/manifest.json")
-            if manifest is not None:
+            if manifest is not None and manifest.version == number:
                 self.note(manifest)
-            else:
+            elif number < MOST_VERSION:  # torn, or a copy of another version
                 self.prepare()
                 self._storage.write(self._key(number, ""), b"")
         return noted.union(visible)
@@ -105,7 +107,12 @@ class Ledger:
     def next_number(self, first: int, visible: list[int]) -> int:
         """The one after the highest that was ever given, or `first`. `visible`: numbers of the
         versions that are there."""
-        return max({first - 1, *self.note_missing(visible)}) + 1
+        highest = max({first - 1, *self.note_missing(visible)})
+        if highest >= MOST_VERSION:
+            name = f"{self._run}/{self._kind}"
+            next = f"quiver doctor --quarantine {name}@{highest}"
+            raise CorruptError(name, f"{highest} is the highest number there can be", next=next)
+        return highest + 1
 
     def number_of_deleted(
         self, content_hash: str, run_key: str | None, visible: list[int]

@@ -32,6 +32,7 @@ from quiver.schemas.errors import (
     QuiverError,
     ResourceError,
 )
+from quiver.schemas.fields import require_names
 
 from .failpoints import check_failpoints, failpoint
 
@@ -91,7 +92,9 @@ class Storage:
         """An Arrow file, mapped into memory. pyarrow.ArrowException where it can not be parsed."""
         file = pa.memory_map(str(self._file(key)))
         try:
-            return pa.ipc.open_file(file).read_all()
+            table = pa.ipc.open_file(file).read_all()
+            require_names(table.schema)
+            return table
         except OSError as error:
             if error.errno is None:  # pyarrow's word for a file that contradicts itself
                 raise pa.ArrowInvalid(str(error)) from None
@@ -347,7 +350,8 @@ def replacing(
                 os.fsync(raw.fileno())
         if if_absent:
             os.link(temporary, path)
-            temporary.unlink()
+            with contextlib.suppress(OSError):  # it is there, whatever becomes of its other name
+                temporary.unlink()
         elif path.is_dir():
             raise _not_a(str(path), "file", path)
         else:

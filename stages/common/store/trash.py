@@ -110,8 +110,11 @@ def open_trash(storage: Storage) -> Iterator[Trash]:
             leases.trim(lease)
         yield trash
     finally:
-        trash.close()
-        lease.release()
+        try:
+            with storage_errors("trash"):
+                trash.close()
+        finally:
+            lease.release()
 
 
 def rescue(storage: Storage, ref: Ref) -> None:

@@ -257,6 +257,7 @@ class Store:
         self.sees_expired = False
         try:
             self.path = Path(path).expanduser().absolute()
+            str(self.path).encode()
             self.storage = Storage(self.path)
             if self.path.exists() and not self.path.is_dir():
                 raise ConfigError(
@@ -267,7 +268,7 @@ class Store:
             self.id = self._read_marker()
         except QuiverError:
             raise
-        except (OSError, RuntimeError) as error:  # RuntimeError: pathlib's word for a home or loop
+        except (OSError, RuntimeError, UnicodeError) as error:  # RuntimeError: of a home or loop
             raise ConfigError(
                 f"store {printable(path)}",
                 f"can not be used: {reason(error)}",

@@ -480,7 +480,10 @@ class Staging:
             with self._ended_by_others():
                 yield
         finally:
-            self._close(self.lease)
+            try:
+                self._sweep()
+            finally:
+                self.lease.release()
 
     @contextmanager
     def open_together(self) -> Iterator[None]:
@@ -502,7 +505,10 @@ class Staging:
             with shards as writer.shards, self._ended_by_others():
                 yield
         finally:
-            self._close(presence)
+            try:
+                self._sweep()
+            finally:
+                presence.release()
 
     def _prepare(self, *, fresh: bool) -> None:
         """Make the staging places, unless the version is there; and note what is read, so that
@@ -551,9 +557,9 @@ class Staging:
         prefix = f"{plan.run}/{plan.kinds[-1]}/.staging/{run_key}.leases"
         return Leases(plan.store.storage, prefix)
 
-    def _close(self, lease: Lease) -> None:
-        """Let go of the work; when it is done, remove all that is staged of it, and of finished
-        work whose process died before it could."""
+    def _sweep(self) -> None:
+        """When the work is done, remove all that is staged of it, and of finished work whose
+        process died before it could."""
         plan, storage = self.plan, self.plan.store.storage
         for kind in plan.kinds if self.committed else ():
             staging = f"{plan.run}/{kind}/.staging"
@@ -564,7 +570,6 @@ class Staging:
             for name in reversed(names):  # notes before the shards that they are about
                 if name.partition(".")[0] in {plan.run_key, *left_over}:
                     storage.delete_tree(f"{staging}/{name}")
-        lease.release()
 
     def _is_at_work(self, run_key: str) -> bool:
         """Whether a process is at other work, which may be done again by force."""

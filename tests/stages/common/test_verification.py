@@ -19,10 +19,10 @@ from quiver.schemas.errors import (
 )
 from quiver.schemas.manifest import FileEntry, Model, canonical, content_hash, digest
 from quiver.stages.common.models.checkpoints import as_model
-from quiver.stages.common.store import Store
+from quiver.stages.common.store import Store, arrow_child
 from quiver.stages.common.store.arrow_check import ArrowCheck
 from quiver.stages.common.store.retention import quarantine, remove
-from quiver.stages.common.store.storage import sha256
+from quiver.stages.common.store.storage import Storage, sha256
 from quiver.stages.common.verification import verify
 from tests.stages.common.store.test_store import Settings, commit, work_on
 
@@ -100,21 +100,57 @@ def test_a_crafted_arrow_file_with_the_right_hash_is_told(store):
     assert "part-00000.arrow" in said(store) and "can not be parsed" in said(store)
 
 
-def test_a_file_that_crashes_its_reader_crashes_a_child_alone(tmp_path, monkeypatch):
-    from quiver.stages.common.store import arrow_child
+@pytest.fixture
+def crashes(tmp_path, monkeypatch):
+    """Says which files crash the process that reads them, by a part of their paths."""
 
+    def let_crash(name: str) -> None:
+        child = tmp_path / "child.py"
+        text = Path(arrow_child.__file__).read_text()
+        bomb = f"        import os; {name!r} in line and os.abort()\n        try:\n"
+        child.write_text(text.replace("        try:\n", bomb))
+        monkeypatch.setattr(arrow_child, "__file__", str(child))
+
+    return let_crash
+
+
+def test_whoever_verifies_or_reads_a_foreign_store_survives_such_a_file(
+    store, crashes, monkeypatch
+):
+    version = commit(store)
+    crashes("part-00001.arrow")
+    assert "part-00001.arrow: can not be parsed: whoever parses it crashes" in said(store)
+    assert Store(store.path).open(version.ref).table().num_rows == 4
+    monkeypatch.setattr("os.geteuid", lambda: (store.path / "store.json").stat().st_uid + 1)
+    with pytest.raises(CorruptError, match="crashes"):
+        Store(store.path).open(version.ref).table()
+
+
+def test_a_file_is_held_to_the_rows_of_its_entry(store):
+    version = commit(store, shards=1)
+    entries = [entry.model_copy(update={"rows": 5}) for entry in version.manifest.files]
+    files = [entry.model_dump(mode="json") for entry in entries]
+    rewrite(version, rows=5, files=files, content_hash=content_hash("logprobs/1", tuple(entries)))
+    with pytest.raises(CorruptError, match="expected 5 rows, found 2"):
+        Store(store.path).open(version.ref).table()
+
+
+def test_what_was_made_of_other_content_is_told(store):
+    """The input's number was given to other content, and nothing else knows."""
+    first = commit(store)
+    commit(store, Settings(seed=1), inputs={"other": first})
+    other = commit(Store(store.path.with_name("other")), shards=1)
+    shutil.rmtree(first.files.folder)
+    shutil.copytree(other.files.folder, first.files.folder)
+    shutil.rmtree(store.path / "a/logprobs/.ledger")
+    assert "input a/logprobs@1 is not what it was" in said(Store(store.path), "a/logprobs@2")
+
+
+def test_a_file_that_crashes_its_reader_crashes_a_child_alone(tmp_path, crashes):
     whole = tmp_path / "whole.arrow"
     with pa.ipc.new_file(whole, pa.schema([("a", pa.int64())])) as file:
         file.write_table(pa.table({"a": [1]}))
-    child = tmp_path / "child.py"
-    text = Path(arrow_child.__file__).read_text()
-    child.write_text(
-        text.replace(
-            "        try:\n",
-            "        import os; 'bomb.arrow' in line and os.abort()\n        try:\n",
-        )
-    )
-    monkeypatch.setattr(arrow_child, "__file__", str(child))
+    crashes("bomb.arrow")
     with ArrowCheck() as check:
         assert check.problem(whole) == ""
         assert "crashes" in check.problem(tmp_path / "bomb.arrow")
@@ -329,3 +365,23 @@ def test_a_damaged_version_is_put_aside_and_made_again(store):
     assert "E-LINEAGE" in said(store), "it is missing, not expired"
     assert commit(store).ref == first.ref
     assert said(store) == "" and str(store.resolve("a/logprobs@prod")) == "a/logprobs@1"
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        (["ab", "ab"], "two columns have the same name"),
+        (["ab", "a\xff"], "the name of a column is not UTF-8"),
+    ],
+)
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_names_of_columns_that_no_reader_can_ask_for_are_told(tmp_path, is_nested, names, problem):
+    columns = pa.table({"ab": [1], "aX": [2]})
+    table = pa.table({"s": columns.to_struct_array()}) if is_nested else columns
+    with pa.ipc.new_file(tmp_path / "t.arrow", table.schema) as file:
+        file.write_table(table)
+    raw = (tmp_path / "t.arrow").read_bytes()
+    assert raw.count(b"aX") == 2  # before the rows and after them
+    (tmp_path / "t.arrow").write_bytes(raw.replace(b"aX", names[1].encode("latin-1")))
+    with pytest.raises(pa.ArrowInvalid, match=problem):
+        Storage(tmp_path).read_table("t.arrow")

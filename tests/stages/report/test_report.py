@@ -21,7 +21,7 @@ from quiver.stages.report import samples
 from quiver.stages.report import stage as report
 from quiver.stages.report.gather import gather
 from quiver.stages.report.joined import told_of_prompt
-from quiver.stages.report.plots import ticks
+from quiver.stages.report.plots import Panel, draw, ticks
 from quiver.stages.report.words import number, score_of
 from tests.benchmarks.made import (
     make_prompts,
@@ -335,3 +335,13 @@ def test_marks_of_an_axis_are_round(low, high, most, expected):
 
 def test_marks_of_iterations_are_whole():
     assert ticks(0, 3, 6, least_step=1) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("extreme", [5e-324, -1e-320, 1e308, -1e308, float("inf"), float("nan")])
+@pytest.mark.parametrize("is_error", [False, True])
+def test_numbers_that_no_plot_can_hold_are_left_out(extreme, is_error):
+    """A file of somebody else's may say anything."""
+    strange = (2, 0.5, extreme) if is_error else (2, extreme, 0.0)
+    for points in ([(0, 0.0, 0.0), strange], [strange, strange], [(0, 1e308, 0.0), strange]):
+        picture = draw([Panel("loss", points)], "step")
+        assert picture is None or ("nan" not in picture.svg and "inf" not in picture.svg)

@@ -546,3 +546,24 @@ def test_rows_and_batches_are_each_others_reverse():
     assert as_rows(batch, [])[0] == ROWS[0]._replace(columns={})
     hidden = ROWS[0]._replace(columns={"prompts": "mine", "completions": "mine"})
     assert as_batch([hidden])["prompts"] == [CHAT] and as_batch([hidden])["completions"] == ["4"]
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("a<|im_end|>", "a"),
+        ("a \n<|im_end|> </s><｜end｜>\n", "a"),
+        ("a  ", "a  "),
+        ("a<|im_end|>b", "a<|im_end|>b"),
+        ("a<|" + "x" * 40 + "|>", "a"),
+        ("a<|" + "x" * 41 + "|>", "a<|" + "x" * 41 + "|>"),
+        ("<eos><pad>", ""),
+        ("", ""),
+        # white space that a model samples for long holds nobody up
+        ("a" + " " * 500_000 + "b", "a" + " " * 500_000 + "b"),
+        ("a" + " " * 500_000 + "</s>", "a"),
+        ("a" + " </s>" * 200_000, "a"),
+    ],
+)
+def test_end_tokens_are_taken_off(text, kept):
+    assert openrlhf.without_end_tokens(text) == kept

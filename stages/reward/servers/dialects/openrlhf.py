@@ -28,9 +28,8 @@ from .rows import Row, Scored, as_text, fill
 from .strict import MalformedError, as_part, read_as
 
 PATH = "/get_reward"
-_END_TOKENS = re.compile(
-    r"(?:\s*(?:<[|｜][^<>|｜]{1,40}[|｜]>|</s>|<eos>|<pad>|<end_of_turn>))+\s*\Z"
-)
+_END_TOKEN = re.compile(r"(?:<[|｜][^<>|｜]{1,40}[|｜]>|</s>|<eos>|<pad>|<end_of_turn>)\Z")
+_LONGEST_END_TOKEN = 44
 _ONE_TOKEN = re.compile(r"<[^<>]+>")
 
 # -- the side that asks
@@ -108,13 +107,27 @@ class Request(BaseModel):
             Row(
                 str(place),
                 prompt,
-                text if keeps_end_tokens else _END_TOKENS.sub("", text),
+                text if keeps_end_tokens else without_end_tokens(text),
                 {label: column},
             )
             for place, (text, prompt, column) in enumerate(
                 zip(self.completions(), self.prompts, self.labels, strict=True)
             )
         ]
+
+
+def without_end_tokens(text: str) -> str:
+    """`text` up to the special tokens that it ends in, and the white space around them; as it is
+    where it ends in none. Each character is looked at a few times at most, however many there
+    are."""
+    kept = len(text)
+    end = len(text.rstrip())
+    while match := _END_TOKEN.search(text[max(0, end - _LONGEST_END_TOKEN) : end]):
+        end -= len(match[0])
+        while end and text[end - 1].isspace():
+            end -= 1
+        kept = end
+    return text[:kept]
 
 
 class Answer(BaseModel):

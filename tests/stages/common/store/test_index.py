@@ -10,9 +10,11 @@ import zlib
 
 import pytest
 
+from quiver.schemas.errors import CorruptError
 from quiver.stages.common.store import Store
 from quiver.stages.common.store import storage as storage_module
 from quiver.stages.common.store.ledger import Ledger
+from quiver.stages.common.store.retention import quarantine, remove
 from quiver.stages.common.verification import verify
 from tests.stages.common.store.test_store import Settings, commit
 
@@ -280,3 +282,27 @@ def test_a_process_that_dies_before_it_notes_its_number_leaves_that_to_the_next(
     commit(store, Settings(seed=2), shards=2)
     shutil.rmtree(made.files.folder)
     assert str(commit(store, Settings(seed=3), shards=3).ref) == "a/logprobs@3"
+
+
+def test_a_copy_of_a_version_under_another_number_takes_no_tombstone_back(store, tmp_path):
+    """Its manifest names the number of the one that was deleted."""
+    first, second = (commit(store, Settings(seed=shards), shards=shards) for shards in (1, 2))
+    shutil.copytree(first.files.folder, tmp_path / "copy")
+    remove(store, "a/logprobs@1")
+    shutil.copytree(tmp_path / "copy", store.path / "a/logprobs/v000009")
+    ref, _ = quarantine(store, "a/logprobs@9")
+    assert ref.version == 9
+    assert store.ledger("a", "logprobs").tombstone(1) is not None
+    assert verify(store) == (1, [])
+    assert commit(store, Settings(seed=3), shards=3).ref.version == 10
+    assert store.open("a/logprobs@2").manifest == second.manifest
+
+
+def test_a_copy_under_the_highest_number_is_told_before_anything_is_committed(store):
+    first = commit(store, Settings(seed=1), shards=1)
+    shutil.copytree(first.files.folder, store.path / "a/logprobs/v999999999999")
+    with pytest.raises(CorruptError, match="is the highest number") as caught:
+        commit(store, Settings(seed=2), shards=2)
+    assert caught.value.next == "quiver doctor --quarantine a/logprobs@999999999999"
+    quarantine(store, "a/logprobs@999999999999")
+    assert commit(store, Settings(seed=2), shards=2).ref.version == 2

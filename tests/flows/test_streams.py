@@ -1,0 +1,97 @@
+"""Standard streams of every kind: closed, full, of another encoding; and words on their way to
+them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from quiver.flows.abandoned import crash_abandoned
+from quiver.schemas.errors import ConfigError, RemoteError
+from quiver.stages.common.store import Store
+from tests.flows.conftest import RECIPE, command_environment
+from tests.stages.common.store.histories import make_table
+from tests.tiny import make_folder
+
+
+@pytest.fixture
+def store(tmp_path) -> Path:
+    make_table(Store(tmp_path / "store"), 0)
+    return tmp_path / "store"
+
+
+def called(folder: Path, words: str, **environment: str) -> subprocess.CompletedProcess:
+    """A command, with what a shell says of its streams behind it."""
+    line = f"{sys.executable} -m quiver.flows.cli {words}"
+    env = {**command_environment(folder), **environment}
+    return subprocess.run(
+        ["bash", "-c", line], cwd=folder, env=env, capture_output=True, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("ls --store store --json >&-", 0),
+        ("ls --store store --json 2>&-", 0),
+        ("view a/logprobs@1 --store store <&-", 5),  # it shows rollouts alone
+        ("verify --store store --json >/dev/full", 7),
+        ("rm a/logprobs@1 --store store --reason $'\\xff'", 2),
+        ("ls --store $'x\\xff'", 2),
+    ],
+)
+def test_streams_and_words_of_any_kind(tmp_path, store, words, code):
+    done = called(tmp_path, words)
+    assert done.returncode == code, done.stderr
+    assert b"Traceback" not in done.stderr
+    assert Store(store).refs("a", "logprobs")
+
+
+def test_a_store_whose_path_is_no_text_is_no_damage(tmp_path, store):
+    path = os.fsencode(tmp_path) + b"/x\xff"
+    os.rename(store, path)
+    done = called(tmp_path, "verify", QUIVER_STORE=os.fsdecode(path))
+    assert done.returncode == 2 and b"can not be used" in done.stderr
+    os.rename(path, store)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("words", ["keys optimize", "algorithms", "ls --store store --json"])
+def test_an_encoding_that_lacks_characters_gets_them_escaped(tmp_path, store, encoding, words):
+    done = called(tmp_path, words, PYTHONIOENCODING=encoding)
+    assert done.returncode == 0, done.stderr
+    if "--json" in words:
+        assert json.loads(done.stdout)
+
+
+def test_what_a_stages_process_says_moves_no_cursor(tmp_path):
+    make_folder(tmp_path / "model")
+    (tmp_path / "rows.py").write_text(
+        "def rows():\n"
+        "    print('a\\x1b[2Jb')\n"
+        "    return [{'question': '1+5?', 'answer': '6'}] * 4\n"
+    )
+    (tmp_path / "recipe.toml").write_text(RECIPE.replace("questions.jsonl", "rows.py:rows"))
+    done = called(tmp_path, "prompt recipe.toml")
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"a\\x1b[2Jb" in done.stderr
+    assert b"\x1b" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("url", "error"),
+    [
+        ("http://127.0.0.1:1/api", RemoteError),
+        ("localhost:4200/api", ConfigError),
+        ("ftp://127.0.0.1/api", ConfigError),
+        ("http://127.0.0.1:99999999/api", RemoteError),
+    ],
+)
+def test_a_prefect_server_that_is_none_is_told(url, error):
+    with temporary_settings({PREFECT_API_URL: url}), pytest.raises(error) as caught:
+        crash_abandoned()
+    assert "PREFECT_API_URL" in caught.value.next and "Prefect API" in caught.value.object
