@@ -2,6 +2,8 @@
 
 Ids and logprobs are lists with items that can not be null: an Arrow list column is values +
 offsets, and so is every tensor made of it, without a copy.
+
+Not of the spine: that columns are what a kind's schema says is all that the spine needs of it.
 """
 
 from __future__ import annotations
