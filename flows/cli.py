@@ -7,6 +7,7 @@ imports wait until a command needs them.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -147,7 +148,8 @@ def _settle_streams() -> None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
             setattr(sys, name, os.fdopen(number, mode))
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")
+        if isinstance(stream, io.TextIOWrapper):  # else whoever calls `main` has put it there
+            stream.reconfigure(errors="backslashreplace")
 
 
 def main() -> None:

@@ -200,7 +200,8 @@ class Tag:
             f"{self._run} tag {self.name}",
             f"{key} can not be read: {reason}",
             state="all versions are intact; nothing was changed.",
-            next=f"restore tags/{key}, or delete it: the tag then goes on from the entry before",
+            next=f"restore tags/{key} from a copy, or delete it and say where the tag is to point: "
+            f"quiver tag {self.name} REF",
         )
 
 
