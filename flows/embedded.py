@@ -16,8 +16,10 @@ together begin one after the other.
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -48,6 +50,8 @@ _POPEN = subprocess.Popen
 _PORT_IS_TAKEN = 3
 """uvicorn's exit code."""
 _POLL_SECONDS = 0.2
+_DATABASE_BYTES = 16 * 1024 * 1024
+"""Room for Prefect's database of a few runs and its journal."""
 log = logging.getLogger(__name__)
 
 
@@ -73,11 +77,14 @@ def guard_embedded_server() -> None:
 
 
 def require_writable(home: Path) -> None:
-    """ResourceError where Prefect can not keep its database."""
+    """ResourceError where Prefect can not keep its database; of a full disk Prefect tells only
+    after minutes."""
     try:
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=home):
             pass
+        if shutil.disk_usage(home).free < _DATABASE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         raise ResourceError(
             f"PREFECT_HOME {home}",

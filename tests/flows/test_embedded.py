@@ -12,6 +12,8 @@ import time
 
 import pytest
 
+from quiver.flows.embedded import require_writable
+from quiver.schemas.errors import ResourceError
 from quiver.stages.common.store import Store
 from quiver.stages.common.verification import verify
 from tests.flows.conftest import (
@@ -177,3 +179,16 @@ def test_two_first_runs_at_once_make_prefects_database_one_after_the_other(tmp_p
     answers = [start.communicate(timeout=300)[0] for start in starts]
     assert answers == ["up\n"] * 2
     assert [start.returncode for start in starts] == [0] * 2
+
+
+def test_a_home_without_room_for_a_database_is_told(tmp_path):
+    """On a real disk of a megabyte."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small tmpfs is not permitted here")
+    try:
+        with pytest.raises(ResourceError, match="No space left on device") as caught:
+            require_writable(tmp_path / "prefect")
+        assert "PREFECT_HOME" in caught.value.next
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)

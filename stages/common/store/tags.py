@@ -200,8 +200,8 @@ class Tag:
             f"{self._run} tag {self.name}",
             f"{key} can not be read: {reason}",
             state="all versions are intact; nothing was changed.",
-            next=f"restore tags/{key} from a copy, or delete it and let the tag point at the version "
-            "that is meant",
+            next=f"restore tags/{key} from a copy, or delete it and let the tag point at the "
+            "version that is meant",
         )
 
 
