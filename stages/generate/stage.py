@@ -119,7 +119,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         metrics["other_engines"] = other_engines
     if dropped:
         status["dropped"] = len(dropped)
-    writer.finish(metrics=metrics, status=status, device=engine.get("device", "cpu"))
+    device = engine.get("device", "cpu")
+    writer.finish(metrics=metrics, status=status, device=device, rows=len(rows))
 
 
 def engine_setup(

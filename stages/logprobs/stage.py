@@ -106,7 +106,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         "packing": first_worker.get("packing"),
         "attention": first_worker.get("attention"),
     }
-    writer.finish(metrics=metrics, device=first_worker.get("device", "cpu"))
+    device = first_worker.get("device", "cpu")
+    writer.finish(metrics=metrics, device=device, rows=len(table))
 
 
 def _count_tokens(column: pa.ChunkedArray) -> int:

@@ -117,7 +117,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         retried = shards.earlier.column("reward").null_count
         recovered = retried - table.column("reward").null_count
         metrics |= {"retried": retried, "recovered": recovered}
-    writer.finish(metrics=metrics, status=status)
+    rows = plan.inputs["rollouts"].manifest.rows
+    writer.finish(metrics=metrics, status=status, rows=rows)
 
 
 @contextmanager

@@ -121,6 +121,7 @@ class Writer:
         self._entries: tuple[FileEntry, ...] = ()
         self._schema_name = "policy/1"
         self._finished: dict[str, Any] | None = None
+        self._rows: int | None = None
         # what is there already is done again
         numbers = plan.store.numbers(plan.run, kind) if force else []
         self._ignored_up_to = max(numbers, default=-1)
@@ -315,9 +316,11 @@ class Writer:
         status: dict[str, int] | None = None,
         models: tuple[Model, ...] | None = None,
         device: str = "cpu",
+        rows: int | None = None,
     ) -> None:
         """All is written; this is what the manifest says of it besides. `status`: rows by what
-        became of them. `models`: in place of the plan's."""
+        became of them. `models`: in place of the plan's. `rows`: how many there must be."""
+        self._rows = rows
         self._finished = {
             "metrics": metrics or {},
             "status": status or {},
@@ -343,6 +346,14 @@ class Writer:
                 names = [shard_name(index) for index in indices]
                 raise SchemaError(self._name, f"shards {names} are not one row of numbers")
             table = pa.concat_tables(map(self.read, indices))
+            if self._rows not in (None, len(table)):
+                self.prepare(fresh=True)  # shards of two sizes: their plan is not what it was
+                raise CorruptError(
+                    self._name,
+                    f"{len(table)} rows are staged, {self._rows} were asked for",
+                    state="what was staged of it is thrown away; all versions are intact.",
+                    next="run the same command again",
+                )
             self._schema_name = kind_of(schema_module(self.kind).check(table))
 
     def publish(self, lease: Lease, metrics: dict[str, Any]) -> None:

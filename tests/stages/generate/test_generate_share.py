@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from quiver.schemas.errors import CorruptError
 from quiver.stages.common.runtime.runner import Call, perform, run_call
 from quiver.stages.common.store import Store
+from quiver.stages.common.store.notes import note_of
 from tests.stages.generate.making import random_prompts
 from tests.stages.sharing import copy, hashes, require_whole, start, wait
 from tests.tiny import make_policy
@@ -151,6 +153,23 @@ def test_all_killed_and_one_alone_goes_on(store, alone):
     require_same(store, alone)
     version = store.open("tiny/rollouts@1").files.folder
     assert {name: (version / name).stat().st_ino for name in kept} == kept
+
+
+def test_rows_that_are_too_few_are_not_committed_and_done_again(store, alone):
+    """The plan of the shards says another size than those had that are finished, and its checksum
+    is right."""
+    (worker,) = start(call(store, **SLOW), 1)
+    wait(lambda: len(notes(store)) >= 2)
+    worker.signal(signal.SIGKILL)
+    worker.answer()
+    (plan,) = store.path.glob("tiny/rollouts/.staging/*.notes/plan")
+    plan.write_bytes(note_of({"rows_per_shard": SHARD + 1}))
+    with pytest.raises(CorruptError, match="were asked for") as caught:
+        perform(call(store))
+    assert caught.value.next == "run the same command again"
+    assert store.numbers("tiny", "rollouts") == []
+    assert perform(call(store)).cached is False
+    require_same(store, alone)
 
 
 def test_a_hung_one_is_done_without_and_changes_nothing_when_it_goes_on(store, alone):
