@@ -45,16 +45,16 @@ def crash_abandoned() -> int:
             runs = abandoned_runs(client)
             for run in runs:
                 client.set_flow_run_state(run.id, Crashed(message=message), force=True)
-    except (httpx.UnsupportedProtocol, httpx.InvalidURL, ValueError) as error:
+    except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
         raise ConfigError(
             name,
             f"is no address of a server: {printable(error)}",
             next="export PREFECT_API_URL=http://HOST:4200/api, or unset it, and run again",
         ) from error
-    except httpx.TransportError as error:
+    except (httpx.HTTPError, ValueError) as error:  # ValueError: its answer is not Prefect's
         raise RemoteError(
             name,
-            f"does not answer: {type(error).__name__}: {printable(error)}",
+            f"does not answer as Prefect does: {type(error).__name__}: {printable(error)}",
             next="prefect server start, or unset PREFECT_API_URL, and run again",
         ) from error
     return len(runs)

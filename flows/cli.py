@@ -161,9 +161,9 @@ def main() -> None:
         keep_stdout()
     debug = "--debug" in sys.argv
     os.environ["QUIVER_DEBUG"] = "1" if debug else ""
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(_ForTerminal("%(message)s"))
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_ForTerminal("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("quiver").setLevel(logging.INFO)
     logging.getLogger("quiver.stages").setLevel(logging.WARNING)  # a stage's process logs for it
     # runs of `serve` are read on Prefect's pages, so they log there as they do under a worker
