@@ -80,7 +80,7 @@ mutants: setup
 
 # What benchmarks run beside Quiver, in a folder of its own
 .peers/trl: $(STAMP)
-	.venv/bin/python -m pip install --quiet --no-deps --upgrade --target .peers trl==1.16.0
+	.venv/bin/python -m pip install --quiet --no-deps --upgrade --target .peers trl==1.16.0 liger-kernel==0.8.5
 
 # An hour or more; figures want a quiet machine. QUICK=--quick: small sizes, to see that all run
 BENCHMARKS := optimizer_step iteration generation logprobs store data_path growth rewards reward_servers startup orchestration many_versions

@@ -8,11 +8,12 @@ P prompt tokens, C completion tokens, G rollouts of one prompt; logical tokens o
 `--groups` · G · (P + C), whatever is computed for them. Both sides start from the same weights,
 ids, old logprobs and advantages; the loss and the gradient's norm of the first step must agree,
 else the run fails. TRL is fed through its own training loop. A setting of TRL is an allocator
-(`glibc` has the variables that our stages set; the others are preloaded beside them), activation checkpointing or not, and rows of one forward pass (all of a step, or 2 with
-accumulated gradients). Each setting runs once; then the fastest and the one with the least memory
-take turns with Quiver. On a GPU memory is the device's, allocators are not tried, and MFU is the
-share of `--peak` that the useful FLOPs are: a group's prompt once, the head at completion
-positions, nothing computed twice.
+(`glibc` has the variables that our stages set; the others are preloaded beside them), activation
+checkpointing or not, rows of one forward pass (all of a step, or 2 with accumulated gradients), and
+on a GPU Liger's kernels or not. Each setting runs once, and one that runs out of memory is left
+out; then the fastest and the one with the least memory take turns with Quiver. On a GPU memory is
+the device's, allocators are not tried, and MFU is the share of `--peak` that the useful FLOPs are:
+a group's prompt once, the head at completion positions, nothing computed twice.
 """
 
 from __future__ import annotations
@@ -45,6 +46,12 @@ SETTINGS = [
     for rows in ("all", "2")
 ]
 """Of TRL."""
+ON_A_GPU = [
+    f"{setting}{kernels}"
+    for setting in SETTINGS
+    if setting.startswith("glibc")
+    for kernels in ("", "/liger")
+]
 
 
 def main() -> None:
@@ -62,7 +69,7 @@ def main() -> None:
         "--peak",
         type=float,
         default=989e12,
-        help="FLOP/s of the GPU; an H200's in bfloat16 by default",
+        help="FLOP/s of the GPU; an H100's or H200's in bfloat16 by default",
     )
     parser.add_argument(
         "--shapes", nargs="+", default=["64,64,8", "256,64,8", "512,128,8", "256,64,8,ragged"]
@@ -76,7 +83,9 @@ def main() -> None:
         action="store_true",
         help="one small shape and two settings: to see that it runs, not to be quoted",
     )
-    parser.add_argument("--settings", nargs="*", choices=SETTINGS, help="of TRL; by default all")
+    parser.add_argument(
+        "--settings", nargs="*", choices=[*SETTINGS, *ON_A_GPU], help="of TRL; by default all"
+    )
     parser.add_argument(
         "--options", default="{}", help="JSON: keys of [optimize] for Quiver, of GRPOConfig for TRL"
     )
@@ -94,10 +103,7 @@ def _compare(arguments: argparse.Namespace) -> None:
     import torch
 
     if arguments.settings is None:
-        has_gpu = torch.cuda.is_available()
-        arguments.settings = [
-            setting for setting in SETTINGS if setting.startswith("glibc" if has_gpu else "")
-        ]
+        arguments.settings = ON_A_GPU if torch.cuda.is_available() else SETTINGS
     with tempfile.TemporaryDirectory() as folder:
         arguments.work = folder
         run_side("optimizer_step", "model", "--work", folder, "--model", arguments.model)
@@ -119,7 +125,14 @@ def _row(arguments: argparse.Namespace, shape: str, precision: str) -> dict[str,
         options += [] if side == "quiver" else ["--settings", side]
         return run_side("optimizer_step", name, *options, peers=side != "quiver", env=env)
 
-    tried = {setting: run(setting) for setting in arguments.settings}
+    tried = {}
+    for setting in arguments.settings:
+        try:
+            tried[setting] = run(setting)
+        except SystemExit as failed:
+            if "OutOfMemoryError" not in str(failed):
+                raise
+            print(f"{shape} {precision} {setting}: out of memory", file=sys.stderr)
     for setting, answered in tried.items():
         rate, peak = answered["tokens_per_second"], answered["peak_gb"]
         print(f"{shape} {precision} {setting}: {rate:.0f} tokens/s, {peak:.1f} GB", file=sys.stderr)
@@ -334,11 +347,12 @@ def _trl(arguments: argparse.Namespace) -> None:
                 norms.append(float(logs["grad_norm"]))
                 losses.append(float(logs["loss"]))
 
-    _, activations, rows = arguments.settings[0].split("/")
+    _, activations, rows, *kernels = arguments.settings[0].split("/")
     batch = total if rows == "all" else int(rows)
     options = {
         "gradient_checkpointing": activations == "checkpointing",
         "gradient_accumulation_steps": total // batch,
+        "use_liger_kernel": bool(kernels),
         **json.loads(arguments.options),
     }
     config = GRPOConfig(
