@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .gpu.choice import fits
+from .gpu.copies import Copies
 from .layout import Block, Layout, Runs
 from .pictures import embed
 
@@ -96,10 +98,15 @@ def attend_runs(
     # takes 2 s, for torch.compile, which nothing else here needs
     from torch.nn.attention.varlen import varlen_attn
 
+    keys = keys.to(values.dtype)
+    if fits(keys):
+        keys, values = Copies.apply(keys, values, runs.keys, *runs.copies)
+    else:
+        keys, values = (_take(states, runs.keys) for states in (keys, values))
     return varlen_attn(
         queries.to(values.dtype),
-        _take(keys.to(values.dtype), runs.keys),
-        _take(values, runs.keys),
+        keys,
+        values,
         runs.query_offsets,
         runs.key_offsets,
         *runs.longest,

@@ -40,6 +40,7 @@ from torch import Tensor
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.common.turns import Turns, after_prompts
 
+from .gpu.copies import in_order
 from .packing import Piece
 from .pictures import Pictures, PicturesInRow, in_row
 
@@ -146,6 +147,8 @@ class Runs:
     """[s + 1] int32"""
     longest: tuple[int, int]
     """The most queries and the most keys of one span."""
+    copies: tuple[Tensor, Tensor]
+    """Of `keys` what `in_order` gives."""
 
 
 @dataclass(frozen=True)
@@ -339,7 +342,9 @@ def make_runs(spans: Spans, device: torch.device | str) -> Runs:
         for counts in (spans.lengths, spans.key_counts)
     )
     longest = int(spans.lengths.max()), int(spans.key_counts.max())
-    return Runs(_tensor(_ranges(starts, lengths), device), query_offsets, key_offsets, longest)
+    keys = _ranges(starts, lengths)
+    copies = (_tensor(array, device) for array in in_order(keys, spans.lengths.sum()))
+    return Runs(_tensor(keys, device), query_offsets, key_offsets, longest, tuple(copies))
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:

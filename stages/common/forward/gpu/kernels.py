@@ -317,3 +317,31 @@ def rotate_kernel(
         keys, new_keys, cos_low, cos_high, sin_low, sin_high, tokens, is_token,
         num_key_heads, key_stride, key_head_stride, half, INVERSE, BLOCK,
     )  # fmt: skip
+
+
+@triton.jit
+def add_copies_kernel(
+    key_grads,
+    value_grads,
+    new_keys,
+    new_values,
+    copies,
+    offsets,
+    width,
+    BLOCK: tl.constexpr,
+):
+    """The gradients of a token's keys and values: the sums of those of its copies, in their
+    order."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = columns < width
+    of_keys = tl.zeros([BLOCK], tl.float32)
+    of_values = tl.zeros([BLOCK], tl.float32)
+    for place in range(tl.load(offsets + token), tl.load(offsets + token + 1)):
+        places = tl.load(copies + place) * width + columns
+        of_keys += tl.load(key_grads + places, mask=is_inside, other=0.0).to(tl.float32)
+        of_values += tl.load(value_grads + places, mask=is_inside, other=0.0).to(tl.float32)
+    places = token * width + columns
+    dtype = new_keys.dtype.element_ty
+    tl.store(new_keys + places, of_keys.to(dtype), mask=is_inside)
+    tl.store(new_values + places, of_values.to(dtype), mask=is_inside)

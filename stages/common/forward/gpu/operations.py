@@ -7,6 +7,7 @@
 | `norm`, `add_norm`, `norm_slope` | RMSNorm, also of a sum; its gradients |
 | `gate`, `gate_slope` | silu(gate) · up; its gradients |
 | `rotate` | rotary positions of queries and keys, or back |
+| `add_copies` | of a shared prompt's keys and values the gradients, summed over its completions |
 
 Importing this needs Triton. Each operation reads and writes what its signature shows, once: no
 other memory.
@@ -29,6 +30,8 @@ _PROGRAMS = 512
 """Shares of a norm's gradient by its weight."""
 _TILE = 2048
 """About as many numbers of a norm's rows are in hand at once."""
+_COLUMNS = 1024
+"""Numbers of a row that a program has in hand elsewhere."""
 
 
 def _power(number: int) -> int:
@@ -269,17 +272,14 @@ def _shares(num_rows: int, rows_at_once: int) -> tuple[int, int]:
 # -- the gated MLP
 
 
-_GATE_BLOCK = 1024
-
-
 @torch.library.custom_op("quiver::gate", mutates_args=())
 @_on_its_device
 def gate(gates: Tensor, ups: Tensor) -> Tensor:
     """silu(gates) · ups of two matrices [N, i] of one dtype, whose rows may lie apart."""
     num_rows, width = gates.shape
     output = torch.empty(num_rows, width, dtype=gates.dtype, device=gates.device)
-    kernels.gate_kernel[(num_rows, -(-width // _GATE_BLOCK))](
-        gates, ups, output, gates.stride(0), ups.stride(0), width, BLOCK=_GATE_BLOCK
+    kernels.gate_kernel[(num_rows, -(-width // _COLUMNS))](
+        gates, ups, output, gates.stride(0), ups.stride(0), width, BLOCK=_COLUMNS
     )
     return output
 
@@ -297,8 +297,8 @@ def gate_slope(grad: Tensor, gates: Tensor, ups: Tensor) -> tuple[Tensor, Tensor
     both = torch.empty(num_rows, 2 * width, dtype=gates.dtype, device=gates.device)
     output = torch.empty(num_rows, width, dtype=gates.dtype, device=gates.device)
     strides = (tensor.stride(0) for tensor in (grad, gates, ups))
-    kernels.gate_slope_kernel[(num_rows, -(-width // _GATE_BLOCK))](
-        grad, gates, ups, both, output, *strides, width, BLOCK=_GATE_BLOCK
+    kernels.gate_slope_kernel[(num_rows, -(-width // _COLUMNS))](
+        grad, gates, ups, both, output, *strides, width, BLOCK=_COLUMNS
     )
     return both, output
 
@@ -357,3 +357,34 @@ def rotate(
 def _(queries, keys, cosines, sines, inverse, query_dtype, key_dtype):
     new_queries = queries.new_empty(queries.shape, dtype=query_dtype)
     return new_queries, keys.new_empty(keys.shape, dtype=key_dtype)
+
+
+# -- keys and values of a prompt that several completions read
+
+
+@torch.library.custom_op("quiver::add_copies", mutates_args=())
+@_on_its_device
+def add_copies(
+    key_grads: Tensor, value_grads: Tensor, copies: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients [K, w] of copies, contiguous and of one dtype, summed for each of N tokens [N, w];
+    token i's are the rows copies[offsets[i]] … copies[offsets[i + 1] − 1]."""
+    num_tokens, width = len(offsets) - 1, key_grads.shape[1]
+    new_keys, new_values = (key_grads.new_empty(num_tokens, width) for _ in range(2))
+    kernels.add_copies_kernel[(num_tokens, -(-width // _COLUMNS))](
+        key_grads,
+        value_grads,
+        new_keys,
+        new_values,
+        copies,
+        offsets,
+        width,
+        BLOCK=min(_COLUMNS, _power(width)),
+    )
+    return new_keys, new_values
+
+
+@add_copies.register_fake
+def _(key_grads, value_grads, copies, offsets):
+    shape = len(offsets) - 1, key_grads.shape[1]
+    return key_grads.new_empty(shape), value_grads.new_empty(shape)

@@ -14,6 +14,7 @@ from importlib import import_module
 from types import MethodType, SimpleNamespace
 from unittest import TestCase
 
+import numpy as np
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
@@ -316,6 +317,36 @@ def rotation_reference(case: str) -> Answer:
     return gradients(turned, leaves)
 
 
+# -- keys and values of shared prompts
+
+COPIES = {"bfloat16": (BF16, 40), "float32": (FP32, 600)}
+"""The second needs more than one program for a row."""
+ROW_OF_KEYS = np.array([3, 0, 1, 2, 3, 0, 1, 2, 4, 6, 6])
+"""Row 5 of 7 has no copy, row 6 two side by side."""
+
+
+def _copied_leaves(case: str) -> dict[str, Tensor]:
+    dtype, width = COPIES[case]
+    names = "keys", "values"
+    return {name: drawn(7, 2, width, seed=seed).to(dtype) for seed, name in enumerate(names)}
+
+
+def copied(device: str, case: str) -> Answer:
+    from quiver.stages.common.forward.gpu.copies import Copies, in_order
+
+    leaves = {k: leaf.to(device).requires_grad_() for k, leaf in _copied_leaves(case).items()}
+    index = torch.from_numpy(ROW_OF_KEYS).to(device)
+    order = (torch.from_numpy(array).to(device) for array in in_order(ROW_OF_KEYS, 7))
+    outputs = Copies.apply(*leaves.values(), index, *order)
+    return gradients(dict(zip(("copied keys", "copied values"), outputs, strict=True)), leaves)
+
+
+def copied_reference(case: str) -> Answer:
+    leaves = {k: leaf.double().requires_grad_() for k, leaf in _copied_leaves(case).items()}
+    outputs = {f"copied {name}": leaf[ROW_OF_KEYS.tolist()] for name, leaf in leaves.items()}
+    return gradients(outputs, leaves)
+
+
 CASES: dict[str, tuple[Callable[[str], Answer], Callable[[], Answer], float]] = {
     "head of extreme logits": (
         lambda device: head_rows(extreme_logits().to(device), collision=False),
@@ -369,6 +400,14 @@ CASES: dict[str, tuple[Callable[[str], Answer], Callable[[], Answer], float]] = 
         )
         for case in ROTATIONS
     },
+    **{
+        f"copies: {case}": (
+            lambda device, case=case: copied(device, case),
+            lambda case=case: copied_reference(case),
+            1e-6 if COPIES[case][0] == FP32 else 4e-3,
+        )
+        for case in COPIES
+    },
 }
 """Of each case the kernels' answer on a device, the reference, and the largest difference that is
 rounding, as a share of the norm."""
@@ -378,8 +417,8 @@ def largest_gap(answer: Answer, reference: Answer) -> float:
     """Of all tensors of the two, as a share of the norm; infinity where one is not finite where the
     other is."""
     gaps = []
-    for name, expected in reference.items():
-        output = answer[name].double().cpu()
+    for name, given in reference.items():
+        output, expected = answer[name].double().cpu(), given.double().cpu()
         is_finite = expected.isfinite()
         if not torch.equal(output[~is_finite], expected[~is_finite].to(output)):
             return torch.inf
@@ -509,6 +548,7 @@ def operations_checked() -> dict[str, dict[str, str]]:
         "gate": [(gates, ups)],
         "gate_slope": [(drawn(6, 128), gates, ups)],
         "rotate": [(drawn(5, 3, 8), drawn(5, 1, 8), positions, positions, False, FP32, BF16)],
+        "add_copies": [(wide, states.float(), torch.arange(6), torch.tensor([0, 2, 2, 6]))],
     }
     all_names = {name for name, each in vars(operations).items() if hasattr(each, "register_fake")}
     assert samples.keys() == all_names

@@ -200,6 +200,11 @@ def _rotate(width: int, positions: torch.dtype) -> None:
         operations.rotate(queries, keys, cosines, cosines, inverse, *[torch.bfloat16] * 2)
 
 
+def _add_copies() -> None:
+    grads = torch.empty(9, 2 * 128, dtype=torch.bfloat16)
+    operations.add_copies(grads, grads, torch.arange(9), torch.tensor([0, 4, 9]))
+
+
 BF16, FP32 = torch.bfloat16, torch.float32
 CALLS = {
     "head": (_heads, 4),
@@ -212,6 +217,7 @@ CALLS = {
     "gate": (_gate, 2),
     "rotation": (partial(_rotate, 128, FP32), 2),
     "rotation in bfloat16": (partial(_rotate, 64, BF16), 2),
+    "copies": (_add_copies, 1),
 }
 
 
