@@ -86,9 +86,8 @@ def main() -> None:
     parser.add_argument(
         "--settings", nargs="*", choices=[*SETTINGS, *ON_A_GPU], help="of TRL; by default all"
     )
-    parser.add_argument(
-        "--options", default="{}", help="JSON: keys of [optimize] for Quiver, of GRPOConfig for TRL"
-    )
+    parser.add_argument("--options", default="{}", help="JSON: keys of [optimize]")
+    parser.add_argument("--peer-options", default="{}", help="JSON: keys of GRPOConfig")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.shapes, arguments.precisions = ["16,16,4"], ["fp32"]
@@ -119,8 +118,11 @@ def _row(arguments: argparse.Namespace, shape: str, precision: str) -> dict[str,
     def run(side: str) -> dict:
         """Of Quiver, or of a setting of TRL."""
         name, env = ("quiver", {}) if side == "quiver" else ("trl", _environment(side))
-        options = [f"--{key}={getattr(arguments, key)}" for key in ("work", "steps", "options")]
-        options += [f"--{key}={getattr(arguments, key)}" for key in ("groups", "peak")]
+        given = vars(arguments)
+        options = [
+            f"--{key}={given[key]}" for key in ("work", "steps", "groups", "peak", "options")
+        ]
+        options += [f"--peer-options={arguments.peer_options}"]
         options += ["--shapes", shape, "--precisions", precision]
         options += [] if side == "quiver" else ["--settings", side]
         return run_side("optimizer_step", name, *options, peers=side != "quiver", env=env)
@@ -331,7 +333,7 @@ def _trl(arguments: argparse.Namespace) -> None:
         """TRL's own loop on given rollouts."""
 
         def _generate_and_score_completions(self, inputs):
-            return dict(fed)
+            return {name: tensor.to(self.accelerator.device) for name, tensor in fed.items()}
 
     times, norms, losses = [], [], []
 
@@ -353,7 +355,7 @@ def _trl(arguments: argparse.Namespace) -> None:
         "gradient_checkpointing": activations == "checkpointing",
         "gradient_accumulation_steps": total // batch,
         "use_liger_kernel": bool(kernels),
-        **json.loads(arguments.options),
+        **json.loads(arguments.peer_options),
     }
     config = GRPOConfig(
         output_dir=str(arguments.work / "trl"), per_device_train_batch_size=batch, num_generations=group, learning_rate=1e-6,
