@@ -192,3 +192,10 @@ def test_three_in_a_row_or_none_at_all_stop_the_stage(store, policy, made, mine,
         _run(store, policy, made, _config(algorithm=mine, epochs=epochs, options={"bad": bad}))
     assert store.numbers("tiny", "policy") == [0]
     assert not store.numbers("tiny", "updates")
+
+
+def test_a_weight_that_is_not_finite_after_the_last_step_stops_the_stage(store, policy, made):
+    """Loss and gradient are; the step itself is too long for float32."""
+    with pytest.raises(NumericError, match="a weight is not finite after the last step"):
+        _run(store, policy, made, _config(learning_rate=1e39))
+    assert store.numbers("tiny", "policy") == [0] and not store.numbers("tiny", "updates")

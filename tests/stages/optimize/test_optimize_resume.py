@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import shutil
 from functools import partial
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -95,6 +96,25 @@ def test_ten_steps_are_some_a_kill_and_the_rest_bit_for_bit(store, policy, made,
     assert steps.count == 10 - saved, "those after the saved one are made again, no more"
     assert_equal(store, whole, resumed)
     assert not list(store.path.glob("killed/policy/.staging/*")), "it goes with the staging place"
+
+
+@pytest.mark.parametrize(("chosen", "minutes"), [({"resume_minutes": 40}, 40), ({}, 15)])
+def test_a_state_is_saved_when_its_time_has_come(
+    store, policy, made, steps, monkeypatch, chosen, minutes
+):
+    """After the fourth step, by a clock that goes with the steps."""
+
+    def monotonic() -> float:
+        return 60 * minutes * (0, 0.99, 0.99, 0.99, 1.01)[min(steps.count, 4)]
+
+    monkeypatch.setattr(resume, "time", SimpleNamespace(monotonic=monotonic))
+    train = partial(trained, store, policy, made, config(epochs=5, minibatches=2, **chosen))
+    steps.dies_after = 6
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    steps.count, steps.dies_after = 0, None
+    train()
+    assert steps.count == 6
 
 
 def _die_after_six(store, refs, chosen):
