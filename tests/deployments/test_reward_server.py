@@ -537,6 +537,11 @@ def test_who_sends_no_whole_request_is_let_go(local, sent):
         assert [what_comes(connection) for connection in connections] == [b""] * 50
 
 
+def test_a_server_lets_go_of_half_sent_headers_after_10_s_unless_told_otherwise(local):
+    limits = make_app(*local, token="").state.limits
+    assert 1 <= limits.header_seconds <= 10
+
+
 @pytest.mark.parametrize("start", [HALF, REFUSED], ids=["headers", "the body of a refused request"])
 def test_who_sends_byte_after_byte_for_ever_is_let_go(local, start, monkeypatch):
     monkeypatch.setattr("quiver.deployments.connections.GRACE_SECONDS", 0)

@@ -184,3 +184,22 @@ def test_what_a_store_holds_and_what_is_wrong_with_it(tmp_path):
     assert only(examined(tmp_path, code=3))["next"] == "update Quiver"
     error = examined(tmp_path, "--store", "nowhere", code=2)["error"]
     assert error["message"] == "there is no store here"
+
+
+def test_a_disk_without_room_for_another_version_is_told(tmp_path):
+    """On a real disk of a few megabytes, filled up."""
+    path = tmp_path / "store"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", path]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small tmpfs is not permitted here")
+    try:
+        make_policy(Store(path), 1)
+        assert examined(tmp_path)["problems"] == []
+        with pytest.raises(OSError, match="No space left"):
+            (path / "filling").write_bytes(bytes(4 << 20))
+        answer = examined(tmp_path, code=7)
+        assert only(answer)["code"] == "E-RESOURCE" and "GB are free" in only(answer)["message"]
+        assert only(answer)["next"] == "quiver gc --apply" and answer["store"]["free_bytes"] == 0
+    finally:
+        subprocess.run(["umount", path], check=True)

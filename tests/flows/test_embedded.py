@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from quiver.flows import embedded
 from quiver.flows.embedded import require_writable
 from quiver.schemas.errors import ResourceError
 from quiver.stages.common.store import Store
@@ -95,6 +96,10 @@ def test_a_server_that_dies_again_and_again_ends_the_run_with_an_error(place):
     while processes(place) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert processes(place) == []
+
+
+def test_deaths_of_the_server_are_seen_in_time_to_end_the_run_within_10_s():
+    assert (embedded.MOST_DEATHS + 1) * embedded._POLL_SECONDS < 10
 
 
 @pytest.mark.prefect

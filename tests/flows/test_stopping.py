@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from quiver.flows import stopping
+from quiver.stages.common.runtime import keeper, subprocesses
 from tests.flows.conftest import command_environment, left_behind, write_recipe
 from tests.flows.test_embedded import SCRIPTED
 
@@ -102,6 +104,11 @@ def test_what_a_command_says_at_its_very_end_is_still_said():
     process = command(WAITS, cleanup="import atexit; atexit.register(print, 'bye')")
     process.send_signal(signal.SIGTERM)
     assert ending(process)[:2] == (143, "unwinds\nbye\n")
+
+
+def test_a_stage_that_ignores_sigterm_is_killed_before_the_command_runs_out_of_its_10_s():
+    to_kill_a_stage = subprocesses.GRACE_SECONDS + keeper._LAST_SECONDS
+    assert to_kill_a_stage < stopping.STOP_SECONDS < 10
 
 
 # -- with all that it started
