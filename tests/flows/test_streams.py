@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -95,3 +97,45 @@ def test_a_prefect_server_that_is_none_is_told(url, error):
     with temporary_settings({PREFECT_API_URL: url}), pytest.raises(error) as caught:
         crash_abandoned()
     assert "PREFECT_API_URL" in caught.value.next and "Prefect API" in caught.value.object
+
+
+ANSWERS = {
+    "a page": (200, "text/html", b"<html><body>It works!</body></html>"),
+    "no such page": (404, "text/html", b"<html>not found</html>"),
+    "not allowed": (405, "application/json", b'{"detail": "Method Not Allowed"}'),
+    "an object": (200, "application/json", b'{"status": "ok"}'),
+    "rows of another kind": (200, "application/json", b'[{"model": "tiny"}]'),
+    "null": (200, "application/json", b"null"),
+    "text that is cut": (200, "application/json", b'[{"id": '),
+    "bytes that are no text": (200, "application/json", b"\xff\xfe\x00"),
+    "elsewhere": (307, "text/html", b""),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_server_that_answers_otherwise_than_prefect_is_told(name):
+    status, kind, body = ANSWERS[name]
+
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            self.send_response(status)
+            self.send_header("content-type", kind)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/api"
+        with temporary_settings({PREFECT_API_URL: url}), pytest.raises(RemoteError) as caught:
+            crash_abandoned()
+        server.shutdown()
+    assert caught.value.object == f"Prefect API {url}"
+    assert "does not answer as Prefect does" in caught.value.message
+    assert "PREFECT_API_URL" in caught.value.next
