@@ -123,10 +123,17 @@ def _check_credentials(shown: str) -> dict[str, Any]:
             with suppress(PrefectHTTPStatusError):  # somebody's proxy may keep them
                 return client.request("GET", "/admin/settings").json().get("server", {})
             return {}
-    except PrefectHTTPStatusError as error:
+    except (httpx.HTTPError, ValueError) as error:  # ValueError: its answer is not Prefect's
+        code = error.response.status_code if isinstance(error, PrefectHTTPStatusError) else None
+        if code not in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            raise RemoteError(
+                f"Prefect API {shown}",
+                f"does not answer as Prefect does: {type(error).__name__}: {printable(error)}",
+                next=f"{_START}, or correct PREFECT_API_URL, and run again",
+            ) from error
         raise ConfigError(
             f"Prefect API {shown}",
-            f"answers {error.response.status_code} to our credentials",
+            f"answers {code} to our credentials",
             next="export PREFECT_API_AUTH_STRING=user:password, as the server has it in "
             "PREFECT_SERVER_API_AUTH_STRING",
         ) from None

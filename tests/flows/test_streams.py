@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from quiver.deployments.server import check_api
 from quiver.flows.abandoned import crash_abandoned
 from quiver.schemas.errors import ConfigError, RemoteError
 from quiver.stages.common.store import Store
@@ -113,7 +114,8 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_a_server_that_answers_otherwise_than_prefect_is_told(name):
+@pytest.mark.parametrize("asks", [crash_abandoned, check_api])
+def test_a_server_that_answers_otherwise_than_prefect_is_told(asks, name):
     status, kind, body = ANSWERS[name]
 
     class Other(BaseHTTPRequestHandler):
@@ -131,11 +133,11 @@ def test_a_server_that_answers_otherwise_than_prefect_is_told(name):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Other) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/api"
         with temporary_settings({PREFECT_API_URL: url}), pytest.raises(RemoteError) as caught:
-            crash_abandoned()
+            asks()
         server.shutdown()
     assert caught.value.object == f"Prefect API {url}"
-    assert "does not answer as Prefect does" in caught.value.message
-    assert "PREFECT_API_URL" in caught.value.next
+    assert "does not answer" in caught.value.message
+    assert "prefect server start" in caught.value.next
