@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -136,6 +137,36 @@ def test_the_runs_of_a_killed_shell_do_not_stay_running(place):
     assert states(place) == {"COMPLETED", "CRASHED"}
 
 
+def killed_without_its_database(place, failure: str) -> str:
+    """A run that is killed at a failpoint, whose server's database is lost, goes on; what it then
+    says."""
+    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", *SCRIPTED]
+    environment = {**command_environment(place), "QUIVER_FAIL": failure}
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, check=False)
+    assert done.returncode in (-signal.SIGKILL, 7)
+    assert left_behind(place) == []
+    for path in (place / "prefect").glob("prefect.db*"):
+        path.unlink()
+    del environment["QUIVER_FAIL"]
+    done = subprocess.run(
+        command, cwd=place, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    store = Store(place / "store")
+    for kind in ("prompts", "rollouts", "rewards"):
+        assert store.numbers("tiny", kind) == [1]
+    assert store.numbers("tiny", "policy") == [0, 1]
+    assert verify(store)[1] == [] and states(place) == {"COMPLETED"}
+    return done.stderr
+
+
+@pytest.mark.prefect
+def test_what_was_committed_and_never_reported_is_not_made_twice_without_prefects_database(place):
+    """Rewards are committed, and the flow is killed before its task run reports so."""
+    said = killed_without_its_database(place, "flow.answered@4:kill")
+    assert said.count("already done") == 4 and re.search("reward 1/1 .* already done", said)
+
+
 @pytest.mark.torture
 @pytest.mark.prefect
 @pytest.mark.parametrize(
@@ -145,19 +176,7 @@ def test_the_runs_of_a_killed_shell_do_not_stay_running(place):
 def test_a_run_goes_on_after_kill_9_and_without_the_database_of_before(
     place, record_property, failure
 ):
-    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", *SCRIPTED]
-    environment = {**command_environment(place), "QUIVER_FAIL": failure}
-    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, check=False)
-    assert done.returncode in (-signal.SIGKILL, 7)
-    assert left_behind(place) == []
-    for path in (place / "prefect").glob("prefect.db*"):
-        path.unlink()
-    quiver(place, "run", "recipe.toml", *SCRIPTED)
-    store = Store(place / "store")
-    for kind in ("prompts", "rollouts", "rewards"):
-        assert store.numbers("tiny", kind) == [1]
-    assert store.numbers("tiny", "policy") == [0, 1]
-    assert verify(store)[1] == [] and states(place) == {"COMPLETED"}
+    killed_without_its_database(place, failure)
     record_property("runs killed, their database lost", 1)
 
 

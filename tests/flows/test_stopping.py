@@ -13,7 +13,9 @@ import pytest
 
 from quiver.flows import stopping
 from quiver.stages.common.runtime import keeper, subprocesses
-from tests.flows.conftest import command_environment, left_behind, write_recipe
+from quiver.stages.common.store import Store
+from quiver.stages.common.verification import verify
+from tests.flows.conftest import command_environment, left_behind, quiver, write_recipe
 from tests.flows.test_embedded import SCRIPTED
 
 COMMAND = """
@@ -193,3 +195,34 @@ def test_a_stage_in_the_middle_of_a_step_ends_with_the_command(workplace):
     )
     command = shlex.split(next_step.removeprefix("go on from there: "))
     assert command == ["quiver", *running.args[3:]]
+
+
+@pytest.mark.parametrize("place", ["commit.staged", "commit.renamed", "commit.noted"])
+def test_a_commit_that_is_stopped_is_none_or_whole(workplace, monkeypatch, place):
+    """And the same command ends well after it."""
+    run = place.replace(".", "-")
+    words = ["prompt", "recipe.toml", f"--set=run={run}"]
+    monkeypatch.setenv("QUIVER_FAIL", f"{place}:sleep=600")
+    running = subprocess.Popen(
+        [sys.executable, "-m", "quiver.flows.cli", *words],
+        cwd=workplace,
+        env=command_environment(workplace),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    sleeps_beside = {
+        "commit.staged": f"store/{run}/policy/.staging/*.????????????/manifest.json",
+        "commit.renamed": f"store/{run}/policy/v000000",
+        "commit.noted": f"store/{run}/policy/.ledger/v000000.*",
+    }
+    while not list(workplace.glob(sleeps_beside[place])):
+        assert running.poll() is None, running.stderr.read()
+        time.sleep(0.02)
+    running.terminate()
+    assert ended(running, workplace) == (143, True, [])
+    monkeypatch.delenv("QUIVER_FAIL")
+    answer = quiver(workplace, *words)
+    store = Store(workplace / "store")
+    assert answer["ref"] == f"{run}/prompts@1"
+    assert store.numbers(run, "policy") == [0] and store.numbers(run, "prompts") == [1]
+    assert verify(store)[1] == []
