@@ -21,7 +21,9 @@ from quiver.flows.rerun import rerun
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.models.checkpoints import PolicyConfig, as_model
 from quiver.stages.common.store import Store
+from quiver.stages.common.verification import verify
 from tests.flows.conftest import command_environment, left_behind, quiver, write_recipe
+from tests.flows.test_embedded import SCRIPTED
 from tests.writing import run_here
 
 TIGHT = """
@@ -610,6 +612,29 @@ def test_an_algorithm_that_can_not_be_called_is_found_before_anything_is_made(wo
         and "(rewards, groups)" in error["message"]
     )
     assert names(Store(workplace / "store")) == before
+
+
+def test_two_runs_of_one_recipe_at_once_make_everything_once(workplace):
+    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", "--json", *SCRIPTED]
+    runs = [
+        subprocess.Popen(
+            [*command, "--set", "run=both"],
+            cwd=workplace,
+            env=command_environment(workplace),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    words = [run.communicate(timeout=300) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], words
+    first, second = (json.loads(stdout)["iterations"][0] for stdout, _ in words)
+    assert {**first, "seconds": ...} == {**second, "seconds": ...}
+    store = Store(workplace / "store")
+    for kind in ("prompts", "rollouts", "rewards", "advantages", "updates"):
+        assert store.numbers("both", kind) == [1]
+    assert store.numbers("both", "policy") == [0, 1] and verify(store)[1] == []
 
 
 SLOW_GENERATION = [
