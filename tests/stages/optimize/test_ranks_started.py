@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from quiver import run_stage
-from quiver.schemas.errors import NumericError
+from quiver.schemas.errors import NumericError, ResourceError
 from quiver.stages.common import ranks
+from quiver.stages.common.runtime.runner import Call, run_call
+from quiver.stages.common.verification import verify
 from tests.stages.optimize import world
 from tests.tiny import make_policy
 
@@ -31,6 +33,8 @@ def plain(tokens, *, fault="none"):
     if fault == "hang" and "RANK" in os.environ:
         Path(__file__).with_name(f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
         time.sleep(600)
+    if fault == "nan" and os.environ.get("RANK") == "1":
+        return tokens.logprobs * float("nan"), tokens.logprobs > 0
     return -tokens.logprobs * tokens.advantages, tokens.logprobs > 0
 
 
@@ -64,6 +68,29 @@ def test_an_error_of_a_rank_that_does_not_write_is_the_stage_s(store, refs, conf
     with pytest.raises(NumericError, match="what rank 1 alone meets"):
         run_stage("optimize", config("fail"), store, **refs)
     assert store.numbers("tiny", "policy") == [0]
+
+
+def test_nan_on_one_rank_is_a_step_left_out_on_both(store, refs, config):
+    """Three in a row end the stage; a rank that waited for the other would do so for ever."""
+    fields = {**config("nan").model_dump(mode="json"), "epochs": 4}
+    with pytest.raises(NumericError, match="3 optimizer steps in a row"):
+        run_call(Call("optimize", fields, store.path, refs), timeout=120)
+    assert store.numbers("tiny", "policy") == [0]
+
+
+def test_a_rank_that_dies_as_it_saves_ends_the_stage_and_the_next_call_goes_on(
+    store, refs, config, monkeypatch, caplog
+):
+    chosen = config("none").model_copy(update={"epochs": 3, "resume_steps": 1})
+    monkeypatch.setenv("QUIVER_FAIL", "resume.saved@2:kill")
+    with pytest.raises(ResourceError, match="rank 0 of 2 was ended by SIGKILL"):
+        run_stage("optimize", chosen, store, **refs)
+    assert store.numbers("tiny", "policy") == [0] and verify(store)[1] == []
+    monkeypatch.delenv("QUIVER_FAIL")
+    caplog.set_level("INFO")
+    assert run_stage("optimize", chosen, store, **refs).version == 1
+    assert "the training goes on after step 0" in caplog.text
+    assert verify(store)[1] == [] and not list(store.path.glob("tiny/policy/.staging/*"))
 
 
 def test_no_rank_outlives_whoever_asked(store, refs, config, tmp_path):
