@@ -1,7 +1,8 @@
 """Flow runs of shells that died: Prefect would show them as running for ever.
 
-A flow that a shell runs bears a tag that names its process. The next command on the same host finds
-the runs of processes that are gone, and says so to the server.
+A flow that a shell runs bears a tag that names its process and its host. The next command on the
+same host finds the runs of processes that are gone, with the host's last start if need be, and says
+so to the server. A tag of earlier versions names no host, and tells of processes since that start.
 
     with tags(shell_tag()):
         flow()
@@ -9,11 +10,14 @@ the runs of processes that are gone, and says so to the server.
 
 from __future__ import annotations
 
+import socket
 from contextlib import suppress
 from dataclasses import astuple
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quiver.schemas.errors import ConfigError, RemoteError, printable
+from quiver.schemas.manifest import digest
 from quiver.stages.common.store.leases import Owner
 
 if TYPE_CHECKING:
@@ -26,8 +30,8 @@ RUNS_AT_ONCE = 200
 
 
 def shell_tag() -> str:
-    """The tag of this process's flow runs: `shell:BOOT_ID:PID_NAMESPACE:PID:START_TIME`."""
-    return _PREFIX + ":".join(map(str, astuple(Owner.this_process())))
+    """The tag of this process's flow runs: `shell:BOOT_ID:PID_NAMESPACE:PID:START_TIME:HOST`."""
+    return _PREFIX + ":".join(map(str, (*astuple(Owner.this_process()), _host())))
 
 
 def crash_abandoned() -> int:
@@ -79,6 +83,18 @@ def abandoned_runs(client: SyncPrefectClient) -> list[FlowRun]:
 
 def _is_dead(tag: str) -> bool:
     with suppress(ValueError, TypeError):  # somebody else's tag
-        boot_id, *numbers = tag.removeprefix(_PREFIX).split(":")
-        return Owner(boot_id, *map(int, numbers)).is_dead
+        boot_id, namespace, pid, start_time, *hosts = tag.removeprefix(_PREFIX).split(":")
+        owner = Owner(boot_id, int(namespace), int(pid), int(start_time))
+        is_before_restart = boot_id != Owner.this_process().boot_id and hosts == [_host()] != [""]
+        return owner.is_dead or is_before_restart
     return False
+
+
+def _host() -> str:
+    """What tells this host from others, after a restart too: its machine-id, which containers of
+    one image may share, and its name. Empty where neither tells anything."""
+    machine_id, name = "", socket.gethostname()
+    with suppress(OSError):
+        machine_id = Path("/etc/machine-id").read_text().strip()
+    is_known = machine_id or name.partition(".")[0] not in ("", "localhost")
+    return digest([machine_id, name])[:16] if is_known else ""

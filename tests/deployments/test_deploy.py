@@ -156,10 +156,18 @@ def test_doctor_lists_what_was_registered_under_names_of_before(client, place, m
         pool = "box" if name == "file" else None
         client.create_deployment(flow, name, entrypoint=entrypoint, work_pool_name=pool)
     living = shell_tag()
-    dead = f"{living.rpartition(':')[0]}:7"  # its process had this number before
+    _, _, *process, started_at, host = living.split(":")
+    dead = living.replace(f":{started_at}:", ":7:")  # its process had this number before
+    elsewhere = ["shell:another-start", *process, started_at]
+    tags = {
+        "lost": dead,
+        "going on": living,
+        "on another host": ":".join([*elsewhere, "another-host"]),
+        "on a host of which an earlier version said nothing": ":".join(elsewhere),
+    }
     runs = [
         client.create_flow_run(post_train, name=name, tags=[tag], state=Running())
-        for name, tag in (("lost", dead), ("going on", living))
+        for name, tag in tags.items()
     ]
     answer = quiver(place.folder, "doctor", code=2, **place.env)
     assert answer["prefect"] == {
@@ -173,9 +181,15 @@ def test_doctor_lists_what_was_registered_under_names_of_before(client, place, m
         "flow run lost",
     ]
     assert answer["problems"][-1]["next"] == f"prefect flow-run delete {runs[0].id}"
-    runs += [client.create_flow_run(post_train, tags=[dead], state=Running()) for _ in range(2)]
+    lost = {
+        "before the restart": ":".join([*elsewhere, host]),
+        "of an earlier version": dead.rpartition(":")[0],
+    }
+    for name, tag in lost.items():
+        runs.append(client.create_flow_run(post_train, name=name, tags=[tag], state=Running()))
     monkeypatch.setattr(abandoned, "RUNS_AT_ONCE", 2)
-    assert len(abandoned.abandoned_runs(client)) == 3, "page by page"
+    names = {run.name for run in abandoned.abandoned_runs(client)}
+    assert names == {"lost", *lost}, "page by page"
     for run in runs:
         client.delete_flow_run(run.id)
     listed = {entry["name"]: entry for entry in told}
