@@ -22,6 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -101,7 +102,25 @@ class Sampled:
                 "; ".join(problems),
                 next=f"score {self.rollouts.ref} again",
             )
-        return table[name].take(places)
+        return _in_order(table[name], places, ids)
+
+
+def _in_order(
+    column: pa.ChunkedArray, places: pa.ChunkedArray, like: pa.ChunkedArray
+) -> pa.ChunkedArray:
+    """`column.take(places)` in the chunks of `like`. Arrow's own joins all chunks first, whose
+    lists may have no more than 2^31 items together. What lies as it is wanted is not copied."""
+    chunks = []
+    row = 0
+    for chunk in like.chunks:
+        rows = places.slice(row, len(chunk)).to_numpy()
+        row += len(chunk)
+        starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)  # of rows that follow one another
+        lengths = np.diff(starts, append=len(rows))
+        runs = [column.slice(rows[at], length) for at, length in zip(starts, lengths, strict=True)]
+        arrays = [array for run in runs for array in run.chunks]
+        chunks += [pa.concat_arrays(arrays)] if len(arrays) > 1 else arrays
+    return pa.chunked_array(chunks, column.type)
 
 
 def baselines(version: Sampled) -> pa.Array:
@@ -115,8 +134,8 @@ def baselines(version: Sampled) -> pa.Array:
     )
     table = greedy.table
     groups = table["group_id"].combine_chunks()
-    places = pc.index_in(version.table["group_id"].combine_chunks(), value_set=groups)
-    prompts = pc.take(table["prompt_ids"], places)
+    places = pc.index_in(version.table["group_id"], value_set=groups)
+    prompts = version.table["prompt_ids"]
     problem = None
     if (warm := pc.max(table["temperature"]).as_py()) != 0:
         problem = f"sampled at temperature {warm:g}, expected 0: a baseline is the greedy answer"
@@ -124,7 +143,7 @@ def baselines(version: Sampled) -> pa.Array:
         problem = "several answers to one prompt, expected one"
     elif places.null_count:
         problem = f"no answer to the prompts of {places.null_count} rollouts"
-    elif not prompts.equals(version.table["prompt_ids"]):
+    elif not _in_order(table["prompt_ids"], places, prompts).equals(prompts):
         problem = "other prompt_ids under the same group_id"
     if problem:
         raise LineageError(

@@ -1,8 +1,13 @@
 """The stage on a tiny model: what it writes, and which rollouts it learns from."""
 
+import itertools
 import json
 from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -12,6 +17,7 @@ from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.store.writer import Writer
 from quiver.stages.common.verification import verify
+from quiver.stages.optimize.checks import Sampled
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config as _config
 from tests.stages.optimize.world import trained as _run
@@ -228,6 +234,51 @@ def test_rewards_in_another_order_give_the_same_policy(store, policy, made):
     assert first.ref != second.ref
     for one, other in zip(_weights(first).values(), _weights(second).values(), strict=True):
         assert torch.equal(one, other)
+
+
+def joined(rollout_ids: pa.ChunkedArray, rows: pa.Table) -> pa.ChunkedArray:
+    """Column `values` of `rows`, in the order of the rollouts."""
+    rollouts, rewards = (
+        SimpleNamespace(ref=name, table=lambda table=table: table)
+        for name, table in (("rollouts", pa.table({"rollout_id": rollout_ids})), ("rewards", rows))
+    )
+    return Sampled({"rollouts": rollouts, "rewards": rewards}).column("rewards", "values")
+
+
+def cut(column: pa.Array, *ends: int) -> pa.ChunkedArray:
+    """Its rows up to each of `ends` as a chunk."""
+    bounds = itertools.pairwise([0, *ends, len(column)])
+    return pa.chunked_array([column[start:end] for start, end in bounds], column.type)
+
+
+@pytest.mark.parametrize("order", ["as it is", "shifted", "by chance"])
+def test_a_column_is_joined_whatever_its_order_and_its_chunks(order):
+    rows = np.arange(50)
+    lists = [None if row % 5 == 0 else [float(row)] * (row % 7) for row in rows]
+    places = {
+        "as it is": rows,
+        "shifted": np.roll(rows, 13),
+        "by chance": np.random.default_rng(0).permutation(rows),
+    }[order]
+    ids = np.array([f"r{row}" for row in rows])
+    values = cut(pa.array(lists, pa.list_(pa.float32())), 7, 30)
+    table = pa.table({"rollout_id": cut(pa.array(ids), 20, 20, 33), "values": values})
+    column = joined(cut(pa.array(ids[places]), 0, 11, 40), table)
+    assert column.to_pylist() == [lists[place] for place in places]
+
+
+def test_lists_of_more_items_than_one_arrow_array_can_have_are_joined():
+    """2.4 billion nulls, which take no memory."""
+    items = 1_200_000_000
+    one = pa.ListArray.from_arrays(pa.array([0, items], pa.int32()), pa.nulls(items))
+    rows = pa.table(
+        {
+            "rollout_id": pa.chunked_array([["first"], ["second"]]),
+            "values": pa.chunked_array([one, one]),
+        }
+    )
+    column = joined(pa.chunked_array([["second"], ["first"]]), rows)
+    assert pc.list_value_length(column).to_pylist() == [items, items]
 
 
 @pytest.mark.parametrize("change, word", [("missing", "missing"), ("unknown", "unknown")])
