@@ -13,6 +13,7 @@ that this run found finished before. A policy that was trained is not made again
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,7 +27,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TagsContext
 
-from quiver.schemas.errors import LineageError, QuiverError
+from quiver.schemas.errors import SYSTEM_REASONS, LineageError, QuiverError
 from quiver.schemas.manifest import digest
 from quiver.schemas.refs import parse
 from quiver.stages.common.config import Config
@@ -45,6 +46,8 @@ from .progress import progress
 from .recipe import Placement, Recipe
 
 WORTH_RETRYING = {"E-REMOTE", "E-RESOURCE"}
+_REFUSED = tuple(SYSTEM_REASONS[number] for number in (errno.EROFS, errno.EACCES, errno.EPERM))
+"""How an error begins of what a host does not let us write: it will not after a while either."""
 _LONGEST_WORD = 100
 log = logging.getLogger("quiver")
 
@@ -73,11 +76,11 @@ _RUN: ContextVar[_Run | None] = ContextVar("quiver_run", default=None)
 
 def worth_retrying(task: Task, run: TaskRun, state: State) -> bool:
     """Whether the error may be gone in a while: a server, memory or a process lost. Never for bad
-    input."""
+    input, nor for a store that can not be written."""
     error = state.data
     if not isinstance(error, QuiverError) or isinstance(error, GivenUp):
         return False
-    if error.code not in WORTH_RETRYING:
+    if error.code not in WORTH_RETRYING or error.message.startswith(_REFUSED):
         return False
     log.warning("%s: %s; it is tried again soon", error.object, error.message)
     end_waiting()  # an engine that sleeps has memory of the device and of this machine

@@ -1,7 +1,9 @@
 """What the flows show and pass on: forms with descriptions, small parameters and results, retries
 for what a retry can help."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 
@@ -13,6 +15,7 @@ from quiver.flows.placement import GivenUp
 from quiver.flows.tasks import labels_of, stage_task, worth_retrying
 from quiver.schemas import errors
 from quiver.stages.common.store import Store
+from quiver.stages.common.store.storage import storage_errors
 from tests.flows.conftest import command_environment, quiver
 
 FLOWS = {
@@ -105,6 +108,22 @@ def test_the_form_describes_every_field(name):
 )
 def test_what_is_tried_again(error, again):
     assert worth_retrying(stage_task, None, Failed(data=error)) is again
+
+
+@pytest.mark.parametrize(
+    ("number", "again"),
+    [
+        (errno.EROFS, False),
+        (errno.EACCES, False),
+        (errno.EPERM, False),
+        (errno.ENOSPC, True),
+        (errno.EIO, True),
+    ],
+)
+def test_a_store_that_can_not_be_written_is_not_tried_again(tmp_path, number, again):
+    with pytest.raises(errors.ResourceError) as caught, storage_errors("a/rollouts"):
+        raise OSError(number, os.strerror(number), str(tmp_path / "part-00000.arrow"))
+    assert worth_retrying(stage_task, None, Failed(data=caught.value)) is again
 
 
 def test_tags_tell_run_stage_and_iteration(tmp_path):
