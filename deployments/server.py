@@ -62,11 +62,17 @@ def check_api() -> str:
             next=f"{_START}, then export PREFECT_API_URL=http://127.0.0.1:4200/api",
         )
     shown = printable(url)
-    stranger = httpx.URL(url).copy_with(username=None, password=None)
     try:
+        stranger = httpx.URL(url).copy_with(username=None, password=None)
         answer = httpx.post(
             f"{stranger}/work_pools/filter", json={"limit": 1}, follow_redirects=True, timeout=60
         )
+    except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+        raise ConfigError(
+            f"Prefect API {shown}",
+            f"is no address of a server: {printable(error)}",
+            next="export PREFECT_API_URL=http://HOST:4200/api, and run again",
+        ) from None
     except httpx.HTTPError as error:
         raise RemoteError(
             f"Prefect API {shown}", f"does not answer: {printable(error)}", next=_START

@@ -156,8 +156,18 @@ BY_CODE: dict[str, type[QuiverError]] = {
 
 def unexpected(object: str, error: BaseException) -> QuiverError:
     """Any other exception as one of ours: what memory, disk and system refuse as E-RESOURCE, a
-    name that no file can have as E-CONFIG, the rest as E-INTERNAL."""
+    name that no file can have and settings that Prefect refuses as E-CONFIG, the rest as
+    E-INTERNAL."""
     problem = f"{type(error).__name__}: {printable(error)}"
+    model = str(getattr(error, "title", ""))  # pydantic's name of what was not valid
+    if type(error).__name__ == "ValidationError" and model.endswith("Settings"):
+        # Prefect reads them as it is imported, from the environment and from its profile
+        first = error.errors()[0]
+        return ConfigError(
+            "Prefect's settings",
+            printable(": ".join([*map(str, first["loc"]), first["msg"]])),
+            next="correct PREFECT_API_URL, or which of the PREFECT_ variables it is",
+        )
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return ConfigError(object, problem, next="give it a shorter name")
     state = "finished shards and all versions are kept."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from dataclasses import dataclass, replace
 
 from quiver.schemas.errors import ConfigError, printable
@@ -68,7 +69,7 @@ def parse_machine(text: str) -> Machine:
             f"expected one of {', '.join(GPUS)}, such as h100 or h100:8",
             next=f"name --gpu {near[0]}" if near else "name a GPU of the list",
         )
-    if count and not (count.isdecimal() and 1 <= int(count) <= 1024):
+    if count and not (re.fullmatch("[0-9]{1,4}", count) and 1 <= int(count) <= 1024):
         raise ConfigError(
             f"--gpu {printable(text)}",
             "expected a number of GPUs of one host behind the colon",

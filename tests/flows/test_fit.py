@@ -482,7 +482,7 @@ def test_what_can_not_be_told_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="expected one of a10, a100") as caught:
         parse_machine("h10")
     assert caught.value.next == "name --gpu h100"
-    for count in ("none", "0", "1025"):
+    for count in ("none", "0", "1025", "\N{FULLWIDTH DIGIT ONE}", "1" * 5000):
         with pytest.raises(ConfigError, match="number of GPUs"):
             parse_machine(f"h100:{count}")
     eight = parse_machine("H100:8")

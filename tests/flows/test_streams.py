@@ -94,10 +94,28 @@ def test_what_a_stages_process_says_moves_no_cursor(tmp_path):
         ("http://127.0.0.1:99999999/api", RemoteError),
     ],
 )
-def test_a_prefect_server_that_is_none_is_told(url, error):
+@pytest.mark.parametrize("asks", [crash_abandoned, check_api])
+def test_a_prefect_server_that_is_none_is_told(asks, url, error):
     with temporary_settings({PREFECT_API_URL: url}), pytest.raises(error) as caught:
-        crash_abandoned()
-    assert "PREFECT_API_URL" in caught.value.next and "Prefect API" in caught.value.object
+        asks()
+    assert "Prefect API" in caught.value.object
+    assert "PREFECT_API_URL" in caught.value.next or "prefect server start" in caught.value.next
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "says"),
+    [
+        ("PREFECT_API_URL", "http://[::1", "Invalid IPv6 URL"),
+        ("PREFECT_SERVER_API_PORT", "none", "port: Input should be a valid integer"),
+    ],
+)
+def test_a_setting_that_prefect_can_not_be_imported_with_is_told(tmp_path, name, setting, says):
+    named = {"PREFECT_API_URL": "http://127.0.0.1:1/api", name: setting}
+    done = called(tmp_path, "doctor --json", **named)
+    (problem,) = json.loads(done.stdout)["problems"]
+    assert (done.returncode, problem["code"]) == (2, "E-CONFIG")
+    assert says in problem["message"] and "PREFECT_" in problem["next"]
+    assert b"Traceback" not in done.stderr
 
 
 ANSWERS = {
