@@ -2,7 +2,7 @@
 a refactor reproduces.
 
     python -m tests.golden.make_trace           # all anew; only where a number should change
-    python -m tests.golden.make_trace gmpo      # of these alone; the others stay to the digit
+    python -m tests.golden.make_trace gmpo      # of these alone
 
 Prompts, completions and rewards come from Python's own generator, whose numbers no library's
 version changes; the logprobs they are said to be sampled with are the model's own, moved by noise,
@@ -14,7 +14,6 @@ sign.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -130,25 +129,7 @@ def trace(algorithm: str, **options: Any) -> dict[str, Any]:
         torch.set_num_threads(threads)
 
 
-def build() -> str:
-    """Tells machines and torch builds apart whose last digits may differ."""
-    names = [
-        line
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith(("model name", "flags"))
-    ]
-    return hashlib.sha256(
-        "\n".join([torch.__config__.show(), *sorted(set(names))]).encode()
-    ).hexdigest()[:16]
-
-
 if __name__ == "__main__":
-    golden = {"build": build(), "algorithms": {}}
-    if sys.argv[1:]:
-        golden = json.loads(PATH.read_text())
-    for name in sys.argv[1:] or ALGORITHMS:
-        golden["algorithms"][name] = trace(name)
-        if golden["build"] != build():
-            golden["algorithms"][name]["build"] = build()
-    golden["algorithms"] = {name: golden["algorithms"][name] for name in ALGORITHMS}
-    PATH.write_text(json.dumps(golden, indent=1) + "\n")
+    golden = json.loads(PATH.read_text()) if sys.argv[1:] else {}
+    golden |= {name: trace(name) for name in sys.argv[1:] or ALGORITHMS}
+    PATH.write_text(json.dumps({name: golden[name] for name in ALGORITHMS}, indent=1) + "\n")
