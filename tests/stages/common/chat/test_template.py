@@ -68,6 +68,16 @@ HOSTILE = [
     ("{{ messages[0].content * 10 ** 10 }}", "Memory"),
     ("{% for a in range(99999) %}{{ 'x' * 100000 }}{% endfor %}", "Memory"),
     ('{{ "\\ud800" }}', "lone surrogate"),
+    ("{{ ''.format.__self__.__class__.__base__ }}", "unsafe|no attribute"),
+    ("{{ '{0.__class__.__init__.__globals__}'.format(messages) }}", "unsafe|no attribute"),
+    ("{{ namespace.__init__.__globals__['__builtins__'] }}", "unsafe|no attribute"),
+    ("{{ (messages | map(attribute='__class__') | first).__name__ }}", "unsafe|no attribute"),
+    ("{{ messages | attr('__class__') | attr('mro') }}", "unsafe|no attribute"),
+    ("{{ messages.clear() }}", "unsafe"),
+    ("{% set _ = messages[0].update({'content': 'x'}) %}", "unsafe"),
+    ("{{ 'x'.ljust(10 ** 11) }}", "Memory"),
+    ("{{ [0] * 10 ** 11 }}", "Memory"),
+    ("{{ raise_exception('\x1b[2J') }}", "2J"),
 ]
 
 
