@@ -27,6 +27,8 @@ from quiver.stages.common.store.leases import Leases
 from quiver.stages.common.store.retention import find_kept, remove, restore
 from quiver.stages.common.store.storage import Storage
 from quiver.stages.common.verification import verify
+from tests.faults.seam import watched
+from tests.faults.sizes import sizes
 from tests.stages.common.store.histories import (
     History,
     make_policy,
@@ -618,6 +620,30 @@ def test_what_was_staged_for_a_finished_version_goes_at_once(store):
     swept = collect(store, Rule(), apply=True).staging
     assert {leftover.run_key for leftover in swept} == {run_key, ""}
     assert list(staging.iterdir()) == [] and not half.exists()
+
+
+@pytest.mark.parametrize("count", sizes(300, 10_000))
+def test_leftovers_of_the_dead_cost_a_commit_nothing_and_all_go(store, count):
+    def changes_of_commit(number: int) -> int:
+        changes = []
+        with watched(lambda name, call, arguments: (changes.append(name), call())[1]):
+            make_table(store, number)
+        return len(changes)
+
+    changes_of_commit(1)
+    expected = changes_of_commit(2)
+    staging, day_ago = store.path / "a/logprobs/.staging", time.time() - 86_400
+    for number in range(count):
+        left = staging / f"{number:064x}"
+        left.mkdir()
+        (left / "plan").write_text("{")
+        for path in (left / "plan", left):
+            os.utime(path, (day_ago, day_ago))
+    assert changes_of_commit(3) <= expected
+    assert verify(store)[1] == []
+    assert len(collect(store, Rule(), apply=True).staging) == count
+    assert list(staging.iterdir()) == []
+    assert store.numbers("a", "logprobs") == [1, 2, 3]
 
 
 def test_what_was_put_aside_is_only_listed(store):
