@@ -1,5 +1,6 @@
 """Leases: who has one, who may take it over, and what a process that was asleep can not do."""
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -166,6 +168,34 @@ def test_a_lease_torn_by_a_power_loss_is_free(leases, text):
     key = leases.key("work", 2)
     leases.storage.put_if_absent(key, text.encode())
     assert leases.take("work").key == leases.key("work", 3)
+
+
+def put_lease(leases, **changes):
+    """A lease of this process, but for these words about its owner."""
+    owner = {**asdict(module.Owner.this_process()), **changes}
+    fields = {"owner": owner, "token": "t", "label": "", "released": False}
+    leases.storage.put_if_absent(leases.key("work", 1), json.dumps(fields).encode())
+
+
+def test_a_process_with_the_number_of_a_dead_one_is_not_that_one(leases):
+    put_lease(leases, start_time=module.Owner.this_process().start_time - 1)
+    assert leases.take("work").number == 2
+
+
+@pytest.mark.parametrize("is_alike", [False, True])
+def test_a_process_of_another_boot_is_neither_dead_nor_alive_here(leases, monkeypatch, is_alike):
+    """Whether or not a process here has its number and start time; only the minute tells."""
+    child = FORK.Process(target=int)
+    child.start()
+    child.join()
+    put_lease(leases, boot_id="another", **({} if is_alike else {"pid": child.pid}))
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
+    monkeypatch.setattr(module, "time", clock)
+    waiting = Leases(leases.storage, leases.prefix, sleepers_hold=True)
+    assert waiting.holder("work").owner.boot_id == "another"
+    now[0] = module.SECONDS_TO_LIVE + 1
+    assert waiting.holder("work") is None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a namespace here")
