@@ -8,11 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
 from quiver.flows.commands import cleaning
+from quiver.flows.retention import Retention, clean_up
 from quiver.schemas.errors import (
     BusyError,
     ConfigError,
@@ -24,6 +25,7 @@ from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Store, collection, trash
 from quiver.stages.common.store.collection import Rule, collect
 from quiver.stages.common.store.leases import Leases
+from quiver.stages.common.store.ledger import Ledger
 from quiver.stages.common.store.retention import find_kept, remove, restore
 from quiver.stages.common.store.storage import Storage
 from quiver.stages.common.verification import verify
@@ -201,6 +203,25 @@ def test_what_lies_in_the_trash_for_the_grace_time_is_deleted_by_the_next(store)
     assert list((store.path / ".trash").iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "clean",
+    [
+        lambda path: cleaning.gc(apply=True, store=path),
+        lambda path: clean_up(path, "a", Retention(keep=1)),
+        lambda path: collect(Store(path), Rule(), apply=True),
+    ],
+    ids=["command", "recipe", "rule"],
+)
+def test_the_grace_time_is_a_day_where_nobody_says_another(store, clean):
+    make_table(store, 1), make_table(store, 2)
+    collect(store, Rule(keep=1), apply=True)
+    for hours, is_there in ((23.9, True), (24.1, False)):
+        (folder,) = (store.path / ".trash").iterdir()
+        folder.rename(folder.with_name(f"{int(time.time() - hours * 3600)}-1"))
+        clean(str(store.path))
+        assert (trash_bytes(store) > 0) == is_there
+
+
 def test_a_run_that_cleans_up_leaves_others_alone(store):
     line(store)
     for number in range(3):
@@ -369,10 +390,10 @@ def test_a_reader_reads_on_while_what_it_reads_is_deleted(store):
 
 
 @pytest.mark.parametrize("where", ["tombstones", "second look"])
-@pytest.mark.parametrize("need", ["tag", "stage"])
+@pytest.mark.parametrize("need", ["tag", "input", "model"])
 def test_what_somebody_needs_while_it_goes_stays(store, monkeypatch, where, need):
     line(store)
-    first = store.open("a/logprobs@1")
+    first = store.open("a/policy@0" if need == "model" else "a/logprobs@1")
     done = []
 
     def tag():
@@ -380,7 +401,7 @@ def test_what_somebody_needs_while_it_goes_stays(store, monkeypatch, where, need
         done.append(str(store.resolve("a/logprobs@prod")))
 
     def stage():
-        with begin(store, "b", "logprobs", **plan(7, inputs={"rollouts": first})):
+        with begin(store, "b", "logprobs", **plan(7, **{f"{need}s": {"first": first}})):
             done.append(str(store.resolve(first.ref)))
             time.sleep(0.2)
 
@@ -393,9 +414,10 @@ def test_what_somebody_needs_while_it_goes_stays(store, monkeypatch, where, need
             time.sleep(0.01)
         go_on.set()
         thread.join(20)
-    assert done == ["a/logprobs@1"]
-    assert store.open("a/logprobs@1").table().num_rows == 2
-    assert store.ledger("a", "logprobs").tombstone(1) is None and verify(store)[1] == []
+    assert done == [str(first.ref)]
+    store.open(first.ref).verify()
+    assert store.ledger("a", first.ref.kind).tombstone(first.ref.version) is None
+    assert verify(store)[1] == []
     assert "a/policy@1" not in visible(store), "the others went"
 
 
@@ -413,6 +435,29 @@ def test_what_somebody_needed_right_before_its_tombstone_stays(store, monkeypatc
     assert "a/logprobs@1" in visible(store) and verify(store)[1] == []
     assert store.ledger("a", "logprobs").tombstones() == [(2, "")]
     assert trash_bytes(store) > 0, "the others went"
+
+
+@pytest.mark.parametrize("need", ["tag", "stage"])
+def test_what_somebody_needs_right_after_rm_looked_stays(store, monkeypatch, need):
+    """There was no tombstone to be seen then either."""
+    line(store)
+    first = store.open("a/logprobs@1")
+    write_tombstone = Ledger.expire
+    with ExitStack() as stack:
+
+        def expire(*arguments, **options):
+            if need == "tag":
+                store.tag("a", "prod", first.ref)
+            else:
+                work = begin(store, "b", "logprobs", **plan(7, inputs={"rollouts": first}))
+                stack.enter_context(work)
+            write_tombstone(*arguments, **options)
+
+        monkeypatch.setattr(Ledger, "expire", expire)
+        with pytest.raises(ConflictError, match="points at it" if need == "tag" else "reads it"):
+            remove(store, first.ref)
+    assert store.open(first.ref).table().num_rows == 2 and verify(store)[1] == []
+    assert store.ledger("a", "logprobs").tombstones() == [] and trash_bytes(store) == 0
 
 
 def test_a_tombstone_of_one_that_died_is_taken_back_where_the_version_stays(store):
