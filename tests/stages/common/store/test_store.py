@@ -198,6 +198,17 @@ def test_a_gap_between_shards_is_not_committed(store):
     assert store.numbers("a", "logprobs") == []
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_fewer_or_more_shards_than_there_must_be_are_not_committed(store, count):
+    with work_on(store) as work:
+        work.take_shards(count)
+        work.write(0, table(0))
+        work.write(1, table(2))
+        with pytest.raises(SchemaError, match="not one row of numbers"):
+            work.commit()
+    assert store.numbers("a", "logprobs") == []
+
+
 def test_an_id_in_two_shards_is_not_committed(store):
     with work_on(store) as work:
         work.write(0, table(0))
