@@ -71,11 +71,13 @@ def test_models_are_held_to_their_hashes(store, policy):
     model = as_model("policy", policy)
     commit(store, models=(model,))
     assert said(store) == ""
-    commit(store, Settings(seed=1), models=(model.model_copy(update={"weights": "f" * 64}),))
-    assert "a/logprobs@2" in said(store) and "model tiny/policy@0 is not what it was" in said(store)
+    for number, part in ((2, "weights"), (3, "tokenizer")):
+        other = model.model_copy(update={part: "f" * 64})
+        ref = commit(store, Settings(seed=number), models=(other,)).ref
+        assert f"{ref}: model tiny/policy@0 is not what it was" in said(store)
     outside = Model(role="judge", ref="some/model", weights="w", tokenizer="t", template="t")
-    commit(store, Settings(seed=2), models=(outside,))
-    assert len(verify(store)[1]) == 1, "what is not in the store is not looked for"
+    commit(store, Settings(seed=4), models=(outside,))
+    assert len(verify(store)[1]) == 2, "what is not in the store is not looked for"
 
 
 def crafted(version) -> None:
