@@ -100,8 +100,11 @@ def next_runs(path: Path) -> dict[str, object]:
     return seen
 
 
-def check(path: Path, expected: dict[str, object], expected_runs: dict[str, object]) -> str:
-    """`detected` or `harmless`; AssertionError for anything else."""
+def check(
+    path: Path, expected: dict[str, object], expected_runs: dict[str, object], *, is_staged: bool
+) -> str:
+    """`detected` or `harmless`; AssertionError for anything else, and where what is damaged was
+    only staged and is not made again."""
     try:
         store = Store(path)
         _, errors = verified(store)
@@ -112,6 +115,7 @@ def check(path: Path, expected: dict[str, object], expected_runs: dict[str, obje
         for name, value in found.items():
             if isinstance(value, QuiverError):
                 assert errors, f"{name} fails, and verify had nothing to say: {value}"
+                assert not is_staged, f"{name} fails: {value}"
             else:
                 assert value == right[name], f"{name} is wrong, verify says {errors}"
     return "detected" if errors else "harmless"
@@ -142,8 +146,33 @@ def test_damage_anywhere_is_told_or_harmless(
         damage(raw, random)
         file.write_bytes(raw)
         try:
-            outcome = check(path, expected, expected_runs)
+            is_staged = "/.staging/" in str(file)
+            outcome = check(path, expected, expected_runs, is_staged=is_staged)
         except AssertionError as error:
             raise AssertionError(f"{damage.__name__} of {names[trial % len(names)]}") from error
         record_property(f"damaged files: {damage.__name__}, {outcome}", 1)
+        shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("damage", [flip, cut, zero_tail, extend, None])
+def test_what_was_staged_is_made_again_whatever_became_of_it(whole, fast_path, monkeypatch, damage):
+    """By the same command, without an error. None: a file is gone."""
+    monkeypatch.setattr(leases, "SECONDS_TO_LIVE", 0.2)
+    shutil.copytree(whole, fast_path / "right")
+    expected, expected_runs = contents(Store(whole)), next_runs(fast_path / "right")
+    staged = [file for file in sorted(whole.glob("*/*/.staging/**/*")) if file.is_file()]
+    assert {"000001", "plan", "sources", "progress", "part-00000.arrow"} < {
+        file.name for file in staged
+    }
+    for file in staged:
+        path = fast_path / "store"
+        shutil.copytree(whole, path)
+        damaged = path / file.relative_to(whole)
+        raw = bytearray(file.read_bytes())
+        if damage:
+            damage(raw, Random(file.name))
+            damaged.write_bytes(raw)
+        else:
+            damaged.unlink()
+        check(path, expected, expected_runs, is_staged=True)
         shutil.rmtree(path)
