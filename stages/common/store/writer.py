@@ -186,12 +186,15 @@ class Writer:
         another number."""
         fields = {"rows_per_shard": rows}
         with storage_errors(self._name):
-            if self.shards.is_sole and not self.noted():
+            noted = self.noted()
+            if self.shards.is_sole and not noted:
                 self.write_note("plan", fields)  # nothing is finished, so nothing binds
+            elif self.read_note("plan") is None:
+                for index in noted:  # of how many rows they are, nobody can tell
+                    self.drop(index)
             self._storage.put_if_absent(f"{self._prefix}.notes/plan", note_of(fields))
             begun_with = self.read_note("plan")
-            if begun_with is None:  # torn, or of an earlier Quiver: its shards are done again
-                self.prepare(fresh=True)
+            if begun_with is None:  # torn, or of an earlier Quiver
                 self.write_note("plan", fields)
             return (begun_with or fields)["rows_per_shard"]
 
@@ -248,8 +251,7 @@ class Writer:
     def write_table(self, table: pa.Table) -> None:
         """Write all rows, in shards of ROWS_AT_ONCE; one without rows where there are none.
         SchemaError."""
-        # an earlier Quiver, which noted no plan, began shards of ROWS_PER_SHARD
-        rows = self.rows_per_shard(ROWS_PER_SHARD if self.noted() else ROWS_AT_ONCE)
+        rows = self.rows_per_shard(ROWS_AT_ONCE)
         for index in self.take_shards(max(1, math.ceil(len(table) / rows))):
             self.write(index, table.slice(index * rows, rows))
 

@@ -375,14 +375,29 @@ def test_a_note_of_another_form_counts_for_nothing(store, name, fields):
     require_one(store)
 
 
-def test_where_the_plan_is_torn_its_shards_are_done_again(store):
-    """How long they are is not known any more; those of the next attempt may be shorter."""
-    with work_on(store, None) as work:
-        assert work.rows_per_shard(3) == 3
-        work.shards_of(2)
-        work.write(0, table(0, rows=3))
-        plan = staged(store, "plan")
-        plan.write_bytes(plan.read_bytes()[:-4])
-    with work_on(store, None) as work:
-        assert work.rows_per_shard(2) == 2
-        assert list(work.shards_of(2)) == [0, 1]
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("is_gone", [False, True])
+@pytest.mark.parametrize(("before", "left", "now"), [(3, 1, 2), (2, 1, 3), (2, 2, 4)])
+def test_where_the_plan_is_torn_or_gone_its_shards_are_done_again(
+    store, is_gone, share, before, left, now
+):
+    """How long they are is not known any more, and may be longer or shorter now."""
+    rows = table(0, rows=4)
+
+    def write(size):
+        with work_on(store, share=share) as work:
+            assert work.rows_per_shard(size) == size
+            for index in work.shards_of(-(-4 // size)):
+                work.write(index, rows.slice(index * size, size))
+                if (size, index + 1) == (before, left):
+                    raise InterruptedError
+            return work.commit(rows=4)
+
+    with pytest.raises(InterruptedError):
+        write(before)
+    plan = staged(store, "plan")
+    plan.write_bytes(plan.read_bytes()[:-4])
+    if is_gone:
+        plan.unlink()
+    assert write(now).table().equals(rows)
+    require_one(store)
