@@ -154,6 +154,13 @@ def damage(random: Random, store: Path) -> tuple[str, Path, bytes]:
     return f"{fields['run']}/{fields['kind']}@{fields['version']}", path, before
 
 
+def require_safe(capsys) -> str:
+    """What was printed, in which nothing moves the cursor."""
+    printed = "".join(capsys.readouterr())
+    assert {character for character in printed if not character.isprintable()} <= {"\n"}
+    return printed
+
+
 def fuzz(stores: Path, seed: int, count: int, most_readers: int, capsys) -> None:
     """`count` manifests, each before `most_readers` of its readers."""
     random = Random(seed)
@@ -171,7 +178,7 @@ def fuzz(stores: Path, seed: int, count: int, most_readers: int, capsys) -> None
                 raise
         assert snapshot(stores, WRITTEN_BY_READERS) == state
         path.write_bytes(before)
-        capsys.readouterr()
+        require_safe(capsys)
     assert refused > count / 4, "most of them are read without a word: the fuzzer breaks nothing"
 
 
@@ -324,6 +331,40 @@ def test_what_was_found_is_told(finished, capsys, ref, change, reader, code):
     error = error_of(lambda: READERS[reader](finished))
     assert (error and error.code) == code
     assert snapshot(finished, WRITTEN_BY_READERS) == before
+
+
+HOSTILE = "\r\x1b[2J\x9b31m\u202e"
+
+
+def spoil(fields: dict) -> None:
+    """Words that move the cursor, wherever a manifest may have words of its own."""
+    fields["stage"] = f"optimize{HOSTILE}"
+    fields["created"] = f"2026{HOSTILE}"
+    for name in ("config", "metrics", "environment"):
+        fields[name] |= {f"key{HOSTILE}": f"value{HOSTILE}"}
+    for name in ("status", "seconds", "bytes"):
+        fields[name] |= {f"key{HOSTILE}": 1}
+    for entry in fields["inputs"]:
+        entry["role"] += HOSTILE
+    fields["models"].append(
+        {"role": HOSTILE, "ref": f"hub{HOSTILE}", "weights": "w", "tokenizer": "t", "template": "t"}
+    )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        lambda path: versions.ls(None, path),
+        lambda path: versions.lineage("golden/rewards@1", path),
+        lambda path: versions.diff("golden/rewards@1", "golden/rewards@2", path),
+        lambda path: versions.show("golden/rewards@1", 1, path),
+    ],
+    ids=["ls", "lineage", "diff", "show"],
+)
+def test_no_word_of_a_manifest_moves_the_cursor(finished, capsys, command):
+    rewrite(finished, "golden/rewards@1", spoil)
+    command(str(finished))
+    assert r"\r\x1b[2J\x9b31m\u202e" in require_safe(capsys)
 
 
 WRITTEN_BY_THOSE = {".index", ".leases", ".ledger", ".quarantine", ".reserve", ".trash", "v000001"}
