@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from quiver.schemas.errors import BusyError, OutcomeUnknownError, QuiverError, ResourceError
-from quiver.stages.common.store import index, leases, writer
+from quiver.stages.common.store import collection, index, leases, trash, writer
+from quiver.stages.common.store.collection import Rule, collect
 from quiver.stages.common.verification import verify
 from tests.faults.scenes import (
     SCENES,
@@ -200,12 +201,13 @@ DAY = 86400
 
 
 class ShiftedClock(SimpleNamespace):
-    """The module `time`, but for what o'clock it is."""
+    """The module `time`, but for what o'clock it is, and for how long the host runs."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, running: float = 0) -> None:
         shifted = {
             "time": lambda: time.time() + seconds,
             "time_ns": lambda: time.time_ns() + int(seconds * 1e9),
+            "clock_gettime": lambda clock: time.clock_gettime(clock) + running,
         }
         super().__init__(**{**vars(time), **shifted})
 
@@ -259,3 +261,19 @@ def test_a_clock_that_jumps_does_not_wait_for_the_dead(store, monkeypatch, secon
     started_at = time.monotonic()
     require_next_run(store.path, SCENES["alone"], 1, Known())
     assert time.monotonic() - started_at < leases.SECONDS_TO_LIVE / 2
+
+
+@pytest.mark.parametrize("before", [-365 * DAY, 0, 365 * DAY])
+@pytest.mark.parametrize("after", [-365 * DAY, 0, 365 * DAY])
+def test_a_clock_that_jumps_deletes_nothing_early_or_late(store, monkeypatch, before, after):
+    """What is in the trash can be brought back for a day of the host's, whatever its clock says."""
+    for seed in (1, 2):
+        written(store.path, seed, 1)
+    monkeypatch.setattr(trash, "time", ShiftedClock(before))
+    collect(store, Rule(keep=1), apply=True)
+    lying = collection.size(store.storage, ".trash")
+    assert lying
+    for hours, size in ((23.9, lying), (24.1, 0)):
+        monkeypatch.setattr(trash, "time", ShiftedClock(after, hours * 3600))
+        collect(store, Rule(keep=1), apply=True)
+        assert collection.size(store.storage, ".trash") == size

@@ -1,9 +1,13 @@
 """Where versions lie that were taken away and are not deleted yet, and whose turn it is to take.
 
-    STORE/.trash/1764000000-12/arith/rollouts/v000003            what the twelfth took, and when
-    STORE/.trash/1764000000-12/arith/policy/v000003.optimizer    a folder of a version's files
-    STORE/.trash/1764000060-13.open/                             of the process that is at it now
-    STORE/.leases/gc/000013                                      which one that is
+    STORE/.trash/1764000000-12-5f0c21ab-86400/    what the twelfth took, and when
+        arith/rollouts/v000003                    a version
+        arith/policy/v000003.optimizer            a folder of a version's files
+    STORE/.trash/1764000060-13-….open/            of the process that is at it now
+    STORE/.leases/gc/000013                       which one that is
+
+When is said by the clock, and by how long the host had run since its last start: as long as it runs
+that tells the time, since a clock may jump. Older stores have the first two numbers alone.
 
 A version goes there whole, by one rename, after its tombstone is in the ledger; and back the same
 way, as long as nothing is deleted. One process at a time does either. One that was asleep while
@@ -26,7 +30,7 @@ from contextlib import contextmanager
 from quiver.schemas.errors import BusyError, LineageError, printable
 from quiver.schemas.refs import Ref
 
-from .leases import Lease, Leases
+from .leases import Lease, Leases, Owner
 from .ledger import Ledger, Tombstone
 from .storage import Storage, storage_errors
 
@@ -36,7 +40,7 @@ FOLDER = ".trash"
 LEASES = ".leases"
 _LEASE = "gc"
 _OPEN = ".open"
-_NAME = re.compile(rf"([0-9]+)-([0-9]+)(?:\{_OPEN})?")
+_NAME = re.compile(rf"([0-9]+)-([0-9]+)(?:-([0-9a-f]{{8}})-([0-9]+))?(?:\{_OPEN})?")
 _HALF_DELETED = re.compile(r".+\.[0-9a-f]{8}\.gone")
 
 
@@ -46,7 +50,8 @@ class Trash:
     def __init__(self, storage: Storage, lease: Lease) -> None:
         self._storage = storage
         self._lease = lease
-        self.folder = f"{FOLDER}/{int(time.time())}-{lease.number}"
+        boot, seconds = _running()
+        self.folder = f"{FOLDER}/{int(time.time())}-{lease.number}-{boot}-{int(seconds)}"
         """Where it lies once this process has finished."""
 
     def take(self, ref: Ref, folder: str = "") -> bool:
@@ -149,7 +154,10 @@ def contents(storage: Storage, runs: Collection[str] | None = None) -> list[tupl
                 if _HALF_DELETED.fullmatch(run):
                     entries.append((f"{FOLDER}/{name}/{run}", float("inf")))
                 elif runs is None or run in runs:
-                    entries.append((f"{FOLDER}/{name}/{run}", time.time() - int(match[1])))
+                    boot, seconds = _running()
+                    is_same = match[3] == boot
+                    age = seconds - int(match[4]) if is_same else time.time() - int(match[1])
+                    entries.append((f"{FOLDER}/{name}/{run}", age))
     return entries
 
 
@@ -160,6 +168,11 @@ def delete(storage: Storage, key: str) -> None:
         storage.delete_tree(key)
         if folder != FOLDER and not storage.list(folder):
             storage.delete_tree(folder)
+
+
+def _running() -> tuple[str, float]:
+    """Which start of which host this is, and for how many seconds it runs by now."""
+    return Owner.this_process().boot_id[:8], time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _place(ref: Ref, folder: str) -> str:
