@@ -39,7 +39,7 @@ _RENAMED = r"renamed(?!.*/\.trash/)"
 POINTS = {
     "store.made": ("created", r"/store\.json", "there is a store"),
     "staging.opened": ("made", _STAGED, "its folder is there, nothing in it"),
-    "plan.noted": ("replaced", r"\.notes/plan", "how long its shards are is noted"),
+    "plan.noted": ("created", r"\.notes/plan", "how long its shards are is noted"),
     "sources.noted": ("replaced", r"\.notes/sources", "what it reads is noted"),
     "shard.flushing": ("flushing", _STAGED + _SHARD, "a shard is written, not flushed"),
     "shard.written": ("(created|replaced)", _STAGED + _SHARD, "it has its name, but no note"),

@@ -139,10 +139,8 @@ class Writer:
         with storage_errors(self._name):
             if self._force:
                 self._storage.delete_tree(f"{self._prefix}.resume")
-            for prefix in (
-                f"{self._prefix}.notes",
-                self._files_prefix,
-            ):  # no note without its shard
+            # no note without its shard
+            for prefix in (f"{self._prefix}.notes", self._files_prefix):
                 if fresh:
                     self._storage.delete_tree(prefix)
                 self._storage.make_prefix(prefix)
@@ -188,7 +186,7 @@ class Writer:
         with storage_errors(self._name):
             noted = self.noted()
             if self.shards.is_sole and not noted:
-                self.write_note("plan", fields)  # nothing is finished, so nothing binds
+                self.delete_note("plan")  # nothing is finished, so nothing binds
             elif self.read_note("plan") is None:
                 for index in noted:  # of how many rows they are, nobody can tell
                     self.drop(index)
