@@ -77,6 +77,7 @@ POINTS = {
     "tag.entering": ("flushing", r"/tags/\.[^/]+/\d+", "an entry is written, not flushed"),
     "tag.entered": ("created", r"/tags/\.[^/]+/\d+", "the tag has moved, its file has not"),
     "tag.moved": ("replaced", r"/tags/[^/]+", "its file has, too"),
+    "tag.noted": ("replaced", r"/tags/\.[^/]+/newest", "so is the number of the entry"),
     "lease.taken": ("created", r"\.leases/[^/]+/0*1", "the first to have it"),
     "lease.taken_over": ("created", r"\.leases/[^/]+/0*[1-9]\d*(?<!/000001)", "from another"),
     "lease.renewed": ("renewed", r"\.leases/[^/]+/\d+", "it is heard of"),

@@ -122,13 +122,14 @@ class Index:
     def _entries(self, text: bytes = b"") -> list[IndexEntry]:
         """Those of the lines that hold `text`, and the torn ones."""
         lines = self._lines()
-        if text not in lines and _TORN not in lines:
-            return []
-        try:
-            return [_parse(line) for line in lines.splitlines() if text in line or _TORN in line]
-        except ValueError:  # whoever wrote these lines, it was not this program
-            lines = self._make_anew()
-            return [_parse(line) for line in lines.splitlines() if text in line or _TORN in line]
+        while text in lines or _TORN in lines:
+            try:
+                return [
+                    _parse(line) for line in lines.splitlines() if text in line or _TORN in line
+                ]
+            except ValueError:  # whoever wrote these lines, it was not this program
+                lines = self._make_anew()
+        return []
 
     def add(self, manifest: Manifest) -> None:
         """Note a version that was just published, if its number is above all others.

@@ -2,21 +2,24 @@
 
     STORE/<run>/tags/.prod/000003     one entry of the journal, with its checksum
     STORE/<run>/tags/prod             arith/policy@3, for people and for other programs
+    STORE/<run>/tags/.prod/newest     3
 
 An entry is the move: it is put under the next number only where there is none, so of two that move
 a tag at once one gets the number, and the other sees what was decided meanwhile. The file beside
-the journal follows. Older stores have the file and `.prod.journal`, which go on being read where
-they agree.
+the journal follows, then the number of the entry: where that entry is gone, nobody takes the one
+before for the newest. Older stores have no such number, or only the file and `.prod.journal`, which
+go on being read where they agree.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from quiver.schemas import refs
 from quiver.schemas.errors import ConfigError, ConflictError, CorruptError, printable
@@ -55,15 +58,16 @@ class Tag:
 
     def ref(self) -> str | None:
         """What the tag points at, or None. CorruptError."""
+        newest = self._newest()
         numbers = self._numbers()
+        if newest > max(numbers, default=0):
+            self._entry(newest)  # says that it is gone
         while numbers:
             entry = self._entry(numbers[-1])
             shown = self._file()
-            if shown in (None, entry.ref, entry.before):
-                return entry.ref
             # processes that died, or are just moving it, leave what was there before
-            earlier = [self._entry(number) for number in numbers[:-1]]
-            if any(shown in (move.ref, move.before) for move in earlier):
+            moves = map(self._entry, reversed(numbers))
+            if shown is None or any(shown in (move.ref, move.before) for move in moves):
                 return entry.ref
             if numbers == self._numbers():
                 raise self._disagreement(entry.ref)
@@ -71,12 +75,7 @@ class Tag:
         held = self._file()
         journal = self._old_lines()
         if journal and journal[-1].ref != held:
-            raise CorruptError(
-                f"{self._run} tag {self.name}",
-                f"the tag says {held}, the last line of its journal {journal[-1].ref}",
-                state="all versions are intact; nothing was changed.",
-                next=f"quiver tag {self.name} {journal[-1].ref}",
-            )
+            raise self._disagreement(journal[-1].ref)
         return held
 
     def history(self) -> list[Entry]:
@@ -102,23 +101,21 @@ class Tag:
             moves = [self._entry(number) for number in numbers]
             entries = self._old_journal() + moves
             before = moves[-1].ref if moves else self._file()
-            if key and any(entry.key == key for entry in entries):
-                self._write_file()
-                return
-            if expected not in ("*", before):
+            is_decided = key and any(entry.key == key for entry in entries)
+            if not is_decided and expected not in ("*", before):
                 raise ConflictError(
                     f"tag {self._run}/{self.name}",
                     f"expected {expected}, found {before}",
                     next="look at what the tag points at now, then tag again",
                 )
-            if before == target and not key:
+            if is_decided or (numbers and before == target and not key):
                 self._write_file()
                 return
             at = datetime.now(UTC).isoformat(timespec="milliseconds")
             entry = Entry(at=at, before=before, ref=target, why=why, key=key, about=about)
             # no other process can get the number that this one gets
-            number = (numbers[-1] if numbers else len(entries)) + 1
-            fields = {**entry.model_dump(mode="json"), **self._place(number)}
+            number = max(numbers, default=len(entries)) + 1
+            fields = entry.model_dump(mode="json") | self._place(number)
             line = json.dumps({**fields, "checksum": digest(fields)})
             prefix = f"{self._folder}/.{self.name}"
             self._storage.make_prefix(prefix)
@@ -127,11 +124,13 @@ class Tag:
                 return
 
     def _write_file(self) -> None:
-        """Let the file say what the journal does, also where another moves the tag meanwhile."""
-        written = None
-        while (numbers := self._numbers()) and written != (held := self._entry(numbers[-1]).ref):
+        """Let the files say what the journal does, also where another moves the tag meanwhile."""
+        written = 0
+        while written != (newest := max(self._numbers(), default=0)):
+            written = newest
+            held = self._entry(written).ref
             self._storage.write(f"{self._folder}/{self.name}", f"{held}\n".encode())
-            written = held
+            self._storage.write(f"{self._folder}/.{self.name}/newest", f"{written}\n".encode())
 
     def _place(self, number: int) -> dict[str, Any]:
         """What binds an entry to its tag and its number."""
@@ -140,7 +139,7 @@ class Tag:
     def _disagreement(self, held: str) -> CorruptError:
         return CorruptError(
             f"{self._run} tag {self.name}",
-            f"the file says {self._file()}, its journal {held}, which counts",
+            f"the file says {self._file()}, its journal {held}",
             state="all versions are intact; nothing was changed.",
             next=f"quiver tag {self.name} {held}",
         )
@@ -148,9 +147,17 @@ class Tag:
     def _numbers(self) -> list[int]:
         return self._storage.list_numbers(f"{self._folder}/.{self.name}")
 
+    def _newest(self) -> int:
+        """The highest number, as far as it was noted; 0 where it was not. CorruptError."""
+        if "newest" not in self._storage.list(f"{self._folder}/.{self.name}"):
+            return 0
+        key = f".{self.name}/newest"
+        with self._reading(key):
+            return int(self._storage.read(f"{self._folder}/{key}"))
+
     def _entry(self, number: int) -> Entry:
         key = f".{self.name}/{number:06d}"
-        try:
+        with self._reading(key):
             fields = read_json(self._storage.read(f"{self._folder}/{key}"))
             checksum = fields.pop("checksum")
             if checksum != digest(fields):
@@ -159,31 +166,21 @@ class Tag:
             if {key: fields.pop(key, expected) for key, expected in place.items()} != place:
                 raise ValueError("it is another entry's")
             return _checked(Entry.model_validate(fields))
-        except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
-            raise self._corrupt(key, printable(error)) from None
 
     def _file(self) -> str | None:
-        try:
+        with self._reading(self.name, may_be_absent=True):
             text = self._storage.read(f"{self._folder}/{self.name}").decode().strip()
             _require_number(text)
             return text
-        except FileNotFoundError:
-            return None
-        except (ValueError, OSError) as error:
-            raise self._corrupt(self.name, printable(error)) from None
+        return None
 
     def _old_lines(self) -> list[Entry]:
         """Lines of the journal that an earlier Quiver wrote."""
         key = f".{self.name}.journal"
-        try:
+        with self._reading(key, may_be_absent=True):
             lines = self._storage.read(f"{self._folder}/{key}").splitlines()
             return [_checked(Entry.model_validate_json(line)) for line in lines]
-        except FileNotFoundError:
-            return []
-        except ValidationError as error:
-            raise self._corrupt(key, printable(error.errors()[0]["msg"])) from None
-        except (ValueError, OSError) as error:
-            raise self._corrupt(key, printable(error)) from None
+        return []
 
     def _old_journal(self) -> list[Entry]:
         """The same; the last one counts where the tag, or the entry after it, bears it out."""
@@ -195,14 +192,22 @@ class Tag:
         is_unfinished = entries[-1].ref != holds and entries[-1].before == holds
         return entries[:-1] if is_unfinished else entries
 
-    def _corrupt(self, key: str, reason: str) -> CorruptError:
-        return CorruptError(
-            f"{self._run} tag {self.name}",
-            f"{key} can not be read: {reason}",
-            state="all versions are intact; nothing was changed.",
-            next=f"restore tags/{key} from a copy, or delete it and let the tag point at the "
-            "version that is meant",
-        )
+    @contextmanager
+    def _reading(self, key: str, *, may_be_absent: bool = False) -> Iterator[None]:
+        """CorruptError where what is read of `key` is not what it should be, or nothing; not where
+        it `may_be_absent`, and is."""
+        try:
+            yield
+        except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
+            if may_be_absent and isinstance(error, FileNotFoundError):
+                return
+            raise CorruptError(
+                f"{self._run} tag {self.name}",
+                f"{key} can not be read: {printable(error)}",
+                state="all versions are intact; nothing was changed.",
+                next=f"restore tags/{key} from a copy, or delete it and let the tag point at the "
+                "version that is meant",
+            ) from None
 
 
 def _checked(entry: Entry) -> Entry:

@@ -117,6 +117,7 @@ def test_what_cannot_be_told_stops_it(store):
         with pytest.raises(CorruptError, match="tag prod"):
             collect(store, ALL, apply=apply)
     (store.path / "a/tags/.prod/000001").unlink()
+    store.tag("a", "prod", "a/policy@1")
     (store.path / "a/policy/v000003/manifest.json").write_text("{")
     kept = find_kept(store, 1, 1)
     assert len(kept.versions) == 6, "the ledger's copy says what it keeps"

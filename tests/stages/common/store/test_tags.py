@@ -10,6 +10,7 @@ import pytest
 from quiver.schemas.errors import ConflictError, CorruptError
 from quiver.schemas.manifest import digest
 from quiver.stages.common.store import Store, storage, tags
+from quiver.stages.common.verification import verify
 from tests.stages.common.store.test_store import Settings, commit
 
 
@@ -111,7 +112,7 @@ def test_of_two_that_move_at_once_one_does(store, versions, same_key):
     assert len(line(store)) == 2 and line(store)[1][1] == str(store.resolve("a/logprobs@prod"))
 
 
-@pytest.mark.parametrize("moment", range(8))
+@pytest.mark.parametrize("moment", range(12))
 def test_another_moves_the_tag_between_any_two_looks_at_it(store, versions, monkeypatch, moment):
     """What this process decides on is the tag at one moment, not its journal then and its target
     later."""
@@ -265,3 +266,47 @@ def test_a_tag_goes_on_where_a_torn_entry_in_the_middle_was_deleted(store, versi
     (store.path / "a/tags/.prod/000002").unlink()
     store.tag("a", "prod", versions[3])
     assert [ref for _, ref in line(store)] == [versions[0], versions[2], versions[3]]
+
+
+@pytest.mark.parametrize("num_lost", [1, 2, 3])
+@pytest.mark.parametrize("end", ["back", "forth", "stays"])
+def test_where_the_newest_entries_are_gone_nobody_takes_an_older_one_for_it(
+    store, versions, num_lost, end
+):
+    """Also where the tag came back to what an older one says."""
+    first, second, *_ = versions
+    moves = {"back": [first, second, first], "forth": [first, second, first, second]}
+    for ref in moves.get(end, [first, second]):
+        store.tag("a", "prod", ref)
+    if end == "stays":
+        store.tag("a", "prod", second, key="night")
+    pointed_at = store.tagged("a", "prod")
+    entries = sorted((store.path / "a/tags/.prod").glob("0*"))
+    for path in entries[-num_lost:]:
+        path.unlink()
+    said = f"{entries[-1].name} can not be read"
+    for call in (
+        lambda: store.resolve("a/logprobs@prod"),
+        lambda: store.history("a", "prod"),
+        lambda: store.tag("a", "prod", versions[3], expected=pointed_at),
+    ):
+        with pytest.raises(CorruptError, match=said):
+            call()
+    (error,) = verify(store)[1]
+    assert said in error.message
+    store.tag("a", "prod", pointed_at)
+    assert store.tagged("a", "prod") == pointed_at and verify(store)[1] == []
+
+
+def test_a_tag_whose_newest_number_was_not_noted_is_read_by_its_journal(store, versions):
+    """An earlier Quiver moved it, or a process died before it noted the number."""
+    store.tag("a", "prod", versions[0])
+    newest = store.path / "a/tags/.prod/newest"
+    before = newest.read_bytes()
+    store.tag("a", "prod", versions[1])
+    newest.write_bytes(before)
+    assert store.tagged("a", "prod") == versions[1]
+    newest.unlink()
+    assert store.tagged("a", "prod") == versions[1] and verify(store)[1] == []
+    store.tag("a", "prod", versions[1])
+    assert newest.read_text() == "2\n"
