@@ -170,7 +170,7 @@ class Index:
         if entries:
             # a store that can not be written is read without an index
             with suppress(OSError):
-                self._ledger.note_missing(numbers)
+                self._ledger.note_missing(numbers, *noted_entries)
                 self._storage.make_prefix(f"{self._folder}/.index", durable=False)
                 state = self._state()
                 if state["count"] == len(numbers):

@@ -3,6 +3,7 @@
     STORE/<run>/<kind>/.ledger/v000003.4be1c0…    its manifest; the name ends in its content hash
     STORE/<run>/<kind>/.ledger/v000003.expired    its files were taken away: when and why
     STORE/<run>/policy/.ledger/v000003.expired.optimizer    so was that folder of its files
+    STORE/<run>/<kind>/.ledger/highest-000003     stays where all of v000003* is deleted
 
 A number is never given to other content. The folder of a version may be taken away, by `quiver gc`,
 `quiver rm` or by hand; a copy of its manifest stays here, and the number comes back only with the
@@ -11,8 +12,8 @@ very same content, so that what was made of it is whole again.
 A tombstone is written before the files go, and names the version by its commit. As long as they are
 there the version is what it was, with or without a tombstone.
 
-Only names are read to choose a number, so that costs two listings however many versions there are.
-A process that dies between publishing a version and noting it leaves that to whoever comes next.
+Only names are read to choose a number, so that costs a few listings however many versions there
+are. A process that dies between publishing a version and noting it leaves that to the next one.
 
 Not of the spine: its readers need to know only that a number is never given twice.
 """
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -39,6 +40,7 @@ OPTIMIZER_FOLDER = "optimizer"
 """Below a policy's files: its optimizer state, which may be taken away before the rest."""
 _NAME = re.compile(r"^v([0-9]{6,12})\.([0-9a-f]{64}|)$", re.MULTILINE)
 """Of a manifest's copy; whatever else lies there is nobody's."""
+_HIGHEST_NAME = re.compile(r"^highest-([0-9]{6,12})$", re.MULTILINE)
 _TOMBSTONE_NAME = re.compile(rf"v([0-9]{{6,12}})\.expired(?:\.({OPTIMIZER_FOLDER}))?")
 
 
@@ -83,6 +85,7 @@ class Ledger:
     def note(self, manifest: Manifest) -> None:
         """Its number is given, for good: the version is visible."""
         self.write_copy(manifest)
+        self._note_highest([manifest.version])
         for folder in ("", OPTIMIZER_FOLDER):
             self.take_back(manifest.version, folder)
 
@@ -91,9 +94,9 @@ class Ledger:
         self.prepare()
         self._storage.write(self._key(manifest.version, manifest.content_hash), manifest.to_json())
 
-    def note_missing(self, visible: list[int]) -> set[int]:
+    def note_missing(self, visible: list[int], *known: int) -> set[int]:
         """Note the visible versions that are not noted yet: those of an earlier Quiver, and those
-        whose process died just then. All numbers that were ever given."""
+        whose process died just then. `known`: other numbers that were given. All that were."""
         noted = set(self.content_hashes())
         for number in sorted(set(visible) - noted):
             manifest = self._read(f"{Ref(self._run, self._kind, number).folder}/manifest.json")
@@ -102,7 +105,21 @@ class Ledger:
             elif number < MOST_VERSION:  # torn, or a copy of another version
                 self.prepare()
                 self._storage.write(self._key(number, ""), b"")
-        return noted.union(visible)
+        given = noted.union(visible, known)
+        return given | {self._note_highest(given)}
+
+    def _note_highest(self, given: Collection[int]) -> int:
+        """Note the highest number that was ever given; that number, or -1."""
+        names = "\n".join(self._storage.list(self._prefix))
+        earlier = [int(digits) for digits in _HIGHEST_NAME.findall(names)]
+        highest = max((number for number in given if number < MOST_VERSION), default=-1)
+        if highest > max(earlier, default=-1):
+            self.prepare()
+            key = f"{self._prefix}/highest-"
+            self._storage.put_if_absent(f"{key}{highest:06d}", b"", durable=False)
+            for number in earlier:
+                self._storage.delete(f"{key}{number:06d}")
+        return max([*earlier, highest])
 
     def next_number(self, first: int, visible: list[int]) -> int:
         """The one after the highest that was ever given, or `first`. `visible`: numbers of the

@@ -268,6 +268,24 @@ def test_a_number_is_never_given_to_other_content(store, older):
     assert commit(store, Settings(seed=1), shards=1, force=True).ref.version == 4
 
 
+@pytest.mark.parametrize("older", [False, True])
+def test_nor_is_that_of_a_version_of_which_all_is_deleted(store, older):
+    """As `find -name 'v000002*' -delete` does; the index of an earlier Quiver still knows it."""
+    for shards in (1, 2):
+        commit(store, Settings(seed=shards), shards=shards)
+    store.find("a", "logprobs", "0" * 64)
+    folder = store.path / "a/logprobs"
+    if older:
+        (folder / ".ledger/highest-000002").unlink(missing_ok=True)
+    shutil.rmtree(folder / "v000002")
+    for path in folder.glob(".ledger/v000002*"):
+        path.unlink()
+    assert [ref.version for ref, _ in store.entries("a")] == [1]
+    assert commit(store, Settings(seed=3), shards=3).ref.version == 3
+    assert [path.name for path in folder.glob(".ledger/highest*")] == ["highest-000003"]
+    assert verify(store) == (2, [])
+
+
 def test_a_process_that_dies_before_it_notes_its_number_leaves_that_to_the_next(store, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "note", lambda *_: os._exit(9))
