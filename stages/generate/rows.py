@@ -73,6 +73,11 @@ class Rows:
         prompt, sample = divmod(index, config.samples_per_prompt)
         return row_seed(config.seed, config.iteration, self._groups[prompt], sample, *turn)
 
+    @property
+    def rollout_ids(self) -> pa.ChunkedArray:
+        """What all rows are called, in their order."""
+        return pa.chunked_array([[*map(self.rollout_id, range(len(self)))]], pa.string())
+
     def rollout_id(self, index: int) -> str:
         """What a row is called."""
         prompt, sample = divmod(index, self.config.samples_per_prompt)

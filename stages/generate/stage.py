@@ -120,7 +120,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     if dropped:
         status["dropped"] = len(dropped)
     device = engine.get("device", "cpu")
-    writer.finish(metrics=metrics, status=status, device=device, rows=len(rows))
+    writer.finish(metrics=metrics, status=status, device=device, ids=rows.rollout_ids)
 
 
 def engine_setup(

@@ -107,7 +107,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         "attention": first_worker.get("attention"),
     }
     device = first_worker.get("device", "cpu")
-    writer.finish(metrics=metrics, device=device, rows=len(table))
+    writer.finish(metrics=metrics, device=device, ids=table["rollout_id"])
 
 
 def _count_tokens(column: pa.ChunkedArray) -> int:

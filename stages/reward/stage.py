@@ -117,8 +117,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         retried = shards.earlier.column("reward").null_count
         recovered = retried - table.column("reward").null_count
         metrics |= {"retried": retried, "recovered": recovered}
-    rows = plan.inputs["rollouts"].manifest.rows
-    writer.finish(metrics=metrics, status=status, rows=rows)
+    ids = rollouts.table(["rollout_id"])["rollout_id"]
+    writer.finish(metrics=metrics, status=status, ids=ids)
 
 
 @contextmanager

@@ -121,7 +121,7 @@ class Writer:
         self._entries: tuple[FileEntry, ...] = ()
         self._schema_name = "policy/1"
         self._finished: dict[str, Any] | None = None
-        self._rows: int | None = None
+        self._ids: pa.ChunkedArray | None = None
         # what is there already is done again
         numbers = plan.store.numbers(plan.run, kind) if force else []
         self._ignored_up_to = max(numbers, default=-1)
@@ -263,9 +263,8 @@ class Writer:
             ):
                 arrow.write_table(table)
         except (FileExistsError, CorruptError):
-            entry = self._note(index)
-            if entry is not None and self.has(index):
-                return entry  # another process wrote it first
+            if self.has(index):
+                return self._note(index)  # another process wrote it first
             # it has no note: its writer died before, and its bytes count only if they are ours
             with suppress(FileNotFoundError, CorruptError):
                 if self._storage.sha256(key) == file.sha.hexdigest():
@@ -316,11 +315,11 @@ class Writer:
         status: dict[str, int] | None = None,
         models: tuple[Model, ...] | None = None,
         device: str = "cpu",
-        rows: int | None = None,
+        ids: pa.ChunkedArray | None = None,
     ) -> None:
         """All is written; this is what the manifest says of it besides. `status`: rows by what
-        became of them. `models`: in place of the plan's. `rows`: how many there must be."""
-        self._rows = rows
+        became of them. `models`: in place of the plan's. `ids`: what rollout_id must hold."""
+        self._ids = ids
         self._finished = {
             "metrics": metrics or {},
             "status": status or {},
@@ -346,11 +345,11 @@ class Writer:
                 names = [shard_name(index) for index in indices]
                 raise SchemaError(self._name, f"shards {names} are not one row of numbers")
             table = pa.concat_tables(map(self.read, indices))
-            if self._rows not in (None, len(table)):
+            if self._ids is not None and self._ids != table["rollout_id"]:
                 self.prepare(fresh=True)  # shards of two sizes: their plan is not what it was
                 raise CorruptError(
                     self._name,
-                    f"{len(table)} rows are staged, {self._rows} were asked for",
+                    f"{len(table)} rows are staged, not the {len(self._ids)} that were asked for",
                     state="what was staged of it is thrown away; all versions are intact.",
                     next="run the same command again",
                 )

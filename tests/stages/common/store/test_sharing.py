@@ -391,7 +391,7 @@ def test_where_the_plan_is_torn_or_gone_its_shards_are_done_again(
                 work.write(index, rows.slice(index * size, size))
                 if (size, index + 1) == (before, left):
                     raise InterruptedError
-            return work.commit(rows=4)
+            return work.commit(ids=rows["rollout_id"])
 
     with pytest.raises(InterruptedError):
         write(before)

@@ -208,6 +208,21 @@ def test_fewer_or_more_shards_than_there_must_be_are_not_committed(store, count)
     assert store.numbers("a", "logprobs") == []
 
 
+@pytest.mark.parametrize("order", [[0, 2, 1, 3], [0, 1, 2, 4]])
+def test_other_rows_than_were_asked_for_are_not_committed_and_done_again(store, order):
+    """As many, in another order or with another id."""
+    asked = table(0, rows=4)
+    ids = asked["rollout_id"]
+    with work_on(store) as work:
+        work.write_table(table(0, rows=5).take(order))
+        with pytest.raises(CorruptError, match="not the 4 that were asked for"):
+            work.commit(ids=ids)
+    with work_on(store) as work:
+        work.write_table(asked)
+        assert work.commit(ids=ids).table().equals(asked)
+    assert verify(store) == (1, [])
+
+
 def test_an_id_in_two_shards_is_not_committed(store):
     with work_on(store) as work:
         work.write(0, table(0))
