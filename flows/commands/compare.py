@@ -94,7 +94,7 @@ def diff(store: Store, first: str, second: str) -> dict[str, Any]:
 def lines_of(differences: dict[str, Any]) -> list[str]:
     """The same for people, a line each."""
     lines = [
-        f"{path}: {printable(before)} → {printable(after)}"
+        f"{printable(path)}: {printable(before)} → {printable(after)}"
         for path, (before, after) in differences["changed"].items()
     ]
     if rows := differences["rows"]:

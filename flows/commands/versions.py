@@ -135,10 +135,10 @@ def lineage(ref: ReadReference, store: StorePath = None) -> None:
     waiting = [(root, "")]
     while waiting:
         node, indent = waiting.pop()
-        role = f"{node['role']}: " if "role" in node else ""
+        role = f"{printable(node['role'])}: " if "role" in node else ""
         mark = " (above)" if "seen" in node else ""
         mark += " (expired)" if "expired" in node else " (missing)" if "missing" in node else ""
-        lines.append(f"{indent}{role}{node['ref']}{mark}")
+        lines.append(f"{indent}{role}{printable(node['ref'])}{mark}")
         waiting += [(child, f"{indent}  ") for child in reversed(node["inputs"])]
     say(root, lines)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import NamedTuple
 
-from quiver.schemas.errors import CorruptError
+from quiver.schemas.errors import CorruptError, printable
 from quiver.schemas.manifest import Manifest
 from quiver.schemas.refs import Ref
 from quiver.stages.common.store import Store
@@ -56,7 +56,7 @@ def listed(store: Store, entries: Iterable[tuple[Ref, IndexEntry]]) -> list[List
             label=" ".join(tags.get(str(ref), [])),
             size=size(entry.bytes),
             rows=f"{entry.rows:,}" if entry.rows else "",
-            when=entry.created[:19].replace("T", " "),
+            when=printable(entry.created[:19].replace("T", " ")),
         )
         for ref, entry in entries
     ]

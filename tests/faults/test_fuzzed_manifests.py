@@ -333,13 +333,13 @@ def test_what_was_found_is_told(finished, capsys, ref, change, reader, code):
     assert snapshot(finished, WRITTEN_BY_READERS) == before
 
 
-HOSTILE = "\r\x1b[2J\x9b31m\u202e"
+HOSTILE = "\r\x1b[2J\x9b31m\u202e\nforged"
 
 
 def spoil(fields: dict) -> None:
     """Words that move the cursor, wherever a manifest may have words of its own."""
     fields["stage"] = f"optimize{HOSTILE}"
-    fields["created"] = f"2026{HOSTILE}"
+    fields["created"] = f"\nforged{HOSTILE}"
     for name in ("config", "metrics", "environment"):
         fields[name] |= {f"key{HOSTILE}": f"value{HOSTILE}"}
     for name in ("status", "seconds", "bytes"):
@@ -364,7 +364,9 @@ def spoil(fields: dict) -> None:
 def test_no_word_of_a_manifest_moves_the_cursor(finished, capsys, command):
     rewrite(finished, "golden/rewards@1", spoil)
     command(str(finished))
-    assert r"\r\x1b[2J\x9b31m\u202e" in require_safe(capsys)
+    shown = require_safe(capsys)
+    assert r"\r\x1b[2J\x9b31m\u202e" in shown
+    assert "\nforged" not in shown, "nor does it begin a line of its own"
 
 
 WRITTEN_BY_THOSE = {".index", ".leases", ".ledger", ".quarantine", ".reserve", ".trash", "v000001"}
