@@ -86,8 +86,10 @@ def break_some(random: Random, store: Path) -> list[Path]:
 def break_one(random: Random, path: Path) -> None:
     """Another content for a file; its checksum fits, if it carries one."""
     raw = path.read_bytes()
-    if random.random() < 0.2 or path.name in ("prod", "old", ".reserve"):
-        broken = random.choice((garbled(random, raw), random.choice(REFS).encode()))
+    is_plain = path.name in ("prod", "old", ".reserve", "newest") or not raw
+    if random.random() < 0.2 or is_plain:
+        texts = (random.choice(REFS), random.choice(VALUES))
+        broken = random.choice((garbled(random, raw), *map(str.encode, texts)))
     elif path.name == "versions":
         broken = index_of(random, raw)
     else:
