@@ -154,9 +154,21 @@ def test_damage_anywhere_is_told_or_harmless(
         shutil.rmtree(path)
 
 
-@pytest.mark.parametrize("damage", [flip, cut, zero_tail, extend, None])
+def to_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+    (file / "inside").write_text("x")
+
+
+def to_link(file: Path) -> None:
+    """To the same bytes elsewhere, which may go."""
+    elsewhere = file.rename(file.parents[4] / "elsewhere")
+    file.symlink_to(elsewhere)
+
+
+@pytest.mark.parametrize("damage", [flip, cut, zero_tail, extend, Path.unlink, to_folder, to_link])
 def test_what_was_staged_is_made_again_whatever_became_of_it(whole, fast_path, monkeypatch, damage):
-    """By the same command, without an error. None: a file is gone."""
+    """By the same command, without an error."""
     monkeypatch.setattr(leases, "SECONDS_TO_LIVE", 0.2)
     shutil.copytree(whole, fast_path / "right")
     expected, expected_runs = contents(Store(whole)), next_runs(fast_path / "right")
@@ -169,10 +181,10 @@ def test_what_was_staged_is_made_again_whatever_became_of_it(whole, fast_path, m
         shutil.copytree(whole, path)
         damaged = path / file.relative_to(whole)
         raw = bytearray(file.read_bytes())
-        if damage:
+        if damage in (Path.unlink, to_folder, to_link):
+            damage(damaged)
+        else:
             damage(raw, Random(file.name))
             damaged.write_bytes(raw)
-        else:
-            damaged.unlink()
         check(path, expected, expected_runs, is_staged=True)
         shutil.rmtree(path)

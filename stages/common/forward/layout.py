@@ -343,8 +343,8 @@ def make_runs(spans: Spans, device: torch.device | str) -> Runs:
     )
     longest = int(spans.lengths.max()), int(spans.key_counts.max())
     keys = _ranges(starts, lengths)
-    copies = (_tensor(array, device) for array in in_order(keys, spans.lengths.sum()))
-    return Runs(_tensor(keys, device), query_offsets, key_offsets, longest, tuple(copies))
+    copies = tuple(_tensor(array, device) for array in in_order(keys, spans.lengths.sum()))
+    return Runs(_tensor(keys, device), query_offsets, key_offsets, longest, copies)
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:

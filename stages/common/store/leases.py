@@ -28,6 +28,7 @@ import os
 import threading
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -120,10 +121,8 @@ class Lease:
         if self.is_held():
             try:
                 self.storage.write(self.key, _encode(self._link, released=True), durable=False)
-            except FileNotFoundError:
-                return  # the work is done, and its leases are cleared
-            except OSError:
-                self.storage.delete(self.key)  # a full disk can still do that
+            except OSError:  # a full disk, or the work is done and its leases are cleared
+                self.storage.delete(self.key)
 
 
 class Leases:
@@ -192,9 +191,14 @@ class Leases:
             return None
         number = top.number + 1 if top else 1
         link = Link(number, Owner.this_process(), uuid.uuid4().hex, self.label, False)
-        if not self.storage.put_if_absent(self.key(name, number), _encode(link), durable=False):
-            return None
         lease = Lease(self, name, link)
+        try:
+            if not self.storage.put_if_absent(lease.key, _encode(link), durable=False):
+                return None
+        except BaseException:
+            with suppress(OSError):
+                lease.release()  # it may be there all the same, and nobody else could give it back
+            raise
         _keep_renewed(lease)
         return lease
 

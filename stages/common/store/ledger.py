@@ -152,7 +152,10 @@ class Ledger:
             manifest = self.manifest(number)
             if content_hash and (manifest is None or manifest.content_hash != content_hash):
                 key = self._key(number, content_hash)
-                next = f"rm {self._storage.path(key)}"
+                folder = Ref(self._run, self._kind, number).folder
+                next = "restore it from a copy: nothing else says what the deleted version was"
+                if self._storage.path(folder).exists():
+                    next = f"rm {self._storage.path(key)}"
                 errors.append(CorruptError(key, "is not the manifest that was written", next=next))
         for number, folder in self.tombstones():
             try:

@@ -56,6 +56,17 @@ def read_note(storage: Storage, key: str) -> dict[str, Any] | None:
     return fields
 
 
+def make_folder(storage: Storage, prefix: str) -> None:
+    """A folder to stage in, also where a file has its name; among notes no folder stays."""
+    if not storage.path(prefix).is_dir():
+        storage.delete(prefix)
+    storage.make_prefix(prefix)
+    if prefix.endswith(".notes"):
+        for entry in storage.path(prefix).iterdir():
+            if entry.is_dir():
+                storage.delete_tree(f"{prefix}/{entry.name}")
+
+
 class _Note(BaseModel):
     model_config = ConfigDict(strict=True)
 

@@ -77,7 +77,7 @@ class Storage:
         """The path of an object. FileNotFoundError; CorruptError: a folder, a loop, a pipe."""
         path = self.path(key)
         try:
-            is_file = stat.S_ISREG(path.stat().st_mode)
+            is_file = stat.S_ISREG(path.lstat().st_mode)
         except NotADirectoryError:
             raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path)) from None
         except OSError as error:

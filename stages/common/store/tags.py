@@ -72,10 +72,10 @@ class Tag:
             if numbers == self._numbers():
                 raise self._disagreement(entry.ref)
             numbers = self._numbers()  # it was moved meanwhile
-        held = self._file()
         journal = self._old_lines()
-        if journal and journal[-1].ref != held:
-            raise self._disagreement(journal[-1].ref)
+        held = journal[-1].ref if journal else None
+        if self._file() != held:
+            raise self._disagreement(held)
         return held
 
     def history(self) -> list[Entry]:
@@ -136,12 +136,12 @@ class Tag:
         """What binds an entry to its tag and its number."""
         return {"tag": f"{self._run}/{self.name}", "number": number}
 
-    def _disagreement(self, held: str) -> CorruptError:
+    def _disagreement(self, held: str | None) -> CorruptError:
         return CorruptError(
             f"{self._run} tag {self.name}",
             f"the file says {self._file()}, its journal {held}",
             state="all versions are intact; nothing was changed.",
-            next=f"quiver tag {self.name} {held}",
+            next=f"quiver tag {self.name} {held or self._file()}",
         )
 
     def _numbers(self) -> list[int]:

@@ -51,7 +51,6 @@ from quiver.schemas.errors import (
     ConflictError,
     CorruptError,
     OutcomeUnknownError,
-    SchemaError,
     printable,
 )
 from quiver.schemas.fields import kind_of
@@ -73,6 +72,7 @@ from .notes import (
     KEPT_SUFFIXES,
     SHARD_NOTE,
     SOURCES,
+    make_folder,
     note_of,
     read_note,
     shard_name,
@@ -143,7 +143,7 @@ class Writer:
             for prefix in (f"{self._prefix}.notes", self._files_prefix):
                 if fresh:
                     self._storage.delete_tree(prefix)
-                self._storage.make_prefix(prefix)
+                make_folder(self._storage, prefix)
 
     def remove_candidates(self) -> None:
         """Remove what others had ready to publish: from now on only this process can."""
@@ -328,7 +328,8 @@ class Writer:
         }
 
     def seal(self) -> None:
-        """Flush and hash all that is staged; nothing may be written after it. SchemaError."""
+        """Flush and hash all that is staged; nothing may be written after it. CorruptError
+        where it is not what was asked for: it is thrown away."""
         if self._finished is None:
             raise RuntimeError(f"{self._name}: the stage has not finished its writer")
         with self.phase("commit"), storage_errors(self._name):
@@ -341,15 +342,18 @@ class Writer:
             indices = self.noted()
             self._entries = tuple(map(self._note, indices))
             count = len(indices) if self._count is None else self._count
+            problem = None
             if indices != list(range(count)) or None in self._entries:
-                names = [shard_name(index) for index in indices]
-                raise SchemaError(self._name, f"shards {names} are not one row of numbers")
-            table = pa.concat_tables(map(self.read, indices))
-            if self._ids is not None and self._ids != table["rollout_id"]:
-                self.prepare(fresh=True)  # shards of two sizes: their plan is not what it was
+                problem = f"shards {[*map(shard_name, indices)]} are not one row of numbers"
+            else:
+                table = pa.concat_tables(map(self.read, indices))
+                if self._ids is not None and self._ids != table["rollout_id"]:
+                    problem = "its rows are not those that were asked for"
+            if problem:
+                self.prepare(fresh=True)
                 raise CorruptError(
                     self._name,
-                    f"{len(table)} rows are staged, not the {len(self._ids)} that were asked for",
+                    problem,
                     state="what was staged of it is thrown away; all versions are intact.",
                     next="run the same command again",
                 )

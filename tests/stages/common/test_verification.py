@@ -282,7 +282,12 @@ def test_a_copy_of_a_manifest_that_is_damaged_is_told(store):
     commit(store)
     (path,) = (store.path / "a/logprobs/.ledger").glob("v*")
     path.write_bytes(path.read_bytes()[:-9])
-    assert "is not the manifest that was written" in said(store)
+    assert (
+        f"is not the manifest that was written\nState: nothing was changed.\nNext: rm {path}"
+        in (said(store))
+    )
+    shutil.rmtree(store.path / "a/logprobs/v000001")
+    assert "Next: restore it from a copy" in said(store)
 
 
 @pytest.mark.parametrize("name", ["README", ".DS_Store", "vx.y", "v000003", "v000001.123"])

@@ -34,6 +34,17 @@ def leases(tmp_path) -> Leases:
     return Leases(Storage(tmp_path), "leases")
 
 
+def test_a_lease_whose_taking_failed_is_free_at_once(tmp_path, monkeypatch):
+    """Its object is there already, and names this process."""
+    leases = Leases(Storage(tmp_path), "key.leases")
+    monkeypatch.setenv("QUIVER_FAIL", "lease.taken:raise")
+    with pytest.raises(OSError, match="Input/output error"):
+        leases.take("work")
+    monkeypatch.delenv("QUIVER_FAIL")
+    assert leases.names() == ["work"]
+    assert leases.holder("work") is None and leases.take("work").number == 2
+
+
 @pytest.fixture
 def short_lived(monkeypatch):
     """Leases that live for half a second, renewed five times in it."""

@@ -170,10 +170,16 @@ def test_an_entry_counts_in_its_own_place_alone(store, versions, trick):
         store.resolve("a/logprobs@prod")
 
 
-def test_a_tag_from_before_there_were_journals_gets_one(store, versions):
+def test_a_tag_without_a_journal_is_told_and_gets_one(store, versions):
+    """Nothing says whether its file is what was written."""
     (store.path / "a/tags").mkdir()
     (store.path / "a/tags/prod").write_text(f"{versions[0]}\n")
-    assert store.history("a", "prod") == []
+    for call in (lambda: store.resolve("a/logprobs@prod"), lambda: store.history("a", "prod")):
+        with pytest.raises(CorruptError, match=f"says {versions[0]}, its journal None") as caught:
+            call()
+        assert caught.value.next == f"quiver tag prod {versions[0]}"
+    (error,) = verify(store)[1]
+    assert error.next == caught.value.next
     store.tag("a", "prod", versions[1])
     assert line(store) == [(versions[0], versions[1])]
     assert tags.previous(store.history("a", "prod")) == versions[0]
