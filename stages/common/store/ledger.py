@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 
-from quiver.schemas.errors import CorruptError
+from quiver.schemas.errors import CorruptError, printable
 from quiver.schemas.manifest import Manifest, digest, from_json
 from quiver.schemas.plain import read_json
 from quiver.schemas.refs import Ref, version_name
@@ -60,7 +60,7 @@ class Tombstone:
     """What plans read of it beside the manifest: texts of small files, by name."""
 
     def __str__(self) -> str:
-        return f"{self.at} {self.why}".strip()
+        return f"{self.at} {printable(self.why)}".strip()
 
 
 class Ledger:

@@ -692,6 +692,13 @@ def test_leftovers_of_the_dead_cost_a_commit_nothing_and_all_go(store, count):
     assert store.numbers("a", "logprobs") == [1, 2, 3]
 
 
+def test_a_long_reason_is_cut_where_it_is_told(store):
+    remove(store, make_table(store, 1).ref, "so\x1b" + "o" * 100_000)
+    with pytest.raises(LineageError) as caught:
+        store.open("a/logprobs@1")
+    assert "so\\x1bo" in str(caught.value) and len(str(caught.value)) < 600
+
+
 def test_what_was_put_aside_is_only_listed(store):
     make_table(store, 1)
     aside = store.path / ".quarantine/a-logprobs-9-0a1b2c3d"
