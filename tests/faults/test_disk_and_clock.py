@@ -277,3 +277,20 @@ def test_a_clock_that_jumps_deletes_nothing_early_or_late(store, monkeypatch, be
         monkeypatch.setattr(trash, "time", ShiftedClock(after, hours * 3600))
         collect(store, Rule(keep=1), apply=True)
         assert collection.size(store.storage, ".trash") == size
+
+
+@pytest.mark.parametrize("uptime", [-(10**6), 10**6])
+def test_what_another_start_of_the_host_took_waits_by_the_clock(store, uptime):
+    """How long that one ran says nothing here."""
+    for seed in (1, 2):
+        written(store.path, seed, 1)
+    collect(store, Rule(keep=1), apply=True)
+    (taken,) = (store.path / ".trash").iterdir()
+    seconds, number, boot, running = taken.name.split("-")
+    other = ("0" if boot[0] != "0" else "1") + boot[1:]
+    for hours, is_there in ((23.9, True), (24.1, False)):
+        at = int(seconds) - int(hours * 3600)
+        name = f"{at}-{number}-{other}-{max(0, int(running) + uptime)}"
+        taken = taken.rename(taken.with_name(name))
+        collect(store, Rule(keep=1), apply=True)
+        assert taken.exists() == is_there

@@ -31,6 +31,9 @@ def test_the_picture_is_what_is_made():
     assert layout.temperature.tolist() == [0.5] * 3 + [1.0] * 4 + [2.0] * 2
     assert layout.runs.query_offsets.tolist() == [0, 3, 5, 8, 11]
     assert layout.runs.keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7, 8, 9, 10]
+    places, offsets = (tensor.tolist() for tensor in layout.runs.copies)
+    assert places == [0, 3, 8, 1, 4, 9, 2, 5, 10, 6, 7, 11, 12, 13, 14, 15, 16]
+    assert offsets == [0, 3, 6, 9, *range(10, 18)]
     prompts, completions = layout.blocks
     assert prompts.causal and not completions.causal
     assert prompts.queries.tolist() == [[8, 9, 10] + [0] * 5, [0, 1, 2] + [0] * 5]

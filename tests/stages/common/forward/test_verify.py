@@ -249,6 +249,28 @@ def test_a_kernel_that_does_not_run_is_not_taken(caplog):
     assert "varlen does not run here" in caplog.text
 
 
+class Uncompiled(Exception):
+    """As Triton's CompilationError, which is none of the usual ones."""
+
+
+def test_a_kernel_that_its_compiler_refuses_is_not_taken(monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise Uncompiled("out of shared memory")
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", refuse)
+    assert not varlen_is_right(*_calls())
+    assert "varlen does not run here (out of shared memory)" in caplog.text
+
+
+def test_a_lack_of_memory_is_no_reason_for_another_kernel(monkeypatch):
+    def refuse(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", refuse)
+    with pytest.raises(torch.OutOfMemoryError):
+        varlen_is_right(*_calls())
+
+
 def test_float32_goes_by_blocks(loops):
     """The kernel knows no float32."""
     assert not varlen_is_right(*_calls(torch.float32))

@@ -286,6 +286,14 @@ def test_nor_is_that_of_a_version_of_which_all_is_deleted(store, older):
     assert verify(store) == (2, [])
 
 
+def test_the_highest_number_may_have_more_digits(store):
+    commit(store, Settings(seed=1), shards=1)
+    (store.path / "a/logprobs/.ledger/highest-000001").rename(
+        store.path / "a/logprobs/.ledger/highest-1000000"
+    )
+    assert commit(store, Settings(seed=2), shards=2).ref.version == 1_000_001
+
+
 def test_a_process_that_dies_before_it_notes_its_number_leaves_that_to_the_next(store, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "note", lambda *_: os._exit(9))

@@ -21,6 +21,7 @@ from quiver.schemas.errors import (
     CorruptError,
     LineageError,
 )
+from quiver.schemas.refs import Ref
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Store, collection, trash
 from quiver.stages.common.store.collection import Rule, collect
@@ -236,6 +237,18 @@ def test_a_run_that_cleans_up_leaves_others_alone(store):
     lying = trash_bytes(store)
     collect(store, Rule(1, 1, 0, runs=("b",)), apply=True)
     assert trash_bytes(store) > lying, "what another run threw away waits for its own time"
+
+
+def test_what_is_needed_comes_back_however_long_it_lay_in_the_trash(store):
+    """As where a tag was moved while the version was taken away."""
+    line(store)
+    store.tag("a", "prod", "a/policy@1")
+    with trash.open_trash(store.storage) as turn:
+        assert turn.take(Ref("a", "policy", 1))
+    assert "a/policy@1" not in visible(store)
+    for apply in (False, True):
+        collect(store, ALL, apply=apply)
+    assert "a/policy@1" in visible(store) and verify(store)[1] == []
 
 
 def test_numbers_stay_given_and_only_the_same_work_gets_them_back(store):

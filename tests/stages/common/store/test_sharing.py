@@ -401,3 +401,26 @@ def test_where_the_plan_is_torn_or_gone_its_shards_are_done_again(
         plan.unlink()
     assert write(now).table().equals(rows)
     require_one(store)
+
+
+def test_a_torn_plan_is_written_anew_so_its_shards_are_done_again_once(store):
+    rows = table(0, rows=6)
+
+    def attempt() -> list[int]:
+        with work_on(store) as work:
+            assert work.rows_per_shard(2) == 2
+            found = work.noted()
+            index = next(work.take_shards(3))
+            work.write(index, rows.slice(2 * index, 2))
+            return found
+
+    assert attempt() == []
+    plan = staged(store, "plan")
+    plan.write_bytes(plan.read_bytes()[:-4])
+    assert [attempt(), attempt()] == [[], [0]]
+
+
+def test_a_plan_of_which_nothing_is_finished_binds_nobody(store):
+    for size in (10, 5):
+        with work_on(store, share=False) as work:
+            assert work.rows_per_shard(size) == size

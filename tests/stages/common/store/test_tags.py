@@ -304,6 +304,27 @@ def test_where_the_newest_entries_are_gone_nobody_takes_an_older_one_for_it(
     assert store.tagged("a", "prod") == pointed_at and verify(store)[1] == []
 
 
+def test_a_number_of_the_newest_entry_that_is_none_is_told(store, versions):
+    for ref in versions[:2]:
+        store.tag("a", "prod", ref)
+    for text in ("", "x\n"):
+        (store.path / "a/tags/.prod/newest").write_text(text)
+        with pytest.raises(CorruptError, match="newest can not be read"):
+            store.resolve("a/logprobs@prod")
+
+
+def test_a_first_entry_counts_before_the_file_of_an_earlier_quiver_follows(store, versions):
+    """The process died between the two."""
+    (store.path / "a/tags").mkdir()
+    entry = tags.Entry(at="2026", before=None, ref=versions[0])
+    (store.path / "a/tags/prod").write_text(f"{versions[0]}\n")
+    (store.path / "a/tags/.prod.journal").write_text(f"{entry.model_dump_json()}\n")
+    store.tag("a", "prod", versions[1])
+    (store.path / "a/tags/prod").write_text(f"{versions[0]}\n")
+    (store.path / "a/tags/.prod/newest").unlink()
+    assert str(store.resolve("a/logprobs@prod")) == versions[1]
+
+
 def test_a_tag_whose_newest_number_was_not_noted_is_read_by_its_journal(store, versions):
     """An earlier Quiver moved it, or a process died before it noted the number."""
     store.tag("a", "prod", versions[0])
