@@ -339,7 +339,7 @@ def copied(device: str, case: str) -> Answer:
     order = (torch.from_numpy(array).to(device) for array in in_order(ROW_OF_KEYS, 7))
     outputs = Copies.apply(*leaves.values(), index, *order)
     # their gradients are parts of one tensor, so that rows lie apart
-    outputs = torch.cat(outputs, -1).split(outputs[0].shape[-1], -1)
+    outputs = torch.cat(outputs, 1).split(outputs[0].shape[1], 1)
     return gradients(dict(zip(("copied keys", "copied values"), outputs, strict=True)), leaves)
 
 
