@@ -68,3 +68,15 @@ def begin(
 def run_here(stage: str, config, store, **options):
     """One stage in this process; the reference of its version."""
     return run_stage(stage, config, store, in_process=True, **options)
+
+
+def ids_asked_for(monkeypatch) -> list[list[str] | None]:
+    """A list to which each stage that finishes adds the ids that its version must have."""
+    asked, finish = [], Writer.finish
+
+    def watched(writer: Writer, *, ids=None, **fields):
+        asked.append(None if ids is None else ids.to_pylist())
+        finish(writer, ids=ids, **fields)
+
+    monkeypatch.setattr(Writer, "finish", watched)
+    return asked

@@ -15,6 +15,7 @@ from quiver.stages.logprobs.stage import Config
 from quiver.stages.optimize import stage as optimize
 from tests.stages.optimize import world
 from tests.tiny import make_folder, make_policy
+from tests.writing import ids_asked_for
 
 run = partial(run_stage, "logprobs", in_process=True)
 
@@ -66,6 +67,12 @@ def test_it_is_the_models_own_logprob(store, policy, other, rollouts, packing):
         assert (manifest.config["role"], manifest.model(role).ref) == (role, str(version.ref))
         attention = "model" if packing == "single" else "blocks"
         assert (manifest.metrics["packing"], manifest.metrics["attention"]) == (packing, attention)
+
+
+def test_its_rows_must_be_those_of_the_rollouts(store, policy, rollouts, monkeypatch):
+    asked = ids_asked_for(monkeypatch)
+    run(Config(role="prox"), store, rollouts=rollouts.ref, policy=policy.ref)
+    assert asked == [rollouts.table()["rollout_id"].to_pylist()]
 
 
 def test_rollouts_of_one_group_are_each_scored_under_their_own_prompt(store, policy):

@@ -17,7 +17,7 @@ from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.scoring import Part
 from quiver.stages.reward.stage import Config, check
 from quiver.stages.reward.tables import weigh
-from tests.writing import run_here
+from tests.writing import ids_asked_for, run_here
 
 run = partial(run_here, "reward")
 
@@ -89,6 +89,14 @@ def test_the_reward_is_the_weighted_sum_of_the_parts(store, sample):
     assert [entry.role for entry in manifest.inputs] == ["rollouts", "prompts"]
     clipped = run(config(*chosen.functions, reward_clip=(0.0, 0.75)), store, rollouts=rollouts.ref)
     assert sorted(row["reward"] for row in by_id(store, clipped).values()) == [0.0, 0.0, 0.5, 0.75]
+
+
+def test_its_rows_must_be_those_of_the_rollouts(store, sample, monkeypatch):
+    asked = ids_asked_for(monkeypatch)
+    rollouts = sample([["1", "2"]], {"answer": [1]})
+    asked.clear()
+    run(config("numeric"), store, rollouts=rollouts.ref)
+    assert asked == [rollouts.table()["rollout_id"].to_pylist()]
 
 
 def test_a_function_that_says_nothing_of_any_row_is_warned_of(store, sample, caplog):
