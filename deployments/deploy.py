@@ -36,6 +36,7 @@ from pydantic import ValidationError
 from quiver.flows.post_train import post_train
 from quiver.flows.recipe import Recipe, load
 from quiver.flows.scheduled import check_name, scheduled
+from quiver.flows.server_url import without_login
 from quiver.flows.stage import stage
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import digest
@@ -106,7 +107,7 @@ def deploy(recipe: Recipe, where: Where) -> dict[str, Any]:
         for trigger in deployments[0].triggers
     ]
     return {
-        "api": url,
+        "api": without_login(url),
         "deployments": entries,
         "each": each_time(flow_of(recipe, where), recipe),
         "automations": automations,

@@ -22,7 +22,8 @@ from prefect.runner import Runner
 from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_API_PORT
 
 from quiver.flows.recipe import Recipe
-from quiver.schemas.errors import ConfigError, printable
+from quiver.flows.server_url import without_login
+from quiver.schemas.errors import ConfigError
 
 from .automations import HEARTBEAT_SECONDS, install, silent_runs
 from .deploy import Where, described, each_time, flow_of, parameters_of, start_run
@@ -42,9 +43,8 @@ def serve(
     server of its own; None: Prefect's setting PREFECT_SERVER_API_PORT, 4200. `tell` is called once
     with what is served, and where."""
     if port and PREFECT_API_URL.value():
-        what = (
-            f"no server is started: PREFECT_API_URL names one, {printable(PREFECT_API_URL.value())}"
-        )
+        named = without_login(PREFECT_API_URL.value())
+        what = f"no server is started: PREFECT_API_URL names one, {named}"
         raise ConfigError(f"--port {port}", what, next="leave --port out, or unset PREFECT_API_URL")
     resolved, paths = resolve(recipe, "a served run")
     parameters = parameters_of(resolved)
@@ -57,7 +57,7 @@ def serve(
                 "a real one, on loopback"
             )
             stack.enter_context(own_server(port or PREFECT_SERVER_API_PORT.value()))
-        url = check_api()
+        url = without_login(check_api())
         check_runnable(resolved, paths)
         runner = Runner(name=f"quiver-{recipe.run}", heartbeat_seconds=HEARTBEAT_SECONDS)
         runner.add_deployment(deployment)

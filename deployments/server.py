@@ -31,6 +31,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
 from quiver.flows.embedded import alone_at_first
+from quiver.flows.server_url import no_address, require_answer, without_login
 from quiver.schemas.errors import ConfigError, RemoteError, ResourceError, SecurityError, printable
 from quiver.stages.common.runtime.subprocesses import Process
 from quiver.stages.common.servers import is_loopback
@@ -61,21 +62,18 @@ def check_api() -> str:
             "workers nor schedules",
             next=f"{_START}, then export PREFECT_API_URL=http://127.0.0.1:4200/api",
         )
-    shown = printable(url)
+    shown = without_login(url)
+    require_answer(url)
     try:
         stranger = httpx.URL(url).copy_with(username=None, password=None)
         answer = httpx.post(
             f"{stranger}/work_pools/filter", json={"limit": 1}, follow_redirects=True, timeout=60
         )
     except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
-        raise ConfigError(
-            f"Prefect API {shown}",
-            f"is no address of a server: {printable(error)}",
-            next="export PREFECT_API_URL=http://HOST:4200/api, and run again",
-        ) from None
+        raise no_address(url, error) from None
     except httpx.HTTPError as error:
         raise RemoteError(
-            f"Prefect API {shown}", f"does not answer: {printable(error)}", next=_START
+            f"Prefect API {shown}", f"does not answer: {without_login(error)}", next=_START
         ) from None
     settings = _check_credentials(shown)
     if answer.status_code not in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
@@ -96,7 +94,7 @@ def _refuse_open(url: str, settings: dict[str, Any]) -> None:
     for host in filter(None, hosts):
         if not is_loopback(host):
             raise SecurityError(
-                f"Prefect API {printable(url)}",
+                f"Prefect API {without_login(url)}",
                 f"listens on {printable(host)} and answers without credentials: whoever reaches it "
                 "runs code on every worker",
                 next=f"PREFECT_SERVER_API_AUTH_STRING=user:password {_START} --host "
@@ -134,7 +132,7 @@ def _check_credentials(shown: str) -> dict[str, Any]:
         if code not in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             raise RemoteError(
                 f"Prefect API {shown}",
-                f"does not answer as Prefect does: {type(error).__name__}: {printable(error)}",
+                f"does not answer as Prefect does: {type(error).__name__}: {without_login(error)}",
                 next=f"{_START}, or correct PREFECT_API_URL, and run again",
             ) from error
         raise ConfigError(

@@ -16,9 +16,11 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quiver.schemas.errors import ConfigError, RemoteError, printable
+from quiver.schemas.errors import RemoteError
 from quiver.schemas.manifest import digest
 from quiver.stages.common.store.leases import Owner
+
+from .server_url import no_address, require_answer, without_login
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -43,22 +45,21 @@ def crash_abandoned() -> int:
     from prefect.states import Crashed
 
     message = "its process is gone; what it finished is kept"
-    name = f"Prefect API {printable(PREFECT_API_URL.value() or '')}".strip()
+    url = PREFECT_API_URL.value()
+    if url:
+        require_answer(url)
+    name = f"Prefect API {without_login(url or '')}".strip()
     try:
         with get_client(sync_client=True) as client:
             runs = abandoned_runs(client)
             for run in runs:
                 client.set_flow_run_state(run.id, Crashed(message=message), force=True)
     except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
-        raise ConfigError(
-            name,
-            f"is no address of a server: {printable(error)}",
-            next="export PREFECT_API_URL=http://HOST:4200/api, or unset it, and run again",
-        ) from error
+        raise no_address(url, error) from None  # it may hold a password
     except (httpx.HTTPError, ValueError) as error:  # ValueError: its answer is not Prefect's
         raise RemoteError(
             name,
-            f"does not answer as Prefect does: {type(error).__name__}: {printable(error)}",
+            f"does not answer as Prefect does: {type(error).__name__}: {without_login(error)}",
             next="prefect server start, or unset PREFECT_API_URL, and run again",
         ) from error
     return len(runs)

@@ -211,10 +211,12 @@ def _ask_server(
     from prefect.settings import PREFECT_API_URL
 
     from .abandoned import abandoned_runs
+    from .server_url import without_login
 
-    facts["api"] = PREFECT_API_URL.value()
-    if facts["api"] is None:
+    url = PREFECT_API_URL.value()
+    if url is None:
         return
+    facts["api"] = without_login(url)
     findings.facts["outdated"] = outdated()
     findings.problems += [
         ConfigError(
@@ -231,7 +233,7 @@ def _ask_server(
     if facts["server"].split(".")[:2] != ours.split(".")[:2]:
         findings.problems.append(
             RemoteError(
-                f"Prefect API {printable(facts['api'])}",
+                f"Prefect API {facts['api']}",
                 f"the server is Prefect {facts['server']}, this is {ours}",
                 next=f"pip install prefect=={ours} where the server is, and start it again",
             )

@@ -1,11 +1,14 @@
 """Standard streams of every kind: closed, full, of another encoding; and words on their way to
 them."""
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from quiver.deployments.server import check_api
+from quiver.flows import server_url
 from quiver.flows.abandoned import crash_abandoned
 from quiver.schemas.errors import ConfigError, RemoteError
 from quiver.stages.common.store import Store
@@ -152,10 +156,71 @@ def test_a_server_that_answers_otherwise_than_prefect_is_told(asks, name):
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Other) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/api"
+        url = f"http://me:canary@127.0.0.1:{server.server_port}/api"
         with temporary_settings({PREFECT_API_URL: url}), pytest.raises(RemoteError) as caught:
             asks()
         server.shutdown()
-    assert caught.value.object == f"Prefect API {url}"
+    assert caught.value.object == f"Prefect API {url.replace('me:canary', '…')}"
+    assert "canary" not in str(caught.value)
     assert "does not answer" in caught.value.message
     assert "prefect server start" in caught.value.next
+
+
+def silent(connection: socket.socket) -> None:
+    connection.recv(1)
+
+
+def trickling(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
+    while True:
+        connection.sendall(b" ")
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("behaves", [silent, trickling])
+@pytest.mark.parametrize("asks", [crash_abandoned, check_api])
+def test_a_server_that_takes_a_question_and_does_not_answer_is_told(monkeypatch, asks, behaves):
+    assert server_url.SECONDS <= 10
+    monkeypatch.setattr(server_url, "SECONDS", 1.0)
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        connections.append(connection)
+        with contextlib.suppress(OSError):
+            connection.recv(1000)
+            behaves(connection)
+
+    connections = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=answer, daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+        with temporary_settings({PREFECT_API_URL: url}), pytest.raises(RemoteError) as caught:
+            asks()
+    for connection in connections:
+        connection.shutdown(socket.SHUT_RDWR)
+    assert caught.value.object == f"Prefect API {url}"
+    assert "does not answer within" in caught.value.message
+
+
+LOGINS = {
+    "http://me:canary@127.0.0.1:1/api": "http://…@127.0.0.1:1/api",
+    "http://me:canary/#@1@127.0.0.1:1/api": "http://…@127.0.0.1:1/api",
+    "http://canary:canary@127.0.0.1:9x/api": "http://…@127.0.0.1:9x/api",
+    "me:canary@127.0.0.1:1/api": "…@127.0.0.1:1/api",
+}
+
+
+@pytest.mark.parametrize("url", LOGINS)
+@pytest.mark.parametrize("asks", [crash_abandoned, check_api])
+def test_a_password_in_the_url_of_prefects_server_is_not_shown(asks, url):
+    errors = (ConfigError, RemoteError)
+    with temporary_settings({PREFECT_API_URL: url}), pytest.raises(errors) as caught:
+        asks()
+    assert caught.value.object == f"Prefect API {LOGINS[url]}"
+    assert "canary" not in str(caught.value)
+
+
+def test_doctor_shows_no_password_of_prefects_server(tmp_path):
+    done = called(tmp_path, "doctor --json", PREFECT_API_URL="http://me:canary@127.0.0.1:1/api")
+    assert json.loads(done.stdout)["prefect"]["api"] == "http://…@127.0.0.1:1/api"
+    assert b"canary" not in done.stdout + done.stderr

@@ -1,0 +1,59 @@
+"""The Prefect server that PREFECT_API_URL names: how its URL is shown, and whether it answers.
+
+without_login("http://me:password@host/api")    # http://…@host/api
+require_answer(url)                             # RemoteError after SECONDS
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from concurrent.futures import Future
+
+from quiver.schemas.errors import ConfigError, RemoteError, printable
+
+SECONDS = 8.0
+_LOGIN = re.compile(r"^(.*?//)?.*@", re.DOTALL)
+
+
+def without_login(text: object) -> str:
+    """A URL, or what an error says of one, safe to show: without user and password. What stands
+    before the last @ goes, since a password may hold any sign."""
+    return printable(_LOGIN.sub(r"\1…@", str(text)))
+
+
+def no_address(url: str, error: Exception) -> ConfigError:
+    """What to raise where `error` says that `url` is no URL; it may quote a part of a password."""
+    how = "is a special sign of its password written with %?" if "@" in url else printable(error)
+    return ConfigError(
+        f"Prefect API {without_login(url)}",
+        f"is no address of a server: {how}",
+        next="export PREFECT_API_URL=http://HOST:4200/api, or unset it, and run again",
+    )
+
+
+def require_answer(url: str) -> None:
+    """RemoteError unless the server at `url` has said something, whatever it is, within SECONDS.
+    Prefect's client waits a minute for each of its tries, and for ever for a server that sends a
+    byte now and then."""
+    import httpx
+
+    answer: Future[None] = Future()
+
+    def ask() -> None:
+        try:
+            httpx.get(f"{url}/health", timeout=None)
+            answer.set_result(None)
+        except Exception as error:
+            answer.set_exception(error)
+
+    # a thread, since no timeout of httpx's is over the whole answer; it dies with this process
+    threading.Thread(target=ask, daemon=True, name="prefect-probe").start()
+    try:
+        answer.exception(SECONDS)  # whoever asks next is told of any error too, and says so
+    except TimeoutError:
+        raise RemoteError(
+            f"Prefect API {without_login(url)}",
+            f"does not answer within {SECONDS:g} s",
+            next="prefect server start, or correct PREFECT_API_URL, and run again",
+        ) from None
