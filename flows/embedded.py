@@ -19,19 +19,21 @@ import atexit
 import errno
 import logging
 import os
+import shlex
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quiver.schemas.errors import ResourceError
+from quiver.schemas.errors import CorruptError, ResourceError, reason
 from quiver.stages.common.runtime.subprocesses import Process
 from quiver.stages.common.store.leases import Leases
 from quiver.stages.common.store.storage import Storage
@@ -52,17 +54,22 @@ _PORT_IS_TAKEN = 3
 _POLL_SECONDS = 0.2
 _DATABASE_BYTES = 16 * 1024 * 1024
 """Room for Prefect's database of a few runs and its journal."""
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 log = logging.getLogger(__name__)
 
 
 def guard_embedded_server() -> None:
     """Start the embedded server so; nothing where PREFECT_API_URL names a server. ResourceError
-    where Prefect can not write what it needs."""
-    from prefect.settings import PREFECT_API_URL, PREFECT_HOME
+    where Prefect can not write what it needs, or its server does not start; CorruptError."""
+    from prefect.settings import PREFECT_API_URL, PREFECT_HOME, get_current_settings
 
     if PREFECT_API_URL.value():
         return
     require_writable(PREFECT_HOME.value())
+    database = PREFECT_HOME.value() / "prefect.db"
+    named = get_current_settings().server.database.connection_url  # maybe another, of its own kind
+    if named.get_secret_value() == f"sqlite+aiosqlite:///{database}":
+        require_intact(database)
     # the whole server: half of a short run's imports
     from prefect.server.api.server import SubprocessASGIServer
 
@@ -71,8 +78,17 @@ def guard_embedded_server() -> None:
     threading.Thread(
         target=_watch, args=(server, is_over), daemon=True, name="prefect-server-watch"
     ).start()
-    with alone_at_first(PREFECT_HOME.value()), _kept():
-        server.start()  # waits until it answers; one that dies meanwhile is replaced by the watch
+    try:
+        with alone_at_first(PREFECT_HOME.value()), _kept():
+            server.start()  # waits until it answers; if it dies meanwhile the watch replaces it
+    except RuntimeError as error:
+        is_over.set()
+        raise ResourceError(
+            "Prefect's embedded server",
+            f"does not start: {reason(error)}",
+            next=f"look at {PREFECT_HOME.value()} and at memory, or start `prefect server start` "
+            "and export PREFECT_API_URL; then run the same command again",
+        ) from error
     atexit.register(is_over.set)  # before Prefect's own, which stops the server
 
 
@@ -90,6 +106,26 @@ def require_writable(home: Path) -> None:
             f"PREFECT_HOME {home}",
             f"Prefect can not keep its database there: {error.strerror}",
             next="export PREFECT_HOME to a folder that can be written",
+        ) from None
+
+
+def require_intact(database: Path) -> None:
+    """CorruptError where the file is there and is no SQLite database: Prefect would try for
+    minutes. Only its first page and its list of tables are looked at."""
+    if not database.exists():
+        return
+    try:
+        read_only = f"{database.absolute().as_uri()}?mode=ro"
+        with closing(sqlite3.connect(read_only, timeout=0, uri=True)) as file:
+            file.execute("select count(*) from sqlite_master").fetchone()
+    except sqlite3.DatabaseError as error:
+        if error.sqlite_errorcode & 0xFF not in _DAMAGED:
+            return  # it is locked, say: Prefect waits for that
+        raise CorruptError(
+            str(database),
+            f"Prefect's database is damaged: {reason(error)}",
+            state="the store is not touched; only the history on Prefect's pages is in this file.",
+            next=shlex.join(["mv", str(database), f"{database}.damaged"]),
         ) from None
 
 

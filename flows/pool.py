@@ -37,6 +37,7 @@ from quiver.stages.common.store import Store
 from .ahead import is_stopped
 from .placement import GivenUp, StageCall, require_server
 from .recipe import Placement
+from .server_url import without_login
 from .stage import answer_in
 
 POLL_SECONDS = 1.0
@@ -70,7 +71,7 @@ def run_in_pool(
     except (httpx.HTTPError, PrefectHTTPStatusError) as error:
         raise RemoteError(
             f"pool {pool}",
-            f"Prefect's server failed: {type(error).__name__}: {printable(error)}",
+            f"Prefect's server failed: {type(error).__name__}: {without_login(error)}",
             state=_STATE,
             next="prefect server start, then run again",
         ) from error

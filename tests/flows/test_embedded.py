@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import sqlite3
 import subprocess
@@ -14,8 +15,8 @@ import time
 import pytest
 
 from quiver.flows import embedded
-from quiver.flows.embedded import require_writable
-from quiver.schemas.errors import ResourceError
+from quiver.flows.embedded import require_intact, require_writable
+from quiver.schemas.errors import CorruptError, ResourceError
 from quiver.stages.common.store import Store
 from quiver.stages.common.verification import verify
 from tests.flows.conftest import (
@@ -216,3 +217,36 @@ def test_a_home_without_room_for_a_database_is_told(tmp_path):
         assert "PREFECT_HOME" in caught.value.next
     finally:
         subprocess.run(["umount", tmp_path], check=True)
+
+
+@pytest.mark.prefect
+def test_a_database_that_is_damaged_is_told_before_the_server_starts(place):
+    database = place / "prefect/prefect.db"
+    database.write_bytes(bytes(range(256)) * 20)
+    error = quiver(place, "run", "recipe.toml", *SCRIPTED, code=3)["error"]
+    assert error["object"] == str(database) and "file is not a database" in error["message"]
+    subprocess.run(shlex.split(error["next"]), check=True)
+    require_intact(database)
+
+
+def test_a_database_is_damaged_where_its_list_of_tables_can_not_be_read(tmp_path):
+    database = tmp_path / "a folder" / "prefect.db"
+    database.parent.mkdir()
+    with contextlib.closing(sqlite3.connect(database)) as writer:
+        writer.execute("create table runs (id)")
+        writer.commit()
+        writer.execute("begin exclusive")
+        require_intact(database)  # locked by another process is no damage
+    with database.open("r+b") as file:
+        file.seek(100)
+        file.write(b"\xff" * 400)
+    with pytest.raises(CorruptError, match="malformed"):
+        require_intact(database)
+
+
+@pytest.mark.prefect
+def test_an_embedded_server_that_does_not_answer_in_time_is_no_defect(place, monkeypatch):
+    monkeypatch.setenv("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "1")
+    error = quiver(place, "run", "recipe.toml", *SCRIPTED, code=7)["error"]
+    assert "does not start: Timed out" in error["message"]
+    assert "PREFECT_API_URL" in error["next"]
