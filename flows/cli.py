@@ -41,7 +41,7 @@ from .commands import (
     viewing,
 )
 from .commands.next_step import command_line, complete, options_in
-from .commands.shared import CALLED, keep_stdout, say, with_options
+from .commands.shared import CALLED, keep_stdout, nobody_reads, say, with_options
 from .stopping import leave_if_told, watch_signals
 
 _UsageError = typer.BadParameter.__base__  # of the click that typer brings along
@@ -85,23 +85,26 @@ for _command in COMMANDS:
 
 def _say_stopped() -> None:
     """Say what a command that was told to stop leaves, and what goes on from there."""
-    if CALLED.recipe is None or "--dry-run" in sys.argv:
-        print("stopped", file=sys.stderr)
-        return
-    versions = {0: "", 1: "one new version and "}.get(
-        CALLED.num_made, f"{CALLED.num_made} new versions and "
-    )
-    print(f"stopped; {versions}the finished shards of what was under way are kept", file=sys.stderr)
-    print(f"go on from there: {command_line()}", file=sys.stderr)
+    text = "stopped"
+    if CALLED.recipe is not None and "--dry-run" not in sys.argv:
+        versions = {0: "", 1: "one new version and "}.get(
+            CALLED.num_made, f"{CALLED.num_made} new versions and "
+        )
+        text += f"; {versions}the finished shards of what was under way are kept\n"
+        text += f"go on from there: {command_line()}"
+    with suppress(OSError):
+        print(text, file=sys.stderr)
 
 
 def _run() -> int:
-    """Run the command; its exit code. An error is told on stderr, and on stdout with --json."""
+    """Run the command; its exit code. An error is told on stderr, and on stdout with --json, where
+    these can be written to."""
+    trace = ""
     try:
-        for word in sys.argv[1:]:
-            if word.encode(errors="ignore").decode() != word:
-                problem = f"{printable(word)} is not UTF-8"
-                raise ConfigError("command line", problem, next="quiver --help")
+        odd = [word for word in sys.argv[1:] if word.encode(errors="ignore").decode() != word]
+        if odd:
+            problem = f"{printable(odd[0])} is not UTF-8"
+            raise ConfigError("command line", problem, next="quiver --help")
         code = get_command(app).main(standalone_mode=False) or 0
         if code == 128 + signal.SIGINT:  # typer's answer to Ctrl-C inside a command
             _say_stopped()
@@ -112,7 +115,13 @@ def _run() -> int:
     except SystemExit as leaving:
         if leaving.code == 128 + signal.SIGTERM:
             _say_stopped()
-        raise
+        pipe = leaving.__context__
+        if leaving.code != 1 or not isinstance(pipe, BrokenPipeError):
+            raise
+        if nobody_reads():
+            return 128 + signal.SIGPIPE
+        trace = traceback.format_exc()  # of another pipe, with which typer ends in silence too
+        error = unexpected("quiver", pipe)
     except _UsageError as usage_error:
         words = ["quiver", "--help"]
         if usage_error.ctx and usage_error.ctx.parent:
@@ -122,12 +131,13 @@ def _run() -> int:
     except Exception as caught:
         error = caught if isinstance(caught, QuiverError) else unexpected("quiver", caught)
         if error.code == "E-INTERNAL" or "--debug" in sys.argv:
-            traceback.print_exc()
+            trace = traceback.format_exc()
     if error.state == UNCHANGED and CALLED.num_made:
         count = "one version" if CALLED.num_made == 1 else f"{CALLED.num_made} versions"
         error.state = f"this command has made {count}, kept for the next run."
     error.next = complete(error.next, CALLED, options_in(get_command(app).commands))
-    print(for_terminal(error), file=sys.stderr)
+    with suppress(OSError):
+        print(trace + for_terminal(error), file=sys.stderr)
     with suppress(OSError):  # that stdout can not be written to may be the error
         say({"error": error.to_dict()}, [])
     return error.exit_code
@@ -181,6 +191,11 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:  # else Python tries it again as it ends, and its exit code is 120
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         leave_if_told()
 
 

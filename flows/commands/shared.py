@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import os
+import select
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -104,6 +105,15 @@ def keep_stdout() -> None:
     global _stdout  # noqa: PLW0603
     _stdout = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace")
     os.dup2(2, 1)
+
+
+def nobody_reads() -> bool:
+    """Whether what stdout or stderr leads to is closed at its other end, as that of a pipe to a
+    command which has ended."""
+    poll = select.poll()
+    for number in (_stdout.fileno() if _stdout else 1, 2):
+        poll.register(number, 0)  # errors alone, which are always told
+    return bool(poll.poll(0))
 
 
 def answers_in_json() -> bool:

@@ -4,6 +4,7 @@ them."""
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -31,12 +32,19 @@ def store(tmp_path) -> Path:
     return tmp_path / "store"
 
 
-def called(folder: Path, words: str, **environment: str) -> subprocess.CompletedProcess:
+def called(
+    folder: Path, words: str, stdout: int = subprocess.PIPE, **environment: str
+) -> subprocess.CompletedProcess:
     """A command, with what a shell says of its streams behind it."""
     line = f"{sys.executable} -m quiver.flows.cli {words}"
     env = {**command_environment(folder), **environment}
     return subprocess.run(
-        ["bash", "-c", line], cwd=folder, env=env, capture_output=True, check=False
+        ["bash", "-c", line],
+        cwd=folder,
+        env=env,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        check=False,
     )
 
 
@@ -49,6 +57,9 @@ def called(folder: Path, words: str, **environment: str) -> subprocess.Completed
         ("verify --store store --json >/dev/full", 7),
         ("rm a/logprobs@1 --store store --reason $'\\xff'", 2),
         ("ls --store $'x\\xff'", 2),
+        ("ls --store store >/dev/full 2>/dev/full", 7),
+        ("nosuch >/dev/full 2>/dev/full", 2),
+        ("nosuch --json >/dev/full 2>/dev/full", 2),
     ],
 )
 def test_streams_and_words_of_any_kind(tmp_path, store, words, code):
@@ -56,6 +67,32 @@ def test_streams_and_words_of_any_kind(tmp_path, store, words, code):
     assert done.returncode == code, done.stderr
     assert b"Traceback" not in done.stderr
     assert Store(store).refs("a", "logprobs")
+
+
+@pytest.mark.parametrize("words", ["ls --store store", "ls --store store --json", "--help"])
+def test_a_command_whose_answer_nobody_reads_ends_like_others_of_a_pipe(tmp_path, store, words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = called(tmp_path, words, stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_a_pipe_inside_a_command_that_breaks_is_a_defect_and_told(tmp_path):
+    (tmp_path / "with_pipe.py").write_text(
+        "import os\n"
+        "from quiver.flows import cli\n"
+        "def pipe():\n"
+        "    reader, writer = os.pipe()\n"
+        "    os.close(reader)\n"
+        "    os.write(writer, b'x')\n"
+        "cli.app.command('pipe')(pipe)\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "with_pipe.py", "pipe"], cwd=tmp_path, capture_output=True, check=False
+    )
+    assert done.returncode == 1 and b"E-INTERNAL quiver: a defect" in done.stderr
 
 
 def test_a_store_whose_path_is_no_text_is_no_damage(tmp_path, store):
