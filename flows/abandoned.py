@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
 _PREFIX = "shell:"
+_UNFINISHED = {"state": {"type": {"any_": ["RUNNING", "PENDING"]}, "name": None}}
 RUNS_AT_ONCE = 200
 """As many as a server lists in one answer."""
 
@@ -37,10 +38,12 @@ def shell_tag() -> str:
 
 
 def crash_abandoned() -> int:
-    """Tell the server of the runs whose process on this host is gone: how many there were.
+    """Tell the server of the runs whose process on this host is gone, and of their task runs, which
+    it would show as running too: how many flow runs there were.
     RemoteError where there is no server; ConfigError where its address is none."""
     import httpx
     from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter
     from prefect.settings import PREFECT_API_URL
     from prefect.states import Crashed
 
@@ -53,9 +56,15 @@ def crash_abandoned() -> int:
         with get_client(sync_client=True) as client:
             runs = abandoned_runs(client)
             for run in runs:
+                # one page: few tasks of a flow are under way; the flow last, since it is looked for
+                for task in client.read_task_runs(
+                    flow_run_filter=FlowRunFilter.model_validate({"id": {"any_": [run.id]}}),
+                    task_run_filter=TaskRunFilter.model_validate(_UNFINISHED),
+                ):
+                    client.set_task_run_state(task.id, Crashed(message=message), force=True)
                 client.set_flow_run_state(run.id, Crashed(message=message), force=True)
     except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
-        raise no_address(url, error) from None  # it may hold a password
+        raise no_address(url or "", error) from None  # it may hold a password
     except (httpx.HTTPError, ValueError) as error:  # ValueError: its answer is not Prefect's
         raise RemoteError(
             name,
@@ -68,10 +77,8 @@ def crash_abandoned() -> int:
 def abandoned_runs(client: SyncPrefectClient) -> list[FlowRun]:
     """The unfinished runs that the server knows of whose process on this host is gone."""
     from prefect.client.schemas.filters import FlowRunFilter
-    from prefect.client.schemas.objects import StateType
 
-    is_unfinished = {"state": {"type": {"any_": [StateType.RUNNING, StateType.PENDING]}}}
-    filters = FlowRunFilter.model_validate(is_unfinished)
+    filters = FlowRunFilter.model_validate(_UNFINISHED)
     runs: list[FlowRun] = []
     while page := client.read_flow_runs(
         flow_run_filter=filters, limit=RUNS_AT_ONCE, offset=len(runs)

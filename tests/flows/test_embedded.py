@@ -136,6 +136,8 @@ def test_the_runs_of_a_killed_shell_do_not_stay_running(place):
     )
     quiver(place, "run", "recipe.toml", *SCRIPTED)
     assert states(place) == {"COMPLETED", "CRASHED"}
+    tasks = "task_run where flow_run_id in (select id from flow_run where state_type = 'CRASHED')"
+    assert states(place, tasks) == {"COMPLETED", "CRASHED"}
 
 
 def killed_without_its_database(place, failure: str) -> str:
@@ -181,9 +183,9 @@ def test_a_run_goes_on_after_kill_9_and_without_the_database_of_before(
     record_property("runs killed, their database lost", 1)
 
 
-def states(folder) -> set[str]:
+def states(folder, runs="flow_run") -> set[str]:
     with contextlib.closing(sqlite3.connect(folder / "prefect/prefect.db")) as database:
-        return {state for (state,) in database.execute("select state_type from flow_run")}
+        return {state for (state,) in database.execute(f"select state_type from {runs}")}
 
 
 @pytest.mark.prefect
