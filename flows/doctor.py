@@ -192,11 +192,13 @@ def prefect(findings: Findings, outdated: Callable[[], list[dict[str, str | None
     findings.facts["prefect"] = facts
     findings.facts["outdated"] = []
     try:
-        from .embedded import require_writable
+        from .embedded import require_intact, require_writable
 
         require_writable(home)
         if "PREFECT_API_URL" in os.environ or (home / "profiles.toml").exists():
             _ask_server(findings, facts, outdated)
+        elif not any(name.endswith("_DATABASE_CONNECTION_URL") for name in os.environ):
+            require_intact(home / "prefect.db")
     except QuiverError as error:
         findings.problems.append(error)
     except Exception as error:  # any: Prefect and all that it imports

@@ -154,6 +154,17 @@ def test_a_home_that_can_not_be_written_and_a_server_that_is_gone_are_told(tmp_p
     assert problem["code"] == "E-REMOTE" and "does not answer" in problem["message"]
 
 
+def test_a_damaged_database_of_prefects_is_told(tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/prefect.db").write_bytes(bytes(range(256)) * 20)
+    home = {"PREFECT_HOME": str(tmp_path / "home")}
+    problem = only(examined(tmp_path, code=3, **home))
+    assert problem["object"] == str(tmp_path / "home/prefect.db")
+    named = "sqlite+aiosqlite:////elsewhere/prefect.db"
+    answer = examined(tmp_path, PREFECT_SERVER_DATABASE_CONNECTION_URL=named, **home)
+    assert answer["problems"] == []
+
+
 def test_what_a_store_holds_and_what_is_wrong_with_it(tmp_path):
     store = Store(tmp_path / "store")
     for number in range(3):
