@@ -100,9 +100,10 @@ def _is_dead(tag: str) -> bool:
 
 def _host() -> str:
     """What tells this host from others, after a restart too: its machine-id, which containers of
-    one image may share, and its name. Empty where neither tells anything."""
+    one image may share, and its name. Empty where the name tells nothing."""
     machine_id, name = "", socket.gethostname()
+    if name.partition(".")[0] in ("", "localhost"):
+        return ""
     with suppress(OSError):
         machine_id = Path("/etc/machine-id").read_text().strip()
-    is_known = machine_id or name.partition(".")[0] not in ("", "localhost")
-    return digest([machine_id, name])[:16] if is_known else ""
+    return digest([machine_id, name])[:16]

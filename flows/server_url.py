@@ -14,12 +14,15 @@ from quiver.schemas.errors import ConfigError, RemoteError, printable
 
 SECONDS = 8.0
 _LOGIN = re.compile(r"^(.*?//)?.*@", re.DOTALL)
+_LOGIN_IN_TEXT = re.compile(r"//\S*@")
 
 
-def without_login(text: object) -> str:
-    """A URL, or what an error says of one, safe to show: without user and password. What stands
+def without_login(said: str | Exception) -> str:
+    """A URL, or what an error says of one, safe to show: without user and password. Of a URL all
     before the last @ goes, since a password may hold any sign."""
-    return printable(_LOGIN.sub(r"\1…@", str(text)))
+    if isinstance(said, Exception):
+        return printable(_LOGIN_IN_TEXT.sub("//…@", str(said)))
+    return printable(_LOGIN.sub(r"\1…@", said))
 
 
 def no_address(url: str, error: Exception) -> ConfigError:

@@ -205,6 +205,16 @@ def test_doctor_lists_what_was_registered_under_names_of_before(client, place, m
     assert listed["post-train/module"]["next"] == "quiver serve RECIPE"
 
 
+def test_a_host_is_known_by_a_name_that_tells_it_from_others(monkeypatch):
+    """Containers of one image share a machine-id, and may all be called localhost."""
+    hosts = {}
+    for name in ("a", "b", "localhost", "localhost.localdomain", ""):
+        monkeypatch.setattr(abandoned.socket, "gethostname", lambda name=name: name)
+        hosts[name] = abandoned._host()
+    assert [name for name, host in hosts.items() if host] == ["a", "b"]
+    assert hosts["a"] != hosts["b"]
+
+
 def test_what_is_deployed_anew_takes_the_place_of_the_old(client):
     put(Where("box", **SCHEDULE, on=("feed/prompts",)), "run=moved")
     assert found(client, "moved").concurrency_options.collision_strategy == "ENQUEUE"
