@@ -184,6 +184,14 @@ def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
             next="generate with the starting checkpoint, start from the one that sampled, or "
             "raise optimize.max_staleness",
         )
+    for part in ("tokenizer", "template"):
+        if getattr(sampler, part) not in ("", getattr(allowed[-1], part)):
+            raise LineageError(
+                str(rollouts.ref),
+                f"sampled by {sampler.ref}, whose {part} is another than that of "
+                f"{allowed[-1].ref}: its ids would be other text",
+                next="generate with the starting checkpoint, or start from the one that sampled",
+            )
     prox = version.inputs.get("prox")
     if prox is not None:
         _check_prox(config, version, prox)

@@ -13,11 +13,14 @@ from quiver.schemas.errors import (
     SchemaError,
 )
 from quiver.stages.common.models import checkpoints
+from quiver.stages.common.models.checkpoints import PolicyConfig
 from quiver.stages.common.models.loading import load_model
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config as _config
 from tests.stages.optimize.world import trained as _run
 from tests.stages.optimize.world import weights as _weights
+from tests.tiny import make_folder
+from tests.writing import run_here
 
 
 def test_one_changed_weight_makes_it_refuse(store, policy, made, tmp_path):
@@ -33,6 +36,19 @@ def test_one_changed_weight_makes_it_refuse(store, policy, made, tmp_path):
         _run(store, other, made)
     for version in (policy, other):
         assert checkpoints.as_model("policy", version).weights[:12] in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("file", "part"), [("tokenizer.json", "tokenizer"), ("chat_template.jinja", "template")]
+)
+def test_the_same_weights_with_another_tokenizer_or_template_are_refused(
+    store, made, tmp_path, file, part
+):
+    folder = make_folder(tmp_path / "model")
+    (folder / file).write_text((folder / file).read_text() + "\n")
+    other = run_here("policy", PolicyConfig(model=str(folder)), store, into="other")
+    with pytest.raises(LineageError, match=f"whose {part} is another than that of other/policy@0"):
+        _run(store, store.open(other), made)
 
 
 def test_lack_of_memory_on_a_cpu_says_what_helps(store, policy, made, monkeypatch):
