@@ -188,8 +188,7 @@ def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
         if getattr(sampler, part) not in ("", getattr(allowed[-1], part)):
             raise LineageError(
                 str(rollouts.ref),
-                f"sampled by {sampler.ref}, whose {part} is another than that of "
-                f"{allowed[-1].ref}: its ids would be other text",
+                f"sampled by {sampler.ref}, whose {part} is another than that of {allowed[-1].ref}",
                 next="generate with the starting checkpoint, or start from the one that sampled",
             )
     prox = version.inputs.get("prox")
