@@ -208,12 +208,13 @@ class Index:
         return noted == state
 
     def _stamp(self, number: int) -> tuple[int, ...]:
-        folder = Ref(self._run, self._kind, number).folder
-        return self._storage.stamp(f"{folder}/manifest.json") or ()
+        ref = Ref(self._run, self._kind, number)
+        return self._storage.stamp(f"{ref.folder}/manifest.json") or ()
 
     def _expired(self, number: int, noted: IndexEntry | None) -> list[IndexEntry]:
         """A version that is gone, where its manifest still answers."""
-        if noted is None or noted.state != "expired":
+        stamp = self._ledger.tombstone_stamp(number)
+        if noted is None or noted.stamp != stamp:
             try:
                 tombstone = self._ledger.tombstone(number)
             except CorruptError:
@@ -221,8 +222,8 @@ class Index:
             manifest = self._ledger.manifest(number)
             if tombstone is None or not tombstone.expired or manifest is None:
                 return []
-            noted = IndexEntry.of(manifest, ())
-        return [replace(noted, state="expired", stamp=())]
+            noted = replace(IndexEntry.of(manifest, stamp), state="expired")
+        return [noted]
 
     def _read(self, number: int) -> IndexEntry:
         """The version as its manifest has it now."""

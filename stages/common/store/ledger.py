@@ -209,6 +209,10 @@ class Ledger:
         """Whether the version is to go, or is gone."""
         return self._storage.exists(self._tombstone_key(number, ""))
 
+    def tombstone_stamp(self, number: int) -> tuple[int, ...]:
+        """What changes where the version is taken away again."""
+        return self._storage.stamp(self._tombstone_key(number, "")) or ()
+
     def tombstone(self, number: int, folder: str = "") -> Tombstone | None:
         """When and why the version, or a folder of its files, was taken away; None where it was
         not. CorruptError."""

@@ -705,6 +705,17 @@ def test_leftovers_of_the_dead_cost_a_commit_nothing_and_all_go(store, count):
     assert store.numbers("a", "logprobs") == [1, 2, 3]
 
 
+def test_what_came_back_and_was_deleted_then_is_no_more_expired(store):
+    """Nobody looked in between."""
+    line(store)
+    collect(store, Rule(keep=1), apply=True)
+    index = store.index("a", "logprobs")
+    assert index.expired() == [1, 2]
+    restore(store, "a/logprobs@1")
+    remove(store, "a/logprobs@1")
+    assert index.expired() == [2]
+
+
 def test_a_long_reason_is_cut_where_it_is_told(store):
     remove(store, make_table(store, 1).ref, "so\x1b" + "o" * 100_000)
     with pytest.raises(LineageError) as caught:
