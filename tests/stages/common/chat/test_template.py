@@ -78,6 +78,8 @@ HOSTILE = [
     ("{{ 'x'.ljust(10 ** 11) }}", "Memory"),
     ("{{ [0] * 10 ** 11 }}", "Memory"),
     ("{{ raise_exception('\x1b[2J') }}", "2J"),
+    ("{{ messages[0].__dict__ }}{{ messages.__init__.__func__ }}", "no attribute|unsafe"),
+    ("{{ (['x' * 10 ** 6] * 10 ** 9) | join }}", "Memory"),
 ]
 
 
