@@ -53,6 +53,15 @@ def search_path(monkeypatch):
     assert not doubled, f"imported without `quiver.`: {sorted(doubled)}"
 
 
+@pytest.fixture(autouse=True)
+def answer_to_sigterm():
+    """What a command that ran in this process does at SIGTERM ends with its test: a fork would do
+    it, too."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.fixture
 def store(tmp_path) -> Store:
     """An empty store."""

@@ -139,7 +139,7 @@ class Tag:
     def _disagreement(self, held: str | None) -> CorruptError:
         return CorruptError(
             f"{self._run} tag {self.name}",
-            f"the file says {self._file()}, its journal {held}",
+            f"the file says {self._file()}, its journal {held or 'is gone'}",
             state="all versions are intact; nothing was changed.",
             next=f"quiver tag {self.name} {held or self._file()}",
         )

@@ -175,7 +175,9 @@ def test_a_tag_without_a_journal_is_told_and_gets_one(store, versions):
     (store.path / "a/tags").mkdir()
     (store.path / "a/tags/prod").write_text(f"{versions[0]}\n")
     for call in (lambda: store.resolve("a/logprobs@prod"), lambda: store.history("a", "prod")):
-        with pytest.raises(CorruptError, match=f"says {versions[0]}, its journal None") as caught:
+        with pytest.raises(
+            CorruptError, match=f"says {versions[0]}, its journal is gone"
+        ) as caught:
             call()
         assert caught.value.next == f"quiver tag prod {versions[0]}"
     (error,) = verify(store)[1]
