@@ -20,6 +20,8 @@ os.environ.update(
 import pytest
 
 from quiver.stages.common.store import Store, Version
+from tests import spent
+from tests.warm import REAL_PYTHON, use_warm_python
 
 # a shell's background job ignores SIGINT, and so would every child: tests that interrupt one would
 # wait for nothing
@@ -28,6 +30,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # a fork of this process has no threads to wait for at its end; Prefect's, once a flow ran here, would
 # fail there, and the fork would end with 1 and say nothing
 os.register_at_fork(after_in_child=threading._threading_atexits.clear)
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(spent)
 
 
 def pytest_collection_finish():
@@ -60,6 +66,25 @@ def answer_to_sigterm():
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_python():
+    """Commands and stages start as forks of a process that has imported what they need."""
+    use_warm_python()
+
+
+@pytest.fixture
+def fresh_python(monkeypatch):
+    """Commands and stages start in fresh interpreters, as a user's do."""
+    monkeypatch.setattr(sys, "executable", REAL_PYTHON)
+
+
+@pytest.fixture(autouse=True)
+def vllm_imported(request, monkeypatch):
+    """Stages of tests that start vLLM are forks of a process that has imported it."""
+    if request.node.get_closest_marker("vllm"):
+        monkeypatch.setenv("WARM", "vllm")
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from quiver.stages.common.runtime.stage import MODULES as STAGE_MODULES
 from quiver.stages.generate.engine import ENGINES
 from quiver.stages.optimize.algorithms import ALGORITHMS
 from quiver.stages.reward.functions import FUNCTIONS
+from tests.each import check_each
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -39,13 +40,20 @@ MODULES = sorted(
 )
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_module_has_a_caption(path):
+def test_every_module_has_a_caption():
     """The first line of its docstring says what the module is, in a sentence or a title."""
-    docstring = ast.get_docstring(ast.parse(path.read_text()))
-    assert docstring, "no docstring"
-    caption = docstring.split("\n\n")[0]
-    assert 10 <= len(caption) <= 240, caption
+
+    def check(path: Path) -> None:
+        docstring = ast.get_docstring(ast.parse(path.read_text()))
+        assert docstring, "no docstring"
+        caption = docstring.split("\n\n")[0]
+        assert 10 <= len(caption) <= 240, caption
+
+    check_each(MODULES, check, relative)
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 def anchors(path: Path) -> set[str]:
@@ -54,55 +62,65 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_a_document_names_exists(path):
-    text = path.read_text()
-    for link, heading in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", text):
-        target = path.parent / link if link else path
-        assert target.exists(), f"{path.name} links to {link}"
-        assert not heading or heading in anchors(target), f"{path.name} links to {link}#{heading}"
-    for picture in re.findall(r'<img src="([^"]+)"', text):
-        assert (path.parent / picture).exists(), f"{path.name} shows {picture}"
-    for command in re.findall(r"(?<!from )\bquiver ([a-z][a-z-]*)", text):
-        assert command in COMMANDS, f"{path.name} names quiver {command}"
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for target in re.findall(r"\bmake ([a-z]+)[`\s]", re.sub(r"(?s)```python.*?```", "", text)):
-        assert target in {*targets, "it", "a", "the", "room", "sure"}, (
-            f"{path.name} names make {target}"
-        )
-    for name in re.findall(r"`((?:schemas|stages|flows|deployments|tests)/[\w./-]+\.\w+)`", text):
-        assert (ROOT / name).exists(), f"{path.name} names {name}"
-    others = (
-        r"(?m)(?<![\w/])(?:prefect|docker|pip|python -m) [^`\n]*"  # command lines of other programs
-    )
-    served = re.findall(r'"--([a-z-]+)"', (ROOT / "deployments/reward_server.py").read_text())
-    for option in re.findall(r"(?<![\w-])--([a-z][a-z-]*)", re.sub(others, "", text)):
-        known = {
-            o.lstrip("-")
-            for c in (get_command(app), *get_command(app).commands.values())
-            for p in c.params
-            for o in p.opts
-        }
-        others_own = {"spec", "result", "nproc-per-node"}
-        assert option in known | {*served} | others_own, f"{path.name} names --{option}"
+def test_what_a_document_names_exists():
+    def check(path: Path) -> None:
+        text = path.read_text()
+        for link, heading in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", text):
+            target = path.parent / link if link else path
+            assert target.exists(), f"{path.name} links to {link}"
+            assert not heading or heading in anchors(target), (
+                f"{path.name} links to {link}#{heading}"
+            )
+        for picture in re.findall(r'<img src="([^"]+)"', text):
+            assert (path.parent / picture).exists(), f"{path.name} shows {picture}"
+        for command in re.findall(r"(?<!from )\bquiver ([a-z][a-z-]*)", text):
+            assert command in COMMANDS, f"{path.name} names quiver {command}"
+        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        for target in re.findall(r"\bmake ([a-z]+)[`\s]", re.sub(r"(?s)```python.*?```", "", text)):
+            assert target in {*targets, "it", "a", "the", "room", "sure"}, (
+                f"{path.name} names make {target}"
+            )
+        for name in re.findall(
+            r"`((?:schemas|stages|flows|deployments|tests)/[\w./-]+\.\w+)`", text
+        ):
+            assert (ROOT / name).exists(), f"{path.name} names {name}"
+        others = r"(?m)(?<![\w/])(?:prefect|docker|pip|python -m) [^`\n]*"  # command lines of other programs
+        served = re.findall(r'"--([a-z-]+)"', (ROOT / "deployments/reward_server.py").read_text())
+        for option in re.findall(r"(?<![\w-])--([a-z][a-z-]*)", re.sub(others, "", text)):
+            known = {
+                o.lstrip("-")
+                for c in (get_command(app), *get_command(app).commands.values())
+                for p in c.params
+                for o in p.opts
+            }
+            others_own = {"spec", "result", "nproc-per-node"}
+            assert option in known | {*served} | others_own, f"{path.name} names --{option}"
+
+    check_each(DOCUMENTS, check, relative)
 
 
-@pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_readme_is_read_in_minutes(path):
+def test_a_readme_is_read_in_minutes():
     """A folder's README is one screen; what is longer is in deployments/docs."""
-    limit = 200 if path.parent == ROOT else 50
-    assert len(path.read_text().splitlines()) <= limit
+
+    def check(path: Path) -> None:
+        limit = 200 if path.parent == ROOT else 50
+        assert len(path.read_text().splitlines()) <= limit
+
+    check_each(READMES, check, relative)
 
 
-@pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_readme_says_where_to_read_on(path):
+def test_a_readme_says_where_to_read_on():
     """And the files in the first column of its table are there."""
-    text = path.read_text()
-    assert re.search(r"\]\((?!https?:)[^)]+\)", text), "no link to another document"
-    table = re.search(r"(?ms)^\| file \|.*?\n\n", text)
-    for row in table[0].strip().splitlines()[2:] if table else ():
-        for name in re.findall(r"`([^`]+)`", row.split("|")[1]):
-            assert (path.parent / name).exists(), f"{path.name} lists {name}"
+
+    def check(path: Path) -> None:
+        text = path.read_text()
+        assert re.search(r"\]\((?!https?:)[^)]+\)", text), "no link to another document"
+        table = re.search(r"(?ms)^\| file \|.*?\n\n", text)
+        for row in table[0].strip().splitlines()[2:] if table else ():
+            for name in re.findall(r"`([^`]+)`", row.split("|")[1]):
+                assert (path.parent / name).exists(), f"{path.name} lists {name}"
+
+    check_each(READMES, check, relative)
 
 
 def test_every_document_is_linked_from_the_readme_beside_it():
@@ -120,11 +138,11 @@ def test_every_kind_stage_engine_algorithm_and_reward_is_documented():
             assert (folder / "README.md").exists(), f"{folder.name} has no README"
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "deployments/recipes").glob("*.toml")), ids=lambda path: path.name
-)
-def test_every_recipe_is_a_recipe(path):
-    assert isinstance(load(path), Recipe)
+def test_every_recipe_is_a_recipe():
+    def check(path: Path) -> None:
+        assert isinstance(load(path), Recipe)
+
+    check_each(sorted((ROOT / "deployments/recipes").glob("*.toml")), check, relative)
 
 
 def test_the_recipe_in_the_readme_is_a_recipe():
@@ -141,20 +159,23 @@ def merged(base: dict, more: dict) -> dict:
     }
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_each_piece_of_a_recipe_in_a_document_has_keys_and_values_that_there_are(path):
+def test_each_piece_of_a_recipe_in_a_document_has_keys_and_values_that_there_are():
     """Blocks of TOML, and whole recipes that are typed into a file."""
-    text = path.read_text()
-    whole = {
-        "run": "a",
-        "policy": {"model": "m"},
-        "data": {"source": "q.jsonl", "held_out": {"source": "t.jsonl"}},
-        "reward": {"functions": [{"use": "numeric"}]},
-    }
-    pieces = re.findall(r"(?ms)^```toml\n(.*?)^```", text)
-    pieces += re.findall(r"(?ms)^cat > \S+\.toml <<'END'\n(.*?)^END", text)
-    for piece in pieces:
-        Recipe.model_validate(merged(whole, tomllib.loads(piece)))
+
+    def check(path: Path) -> None:
+        text = path.read_text()
+        whole = {
+            "run": "a",
+            "policy": {"model": "m"},
+            "data": {"source": "q.jsonl", "held_out": {"source": "t.jsonl"}},
+            "reward": {"functions": [{"use": "numeric"}]},
+        }
+        pieces = re.findall(r"(?ms)^```toml\n(.*?)^```", text)
+        pieces += re.findall(r"(?ms)^cat > \S+\.toml <<'END'\n(.*?)^END", text)
+        for piece in pieces:
+            Recipe.model_validate(merged(whole, tomllib.loads(piece)))
+
+    check_each(DOCUMENTS, check, relative)
 
 
 def test_names_of_other_systems_stand_beside_keys_that_there_are():

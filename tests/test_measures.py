@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.each import check_each
 from tests.measures import ROOMS, ROOT, SPINE, measure, product_files
 from tests.test_architecture import NAMES, imported
 
@@ -109,15 +110,16 @@ def test_two_files_are_enough_to_need_a_module():
     assert not names & set(SPINE)
 
 
-@pytest.mark.parametrize(
-    "path", needed_by_the_spine(), ids=lambda path: str(path.relative_to(ROOT))
-)
-def test_what_the_spine_needs_says_why_one_can_go_on_without_it(path):
+def test_what_the_spine_needs_says_why_one_can_go_on_without_it():
     """A module that two files of the spine import belongs to it, or its docstring says why not."""
-    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
-    assert re.search(r"(?m)^Not of the spine: (\S+\s+){3,}\S+\.$", docstring), (
-        'add it to SPINE, or a sentence "Not of the spine: …" that says why not'
-    )
+
+    def check(path: Path) -> None:
+        docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+        assert re.search(r"(?m)^Not of the spine: (\S+\s+){3,}\S+\.$", docstring), (
+            'add it to SPINE, or a sentence "Not of the spine: …" that says why not'
+        )
+
+    check_each(needed_by_the_spine(), check, NAMES.get)
 
 
 def test_the_spine_is_small(spine):

@@ -14,7 +14,7 @@ from quiver.deployments.deploy import Where, deploy
 from quiver.flows.recipe import load
 from quiver.stages.common.store import Store
 from tests.deployments.prefect_world import wait_for, world
-from tests.flows.conftest import command_environment, quiver, write_recipe
+from tests.flows.conftest import command_environment, own_home, quiver, write_recipe
 
 MADE, MOVED = "prefect.asset.materialization.succeeded", "quiver.tag.moved"
 
@@ -119,7 +119,7 @@ def test_without_a_server_prefect_is_not_imported(alone):
     ):
         done = subprocess.run(
             [sys.executable, "-c", code, *command],
-            cwd=alone, env=command_environment(alone), capture_output=True, text=True, check=False,
+            cwd=alone, env=own_home(alone), capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0 and done.stdout.endswith("\nset()\n"), done.stdout + done.stderr
 

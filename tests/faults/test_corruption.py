@@ -121,7 +121,7 @@ def check(
     return "detected" if errors else "harmless"
 
 
-@pytest.mark.parametrize("trials", sizes(short=12, full=500))
+@pytest.mark.parametrize("trials", sizes(short=3, full=500))
 @pytest.mark.parametrize("damage", [flip, cut, zero_tail, extend])
 def test_damage_anywhere_is_told_or_harmless(
     whole, fast_path, monkeypatch, record_property, damage, trials
@@ -166,9 +166,13 @@ def to_link(file: Path) -> None:
     file.symlink_to(elsewhere)
 
 
+@pytest.mark.parametrize("share", sizes(short=5, full=1))
 @pytest.mark.parametrize("damage", [flip, cut, zero_tail, extend, Path.unlink, to_folder, to_link])
-def test_what_was_staged_is_made_again_whatever_became_of_it(whole, fast_path, monkeypatch, damage):
-    """By the same command, without an error."""
+def test_what_was_staged_is_made_again_whatever_became_of_it(
+    whole, fast_path, monkeypatch, damage, share
+):
+    """By the same command, without an error. One file of `share` is damaged; which ones depends on
+    the damage."""
     monkeypatch.setattr(leases, "SECONDS_TO_LIVE", 0.2)
     shutil.copytree(whole, fast_path / "right")
     expected, expected_runs = contents(Store(whole)), next_runs(fast_path / "right")
@@ -176,7 +180,8 @@ def test_what_was_staged_is_made_again_whatever_became_of_it(whole, fast_path, m
     assert {"000001", "plan", "sources", "progress", "part-00000.arrow"} < {
         file.name for file in staged
     }
-    for file in staged:
+    Random(damage.__name__).shuffle(staged)
+    for file in staged[::share]:
         path = fast_path / "store"
         shutil.copytree(whole, path)
         damaged = path / file.relative_to(whole)

@@ -112,7 +112,7 @@ class FailingCall:
 @pytest.mark.parametrize(
     ("code", "step"),
     [
-        pytest.param(errno.EIO, 3, id="short"),
+        pytest.param(errno.EIO, 13, id="short"),
         pytest.param(errno.EIO, 1, id="full", marks=pytest.mark.torture),
         pytest.param(errno.EACCES, 1, id="full, no access", marks=pytest.mark.torture),
     ],

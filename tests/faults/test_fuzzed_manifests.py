@@ -183,7 +183,7 @@ def fuzz(stores: Path, seed: int, count: int, most_readers: int, capsys) -> None
 
 
 def test_wrong_manifests_are_typed_errors_to_all_readers(stores, capsys):
-    fuzz(stores, seed=1, count=150, most_readers=3, capsys=capsys)
+    fuzz(stores, seed=1, count=30, most_readers=3, capsys=capsys)
 
 
 @pytest.mark.torture

@@ -139,7 +139,7 @@ def fuzz(folder: Path, seed: int, count: int) -> None:
 
 
 def test_wrong_model_folders_are_typed_errors(inputs, tmp_path):
-    fuzz(tmp_path, seed=1, count=40)
+    fuzz(tmp_path, seed=1, count=8)
 
 
 @pytest.mark.torture

@@ -268,7 +268,7 @@ def fuzz(inputs: Path, seed: int, count: int) -> None:
 
 
 def test_wrong_recipes_are_typed_errors_to_all_commands(inputs):
-    fuzz(inputs, seed=1, count=120)
+    fuzz(inputs, seed=1, count=24)
 
 
 @pytest.mark.torture

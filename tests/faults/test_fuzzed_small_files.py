@@ -190,7 +190,7 @@ def snapshot_of_versions(store: Path) -> dict[str, tuple]:
 
 
 def test_wrong_small_files_are_typed_errors_or_done_again(whole, tmp_path, capsys):
-    fuzz(whole, tmp_path, seed=1, count=40, capsys=capsys)
+    fuzz(whole, tmp_path, seed=1, count=8, capsys=capsys)
 
 
 @pytest.mark.torture

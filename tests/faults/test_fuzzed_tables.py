@@ -95,7 +95,7 @@ def fuzz(store: Path, seed: int, count: int) -> int:
 @pytest.mark.parametrize(
     ("seed", "count"),
     [
-        pytest.param(1, 60, id="short"),
+        pytest.param(1, 12, id="short"),
         *(
             pytest.param(seed, 1000, id=f"full-{seed}", marks=pytest.mark.torture)
             for seed in range(10, 20)

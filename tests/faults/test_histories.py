@@ -197,7 +197,7 @@ class Histories(RuleBasedStateMachine):
             self.known.acknowledge("made", ref, self.store)
 
 
-@pytest.mark.parametrize("count", sizes(short=8, full=400))
+@pytest.mark.parametrize("count", sizes(short=2, full=400))
 def test_histories(record_property, count):
     run_state_machine_as_test(
         Histories,

@@ -67,7 +67,7 @@ def passages(beginnings, fast_path_factory) -> dict[str, list[tuple[str, int, in
     return passages
 
 
-@pytest.mark.parametrize("trials", sizes(short=2, full=50))
+@pytest.mark.parametrize("trials", sizes(short=1, full=50))
 @pytest.mark.parametrize("point", STORE_POINTS)
 def test_kill_9_at_a_place(beginnings, passages, fast_path, record_property, point, trials):
     """A store with whatever is left of a killed process is whole, and the same call again does the

@@ -28,7 +28,7 @@ def orders(name: str, folder) -> list[tuple[int, int]]:
     return orders
 
 
-@pytest.mark.parametrize("most", sizes(short=25, full=5_000))
+@pytest.mark.parametrize("most", sizes(short=5, full=5_000))
 @pytest.mark.parametrize("name", CONTESTS)
 def test_any_order_of_two_comes_to_the_same(fast_path, record_property, name, most):
     for number, order in enumerate(orders(name, fast_path)[:most]):

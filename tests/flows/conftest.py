@@ -16,8 +16,11 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+import psutil
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from tests.spent import watch
 from tests.tiny import make_folder
 
 RECIPE = """
@@ -84,7 +87,26 @@ def _first_home() -> str:
     return home
 
 
+@cache
+def shared_api() -> str:
+    """The API of one Prefect server for all tests of this process; it ends with the process."""
+    home = Path(tempfile.mkdtemp(prefix="quiver-server."))
+    shutil.copytree(_first_home(), home / "prefect")
+    server = prefect_server(own_home(home), free_port())
+    url = server.__enter__()
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    atexit.register(server.__exit__, None, None, None)
+    return url
+
+
 def command_environment(folder: Path) -> dict[str, str]:
+    """The environment of a command in `folder`: a home for Prefect there, and the shared server."""
+    url = shared_api()
+    return {**own_home(folder), **({"PREFECT_API_URL": url} if url else {})}
+
+
+def own_home(folder: Path) -> dict[str, str]:
+    """The environment of a command in `folder` that starts Prefect's embedded server."""
     home = folder / "prefect"
     return {
         **os.environ,
@@ -97,47 +119,25 @@ def command_environment(folder: Path) -> dict[str, str]:
 def quiver(folder: Path, *arguments: str, code: int = 0, **environment: str) -> dict:
     """Run the command line in `folder` with --json; its exit code must be `code`. Returns the JSON
     object of stdout."""
+    found, answer = _called(folder, *arguments, **environment)
+    assert found == code, f"exit code {found}: {answer}"
+    return answer
+
+
+def _called(folder: Path, *arguments: str, **environment: str) -> tuple[int, dict]:
     command = [sys.executable, "-m", "quiver.flows.cli", *arguments, "--json"]
     env = {**command_environment(folder), **environment}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     lines = done.stdout.splitlines()
-    assert len(lines) == 1, f"stdout holds more than one line: {done.stdout}"
-    return json.loads(lines[0])
-
-
-EACH = """
-import json, os, sys
-import quiver.flows.post_train, quiver.flows.rerun
-from quiver.flows import cli
-answers = []
-for command in json.loads(sys.argv[1]):
-    child = os.fork()
-    if not child:
-        os.dup2(os.open("answer", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
-        sys.argv = ["quiver", *command, "--json"]
-        cli.main()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    with open("answer") as file:
-        (line,) = file.read().splitlines()
-    answers.append([code, json.loads(line)])
-print(json.dumps(answers))
-"""
+    assert len(lines) == 1, (
+        f"exit code {done.returncode}, stdout is not one line: {done.stdout}\n{done.stderr}"
+    )
+    return done.returncode, json.loads(lines[0])
 
 
 def quiver_each(folder: Path, *commands: list[str]) -> list[tuple[int, dict]]:
-    """As `quiver`, one command after another: exit code and JSON object of each. They are forks of
-    one process, which has imported for all of them."""
-    done = subprocess.run(
-        [sys.executable, "-c", EACH, json.dumps(commands)],
-        cwd=folder,
-        env=command_environment(folder),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    """As `quiver`, one command after another: exit code and JSON object of each."""
+    return [_called(folder, *command) for command in commands]
 
 
 def free_port() -> int:
@@ -171,6 +171,9 @@ def prefect_server(environment: dict[str, str], port: int) -> Iterator[str]:
                 break
             except OSError:
                 time.sleep(0.1)
+        watch(started.pid)
+        for child in psutil.Process(started.pid).children():
+            watch(child.pid)
         yield f"http://127.0.0.1:{port}/api"
     finally:
         started.terminate()
@@ -203,22 +206,20 @@ def processes(folder: Path) -> list[str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def api(tmp_path_factory) -> Iterator[str]:
-    """The API of a server for the tests of a file; without one each of their runs would start its
-    own."""
-    folder = tmp_path_factory.mktemp("server")
-    shutil.copytree(_first_home(), folder / "prefect")
-    with prefect_server(command_environment(folder), free_port()) as url:
-        yield url
+@pytest.fixture
+def embedded_server(monkeypatch):
+    """Runs start Prefect's embedded server, as they do where PREFECT_API_URL names no other."""
+    monkeypatch.setattr("tests.flows.conftest.shared_api", lambda: "")
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory, api) -> Path:
-    """A folder with recipe, data, model and rewards; shared by the tests of a file, in their order.
-    A profile names the server."""
-    folder = write_recipe(tmp_path_factory.mktemp("work"))
-    (folder / "prefect/profiles.toml").write_text(
-        f'active = "here"\n[profiles.here]\nPREFECT_API_URL = "{api}"\n'
-    )
-    return folder
+def api() -> Iterator[str]:
+    """The API of the shared server, which flows that run in this process use, too."""
+    with temporary_settings({PREFECT_API_URL: shared_api()}):
+        yield shared_api()
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    """A folder with recipe, data, model and rewards; shared by the tests of a file, in their order."""
+    return write_recipe(tmp_path_factory.mktemp("work"))

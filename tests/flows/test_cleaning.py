@@ -4,13 +4,10 @@ run that cleans up after itself.
 The stages are the real ones, in this process instead of children of it.
 """
 
-import os
 import shutil
 import sys
-import threading
 
 import pytest
-from prefect.testing.utilities import prefect_test_harness
 
 from quiver.flows.commands.summary import next_commands
 from quiver.flows.post_train import post_train
@@ -27,7 +24,7 @@ from tests.flows.conftest import quiver, write_recipe
 from tests.stages.common.store.test_store import Settings, table
 from tests.writing import begin
 
-pytestmark = pytest.mark.prefect
+pytestmark = [pytest.mark.prefect, pytest.mark.usefixtures("api")]
 QUICK = ["generate.engine='scripted'", "reward.workers=1"]
 QUICK += ["optimize.audit.enabled=false"]  # the engine's logprobs are of no model
 
@@ -35,14 +32,6 @@ QUICK += ["optimize.audit.enabled=false"]  # the engine's logprobs are of no mod
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_recipe(tmp_path_factory.mktemp("kept"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    # forks of later tests have none of Prefect's threads
-    os.register_at_fork(after_in_child=threading._threading_atexits.clear)
-    with prefect_test_harness(server_startup_timeout=300):
-        yield
 
 
 @pytest.fixture
@@ -85,7 +74,7 @@ def plainly(answer: dict) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def finished(folder, server) -> dict:
+def finished(folder, api) -> dict:
     """Three iterations, of which gc kept what belongs to the last."""
     with pytest.MonkeyPatch.context() as patch:
         stay_here(folder, patch, [])

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from prefect.testing.utilities import prefect_test_harness
 from transformers import AutoConfig, AutoTokenizer, GPT2Config, Qwen3Config, T5Config
 
 from quiver.flows.commands.running import run
@@ -28,16 +27,15 @@ SETTINGS = [*QUICK, "data.held_out=null"]
 
 
 @pytest.mark.prefect
-def test_a_recipe_is_tried_from_end_to_end_and_nothing_is_kept(tmp_path, monkeypatch, capfd):
+def test_a_recipe_is_tried_from_end_to_end_and_nothing_is_kept(api, tmp_path, monkeypatch, capfd):
     stay_here(write_recipe(tmp_path), monkeypatch, [])
     before = sorted(path.name for path in Path().iterdir())
-    with prefect_test_harness(server_startup_timeout=300):
+    run(Path("recipe.toml"), iterations=1, dry_run=True, settings=SETTINGS)
+    said = capfd.readouterr().out
+    assert "recipe.toml runs from end to end" in said
+    Path("rewards.py").write_text("def evenness(completions):\n    return completions[0].x\n")
+    with pytest.raises(RewardError, match="'str' object has no attribute 'x'"):
         run(Path("recipe.toml"), iterations=1, dry_run=True, settings=SETTINGS)
-        said = capfd.readouterr().out
-        assert "recipe.toml runs from end to end" in said
-        Path("rewards.py").write_text("def evenness(completions):\n    return completions[0].x\n")
-        with pytest.raises(RewardError, match="'str' object has no attribute 'x'"):
-            run(Path("recipe.toml"), iterations=1, dry_run=True, settings=SETTINGS)
     assert sorted(path.name for path in Path().iterdir()) == before
 
 
@@ -101,7 +99,7 @@ def test_a_family_that_can_not_be_made_small_is_named(tmp_path):
 
 
 @pytest.mark.prefect
-def test_an_environment_is_asked_for_answers(tmp_path, monkeypatch):
+def test_an_environment_is_asked_for_answers(api, tmp_path, monkeypatch):
     """Random models end their turns too seldom to be answered; here they do."""
     stay_here(write_recipe(tmp_path), monkeypatch, [])
     Path("game.py").write_text(
@@ -116,8 +114,5 @@ def test_an_environment_is_asked_for_answers(tmp_path, monkeypatch):
         "generate.turns={environment='game.py:Game'}",
         "reward.functions=[{use='environment'}]",
     ]
-    with (
-        prefect_test_harness(server_startup_timeout=300),
-        pytest.raises(NumericError, match=r"by environment_error, .*the dice are lost"),
-    ):
+    with pytest.raises(NumericError, match=r"by environment_error, .*the dice are lost"):
         run(Path("recipe.toml"), iterations=1, dry_run=True, settings=settings)

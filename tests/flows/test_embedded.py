@@ -27,6 +27,7 @@ from tests.flows.conftest import (
     write_recipe,
 )
 
+pytestmark = pytest.mark.usefixtures("embedded_server")
 SCRIPTED = ["--set", 'generate.engine="scripted"', "--set", "iterations=1"]
 SCRIPTED += ["--set", "optimize.audit.enabled=false"]  # its logprobs are of no model
 SCRIPTED += ["--set", "data.held_out=null"]

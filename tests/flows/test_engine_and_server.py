@@ -12,10 +12,9 @@ import pytest
 
 from quiver.stages.common.store import Store
 from tests.flows.conftest import (
-    command_environment,
-    free_port,
-    prefect_server,
+    own_home,
     quiver,
+    shared_api,
     write_recipe,
 )
 from tests.tiny import make_folder
@@ -81,7 +80,7 @@ def critic_run(tmp_path_factory, is_unplugged) -> tuple[Path, list[dict]]:
     done = subprocess.run(
         [*(UNPLUGGED if is_unplugged else []), *command],
         cwd=folder,
-        env=command_environment(folder),
+        env=own_home(folder),  # the shared server is on the other side
         capture_output=True,
         text=True,
         check=False,
@@ -111,44 +110,38 @@ def test_nothing_reaches_out(critic_run, is_unplugged):
     assert (folder / "store/tiny/policy/v000001/model.safetensors").is_file()
 
 
-@pytest.fixture
-def server(tmp_path) -> str:
-    """The API of a `prefect server` on a free port, with a database of its own."""
-    with prefect_server(command_environment(tmp_path), free_port()) as url:
-        yield url
-
-
-def _post(url: str) -> list[dict]:
-    request = urllib.request.Request(url, b"{}", {"Content-Type": "application/json"})
+def _post(path: str, **filters: dict) -> list[dict]:
+    url, body = f"{shared_api()}/{path}/filter", json.dumps(filters).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     return json.loads(urllib.request.urlopen(request, timeout=10).read())
 
 
 @pytest.mark.prefect
-def test_the_same_flow_with_a_server(tmp_path, server):
+def test_the_same_flow_with_a_server(tmp_path):
     folder = write_recipe(tmp_path / "work")
-    quiver(folder, "run", "recipe.toml", *SMALL, PREFECT_API_URL=server)
-    (flow,) = _post(f"{server}/flow_runs/filter")
-    assert (flow["name"], flow["state_type"]) == ("tiny · post-train", "COMPLETED")
+    quiver(folder, "run", "recipe.toml", *SMALL, "--set", "run=served")
+    (flow,) = _post("flow_runs", flow_runs={"tags": {"all_": ["run:served"]}})
+    assert (flow["name"], flow["state_type"]) == ("served · post-train", "COMPLETED")
     run, shell = sorted(flow["tags"])
-    assert run == "run:tiny" and shell.startswith("shell:"), (
+    assert run == "run:served" and shell.startswith("shell:"), (
         "whose it is, and whose process runs it"
     )
-    tasks = {run["name"]: run["state_type"] for run in _post(f"{server}/task_runs/filter")}
+    of_flow = _post("task_runs", flow_runs={"id": {"any_": [flow["id"]]}})
+    of_this = {"flow_run_id": {"any_": [flow["id"]]}}
+    tasks = {run["name"]: run["state_type"] for run in of_flow}
     names = ["import policy", "prompt 1/1", "generate 1/1", "reward 1/1", "optimize 1/1"]
-    assert tasks == dict.fromkeys([f"tiny · {name}" for name in names], "COMPLETED")
-    assert not any(run["tags"] for run in _post(f"{server}/task_runs/filter")), (
-        "each would cost a slot of the server's"
+    assert tasks == dict.fromkeys([f"served · {name}" for name in names], "COMPLETED")
+    assert not any(run["tags"] for run in of_flow), "each would cost a slot of the server's"
+    assert "prompts: shard 1 of 1" in [line["message"] for line in _post("logs", logs=of_this)], (
+        "what stages say is there too"
     )
-    assert "prompts: shard 1 of 1" in [
-        line["message"] for line in _post(f"{server}/logs/filter")
-    ], "what stages say is there too"
-    shown = {artifact["key"]: artifact for artifact in _post(f"{server}/artifacts/filter")}
+    shown = {artifact["key"]: artifact for artifact in _post("artifacts", artifacts=of_this)}
     pages = ("rollouts", "rewards", "best-and-worst", "policy", "lineage", "iterations", "report")
-    assert {f"{page}-tiny" for page in pages} == {
+    assert {f"{page}-served" for page in pages} == {
         key for key in shown if not key.startswith("progress-")
     }
-    metrics = Store(folder / "store").open("tiny/rewards@1").manifest.metrics
-    evenness, reward = json.loads(shown["rewards-tiny"]["data"])
+    metrics = Store(folder / "store").open("served/rewards@1").manifest.metrics
+    evenness, reward = json.loads(shown["rewards-served"]["data"])
     assert evenness["function"] == "`evenness`"
     assert evenness["mean"] == reward["mean"] == pytest.approx(metrics["reward_mean"], rel=1e-3)
     assert (evenness["errors"], evenness["null"], reward["null"], reward["null_rate"]) == (
@@ -158,6 +151,6 @@ def test_the_same_flow_with_a_server(tmp_path, server):
         0,
     )
     assert (
-        shown["iterations-tiny"]["flow_run_id"] == flow["id"]
-        and "tiny/policy@1" in shown["iterations-tiny"]["data"]
+        shown["iterations-served"]["flow_run_id"] == flow["id"]
+        and "served/policy@1" in shown["iterations-served"]["data"]
     )

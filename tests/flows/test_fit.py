@@ -59,7 +59,7 @@ def recipe(place, **sections) -> Recipe:
         pytest.param("medium", "logprobs", marks=pytest.mark.slow),
     ],
 )
-def test_memory_is_within_a_fifth_of_what_a_process_took(tmp_path, size, stage):
+def test_memory_is_within_a_fifth_of_what_a_process_took(fresh_python, tmp_path, size, stage):
     settings = SETTINGS[stage]
     asked = settings
     if stage == "generate":

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from prefect.testing.utilities import prefect_test_harness
 
 from quiver.flows.commands.running import run
 from tests.flows.conftest import write_recipe
@@ -13,16 +12,15 @@ pytestmark = pytest.mark.prefect
 SETTINGS = [*QUICK, "data.held_out=null", "reward.functions=[{use='always.py:score'}]"]
 
 
-def test_a_run_that_learned_nothing_says_so_in_a_word(tmp_path, monkeypatch, capfd):
+def test_a_run_that_learned_nothing_says_so_in_a_word(api, tmp_path, monkeypatch, capfd):
     """With the same reward for every answer; a healthy run says nothing of the kind."""
     stay_here(write_recipe(tmp_path), monkeypatch, [])
     path = Path("always.py")
-    with prefect_test_harness(server_startup_timeout=300):
-        path.write_text("def score(completions):\n    return [0.0 for _ in completions]\n")
-        run(Path("recipe.toml"), iterations=1, settings=SETTINGS)
-        told = capfd.readouterr().err
-        assert "warning: tiny learned nothing: in no group did one answer score better" in told
-        path.write_text("def score(completions):\n    return [len(c) for c in completions]\n")
-        run(Path("recipe.toml"), iterations=1, settings=[*SETTINGS, "run=healthy"])
+    path.write_text("def score(completions):\n    return [0.0 for _ in completions]\n")
+    run(Path("recipe.toml"), iterations=1, settings=SETTINGS)
+    told = capfd.readouterr().err
+    assert "warning: tiny learned nothing: in no group did one answer score better" in told
+    path.write_text("def score(completions):\n    return [len(c) for c in completions]\n")
+    run(Path("recipe.toml"), iterations=1, settings=[*SETTINGS, "run=healthy"])
     told = capfd.readouterr().err
     assert "healthy/policy@1" in told and "warning: healthy learned nothing" not in told

@@ -6,7 +6,6 @@ one too. A tag of its own gives a test a first night whose stages are all done a
 """
 
 import json
-import os
 import re
 import statistics
 import sys
@@ -17,7 +16,6 @@ import httpx
 import numpy as np
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.testing.utilities import prefect_test_harness
 
 from quiver.flows import approval, nightly
 from quiver.flows.recipe import load
@@ -50,12 +48,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def server():
-    os.register_at_fork(
-        after_in_child=threading._threading_atexits.clear
-    )  # later tests' forks have none of Prefect's threads
-    with prefect_test_harness(server_startup_timeout=180):
-        yield PREFECT_API_URL.value()
+def server(api):
+    return api
 
 
 def stay_here(folder, patch):
@@ -344,7 +338,7 @@ def test_no_is_no_and_silence_is_no(store, server, monkeypatch):
     assert [run["state_type"] for run in runs] == ["COMPLETED"] * 2
 
 
-def test_what_can_not_work_is_refused_before_anything_is_made(store, folder):
+def test_what_can_not_work_is_refused_before_anything_is_made(store, folder, embedded_server):
     before = names(store)
     with (
         temporary_settings(restore_defaults={PREFECT_API_URL}),

@@ -11,11 +11,14 @@ import pyarrow as pa
 import pytest
 from prefect import flow, task
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    ArtifactFilterKey,
+)
 from prefect.context import get_run_context
 from prefect.events.filters import EventFilter, EventNameFilter
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
-from prefect.testing.utilities import prefect_test_harness
 
 from quiver.flows import progress as progress_module
 from quiver.flows.pages import link_report, publish, text
@@ -44,13 +47,10 @@ class Linked(NamedTuple):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def server():
-    """A server of its own, with an empty database."""
-    with (
-        prefect_test_harness(server_startup_timeout=300),
-        temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
-    ):
-        yield  # a run's heartbeat takes a second to end
+def without_heartbeat(api):
+    """A run's heartbeat takes a second to end."""
+    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+        yield
 
 
 @task
@@ -439,9 +439,10 @@ def test_the_curve_of_a_run_is_one_page_that_grows():
 
 
 def wait_for(bar_says: float, key: str) -> None:
+    named = ArtifactFilter(key=ArtifactFilterKey(any_=[key]))
     with get_client(sync_client=True) as client:
         for _ in range(200):
-            found = [each for each in client.read_artifacts() if each.key == key]
+            found = client.read_artifacts(artifact_filter=named)
             if found and found[0].data == bar_says:
                 return
             time.sleep(0.05)

@@ -12,7 +12,7 @@ import urllib.request
 import pytest
 
 from quiver.stages.common.store import Store
-from tests.flows.conftest import command_environment, left_behind, quiver
+from tests.flows.conftest import command_environment, left_behind, quiver, shared_api
 
 pytestmark = pytest.mark.prefect
 WORKER = {"PREFECT_WORKER_QUERY_SECONDS": "1", "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
@@ -30,14 +30,13 @@ DEPLOY = (
 
 
 @pytest.fixture(scope="module")
-def place(workplace, api):
+def place(workplace):
     """A folder with a recipe, and a server with the pools `box` (one worker) and `nobody`
     (none)."""
     environment = {
         **command_environment(workplace),
         **WORKER,
         "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
-        "PREFECT_API_URL": api,
     }
     subprocess.run(
         [sys.executable, "-c", DEPLOY, "box", "nobody"], env=environment, check=True, cwd=workplace
@@ -50,22 +49,26 @@ def place(workplace, api):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    os.environ["PREFECT_API_URL"] = api
     try:
         while not _post("work_pools/box/workers/filter"):
             assert worker.poll() is None, "the worker ended"
             time.sleep(0.1)
         yield workplace
     finally:
-        os.environ.pop("PREFECT_API_URL")
         worker.terminate()
         worker.wait(30)
 
 
 def _post(path: str) -> list[dict]:
-    url = f"{os.environ['PREFECT_API_URL']}/{path}"
+    url = f"{shared_api()}/{path}"
     request = urllib.request.Request(url, b"{}", {"Content-Type": "application/json"})
     return json.loads(urllib.request.urlopen(request, timeout=10).read())
+
+
+def pool_runs() -> list[dict]:
+    """The flow runs that the pools of this file were asked for."""
+    runs = _post("flow_runs/filter")
+    return [run for run in runs if run["work_pool_name"] in ("box", "nobody")]
 
 
 def on_pool(folder, *settings: str) -> list[str]:
@@ -77,14 +80,14 @@ def test_a_stage_runs_on_the_pool_s_worker_and_is_found_after_that(place):
     arguments = ["prompt", "recipe.toml", *on_pool(place, "placement.prompt=box")]
     first = quiver(place, *arguments)
     assert (first["ref"], first["cached"], first["rows"]) == ("tiny/prompts@1", False, 4)
-    (run,) = _post("flow_runs/filter")
+    (run,) = pool_runs()
     assert (run["name"], run["state_type"], run["work_pool_name"]) == (
         "tiny · prompt",
         "COMPLETED",
         "box",
     )
     again = quiver(place, *arguments)
-    assert (again["ref"], again["cached"], len(_post("flow_runs/filter"))) == (
+    assert (again["ref"], again["cached"], len(pool_runs())) == (
         "tiny/prompts@1",
         True,
         1,
@@ -112,9 +115,9 @@ def test_nobody_takes_it_up(place):
     ]
     error = quiver(place, *arguments, code=7)["error"]
     assert (error["object"], error["next"]) == ("pool nobody", "prefect worker start --pool nobody")
-    assert {
-        run["state_type"] for run in _post("flow_runs/filter") if run["work_pool_name"] == "nobody"
-    } == {"CANCELLED"}
+    assert {run["state_type"] for run in pool_runs() if run["work_pool_name"] == "nobody"} == {
+        "CANCELLED"
+    }
 
 
 def test_a_pool_without_a_deployment_is_told(place):
@@ -147,7 +150,7 @@ def test_a_whole_run_with_two_calls_that_share(place):
     settings = on_pool(place, "placement.generate=box", "placement.fan_out=2")
     done = quiver(place, "run", "recipe.toml", *settings)["iterations"][0]
     assert (done["rollouts"], done["policy"]) == ("tiny/rollouts@1", "tiny/policy@1")
-    runs = [run for run in _post("flow_runs/filter") if "stage:generate" in run["tags"]]
+    runs = [run for run in pool_runs() if "stage:generate" in run["tags"]]
     assert {run["name"] for run in runs} == {
         "tiny · generate 1/1 (1 of 2)",
         "tiny · generate 1/1 (2 of 2)",
@@ -177,7 +180,5 @@ def test_ctrl_c_ends_the_stage_on_the_worker(place):
     running.send_signal(signal.SIGINT)
     assert running.wait(30) == 130
     assert left_behind(place, "-m\0quiver.stages\0generate") == []
-    states = {
-        run["state_type"] for run in _post("flow_runs/filter") if run["work_pool_name"] == "box"
-    }
+    states = {run["state_type"] for run in pool_runs() if run["work_pool_name"] == "box"}
     assert states & {"CANCELLING", "CANCELLED"} and not states & {"RUNNING", "PENDING", "SCHEDULED"}

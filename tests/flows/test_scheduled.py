@@ -6,7 +6,6 @@ The stages are the real ones, in this process instead of children of it.
 from datetime import datetime
 
 import pytest
-from prefect.testing.utilities import prefect_test_harness
 
 from quiver.flows.recipe import load
 from quiver.flows.scheduled import NOTHING_LEFT, finished_iterations, recipe_for, scheduled
@@ -15,15 +14,9 @@ from quiver.stages.common.store import Store
 from tests.flows.conftest import write_recipe
 from tests.flows.test_cleaning import QUICK, stay_here
 
-pytestmark = pytest.mark.prefect
+pytestmark = [pytest.mark.prefect, pytest.mark.usefixtures("api")]
 QUICK = [*QUICK, "data.held_out=null"]
 DUE = datetime(2026, 11, 25, 2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    with prefect_test_harness(server_startup_timeout=300):
-        yield
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, check=False)
 
 
-def test_a_secret_appears_nowhere(tmp_path):
+def test_a_secret_appears_nowhere(embedded_server, tmp_path):
     folder, met = write_recipe(tmp_path / "work"), []
 
     def play_back(asked):

@@ -160,7 +160,7 @@ def ended(running: subprocess.Popen, folder) -> tuple[int, bool, list[str]]:
 
 
 @pytest.mark.prefect
-def test_the_second_signal_ends_an_engine_and_the_embedded_server_too(tmp_path):
+def test_the_second_signal_ends_an_engine_and_the_embedded_server_too(embedded_server, tmp_path):
     folder = write_recipe(tmp_path / "work")
     (folder / "my_engine.py").write_text(ENGINE)
     running = begun(folder, 'generate.engine="my_engine.py:Engine"')

@@ -94,7 +94,8 @@ def largest_gap(store, one: str, two: str) -> float:
     return max((first[name] - second[name]).abs().max().item() for name in first)
 
 
-@pytest.mark.parametrize("shard", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", [False, True])
 def test_two_hosts_make_what_one_process_makes(store, refs, shard):
     one = run_stage("optimize", config(epochs=4), store, into="one", in_process=True, **refs)
     settings = config(epochs=4, processes=2, shard=shard)
@@ -106,6 +107,7 @@ def test_two_hosts_make_what_one_process_makes(store, refs, shard):
     assert largest_gap(store, str(one), "two/policy@1") < 1e-5 < start_gap
 
 
+@pytest.mark.slow
 def test_torchruns_own_launcher_on_two_hosts(store, refs, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -126,13 +128,14 @@ def test_torchruns_own_launcher_on_two_hosts(store, refs, tmp_path):
     assert largest_gap(store, str(one), "two/policy@1") < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dying", "death"),
     [
-        pytest.param(0, "kill", marks=pytest.mark.slow),
+        (0, "kill"),
         (1, "kill"),
         (0, "unplug"),
-        pytest.param(1, "unplug", marks=pytest.mark.slow),
+        (1, "unplug"),
     ],
     ids=["meeting place killed", "killed", "meeting place unplugged", "unplugged"],
 )
@@ -172,6 +175,7 @@ ALGORITHM = Algorithm("mine", "leave_one_out", plain, "token_mean", {})
 """
 
 
+@pytest.mark.slow
 def test_an_error_of_one_host_ends_the_other(store, refs, tmp_path):
     (tmp_path / "mine.py").write_text(ALGORITHM)
     settings = config(algorithm=f"{tmp_path / 'mine.py'}:ALGORITHM", processes=2)
@@ -183,6 +187,7 @@ def test_an_error_of_one_host_ends_the_other(store, refs, tmp_path):
     assert store.numbers("two", "policy") == []
 
 
+@pytest.mark.slow
 def test_a_defect_of_one_host_is_told_as_it_is(store, refs, tmp_path):
     """That of the host with the meeting place; the other one only learns that it failed."""
     text = ALGORITHM.replace('NumericError("mine",', "RuntimeError(").replace('== "1"', '== "0"')
@@ -196,6 +201,7 @@ def test_a_defect_of_one_host_is_told_as_it_is(store, refs, tmp_path):
     assert "Connection" not in str(errors)
 
 
+@pytest.mark.slow
 def test_hosts_that_do_not_see_one_store_are_told(store, refs):
     copy = store.path.parent / "copy"
     shutil.copytree(store.path, copy, symlinks=True)

@@ -436,7 +436,7 @@ def test_a_sandbox_that_fails_is_no_result(monkeypatch, tmp_path):
         run_program("print(1)", isolation="process")
 
 
-def test_another_interpreter_with_its_packages(full):
+def test_another_interpreter_with_its_packages(full, fresh_python):
     """The tests' own environment has numpy; this very interpreter shows it when it is named, and
     not otherwise."""
     program = "import numpy; print(int(numpy.arange(3).sum()))"

@@ -1,0 +1,104 @@
+"""A stand-in for the interpreter that starts Quiver's commands and stages as forks of a process which
+has imported what they need: importing Prefect or transformers costs more processor time than most
+of what the tests run.
+
+    use_warm_python()      # sys.executable is the stand-in, here and in all that is started by it
+    REAL_PYTHON            # a fresh interpreter, for tests about signals, streams, memory, imports
+
+`sys.executable -m quiver.…` is handed to a server (`server.py`), which forks; everything else is
+run by the real interpreter. The fork gets the caller's arguments, environment, working folder and
+standard streams; its exit code becomes the stand-in's, and it is killed when the stand-in is. A
+caller whose search path, network or limits differ from the server's gets a fresh interpreter.
+
+What differs from a fresh interpreter: /proc shows the server's environment and command line, the
+parent is the server, the fork leads a session of its own, and the peak of memory includes what the
+server imported.
+"""
+
+import atexit
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from quiver.stages.common.runtime.prewarm import ENVIRONMENT
+from tests.spent import watch
+
+from .client import world
+
+REAL_PYTHON = sys.executable
+_HERE = Path(__file__).parent
+# bash, whose exec can name the stand-in as the program that runs: sys.executable is its path then
+_STAND_IN = """#!/bin/bash
+case "$* " in
+"-m quiver.flows.cli "* | "-P -m quiver.flows.cli "* | "-m quiver.stages "* | "-u -P -m quiver.stages "* | "-m prefect.engine "*)
+    exec {real} -I -S {client} {folder} "$@" ;;
+*) exec -a "$0" {real} "$@" ;;
+esac
+"""
+_QUIVER = """#!/bin/sh
+exec {python} -P -m quiver.flows.cli "$@"
+"""
+_servers: list[subprocess.Popen] = []
+
+
+def use_warm_python() -> None:
+    """Make sys.executable the stand-in until this process ends. The servers import nothing before
+    their first command."""
+    if sys.executable != REAL_PYTHON:
+        return
+    folder = Path(tempfile.mkdtemp(prefix="quiver-warm."))
+    atexit.register(_end, folder, os.getpid())
+    programs = folder / "bin"  # a virtual environment with the libraries of the real one
+    programs.mkdir()
+    for program in Path(REAL_PYTHON).parent.iterdir():
+        if not program.name.startswith(("python", "quiver")):
+            (programs / program.name).symlink_to(program)
+    (folder / "lib").symlink_to(Path(sys.prefix) / "lib")
+    shutil.copy(Path(sys.prefix) / "pyvenv.cfg", folder)
+    words = {"real": REAL_PYTHON, "client": _HERE / "client.py", "folder": folder}
+    words["python"] = programs / "python"
+    quoted = {name: shlex.quote(str(value)) for name, value in words.items()}
+    for name, text in (("python", _STAND_IN), ("quiver", _QUIVER)):
+        (programs / name).write_text(text.format(**quoted))
+        (programs / name).chmod(0o755)
+    known = {"python": REAL_PYTHON, "world": world()}
+    (folder / "caller.json").write_text(json.dumps(known))
+    for kind in ("flows", "stages", "vllm"):
+        _start_server(folder, kind)
+    sys.executable = str(programs / "python")
+
+
+def _start_server(folder: Path, kind: str) -> None:
+    command = [REAL_PYTHON, str(_HERE / "server.py"), kind, str(folder)]
+    # what Prefect reads as it is imported comes with each command
+    variables = {name: value for name, value in os.environ.items() if name[:8] != "PREFECT_"}
+    if kind != "flows":
+        variables |= ENVIRONMENT
+    # pipes: a fork's own streams take their place, and Python has asked already whether they can seek
+    server = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=variables,
+    )
+    _servers.append(server)
+    watch(server.pid)
+    while not (folder / kind).exists():
+        assert server.poll() is None, server.stdout.read()
+        time.sleep(0.005)
+
+
+def _end(folder: Path, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a fork that ends
+    for server in _servers:
+        server.stdin.close()
+        server.wait()
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,102 @@
+"""Hands a command to the server that forks for it, and behaves as the command does until it ends.
+
+    python -I -S client.py FOLDER [PYTHON OPTIONS] -m MODULE ARGUMENTS
+
+FOLDER holds the servers' sockets and `caller.json`, which says how the servers see the world. A
+command that needs another world (search path, network, limits, closed streams) is run by a fresh
+interpreter.
+"""
+
+import array
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_OF_THE_INTERPRETER = ("PYTHON", "LC_", "LANG", "LD_PRELOAD")
+
+
+def world() -> dict:
+    """What an interpreter takes from its surroundings as it starts, and a fork cannot change."""
+    limits = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+    return {
+        "variables": {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(_OF_THE_INTERPRETER) and name != "PYTHONWARNINGS"
+        },
+        "limits": [list(resource.getrlimit(limit)) for limit in limits],
+        "network": os.readlink("/proc/self/ns/net"),
+        "powers": [line for line in open("/proc/self/status") if line.startswith("Cap")],
+        "user": [os.geteuid(), os.getegid()],
+    }
+
+
+def main() -> None:
+    folder, *command = sys.argv[1:]
+    at = command.index("-m")
+    with open(f"{folder}/caller.json") as file:
+        known = json.load(file)
+    if known["world"] != world() or not _all_streams_open():
+        os.execv(known["python"], [f"{folder}/bin/python", *command])
+    module = command[at + 1]
+    kind = "flows" if not module.startswith("quiver.stages") else os.environ.get("WARM", "stages")
+    request = {
+        "python": f"{folder}/bin/python",
+        "module": module,
+        "arguments": command[at + 2 :],
+        "options": command[:at],
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "mask": _umask(),
+    }
+    server = socket.socket(socket.AF_UNIX)
+    server.connect(f"{folder}/{kind}")
+    text = json.dumps(request).encode()
+    lifeline, _ = os.pipe()  # its other end closes with this process
+    streams = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", (0, 1, 2, lifeline)))
+    server.sendmsg([len(text).to_bytes(4, "big")], [streams])
+    server.sendall(text)
+    # a signal that comes before the fork is known waits for it
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    pid = int.from_bytes(_receive(server), "big")
+    for number in _FORWARDED:
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+    code = os.waitstatus_to_exitcode(int.from_bytes(_receive(server), "big"))
+    if code >= 0:
+        os._exit(code)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if -code not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+
+
+def _receive(server: socket.socket) -> bytes:
+    answer = server.recv(4, socket.MSG_WAITALL)
+    if len(answer) < 4:
+        sys.exit("the server of warm interpreters ended")
+    return answer
+
+
+def _umask() -> int:
+    mask = os.umask(0o77)
+    os.umask(mask)
+    return mask
+
+
+def _all_streams_open() -> bool:
+    try:
+        for number in (0, 1, 2):
+            os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""Forks for the commands that `client.py` hands over, after importing what they need.
+
+    python server.py KIND FOLDER
+
+It imports when the first command comes, and ends when its standard input does.
+"""
+
+import atexit
+import contextlib
+import gc
+import importlib
+import importlib.abc
+import importlib.machinery
+import json
+import logging
+import os
+import resource
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+
+_STAGES = (
+    "torch",
+    "accelerate",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.auto.tokenization_auto",
+    "quiver.stages.prompt.stage",
+    "quiver.stages.generate.stage",
+    "quiver.stages.generate.engines.transformers",
+    "quiver.stages.reward.stage",
+    "quiver.stages.logprobs.stage",
+    "quiver.stages.optimize.stage",
+    "quiver.stages.optimize.results",
+    "quiver.stages.optimize.rollouts",
+    "quiver.stages.optimize.trainer",
+    "quiver.stages.evaluate.stage",
+    "quiver.stages.common.ranks",
+    "quiver.stages.common.runtime.runner",
+    "quiver.stages.optimize.accelerator",
+    "quiver.stages.optimize.agreement",
+    "quiver.stages.optimize.resume",
+    "quiver.stages.prompt.rows",
+    "pandas",
+    "pyarrow.pandas_compat",
+)
+IMPORTS = {
+    "flows": (
+        "prefect.main",
+        "quiver.flows.cli",
+        "quiver.flows.post_train",
+        "quiver.flows.nightly",
+        "quiver.flows.rerun",
+        "quiver.flows.dry_run",
+        "quiver.flows.embedded",
+        "quiver.flows.abandoned",
+        "quiver.flows.commands.summary",
+        "quiver.stages.report.gather",
+        "quiver.stages.report.stage",
+        "pandas",
+        "pyarrow.pandas_compat",
+        "fastapi",
+        "graphviz",
+    ),
+    "stages": _STAGES,
+    "vllm": (*_STAGES, "vllm", "vllm.engine.arg_utils", "vllm.v1.engine.llm_engine"),
+}
+
+
+class Server:
+    """Listens on the socket of one kind of command. Each command's connection stays open while its
+    fork runs."""
+
+    def __init__(self, kind: str, folder: str) -> None:
+        self._kind = kind
+        self._is_warm = False
+        self._callers: dict[int, socket.socket] = {}
+        """Connections by the fork that serves them."""
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"{folder}/{kind}")
+        self._listener.listen(64)
+        self._woken, self._wake = os.pipe()  # written to when a fork ends
+        os.set_blocking(self._wake, False)
+        self._selector = selectors.DefaultSelector()
+        for source in (sys.stdin.fileno(), self._listener, self._woken):
+            self._selector.register(source, selectors.EVENT_READ)
+
+    def serve(self) -> dict:
+        """Fork for every command until standard input ends; returns, in each fork, its request."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj == sys.stdin.fileno():
+                    for fork in self._callers:
+                        os.kill(fork, signal.SIGKILL)
+                    os._exit(0)
+                elif key.fileobj is self._listener:
+                    request = self._accept()
+                    if request is not None:
+                        return request
+                elif key.fileobj == self._woken:
+                    os.read(self._woken, 4096)
+                    self._collect()
+                elif key.data in self._callers:  # its caller is gone
+                    self._selector.unregister(key.fileobj)
+                    if self._kind == "flows":  # the keeper of a stage sees it, too
+                        os.kill(key.data, signal.SIGKILL)
+
+    def _accept(self) -> dict | None:
+        """Take a command; returns its request in the fork that will run it."""
+        if not self._is_warm:
+            self._warm()
+        connection = self._listener.accept()[0]
+        length, (*streams, lifeline), *_ = socket.recv_fds(connection, 4, 4)
+        text = connection.recv(int.from_bytes(length, "big"), socket.MSG_WAITALL)
+        fork = os.fork()
+        if fork == 0:
+            self._leave_to_the_parent(connection)
+            for number, stream in enumerate(streams):
+                os.dup2(stream, number)
+                os.close(stream)
+            if self._kind != "flows":
+                keep(lifeline)
+            os.close(lifeline)
+            return json.loads(text)
+        for handle in (*streams, lifeline):
+            os.close(handle)
+        self._callers[fork] = connection
+        self._selector.register(connection, selectors.EVENT_READ, fork)
+        _tell(connection, fork)
+        return None
+
+    def _warm(self) -> None:
+        for name in IMPORTS[self._kind]:
+            importlib.import_module(name)
+        gc.collect()
+        gc.freeze()
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        self._is_warm = True
+
+    def _leave_to_the_parent(self, connection: socket.socket) -> None:
+        """In a fork: close what is the server's, and take signals as an interpreter does."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._selector.close()
+        for each in (self._listener, connection, *self._callers.values()):
+            each.close()
+        for pipe in (self._woken, self._wake):
+            os.close(pipe)
+
+    def _collect(self) -> None:
+        """Tell the callers of forks that ended how they did."""
+        while self._callers:
+            fork, status = os.waitpid(-1, os.WNOHANG)
+            if not fork:
+                return
+            connection = self._callers.pop(fork)
+            if connection in self._selector.get_map():
+                self._selector.unregister(connection)
+            _tell(connection, status)
+            connection.close()
+
+
+def keep(lifeline: int) -> None:
+    """Be the keeper of a further fork, in which this returns: a stage's real keeper sees the stand-in
+    alone, and cannot end what the stage leaves behind. `lifeline`: a pipe that closes with it."""
+    from quiver.stages.common.runtime import keeper
+
+    keeper.die_with_parent()
+    keeper.adopt_orphans()
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        keeper.die_with_parent()
+        return
+    code = os.waitstatus_to_exitcode(keeper._keep(child, lifeline, 0.0))
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if code != -signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _tell(connection: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # the caller was killed, and so is the fork
+        connection.sendall(number.to_bytes(4, "big"))
+
+
+class _Restored(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Brings Prefect back at its first import, with settings and logs as the environment has them
+    then, as a fresh interpreter would."""
+
+    def __init__(self) -> None:
+        self._modules = {
+            name: module for name, module in sys.modules.items() if name.split(".")[0] == "prefect"
+        }
+        for name in self._modules:
+            del sys.modules[name]
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> object:
+        if name != "prefect":
+            return None
+        sys.meta_path.remove(self)
+        self._spec = self._modules["prefect"].__spec__
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: object) -> object:
+        return self._modules["prefect"]
+
+    def exec_module(self, module: object) -> None:
+        module.__spec__ = self._spec
+        sys.modules.update(self._modules)
+        sys.modules["prefect.context"].refresh_global_settings_context()
+        logs = sys.modules["prefect.logging.configuration"]
+        logs.PROCESS_LOGGING_CONFIG.clear()
+        logs.setup_logging()
+
+
+def run(request: dict) -> None:
+    """Be the command's process."""
+    if os.getsid(0) != os.getpid():
+        os.setsid()
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    os.umask(request["mask"])
+    os.sched_setaffinity(0, request["cores"])
+    time.tzset()
+    tempfile.tempdir = None
+    for stream in (sys.stdout, sys.stderr):
+        at_once = "-u" in request["options"] or stream is sys.stderr
+        stream.reconfigure(line_buffering=at_once or stream.isatty(), write_through=at_once)
+    if "-P" not in request["options"]:
+        sys.path.insert(0, request["folder"])
+    module = request["module"]
+    sys.modules.pop(module if module.count(".") > 1 else f"{module}.__main__", None)
+    if "prefect" in sys.modules:
+        sys.meta_path.insert(0, _Restored())
+        for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+            if isinstance(logger, logging.Logger):  # as they are before Prefect sets them up
+                logger.handlers.clear()
+                logger.setLevel(logging.WARNING if logger is logging.root else logging.NOTSET)
+                logger.propagate = True
+    sys.argv = [module, *request["arguments"]]
+    sys.executable = request["python"]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def leave(code: int) -> None:
+    """End the fork as an interpreter ends, but without taking all apart that the server imported."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    sys.path.pop(0)
+    request = Server(*sys.argv[1:]).serve()
+    try:
+        run(request)
+    except SystemExit as end:
+        if end.code is not None and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+        leave(end.code if isinstance(end.code, int) else int(end.code is not None))
+    except Exception:
+        traceback.print_exc()
+        leave(1)
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()
