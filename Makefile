@@ -37,7 +37,7 @@ demo: setup
 JOBS ?= 2
 SIDE_BY_SIDE := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 test: setup
-	$(PYTEST) $(SIDE_BY_SIDE) --durations 10 --durations-min 1 -m "not slow and not gpu and not torture"
+	env -u PYTHONDONTWRITEBYTECODE $(PYTEST) $(SIDE_BY_SIDE) --durations 10 -m "not slow and not gpu and not torture"
 
 slow: setup
 	$(PYTEST) -m slow

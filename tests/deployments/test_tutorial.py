@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.flows.conftest import command_environment, free_port, write_recipe
+from tests.flows.conftest import free_port, own_home, write_recipe
 
 pytestmark = pytest.mark.prefect
 PAGE = (Path(__file__).parents[2] / "deployments/docs/tutorial.md").read_text()
@@ -61,7 +61,7 @@ def serve(line: str, folder: Path, env: dict[str, str]) -> str:
 
 def test_every_line_of_the_tutorial(tmp_path):
     folder = write_recipe(tmp_path / "work")
-    env = command_environment(folder)
+    env = own_home(folder)  # `quiver serve` starts a server, as on the page
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     everything = "".join(script for script, _ in BLOCKS)
     assert all(everything.count(real) == 1 for real in SMALLER)
