@@ -2,12 +2,13 @@
 
     python -I -S client.py FOLDER [PYTHON OPTIONS] -m MODULE ARGUMENTS
 
-FOLDER holds the servers' sockets and `caller.json`, which says how the servers see the world. A
-command that needs another world (search path, network, limits, closed streams) is run by a fresh
-interpreter.
+FOLDER holds the servers' sockets and `caller.json`: the path of the real interpreter, and the world
+that the servers were started in. A command of another world (search path, network, capabilities,
+limits, closed streams) is run by a fresh interpreter.
 """
 
 import array
+import contextlib
 import json
 import os
 import resource
@@ -64,8 +65,13 @@ def main() -> None:
     # a signal that comes before the fork is known waits for it
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     pid = int.from_bytes(_receive(server), "big")
+
+    def forward(number: int, _: object) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, number)
+
     for number in _FORWARDED:
-        signal.signal(number, lambda number, _: os.kill(pid, number))
+        signal.signal(number, forward)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     code = os.waitstatus_to_exitcode(int.from_bytes(_receive(server), "big"))
     if code >= 0:
