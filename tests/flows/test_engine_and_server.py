@@ -117,7 +117,7 @@ def _post(path: str, **filters: dict) -> list[dict]:
 
 
 @pytest.mark.prefect
-def test_the_same_flow_with_a_server(fresh_python, tmp_path):
+def test_the_same_flow_with_a_server(tmp_path):
     folder = write_recipe(tmp_path / "work")
     quiver(folder, "run", "recipe.toml", *SMALL, "--set", "run=served")
     (flow,) = _post("flow_runs", flow_runs={"tags": {"all_": ["run:served"]}})

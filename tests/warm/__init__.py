@@ -7,9 +7,9 @@ of what the tests run.
 
 `sys.executable -m quiver.…` is handed to a server (`server.py`), which forks; everything else is
 run by the real interpreter, also the flows that a Prefect worker starts, which watch their parent.
-The fork gets the caller's arguments, environment, working folder and
-standard streams; its exit code becomes the stand-in's, and it is killed when the stand-in is. A
-caller whose search path, network or limits differ from the server's gets a fresh interpreter.
+The fork gets the caller's arguments, environment, working folder and standard streams; its exit
+code becomes the stand-in's, and it is killed when the stand-in is. A caller whose search path,
+network, capabilities or limits differ from the server's gets a fresh interpreter.
 
 What differs from a fresh interpreter: /proc shows the server's environment and command line, the
 parent is the server, the fork leads a session of its own, and the peak of memory includes what the

@@ -247,7 +247,8 @@ def run(request: dict) -> None:
     if "prefect" in sys.modules:
         sys.meta_path.insert(0, _Restored())
         for logger in (logging.root, *logging.root.manager.loggerDict.values()):
-            if isinstance(logger, logging.Logger):  # as they are before Prefect sets them up
+            # as they are before Prefect sets them up; what our modules set up as they are imported stays
+            if isinstance(logger, logging.Logger) and logger.name.split(".")[0] != "quiver":
                 logger.handlers.clear()
                 logger.setLevel(logging.WARNING if logger is logging.root else logging.NOTSET)
                 logger.propagate = True
