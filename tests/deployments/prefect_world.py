@@ -53,6 +53,7 @@ class World:
         database: str | None = None,
     ) -> None:
         self.folder, self.host, self.auth, self.port = folder, host, auth, free_port()
+        self.database = database
         self.url = f"http://127.0.0.1:{self.port}/api"
         self.home = folder / "prefect"
         self.home.mkdir(parents=True, exist_ok=True)

@@ -2,8 +2,9 @@
 killed by kill -9 in turn.
 
 After each: no process of the run is left after 30 s, and the next run takes up the finished shards
-by itself. At the end there is one version of everything. On SQLite everywhere, on PostgreSQL where
-QUIVER_TEST_POSTGRES names one.
+by itself. At the end there is one version of everything. The faults run on PostgreSQL if
+QUIVER_TEST_POSTGRES names one, else on SQLite; there Prefect's server spends minutes on waiting for
+its own locks.
 """
 
 import os
@@ -177,8 +178,10 @@ def test_one_fault_after_another(place, monkeypatch):
     monkeypatch.chdir(place.folder)
     with place.client() as client:
         runs = Runs(place, client, "all")
-        for fault in FAULTS.values():
-            fault(runs)
+        for name, fault in FAULTS.items():
+            # the database matters where the server is killed
+            if name == "server" or place.database or not DSN:
+                fault(runs)
         runs.succeed()
 
 

@@ -16,13 +16,16 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+import prefect
 import psutil
 import pytest
+from filelock import FileLock
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tests.spent import watch
 from tests.tiny import make_folder
 
+ROOT = Path(__file__).parents[2]
 RECIPE = """
 run = "tiny"
 store = "store"
@@ -75,15 +78,18 @@ def write_recipe(folder: Path) -> Path:
 
 
 @cache
-def _first_home() -> str:
+def _first_home() -> Path:
     """A home with the database that Prefect's first start makes, table by table, in half the time
-    of a run; for copies of it."""
-    home = tempfile.mkdtemp(prefix="quiver-home.")
-    atexit.register(shutil.rmtree, home)
-    command = [sys.executable, "-m", "prefect", "server", "database", "upgrade", "--yes"]
-    subprocess.run(
-        command, env={**os.environ, "PREFECT_HOME": home}, check=True, stdout=subprocess.DEVNULL
-    )
+    of a run; for copies of it. It is kept for the next run of the tests."""
+    home = ROOT / ".pytest_cache" / f"prefect-{prefect.__version__}"
+    home.parent.mkdir(exist_ok=True)
+    with FileLock(f"{home}.lock"):
+        if not (home / "is-complete").exists():
+            shutil.rmtree(home, ignore_errors=True)
+            command = [sys.executable, "-m", "prefect", "server", "database", "upgrade", "--yes"]
+            env = {**os.environ, "PREFECT_HOME": str(home)}
+            subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
+            (home / "is-complete").touch()
     return home
 
 

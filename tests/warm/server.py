@@ -70,7 +70,13 @@ IMPORTS = {
         "graphviz",
     ),
     "stages": _STAGES,
-    "vllm": (*_STAGES, "vllm", "vllm.engine.arg_utils", "vllm.v1.engine.llm_engine"),
+    "vllm": (
+        *_STAGES,
+        "vllm",
+        "vllm.engine.arg_utils",
+        "vllm.v1.engine.llm_engine",
+        "vllm.entrypoints.openai.api_server",
+    ),
 }
 
 

@@ -23,7 +23,7 @@ from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from quiver.stages.generate.config import Config
 from quiver.stages.generate.engine import Request, Setup
-from quiver.stages.generate.engines import server_wire
+from quiver.stages.generate.engines import server_identity, server_wire
 from quiver.stages.generate.engines.server_identity import Expected
 from quiver.stages.generate.engines.vllm_server import VllmServerEngine
 from quiver.stages.generate.options import Sampling
@@ -277,6 +277,12 @@ def test_one_file_of_several_says_that_a_version_is_another(policy, tmp_path):
     assert expected.is_contradicted_by(tmp_path)
 
 
+@pytest.fixture
+def clocks_agree(monkeypatch):
+    """A server's clock and the file system's may differ by 0.2 s only, so that a test need not wait."""
+    monkeypatch.setattr(server_identity, "_SLACK", 0.2)
+
+
 def by_path(fake, path) -> None:
     fake.card |= {"id": str(path), "root": str(path)}
 
@@ -287,12 +293,13 @@ def test_the_folder_of_the_policy_proves_its_weights(store, policy, server, tmp_
     assert version.manifest.metrics["engine"]["weights_proved_by"] == "path"
 
 
+@pytest.mark.usefixtures("clocks_agree")
 def test_a_link_to_the_folder_counts_while_it_is_older_than_the_server(
     store, policy, server, tmp_path
 ):
     (tmp_path / "outer").symlink_to(tmp_path / "inner")
     server.started = time.time()
-    time.sleep(2.5)  # no test can set when a link was made
+    time.sleep(0.4)  # no test can set when a link was made
     (tmp_path / "now").symlink_to(policy.files.folder)
     (tmp_path / "here").symlink_to(tmp_path)
     by_path(server, tmp_path / "here" / "now")
@@ -346,12 +353,13 @@ def test_a_server_that_was_started_anew_while_idle_proves_its_weights_again(
         engine.close()
 
 
+@pytest.mark.usefixtures("clocks_agree")
 def test_a_folder_that_was_moved_there_after_the_start_proves_nothing(store, tmp_path):
     served = make_policy(Store(tmp_path / "now" / "store"), seed=6)
     make_policy(Store(tmp_path / "later" / "store"), seed=5)
     with FakeVllm(served) as fake:
         by_path(fake, served.files.folder)
-        time.sleep(2.5)  # no test can set when a folder was moved
+        time.sleep(0.4)  # no test can set when a folder was moved
         (tmp_path / "now").rename(tmp_path / "old")
         (tmp_path / "later").rename(tmp_path / "now")
         policy = Store(tmp_path / "now" / "store").open("tiny/policy@0")
@@ -362,9 +370,10 @@ def test_a_folder_that_was_moved_there_after_the_start_proves_nothing(store, tmp
         engine_of(policy, fake).close()
 
 
+@pytest.mark.usefixtures("clocks_agree")
 def test_files_that_come_into_a_folder_on_the_way_leave_the_proof(store, policy, server):
     by_path(server, policy.files.folder)
-    time.sleep(2.5)
+    time.sleep(0.4)
     for folder in (store.path, store.path / "tiny", store.path.parent):
         (folder / "new").mkdir()
     engine_of(policy, server).close()
