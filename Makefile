@@ -33,8 +33,9 @@ demo: setup
 	.venv/bin/quiver run deployments/recipes/demo.toml
 
 # Files side by side, in the order of their names: the long ones, which wait for servers and workers, come first.
-# Where one of the processes is lost the run ends: of a new one it would wait for ever for the rest of its file.
-JOBS ?= 2
+# One process more than there are processors, because they wait; each takes up to 3 GB.
+# The run ends if one of the processes is lost: it would wait for ever for the rest of that one's file.
+JOBS ?= $(shell echo $$(($$(nproc) < 8 ? $$(nproc) + 1 : 8)))
 SIDE_BY_SIDE := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 test: setup
 	env -u PYTHONDONTWRITEBYTECODE $(PYTEST) $(SIDE_BY_SIDE) --durations 10 -m "not slow and not gpu and not torture"

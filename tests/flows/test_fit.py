@@ -52,10 +52,10 @@ def recipe(place, **sections) -> Recipe:
     ("size", "stage"),
     [
         ("small", "generate"),
-        ("medium", "optimize"),
+        ("small", "optimize"),
         ("small", "logprobs"),
         pytest.param("medium", "generate", marks=pytest.mark.slow),
-        pytest.param("small", "optimize", marks=pytest.mark.slow),
+        pytest.param("medium", "optimize", marks=pytest.mark.slow),
         pytest.param("medium", "logprobs", marks=pytest.mark.slow),
     ],
 )
