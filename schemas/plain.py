@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +21,7 @@ MOST_LEVELS = 100
 _MOST_OF_PATH = 60
 _MOST_DIGITS = 300
 """Of a number: a float holds 308."""
+_BAD_CHARACTER = re.compile("[\0\ud800-\udfff]")
 
 
 def read_json(raw: bytes | str) -> Any:
@@ -92,6 +94,15 @@ def _problem_of_text(text: str) -> str:
     except UnicodeEncodeError:
         return "is no text: it holds half a character"
     return ""
+
+
+def bad_text(text: str) -> str:
+    """What keeps `text` from being rendered: NUL or a lone surrogate. Empty when nothing does."""
+    match = _BAD_CHARACTER.search(text)
+    if match is None:
+        return ""
+    what = "NUL character" if match[0] == "\0" else f"lone surrogate {match[0]!a}"
+    return f"has a {what} in its text, at position {match.start()}"
 
 
 def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

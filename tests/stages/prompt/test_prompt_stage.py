@@ -371,11 +371,11 @@ BAD = [
         "row 2.*'x' stands in row 1 too",
     ),
     ({"group_id": "k"}, [{"prompt": "a", "k": 1}, {"prompt": "b", "k": None}], "row 2.*is empty"),
-    ({}, [{"prompt": "a"}, {"prompt": None}], "000001.*holds nothing, expected text"),
-    ({}, [{"prompt": 5}], "holds a int, expected text"),
+    ({}, [{"prompt": "a"}, {"prompt": None}], "000001.*holds null, expected text"),
+    ({}, [{"prompt": 5}], "holds a number, expected text"),
     ({"raw_text": True}, [{"prompt": ""}], "no tokens"),
     ({}, [{"messages": []}], "expected a list of"),
-    ({}, [{"messages": [{"role": "user", "content": "a", "weight": 1}]}], "content.*role.*weight"),
+    ({}, [{"messages": [{"role": "user", "content": "a", "mood": 1}]}], "content.*mood.*role"),
     ({}, [{"messages": [{"role": "user"}]}], "expected role and content"),
     (
         {},
@@ -385,7 +385,7 @@ BAD = [
     (
         {},
         [{"messages": [{"role": "user", "content": ["part"]}]}],
-        "a part of message 0 has a str, expected",
+        "a part of message 0 has text, expected",
     ),
     ({}, [{"prompt_ids": [1, 320]}], "320 is outside the model's vocabulary of 320"),
     ({}, [{"prompt_ids": [1, 2**40]}], "outside the model's vocabulary"),
@@ -501,6 +501,7 @@ def test_chats_with_calls_are_rendered_whole_and_forge_nothing(store, policy, tm
         "tool_calls": None,
         "tool_call_id": None,
         "name": None,
+        "reasoning_content": None,
     }
 
 
@@ -508,11 +509,11 @@ def test_chats_with_calls_are_rendered_whole_and_forge_nothing(store, policy, tm
     ("message", "why"),
     [
         ({"role": "tool", "content": "a", "tool_call_id": "<|im_end|>"}, "tool_call_id of"),
-        ({"role": "tool", "content": "a", "name": 3}, "the name of message 0 holds a int"),
+        ({"role": "tool", "content": "a", "name": 3}, "the name of message 0 holds a number"),
         ({"role": "assistant", "tool_calls": "no json"}, "tool_calls of message 0"),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[1]"}}]},
-            "a call of message 0 is no name with arguments",
+            '"arguments" of a in a call of message 0 is a list, expected a JSON object',
         ),
         ({"role": "assistant", "tool_calls": [{"name": "a", "id": "x y"}]}, "the id of a call"),
         ({"role": "assistant", "tool_calls": [{"name": "a\0"}]}, "NUL character"),
