@@ -123,7 +123,8 @@ def read_content(given: Any, place: str) -> str | list[dict[str, str]]:
         if members == {"type": "image"}:
             parts.append({"type": "image"})
         elif members.keys() == {"type", "text"} and members["type"] == "text":
-            parts.append({"type": "text", "text": read_text(members["text"], f"content of {place}")})
+            text = read_text(members["text"], f"content of {place}")
+            parts.append({"type": "text", "text": text})
         else:
             found = printable(sorted(map(str, members))) if members else shape_of(part)
             raise ValueError(
