@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any
 
 from quiver.schemas.errors import printable
-from quiver.schemas.plain import bad_text, problem_of, read_json
+from quiver.schemas.plain import bad_text, is_too_deep, problem_of, read_json
 
 Message = dict[str, Any]
 """`role` and `content`; `name`, `tool_call_id`, `tool_calls` and `reasoning_content` if given."""
@@ -161,6 +161,9 @@ def _read_call_of_message(given: Any, place: str) -> dict[str, Any]:
     if kind != "function":
         raise ValueError(f"{place} has the type {printable(kind)}, expected function")
     name, arguments = read_call(function, place)
+    problem = problem_of(arguments)
+    if problem:
+        raise ValueError(f"the arguments of {place}: {problem}")
     read: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
     if call_id is not None:
         read["id"] = read_word(call_id, f"the id of {place}")
@@ -191,10 +194,18 @@ def read_call(given: Any, place: str, key: str = "arguments") -> tuple[str, dict
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{place} is {shape_of(arguments)}, expected a JSON object")
     arguments = dict(arguments)
-    problem = problem_of(arguments)
-    if problem:
-        raise ValueError(f"{place} is no plain JSON: {problem}")
+    if is_too_deep(arguments) or not _is_finite(arguments):
+        raise ValueError(f"{place} is no plain JSON: too deep, or no finite number")
     return name, arguments
+
+
+def _is_finite(given: Any) -> bool:
+    """Whether all numbers in plain content are finite."""
+    if isinstance(given, dict):
+        given = list(given.values())
+    if isinstance(given, list):
+        return all(map(_is_finite, given))
+    return not isinstance(given, float) or math.isfinite(given)
 
 
 def without_nulls(given: Any) -> Any:

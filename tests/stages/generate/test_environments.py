@@ -91,7 +91,11 @@ def test_a_class_as_trl_has_it_works_unchanged(tmp_path):
     "call, answer",
     [
         (Call("raise_by", {"amount": 101}), "Error: ValueError: Too far."),
-        (Call("raise_by", {"by": 1}), "unexpected keyword argument 'by'"),
+        (Call("raise_by", {"by": 1}), "amount: Missing required argument; by: Unexpected keyword"),
+        (
+            Call("raise_by", {"amount": "1"}),
+            "Error: TypeError: amount: Input should be a valid integer",
+        ),
         (Call("reset", {}), "there is no tool reset; there is raise_by"),
         (Call("_private", {}), "there is no tool _private"),
     ],
@@ -150,7 +154,7 @@ def test_a_class_with_a_step_answers_with_steps_mappings_or_text(tmp_path):
         ({"text": 7}, "text of the step is int"),
         ({"reward": float("nan")}, "expected a finite number"),
         ({"reward": "much"}, "expected a finite number"),
-        ({"messages": [{"role": "tool"}]}, "expected a role and a content"),
+        ({"messages": [{"role": "tool"}]}, "expected role and content"),
         ({"info": [1]}, "not a mapping"),
         ({"info": {"quiver_failure": "none"}}, "quiver_failure: names that begin with"),
         ({"done": "False"}, "done of the step is 'False', expected True or False"),
