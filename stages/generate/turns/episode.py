@@ -297,23 +297,9 @@ class Episode:
             limit = limit or "max_images"
         if limit is not None:
             return self._end(limit)
-        started = time.monotonic()
-        try:
-            fitting = self.setting.bridge.fitting(
-                self.name,
-                messages,
-                has_end=self._has_end,
-                most=limits.max_observation_tokens,
-                seconds=limits.step_seconds,
-            )
-        except TimeoutError:
-            return self.failed("timeout", _LATE.format("step_seconds", limits.step_seconds))
-        self._bridge_seconds += time.monotonic() - started
-        seconds = self._bridge_seconds + sum(turn.seconds for turn in self._turns)
-        if seconds > limits.episode_seconds:
-            return self.failed("timeout", _LATE.format("episode_seconds", limits.episode_seconds))
+        fitting = self._fitting(messages)
         if fitting is None:
-            return self._end("context")
+            return None
         if fitting.num_cut:
             record.info[CUT_INFO] = fitting.num_cut
             record.observation = for_people(fitting.messages)
@@ -334,6 +320,33 @@ class Episode:
             self._messages = [*self._messages, *fitting.messages]
         self.state = "sample"
         return None
+
+    def _fitting(self, messages: list[Message]) -> Fitting | None:
+        """The messages as ids; None: the episode has ended instead."""
+        limits = self.setting.limits
+        started = time.monotonic()
+        late_key = ""
+        fitting = None
+        try:
+            fitting = self.setting.bridge.fitting(
+                self.name,
+                messages,
+                has_end=self._has_end,
+                most=limits.max_observation_tokens,
+                seconds=limits.step_seconds,
+            )
+        except TimeoutError:
+            late_key = "step_seconds"
+        self._bridge_seconds += time.monotonic() - started
+        seconds = self._bridge_seconds + sum(turn.seconds for turn in self._turns)
+        if seconds > limits.episode_seconds:
+            late_key = late_key or "episode_seconds"
+        if late_key:
+            self.failed("timeout", _LATE.format(late_key, getattr(limits, late_key)))
+            return None
+        if fitting is None:
+            self._end("context")
+        return fitting
 
     def _note(self, messages: list[Message]) -> None:
         """Keep what the environment said, but for what no policy could read."""
