@@ -42,6 +42,7 @@ _REFUSED = {
 _WORD = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _LONGEST_NAME = 256
 _LONGEST_PATH = 4096
+_LONGEST_FILE_NAME = 255
 _SHAPES = {
     type(None): "null",
     bool: "true or false",
@@ -143,11 +144,12 @@ def _read_calls(given: Any, place: str) -> list[dict[str, Any]]:
         given = _parse(given, f"tool_calls of {place}")
     if not isinstance(given, list):
         raise ValueError(f"tool_calls of {place} holds {shape_of(given)}, expected a list")
-    return [_read_call_of_message(call, f"a call of {place}") for call in given]
+    return [read_tool_call(call, f"a call of {place}") for call in given]
 
 
-def _read_call_of_message(given: Any, place: str) -> dict[str, Any]:
-    """A call as templates take it, of {"function": {"name", "arguments"}} or these two alone."""
+def read_tool_call(given: Any, place: str) -> dict[str, Any]:
+    """A call of a chat as templates take it, of {"function": {"name", "arguments"}} or these two
+    alone. Texts and numbers in it are such that Arrow and JSON hold them."""
     call = given if isinstance(given, Mapping) else {}
     call = {key: member for key, member in call.items() if member is not None}
     call_id = call.pop("id", None)
@@ -195,7 +197,7 @@ def read_call(given: Any, place: str, key: str = "arguments") -> tuple[str, dict
         raise ValueError(f"{place} is {shape_of(arguments)}, expected a JSON object")
     arguments = dict(arguments)
     if is_too_deep(arguments) or not _is_finite(arguments):
-        raise ValueError(f"{place} is no plain JSON: too deep, or no finite number")
+        raise ValueError(f"{place} is no plain JSON: {problem_of(arguments)}")
     return name, arguments
 
 
@@ -272,6 +274,8 @@ def read_path(given: Any, place: str) -> str:
     path = read_text(given, place)
     if len(path.encode()) > _LONGEST_PATH:
         raise ValueError(f"the {place} has more than {_LONGEST_PATH} bytes")
+    if any(len(name.encode()) > _LONGEST_FILE_NAME for name in path.split("/")):
+        raise ValueError(f"the {place} has a name of more than {_LONGEST_FILE_NAME} bytes")
     return path
 
 
