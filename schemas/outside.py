@@ -27,7 +27,7 @@ MORE = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 """Members that a message may have beside role and content."""
 LARGEST = 3.4028234663852886e38
 """The largest number of a float32."""
-_THINKING = ("reasoning_content", "reasoning", "thinking")
+THINKING = ("reasoning_content", "reasoning", "thinking")
 """Names of an assistant's thinking in chats."""
 _UNUSED = frozenset({"annotations", "id", "refusal", "train", "weight"})
 """Members of a message that change nothing of a prompt."""
@@ -105,7 +105,7 @@ def _say_unused(key: str) -> None:
 
 def _read_thinking(members: dict[Any, Any], place: str) -> str:
     """Take the thinking out of `members`, whatever chats call it."""
-    names = [name for name in _THINKING if name in members]
+    names = [name for name in THINKING if name in members]
     texts = {name: read_text(members.pop(name), f"{name} of {place}") for name in names}
     if len(set(texts.values())) > 1:
         raise ValueError(f"{place} has {' and '.join(names)}, which differ: keep one of them")
@@ -150,6 +150,8 @@ def _read_calls(given: Any, place: str) -> list[dict[str, Any]]:
 def read_tool_call(given: Any, place: str) -> dict[str, Any]:
     """A call of a chat as templates take it, of {"function": {"name", "arguments"}} or these two
     alone. Texts and numbers in it are such that Arrow and JSON hold them."""
+    if isinstance(given, str):
+        given = _parse(given, place)
     call = given if isinstance(given, Mapping) else {}
     call = {key: member for key, member in call.items() if member is not None}
     call_id = call.pop("id", None)
@@ -208,17 +210,6 @@ def _is_finite(given: Any) -> bool:
     if isinstance(given, list):
         return all(map(_is_finite, given))
     return not isinstance(given, float) or math.isfinite(given)
-
-
-def without_nulls(given: Any) -> Any:
-    """`given` without the members of objects that are null, at every depth: a struct of Arrow has
-    each key that any row has."""
-    if isinstance(given, Mapping):
-        pairs = [(key, without_nulls(member)) for key, member in given.items()]
-        return {key: member for key, member in pairs if member is not None}
-    if isinstance(given, list):
-        return [without_nulls(member) for member in given]
-    return given
 
 
 def _parse(text: str, place: str) -> Any:

@@ -9,15 +9,14 @@ from quiver.schemas import outside
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.outside import Message
 
-# what a message may have beside role and content
-MORE = frozenset(outside.MORE)
+MORE = frozenset((*outside.MORE, *outside.THINKING))
+"""What a message may have beside role and content."""
 
 
 def read_message(name: str, number: int, message: Any) -> Message:
-    """A message of row `name`, without the keys that only other rows have: Arrow fills these with
-    nulls. ConfigError."""
+    """A message of row `name`. ConfigError."""
     try:
-        return outside.read_message(outside.without_nulls(message), f"message {number}")
+        return outside.read_message(message, f"message {number}")
     except ValueError as error:
         raise bad_row(name, str(error)) from None
 

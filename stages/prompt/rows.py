@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from quiver.schemas import prompts
 from quiver.schemas.errors import ConfigError, printable
@@ -24,6 +25,7 @@ from quiver.stages.common.store import Version
 from .config import Config
 from .images import Picture, Pictures
 from .messages import (
+    MORE,
     Message,
     bad_row,
     read_message,
@@ -218,11 +220,11 @@ def render_rows(
     rows: list[int],
     group_ids: list[str],
     renderer: Renderer,
-    schema: pa.Schema,
     openings: list[list[Message]] | None = None,
 ) -> pa.Table:
-    """Those `rows` of `source` as prompts of `schema`; the ones that are too long left out, where
-    the config says so. `openings`: of each row what its environment says at the start."""
+    """Those `rows` of `source` as prompts/1, or prompts/2 where there is more than text; the ones
+    that are too long left out, where the config says so. `openings`: of each row what its
+    environment says at the start."""
     table = source.take(pa.array(rows, pa.int64()))
     config = renderer.config
     cells = table.column(getattr(config, config.input)).to_pylist()
@@ -245,12 +247,15 @@ def render_rows(
         table = table.append_column(prompts.OPENING, pa.array(texts, pa.string()))
     columns = table.take(pa.array(positions, pa.int64())).replace_schema_metadata(None)
     struct = columns.combine_chunks().to_struct_array().combine_chunks()
-    if schema is prompts.BEYOND_TEXT:
+    kind_schema = prompts.SCHEMA
+    column = source.column(getattr(config, config.input))
+    if config.turns is not None or config.images or _has_calls(column):
+        kind_schema = prompts.BEYOND_TEXT
         tools = renderer.tools and json.dumps(renderer.tools)
         rendered = [{**prompt, "tools": tools} for prompt in rendered]
-    place = schema.get_field_index("columns")
+    place = kind_schema.get_field_index("columns")
     field = required("columns", struct.type)
-    prompts_table = pa.Table.from_pylist(rendered, schema.remove(place))
+    prompts_table = pa.Table.from_pylist(rendered, kind_schema.remove(place))
     return prompts_table.add_column(place, field, struct)
 
 
@@ -278,21 +283,13 @@ def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
-def kind_schema(config: Config, source: pa.Table) -> pa.Schema:
-    """The schema of the prompts that a whole source becomes: prompts/2 if a chat has more than
-    roles and contents, rows show pictures or an environment answers, else prompts/1."""
-    if config.turns is not None or config.images:
-        return prompts.BEYOND_TEXT
-    cells = source.column(getattr(config, config.input)) if config.input != "prompt_ids" else ()
-    return prompts.BEYOND_TEXT if any(map(_has_more, cells)) else prompts.SCHEMA
-
-
-def _has_more(cell: pa.Scalar) -> bool:
-    """Whether a message in the cell has a member beside role and content. The cell is looked at,
-    not its type: lists of structs have many types."""
-    messages = cell.as_py()
-    return isinstance(messages, list) and any(
-        isinstance(message, dict)
-        and any(message[key] is not None for key in message.keys() - {"role", "content"})
-        for message in messages
+def _has_calls(cells: pa.ChunkedArray) -> bool:
+    """Whether a message of the column has more than role and content."""
+    kind = cells.type
+    if not pa.types.is_list(kind) or not pa.types.is_struct(kind.value_type):
+        return False
+    messages = pc.list_flatten(cells)
+    names = {kind.value_type.field(place).name for place in range(kind.value_type.num_fields)}
+    return any(
+        pc.any(pc.is_valid(pc.struct_field(messages, name))).as_py() for name in MORE & names
     )

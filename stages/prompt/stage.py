@@ -80,7 +80,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Render the rows that the plan's iteration takes. ConfigError, SecurityError."""
-    from .rows import Renderer, kind_schema, render_rows
+    from .rows import Renderer, render_rows
 
     config = plan.config
     writer = writers["prompts"]
@@ -88,7 +88,6 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     sources.fill_in(config, source)  # refuses a source that is not the planned one
     group_ids = name_rows(config, source.table)
     chosen, counts = choose_rows(config, group_ids, [*plan.inputs.values()], plan.store)
-    schema = kind_schema(config, source.table)
     starts = range(0, len(chosen), ROWS_PER_SHARD)
     policy = plan.store.open(plan.models[0].ref)
     with (
@@ -99,8 +98,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         for index in writer.take_shards(len(starts)):
             rows = chosen[starts[index] : starts[index] + ROWS_PER_SHARD]
             opening = openings.of(source.table, rows, group_ids)
-            table = render_rows(source.table, rows, group_ids, renderer, schema, opening)
-            writer.write(index, table)
+            writer.write(index, render_rows(source.table, rows, group_ids, renderer, opening))
             log.info("prompts: shard %d of %d", index + 1, len(starts))
         columns = ["group_id", "messages", "prompt_ids"]
         tables = [writer.read(index).select(columns) for index in range(len(starts))]
