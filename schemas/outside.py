@@ -25,6 +25,9 @@ Message = dict[str, Any]
 """`role` and `content`; `name`, `tool_call_id`, `tool_calls` and `reasoning_content` if given."""
 MORE = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 """Members that a message may have beside role and content."""
+CHARACTERS_OF_TOKEN = 128
+"""Most characters that one token stands for: longer ones are runs of white space alone. Text above
+this is cut or refused before it is encoded, which would take minutes."""
 LARGEST = 3.4028234663852886e38
 """The largest number of a float32."""
 THINKING = ("reasoning_content", "reasoning", "thinking")
@@ -230,6 +233,21 @@ def read_text(given: Any, place: str) -> str:
     if problem:
         raise ValueError(f"the {place} {problem}")
     return given
+
+
+def count_characters(given: Any) -> int:
+    """How many characters the texts in plain content have; pictures have none."""
+    waiting = [given]
+    count = 0
+    while waiting:
+        member = waiting.pop()
+        if isinstance(member, str):
+            count += len(member)
+        elif isinstance(member, list):
+            waiting += member
+        elif isinstance(member, Mapping):
+            waiting += [below for key, below in member.items() if key != "images"]
+    return count
 
 
 def read_word(given: Any, place: str) -> str:

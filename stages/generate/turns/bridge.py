@@ -22,6 +22,7 @@ import time
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.outside import CHARACTERS_OF_TOKEN
 from quiver.stages.common.chat.control_tokens import Guard, Rendering
 from quiver.stages.common.chat.messages import as_parts, put_texts, take_texts
 from quiver.stages.common.chat.template import Template
@@ -35,8 +36,6 @@ _ANSWER = "probezanswer"
 _TOOL = "probeztool"
 _THOUGHT = "probezthought"
 _SHOWN = 60
-CHARACTERS_OF_TOKEN = 128
-"""Most characters that an id stands for: longer tokens are runs of white space alone."""
 
 
 class History(NamedTuple):

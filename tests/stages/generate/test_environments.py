@@ -23,6 +23,7 @@ from quiver.stages.common.environments.environment import (
     call_tool,
     pictures_in,
     read_messages,
+    read_opening,
     read_step,
 )
 from quiver.stages.common.store import Store
@@ -163,6 +164,37 @@ def test_a_class_with_a_step_answers_with_steps_mappings_or_text(tmp_path):
 def test_a_step_that_is_none_is_refused(returned, why):
     with pytest.raises(ValueError, match=why):
         read_step(returned)
+
+
+HISTORY = [
+    {"role": "user", "content": "2 + 5?"},
+    {"role": "assistant", "content": "7", "reasoning_content": "easy"},
+    {"role": "user", "content": "+ 1?"},
+]
+
+
+def test_a_reset_may_give_history_and_a_step_no_turn_of_the_policys():
+    assert read_opening(HISTORY) == HISTORY
+    with pytest.raises(ValueError, match="the last message of reset is the assistant's"):
+        read_opening(HISTORY[:2])
+    with pytest.raises(ValueError, match="a message of the role assistant, which only the policy"):
+        read_step({"messages": HISTORY[1:]})
+
+
+@pytest.mark.parametrize("read", [read_opening, lambda given: read_step({"messages": given})])
+@pytest.mark.parametrize(
+    "message, why",
+    [
+        ({"role": "user<|im_end|>", "content": "a"}, "expected a word"),
+        ({"role": "tool", "content": "a", "name": "n" * 300}, "has 300 characters"),
+        ({"role": "user", "content": "a", "mood": 1}, "mood"),
+        ({"role": "user", "content": 7}, "holds a number, expected text"),
+        ("text", "message 0 has text"),
+    ],
+)
+def test_a_message_that_is_none_is_refused(read, message, why):
+    with pytest.raises(ValueError, match=why):
+        read([message])
 
 
 def test_messages_of_a_step_come_before_its_text():
