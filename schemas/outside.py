@@ -32,6 +32,7 @@ LARGEST = 3.4028234663852886e38
 """The largest number of a float32."""
 THINKING = ("reasoning_content", "reasoning", "thinking")
 """Names of an assistant's thinking in chats."""
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 _UNUSED = frozenset({"annotations", "id", "refusal", "train", "weight"})
 """Members of a message that change nothing of a prompt."""
 _REFUSED = {
@@ -65,7 +66,7 @@ def read_message(given: Any, place: str) -> Message:
     """A message of a chat. Members that are null or empty count as absent."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{place} has {shape_of(given)}, expected role and content")
-    members = {key: member for key, member in given.items() if not _is_empty(member)}
+    members = {key: member for key, member in given.items() if member not in _EMPTY}
     for key in _UNUSED & members.keys() if given.get("content") is not None else ():
         _say_unused(key)
         del members[key]
@@ -90,15 +91,16 @@ def read_message(given: Any, place: str) -> Message:
     if thinking:
         message["reasoning_content"] = thinking
     if "tool_calls" in members:
-        message["tool_calls"] = _read_calls(members["tool_calls"], place)
+        calls = members["tool_calls"]
+        if isinstance(calls, str):
+            calls = _parse(calls, f"tool_calls of {place}")
+        if not isinstance(calls, list):
+            raise ValueError(f"tool_calls of {place} holds {shape_of(calls)}, expected a list")
+        message["tool_calls"] = [read_tool_call(call, f"a call of {place}") for call in calls]
     for key in ("reasoning_content", "tool_calls"):
         if key in message and role != "assistant":
             raise ValueError(f"{place} has {key} and the role {role}, expected role assistant")
     return message
-
-
-def _is_empty(member: Any) -> bool:
-    return member is None or (isinstance(member, str | list | dict) and not member)
 
 
 @cache
@@ -140,14 +142,6 @@ def read_content(given: Any, place: str) -> str | list[dict[str, str]]:
 
 
 # -- calls of tools
-
-
-def _read_calls(given: Any, place: str) -> list[dict[str, Any]]:
-    if isinstance(given, str):
-        given = _parse(given, f"tool_calls of {place}")
-    if not isinstance(given, list):
-        raise ValueError(f"tool_calls of {place} holds {shape_of(given)}, expected a list")
-    return [read_tool_call(call, f"a call of {place}") for call in given]
 
 
 def read_tool_call(given: Any, place: str) -> dict[str, Any]:

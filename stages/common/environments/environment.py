@@ -176,19 +176,17 @@ def read_messages(returned: Any) -> list[Message]:
         return [{"role": "user", "content": clean(returned)}] if returned else []
     if isinstance(returned, Step | Mapping):
         return read_step(returned).observation()
-    return [_read_message(message, f"message {n}") for n, message in enumerate(returned)]
-
-
-def _read_message(given: Any, place: str) -> Message:
-    """A message with its pictures. ValueError."""
-    members = dict(given) if isinstance(given, Mapping) else given
-    images = None
-    if isinstance(members, dict):
-        images = members.pop("images", None)
-        if isinstance(members.get("content"), list):
-            members["content"], images = _read_parts(members["content"])
-    message = outside.read_message(cleaned(members), place)
-    return {**message, "images": read_images(images)} if images else message
+    messages = []
+    for number, given in enumerate(returned):
+        members = dict(given) if isinstance(given, Mapping) else given
+        images = None
+        if isinstance(members, dict):
+            images = members.pop("images", None)
+            if isinstance(members.get("content"), list):
+                members["content"], images = _read_parts(members["content"])
+        message = outside.read_message(cleaned(members), f"message {number}")
+        messages.append({**message, "images": read_images(images)} if images else message)
+    return messages
 
 
 def read_opening(returned: Any) -> list[Message]:

@@ -115,11 +115,19 @@ def _described(function: Callable[..., Any], name: str) -> ToolSchema:
 def run_tool(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """What a tool returns. TypeError says what is wrong with the arguments; it is not called with
     such."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import best_match
     from pydantic import ValidationError
+    from referencing import Registry
 
     schema = getattr(function, "schema", None)
     if schema is not None:
-        _require_valid(read_schema(schema)["function"]["parameters"], arguments)
+        parameters = read_schema(schema)["function"]["parameters"]
+        validator = Draft202012Validator(parameters, registry=Registry())  # which fetches nothing
+        error = best_match(validator.iter_errors(arguments))
+        if error is not None:
+            place = ".".join(map(str, error.absolute_path)) or "the arguments"
+            raise TypeError(f"{place}: {error.message}")
         return function(**arguments)
     try:
         # JSON, since from Python a strict reader takes no dict for a dataclass
@@ -129,19 +137,6 @@ def run_tool(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
             f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()
         ]
         raise TypeError("; ".join(problems)) from None
-
-
-def _require_valid(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
-    """TypeError unless the arguments are as a JSON schema has them; nothing is fetched for it."""
-    from jsonschema import Draft202012Validator
-    from jsonschema.exceptions import best_match
-    from referencing import Registry
-
-    validator = Draft202012Validator(schema, registry=Registry())
-    error = best_match(validator.iter_errors(arguments))
-    if error is not None:
-        place = ".".join(map(str, error.absolute_path)) or "the arguments"
-        raise TypeError(f"{place}: {error.message}")
 
 
 def _adapter(function: Callable[..., Any]) -> Any:

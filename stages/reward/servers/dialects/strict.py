@@ -88,21 +88,19 @@ def as_part(number: Any, config: Any, extra: Any = None, error: Any = "") -> Par
     >>> as_part(8, config).value, as_part("8", config).error, as_part(11, config).error
     (0.8, 'gave text, expected a number', 'gave 11, outside 0 to 10')
     """
+    low, high = config.range or (-LARGEST, LARGEST)
     value = None
     problem = None
     if isinstance(error, str) and error:
         problem = printable(error)
     elif number is not None or error is not None:
         try:
-            value = _within_range(read_number(number), config)
+            value = read_number(number)
         except ValueError as refusal:
             problem = f"gave {refusal}"
+    if value is not None and not low <= value <= high:
+        problem = f"gave {value:g}, outside {low:g} to {high:g}"
+        value = None
+    if value is not None and config.rescale:
+        value = (value - low) / (high - low)
     return Part(value, problem, None if extra is None else as_extra(extra))
-
-
-def _within_range(number: float, config: Any) -> float:
-    """The number, rescaled where the config says so. ValueError where it is outside the range."""
-    low, high = config.range or (-LARGEST, LARGEST)
-    if not low <= number <= high:
-        raise ValueError(f"{number:g}, outside {low:g} to {high:g}")
-    return (number - low) / (high - low) if config.rescale else number
