@@ -62,7 +62,7 @@ class Step(NamedTuple):
 
     messages: list[Message] | None = None
     """What the policy reads next: {role, content} each, `name` too where it is a tool's, `images`
-    too where it shows pictures, which stand before its content."""
+    too where it shows pictures, which stand before its content. None is the assistant's."""
     text: str | None = None
     """The same as one message of the user."""
     reward: float | None = None
