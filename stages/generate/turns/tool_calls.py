@@ -101,7 +101,10 @@ def parse_llama(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedTurn:
             is_call = members.keys() == {"name", "parameters"} or members.get("name") in names
             if not (calls or tag or is_call):
                 return ParsedTurn(text)
-            calls.append(_read_call(members, "parameters"))
+            call = _read_call(members, "parameters")
+            if "parameters" not in members:
+                raise ValueError(f'the call of {printable(call.name)} lacks "parameters"')
+            calls.append(call)
             body = body[end:].lstrip().removeprefix(";").lstrip()
     except ValueError as error:
         keys = ('"name"', '"parameters"')

@@ -125,7 +125,8 @@ def test_llama_reads_objects_with_or_without_the_tag(tag, end):
 def test_llama_knows_a_call_by_the_name_of_a_tool():
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     parse = make_parser("llama", tools=tools)
-    assert parse('{"name": "add"}').calls == (Call("add", {}),)
+    assert parse('{"name": "add", "parameters": {}}').calls == (Call("add", {}),)
+    assert parse('{"name": "add"}').error == 'the call of add lacks "parameters"'
     assert parse('{"answer": 5, "name": "Ann"}').calls == ()
     for text in ('{"name": "add", "arguments": {"a": 1}}', '{"name": "add", "a": 1}'):
         parsed = parse(text)

@@ -359,6 +359,19 @@ def test_exactly_full_is_not_too_long(store, policy, tmp_path):
         run(Config(source=path, reserve_tokens=1), store, policy=policy.ref)
 
 
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+def test_a_text_that_no_room_is_for_is_not_encoded(store, policy, tmp_path, column):
+    text = "word " * 4_000_000
+    cell = text if column == "prompt" else [{"role": "user", "content": text}]
+    short = "hi" if column == "prompt" else [{"role": "user", "content": "hi"}]
+    path = write(tmp_path, [{column: cell}, {column: short}])
+    with pytest.raises(ConfigError, match=r"the prompt has 200000\d\d characters, 200 tokens"):
+        run(Config(source=path, max_prompt_tokens=200), store, policy=policy.ref)
+    config = Config(source=path, max_prompt_tokens=200, overlong="drop")
+    version = store.open(run(config, store, policy=policy.ref))
+    assert version.manifest.status == {"kept": 1, "dropped": 1}
+
+
 # -- refused
 
 BAD = [
