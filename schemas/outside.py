@@ -161,6 +161,8 @@ def read_tool_call(given: Any, place: str) -> dict[str, Any]:
         raise ValueError(f"{place} has {printable(sorted(map(str, call)))} beside its function")
     if kind != "function":
         raise ValueError(f"{place} has the type {printable(kind)}, expected function")
+    if isinstance(function, Mapping):  # some write "" or null if there are no arguments
+        function = {key: member for key, member in function.items() if member not in (None, "")}
     name, arguments = read_call(function, place)
     problem = problem_of(arguments)
     if problem:
@@ -186,12 +188,10 @@ def read_call(given: Any, place: str, key: str = "arguments") -> tuple[str, dict
             f'{place} of {printable(name)} has the key "{printable(unknown[0])}", expected "name" '
             f'and "{key}" alone'
         )
-    arguments = given.get(key)
+    arguments = given.get(key, {})
     place = f'"{key}" of {printable(name)} in {place}'
     if isinstance(arguments, str):  # JSON inside JSON, as OpenAI's interface has it
-        arguments = _parse(arguments, place) if arguments else None
-    if arguments is None:
-        arguments = {}
+        arguments = _parse(arguments, place)
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{place} is {shape_of(arguments)}, expected a JSON object")
     arguments = dict(arguments)

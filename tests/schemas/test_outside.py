@@ -142,6 +142,13 @@ def test_other_calls_are_refused(given, why):
         read_tool_call(given, "the call")
 
 
+@pytest.mark.parametrize("arguments", [None, "", "{}", {}])
+def test_a_call_of_a_chat_may_have_no_arguments(arguments):
+    read = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    assert read_tool_call({"name": "f", "arguments": arguments}, "the call") == read
+    assert read_tool_call({"function": {"name": "f"}}, "the call") == read
+
+
 def test_a_call_has_the_keys_of_its_format():
     call = {"name": "f", "parameters": {"a": "\0"}}
     assert read_call(call, "the call", "parameters") == ("f", {"a": "\0"})

@@ -85,7 +85,7 @@ def parse_llama(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedTurn:
     `;` or white space between them, with or without `<|python_tag|>` before.
 
     After that tag anything else is code for the tool `python`. Without the tag a JSON object is a
-    call if it has these two keys or the name of one of the `tools`, else it is an answer.
+    call if it has these keys or the name of one of the `tools`, else it is an answer.
     """
     start = _end_of_thought(text)
     before, tag, tagged = text[start:].partition(PYTHON_TAG)
@@ -98,7 +98,7 @@ def parse_llama(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedTurn:
     try:
         while body:
             members, end = _read_object(body)
-            is_call = members.keys() == {"name", "parameters"} or members.get("name") in names
+            is_call = members.keys() >= {"name", "parameters"} or members.get("name") in names
             if not (calls or tag or is_call):
                 return ParsedTurn(text)
             call = _read_call(members, "parameters")

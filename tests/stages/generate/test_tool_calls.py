@@ -77,6 +77,8 @@ def test_thinking_holds_no_calls_and_stays_in_the_text():
             'the call of add has the key "parameters", expected "name" and "arguments" alone',
         ),
         (hermes({**ADD, "id": "c1"}), 'the call of add has the key "id"'),
+        (hermes({"name": "add", "arguments": None}), "is null, expected a JSON object"),
+        (hermes({"name": "add", "arguments": ""}), "not valid JSON"),
         ('<tool_call>{"name": "add", "name": "say", "arguments": {}}</tool_call>', "twice"),
         ('<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "no plain JSON"),
         ('<tool_call>{"name": 7, "arguments": {}}</tool_call>', 'lacks "name"'),
@@ -128,7 +130,11 @@ def test_llama_knows_a_call_by_the_name_of_a_tool():
     assert parse('{"name": "add", "parameters": {}}').calls == (Call("add", {}),)
     assert parse('{"name": "add"}').error == 'the call of add lacks "parameters"'
     assert parse('{"answer": 5, "name": "Ann"}').calls == ()
-    for text in ('{"name": "add", "arguments": {"a": 1}}', '{"name": "add", "a": 1}'):
+    for text in (
+        '{"name": "add", "arguments": {"a": 1}}',
+        '{"name": "add", "a": 1}',
+        '{"type": "function", "name": "add", "parameters": {"a": 1}}',
+    ):
         parsed = parse(text)
         assert parsed.calls == () and not parsed.is_broken
         assert parsed.error.startswith("the call of add has the key")
