@@ -39,6 +39,7 @@ _REFUSED = {
     "audio": "no model here hears; take it out",
     "from": "rename `from` to role and `value` to content",
     "function_call": 'write it as tool_calls: [{"type": "function", "function": {…}}]',
+    "refusal": "put its text into content",
     "images": "pictures stand in the column data.images",
     "value": "rename `from` to role and `value` to content",
 }

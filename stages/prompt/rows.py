@@ -206,7 +206,7 @@ class Renderer:
         allowed = self.config.max_prompt_tokens
         if allowed is None or len(ids) <= allowed:
             return True
-        self._refuse_long(name, f"{len(ids)} tokens")
+        self._refuse_long(name, f"{len(ids)} tokens, {allowed}")
         return False
 
     def _is_hopeless(self, name: str, cell: Any, opening: Sequence[Message]) -> bool:
@@ -216,15 +216,15 @@ class Renderer:
         num_characters = count_characters(cell) + count_characters(list(opening))
         if allowed is None or num_characters <= allowed * CHARACTERS_OF_TOKEN:
             return False
-        self._refuse_long(name, f"{num_characters} characters")
+        self._refuse_long(name, f"{num_characters} characters, {allowed} tokens")
         return True
 
-    def _refuse_long(self, name: str, length: str) -> None:
+    def _refuse_long(self, name: str, lengths: str) -> None:
         """ConfigError if the config wants an error for a prompt that is too long."""
         if self.config.overlong == "error":
             raise ConfigError(
                 name,
-                f"the prompt has {length}, {self.config.max_prompt_tokens} tokens are allowed "
+                f"the prompt has {lengths} are allowed "
                 f"({self.config.reserve_tokens} are kept for the completion)",
                 next="shorten it (or what its environment says), lower "
                 "generate.sampling.max_tokens, raise prompt.max_prompt_tokens, or set "

@@ -16,7 +16,7 @@ from quiver.schemas.outside import (
     read_path,
     read_tool_call,
 )
-from tests.test_architecture import FILES, NAMES
+from tests.test_architecture import FILES, NAMES, imported
 
 USER = {"role": "user", "content": "a"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": None}}}
@@ -78,7 +78,7 @@ def test_thinking_is_read_whatever_it_is_called(name, content):
         ({**USER, "audio": {"id": "a"}}, "no model here hears"),
         ({**USER, "function_call": {"name": "f"}}, "write it as tool_calls"),
         ({**USER, "images": ["a.png"]}, "data.images"),
-        ({"role": "assistant", "content": None, "refusal": "no"}, "expected role and content"),
+        ({"role": "assistant", "content": None, "refusal": "no"}, "put its text into content"),
         ({"role": "<|im_start|>", "content": "a"}, "role of message 0 is '<|im_start|>'"),
         ({"role": "user\nassistant", "content": "a"}, "expected a word"),
         ({"role": "", "content": "a"}, "expected role and content"),
@@ -203,12 +203,11 @@ ENTRANCES = {
 
 
 def callers(function: str) -> set[str]:
-    pattern = re.compile(rf"(?<!def )\b{function}\(")
     return {
         NAMES[path].removeprefix("quiver.")
         for path in FILES
-        if "schemas.outside import" in path.read_text() or "import outside" in path.read_text()
-        if pattern.search(path.read_text()) and NAMES[path] != "quiver.schemas.outside"
+        if f"quiver.schemas.outside.{function}" in imported(path)
+        or f"outside.{function}(" in path.read_text()
     }
 
 

@@ -214,9 +214,9 @@ def test_what_takes_too_long_to_decode_is_refused(store, policy, tmp_path):
         ("https://example.org/a.png", "leads out of the source's folder"),
         ("link.png", "leads out of the source's folder"),
         ("gone.png", "there is no file"),
-        ({"bytes": "no base64!", "path": None}, "bytes holds a str, expected bytes, or base64"),
+        ({"bytes": "no base64!", "path": None}, "bytes holds text, expected bytes, or base64"),
         ({"bytes": None, "path": None}, "has neither bytes nor a path"),
-        (7, "holds a int, expected bytes, a path"),
+        (7, "holds a number, expected bytes, a path"),
     ],
 )
 def test_pictures_lie_below_the_folder_of_the_source(store, policy, tmp_path, path, message):
