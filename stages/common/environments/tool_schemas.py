@@ -20,11 +20,13 @@ parameter has a line under `Args:`. A tool may carry its own JSON schema instead
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import re
 import typing
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, printable
@@ -73,7 +75,7 @@ def read_schema(schema: Any) -> ToolSchema:
 
 def _described(function: Callable[..., Any], name: str) -> ToolSchema:
     """The schema that signature and docstring give. ValueError, or an error of pydantic's."""
-    from pydantic import TypeAdapter
+    from pydantic import PydanticUserError, TypeAdapter
     from transformers.utils.chat_template_utils import parse_google_format_docstring
 
     docstring = inspect.getdoc(function)
@@ -106,9 +108,10 @@ def _described(function: Callable[..., Any], name: str) -> ToolSchema:
     }
     answer = typing.get_type_hints(function).get("return")
     if answer is not None:
-        schema["return"] = _plain_schema(TypeAdapter(answer).json_schema())
-        if returns:
-            schema["return"]["description"] = returns
+        with suppress(PydanticUserError):  # a picture, say
+            schema["return"] = _plain_schema(TypeAdapter(answer).json_schema())
+            if returns:
+                schema["return"]["description"] = returns
     return {"type": "function", "function": schema}
 
 
@@ -146,7 +149,15 @@ def _adapter(function: Callable[..., Any]) -> Any:
 
     # pydantic refuses TypedDict of Python 3.11's own typing, of which it reads all that tools have
     _generate_schema._SUPPORTS_TYPEDDICT = True
-    return TypeAdapter(function)
+
+    @functools.wraps(function)
+    def call(*positional: Any, **named: Any) -> Any:
+        return function(*positional, **named)
+
+    # of a method pydantic does not resolve annotations that are text
+    call.__signature__ = inspect.signature(function, eval_str=True)
+    call.__annotations__ = typing.get_type_hints(function, include_extras=True)
+    return TypeAdapter(call)
 
 
 def _plain_schema(schema: dict[str, Any]) -> dict[str, Any]:

@@ -238,6 +238,59 @@ def test_plain_functions_are_tools_async_ones_too(tmp_path):
     assert json.loads(message["content"]) == [{"title": "elk"}] * 2
 
 
+NESTED_FILE = '''
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import TypedDict
+from PIL import Image
+
+class Place(TypedDict):
+    city: str
+
+@dataclass
+class Trip:
+    places: list[Place]
+    days: int = 1
+
+def draw(trip: Trip, **colours: str) -> Image.Image:
+    """Draw it.
+
+    Args:
+        trip: Where to.
+    """
+    return f"{trip} {colours}"
+
+class Agency:
+    async def book(self, trip: Trip) -> str:
+        """Book it.
+
+        Args:
+            trip: Where to.
+        """
+        return repr(trip)
+'''
+
+
+def test_nested_parameters_of_functions_and_methods_in_files(tmp_path):
+    """Their annotations are text there."""
+    path = write(tmp_path, NESTED_FILE)
+    trip = {"places": [{"city": "Rome"}]}
+    read = "Trip(places=[{'city': 'Rome'}], days=1)"
+    function = open_source("", [f"{path}:draw"], {})
+    method = open_source(f"{path}:Agency", [], {})
+    for factory in (function, method):
+        properties = factory.tools[0]["function"]["parameters"]["properties"]
+        assert properties["trip"]["properties"]["places"]["items"]["required"] == ["city"]
+    calls = [Call("draw", {"trip": trip, "sea": "blue"}), Call("draw", {"trip": {"places": [{}]}})]
+    answers = function.make().step(Turn("", tuple(calls))).messages
+    assert [message["content"] for message in answers] == [
+        f"{read} {{'sea': 'blue'}}",
+        "Error: TypeError: trip.places.0.city: Field required",
+    ]
+    (answer,) = method.make().step(Turn("", (Call("book", {"trip": trip}),))).messages
+    assert answer["content"] == read
+
+
 def test_two_tools_of_one_name_are_refused(tmp_path):
     sources = [f"{write(tmp_path, TOOL_FILE, name)}:search" for name in ("a.py", "b.py")]
     with pytest.raises(ConfigError, match="two tools with the name search"):
