@@ -92,4 +92,11 @@ def open_class(source: str, make: Callable[[], Any], probe: Any) -> Factory:
             next="give it one",
         )
     tools = [schema_of(method, source) for method in methods.values()]
+    for name, tool in zip(methods, tools, strict=True):
+        if tool["function"]["name"] != name:
+            raise ConfigError(
+                f"tool {printable(name)} of {printable(source)}",
+                f"its own schema has the name {printable(tool['function']['name'])}",
+                next="give both the same name",
+            )
     return Factory(lambda: MethodEnvironment(make()), tools, True)
