@@ -189,7 +189,11 @@ def test_names_and_paths():
 
 
 ENTRANCES = {
-    "read_message": {"stages.prompt.messages", "stages.common.environments.environment"},
+    "read_message": {
+        "stages.common.environments.environment",
+        "stages.prompt.messages",
+        "stages.reward.servers.dialects.quiver",
+    },
     "read_call": {"stages.generate.turns.tool_calls"},
     "read_tool_call": {"stages.common.trajectories"},
     "read_number": {
