@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any
 
 from quiver.schemas.errors import printable
-from quiver.schemas.plain import bad_text, is_too_deep, problem_of, read_json
+from quiver.schemas.plain import MOST_DIGITS, bad_text, is_too_deep, problem_of, read_json
 
 Message = dict[str, Any]
 """`role` and `content`; `name`, `tool_call_id`, `tool_calls` and `reasoning_content` if given."""
@@ -151,7 +151,7 @@ def read_tool_call(given: Any, place: str) -> dict[str, Any]:
     if isinstance(given, str):
         given = _parse(given, place)
     call = given if isinstance(given, Mapping) else {}
-    call = {key: member for key, member in call.items() if member is not None}
+    call = {key: member for key, member in call.items() if member not in (None, "")}
     call_id = call.pop("id", None)
     kind = call.pop("type", "function")
     call.pop("index", None)  # a place in a stream
@@ -196,18 +196,20 @@ def read_call(given: Any, place: str, key: str = "arguments") -> tuple[str, dict
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{place} is {shape_of(arguments)}, expected a JSON object")
     arguments = dict(arguments)
-    if is_too_deep(arguments) or not _is_finite(arguments):
+    if is_too_deep(arguments) or not _is_readable(arguments):
         raise ValueError(f"{place} is no plain JSON: {problem_of(arguments)}")
     return name, arguments
 
 
-def _is_finite(given: Any) -> bool:
-    """Whether all numbers in plain content are finite."""
+def _is_readable(given: Any) -> bool:
+    """Whether all numbers in plain content can be read again from JSON."""
     if isinstance(given, dict):
         given = list(given.values())
     if isinstance(given, list):
-        return all(map(_is_finite, given))
-    return not isinstance(given, float) or math.isfinite(given)
+        return all(map(_is_readable, given))
+    if isinstance(given, float):
+        return math.isfinite(given)
+    return not isinstance(given, int) or abs(given) < 10**MOST_DIGITS
 
 
 def _parse(text: str, place: str) -> Any:

@@ -19,7 +19,7 @@ from .errors import printable
 MOST_LEVELS = 100
 """Of nesting. Libraries give up at some hundreds, each at another depth."""
 _MOST_OF_PATH = 60
-_MOST_DIGITS = 300
+MOST_DIGITS = 300
 """Of a number: a float holds 308."""
 _BAD_CHARACTER = re.compile("[\0\ud800-\udfff]")
 
@@ -120,8 +120,8 @@ def no_constant(name: str) -> float:
 
 
 def _integer(text: str) -> int:
-    if len(text) > _MOST_DIGITS:
-        raise ValueError(f"a number has {len(text)} digits, at most {_MOST_DIGITS} are read")
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"a number has {len(text)} digits, at most {MOST_DIGITS} are read")
     return int(text)
 
 

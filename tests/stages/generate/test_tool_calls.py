@@ -81,6 +81,10 @@ def test_thinking_holds_no_calls_and_stays_in_the_text():
         (hermes({"name": "add", "arguments": ""}), "not valid JSON"),
         ('<tool_call>{"name": "add", "name": "say", "arguments": {}}</tool_call>', "twice"),
         ('<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "no plain JSON"),
+        (
+            hermes({"name": "add", "arguments": {"a": 10**300}}),
+            "a is a number of more than 64 bits",
+        ),
         ('<tool_call>{"name": 7, "arguments": {}}</tool_call>', 'lacks "name"'),
         ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "not valid JSON"),
         ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "no plain JSON"),
