@@ -80,11 +80,9 @@ def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:
 # -- the side that answers
 
 
-def _as_message(given: Any) -> outside.Message:
-    return outside.read_message(given, "a message")
-
-
-Message = Annotated[dict[str, Any], BeforeValidator(_as_message)]
+Message = Annotated[
+    dict[str, Any], BeforeValidator(lambda given: outside.read_message(given, "a message"))
+]
 """One message of a conversation."""
 
 
