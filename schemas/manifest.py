@@ -37,7 +37,7 @@ FEATURES = frozenset(itertools.chain(*REQUIRED_FEATURES.values(), [IMAGES]))
 MAX_BYTES = 8 * 1024 * 1024
 """Of a manifest; as Python objects it takes up to 24 times as much."""
 _SHA = r"^[0-9a-f]{64}$"
-_FILE_NAME = "[A-Za-z0-9_][A-Za-z0-9._-]{0,254}"
+FILE_NAME = "[A-Za-z0-9_][A-Za-z0-9._-]{0,254}"
 _VERSION = rf"^{NAME.pattern}/({'|'.join(KINDS)})@[0-9]{{1,12}}$"
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -61,7 +61,7 @@ class _Part(BaseModel):
 class FileEntry(_Part):
     """One file of a version. `rows` is 0 for files that are not tables."""
 
-    name: str = Field(pattern=rf"^{_FILE_NAME}(/{_FILE_NAME})*$", max_length=1000)
+    name: str = Field(pattern=rf"^{FILE_NAME}(/{FILE_NAME})*$", max_length=1000)
     bytes: _Count
     sha256: str = Field(pattern=_SHA)
     rows: _Count = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,8 +19,9 @@ from .errors import printable
 MOST_LEVELS = 100
 """Of nesting. Libraries give up at some hundreds, each at another depth."""
 _MOST_OF_PATH = 60
-_MOST_DIGITS = 300
+MOST_DIGITS = 300
 """Of a number: a float holds 308."""
+_BAD_CHARACTER = re.compile("[\0\ud800-\udfff]")
 
 
 def read_json(raw: bytes | str) -> Any:
@@ -94,6 +96,15 @@ def _problem_of_text(text: str) -> str:
     return ""
 
 
+def bad_text(text: str) -> str:
+    """What keeps `text` from being rendered: NUL or a lone surrogate. Empty when nothing does."""
+    match = _BAD_CHARACTER.search(text)
+    if match is None:
+        return ""
+    what = "NUL character" if match[0] == "\0" else f"lone surrogate {match[0]!a}"
+    return f"has a {what} in its text, at position {match.start()}"
+
+
 def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An `object_pairs_hook` for JSON that refuses an object with the same key twice.
     ValueError."""
@@ -109,8 +120,8 @@ def no_constant(name: str) -> float:
 
 
 def _integer(text: str) -> int:
-    if len(text) > _MOST_DIGITS:
-        raise ValueError(f"a number has {len(text)} digits, at most {_MOST_DIGITS} are read")
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"a number has {len(text)} digits, at most {MOST_DIGITS} are read")
     return int(text)
 
 

@@ -12,9 +12,10 @@
     "<|im_start|>user…",
      "prompt_ids": [1, 4093, …], "columns": {"answer": 7}}
 
-prompts/2 are written where a text is not all. Messages have three fields more, strings or null:
-`tool_calls` (JSON), and of what a tool answered `tool_call_id` and the tool's `name`. There are
-three columns more:
+prompts/2 are written if chats have more than roles and contents, rows show pictures, or an
+environment answers. Messages have four fields more, strings or null: `tool_calls` (JSON), an
+assistant's thinking as `reasoning_content`, and of what a tool answered `tool_call_id` and the
+tool's `name`. There are three columns more:
 
 | column | type | meaning |
 |---|---|---|
@@ -38,7 +39,7 @@ arguments}], observation, cut, reward}]; `cut` characters of the observation are
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from . import fields
+from . import fields, outside
 
 MESSAGES = pa.list_(fields.required("item", pa.struct([fields.ROLE, fields.CONTENT])))
 SCHEMA = fields.kind_schema(
@@ -56,16 +57,16 @@ PLAYED_GROUP = "quiver_group"
 OPENING = "quiver_opening"
 OURS = (PLAYED_TURNS, PLAYED_GROUP, OPENING)
 """Columns that are not the user's."""
-_CALLS = [pa.field(name, pa.string()) for name in ("tool_calls", "tool_call_id", "name")]
-MESSAGES_WITH_CALLS = pa.list_(
-    fields.required("item", pa.struct([fields.ROLE, fields.CONTENT, *_CALLS]))
+_MORE = [pa.field(name, pa.string()) for name in outside.MORE]
+MESSAGES_WITH_MORE = pa.list_(
+    fields.required("item", pa.struct([fields.ROLE, fields.CONTENT, *_MORE]))
 )
 _IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 _SPAN = pa.struct([fields.required(name, pa.int32()) for name in ("start", "length")])
 BEYOND_TEXT = fields.kind_schema(
     "prompts/2",
     [
-        *SCHEMA.set(1, pa.field("messages", MESSAGES_WITH_CALLS)),
+        *SCHEMA.set(1, pa.field("messages", MESSAGES_WITH_MORE)),
         pa.field("tools", pa.string()),
         pa.field("images", pa.list_(fields.required("item", _IMAGE))),
         pa.field("image_spans", pa.list_(fields.required("item", _SPAN))),

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.schemas.plain import no_constant, no_key_twice
-from quiver.stages.common.chat.template import bad_text
+from quiver.schemas.plain import bad_text, no_constant, no_key_twice
 
 
 def bad_source(place: object, message: str) -> ConfigError:

@@ -12,23 +12,24 @@ checked by itself: what is wrong is named by line and field.
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from quiver.schemas import outside
 from quiver.schemas.errors import ConfigError, printable, reason
+from quiver.schemas.outside import LARGEST
 from quiver.stages.common.config import parse
 from quiver.stages.common.json_rows import bad_source, json_rows
 from quiver.stages.common.store import storage
 
-_LARGEST = 3.4028234663852886e38
-"""Of a float32."""
 _ROUNDING = 1e-4
 """A logprob may be above 0 by so much."""
 Id = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-Logprob = Annotated[float, Field(strict=True, ge=-_LARGEST, le=_ROUNDING)]
-Reward = Annotated[float, Field(strict=True, ge=-_LARGEST, le=_LARGEST)]
+Logprob = Annotated[float, Field(strict=True, ge=-LARGEST, le=_ROUNDING)]
+Reward = Annotated[float, Field(strict=True, ge=-LARGEST, le=LARGEST)]
 Text = Annotated[str, Field(strict=True)]
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -38,10 +39,15 @@ class _Part(BaseModel):
 
 
 class CalledTool(_Part):
-    """A call that was read from a turn."""
+    """A call that was read from a turn: {name, arguments}, alone or under `function`."""
 
     name: Text
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: dict[str, Any]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_call(cls, given: Any) -> dict[str, Any]:
+        return outside.read_tool_call(given, "the call")["function"]
 
 
 class Turn(_Part):
@@ -113,17 +119,28 @@ class Trajectory(_Part):
             raise ValueError(
                 f"finish_reason {self.finish_reason} is not that of its last turn, {reason}"
             )
+        for number, turn in enumerate(turns[:-1]):
+            if turn.finish_reason == "abort":
+                raise ValueError(
+                    f"turns.{number}.finish_reason: abort ends an episode, and turns follow it"
+                )
         earned = [turn.reward for turn in turns if turn.reward is not None]
         total = math.fsum(earned)
-        if abs(total) > _LARGEST:
+        if abs(total) > LARGEST:
             raise ValueError(f"turns: their rewards add up to {total:g}, which no float32 holds")
-        if reason == "abort" and (earned or self.reward is not None):
-            raise ValueError("turns: an episode that was given up (abort) has no reward")
         is_told_twice = self.reward is not None and earned
         if is_told_twice and not math.isclose(total, self.reward, rel_tol=1e-4, abs_tol=1e-4):
             raise ValueError(
                 f"reward is {self.reward:g}, the rewards of its turns add up to {total:g}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _has_no_reward_if_given_up(self) -> Trajectory:
+        reasons = [self.finish_reason, *(turn.finish_reason for turn in self.turns or ())]
+        if "abort" in reasons and self.total_reward is not None:
+            where = "reward" if self.reward is not None else "turns"
+            raise ValueError(f"{where}: what was given up (finish_reason abort) has no reward")
         return self
 
     @property
@@ -168,7 +185,7 @@ class Trajectory(_Part):
 def read(source: str, sha256: str = "") -> tuple[dict[int, Trajectory], str]:
     """All lines, by their number, and the hash of the file's bytes. ConfigError names line and
     field, or says that the hash is not `sha256`."""
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if not path.is_file():
         raise bad_source(source, f"there is no file {path.absolute()}")
     try:

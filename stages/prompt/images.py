@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from quiver.schemas.errors import ConfigError, printable, reason
 from quiver.schemas.manifest import digest
+from quiver.schemas.outside import read_path
 from quiver.stages.common.images.checking import ImageCheck, ImageLimits
 from quiver.stages.common.images.processor import load_processor
 from quiver.stages.common.store import Version, storage
@@ -137,13 +138,20 @@ def _locate(place: str, path: str | None, config: SourceConfig) -> Path:
     """The file of a picture. ConfigError where it is not below the source's folder."""
     if not path:
         raise bad_row(place, "has neither bytes nor a path")
+    try:
+        path = read_path(path, "path")
+    except ValueError as error:
+        raise bad_row(place, str(error)) from None
     source = config.source
     if source.startswith("datasets:"):
         folder = Path(os.path.expanduser(source.removeprefix("datasets:")))
     else:
         folder = Path(os.path.expanduser(source.rpartition(":")[0] or source)).parent
     folder = folder.resolve()
-    file = (folder / path.removeprefix("file://")).resolve()
+    try:
+        file = (folder / path.removeprefix("file://")).resolve()
+    except (OSError, RuntimeError) as error:  # a loop of links
+        raise bad_row(place, f"its path {printable(path)} leads nowhere: {reason(error)}") from None
     if "://" in path.removeprefix("file://") or not file.is_relative_to(folder):
         raise ConfigError(
             place,

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from quiver.schemas.errors import ConfigError, LineageError, printable
-from quiver.stages.common.chat.template import bad_text
+from quiver.schemas.plain import bad_text
 from quiver.stages.common.store import Store, Version
 
 from .config import Config

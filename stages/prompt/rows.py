@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from quiver.schemas import prompts
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.fields import required
+from quiver.schemas.outside import CHARACTERS_OF_TOKEN, count_characters
 from quiver.stages.common.chat.control_tokens import Guard, Rendering
 from quiver.stages.common.chat.generation_prompt import learn_start
 from quiver.stages.common.chat.messages import as_parts, put_texts, save_messages, take_texts
@@ -106,6 +107,8 @@ class Renderer:
         start, and with the pictures of a cell `images`; None where it is too long, and such are
         dropped. ConfigError, SecurityError."""
         config = self.config
+        if self._is_hopeless(name, cell, opening):
+            return None
         messages = None
         # TRL and verl keep chats in a column `prompt`
         is_chat = bool(config.prompt) and not config.raw_text and isinstance(cell, list)
@@ -203,16 +206,30 @@ class Renderer:
         allowed = self.config.max_prompt_tokens
         if allowed is None or len(ids) <= allowed:
             return True
+        self._refuse_long(name, f"{len(ids)} tokens, {allowed}")
+        return False
+
+    def _is_hopeless(self, name: str, cell: Any, opening: Sequence[Message]) -> bool:
+        """Whether there are more characters than the allowed tokens can stand for: such a text is
+        not rendered, which could take minutes. ConfigError as of `_fits`."""
+        allowed = self.config.max_prompt_tokens
+        num_characters = count_characters(cell) + count_characters(list(opening))
+        if allowed is None or num_characters <= allowed * CHARACTERS_OF_TOKEN:
+            return False
+        self._refuse_long(name, f"{num_characters} characters, {allowed} tokens")
+        return True
+
+    def _refuse_long(self, name: str, lengths: str) -> None:
+        """ConfigError if the config wants an error for a prompt that is too long."""
         if self.config.overlong == "error":
             raise ConfigError(
                 name,
-                f"the prompt has {len(ids)} tokens, {allowed} are allowed "
+                f"the prompt has {lengths} are allowed "
                 f"({self.config.reserve_tokens} are kept for the completion)",
                 next="shorten it (or what its environment says), lower "
                 "generate.sampling.max_tokens, raise prompt.max_prompt_tokens, or set "
                 'prompt.overlong = "drop"',
             )
-        return False
 
 
 def render_rows(

@@ -220,7 +220,12 @@ TURNS = [{"length": 2, "observation_ids": [50]}, {"length": 1}]
         ({"turns": [{**TURNS[0], "reward": 3e38}, {**TURNS[1], "reward": 3e38}]}, "add up to 6e+38"),
         ({"turns": [TURNS[0], {**TURNS[1], "finish_reason": "abort", "reward": 1.0}]}, "has no reward"),
         ({"turns": [TURNS[0], {**TURNS[1], "finish_reason": "stop"}], "finish_reason": "length"}, "finish_reason length"),
-        ({"turns": [{**TURNS[0], "tool_calls": [{"arguments": {}}]}, TURNS[1]]}, "turns.0.tool_calls.0.name"),
+        ({"turns": [{**TURNS[0], "tool_calls": [{"arguments": {}}]}, TURNS[1]]}, "turns.0.tool_calls.0: the call lacks"),
+        ({"turns": [{**TURNS[0], "tool_calls": [{"name": "f", "parameters": {}}]}, TURNS[1]]}, 'has the key "parameters"'),
+        ({"turns": [{**TURNS[0], "tool_calls": [{"name": "f", "arguments": {"a": [2**64]}}]}, TURNS[1]]}, "a.0 is a number of more than 64 bits"),
+        ({"finish_reason": "abort", "reward": 1.0}, "reward: what was given up (finish_reason abort) has no reward"),
+        ({"turns": [TURNS[0], {**TURNS[1], "reward": 1.0}], "finish_reason": "abort"}, "has no reward"),
+        ({"turns": [{**TURNS[0], "finish_reason": "abort"}, TURNS[1]]}, "turns.0.finish_reason: abort ends an episode"),
     ],
 )  # fmt: skip
 def test_a_bad_line_is_named_with_its_field_and_nothing_is_written(workplace, changed, words):
@@ -239,6 +244,11 @@ def test_a_bad_line_is_named_with_its_field_and_nothing_is_written(workplace, ch
     "text, options, words",
     [
         ("GOOD\n{\n", {}, "line 2: is not JSON"),
+        (
+            'GOOD\n{"prompt_ids": [1], "completion_ids": [2], "logprobs": [-1.0], "turns": [{"length": 1, "tool_calls": [{"name": "f", "arguments": {"a": 1e400}}]}]}\n',
+            {},
+            "line 2: turns.0.tool_calls.0",
+        ),
         ("GOOD\n[1]\n", {}, "line 2: expected an object, found list"),
         ("\n", {}, "has no lines"),
         (None, {}, "there is no file"),

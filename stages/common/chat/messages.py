@@ -1,7 +1,7 @@
 """Messages of a chat: as versions keep them, and the texts in them that nobody may trust.
 
-A message has a role and a content; one of an assistant may have `tool_calls`, one of a tool
-`tool_call_id` and its `name`.
+A message has a role and a content; one of an assistant may have `tool_calls` and its thinking as
+`reasoning_content`, one of a tool `tool_call_id` and its `name`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ process of its own does.
 from __future__ import annotations
 
 import json
-import re
 import resource
 import signal
 import subprocess
@@ -21,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.plain import bad_text
 from quiver.stages.common.runtime.subprocesses import Process
 
 MEMORY = 2 * 1024**3
 _WORKER = Path(__file__).with_name("jinja_worker.py")
-_BAD_CHARACTER = re.compile("[\0\ud800-\udfff]")
 Messages = list[dict[str, str]]
 
 
@@ -78,7 +77,8 @@ class Template:
         prompt and says what was raised."""
         if self._child.poll() is not None and not self._closed:
             self._start()
-        return self._ask(name, {**variables, "messages": messages})
+        shown = [_with_thinking(message) for message in messages]
+        return self._ask(name, {**variables, "messages": shown})
 
     def _ask(self, name: str, question: dict[str, Any]) -> str:
         try:
@@ -104,10 +104,9 @@ class Template:
         return f"its process ended with code {code} (limit: {MEMORY // 1024**2} MiB of memory)"
 
 
-def bad_text(text: str) -> str:
-    """What keeps `text` from being rendered: NUL or a lone surrogate. Empty when nothing does."""
-    match = _BAD_CHARACTER.search(text)
-    if match is None:
-        return ""
-    what = "NUL character" if match[0] == "\0" else f"lone surrogate {match[0]!a}"
-    return f"has a {what} in its text, at position {match.start()}"
+def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose thinking has each name that templates read it by."""
+    thinking = message.get("reasoning_content")
+    if thinking is None:
+        return message
+    return {**message, "reasoning": thinking, "thinking": thinking}

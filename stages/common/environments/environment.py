@@ -28,14 +28,14 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from quiver.schemas import outside
 from quiver.schemas.errors import printable
 from quiver.schemas.manifest import canonical
-from quiver.stages.common.environments.tool_schemas import ToolSchema
+from quiver.schemas.outside import Message
+from quiver.stages.common.environments.tool_schemas import ToolSchema, run_tool
 
-Message = dict[str, Any]
 Row = dict[str, Any]
 """The columns of one prompt, by name; `prompt` is its messages or its text."""
-_LARGEST = 3.4028234663852886e38  # of a float32
 _MOST_INFO = 10_000
 _OURS = "quiver_"
 """What our own members of `info` begin with."""
@@ -62,7 +62,7 @@ class Step(NamedTuple):
 
     messages: list[Message] | None = None
     """What the policy reads next: {role, content} each, `name` too where it is a tool's, `images`
-    too where it shows pictures, which stand before its content."""
+    too where it shows pictures, which stand before its content. None is the assistant's."""
     text: str | None = None
     """The same as one message of the user."""
     reward: float | None = None
@@ -153,6 +153,11 @@ def read_step(returned: Any) -> Step:
                 f"info of the step has {printable(ours)}: names that begin with {_OURS} are taken"
             )
     messages = None if returned.messages is None else read_messages(returned.messages)
+    if any(message["role"] == "assistant" for message in messages or ()):
+        raise ValueError(
+            "the step has a message of the role assistant, which only the policy speaks as: return "
+            "it as user or tool"
+        )
     return Step(
         messages,
         None if text is None else clean(text),
@@ -172,19 +177,25 @@ def read_messages(returned: Any) -> list[Message]:
     if isinstance(returned, Step | Mapping):
         return read_step(returned).observation()
     messages = []
-    for message in returned:
-        role = message.get("role") if isinstance(message, Mapping) else None
-        content = message.get("content") if isinstance(message, Mapping) else None
-        images = message.get("images") if isinstance(message, Mapping) else None
-        if isinstance(content, list):
-            content, images = _read_parts(content)
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise ValueError(
-                f"a message is {printable(repr(message))}, expected a role and a content"
-            )
-        named = {"name": clean(str(message["name"]))} if message.get("name") else {}
-        shown = {"images": read_images(images)} if images else {}
-        messages.append({"role": role, **named, "content": clean(content), **shown})
+    for number, given in enumerate(returned):
+        members = dict(given) if isinstance(given, Mapping) else given
+        images = None
+        if isinstance(members, dict):
+            images = members.pop("images", None)
+            if isinstance(members.get("content"), list):
+                members["content"], images = _read_parts(members["content"])
+        message = outside.read_message(cleaned(members), f"message {number}")
+        messages.append({**message, "images": read_images(images)} if images else message)
+    return messages
+
+
+def read_opening(returned: Any) -> list[Message]:
+    """What `reset` returned, as `read_messages` reads it. Messages of the assistant are history,
+    which is not trained on; the last message is not one, since the policy speaks next.
+    ValueError."""
+    messages = read_messages(returned)
+    if messages and messages[-1]["role"] == "assistant":
+        raise ValueError("the last message of reset is the assistant's, but the policy speaks next")
     return messages
 
 
@@ -258,14 +269,18 @@ def _short_hash(image: str) -> str:
 
 
 def read_reward(returned: Any) -> float | None:
-    """A number that a float32 holds, or None. ValueError."""
+    """A number that a float32 holds, or None; True and False are 1 and 0, as of reward functions.
+    ValueError."""
     if hasattr(returned, "item"):  # of numpy or torch
         returned = returned.item()
-    if returned is None:
-        return None
-    if not isinstance(returned, int | float) or not abs(returned) <= _LARGEST:
-        raise ValueError(f"the reward is {printable(repr(returned))}, expected a finite number")
-    return float(returned)
+    if isinstance(returned, bool):
+        returned = int(returned)
+    try:
+        return None if returned is None else outside.read_number(returned)
+    except ValueError:
+        raise ValueError(
+            f"the reward is {printable(repr(returned))}, expected a finite number"
+        ) from None
 
 
 def read_done(returned: Any) -> bool:
@@ -287,6 +302,17 @@ def read_text(returned: Any) -> str:
 def clean(text: str) -> str:
     """`text` as UTF-8 can hold it, without NUL."""
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+
+
+def cleaned(member: Any) -> Any:
+    """All texts in plain content as UTF-8 can hold them, without NUL."""
+    if isinstance(member, str):
+        return clean(member)
+    if isinstance(member, list):
+        return [cleaned(below) for below in member]
+    if isinstance(member, dict):
+        return {cleaned(key): cleaned(below) for key, below in member.items()}
+    return member
 
 
 def _as_json(returned: Any) -> str:
@@ -331,7 +357,7 @@ def call_tool(tools: Mapping[str, Callable[..., Any]], call: Call) -> Message:
         names = ", ".join(sorted(tools))
         return {**message, "content": f"Error: there is no tool {name}; there is {names or 'none'}"}
     try:
-        return {**message, **read_answer(waited(tool(**call.arguments)))}
+        return {**message, **read_answer(waited(run_tool(tool, call.arguments)))}
     except (Exception, SystemExit) as error:
         return {**message, "content": clean(f"Error: {type(error).__name__}: {error}")}
 

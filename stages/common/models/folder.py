@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from quiver.schemas.errors import ConfigError, QuiverError, SecurityError, printable
+from quiver.schemas.manifest import FILE_NAME
 from quiver.schemas.plain import is_too_deep
 
 _JSON_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
@@ -140,6 +142,12 @@ def _check_weights(folder: Path, title: str) -> None:
             )
         raise _incomplete(title, "no *.safetensors")
     for path in weights:
+        if not re.fullmatch(FILE_NAME, path.name):
+            raise ConfigError(
+                title,
+                f"the name of {printable(path.name)} has other characters than A-Z a-z 0-9 . _ -",
+                next="rename the file, or name another model",
+            )
         try:
             with safe_open(path, "numpy") as tensors:
                 tensors.keys()
@@ -177,7 +185,10 @@ def _is_in_hub_cache(link: Path) -> bool:
     """Whether a link leads from a snapshot to a blob of the same repository in a hub's cache."""
     repository = link.parent.resolve().parent.parent
     is_snapshot = link.parent.resolve().parent.name == "snapshots"
-    return is_snapshot and link.resolve().is_relative_to(repository / "blobs")
+    try:
+        return is_snapshot and link.resolve().is_relative_to(repository / "blobs")
+    except RuntimeError:  # a loop of links
+        return False
 
 
 def says_no_memory(error: BaseException) -> bool:

@@ -18,13 +18,15 @@ from __future__ import annotations
 
 import bisect
 import json
+import time
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.outside import CHARACTERS_OF_TOKEN
 from quiver.stages.common.chat.control_tokens import Guard, Rendering
 from quiver.stages.common.chat.messages import as_parts, put_texts, take_texts
 from quiver.stages.common.chat.template import Template
-from quiver.stages.common.environments.environment import Message, clean, pictures_in
+from quiver.stages.common.environments.environment import Message, cleaned, pictures_in
 from quiver.stages.common.images.processor import Processor, Span
 from quiver.stages.generate.turns.tool_calls import ParsedTurn
 
@@ -84,6 +86,8 @@ class Bridge:
         self._writes_end = guard.first_control(self._plain_end) is not None
         self._needs_calls: dict[str, bool] = {}
         """By role: whether such a message must follow a turn with calls."""
+        self._is_written: dict[str, bool] = {}
+        """By role: whether the template writes such a message behind a turn."""
         if tool_role == "auto":
             tool_role = "tool" if self._learn("tool") else "user"
         self.tool_role = tool_role
@@ -121,18 +125,39 @@ class Bridge:
             return Rendering(text, rendering.ids[1:])
         return Rendering(text, rendering.ids)
 
+    def writes(self, role: str) -> bool:
+        """Whether the template writes messages of that role behind a turn."""
+        if role not in self._is_written:
+            self._is_written[role] = self._learn(self.tool_role if role == "tool" else role)
+        return self._is_written[role]
+
     def fitting(
-        self, name: str, messages: list[Message], *, has_end: bool, most: int
+        self,
+        name: str,
+        messages: list[Message],
+        *,
+        has_end: bool,
+        most: int,
+        seconds: float = float("inf"),
     ) -> Fitting | None:
         """The observation in at most `most` ids. What is too long is cut out of the middle of the
-        contents; None where even empty ones do not fit."""
-        whole = self._fitting(name, messages, 0, has_end=has_end)
-        if len(whole.rendering.ids) <= most:
-            return whole
+        contents; None where even empty ones do not fit. TimeoutError after `seconds`.
+
+        More characters than so many ids can stand for are never encoded.
+        """
+        deadline = time.monotonic() + seconds
+        if len(messages) > most:  # each takes an id at least
+            return None
+        if not excess(messages, most):
+            whole = self._fitting(name, messages, 0, has_end=has_end)
+            if len(whole.rendering.ids) <= most:
+                return whole
         best = None
         shortest = 0
-        longest = max((len(message["content"]) for message in messages), default=0)
+        longest = longest_content(messages, most)
         while shortest < longest:  # the most characters of a content that fit
+            if time.monotonic() > deadline:
+                raise TimeoutError
             middle = (shortest + longest) // 2
             cut_messages = [_shortened(message, middle) for message in messages]
             num_cut = sum(max(len(message["content"]) - middle, 0) for message in messages)
@@ -252,7 +277,7 @@ class Bridge:
         message = as_parts(message)
         if message["role"] == "tool" and self.tool_role != "tool":
             message = {"role": self.tool_role, "content": message["content"]}
-        return {key: _cleaned(member) for key, member in message.items()}
+        return {key: cleaned(member) for key, member in message.items()}
 
     def _behind_turn(self, name: str, messages: list[Message]) -> str:
         """What the template writes behind the text of an assistant's turn that `messages` follow,
@@ -352,6 +377,33 @@ def _probe_calls(count: int) -> list[dict[str, Any]]:
     ]
 
 
+def excess(messages: list[Message], most: int) -> int:
+    """How many characters of the contents are more than `most` ids can stand for."""
+    lengths = (len(message["content"]) for message in messages)
+    return max(sum(lengths) - most * CHARACTERS_OF_TOKEN, 0)
+
+
+def longest_content(messages: list[Message], most: int) -> int:
+    """The length to which contents are cut so that `most` ids can stand for them."""
+    lengths = [len(message["content"]) for message in messages]
+
+    def total(longest: int) -> int:
+        return sum(min(length, longest) for length in lengths)
+
+    limits = range(max(lengths, default=0) + 1)
+    return bisect.bisect_right(limits, most * CHARACTERS_OF_TOKEN, key=total) - 1
+
+
+def cut_to(messages: list[Message], most: int) -> tuple[list[Message], int]:
+    """Messages without characters that are more than `most` ids can stand for, and how many were
+    cut."""
+    if not excess(messages, most):
+        return messages, 0
+    longest = longest_content(messages, most)
+    num_cut = sum(max(len(message["content"]) - longest, 0) for message in messages)
+    return [_shortened(message, longest) for message in messages], num_cut
+
+
 def cut_by(messages: list[Message], num_cut: int) -> list[Message]:
     """Messages from whose contents so many characters are cut together, as an observation that is
     too long is: from each what it has above a common length. As they are, where no such length
@@ -376,14 +428,3 @@ def _shortened(message: Message, most: int) -> Message:
     tail = content[len(content) - most // 2 :]
     head = content[: most - len(tail)]
     return {**message, "content": f"{head}\n[… {num_cut} characters cut …]\n{tail}"}
-
-
-def _cleaned(member: Any) -> Any:
-    """Texts as UTF-8 can hold them."""
-    if isinstance(member, str):
-        return clean(member)
-    if isinstance(member, list):
-        return [_cleaned(below) for below in member]
-    if isinstance(member, dict):
-        return {clean(key): _cleaned(below) for key, below in member.items()}
-    return member

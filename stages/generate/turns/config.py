@@ -33,15 +33,16 @@ class Turns(EnvironmentConfig):
     """Most sampled ids of an episode, over all its turns."""
     max_observation_tokens: int = Field(default=1024, ge=16)
     """Most ids between two turns. A longer observation is cut in the middle of its text; the text
-    says so, and the turn's info how much."""
+    says so, and the turn's info how much. Text far above this is cut before it is encoded."""
     max_images: Added[int] = Field(default=0, ge=0)
     """Most pictures that the policy is shown in an episode by what answers it, beside those of its
     prompt. One more ends the episode; with 0 it is an error of the environment. Each has to fit
     into max_observation_tokens."""
     step_seconds: float = Field(default=60.0, gt=0)
-    """Longest time of one answer of the environment; it ends the episode."""
+    """Longest time of one answer of the environment, and of reading it; it ends the episode."""
     episode_seconds: float = Field(default=600.0, gt=0)
-    """Longest time of all its answers in one episode; what the policy takes does not count."""
+    """Longest time of all its answers in one episode, and of reading them; what the policy takes
+    does not count."""
     max_tool_calls: int | None = Field(default=None, ge=1)
     """Most calls of an episode; the turn that asks for more ends it. None: any number."""
     parser_fingerprint: str = ""

@@ -23,6 +23,7 @@ Ids are only ever appended. Each limit that ends an episode is its `end_reason`.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -45,12 +46,14 @@ from quiver.stages.generate.turns.bridge import (
     Fitting,
     History,
     answers_of_calls,
+    cut_to,
     turn_message,
 )
 from quiver.stages.generate.turns.config import Turns
 from quiver.stages.generate.turns.tool_calls import Parse, ParsedTurn
 
 _UNTOLD = "the engine gave this turn up"
+_LATE = "its observation was not read within generate.turns.{} {:g}"
 _NO_PICTURES = "it shows a picture; set generate.turns.max_images to how many an episode may show"
 State = Literal["sample", "act", "finish", "ended"]
 
@@ -151,6 +154,8 @@ class Episode:
         self._stop_reason: str | None = None
         self._num_calls = 0
         self._has_end = False
+        self._bridge_seconds = 0.0
+        """For reading observations, beside what the environment took."""
         self._thinks = False
 
     # -- what is to be done
@@ -223,7 +228,7 @@ class Episode:
         record.info |= step.info or {}
         messages = answers_of_calls(step.observation())
         if step.done:
-            record.observation = for_people(messages)
+            self._note(messages)
             self._end("environment")
         else:
             self._continue(messages)
@@ -278,25 +283,23 @@ class Episode:
         """Have the policy read `messages`, unless a limit is reached."""
         limits = self.setting.limits
         record = self._turns[-1]
-        record.observation = for_people(messages)
+        self._note(messages)
         pictures = pictures_in(messages)
         reached = [
             ("max_turns", len(self._turns) >= limits.max_turns),
             ("max_tokens", len(self._completion_ids) >= limits.max_tokens),
         ]
         limit = next((name for name, is_reached in reached if is_reached), None)
-        refusal = self._refusal(pictures) if limit is None else None
+        refusal = self._refusal(messages, pictures) if limit is None else None
         if refusal is not None:
             return self.failed("environment_error", refusal)
         if pictures and len(self._images) + len(pictures) > limits.max_images:
             limit = limit or "max_images"
         if limit is not None:
             return self._end(limit)
-        fitting = self.setting.bridge.fitting(
-            self.name, messages, has_end=self._has_end, most=limits.max_observation_tokens
-        )
+        fitting = self._fitting(messages)
         if fitting is None:
-            return self._end("context")
+            return None
         if fitting.num_cut:
             record.info[CUT_INFO] = fitting.num_cut
             record.observation = for_people(fitting.messages)
@@ -318,8 +321,46 @@ class Episode:
         self.state = "sample"
         return None
 
-    def _refusal(self, pictures: list[bytes]) -> str | None:
-        """Why the policy can not be shown these pictures; None: it can."""
+    def _fitting(self, messages: list[Message]) -> Fitting | None:
+        """The messages as ids; None: the episode has ended instead."""
+        limits = self.setting.limits
+        started = time.monotonic()
+        late_key = ""
+        fitting = None
+        try:
+            fitting = self.setting.bridge.fitting(
+                self.name,
+                messages,
+                has_end=self._has_end,
+                most=limits.max_observation_tokens,
+                seconds=limits.step_seconds,
+            )
+        except TimeoutError:
+            late_key = "step_seconds"
+        self._bridge_seconds += time.monotonic() - started
+        seconds = self._bridge_seconds + sum(turn.seconds for turn in self._turns)
+        if seconds > limits.episode_seconds:
+            late_key = late_key or "episode_seconds"
+        if late_key:
+            self.failed("timeout", _LATE.format(late_key, getattr(limits, late_key)))
+            return None
+        if fitting is None:
+            self._end("context")
+        return fitting
+
+    def _note(self, messages: list[Message]) -> None:
+        """Keep what the environment said, but for what no policy could read."""
+        record = self._turns[-1]
+        messages, num_cut = cut_to(messages, self.setting.limits.max_observation_tokens)
+        record.observation = for_people(messages)
+        if num_cut:
+            record.info[CUT_INFO] = num_cut
+
+    def _refusal(self, messages: list[Message], pictures: list[bytes]) -> str | None:
+        """Why the policy can not be shown these messages; None: it can."""
+        for role in dict.fromkeys(message["role"] for message in messages):
+            if not self.setting.bridge.writes(role):
+                return f"the policy's chat template can not write a message of the role {role} here"
         if pictures and not self.setting.limits.max_images:
             return _NO_PICTURES
         try:

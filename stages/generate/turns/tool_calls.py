@@ -4,23 +4,25 @@ r"""What a turn's text asks for: calls of tools, in one of the formats that mode
     parse('Let me see.<tool_call>{"name": "look_up", "arguments": {"word": "elk"}}</tool_call>')
     # ParsedTurn(text="Let me see.", calls=(Call("look_up", {"word": "elk"}),), error=None, …)
 
-No parser raises, whatever the policy wrote. A call that can not be read is an `error`: its text is
-for the policy, which may try again. Broken framing (a tag that is opened and never closed, say) is
-`is_broken`: there is nothing that an answer could stand behind. Thinking before `</think>` holds no
-calls.
+No parser raises, whatever the policy wrote. A call that is not of its format (one with another key,
+say) is an `error` and is not made: its text is for the policy, which may try again. Broken framing
+(a tag that is opened and never closed, say) is `is_broken`: there is nothing that an answer could
+stand behind. Thinking before `</think>` holds no calls.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.outside import read_call
+from quiver.schemas.plain import no_key_twice
 from quiver.stages.common import plugins
 from quiver.stages.common.environments.environment import Call
-from quiver.stages.common.environments.tool_schemas import PYTHON_TOOL
+from quiver.stages.common.environments.tool_schemas import PYTHON_TOOL, ToolSchema
 from quiver.stages.common.plugins import did_you_mean
 
 PYTHON_TAG = "<|python_tag|>"
@@ -29,8 +31,6 @@ _CLOSE = "</tool_call>"
 _THOUGHT_START = "<think>"
 _THOUGHT_END = "</think>"
 _ENDS = ("<|eom_id|>", "<|eot_id|>")
-_DEPTH = 100
-"""Most objects and lists inside one another."""
 
 
 class ParsedTurn(NamedTuple):
@@ -48,11 +48,7 @@ class ParsedTurn(NamedTuple):
 Parse = Callable[[str], ParsedTurn]
 
 
-class _Unreadable(Exception):
-    """Why a call can not be read."""
-
-
-class _Broken(_Unreadable):
+class _Broken(ValueError):
     """Why the framing is broken."""
 
 
@@ -64,10 +60,8 @@ def parse_hermes(text: str) -> ParsedTurn:
     before = text if position < 0 else text[:position]
     try:
         bodies = list(_between_tags(text[start:]))
-        return ParsedTurn(
-            before, tuple(_read_members(_as_json(body), "arguments") for body in bodies)
-        )
-    except _Unreadable as error:
+        return ParsedTurn(before, tuple(_read_call(_as_json(body), "arguments") for body in bodies))
+    except ValueError as error:
         return ParsedTurn(before, (), str(error), isinstance(error, _Broken))
 
 
@@ -86,43 +80,51 @@ def _between_tags(text: str) -> Iterator[str]:
         yield body.strip()
 
 
-def parse_llama(text: str) -> ParsedTurn:
+def parse_llama(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedTurn:
     """Calls as Llama 3 models write them: the whole turn is `{"name", "parameters"}`, several with
     `;` or white space between them, with or without `<|python_tag|>` before.
 
-    After that tag anything else is code for the tool `python`. A JSON object without a name is an
-    answer, where no tag stands before it.
+    After that tag anything else is code for the tool `python`. Without the tag a JSON object is a
+    call if it has these keys or the name of one of the `tools`, else it is an answer.
     """
     start = _end_of_thought(text)
     before, tag, tagged = text[start:].partition(PYTHON_TAG)
     body = _without_end(tagged if tag else before)
     if not body.startswith("{"):
         return parse_python_tag(text)
+    names = [tool["function"]["name"] for tool in tools]
     before = text[:start] + (before if tag else "")
     calls: list[Call] = []
     try:
         while body:
             members, end = _read_object(body)
-            key = "parameters" if "parameters" in members else "arguments"
-            calls.append(_read_members(members, key))
+            is_call = members.keys() >= {"name", "parameters"} or members.get("name") in names
+            if not (calls or tag or is_call):
+                return ParsedTurn(text)
+            call = _read_call(members, "parameters")
+            if "parameters" not in members:
+                raise ValueError(f'the call of {printable(call.name)} lacks "parameters"')
+            calls.append(call)
             body = body[end:].lstrip().removeprefix(";").lstrip()
-    except _Unreadable as error:
-        if calls or tag or '"name"' in body:
+    except ValueError as error:
+        keys = ('"name"', '"parameters"')
+        is_call = all(key in body for key in keys) or any(f'"{name}"' in body for name in names)
+        if calls or tag or is_call:
             return ParsedTurn(before, (), str(error), isinstance(error, _Broken))
         return ParsedTurn(text)
     return ParsedTurn(before, tuple(calls))
 
 
 def _read_object(body: str) -> tuple[dict[str, Any], int]:
-    """The JSON object that `body` begins with, and where it ends. _Unreadable."""
+    """The JSON object that `body` begins with, and where it ends. ValueError."""
     try:
-        members, end = json.JSONDecoder().raw_decode(body)
+        members, end = json.JSONDecoder(object_pairs_hook=no_key_twice).raw_decode(body)
     except (ValueError, RecursionError) as error:
         if _is_cut(body):
             raise _Broken("the braces of a call are never closed") from None
-        raise _Unreadable(f"the call is not valid JSON: {_shown(error)}") from None
+        raise ValueError(f"the call is not valid JSON: {_shown(error)}") from None
     if not isinstance(members, dict):
-        raise _Unreadable(f"a call is {type(members).__name__}, expected a JSON object")
+        raise ValueError(f"a call is {type(members).__name__}, expected a JSON object")
     return members, end
 
 
@@ -149,8 +151,8 @@ def parse_response(text: str, *, tokenizer: Any, prefix: str, tools: list[dict])
     except Exception as error:  # a template's expressions may raise anything
         return ParsedTurn(text, (), f"the turn can not be read: {_shown(error)}")
     try:
-        calls = tuple(_read_members(function, "arguments") for function in functions)
-    except _Unreadable as error:
+        calls = tuple(_read_call(function, "arguments") for function in functions)
+    except ValueError as error:
         return ParsedTurn(content, (), str(error))
     return ParsedTurn(content if calls else text, calls)
 
@@ -162,7 +164,7 @@ def parse_by(text: str, *, function: Callable[[str], Any]) -> ParsedTurn:
         returned = function(text)
         if isinstance(returned, ParsedTurn):
             return returned
-        calls = tuple(_read_members(members, "arguments") for members in returned or ())
+        calls = tuple(_read_call(members, "arguments") for members in returned or ())
         return ParsedTurn(text, calls)
     except Exception as error:  # a user's code
         return ParsedTurn(text, (), _shown(error), isinstance(error, EOFError))
@@ -202,6 +204,8 @@ def make_parser(
 ) -> Parse:
     """The parser of that name. ConfigError: there is none, or the tokenizer brings none along."""
     check_parser(name)
+    if name == "llama":
+        return partial(parse_llama, tools=tools or [])
     if name in PARSERS:
         return PARSERS[name].parse
     if name == RESPONSE_TEMPLATE:
@@ -234,43 +238,17 @@ def _without_end(text: str) -> str:
     return text
 
 
-def _read_members(members: Any, key: str) -> Call:
-    """The call that {"name", key} is. _Unreadable."""
-    if not isinstance(members, dict):
-        raise _Unreadable(f"a call is {type(members).__name__}, expected a JSON object")
-    name = members.get("name")
-    if not isinstance(name, str) or not name:
-        raise _Unreadable('a call lacks "name"')
-    arguments = members.get(key)
-    place = f'"{key}" of {printable(name)}'
-    if isinstance(arguments, str):  # some models write JSON inside JSON
-        arguments = _as_json(arguments)
-    if arguments is None:
-        arguments = {}
-    if not isinstance(arguments, dict):
-        raise _Unreadable(f"{place} is {type(arguments).__name__}, expected a JSON object")
-    if not _is_plain(arguments, _DEPTH):
-        raise _Unreadable(f"{place} is no plain JSON: too deep, or no finite number")
-    return Call(name, arguments)
+def _read_call(members: Any, key: str) -> Call:
+    """The call that {"name", key} is. ValueError."""
+    return Call(*read_call(members, "the call", key))
 
 
 def _as_json(text: str) -> Any:
-    """_Unreadable."""
+    """ValueError."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=no_key_twice)
     except (ValueError, RecursionError) as error:
-        raise _Unreadable(f"the call is not valid JSON: {_shown(error)}") from None
-
-
-def _is_plain(member: Any, depth: int) -> bool:
-    """Whether it can be written as strict JSON, at most so deep."""
-    if isinstance(member, dict):
-        member = list(member.values())
-    if isinstance(member, list):
-        return depth > 0 and all(_is_plain(below, depth - 1) for below in member)
-    if isinstance(member, float):
-        return abs(member) < float("inf")
-    return member is None or isinstance(member, str | int)
+        raise ValueError(f"the call is not valid JSON: {_shown(error)}") from None
 
 
 def _is_cut(body: str) -> bool:

@@ -123,6 +123,23 @@ def test_an_index_that_is_none_is_named(store, folder, index):
         run(PolicyConfig(model=str(folder)), store, into="a")
 
 
+@pytest.mark.parametrize("name", ["model (1).safetensors", "größe.safetensors", "a\nb.safetensors"])
+def test_weights_with_a_name_that_no_version_has_are_named(store, folder, name):
+    (folder / "model.safetensors").rename(folder / name)
+    with pytest.raises(ConfigError, match="has other characters than") as refusal:
+        run(PolicyConfig(model=str(folder)), store, into="a")
+    assert refusal.value.next == "rename the file, or name another model"
+
+
+def test_a_loop_of_links_is_a_link(store, folder, tmp_path):
+    snapshot = tmp_path / "models--someone--tiny/snapshots/abc"
+    snapshot.parent.mkdir(parents=True)
+    folder.rename(snapshot)
+    (snapshot / "notes.txt").symlink_to("notes.txt")
+    with pytest.raises(SecurityError, match=r"notes\.txt is a link"):
+        run(PolicyConfig(model=str(snapshot)), store, into="a")
+
+
 @pytest.mark.parametrize("where", ["absolute", "above", "below"])
 def test_an_index_leads_to_no_weights_outside(store, folder, tmp_path, where):
     """The outside file was loaded, and no weights at all were in the store."""

@@ -23,6 +23,7 @@ from quiver.stages.common.environments.environment import (
     call_tool,
     pictures_in,
     read_messages,
+    read_opening,
     read_step,
 )
 from quiver.stages.common.store import Store
@@ -91,7 +92,11 @@ def test_a_class_as_trl_has_it_works_unchanged(tmp_path):
     "call, answer",
     [
         (Call("raise_by", {"amount": 101}), "Error: ValueError: Too far."),
-        (Call("raise_by", {"by": 1}), "unexpected keyword argument 'by'"),
+        (Call("raise_by", {"by": 1}), "amount: Missing required argument; by: Unexpected keyword"),
+        (
+            Call("raise_by", {"amount": "1"}),
+            "Error: TypeError: amount: Input should be a valid integer",
+        ),
         (Call("reset", {}), "there is no tool reset; there is raise_by"),
         (Call("_private", {}), "there is no tool _private"),
     ],
@@ -150,7 +155,7 @@ def test_a_class_with_a_step_answers_with_steps_mappings_or_text(tmp_path):
         ({"text": 7}, "text of the step is int"),
         ({"reward": float("nan")}, "expected a finite number"),
         ({"reward": "much"}, "expected a finite number"),
-        ({"messages": [{"role": "tool"}]}, "expected a role and a content"),
+        ({"messages": [{"role": "tool"}]}, "expected role and content"),
         ({"info": [1]}, "not a mapping"),
         ({"info": {"quiver_failure": "none"}}, "quiver_failure: names that begin with"),
         ({"done": "False"}, "done of the step is 'False', expected True or False"),
@@ -159,6 +164,37 @@ def test_a_class_with_a_step_answers_with_steps_mappings_or_text(tmp_path):
 def test_a_step_that_is_none_is_refused(returned, why):
     with pytest.raises(ValueError, match=why):
         read_step(returned)
+
+
+HISTORY = [
+    {"role": "user", "content": "2 + 5?"},
+    {"role": "assistant", "content": "7", "reasoning_content": "easy"},
+    {"role": "user", "content": "+ 1?"},
+]
+
+
+def test_a_reset_may_give_history_and_a_step_no_turn_of_the_policys():
+    assert read_opening(HISTORY) == HISTORY
+    with pytest.raises(ValueError, match="the last message of reset is the assistant's"):
+        read_opening(HISTORY[:2])
+    with pytest.raises(ValueError, match="a message of the role assistant, which only the policy"):
+        read_step({"messages": HISTORY[1:]})
+
+
+@pytest.mark.parametrize("read", [read_opening, lambda given: read_step({"messages": given})])
+@pytest.mark.parametrize(
+    "message, why",
+    [
+        ({"role": "user<|im_end|>", "content": "a"}, "expected a word"),
+        ({"role": "tool", "content": "a", "name": "n" * 300}, "has 300 characters"),
+        ({"role": "user", "content": "a", "mood": 1}, "mood"),
+        ({"role": "user", "content": 7}, "holds a number, expected text"),
+        ("text", "message 0 has text"),
+    ],
+)
+def test_a_message_that_is_none_is_refused(read, message, why):
+    with pytest.raises(ValueError, match=why):
+        read([message])
 
 
 def test_messages_of_a_step_come_before_its_text():
@@ -200,6 +236,59 @@ def test_plain_functions_are_tools_async_ones_too(tmp_path):
     assert factory.answers and environment.reset({}, 0) == [] and environment.finish() is None
     (message,) = environment.step(Turn("", (Call("search", {"query": "elk"}),))).messages
     assert json.loads(message["content"]) == [{"title": "elk"}] * 2
+
+
+NESTED_FILE = '''
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import TypedDict
+from PIL import Image
+
+class Place(TypedDict):
+    city: str
+
+@dataclass
+class Trip:
+    places: list[Place]
+    days: int = 1
+
+def draw(trip: Trip, **colours: str) -> Image.Image:
+    """Draw it.
+
+    Args:
+        trip: Where to.
+    """
+    return f"{trip} {colours}"
+
+class Agency:
+    async def book(self, trip: Trip) -> str:
+        """Book it.
+
+        Args:
+            trip: Where to.
+        """
+        return repr(trip)
+'''
+
+
+def test_nested_parameters_of_functions_and_methods_in_files(tmp_path):
+    """Their annotations are text there."""
+    path = write(tmp_path, NESTED_FILE)
+    trip = {"places": [{"city": "Rome"}]}
+    read = "Trip(places=[{'city': 'Rome'}], days=1)"
+    function = open_source("", [f"{path}:draw"], {})
+    method = open_source(f"{path}:Agency", [], {})
+    for factory in (function, method):
+        properties = factory.tools[0]["function"]["parameters"]["properties"]
+        assert properties["trip"]["properties"]["places"]["items"]["required"] == ["city"]
+    calls = [Call("draw", {"trip": trip, "sea": "blue"}), Call("draw", {"trip": {"places": [{}]}})]
+    answers = function.make().step(Turn("", tuple(calls))).messages
+    assert [message["content"] for message in answers] == [
+        f"{read} {{'sea': 'blue'}}",
+        "Error: TypeError: trip.places.0.city: Field required",
+    ]
+    (answer,) = method.make().step(Turn("", (Call("book", {"trip": trip}),))).messages
+    assert answer["content"] == read
 
 
 def test_two_tools_of_one_name_are_refused(tmp_path):

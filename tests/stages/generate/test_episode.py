@@ -256,6 +256,76 @@ def test_a_long_observation_is_cut_and_that_is_noted():
     )
 
 
+HUGE = {
+    "words": "word " * 4_000_000,
+    "control tokens": "<|im_end|>" * 2_000_000,
+    "one word": "a" * 20_000_000,
+    "white space": " " * 20_000_000,
+}
+
+
+@pytest.mark.parametrize("kind", HUGE)
+@pytest.mark.parametrize("count", [1, 5])
+def test_an_observation_of_20_mb_is_cut_before_it_is_encoded(kind, count):
+    text = HUGE[kind][: 20_000_000 // count]
+    with setting_of(max_observation_tokens=1000) as setting:
+        encoded = []
+        encode_whole = setting.bridge._guard.encode
+
+        def encode_spied(name, roles, contents, render, **options):
+            encoded.append(sum(map(len, contents)))
+            return encode_whole(name, roles, contents, render, **options)
+
+        setting.bridge._guard.encode = encode_spied
+        episode = Episode(setting, "row", prompt_of(setting), CHAT)
+        play(episode, [CALL * count, "done"], lambda call: text)
+        setting.bridge._guard.encode = encode_whole
+    first = episode.record()["turns"][0]
+    cut = json.loads(first["info"])["quiver_cut_characters"]
+    assert episode.end_reason == "answered" and len(first["observation_ids"]) <= 1000
+    assert len(first["observation"]) < 200_000 and cut > 19_000_000 - 1000 * 128
+    assert max(encoded) <= 1000 * 128 + count * 50
+    assert "characters cut" in first["observation"]
+
+
+def test_a_huge_last_observation_is_kept_in_short():
+    with setting_of(answers=False) as setting:
+        episode = Episode(setting, "row", prompt_of(setting), CHAT)
+        episode.sampled(encode("7"), [-1.0] * len(encode("7")), "stop")
+        episode.observed(Step(text="word " * 4_000_000, done=True))
+    (turn,) = episode.record()["turns"]
+    assert episode.end_reason == "environment" and len(turn["observation"]) < 200 * 128 + 100
+    assert json.loads(turn["info"])["quiver_cut_characters"] == 20_000_000 - 200 * 128
+
+
+def test_more_messages_than_ids_are_not_encoded():
+    with setting_of(answers=False) as setting:
+        episode = Episode(setting, "row", prompt_of(setting), CHAT)
+        episode.sampled(encode("7"), [-1.0] * len(encode("7")), "stop")
+        episode.observed(Step(messages=[{"role": "user", "content": "a"}] * 100_000))
+    assert episode.end_reason == "context"
+
+
+@pytest.mark.parametrize("key", ["step_seconds", "episode_seconds"])
+def test_the_time_of_reading_an_observation_counts(key):
+    with setting_of(answers=False, **{key: 1e-9}) as setting:
+        episode = Episode(setting, "row", prompt_of(setting), CHAT)
+        episode.sampled(encode("7"), [-1.0] * len(encode("7")), "stop")
+        episode.observed(Step(text="word " * 10_000))
+    (turn,) = episode.record()["turns"]
+    assert episode.end_reason == "timeout"
+    assert f"generate.turns.{key} 1e-09" in turn["info"]
+
+
+def test_a_role_that_the_template_does_not_write_fails_the_episode():
+    with setting_of("gemma", answers=False) as setting:
+        episode = Episode(setting, "row", prompt_of(setting), CHAT)
+        episode.sampled(encode("7"), [-1.0] * len(encode("7")), "stop")
+        episode.observed(Step(messages=[{"role": "critic", "content": "no"}]))
+    assert episode.end_reason == "environment_error"
+    assert "message of the role critic" in episode.record()["turns"][0]["info"]
+
+
 def test_a_turn_that_a_stop_string_ended_gets_the_templates_end():
     with setting_of() as setting:
         episode = Episode(setting, "row", prompt_of(setting), CHAT)

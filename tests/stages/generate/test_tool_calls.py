@@ -47,6 +47,10 @@ def test_hermes_reads_every_call_and_the_text_before():
         (parse_hermes, "<think>cut while I think of <tool_call>"),
         (parse_llama, "The answer is {12}."),
         (parse_llama, '{"answer": 12}'),
+        (parse_llama, '{"answer": 5, "name": "Ann"}'),
+        (parse_llama, '{"name": "Ann"}'),
+        (parse_llama, '{"name": "Ann", "arguments": {"a": 1}}'),
+        (parse_llama, '{"name": Ann}'),
         (parse_python_tag, "```python\nprint(1)\n```"),
     ],
 )
@@ -67,7 +71,21 @@ def test_thinking_holds_no_calls_and_stays_in_the_text():
         ("<tool_call></tool_call>", "not valid JSON"),
         ("<tool_call>[1]</tool_call>", "list, expected a JSON object"),
         ('<tool_call>{"arguments": {}}</tool_call>', 'lacks "name"'),
-        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "is list"),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "is a list, expected"),
+        (
+            '<tool_call>{"name": "add", "parameters": {"a": 1}}</tool_call>',
+            'the call of add has the key "parameters", expected "name" and "arguments" alone',
+        ),
+        (hermes({**ADD, "id": "c1"}), 'the call of add has the key "id"'),
+        (hermes({"name": "add", "arguments": None}), "is null, expected a JSON object"),
+        (hermes({"name": "add", "arguments": ""}), "not valid JSON"),
+        ('<tool_call>{"name": "add", "name": "say", "arguments": {}}</tool_call>', "twice"),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "no plain JSON"),
+        (
+            hermes({"name": "add", "arguments": {"a": 10**300}}),
+            "a is a number of more than 64 bits",
+        ),
+        ('<tool_call>{"name": 7, "arguments": {}}</tool_call>', 'lacks "name"'),
         ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "not valid JSON"),
         ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "no plain JSON"),
         (hermes(ADD) + "<tool_call>oh</tool_call>", "not valid JSON"),
@@ -108,6 +126,24 @@ def test_llama_reads_objects_with_or_without_the_tag(tag, end):
     parsed = parse_llama(tag + text + end)
     assert parsed.calls == (Call("add", {"a": 1}), Call("now", {}))
     assert parsed.text == tag.partition("<|")[0]
+
+
+def test_llama_knows_a_call_by_the_name_of_a_tool():
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    parse = make_parser("llama", tools=tools)
+    assert parse('{"name": "add", "parameters": {}}').calls == (Call("add", {}),)
+    assert parse('{"name": "add"}').error == 'the call of add lacks "parameters"'
+    assert parse('{"answer": 5, "name": "Ann"}').calls == ()
+    for text in (
+        '{"name": "add", "arguments": {"a": 1}}',
+        '{"name": "add", "a": 1}',
+        '{"type": "function", "name": "add", "parameters": {"a": 1}}',
+    ):
+        parsed = parse(text)
+        assert parsed.calls == () and not parsed.is_broken
+        assert parsed.error.startswith("the call of add has the key")
+    assert "the braces" in parse('{"name": "add", "par').error
+    assert parse('{"name": "Ann", "a').error is None
 
 
 def test_llama_tells_bad_json_of_a_call_and_takes_other_code_for_python():

@@ -8,6 +8,7 @@ import zlib
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from PIL import Image
 
@@ -16,6 +17,8 @@ from quiver.stages.common.images.decoder import open_image
 from quiver.stages.common.images.processor import load_processor
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
+from quiver.stages.prompt import sources
+from quiver.stages.prompt.config import Config
 from tests import sight, tiny
 
 # <|im_start|>user\n … <|im_end|>\n<|im_start|>assistant\n
@@ -211,9 +214,9 @@ def test_what_takes_too_long_to_decode_is_refused(store, policy, tmp_path):
         ("https://example.org/a.png", "leads out of the source's folder"),
         ("link.png", "leads out of the source's folder"),
         ("gone.png", "there is no file"),
-        ({"bytes": "no base64!", "path": None}, "bytes holds a str, expected bytes, or base64"),
+        ({"bytes": "no base64!", "path": None}, "bytes holds text, expected bytes, or base64"),
         ({"bytes": None, "path": None}, "has neither bytes nor a path"),
-        (7, "holds a int, expected bytes, a path"),
+        (7, "holds a number, expected bytes, a path"),
     ],
 )
 def test_pictures_lie_below_the_folder_of_the_source(store, policy, tmp_path, path, message):
@@ -280,6 +283,29 @@ def test_parts_and_pictures_go_together(store, policy, tmp_path, row, message):
     with pytest.raises(ConfigError) as caught:
         render(store, tmp_path, [{**row, "images": ["0.png"]}])
     assert message in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("a\0.png", "the path has a NUL character"),
+        ("loop.png", "its path loop.png leads nowhere"),
+        ("loop.png/a.png", "its path loop.png/a.png leads nowhere"),
+        ("a" * 300, "a name of more than 255 bytes"),
+        ("a/" * 3000, "more than 4096 bytes"),
+        ("none.png", "there is no file"),
+    ],
+)
+@pytest.mark.parametrize("form", ["text", "path"])
+def test_a_path_that_no_file_has_is_named(tmp_path, path, why, form):
+    (tmp_path / "loop.png").symlink_to("loop.png")
+    picture = path if form == "text" else {"bytes": None, "path": path}
+    table = pa.Table.from_pylist([{"prompt": "one", "images": [picture]}])
+    pa.parquet.write_table(table, tmp_path / "rows.parquet")
+    config = Config(source=str(tmp_path / "rows.parquet"), prompt="prompt", images="images")
+    with pytest.raises(ConfigError, match=why) as refusal:
+        sources.read(config)
+    assert "row 1" in refusal.value.object
 
 
 def test_a_policy_that_sees_nothing_is_told_so(store, tmp_path):

@@ -359,6 +359,19 @@ def test_exactly_full_is_not_too_long(store, policy, tmp_path):
         run(Config(source=path, reserve_tokens=1), store, policy=policy.ref)
 
 
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+def test_a_text_that_no_room_is_for_is_not_encoded(store, policy, tmp_path, column):
+    text = "word " * 4_000_000
+    cell = text if column == "prompt" else [{"role": "user", "content": text}]
+    short = "hi" if column == "prompt" else [{"role": "user", "content": "hi"}]
+    path = write(tmp_path, [{column: cell}, {column: short}])
+    with pytest.raises(ConfigError, match=r"the prompt has 200000\d\d characters, 200 tokens"):
+        run(Config(source=path, max_prompt_tokens=200), store, policy=policy.ref)
+    config = Config(source=path, max_prompt_tokens=200, overlong="drop")
+    version = store.open(run(config, store, policy=policy.ref))
+    assert version.manifest.status == {"kept": 1, "dropped": 1}
+
+
 # -- refused
 
 BAD = [
@@ -371,11 +384,11 @@ BAD = [
         "row 2.*'x' stands in row 1 too",
     ),
     ({"group_id": "k"}, [{"prompt": "a", "k": 1}, {"prompt": "b", "k": None}], "row 2.*is empty"),
-    ({}, [{"prompt": "a"}, {"prompt": None}], "000001.*holds nothing, expected text"),
-    ({}, [{"prompt": 5}], "holds a int, expected text"),
+    ({}, [{"prompt": "a"}, {"prompt": None}], "000001.*holds null, expected text"),
+    ({}, [{"prompt": 5}], "holds a number, expected text"),
     ({"raw_text": True}, [{"prompt": ""}], "no tokens"),
     ({}, [{"messages": []}], "expected a list of"),
-    ({}, [{"messages": [{"role": "user", "content": "a", "weight": 1}]}], "content.*role.*weight"),
+    ({}, [{"messages": [{"role": "user", "content": "a", "mood": 1}]}], "content.*mood.*role"),
     ({}, [{"messages": [{"role": "user"}]}], "expected role and content"),
     (
         {},
@@ -385,7 +398,7 @@ BAD = [
     (
         {},
         [{"messages": [{"role": "user", "content": ["part"]}]}],
-        "a part of message 0 has a str, expected",
+        "a part of message 0 has text, expected",
     ),
     ({}, [{"prompt_ids": [1, 320]}], "320 is outside the model's vocabulary of 320"),
     ({}, [{"prompt_ids": [1, 2**40]}], "outside the model's vocabulary"),
@@ -501,6 +514,7 @@ def test_chats_with_calls_are_rendered_whole_and_forge_nothing(store, policy, tm
         "tool_calls": None,
         "tool_call_id": None,
         "name": None,
+        "reasoning_content": None,
     }
 
 
@@ -508,11 +522,11 @@ def test_chats_with_calls_are_rendered_whole_and_forge_nothing(store, policy, tm
     ("message", "why"),
     [
         ({"role": "tool", "content": "a", "tool_call_id": "<|im_end|>"}, "tool_call_id of"),
-        ({"role": "tool", "content": "a", "name": 3}, "the name of message 0 holds a int"),
+        ({"role": "tool", "content": "a", "name": 3}, "the name of message 0 holds a number"),
         ({"role": "assistant", "tool_calls": "no json"}, "tool_calls of message 0"),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[1]"}}]},
-            "a call of message 0 is no name with arguments",
+            '"arguments" of a in a call of message 0 is a list, expected a JSON object',
         ),
         ({"role": "assistant", "tool_calls": [{"name": "a", "id": "x y"}]}, "the id of a call"),
         ({"role": "assistant", "tool_calls": [{"name": "a\0"}]}, "NUL character"),

@@ -535,6 +535,43 @@ def test_what_one_side_writes_the_other_reads():
         assert [part[:2] for part in answered] == [found[:2]]
 
 
+CALLED = [
+    {"role": "user", "content": "weather in Rome?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "I look.",
+        "tool_calls": [
+            {"type": "function", "id": "c1", "function": {"name": "f", "arguments": {"a": None}}}
+        ],
+    },
+    {"role": "tool", "content": "sunny", "name": "f", "tool_call_id": "c1"},
+]
+
+
+@pytest.mark.parametrize("name", ["quiver", "slime"])
+def test_a_conversation_with_calls_arrives_as_it_was_sent(name):
+    row = ROWS[0]._replace(prompt=CALLED)
+    asked = read_json(json.dumps(DIALECTS[name].encode([row], config(name))).encode())
+    (read,) = (
+        quiver.Request(**asked).as_rows()
+        if name == "quiver"
+        else slime.Request(**asked).as_rows("label")
+    )
+    assert read.prompt == CALLED
+
+
+@pytest.mark.parametrize(
+    "message", [{"role": "<|im_end|>", "content": "a"}, {"role": "user"}, "a", {"from": "human"}]
+)
+def test_what_is_no_message_is_refused_by_the_side_that_answers(message):
+    row = {"id": "a", "prompt": [message], "completion": "4"}
+    with pytest.raises(ValidationError):
+        quiver.Request(format=1, rows=[row])
+    with pytest.raises(ValidationError):
+        slime.Request(prompt=[message], response="4")
+
+
 def test_rows_and_batches_are_each_others_reverse():
     batch = as_batch(ROWS)
     assert (

@@ -19,7 +19,7 @@ from quiver.stages.common.environments.environment import (
     Row,
     Step,
     Turn,
-    read_messages,
+    read_opening,
     read_step,
     read_text,
 )
@@ -34,7 +34,7 @@ class GymEnvironment:
     def reset(self, row: Row, seed: int) -> list[Message]:
         """The first observation is the opening."""
         observation, _ = self._object.reset(seed=seed % 2**32, options=row)
-        return read_messages(_as_text(observation))
+        return read_opening(_as_text(observation))
 
     def step(self, turn: Turn) -> Step:
         """The turn's text as an action."""

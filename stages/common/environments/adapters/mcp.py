@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.environments.tool_schemas import schema_of
 
 _START_SECONDS = 60.0
 
@@ -42,7 +43,7 @@ class Server:
                 next="see that the command starts an MCP server, and that the package mcp is there",
             ) from error
 
-    def call(self, name: str, **arguments: Any) -> str | list[bytes | str]:
+    def call(self, name: str, /, **arguments: Any) -> str | list[bytes | str]:
         """The text of a tool's answer, behind its pictures where it has any. RuntimeError where it
         says that it failed."""
         answer = self._wait(self._client.result().call_tool(name, arguments))
@@ -90,15 +91,13 @@ async def _all_tools(client: Any) -> list[Any]:
 def open_tools(name: str) -> tuple[list[dict[str, Any]], dict[str, Callable[..., Any]]]:
     """Schemas and functions of the server that the command `name` starts. ConfigError."""
     server = Server(name)
-    schemas = [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                "description": tool.description or "",
-                "parameters": tool.input_schema,
-            },
+    tools: dict[str, Callable[..., Any]] = {}
+    for tool in server.tools:
+        function = partial(server.call, tool.name)
+        function.schema = {
+            "name": tool.name,
+            "description": tool.description or "",
+            "parameters": tool.input_schema,
         }
-        for tool in server.tools
-    ]
-    return schemas, {tool.name: partial(server.call, tool.name) for tool in server.tools}
+        tools[tool.name] = function
+    return [schema_of(function, f"mcp:{name}") for function in tools.values()], tools

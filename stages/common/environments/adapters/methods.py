@@ -27,7 +27,7 @@ from quiver.stages.common.environments.environment import (
     Turn,
     call_reset,
     call_tool,
-    read_messages,
+    read_opening,
     read_reward,
     waited,
 )
@@ -66,7 +66,7 @@ class MethodEnvironment(ToolEnvironment):
     def reset(self, row: Row, seed: int) -> list[Message]:
         """`reset(**columns)`; a text that it returns is the opening."""
         reset = getattr(self._object, "reset", None)
-        return read_messages(None if reset is None else call_reset(reset, row, seed))
+        return read_opening(None if reset is None else call_reset(reset, row, seed))
 
     def finish(self) -> float | None:
         """What `get_reward()` returns; without it the number that the attribute `reward` is."""
@@ -92,4 +92,11 @@ def open_class(source: str, make: Callable[[], Any], probe: Any) -> Factory:
             next="give it one",
         )
     tools = [schema_of(method, source) for method in methods.values()]
+    for name, tool in zip(methods, tools, strict=True):
+        if tool["function"]["name"] != name:
+            raise ConfigError(
+                f"tool {printable(name)} of {printable(source)}",
+                f"its own schema has the name {printable(tool['function']['name'])}",
+                next="give both the same name",
+            )
     return Factory(lambda: MethodEnvironment(make()), tools, True)

@@ -25,7 +25,7 @@ from quiver.stages.common.environments.environment import (
     Step,
     Turn,
     clean,
-    read_messages,
+    read_opening,
     read_step,
     read_text,
 )
@@ -47,7 +47,7 @@ class OpenEnvironment:
     def reset(self, row: Row, seed: int) -> list[Message]:
         """The first observation is the opening."""
         answer = self._ask("reset", {**row, "seed": seed % 2**31})
-        return read_messages(self._text_of(answer["observation"]))
+        return read_opening(self._text_of(answer["observation"]))
 
     def step(self, turn: Turn) -> Step:
         """One action."""

@@ -12,7 +12,7 @@ from quiver.stages.common.environments.environment import (
     Step,
     Turn,
     call_reset,
-    read_messages,
+    read_opening,
     read_reward,
     read_step,
     waited,
@@ -28,7 +28,7 @@ class SteppingEnvironment:
     def reset(self, row: Row, seed: int) -> list[Message]:
         """`reset(**columns)`, where there is one; what it returns is the opening."""
         reset = getattr(self._object, "reset", None)
-        return read_messages(None if reset is None else call_reset(reset, row, seed))
+        return read_opening(None if reset is None else call_reset(reset, row, seed))
 
     def step(self, turn: Turn) -> Step:
         """`step(turn)`."""
@@ -51,8 +51,5 @@ def open_class(source: str, make: Callable[[], Any], probe: Any) -> Factory:
     what the policy is shown; the class itself answers the calls."""
     from quiver.stages.common.environments.tool_schemas import schema_of
 
-    tools = [
-        tool if isinstance(tool, dict) else schema_of(tool, source)
-        for tool in getattr(probe, "tools", ())
-    ]
+    tools = [schema_of(tool, source) for tool in getattr(probe, "tools", ())]
     return Factory(lambda: SteppingEnvironment(make()), tools, False)

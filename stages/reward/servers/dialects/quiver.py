@@ -16,10 +16,11 @@ which is not 0). `error`, `parts` and `extra` may be left out.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from quiver.schemas import outside
 from quiver.stages.reward.scoring import Part
 
 from .rows import Row, Scored
@@ -79,11 +80,10 @@ def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:
 # -- the side that answers
 
 
-class Message(_Strict):
-    """One message of a conversation."""
-
-    role: str
-    content: str
+Message = Annotated[
+    dict[str, Any], BeforeValidator(lambda given: outside.read_message(given, "a message"))
+]
+"""One message of a conversation."""
 
 
 class RequestRow(_Strict):

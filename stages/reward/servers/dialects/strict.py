@@ -21,20 +21,14 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from quiver.schemas.errors import printable
+from quiver.schemas.outside import LARGEST, read_number
 from quiver.schemas.plain import no_constant, no_key_twice
-from quiver.stages.reward.scoring import LARGEST, Part, as_extra
+from quiver.stages.reward.scoring import Part, as_extra
 
 _T = TypeVar("_T", bound=BaseModel)
 MAX_DEPTH = 64
 # possessive: linear in whatever comes, closed or not
 _TEXT = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)
-_SHAPES = {
-    type(None): "null",
-    bool: "true or false",
-    str: "text",
-    list: "a list",
-    dict: "an object",
-}
 _BRACKET = re.compile(r"[\[\]{}]")
 
 
@@ -99,14 +93,14 @@ def as_part(number: Any, config: Any, extra: Any = None, error: Any = "") -> Par
     problem = None
     if isinstance(error, str) and error:
         problem = printable(error)
-    elif number is None and error is None:
-        pass
-    elif isinstance(number, bool) or not isinstance(number, int | float):
-        problem = f"gave {_SHAPES[type(number)]}, expected a number"
-    elif not abs(number) <= LARGEST:
-        problem = "gave a number that is not finite as float32"
-    elif not low <= number <= high:
-        problem = f"gave {number:g}, outside {low:g} to {high:g}"
-    else:
-        value = float((number - low) / (high - low) if config.rescale else number)
+    elif number is not None or error is not None:
+        try:
+            value = read_number(number)
+        except ValueError as refusal:
+            problem = f"gave {refusal}"
+    if value is not None and not low <= value <= high:
+        problem = f"gave {value:g}, outside {low:g} to {high:g}"
+        value = None
+    if value is not None and config.rescale:
+        value = (value - low) / (high - low)
     return Part(value, problem, None if extra is None else as_extra(extra))

@@ -1,0 +1,292 @@
+"""What others gave: messages, calls of tools, numbers, words and paths. One function reads each
+kind, and every entrance uses it.
+
+    read_message({"role": "user", "content": "3 + 4?", "weight": None}, "message 0")
+    # {"role": "user", "content": "3 + 4?"}
+
+Entrances are the rows of a source, what environments and tools return, the calls that a policy
+writes, imported trajectories, and answers of reward servers. Each function raises ValueError, whose
+text says what came and what was expected; the entrance adds where it came from.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from quiver.schemas.errors import printable
+from quiver.schemas.plain import MOST_DIGITS, bad_text, is_too_deep, problem_of, read_json
+
+Message = dict[str, Any]
+"""`role` and `content`; `name`, `tool_call_id`, `tool_calls` and `reasoning_content` if given."""
+MORE = ("tool_calls", "tool_call_id", "name", "reasoning_content")
+"""Members that a message may have beside role and content."""
+CHARACTERS_OF_TOKEN = 128
+"""Most characters that one token stands for: longer ones are runs of white space alone. Text above
+this is cut or refused before it is encoded, which would take minutes."""
+LARGEST = 3.4028234663852886e38
+"""The largest number of a float32."""
+THINKING = ("reasoning_content", "reasoning", "thinking")
+"""Names of an assistant's thinking in chats."""
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
+_UNUSED = frozenset({"annotations", "id", "refusal", "train", "weight"})
+"""Members of a message that change nothing of a prompt."""
+_REFUSED = {
+    "audio": "no model here hears; take it out",
+    "from": "rename `from` to role and `value` to content",
+    "function_call": 'write it as tool_calls: [{"type": "function", "function": {…}}]',
+    "refusal": "put its text into content",
+    "images": "pictures stand in the column data.images",
+    "value": "rename `from` to role and `value` to content",
+}
+"""Members of a message that are not read, and what to do about each."""
+_WORD = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+_LONGEST_NAME = 256
+_LONGEST_PATH = 4096
+_LONGEST_FILE_NAME = 255
+_SHAPES = {
+    type(None): "null",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "an object",
+}
+log = logging.getLogger(__name__)
+
+
+# -- messages
+
+
+def read_message(given: Any, place: str) -> Message:
+    """A message of a chat. Members that are null or empty count as absent."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{place} has {shape_of(given)}, expected role and content")
+    members = {key: member for key, member in given.items() if member not in _EMPTY}
+    for key in _UNUSED & members.keys() if given.get("content") is not None else ():
+        _say_unused(key)
+        del members[key]
+    thinking = _read_thinking(members, place)
+    content = given.get("content")
+    if content is None and (members.get("tool_calls") or thinking):
+        content = ""
+    unknown = sorted(map(str, members.keys() - {"role", "content", *MORE}))
+    if unknown or "role" not in members or content is None:
+        found = sorted(map(str, members.keys()))
+        hint = next((f": {_REFUSED[key]}" for key in unknown if key in _REFUSED), "")
+        raise ValueError(
+            f"{place} has {printable(found)}, expected role and content "
+            f"(and {', '.join(MORE)}){hint}"
+        )
+    role = read_word(members["role"], f"role of {place}")
+    message: Message = {"role": role, "content": read_content(content, place)}
+    if "name" in members:
+        message["name"] = read_name(members["name"], f"name of {place}")
+    if "tool_call_id" in members:
+        message["tool_call_id"] = read_word(members["tool_call_id"], f"tool_call_id of {place}")
+    if thinking:
+        message["reasoning_content"] = thinking
+    if "tool_calls" in members:
+        calls = members["tool_calls"]
+        if isinstance(calls, str):
+            calls = _parse(calls, f"tool_calls of {place}")
+        if not isinstance(calls, list):
+            raise ValueError(f"tool_calls of {place} holds {shape_of(calls)}, expected a list")
+        message["tool_calls"] = [read_tool_call(call, f"a call of {place}") for call in calls]
+    for key in ("reasoning_content", "tool_calls"):
+        if key in message and role != "assistant":
+            raise ValueError(f"{place} has {key} and the role {role}, expected role assistant")
+    return message
+
+
+@cache
+def _say_unused(key: str) -> None:
+    log.warning("messages have a member %s: it is not used", key)
+
+
+def _read_thinking(members: dict[Any, Any], place: str) -> str:
+    """Take the thinking out of `members`, whatever chats call it."""
+    names = [name for name in THINKING if name in members]
+    texts = {name: read_text(members.pop(name), f"{name} of {place}") for name in names}
+    if len(set(texts.values())) > 1:
+        raise ValueError(f"{place} has {' and '.join(names)}, which differ: keep one of them")
+    return texts[names[0]] if names else ""
+
+
+def read_content(given: Any, place: str) -> str | list[dict[str, str]]:
+    """A text, or a list of parts: {"type": "text", "text": …} each, or {"type": "image"}, which
+    stands for the next picture."""
+    if not isinstance(given, list):
+        return read_text(given, f"content of {place}")
+    parts: list[dict[str, str]] = []
+    for part in given:
+        members = part if isinstance(part, Mapping) else {}
+        members = {key: member for key, member in members.items() if member is not None}
+        if members == {"type": "image"}:
+            parts.append({"type": "image"})
+        elif members.keys() == {"type", "text"} and members["type"] == "text":
+            text = read_text(members["text"], f"content of {place}")
+            parts.append({"type": "text", "text": text})
+        else:
+            found = printable(sorted(map(str, members))) if members else shape_of(part)
+            raise ValueError(
+                f"a part of {place} has {found}, expected "
+                '{type: "text", text} or {type: "image"}, whose pictures are in the column '
+                "data.images"
+            )
+    return parts
+
+
+# -- calls of tools
+
+
+def read_tool_call(given: Any, place: str) -> dict[str, Any]:
+    """A call of a chat as templates take it, of {"function": {"name", "arguments"}} or these two
+    alone. Texts and numbers in it are such that Arrow and JSON hold them."""
+    if isinstance(given, str):
+        given = _parse(given, place)
+    call = given if isinstance(given, Mapping) else {}
+    call = {key: member for key, member in call.items() if member not in (None, "")}
+    call_id = call.pop("id", None)
+    kind = call.pop("type", "function")
+    call.pop("index", None)  # a place in a stream
+    function = call.pop("function", None)
+    if function is None:
+        function = call
+    elif call:
+        raise ValueError(f"{place} has {printable(sorted(map(str, call)))} beside its function")
+    if kind != "function":
+        raise ValueError(f"{place} has the type {printable(kind)}, expected function")
+    if isinstance(function, Mapping):  # some write "" or null if there are no arguments
+        function = {key: member for key, member in function.items() if member not in (None, "")}
+    name, arguments = read_call(function, place)
+    problem = problem_of(arguments)
+    if problem:
+        raise ValueError(f"the arguments of {place}: {problem}")
+    read: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    if call_id is not None:
+        read["id"] = read_word(call_id, f"the id of {place}")
+    return read
+
+
+def read_call(given: Any, place: str, key: str = "arguments") -> tuple[str, dict[str, Any]]:
+    """Name and arguments of a call {"name": …, key: {…}}, which has no other member. Arguments may
+    be the text of a JSON object; without any there are none."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{place} is {shape_of(given)}, expected a JSON object")
+    name = given.get("name")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f'{place} lacks "name"')
+    name = read_name(name, f"name of {place}")
+    unknown = sorted(map(str, given.keys() - {"name", key}))
+    if unknown:
+        raise ValueError(
+            f'{place} of {printable(name)} has the key "{printable(unknown[0])}", expected "name" '
+            f'and "{key}" alone'
+        )
+    arguments = given.get(key, {})
+    place = f'"{key}" of {printable(name)} in {place}'
+    if isinstance(arguments, str):  # JSON inside JSON, as OpenAI's interface has it
+        arguments = _parse(arguments, place)
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"{place} is {shape_of(arguments)}, expected a JSON object")
+    arguments = dict(arguments)
+    if is_too_deep(arguments) or not _is_readable(arguments):
+        raise ValueError(f"{place} is no plain JSON: {problem_of(arguments)}")
+    return name, arguments
+
+
+def _is_readable(given: Any) -> bool:
+    """Whether all numbers in plain content can be read again from JSON."""
+    if isinstance(given, dict):
+        given = list(given.values())
+    if isinstance(given, list):
+        return all(map(_is_readable, given))
+    if isinstance(given, float):
+        return math.isfinite(given)
+    return not isinstance(given, int) or abs(given) < 10**MOST_DIGITS
+
+
+def _parse(text: str, place: str) -> Any:
+    try:
+        return read_json(text)
+    except ValueError as error:
+        raise ValueError(f"{place} is not valid JSON: {printable(error)}") from None
+
+
+# -- texts, words, numbers, paths
+
+
+def read_text(given: Any, place: str) -> str:
+    """A text that UTF-8 and templates can hold."""
+    if not isinstance(given, str):
+        raise ValueError(f"the {place} holds {shape_of(given)}, expected text")
+    problem = bad_text(given)
+    if problem:
+        raise ValueError(f"the {place} {problem}")
+    return given
+
+
+def count_characters(given: Any) -> int:
+    """How many characters the texts in plain content have; pictures have none."""
+    waiting = [given]
+    count = 0
+    while waiting:
+        member = waiting.pop()
+        if isinstance(member, str):
+            count += len(member)
+        elif isinstance(member, list):
+            waiting += member
+        elif isinstance(member, Mapping):
+            waiting += [below for key, below in member.items() if key != "images"]
+    return count
+
+
+def read_word(given: Any, place: str) -> str:
+    """A role or an id: templates write it as it is, so it must not spell a control token."""
+    if not isinstance(given, str) or not _WORD.fullmatch(given):
+        raise ValueError(
+            f"{place} is {printable(repr(given))}, expected a word of A-Z a-z 0-9 _ . : -"
+        )
+    return given
+
+
+def read_name(given: Any, place: str) -> str:
+    """The name of a tool or of a speaker."""
+    name = read_text(given, place)
+    if len(name) > _LONGEST_NAME:
+        raise ValueError(
+            f"the {place} has {len(name)} characters, at most {_LONGEST_NAME} are read"
+        )
+    return name
+
+
+def read_number(given: Any) -> float:
+    """A number that a float32 holds. Text that looks like a number is text, and true is not 1."""
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        raise ValueError(f"{shape_of(given)}, expected a number")
+    if not abs(given) <= LARGEST:
+        raise ValueError("a number that is not finite as float32")
+    return float(given)
+
+
+def read_path(given: Any, place: str) -> str:
+    """The path of a file, as a system can have it."""
+    path = read_text(given, place)
+    if len(path.encode()) > _LONGEST_PATH:
+        raise ValueError(f"the {place} has more than {_LONGEST_PATH} bytes")
+    if any(len(name.encode()) > _LONGEST_FILE_NAME for name in path.split("/")):
+        raise ValueError(f"the {place} has a name of more than {_LONGEST_FILE_NAME} bytes")
+    return path
+
+
+def shape_of(given: Any) -> str:
+    """What `given` is, for a message."""
+    if isinstance(given, float) and not math.isfinite(given):
+        return "no finite number"
+    return _SHAPES.get(type(given), f"a {type(given).__name__}")

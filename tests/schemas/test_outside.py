@@ -1,0 +1,231 @@
+"""The gate for what others give: what is read, what is refused, and that every entrance uses it."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+
+from quiver.schemas import outside
+from quiver.schemas.outside import (
+    read_call,
+    read_message,
+    read_name,
+    read_number,
+    read_path,
+    read_tool_call,
+)
+from tests.test_architecture import FILES, NAMES, imported
+
+USER = {"role": "user", "content": "a"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": None}}}
+
+
+@pytest.mark.parametrize(
+    "given, read",
+    [
+        (USER, USER),
+        ({"role": "developer", "content": ""}, {"role": "developer", "content": ""}),
+        ({**USER, "tool_calls": None, "name": None, "function_call": None, "audio": {}}, USER),
+        ({**USER, "tool_calls": [], "tool_call_id": "", "images": [], "refusal": ""}, USER),
+        ({**USER, "weight": 0, "annotations": [{"url": "a"}], "id": "msg_1"}, USER),
+        ({**USER, "name": "Ann"}, {**USER, "name": "Ann"}),
+        (
+            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
+            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
+        ),
+        (
+            {"role": "tool", "content": "7", "tool_call_id": "functions.f:0", "name": "f"},
+            {"role": "tool", "content": "7", "tool_call_id": "functions.f:0", "name": "f"},
+        ),
+        (
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        ),
+        (
+            {"role": "assistant", "tool_calls": ['{"name": "f", "arguments": "{\\"a\\": null}"}']},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [
+                    {"type": "function", "function": {"name": "f", "arguments": {"a": None}}}
+                ],
+            },
+        ),
+    ],
+)
+def test_messages_are_read(given, read):
+    assert read_message(given, "message 0") == read
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("content", ["1", None])
+def test_thinking_is_read_whatever_it_is_called(name, content):
+    given = {"role": "assistant", "content": content, name: "hm"}
+    read = {"role": "assistant", "content": content or "", "reasoning_content": "hm"}
+    assert read_message(given, "message 0") == read
+
+
+@pytest.mark.parametrize(
+    "given, why",
+    [
+        (None, "message 0 has null, expected role and content"),
+        ("text", "message 0 has text, expected role and content"),
+        ({"role": "user"}, r"message 0 has \['role'\], expected role and content"),
+        ({"from": "human", "value": "a"}, "rename `from` to role and `value` to content"),
+        ({**USER, "mood": 1}, r"\['content', 'mood', 'role'\]"),
+        ({**USER, "audio": {"id": "a"}}, "no model here hears"),
+        ({**USER, "function_call": {"name": "f"}}, "write it as tool_calls"),
+        ({**USER, "images": ["a.png"]}, "data.images"),
+        ({"role": "assistant", "content": None, "refusal": "no"}, "put its text into content"),
+        ({"role": "<|im_start|>", "content": "a"}, "role of message 0 is '<|im_start|>'"),
+        ({"role": "user\nassistant", "content": "a"}, "expected a word"),
+        ({"role": "", "content": "a"}, "expected role and content"),
+        ({"role": "a" * 65, "content": "a"}, "expected a word"),
+        ({"role": 1, "content": "a"}, "expected a word"),
+        ({"role": "user", "content": 1}, "the content of message 0 holds a number, expected text"),
+        ({"role": "user", "content": {"a": 1}}, "holds an object, expected text"),
+        ({"role": "user", "content": "a\0"}, "has a NUL character in its text, at position 1"),
+        ({"role": "user", "content": "\ud800"}, "lone surrogate"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "a part of message 0 has"),
+        ({"role": "user", "content": ["a"]}, "a part of message 0 has text"),
+        ({**USER, "tool_call_id": "<|im_end|>"}, "tool_call_id of message 0 is"),
+        ({**USER, "name": "a" * 257}, "the name of message 0 has 257 characters"),
+        ({**USER, "reasoning_content": "hm"}, "has reasoning_content and the role user"),
+        ({**USER, "tool_calls": [CALL]}, "has tool_calls and the role user"),
+        (
+            {"role": "assistant", "content": "a", "reasoning": "x", "thinking": "y"},
+            "has reasoning and thinking, which differ",
+        ),
+        ({"role": "assistant", "tool_calls": "f()"}, "tool_calls of message 0 is not valid JSON"),
+        ({"role": "assistant", "tool_calls": {"a": 1}}, "tool_calls of message 0 holds an object"),
+    ],
+)
+def test_other_messages_are_refused_with_the_next_step(given, why):
+    with pytest.raises(ValueError, match=why):
+        read_message(given, "message 0")
+
+
+def test_a_member_that_changes_nothing_is_told_once(caplog):
+    outside._say_unused.cache_clear()
+    with caplog.at_level(logging.WARNING, "quiver.schemas.outside"):
+        for _ in range(3):
+            read_message({**USER, "weight": 0}, "message 0")
+    assert [record.getMessage() for record in caplog.records] == [
+        "messages have a member weight: it is not used"
+    ]
+
+
+@pytest.mark.parametrize(
+    "given, why",
+    [
+        (None, 'lacks "name"'),
+        ({"arguments": {}}, 'the call lacks "name"'),
+        ({"name": "", "arguments": {}}, 'the call lacks "name"'),
+        ({"name": "f", "parameters": {}}, 'the call of f has the key "parameters"'),
+        ({"function": {"name": "f", "parameters": {}}}, 'the call of f has the key "parameters"'),
+        ({"function": {"name": "f"}, "arguments": {}}, r"has \['arguments'\] beside its function"),
+        ({"type": "web_search", "name": "f"}, "the type web_search, expected function"),
+        ({"name": "f", "arguments": [1]}, '"arguments" of f in the call is a list'),
+        ({"name": "f", "arguments": "{"}, '"arguments" of f in the call is not valid JSON'),
+        ({"name": "f", "arguments": '{"a": 1, "a": 2}'}, "a key stands twice"),
+        ({"name": "f", "arguments": '{"a": 1e400}'}, "more than a float holds"),
+        ({"name": "f", "arguments": {"a": [float("inf")]}}, "a.0 is no finite number"),
+        ({"name": "f", "arguments": {"a": 2**64}}, "a is a number of more than 64 bits"),
+        ({"name": "f", "arguments": {"a": "\0"}}, "a holds a NUL character"),
+        ({"name": "f", "id": "a b"}, "the id of the call is 'a b'"),
+    ],
+)
+def test_other_calls_are_refused(given, why):
+    with pytest.raises(ValueError, match=why):
+        read_tool_call(given, "the call")
+
+
+@pytest.mark.parametrize("arguments", [None, "", "{}", {}])
+def test_a_call_of_a_chat_may_have_no_arguments(arguments):
+    read = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    assert read_tool_call({"name": "f", "arguments": arguments}, "the call") == read
+    assert read_tool_call({"function": {"name": "f"}}, "the call") == read
+
+
+def test_a_call_has_the_keys_of_its_format():
+    call = {"name": "f", "parameters": {"a": "\0"}}
+    assert read_call(call, "the call", "parameters") == ("f", {"a": "\0"})
+    with pytest.raises(ValueError, match='expected "name" and "arguments" alone'):
+        read_call(call, "the call")
+
+
+@pytest.mark.parametrize(
+    "given, why",
+    [
+        (True, "true or false, expected a number"),
+        ("1", "text, expected a number"),
+        (None, "null, expected a number"),
+        ([1], "a list, expected a number"),
+        (float("nan"), "not finite as float32"),
+        (float("-inf"), "not finite as float32"),
+        (1e39, "not finite as float32"),
+        (10**400, "not finite as float32"),
+    ],
+)
+def test_what_is_no_number_is_refused(given, why):
+    with pytest.raises(ValueError, match=why):
+        read_number(given)
+
+
+def test_names_and_paths():
+    assert read_number(3) == 3.0 and read_name("a/b", "name") == "a/b"
+    assert read_path("pictures/a (1).png", "path") == "pictures/a (1).png"
+    for path, why in [
+        ("a\0", "NUL"),
+        ("\ud800", "surrogate"),
+        (7, "a number, expected text"),
+        ("a/" * 3000, "more than 4096 bytes"),
+        ("a" * 300, "a name of more than 255 bytes"),
+    ]:
+        with pytest.raises(ValueError, match=why):
+            read_path(path, "path")
+
+
+ENTRANCES = {
+    "read_message": {
+        "stages.common.environments.environment",
+        "stages.prompt.messages",
+        "stages.reward.servers.dialects.quiver",
+    },
+    "read_call": {"stages.generate.turns.tool_calls"},
+    "read_tool_call": {"stages.common.trajectories"},
+    "read_number": {
+        "stages.common.environments.environment",
+        "stages.reward.servers.dialects.strict",
+    },
+    "read_path": {"stages.prompt.images"},
+    "read_name": {"stages.common.environments.tool_schemas"},
+}
+"""Who reads what others gave, by the function that reads it."""
+
+
+def callers(function: str) -> set[str]:
+    return {
+        NAMES[path].removeprefix("quiver.")
+        for path in FILES
+        if f"quiver.schemas.outside.{function}" in imported(path)
+        or f"outside.{function}(" in path.read_text()
+    }
+
+
+@pytest.mark.parametrize("function", ENTRANCES)
+def test_the_entrances_are_these(function):
+    assert callers(function) == ENTRANCES[function]
+
+
+def test_no_other_module_looks_for_a_role_that_may_not_be_there():
+    """Behind the gate a message has its role, and nobody asks whether."""
+    pattern = re.compile(r"""\.get\(\s*["'](role|tool_calls|tool_call_id)["']""")
+    found = {NAMES[path] for path in FILES if pattern.search(path.read_text())}
+    assert found == {
+        "quiver.schemas.outside",
+        "quiver.stages.generate.turns.tool_calls",  # what a tokenizer's response template gave
+        "quiver.stages.optimize.rollouts",  # the role of a model in a manifest
+    }
