@@ -35,6 +35,7 @@ from .requests import Requests
 from .resident import start
 from .rows import Rows
 from .shards import Shards
+from .texts import Texts
 from .turns.opening import identified, opened
 
 STAGE_VERSION = 1
@@ -173,11 +174,11 @@ def _sample(
             resident = start(config, replace(setup, verified=verification.result))
         finally:
             verification.result()  # of a torn file this error says more than the engine's own
-        tokenizer = checkpoints.load_tokenizer(policy)
+        texts = Texts.of(policy, setup.stop_ids)
     writer.notes["engine"] = resident.info
     requests = new_requests(
         rows=rows,
-        tokenizer=tokenizer,
+        texts=texts,
         take_shard=shards.take,
         engine=config.engine,
         ahead=getattr(resident.engine, "ahead", 1),

@@ -142,7 +142,8 @@ class _Branches:
     def __init__(self, plan: Plan, turn: int) -> None:
         self._turn = turn
         self._name = str(plan.inputs["rollouts"].ref)
-        self._tokenizer = checkpoints.load_tokenizer(plan.store.open(plan.models[0].ref))
+        policy = plan.store.open(plan.models[0].ref)
+        self._tokenizer = checkpoints.load_tokenizer(policy).backend_tokenizer
         self._before_calls = text_before_calls(plan.store, plan.inputs["rollouts"])
         self._prompts: pa.Table | None = None
         self._places: dict[str, int] = {}
@@ -194,7 +195,8 @@ class _Branches:
                     **{name: prompt[name] for name in _BESIDE},
                 }
             )
-        texts = self._tokenizer.batch_decode([row["prompt_ids"] for row in rows])
+        all_ids = [row["prompt_ids"] for row in rows]
+        texts = self._tokenizer.decode_batch(all_ids, skip_special_tokens=False)
         for row, text in zip(rows, texts, strict=True):
             row["prompt_text"] = text
         struct = self._columns(rollouts["group_id"].to_pylist(), columns)
