@@ -11,6 +11,7 @@ that is not whole.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from quiver.schemas.errors import LineageError
+from quiver.schemas.errors import LineageError, printable
 from quiver.stages.common import plugins
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import verify_model
@@ -30,7 +31,7 @@ from quiver.stages.common.store.writer import Writer
 from . import engine as engines
 from .config import Config
 from .options import VllmOptions
-from .prompts import context_limit, most_pictures, select_prompts
+from .prompts import context_limit, most_pictures, select_prompts, unknown_end
 from .requests import Requests
 from .resident import start
 from .rows import Rows
@@ -42,6 +43,7 @@ STAGE_VERSION = 1
 SHARED = True
 _MOST_LISTED = 1000
 _LEAST_ROOM = 64
+log = logging.getLogger(__name__)
 
 
 def prepare(config: Config) -> None:
@@ -95,10 +97,21 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     prompts, dropped, longest = select_prompts(config, plan.inputs["prompts"], policy)
     rows = Rows(prompts, config, plan.run_key[:8])
     shards = Shards(writer, rows)
+    template_end = unknown_end(config, plan.inputs["prompts"], stop_ids_of(config, policy))
     if not len(rows):
         for index in shards.handout:
             writer.write(index, rows.empty_table())
     elif shards.handout.more():
+        if template_end is not None:
+            log.warning(
+                "%s: its chat template ends an assistant's turn with %s, at which no completion "
+                "ends: one that writes it goes on, mostly to max_tokens; set "
+                "generate.sampling.stop_token_ids = [%d], or add that id to eos_token_id in the "
+                "model's generation_config.json",
+                plan.inputs["prompts"].ref,
+                printable(repr(template_end["text"])),
+                template_end["id"],
+            )
         setup = engine_setup(config, policy, longest, most_pictures(config, prompts))
         options = engines.engine_options(config.engine, config.options)
         is_beside = isinstance(options, VllmOptions) and options.lora
@@ -116,6 +129,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     engine, *other_engines = engine_infos or [{"name": config.engine}]
     metrics["engine"] = engine
     metrics["dropped"] = dropped[:_MOST_LISTED]
+    if template_end is not None:
+        metrics["unknown_end"] = template_end
     if other_engines:
         metrics["other_engines"] = other_engines
     if dropped:
@@ -124,15 +139,20 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     writer.finish(metrics=metrics, status=status, device=device, ids=rows.rollout_ids)
 
 
+def stop_ids_of(config: Config, policy: Version) -> set[int]:
+    """Every id that ends a completion. ConfigError where the model names none and should."""
+    stop_ids = {*config.sampling.stop_token_ids}
+    if not config.sampling.ignore_eos:
+        stop_ids.update(checkpoints.end_token_ids(policy))
+    return stop_ids
+
+
 def engine_setup(
     config: Config, policy: Version, longest: int, most_pictures: int
 ) -> engines.Setup:
     """What the engine is made from, for rows of at most `longest` ids, with at most so many
     pictures. `max_model_len` is a power of two, or half as much more, or the limit: it changes
     seldom with the prompts."""
-    stop_ids = set(config.sampling.stop_token_ids)
-    if not config.sampling.ignore_eos:
-        stop_ids.update(checkpoints.end_token_ids(policy))
     least_room = max(longest, _LEAST_ROOM)
     room = 2 ** math.ceil(math.log2(least_room))
     if least_room <= room * 3 // 4:
@@ -140,7 +160,7 @@ def engine_setup(
     return engines.Setup(
         policy=policy,
         sampling=config.sampling,
-        stop_ids=tuple(sorted(stop_ids)),
+        stop_ids=tuple(sorted(stop_ids_of(config, policy))),
         max_model_len=min(room, context_limit(config, policy)),
         dtype=config.dtype,
         device=config.device,

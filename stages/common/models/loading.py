@@ -57,13 +57,11 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: str | torch.device = "cpu",
-    attn_implementation: str = "sdpa",
     base: Version | None = None,
 ) -> PreTrainedModel:
     """The model of a policy version in eval mode with every dropout at 0; hashes are checked first.
-    `base`: the version whose weights its adapter goes on, where it has no others (`merging`). A
-    model without `sdpa` is loaded with the attention that it has. ConfigError where its files are
-    not a model's.
+    `base`: the version whose weights its adapter goes on, where it has no others (`merging`).
+    ConfigError where its files are not a model's.
 
     Dropout is off in training too: the ratio π_θ / π_old must be 1 before the first update.
     """
@@ -80,11 +78,9 @@ def load_model(
         loader = transformers.AutoModelForImageTextToText
     else:
         loader = transformers.AutoModelForCausalLM
-    # None: sdpa where the model has it, eager elsewhere
-    attention = None if attn_implementation == "sdpa" else attn_implementation
     weights = base or version
     source = (loader, weights.files.folder, str(weights.ref))
-    model = load_pretrained(*source, dtype=dtype, attn_implementation=attention)
+    model = load_pretrained(*source, dtype=dtype)
     if base is not None:
         exact = model if dtype == torch.float32 else load_pretrained(*source, dtype=torch.float32)
         put_adapter_on(model, exact, version)
@@ -129,8 +125,9 @@ def load_as_stored(
 
 
 def load_pretrained(loader: Any, folder: Path, name: str, **options: Any) -> PreTrainedModel:
-    """The model in `folder`, by one of transformers' Auto classes. ConfigError about `name` where
-    its files are not those of a model, or lack weights: transformers would draw them at random."""
+    """The model in `folder`, by one of transformers' Auto classes, with its own attention.
+    ConfigError about `name` where its files are not those of a model, or lack weights: transformers
+    would draw them at random."""
     with load_errors(name):
         model, report = loader.from_pretrained(
             folder,
@@ -147,7 +144,43 @@ def load_pretrained(loader: Any, folder: Path, name: str, **options: Any) -> Pre
             f"{len(missing)} weights are missing, which would be random: {printable(missing[0])}",
             next="complete its files, or name another model",
         )
+    own = own_attention(model)
+    if model.config._attn_implementation != own:
+        model.set_attn_implementation(own)
     return model
+
+
+def own_attention(model: PreTrainedModel) -> str:
+    """Name of the transformers attention that computes all that the model's layers do.
+
+    `sdpa` leaves logit caps out without a word, and has no sinks; transformers chooses it for
+    models with caps all the same. Trainer, engine, reference and reward models all take this one.
+    """
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        has_caps = bool(getattr(config, "attn_logit_softcapping", None))
+        if has_caps or not getattr(module, "_supports_sdpa", True):
+            return "eager"
+    return "sdpa"
+
+
+def set_attention(model: PreTrainedModel, name: str, option: str) -> None:
+    """Take the attention `name` in place of the model's own. ConfigError about `option` where it is
+    not there, or would leave out what the model's own computes."""
+    if own_attention(model) == "eager" and name != "eager":
+        raise ConfigError(
+            f"{option} {printable(repr(name))}",
+            f"{type(model).__name__} has logit caps, sinks or another part that only the eager "
+            "attention of transformers computes, as the trainer does",
+            next=f"leave {option} out",
+        )
+    try:
+        model.set_attn_implementation(name)
+    except (ImportError, ValueError) as error:
+        problem = printable(" ".join(str(error).split()))
+        raise ConfigError(
+            f"{option} {printable(repr(name))}", problem, next=f"leave {option} out"
+        ) from error
 
 
 def _configs(config: object) -> Iterator[PreTrainedConfig]:

@@ -31,7 +31,12 @@ from quiver.stages.common.forward.precision import products
 from quiver.stages.common.images.processor import image_token_id, load_processor
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.devices import uses_gpu
-from quiver.stages.common.models.loading import decoder_start_id, load_model, short_of_memory
+from quiver.stages.common.models.loading import (
+    decoder_start_id,
+    load_model,
+    set_attention,
+    short_of_memory,
+)
 from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import TransformersOptions
 from quiver.stages.generate.sampling import draw, processed_logprobs
@@ -121,9 +126,11 @@ class TransformersEngine:
             setup.policy,
             dtype=getattr(torch, dtype),
             device=self.device,
-            attn_implementation=self.options.attn_implementation,
             base=setup.base,
         )
+        if self.options.attn_implementation != "auto":
+            name = self.options.attn_implementation
+            set_attention(self.model, name, "generate.options.attn_implementation")
         self.stop_ids = torch.tensor(setup.stop_ids, dtype=torch.long, device=self.device)
         if setup.sampling.stop:
             self.tokenizer = checkpoints.load_tokenizer(setup.policy)

@@ -48,7 +48,7 @@ STAGE_VERSION = 1
 _OF_ROLLOUTS = ["rollout_id", "group_id", "prompt_ids", "completion_ids", "turns"]
 _CARRIED = ("turns", "template_arguments", "template_seconds")
 """Of the prompts' config: who goes on with them must render as they were."""
-_TOLD = ("assistant_starts", "chat_template")
+_TOLD = ("assistant_starts", "assistant_end", "chat_template")
 """The same of their metrics."""
 _BESIDE = ("tools", "images", "image_spans")
 """Columns of the prompt that stay."""
