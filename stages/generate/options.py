@@ -56,10 +56,10 @@ class Sampling(Config):
     """Subtracted once for each time that the id stands in the completion; 0 is off."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a completion, beside the model's own end tokens; the sampled one stays as the
-    last id."""
+    last id, and its text is left out as that of an end token. `stop` keeps the text."""
     stop: Added[tuple[str, ...]] = ()
     """Texts that end a completion, such as `["</answer>"]`; the ids stay up to the one that
-    completes the text, which may bring more text with it."""
+    completes the text, which may bring more text with it. They may hold special tokens."""
     ignore_eos: bool = False
     """The model's own end tokens do not end a completion."""
 

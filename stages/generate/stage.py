@@ -118,7 +118,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         base = (checkpoints.adapter_base if is_beside else base_of)(plan.store, policy)
         setup = replace(setup, base=base)
         with opened(plan, writer, setup) as new_requests:
-            _sample(config, setup, writer, new_requests, rows, shards)
+            _sample(plan, setup, writer, new_requests, rows, shards)
     metrics, status = shards.summary()
     engine_infos: list[dict[str, Any]] = []
     for worker in writer.reports():  # on other machines it may be another device or dtype
@@ -171,7 +171,7 @@ def engine_setup(
 
 
 def _sample(
-    config: Config,
+    plan: Plan,
     setup: engines.Setup,
     writer: Writer,
     new_requests: Callable[..., Requests],
@@ -179,6 +179,7 @@ def _sample(
     shards: Shards,
 ) -> None:
     """Start the engine, and let it make all shards that are missing."""
+    config = plan.config
     policy = setup.policy
     if setup.base is not None:
         verify_model(setup.base)
@@ -195,6 +196,7 @@ def _sample(
         finally:
             verification.result()  # of a torn file this error says more than the engine's own
         texts = Texts.of(policy, setup.stop_ids)
+    _warn_of_lost_texts(texts, config, plan.inputs["prompts"])
     writer.notes["engine"] = resident.info
     requests = new_requests(
         rows=rows,
@@ -207,3 +209,18 @@ def _sample(
     )
     with resident.at_work(writer):
         shards.make(resident.engine, requests)
+
+
+def _warn_of_lost_texts(texts: Texts, config: Config, prompts: Version) -> None:
+    """Say which stop ids have a text that no reward will see, but for the template's own end."""
+    template_end = prompts.manifest.metrics.get("assistant_end") or {}
+    for id in config.sampling.stop_token_ids:
+        text = texts.lost_text(id)
+        if text and id != template_end.get("id"):
+            log.warning(
+                "generate.sampling.stop_token_ids: %d ends a completion, so its text %s is no part "
+                "of completion_text, which rewards read; name the text in generate.sampling.stop "
+                "to keep it",
+                id,
+                printable(repr(text)),
+            )

@@ -34,13 +34,16 @@ class Texts:
         self,
         tokenizer: PreTrainedTokenizerFast,
         end_ids: Collection[int],
+        stop_ids: Collection[int] = (),
         *,
         begins_text: bool = False,
     ) -> None:
-        """`end_ids`: ids that end a completion, beside the tokenizer's own. `begins_text`: a
-        completion follows no prompt, as in an encoder-decoder model."""
+        """`end_ids`: the model's end tokens, which the tokenizer's may not hold all. `stop_ids`:
+        ids at which sampling stops. `begins_text`: a completion follows no prompt, as in an
+        encoder-decoder model."""
         framing = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
-        self._left_out = {*end_ids, *framing}
+        self._framing = {*end_ids, *framing}
+        self._left_out = {*stop_ids, *self._framing}
         # transformers' own `decode` may take spaces out again (clean_up_tokenization_spaces)
         self._tokenizer = tokenizer.backend_tokenizer
         # many decoders drop the space that a text begins with, so a letter goes before it
@@ -51,15 +54,21 @@ class Texts:
 
     @classmethod
     def of(cls, policy: Version, stop_ids: Collection[int] = ()) -> Texts:
-        """For completions of `policy`; `stop_ids` end one beside the model's own. ConfigError."""
-        end_ids = {*stop_ids}
+        """For completions of `policy`, which end at `stop_ids`. ConfigError."""
+        end_ids: list[int] = []
         with suppress(ConfigError):  # a model that names no end token
-            end_ids.update(checkpoints.end_token_ids(policy))
+            end_ids = checkpoints.end_token_ids(policy)
         return cls(
             checkpoints.load_tokenizer(policy),
             end_ids,
+            stop_ids,
             begins_text=checkpoints.is_encoder_decoder(policy),
         )
+
+    def lost_text(self, stop_id: int) -> str:
+        """The text of a stop id that is left out, though it frames no text of this model; else
+        empty."""
+        return "" if stop_id in self._framing else self._decoded([[stop_id]])[0]
 
     def decode(self, ids: Iterable[int]) -> str:
         """What the policy wrote with these ids."""

@@ -69,7 +69,7 @@ def test_text_is_whole(text):
 
 def test_only_ends_padding_and_beginnings_are_left_out():
     (seven,) = ids_of(" seven")
-    texts = Texts(tagged(), [seven])
+    texts = Texts(tagged(), [], [seven])
     for id in (PAD, BOS, EOS, seven):
         assert texts.decode([id, *ids_of(WRITTEN), id]) == WRITTEN
         assert texts.decode([id]) == ""
@@ -152,6 +152,15 @@ def test_special_tokens_reach_the_rewards_from_engines_and_imports(store, policy
 def test_an_end_that_does_not_end_a_row_is_left_out_too(store, policy):
     row = scripted(store, policy, [*ids_of("1"), EOS, *ids_of("2")], ignore_eos=True)
     assert row["completion_text"] == "12"
+
+
+def test_a_stop_id_is_an_end_and_its_text_is_said_to_be_lost(store, policy, caplog):
+    *_, end = ids_of("</answer>")
+    row = scripted(store, policy, ids_of(WRITTEN)[:-1], stop_token_ids=[end], ignore_eos=True)
+    assert row["completion_ids"] == ids_of(WRITTEN)
+    assert row["completion_text"] == "<think>three</think><answer>7"
+    (told,) = [message for message in caplog.messages if "stop_token_ids" in message]
+    assert f"{end} ends a completion, so its text '</answer>' is no part" in told
 
 
 def test_the_models_own_other_ends_are_left_out(store, tmp_path):
