@@ -144,9 +144,7 @@ def load_pretrained(loader: Any, folder: Path, name: str, **options: Any) -> Pre
             f"{len(missing)} weights are missing, which would be random: {printable(missing[0])}",
             next="complete its files, or name another model",
         )
-    own = own_attention(model)
-    if model.config._attn_implementation != own:
-        model.set_attn_implementation(own)
+    take_own_attention(model)
     return model
 
 
@@ -162,6 +160,13 @@ def own_attention(model: PreTrainedModel) -> str:
         if has_caps or not getattr(module, "_supports_sdpa", True):
             return "eager"
     return "sdpa"
+
+
+def take_own_attention(model: PreTrainedModel) -> None:
+    """Have `model` compute with its own attention."""
+    own = own_attention(model)
+    if model.config._attn_implementation != own:
+        model.set_attn_implementation(own)
 
 
 def set_attention(model: PreTrainedModel, name: str, option: str) -> None:

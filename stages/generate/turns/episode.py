@@ -197,7 +197,7 @@ class Episode:
             record.tool_calls = json.dumps([call._asdict() for call in parsed.calls])
         record.parse_error = parsed.error
         if self._messages is not None:
-            self._messages = [*self._messages, turn_message(parsed)]
+            self._messages = [*self._messages, turn_message(parsed, setting.bridge.gap)]
         if finish_reason == "abort":
             self.failed("environment_error", _UNTOLD)
         elif finish_reason == "length":

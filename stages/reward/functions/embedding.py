@@ -98,6 +98,7 @@ def _load(model: str) -> tuple[Any, Any, int]:
     from transformers import AutoModel, AutoTokenizer
 
     from quiver.stages.common.models.checkpoints import find_folder
+    from quiver.stages.common.models.loading import take_own_attention
     from quiver.stages.common.models.mkl_warmup import make_first_calls
 
     make_first_calls()
@@ -107,5 +108,6 @@ def _load(model: str) -> tuple[Any, Any, int]:
     encoder = AutoModel.from_pretrained(
         folder, dtype=torch.float32, use_safetensors=True, **options
     ).eval()
+    take_own_attention(encoder)
     positions = getattr(encoder.config, "max_position_embeddings", tokenizer.model_max_length)
     return tokenizer, encoder, min(tokenizer.model_max_length, positions)
