@@ -4,6 +4,9 @@ attention."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +23,7 @@ from quiver.stages.common.models.loading import load_model, load_pretrained
 from quiver.stages.common.models.shrink import parts
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store, Version
-from quiver.stages.generate.engine import Request, Setup
+from quiver.stages.generate.engine import Engine, Request, Setup
 from quiver.stages.generate.engines.transformers import TransformersEngine
 from quiver.stages.generate.options import Sampling
 from tests import architectures
@@ -37,8 +40,8 @@ LLAMA3 = {
 }
 LONGROPE = {
     "rope_type": "longrope",
-    "short_factor": [1.0] * 8,
-    "long_factor": [4.0] * 8,
+    "short_factor": [1.0] * 16,
+    "long_factor": [4.0] * 16,
     "partial_rotary_factor": 1.0,
     "original_max_position_embeddings": 64,
 }
@@ -84,11 +87,27 @@ FEATURES = {
     "biases of positions: t5": ("sdpa", "mt5", {}),
 }
 """Attention that trainer and engine take, family, and what its config is given."""
+NOT_ON_A_CPU = {
+    "biases of positions: t5",  # vLLM has no encoder-decoder models
+    "caps on attention: t5gemma",
+    "caps on attention: vaultgemma",  # vLLM's own model of it does not start
+    "chunks: llama4",  # its chunks are multiples of a block of 32
+    "sinks: gpt_oss",  # no experts without quantization
+    "sinks: granite_swa",  # these two were not tried
+    "sinks: mimo_v2_flash",
+}
+"""What vLLM's CPU build does not start with, or was not tried with."""
+
+
+TWO_HEADS = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 2)
+"""For families whose heads are as wide as these are few: vLLM's CPU attention needs 32."""
 
 
 def make_model(folder: Path, family: str, **changed: object) -> Path:
     """A tiny model of a family, with large random weights."""
     config = CONFIG_MAPPING[family](**architectures.CONFIGS.get(family, {}))
+    if family in ("bloom", "cohere", "granite", "llama", "phi3", "qwen2"):
+        changed = {**TWO_HEADS, **changed}
     for part in parts(config):
         for name, value in changed.items():
             if hasattr(part, name):
@@ -102,11 +121,13 @@ def policy_of(store: Store, folder: Path) -> Version:
     return store.open(ref)
 
 
-def sampled(
-    policy: Version, **options: object
-) -> list[tuple[torch.Tensor, np.ndarray, np.ndarray]]:
-    """Prompt, ids and logprobs of rows with prompts of several lengths, sampled in one batch."""
-    setup = Setup(
+Sampled = list[tuple[torch.Tensor, np.ndarray, np.ndarray]]
+"""Of each row its prompt, ids and logprobs."""
+
+
+def setup_of(policy: Version, **options: object) -> Setup:
+    """Rows of 20 ids, in float32."""
+    return Setup(
         policy=policy,
         sampling=Sampling(max_tokens=20, ignore_eos=True),
         stop_ids=(),
@@ -115,7 +136,15 @@ def sampled(
         device="cpu",
         options=options,
     )
-    engine = TransformersEngine(setup)
+
+
+def sampled(policy: Version, **options: object) -> Sampled:
+    """Rows that engine `transformers` samples."""
+    return answers(TransformersEngine(setup_of(policy, **options)))
+
+
+def answers(engine: Engine) -> Sampled:
+    """Rows with prompts of several lengths, sampled in one batch."""
     draw = torch.Generator().manual_seed(2)
     prompts = [torch.randint(3, 96, (length,), generator=draw) for length in (8, 15, 4)]
     requests = [Request(row, ids.int().numpy(), row) for row, ids in enumerate(prompts)]
@@ -127,7 +156,7 @@ def sampled(
     return rows
 
 
-def largest_gap(policy: Version, rows: list) -> float:
+def largest_gap(policy: Version, rows: Sampled) -> float:
     """The largest difference from the logprobs of one plain pass with eager attention over each
     row, in nats."""
     folder = policy.files.folder
@@ -152,6 +181,36 @@ def test_what_is_sampled_is_what_eager_attention_computes(store, tmp_path, name)
     set_mode(model, "single")
     assert model.config._attn_implementation == attention
     assert largest_gap(policy, sampled(policy)) < TOLERANCE
+
+
+def test_caps_that_are_left_out_would_be_seen(store, tmp_path):
+    policy = policy_of(store, make_model(tmp_path / "model", "gemma2", **CAPS))
+    engine = TransformersEngine(setup_of(policy))
+    engine.model.set_attn_implementation("sdpa")
+    assert largest_gap(policy, answers(engine)) > 100 * TOLERANCE
+
+
+def test_every_feature_is_in_the_document():
+    text = (architectures.ROOT / "deployments" / "docs" / "engines.md").read_text()
+    documented = {line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")}
+    assert {name.partition(":")[0] for name in FEATURES} <= documented
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", sorted(FEATURES.keys() - NOT_ON_A_CPU))
+def test_vllm_samples_the_same(name, tmp_path):
+    command = [sys.executable, "-m", __name__, name, str(tmp_path)]
+    done = subprocess.run(
+        command,
+        cwd=architectures.ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert float(done.stdout.splitlines()[-1]) < (1e-3 if name.endswith("bloom") else TOLERANCE)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
@@ -215,3 +274,17 @@ def test_every_family_is_sampled_right_or_refused(store, tmp_path, family):
         assert family in NOT_SAMPLED or "keeps no keys and values" in error.message
     else:
         assert largest_gap(policy, rows) < OTHERWISE.get(family, TOLERANCE)
+
+
+def print_gap_of_vllm(name: str, folder: Path) -> None:
+    """What the test of vLLM reads, from a process of its own."""
+    from quiver.stages.generate.engines.vllm import VllmEngine
+
+    _, family, changed = FEATURES[name]
+    policy = policy_of(Store(folder / "store"), make_model(folder / "model", family, **changed))
+    engine = VllmEngine(setup_of(policy, cpu_kv_cache_gib=0.2, max_num_seqs=4))
+    print(largest_gap(policy, answers(engine)))
+
+
+if __name__ == "__main__":
+    print_gap_of_vllm(sys.argv[1], Path(sys.argv[2]))
