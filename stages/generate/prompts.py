@@ -4,7 +4,6 @@ knows. Nothing is ever cut."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 
 import numpy as np
 import pyarrow as pa
@@ -115,16 +114,6 @@ def pictures_of(prompts: pa.Table, row: int) -> tuple[Picture, ...]:
     images = prompts["images"][row].as_py() or ()
     spans = prompts["image_spans"][row].as_py() or ()
     return tuple(Picture(image["bytes"], **span) for image, span in zip(images, spans, strict=True))
-
-
-def unknown_end(config: Config, prompts: Version, stop_ids: Collection[int]) -> dict | None:
-    """`id` and `text` of the token with which the prompts' chat template ends an assistant's turn,
-    where it ends no completion; else None."""
-    end = prompts.manifest.metrics.get("assistant_end")
-    if end is None or end["id"] in stop_ids or config.sampling.ignore_eos:
-        return None
-    is_stop = any(string in end["text"] for string in config.sampling.stop)
-    return None if is_stop else end
 
 
 def context_limit(config: Config, policy: Version) -> int:

@@ -11,7 +11,6 @@ that is not whole.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from quiver.schemas.errors import LineageError, printable
+from quiver.schemas.errors import LineageError
 from quiver.stages.common import plugins
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import verify_model
@@ -30,8 +29,9 @@ from quiver.stages.common.store.writer import Writer
 
 from . import engine as engines
 from .config import Config
+from .ends import stop_ids_of, unknown_end, warn_of_ends
 from .options import VllmOptions
-from .prompts import context_limit, most_pictures, select_prompts, unknown_end
+from .prompts import context_limit, most_pictures, select_prompts
 from .requests import Requests
 from .resident import start
 from .rows import Rows
@@ -43,7 +43,6 @@ STAGE_VERSION = 1
 SHARED = True
 _MOST_LISTED = 1000
 _LEAST_ROOM = 64
-log = logging.getLogger(__name__)
 
 
 def prepare(config: Config) -> None:
@@ -97,28 +96,18 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     prompts, dropped, longest = select_prompts(config, plan.inputs["prompts"], policy)
     rows = Rows(prompts, config, plan.run_key[:8])
     shards = Shards(writer, rows)
-    template_end = unknown_end(config, plan.inputs["prompts"], stop_ids_of(config, policy))
     if not len(rows):
         for index in shards.handout:
             writer.write(index, rows.empty_table())
     elif shards.handout.more():
-        if template_end is not None:
-            log.warning(
-                "%s: its chat template ends an assistant's turn with %s, at which no completion "
-                "ends: one that writes it goes on, mostly to max_tokens; set "
-                "generate.sampling.stop_token_ids = [%d], or add that id to eos_token_id in the "
-                "model's generation_config.json",
-                plan.inputs["prompts"].ref,
-                printable(repr(template_end["text"])),
-                template_end["id"],
-            )
+        warn_of_ends(plan, policy)
         setup = engine_setup(config, policy, longest, most_pictures(config, prompts))
         options = engines.engine_options(config.engine, config.options)
         is_beside = isinstance(options, VllmOptions) and options.lora
         base = (checkpoints.adapter_base if is_beside else base_of)(plan.store, policy)
         setup = replace(setup, base=base)
         with opened(plan, writer, setup) as new_requests:
-            _sample(plan, setup, writer, new_requests, rows, shards)
+            _sample(config, setup, writer, new_requests, rows, shards)
     metrics, status = shards.summary()
     engine_infos: list[dict[str, Any]] = []
     for worker in writer.reports():  # on other machines it may be another device or dtype
@@ -129,22 +118,13 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     engine, *other_engines = engine_infos or [{"name": config.engine}]
     metrics["engine"] = engine
     metrics["dropped"] = dropped[:_MOST_LISTED]
-    if template_end is not None:
-        metrics["unknown_end"] = template_end
+    metrics |= unknown_end(plan, policy)
     if other_engines:
         metrics["other_engines"] = other_engines
     if dropped:
         status["dropped"] = len(dropped)
     device = engine.get("device", "cpu")
     writer.finish(metrics=metrics, status=status, device=device, ids=rows.rollout_ids)
-
-
-def stop_ids_of(config: Config, policy: Version) -> set[int]:
-    """Every id that ends a completion. ConfigError where the model names none and should."""
-    stop_ids = {*config.sampling.stop_token_ids}
-    if not config.sampling.ignore_eos:
-        stop_ids.update(checkpoints.end_token_ids(policy))
-    return stop_ids
 
 
 def engine_setup(
@@ -160,7 +140,7 @@ def engine_setup(
     return engines.Setup(
         policy=policy,
         sampling=config.sampling,
-        stop_ids=tuple(sorted(stop_ids_of(config, policy))),
+        stop_ids=stop_ids_of(config, policy),
         max_model_len=min(room, context_limit(config, policy)),
         dtype=config.dtype,
         device=config.device,
@@ -171,7 +151,7 @@ def engine_setup(
 
 
 def _sample(
-    plan: Plan,
+    config: Config,
     setup: engines.Setup,
     writer: Writer,
     new_requests: Callable[..., Requests],
@@ -179,7 +159,6 @@ def _sample(
     shards: Shards,
 ) -> None:
     """Start the engine, and let it make all shards that are missing."""
-    config = plan.config
     policy = setup.policy
     if setup.base is not None:
         verify_model(setup.base)
@@ -195,12 +174,10 @@ def _sample(
             resident = start(config, replace(setup, verified=verification.result))
         finally:
             verification.result()  # of a torn file this error says more than the engine's own
-        texts = Texts.of(policy, setup.stop_ids)
-    _warn_of_lost_texts(texts, config, plan.inputs["prompts"])
     writer.notes["engine"] = resident.info
     requests = new_requests(
         rows=rows,
-        texts=texts,
+        texts=Texts.of(policy, setup.stop_ids),
         take_shard=shards.take,
         engine=config.engine,
         ahead=getattr(resident.engine, "ahead", 1),
@@ -209,18 +186,3 @@ def _sample(
     )
     with resident.at_work(writer):
         shards.make(resident.engine, requests)
-
-
-def _warn_of_lost_texts(texts: Texts, config: Config, prompts: Version) -> None:
-    """Say which stop ids have a text that no reward will see, but for the template's own end."""
-    template_end = prompts.manifest.metrics.get("assistant_end") or {}
-    for id in config.sampling.stop_token_ids:
-        text = texts.lost_text(id)
-        if text and id != template_end.get("id"):
-            log.warning(
-                "generate.sampling.stop_token_ids: %d ends a completion, so its text %s is no part "
-                "of completion_text, which rewards read; name the text in generate.sampling.stop "
-                "to keep it",
-                id,
-                printable(repr(text)),
-            )

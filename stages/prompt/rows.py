@@ -158,6 +158,13 @@ class Renderer:
             pictures += self._pictures.of_cell(f"{name}: its environment", of_opening)
         return pictures
 
+    def of_assistant(self, chats: pa.ChunkedArray) -> dict[str, Any]:
+        """Where the template begins and ends an assistant's turn, for the manifest."""
+        return {
+            "assistant_starts": self.assistant_starts(chats),
+            "assistant_end": self.assistant_end(chats),
+        }
+
     def assistant_starts(self, chats: pa.ChunkedArray) -> dict[str, str | None]:
         """For each role that a chat ends with, what stands between that message and the assistant's
         own text; None: can not be told.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quiver.stages.common.models.loading import own_attention
+from quiver.stages.common.models.own_attention import own_attention
 
 from .gpu.choice import fits
 from .gpu.copies import Copies
