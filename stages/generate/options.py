@@ -173,10 +173,9 @@ class TransformersOptions(Config):
 
     batch_size: Runtime[int] = Field(default=32, ge=1)
     """Sequences decoded together, of one shard: at most `rows_per_shard`."""
-    attn_implementation: str = "auto"
-    """The attention of transformers: sdpa, eager, flash_attention_2, …; auto: the one that the
-    trainer has, `eager` for models with logit caps or sinks and `sdpa` for others. What would leave
-    a part of the model out is refused."""
+    attn_implementation: str = "sdpa"
+    """The attention of transformers: sdpa, eager, flash_attention_2, … With `sdpa` models that have
+    logit caps or sinks take `eager`, as in training; with them every other one is refused."""
 
 
 class ScriptedOptions(Config):

@@ -129,7 +129,7 @@ class TransformersEngine:
             device=self.device,
             base=setup.base,
         )
-        if self.options.attn_implementation != "auto":
+        if self.options.attn_implementation != "sdpa":
             name = self.options.attn_implementation
             set_attention(self.model, name, "generate.options.attn_implementation")
         types = types_of(self.model.config)

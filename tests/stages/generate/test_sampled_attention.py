@@ -214,7 +214,7 @@ def test_vllm_samples_the_same(name, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
-@pytest.mark.parametrize("name", ["sdpa", "flash_attention_2"])
+@pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention"])
 def test_attention_that_leaves_a_part_out_is_refused(store, tmp_path, family, name):
     policy = policy_of(store, make_model(tmp_path / "model", family))
     with pytest.raises(ConfigError, match="only the eager attention") as caught:
