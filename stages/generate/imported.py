@@ -32,6 +32,7 @@ from quiver.stages.common.store.writer import Writer
 from quiver.stages.common.trajectories import Trajectory, place_of
 
 from .options import Sampling
+from .texts import Texts
 
 STAGE_VERSION = 1
 _END_OF = {"stop": "answered", "length": "max_tokens", "abort": "environment_error"}
@@ -180,17 +181,15 @@ def _rows(
     plan: Plan, lines: Iterable[Trajectory], groups: Sequence[str], policy: Version
 ) -> list[dict[str, Any]]:
     """Rows of rollouts/1, or of rollouts/2 where some line has turns."""
-    texts = _Texts(policy)
+    end_ids = {*checkpoints.end_token_ids(policy), *plan.config.sampling.stop_token_ids}
+    texts = Texts.of(policy, end_ids)
     counts: Counter[str] = Counter()
     rows = []
     for line, group in zip(lines, groups, strict=True):
         sample = counts[group]
         counts[group] += 1
-        turns = texts.turns_of(line)
+        turns = _turns_of(line, texts, end_ids)
         finish_reason = turns[-1]["finish_reason"]
-        text = turns[-1]["text"]
-        if line.turns is None and line.text is None:
-            text = texts.without_control(line.completion_ids)
         row = {
             "rollout_id": f"{plan.run_key[:8]}-{group}-{sample}",
             "group_id": group,
@@ -200,7 +199,7 @@ def _rows(
             "old_logprobs": line.logprobs,
             "finish_reason": finish_reason,
             "stop_reason": None,
-            "completion_text": text,
+            "completion_text": turns[-1]["text"],
             "temperature": line.temperature,
             "seed": 0,
         }
@@ -210,57 +209,39 @@ def _rows(
     return rows
 
 
-class _Texts:
-    """What a line does not say is decoded, for people and rewards."""
-
-    def __init__(self, policy: Version) -> None:
-        self.end_ids = frozenset(checkpoints.end_token_ids(policy))
-        self._tokenizer = checkpoints.load_tokenizer(policy)
-
-    def of_turn(self, ids: list[int]) -> str:
-        """With control tokens, which may frame calls, and without the end."""
-        return self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self.end_ids else ids)
-
-    def without_control(self, ids: list[int]) -> str:
-        """As generate has it of a completion."""
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
-
-    def turns_of(self, line: Trajectory) -> list[dict[str, Any]]:
-        """The turns of a line as rollouts/2 have them; a line without any is one turn."""
-        given = line.turns or [
-            trajectories.Turn(length=len(line.completion_ids), reward=line.reward)
-        ]
-        rows = []
-        start = 0
-        for number, turn in enumerate(given, 1):
-            ids = line.completion_ids[start : start + turn.length]
-            start += turn.length
-            is_last = number == len(given)
-            ends = bool(ids) and ids[-1] in self.end_ids
-            guess = "stop" if ends or not is_last else "length"
-            reason = turn.finish_reason or (line.finish_reason if is_last else None) or guess
-            text = turn.text if turn.text is not None or not is_last else line.text
-            observation = turn.observation
-            calls = None
-            if turn.tool_calls is not None:
-                calls = json.dumps(
-                    [call.model_dump() for call in turn.tool_calls], ensure_ascii=False
-                )
-            if observation is None:
-                observation = self.without_control(turn.observation_ids)
-            rows.append(
-                {
-                    "length": turn.length,
-                    "text": self.of_turn(ids) if text is None else text,
-                    "observation_ids": turn.observation_ids,
-                    "restart_ids": turn.restart_ids,
-                    "finish_reason": reason,
-                    "tool_calls": calls,
-                    "parse_error": None,
-                    "observation": observation,
-                    "reward": turn.reward,
-                    "info": None,
-                    "seconds": 0.0,
-                }
-            )
-        return rows
+def _turns_of(line: Trajectory, texts: Texts, end_ids: set[int]) -> list[dict[str, Any]]:
+    """The turns of a line as rollouts/2 have them; a line without any is one turn. A text that the
+    line does not say is decoded."""
+    given = line.turns or [trajectories.Turn(length=len(line.completion_ids), reward=line.reward)]
+    rows = []
+    start = 0
+    for number, turn in enumerate(given, 1):
+        ids = line.completion_ids[start : start + turn.length]
+        start += turn.length
+        is_last = number == len(given)
+        ends = bool(ids) and ids[-1] in end_ids
+        guess = "stop" if ends or not is_last else "length"
+        reason = turn.finish_reason or (line.finish_reason if is_last else None) or guess
+        text = turn.text if turn.text is not None or not is_last else line.text
+        observation = turn.observation
+        calls = None
+        if turn.tool_calls is not None:
+            calls = json.dumps([call.model_dump() for call in turn.tool_calls], ensure_ascii=False)
+        if observation is None:
+            observation = texts.decode(turn.observation_ids)
+        rows.append(
+            {
+                "length": turn.length,
+                "text": texts.decode(ids) if text is None else text,
+                "observation_ids": turn.observation_ids,
+                "restart_ids": turn.restart_ids,
+                "finish_reason": reason,
+                "tool_calls": calls,
+                "parse_error": None,
+                "observation": observation,
+                "reward": turn.reward,
+                "info": None,
+                "seconds": 0.0,
+            }
+        )
+    return rows

@@ -56,10 +56,10 @@ class Sampling(Config):
     """Subtracted once for each time that the id stands in the completion; 0 is off."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a completion, beside the model's own end tokens; the sampled one stays as the
-    last id."""
+    last id, and its text is left out as that of an end token. `stop` keeps the text."""
     stop: Added[tuple[str, ...]] = ()
     """Texts that end a completion, such as `["</answer>"]`; the ids stay up to the one that
-    completes the text, which may bring more text with it."""
+    completes the text, which may bring more text with it. They may hold special tokens."""
     ignore_eos: bool = False
     """The model's own end tokens do not end a completion."""
 
@@ -174,7 +174,8 @@ class TransformersOptions(Config):
     batch_size: Runtime[int] = Field(default=32, ge=1)
     """Sequences decoded together, of one shard: at most `rows_per_shard`."""
     attn_implementation: str = "sdpa"
-    """The attention of transformers: sdpa, eager, flash_attention_2, …"""
+    """The attention of transformers: sdpa, eager, flash_attention_2, … With `sdpa` models that have
+    logit caps or sinks take `eager`, as in training; with them every other one is refused."""
 
 
 class ScriptedOptions(Config):

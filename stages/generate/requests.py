@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,9 +23,7 @@ from quiver.schemas.rollouts import FINISH_REASONS
 
 from .engine import Completion, Request
 from .rows import Rows
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from .texts import Texts
 
 
 @dataclass(kw_only=True)
@@ -33,7 +31,7 @@ class Requests:
     """What the engine draws: an iterator that may end for now, and go on when rows are answered."""
 
     rows: Rows
-    tokenizer: PreTrainedTokenizerFast
+    texts: Texts
     take_shard: Callable[[], range | None]
     """The rows of the next shard; None where there is none, at least for now."""
     engine: str
@@ -87,8 +85,7 @@ class Requests:
     def table(self, start: int, finished: list[Any]) -> pa.Table:
         """The finished rows from `start` on, in the order of their indices. [rows]"""
         ids = [completion.completion_ids for completion in finished]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return self.rows.table(start, finished, texts)
+        return self.rows.table(start, finished, self.texts.decode_all(ids))
 
     def check(self, completion: Completion, max_tokens: int) -> None:
         """SchemaError or NumericError unless the completion is whole, and of a row that was asked

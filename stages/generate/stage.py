@@ -29,12 +29,14 @@ from quiver.stages.common.store.writer import Writer
 
 from . import engine as engines
 from .config import Config
+from .ends import stop_ids_of, unknown_end, warn_of_ends
 from .options import VllmOptions
 from .prompts import context_limit, most_pictures, select_prompts
 from .requests import Requests
 from .resident import start
 from .rows import Rows
 from .shards import Shards
+from .texts import Texts
 from .turns.opening import identified, opened
 
 STAGE_VERSION = 1
@@ -98,6 +100,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         for index in shards.handout:
             writer.write(index, rows.empty_table())
     elif shards.handout.more():
+        warn_of_ends(plan, policy)
         setup = engine_setup(config, policy, longest, most_pictures(config, prompts))
         options = engines.engine_options(config.engine, config.options)
         is_beside = isinstance(options, VllmOptions) and options.lora
@@ -115,6 +118,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     engine, *other_engines = engine_infos or [{"name": config.engine}]
     metrics["engine"] = engine
     metrics["dropped"] = dropped[:_MOST_LISTED]
+    metrics |= unknown_end(plan, policy)
     if other_engines:
         metrics["other_engines"] = other_engines
     if dropped:
@@ -129,9 +133,6 @@ def engine_setup(
     """What the engine is made from, for rows of at most `longest` ids, with at most so many
     pictures. `max_model_len` is a power of two, or half as much more, or the limit: it changes
     seldom with the prompts."""
-    stop_ids = set(config.sampling.stop_token_ids)
-    if not config.sampling.ignore_eos:
-        stop_ids.update(checkpoints.end_token_ids(policy))
     least_room = max(longest, _LEAST_ROOM)
     room = 2 ** math.ceil(math.log2(least_room))
     if least_room <= room * 3 // 4:
@@ -139,7 +140,7 @@ def engine_setup(
     return engines.Setup(
         policy=policy,
         sampling=config.sampling,
-        stop_ids=tuple(sorted(stop_ids)),
+        stop_ids=stop_ids_of(config, policy),
         max_model_len=min(room, context_limit(config, policy)),
         dtype=config.dtype,
         device=config.device,
@@ -173,11 +174,10 @@ def _sample(
             resident = start(config, replace(setup, verified=verification.result))
         finally:
             verification.result()  # of a torn file this error says more than the engine's own
-        tokenizer = checkpoints.load_tokenizer(policy)
     writer.notes["engine"] = resident.info
     requests = new_requests(
         rows=rows,
-        tokenizer=tokenizer,
+        texts=Texts.of(policy, setup.stop_ids),
         take_shard=shards.take,
         engine=config.engine,
         ahead=getattr(resident.engine, "ahead", 1),

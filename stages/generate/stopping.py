@@ -1,9 +1,9 @@
 """Stop strings: which sampled id completes one of `sampling.stop`, so that every engine ends a row
 at the same id.
 
-A row's text grows id by id, decoded after its prompt as vLLM decodes it, without special tokens; a
-string counts only where the newest id completes it. Ids stay whole: the last one may bring more
-text than the string's end.
+A row's text grows id by id, decoded after its prompt as vLLM decodes it, with the text of every
+token, special ones too; a string counts only where the newest id completes it. Ids stay whole: the
+last one may bring more text than the string's end.
 
     stops = StopStrings(tokenizer, sampling, prompt_ids)
     stops.add(id)       # the string that this id completes, or None
@@ -30,7 +30,7 @@ class StopStrings:
     ) -> None:
         """`prompt_ids`: what the completion's text follows; none for an encoder's prompt."""
         self._tokenizer = tokenizer.backend_tokenizer
-        self._stream = DecodeStream(ids=list(prompt_ids), skip_special_tokens=True)
+        self._stream = DecodeStream(ids=list(prompt_ids), skip_special_tokens=False)
         self._stop = sampling.stop
         self._min_tokens = sampling.min_tokens
         self._num_tokens = 0
@@ -46,9 +46,9 @@ class StopStrings:
             if "Invalid prefix" not in str(error):
                 raise
             # what was decoded before was no prefix of what it is now: vLLM begins anew here too
-            self._stream = DecodeStream(skip_special_tokens=True)
+            self._stream = DecodeStream(skip_special_tokens=False)
             piece = self._stream.step(self._tokenizer, token)
-        if not piece:  # a special token, or the first bytes of a character
+        if not piece:  # the first bytes of a character
             return None
         before = len(self._text)
         self._text += piece

@@ -16,7 +16,7 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.fields import required
 from quiver.schemas.outside import CHARACTERS_OF_TOKEN, count_characters
 from quiver.stages.common.chat.control_tokens import Guard, Rendering
-from quiver.stages.common.chat.generation_prompt import learn_start
+from quiver.stages.common.chat.generation_prompt import learn_end, learn_start
 from quiver.stages.common.chat.messages import as_parts, put_texts, save_messages, take_texts
 from quiver.stages.common.chat.template import Messages, Template
 from quiver.stages.common.environments.environment import pictures_in, without_pictures
@@ -161,6 +161,13 @@ class Renderer:
             pictures += self._pictures.of_cell(f"{name}: its environment", of_opening)
         return pictures
 
+    def of_assistant(self, chats: pa.ChunkedArray) -> dict[str, Any]:
+        """Where the template begins and ends an assistant's turn, for the manifest."""
+        return {
+            "assistant_starts": self.assistant_starts(chats),
+            "assistant_end": self.assistant_end(chats),
+        }
+
     def assistant_starts(self, chats: pa.ChunkedArray) -> dict[str, str | None]:
         """For each role that a chat ends with, what stands between that message and the assistant's
         own text; None: can not be told.
@@ -168,18 +175,25 @@ class Renderer:
         Whoever reads a completion as a message finds in it how much of `prompt_text` belongs to
         that message already.
         """
-
-        def render(messages: Messages, generation: bool) -> str:
-            return self._template.render(
-                "prompt.template", messages, add_generation_prompt=generation
-            )
-
         starts: dict[str, str | None] = {}
         for chat in chats.drop_null():
             roles = [message["role"] for message in chat.as_py()]
             if roles[-1] not in starts:
-                starts[roles[-1]] = learn_start(render, roles, self._guard.token_ends)
+                starts[roles[-1]] = learn_start(self._probe, roles, self._guard.token_ends)
         return starts
+
+    def assistant_end(self, chats: pa.ChunkedArray) -> dict[str, Any] | None:
+        """`id` and `text` of the control token with which the template ends an assistant's turn;
+        None: there is none, or no chat."""
+        for chat in chats.drop_null().slice(0, 1):
+            roles = [message["role"] for message in chat.as_py()]
+            behind = learn_end(self._probe, roles).lstrip()
+            id = self._guard.first_control(behind)
+            return None if id is None else {"id": id, "text": self._guard.decode([id])}
+        return None
+
+    def _probe(self, messages: Messages, generation: bool) -> str:
+        return self._template.render("prompt.template", messages, add_generation_prompt=generation)
 
     def _render_chat(self, name: str, messages: Messages) -> Rendering:
         structure, texts = take_texts(messages)

@@ -103,7 +103,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         columns = ["group_id", "messages", "prompt_ids"]
         tables = [writer.read(index).select(columns) for index in range(len(starts))]
         prompts = pa.concat_tables(tables)
-        answer_starts = renderer.assistant_starts(prompts.column("messages"))
+        of_assistant = renderer.of_assistant(prompts.column("messages"))
     rendered_ids = set(prompts.column("group_id").to_pylist())
     dropped = [group_ids[row] for row in chosen if group_ids[row] not in rendered_ids]
     if not prompts.num_rows:
@@ -122,7 +122,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             },
             "source_rows": source.table.num_rows,
             "dropped_group_ids": dropped[:_MOST_LISTED],
-            "assistant_starts": answer_starts,
+            **of_assistant,
             **({"curriculum": counts} if counts else {}),
             **({"chat_template": renderer.chat_template} if config.turns else {}),
         },

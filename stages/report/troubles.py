@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from quiver.schemas.errors import printable
 from quiver.stages.common.episodes import FAILURES, LIMITS
 
 from .episodes import failures_in_words, share_of_ends
@@ -62,7 +63,7 @@ def _troubles(iteration: Iteration) -> list[str]:
         if unscored
         else "",
         f"{iteration.rollouts.ref}: {length_share:.0%} of the completions ended at the token "
-        "limit: raise generate.sampling.max_tokens."
+        f"limit: {_unknown_end(iteration) or 'raise generate.sampling.max_tokens'}."
         if length_share > 0.1 and not iteration.episodes
         else "",
         f"{rewards.ref}: in {equal_share:.0%} of the groups all rewards are equal, so they teach "
@@ -79,6 +80,18 @@ def _troubles(iteration: Iteration) -> list[str]:
         else "",
         *_troubles_of_episodes(iteration),
     ]
+
+
+def _unknown_end(iteration: Iteration) -> str:
+    """Names the token with which the chat template ends a turn, where it ends no completion; else
+    empty."""
+    end = metric(iteration.rollouts, "unknown_end")
+    if end is None:
+        return ""
+    return (
+        f"the chat template ends a turn with {printable(repr(end['text']))}, which ends no "
+        f"completion; set generate.sampling.stop_token_ids = [{end['id']}]"
+    )
 
 
 def _troubles_of_episodes(iteration: Iteration) -> list[str]:
@@ -121,6 +134,8 @@ def _failure_key(numbers: dict[str, Any], ref: str) -> str:
 def _limit_key(limit: str, iteration: Iteration) -> str:
     """The key that lets episodes go on which ended by `limit`."""
     config = iteration.rollouts.config
+    if limit == "max_tokens" and _unknown_end(iteration):
+        return _unknown_end(iteration)
     if limit == "context":
         # without that key it is the model's own
         is_set = config.get("max_model_len") is not None

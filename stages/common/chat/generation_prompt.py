@@ -5,6 +5,7 @@ A generation prompt may go on behind the header, `<|im_start|>assistant\n<think>
 policy continues that text, so it belongs to the answer, and whoever reads the answer as a message
 needs it. `learn_start` compares the template's generation prompt with the turn that the same
 template writes for an assistant's message; `prefill` then reads the text off any rendered prompt.
+`learn_end` gives what stands behind that turn.
 
     start = learn_start(render, ("user",), guard.token_ends)
     # "<|im_end|>\n<|im_start|>assistant\n"
@@ -61,6 +62,17 @@ def learn_start(
     if start is None or tails[0].rfind(start) != 0:
         return None
     return start
+
+
+def learn_end(render: Render, roles: Sequence[str]) -> str:
+    """Returns what the template writes behind the text of an assistant's last turn; empty where it
+    shows no such turn."""
+    prompt = [{"role": role, "content": f"probez{number}z"} for number, role in enumerate(roles)]
+    try:
+        text = render([*prompt, {"role": "assistant", "content": _ANSWER}], False)
+    except ConfigError:  # the template refuses these roles
+        return ""
+    return text.partition(_ANSWER)[2]
 
 
 def prefill(prompt_text: str, start: str) -> str | None:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from quiver.stages.common.models.own_attention import own_attention
+
 from .gpu.choice import fits
 from .gpu.copies import Copies
 from .layout import Block, Layout, Runs
@@ -292,14 +294,7 @@ def set_mode(model: nn.Module, mode: str) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, block_attention)
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    has_caps = any(getattr(config, "attn_logit_softcapping", None) for config in configs)
-    if mode != "single":
-        implementation = NAME
-    elif has_caps or not model._supports_sdpa:
-        implementation = "eager"  # sdpa would leave the caps out, in silence
-    else:
-        implementation = "sdpa"
+    implementation = own_attention(model) if mode == "single" else NAME
     text_config = model.config.get_text_config()
     if mode != "single" and text_config is not model.config:
         of_text = [n for n in model.config.sub_configs if getattr(model.config, n) is text_config]

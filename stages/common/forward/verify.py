@@ -140,11 +140,25 @@ def _forward_errors(model: nn.Module) -> Iterator[None]:
 def depends_on_length(config) -> bool:
     """Whether rotary frequencies change with the row's length, as in `dynamic` and `longrope`: a
     packed row is a longer one."""
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    # one set for all layers, or one for each kind of layer
-    candidates = [parameters, *parameters.values()]
-    kinds = [rope.get("rope_type") for rope in candidates if isinstance(rope, dict)]
+    kinds = [rope.get("rope_type") for rope in _rotations(config)]
     return "dynamic" in kinds or "longrope" in kinds
+
+
+def most_tokens_alike(config) -> int | None:
+    """Most tokens of a row that `longrope` gives the rotary frequencies of every shorter row; None
+    where there is no such limit. `dynamic` changes behind the context's end, where no row goes."""
+    limits = [
+        rope.get("original_max_position_embeddings")
+        for rope in _rotations(config)
+        if rope.get("rope_type") == "longrope"
+    ]
+    return min(filter(None, limits), default=None)
+
+
+def _rotations(config) -> list[dict[str, Any]]:
+    """One set of rotary parameters for all layers, or one for each kind of layer."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return [rope for rope in [parameters, *parameters.values()] if isinstance(rope, dict)]
 
 
 def _probe(sequences: Sequences, prompt_numbers: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.models.folder import PROCESSOR_FILES, load_errors, parse_object
@@ -41,6 +41,17 @@ _TRAINED = """
 """
 TRAINED = {*_TRAINED.split()}
 """The `model_type` of each."""
+UNPADDED = {"deepseek_v4", "git", "minimax_m3_vl_text", "trocr"}
+"""Families in which filling before a prompt changes what follows it, whatever the mask says: rows
+of one batch have prompts of one length."""
+NOT_SAMPLED = {"hrm_text", "moshi", "rwkv", "xlstm"}
+"""Families whose modeling code in transformers gives other numbers, or none, when it reads a row id
+by id: engine `transformers` refuses them."""
+
+
+def types_of(config: Any) -> set[str]:
+    """The `model_type` of a loaded config, and that of its text part."""
+    return {config.model_type, config.get_text_config().model_type}
 
 
 def require_processor(folder: Path, name: str) -> None:

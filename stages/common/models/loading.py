@@ -35,6 +35,7 @@ from quiver.stages.common.models.folder import (
 )
 from quiver.stages.common.models.merging import put_adapter_on
 from quiver.stages.common.models.mkl_warmup import make_first_calls
+from quiver.stages.common.models.own_attention import take_own_attention
 from quiver.stages.common.store import Version
 from quiver.stages.common.threads import map_in_threads
 
@@ -57,13 +58,11 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: str | torch.device = "cpu",
-    attn_implementation: str = "sdpa",
     base: Version | None = None,
 ) -> PreTrainedModel:
     """The model of a policy version in eval mode with every dropout at 0; hashes are checked first.
-    `base`: the version whose weights its adapter goes on, where it has no others (`merging`). A
-    model without `sdpa` is loaded with the attention that it has. ConfigError where its files are
-    not a model's.
+    `base`: the version whose weights its adapter goes on, where it has no others (`merging`).
+    ConfigError where its files are not a model's.
 
     Dropout is off in training too: the ratio π_θ / π_old must be 1 before the first update.
     """
@@ -80,11 +79,9 @@ def load_model(
         loader = transformers.AutoModelForImageTextToText
     else:
         loader = transformers.AutoModelForCausalLM
-    # None: sdpa where the model has it, eager elsewhere
-    attention = None if attn_implementation == "sdpa" else attn_implementation
     weights = base or version
     source = (loader, weights.files.folder, str(weights.ref))
-    model = load_pretrained(*source, dtype=dtype, attn_implementation=attention)
+    model = load_pretrained(*source, dtype=dtype)
     if base is not None:
         exact = model if dtype == torch.float32 else load_pretrained(*source, dtype=torch.float32)
         put_adapter_on(model, exact, version)
@@ -129,8 +126,9 @@ def load_as_stored(
 
 
 def load_pretrained(loader: Any, folder: Path, name: str, **options: Any) -> PreTrainedModel:
-    """The model in `folder`, by one of transformers' Auto classes. ConfigError about `name` where
-    its files are not those of a model, or lack weights: transformers would draw them at random."""
+    """The model in `folder`, by one of transformers' Auto classes, with its own attention.
+    ConfigError about `name` where its files are not those of a model, or lack weights: transformers
+    would draw them at random."""
     with load_errors(name):
         model, report = loader.from_pretrained(
             folder,
@@ -147,6 +145,7 @@ def load_pretrained(loader: Any, folder: Path, name: str, **options: Any) -> Pre
             f"{len(missing)} weights are missing, which would be random: {printable(missing[0])}",
             next="complete its files, or name another model",
         )
+    take_own_attention(model)
     return model
 
 

@@ -70,18 +70,19 @@ class ScriptedEngine:
             ids = self._answer(prompt_ids, request.seed)[:max_tokens]
             finish_reason = "length"
             stop_reason = None
-            if self._tokenizer is not None:
-                stops = StopStrings(self._tokenizer, self.setup.sampling, prompt_ids)
-                for length, token in enumerate(ids, 1):
-                    stop_reason = stops.add(token)
-                    if stop_reason is not None:
-                        finish_reason = "stop"
-                        ids = ids[:length]
-                        break
-            if stop_reason is None and self.setup.stop_ids and len(ids) < max_tokens:
+            if self.setup.stop_ids and len(ids) < max_tokens:
                 ids = [*ids, self.setup.stop_ids[0]]
                 finish_reason = "stop"
                 stop_reason = str(ids[-1])
+            if self._tokenizer is not None:
+                stops = StopStrings(self._tokenizer, self.setup.sampling, prompt_ids)
+                for length, token in enumerate(ids, 1):
+                    string = stops.add(token)
+                    if string is not None:
+                        finish_reason = "stop"
+                        stop_reason = string
+                        ids = ids[:length]
+                        break
             logprobs = np.full(len(ids), self.options.logprob, np.float32)
             ids = np.array(ids, np.int32)
             yield Completion(request.index, ids, logprobs, finish_reason, stop_reason)

@@ -10,10 +10,11 @@ from ids. A stored completion never holds the decoder's start token.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
+from quiver.schemas.errors import ConfigError
 from quiver.stages.common.config import parse
 from quiver.stages.common.forward.pictures import (
     feature_places,
@@ -28,15 +30,19 @@ from quiver.stages.common.forward.pictures import (
     put_features,
 )
 from quiver.stages.common.forward.precision import products
+from quiver.stages.common.forward.verify import most_tokens_alike
 from quiver.stages.common.images.processor import image_token_id, load_processor
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.devices import uses_gpu
+from quiver.stages.common.models.families import NOT_SAMPLED, UNPADDED, types_of
 from quiver.stages.common.models.loading import decoder_start_id, load_model, short_of_memory
+from quiver.stages.common.models.own_attention import set_attention
 from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import TransformersOptions
 from quiver.stages.generate.sampling import draw, processed_logprobs
 from quiver.stages.generate.stopping import StopStrings
 
+log = logging.getLogger(__name__)
 _WINDOW = 8  # batches whose requests are sorted by length together
 
 
@@ -121,9 +127,26 @@ class TransformersEngine:
             setup.policy,
             dtype=getattr(torch, dtype),
             device=self.device,
-            attn_implementation=self.options.attn_implementation,
             base=setup.base,
         )
+        if self.options.attn_implementation != "sdpa":
+            name = self.options.attn_implementation
+            set_attention(self.model, name, "generate.options.attn_implementation")
+        types = types_of(self.model.config)
+        if types & NOT_SAMPLED:
+            raise self._refusal("transformers reads its rows id by id otherwise than as a whole")
+        self._pads = not types & UNPADDED
+        longest = setup.longest or setup.max_model_len
+        limit = most_tokens_alike(self.model.config)
+        if limit is not None and longest > limit:
+            log.warning(
+                "engine transformers: rows may have %d ids, and beyond %d the positions of this "
+                "model (longrope) change for the whole row: the trainer gives other logprobs to "
+                "such rows; generate.max_model_len = %d leaves them out",
+                longest,
+                limit,
+                limit,
+            )
         self.stop_ids = torch.tensor(setup.stop_ids, dtype=torch.long, device=self.device)
         if setup.sampling.stop:
             self.tokenizer = checkpoints.load_tokenizer(setup.policy)
@@ -140,9 +163,13 @@ class TransformersEngine:
         requests = iter(requests)
         size = self.options.batch_size
         while window := list(islice(requests, _WINDOW * size)):
-            window.sort(key=lambda request: len(request.prompt_ids))
-            for start in range(0, len(window), size):
-                yield from self._run(window[start : start + size])
+            window.sort(key=_prompt_length)
+            runs = [window]
+            if not self._pads:
+                runs = [list(run) for _, run in groupby(window, _prompt_length)]
+            for run in runs:
+                for start in range(0, len(run), size):
+                    yield from self._run(run[start : start + size])
 
     @torch.inference_mode()
     def _run(self, requests: list[Request]) -> list[Completion]:
@@ -276,9 +303,22 @@ class TransformersEngine:
             else:
                 inputs["input_ids"] = ids
         output = self.model(**inputs, past_key_values=batch.cache, use_cache=True)
-        batch.cache = output.past_key_values
+        batch.cache = output.get("past_key_values")
+        if batch.cache is None:
+            raise self._refusal("transformers keeps no keys and values of its past ids")
         return output.logits[:, -1]
+
+    def _refusal(self, problem: str) -> ConfigError:
+        return ConfigError(
+            "engine transformers",
+            f"cannot sample from a model of type {self.model.config.model_type}: {problem}",
+            next='set generate.engine = "vllm", or take a model of another family',
+        )
 
     def close(self) -> None:
         """Free the model's memory."""
         del self.model
+
+
+def _prompt_length(request: Request) -> int:
+    return len(request.prompt_ids)

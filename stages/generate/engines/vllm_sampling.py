@@ -25,6 +25,7 @@ def sampling_parameters(setup: Setup, request: Request) -> dict[str, Any]:
         "flat_logprobs": True,
         # text is only looked at for stop strings, whose ids stay
         "detokenize": bool(sampling.stop),
+        "skip_special_tokens": False,
         "include_stop_str_in_output": True,
         # every id that ends a completion is named, the model's own among them
         "ignore_eos": True,

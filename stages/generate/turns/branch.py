@@ -48,7 +48,7 @@ STAGE_VERSION = 1
 _OF_ROLLOUTS = ["rollout_id", "group_id", "prompt_ids", "completion_ids", "turns"]
 _CARRIED = ("turns", "template_arguments", "template_seconds")
 """Of the prompts' config: who goes on with them must render as they were."""
-_TOLD = ("assistant_starts", "chat_template")
+_TOLD = ("assistant_starts", "assistant_end", "chat_template")
 """The same of their metrics."""
 _BESIDE = ("tools", "images", "image_spans")
 """Columns of the prompt that stay."""
@@ -142,7 +142,8 @@ class _Branches:
     def __init__(self, plan: Plan, turn: int) -> None:
         self._turn = turn
         self._name = str(plan.inputs["rollouts"].ref)
-        self._tokenizer = checkpoints.load_tokenizer(plan.store.open(plan.models[0].ref))
+        policy = plan.store.open(plan.models[0].ref)
+        self._tokenizer = checkpoints.load_tokenizer(policy).backend_tokenizer
         self._before_calls = text_before_calls(plan.store, plan.inputs["rollouts"])
         self._prompts: pa.Table | None = None
         self._places: dict[str, int] = {}
@@ -194,7 +195,8 @@ class _Branches:
                     **{name: prompt[name] for name in _BESIDE},
                 }
             )
-        texts = self._tokenizer.batch_decode([row["prompt_ids"] for row in rows])
+        all_ids = [row["prompt_ids"] for row in rows]
+        texts = self._tokenizer.decode_batch(all_ids, skip_special_tokens=False)
         for row, text in zip(rows, texts, strict=True):
             row["prompt_text"] = text
         struct = self._columns(rollouts["group_id"].to_pylist(), columns)

@@ -101,6 +101,9 @@ class Bridge:
                     if role == "tool"
                     else "set prompt.template to one that can",
                 )
+        self.gap = self._learn_gap()
+        """White space that the template writes between the generation prompt and a turn's content,
+        and that the policy samples as the beginning of its text."""
 
     # -- between two turns
 
@@ -242,15 +245,11 @@ class Bridge:
         messages: list[Message] = [{"role": "user", "content": _QUESTION}]
         text = self._render(name, messages)
         prefill = "<think>\n" if text.rstrip().endswith("<think>") else ""
-        turn = {"role": "assistant", "content": _TURN}
-        first_turn = self._render(name, [*messages, turn]).removeprefix(text)
-        gap = first_turn.partition(_TURN)[0]  # a space before the text, which the policy samples
-        gap = "" if gap.strip() else gap
         for number in range(3):
             answer = f"{_ANSWER}{number}"
             if thinks:
                 answer = f"<think>\n{_THOUGHT}{number}\n</think>\n\n{answer}"
-            sampled = gap + answer.removeprefix(prefill)
+            sampled = self.gap + answer.removeprefix(prefill)
             news = [{"role": role, "name": _TOOL, "content": f"{_QUESTION}{number}"}]
             if role == "tool":
                 news[0]["tool_call_id"] = _call_id(0)
@@ -309,6 +308,14 @@ class Bridge:
             )
         return end
 
+    def _learn_gap(self) -> str:
+        question = [{"role": "user", "content": _QUESTION}]
+        turn = {"role": "assistant", "content": _TURN}
+        prompt = self._render("prompt.template", question)
+        whole = self._render("prompt.template", [*question, turn])
+        gap = whole.removeprefix(prompt).partition(_TURN)[0]
+        return "" if gap.strip() else gap
+
     def _learn(self, role: str) -> bool:
         """Whether the template writes messages of that role behind an assistant's turn; and what
         that turn has to be."""
@@ -336,9 +343,10 @@ class Bridge:
         return self._template.render(name, messages, **variables)
 
 
-def turn_message(parsed: ParsedTurn) -> Message:
-    """A sampled turn as a message, for a history that is written anew."""
-    content = parsed.text
+def turn_message(parsed: ParsedTurn, gap: str = "") -> Message:
+    """A sampled turn as a message, for a history that is written anew. `gap`: what the template
+    writes before the content by itself."""
+    content = parsed.text.removeprefix(gap)
     message: Message = {"role": "assistant"}
     thought, tag, answer = content.partition("</think>")
     if tag:

@@ -67,7 +67,7 @@ class Setting:
     parse: Parse | None
     """None: the environment has no tools, and reads a turn's text as it is."""
     decode: Callable[[list[int]], str]
-    """Ids as text, control tokens included."""
+    """A turn's ids as what the policy wrote."""
     stop_ids: frozenset[int]
     """Those that end a turn."""
     max_turn_tokens: int
@@ -191,7 +191,7 @@ class Episode:
         self._logprobs += np.asarray(logprobs, np.float32).tolist()
         self._stop_reason = stop_reason
         self._has_end = bool(ids) and ids[-1] in setting.stop_ids
-        text = setting.decode(ids[:-1] if self._has_end else ids)
+        text = setting.decode(ids)
         record = _Turn(len(ids), text, finish_reason, self._restart_ids)
         self._restart_ids = None
         self._turns.append(record)
@@ -202,7 +202,7 @@ class Episode:
             record.tool_calls = json.dumps([call._asdict() for call in parsed.calls])
         record.parse_error = parsed.error
         if self._messages is not None:
-            self._messages = [*self._messages, turn_message(parsed)]
+            self._messages = [*self._messages, turn_message(parsed, setting.bridge.gap)]
         if finish_reason == "abort":
             self.failed("environment_error", _UNTOLD)
         elif finish_reason == "length":

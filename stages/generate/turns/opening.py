@@ -29,6 +29,7 @@ from quiver.stages.generate.config import Config
 from quiver.stages.generate.engine import Setup
 from quiver.stages.generate.requests import Requests
 from quiver.stages.generate.rows import Rows
+from quiver.stages.generate.texts import Texts
 
 from .bridge import Bridge
 from .episode import Setting
@@ -116,7 +117,7 @@ def opened(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable[..., R
             limits=turns,
             bridge=bridge,
             parse=parse,
-            decode=guard.decode,
+            decode=Texts.of(setup.policy, setup.stop_ids).decode,
             stop_ids=frozenset(setup.stop_ids),
             max_turn_tokens=setup.sampling.max_tokens,
             context=setup.max_model_len,

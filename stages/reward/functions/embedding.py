@@ -99,6 +99,7 @@ def _load(model: str) -> tuple[Any, Any, int]:
 
     from quiver.stages.common.models.checkpoints import find_folder
     from quiver.stages.common.models.mkl_warmup import make_first_calls
+    from quiver.stages.common.models.own_attention import take_own_attention
 
     make_first_calls()
     folder = find_folder(model, None, _FIELD)
@@ -107,5 +108,6 @@ def _load(model: str) -> tuple[Any, Any, int]:
     encoder = AutoModel.from_pretrained(
         folder, dtype=torch.float32, use_safetensors=True, **options
     ).eval()
+    take_own_attention(encoder)
     positions = getattr(encoder.config, "max_position_embeddings", tokenizer.model_max_length)
     return tokenizer, encoder, min(tokenizer.model_max_length, positions)

@@ -21,7 +21,9 @@ class Made(Config):
     """Prompt ids, one list a group."""
 
 
-def make_prompts(store: Store, ids: list[list[int]], run: str = "tiny") -> Version:
+def make_prompts(
+    store: Store, ids: list[list[int]], run: str = "tiny", **metrics: object
+) -> Version:
     """A prompts version with these ids; groups g0, g1, …"""
     schema = fields.with_struct(prompts.SCHEMA, columns=pa.struct([pa.field("answer", pa.int64())]))
     table = pa.table(
@@ -42,7 +44,7 @@ def make_prompts(store: Store, ids: list[list[int]], run: str = "tiny") -> Versi
         if work.done:
             return work.done
         work.write(0, table)
-        return work.commit()
+        return work.commit(metrics=metrics)
 
 
 def random_prompts(

@@ -23,6 +23,7 @@ from quiver.stages.common.config import Config
 from quiver.stages.common.environments.pool import EnvironmentPool, Reply
 from quiver.stages.common.models.checkpoints import as_model
 from quiver.stages.common.store import Store, Version
+from quiver.stages.generate.texts import Texts
 from quiver.stages.generate.turns.bridge import Bridge
 from quiver.stages.generate.turns.config import Turns
 from quiver.stages.generate.turns.episode import Episode, Setting
@@ -103,7 +104,7 @@ def _setting(turns: Turns, pool: EnvironmentPool, template: Template) -> Setting
         limits=turns.model_copy(update={"fingerprint": pool.loaded.fingerprint}),
         bridge=Bridge(template, guard, end_token="<|im_end|>", tool_role="user"),
         parse=parse_hermes if pool.loaded.tools else None,
-        decode=guard.decode,
+        decode=Texts(tokenizer(), [EOS]).decode,
         stop_ids=frozenset([EOS]),
         max_turn_tokens=512,
         context=4096,

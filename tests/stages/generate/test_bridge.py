@@ -207,6 +207,19 @@ def test_a_history_is_written_anew_without_the_thinking():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_space_that_a_template_writes_before_a_turn_stands_once_in_a_history(name):
+    """The policy samples that space, so it is the first character of the turn's text."""
+    with open_template(name) as template:
+        bridge = make_bridge(name, template)
+        assert bridge.gap == (" " if name == "mistral" else "")
+        messages = [{"role": "user", "content": "a number?"}]
+        message = turn_message(ParsedTurn(f"{bridge.gap}12"), bridge.gap)
+        assert message["content"] == "12"
+        text = bridge.restart("row", [*messages, message]).text
+        assert "  12" not in text and f"{bridge.gap}12" in text
+
+
 def test_templates_that_can_not_go_on_are_refused():
     one_turn = "{{ messages[0].content }}{% if add_generation_prompt %}assistant:{% endif %}"
     from quiver.stages.common.chat.template import Template

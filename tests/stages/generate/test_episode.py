@@ -16,6 +16,7 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.common.chat.control_tokens import Guard
 from quiver.stages.common.environments.environment import Step
 from quiver.stages.common.environments.pool import EnvironmentPool
+from quiver.stages.generate.texts import Texts
 from quiver.stages.generate.turns.config import Turns
 from quiver.stages.generate.turns.episode import Episode, Setting
 from quiver.stages.generate.turns.tool_calls import Call, parse_hermes
@@ -48,7 +49,7 @@ def setting_of(
             limits=turns,
             bridge=bridge,
             parse=parse_hermes if answers else None,
-            decode=bridge._guard.decode,
+            decode=Texts(made.tokenizer, encode(made.end, name)).decode,
             stop_ids=frozenset(encode(made.end, name)),
             max_turn_tokens=turn_tokens,
             context=context,

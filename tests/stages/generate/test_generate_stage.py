@@ -82,6 +82,34 @@ def test_text_is_decoded_without_control_tokens(store, policy):
     assert row["completion_text"] == "seven plus 5"
 
 
+@pytest.mark.parametrize(
+    ("sampling", "is_told"),
+    [
+        ({}, True),
+        ({"stop_token_ids": [1]}, False),
+        ({"stop": ["<|im_start|>"]}, False),
+        ({"ignore_eos": True}, False),
+    ],
+)
+def test_a_template_whose_end_ends_no_completion_is_told(store, policy, caplog, sampling, is_told):
+    end = {"id": 1, "text": "<|im_start|>"}
+    prompts = make_prompts(store, [[5]], assistant_end=end)
+    ref = run(
+        config(sampling={"max_tokens": 8, **sampling}),
+        store,
+        prompts=prompts.ref,
+        policy=policy.ref,
+    )
+    told = (
+        f"{prompts.ref}: its chat template ends an assistant's turn with '<|im_start|>', at which "
+        "no completion ends: one that writes it goes on, mostly to max_tokens; set "
+        "generate.sampling.stop_token_ids = [1], or add that id to eos_token_id in the model's "
+        "generation_config.json"
+    )
+    assert (told in caplog.messages) is is_told
+    assert store.open(ref).manifest.metrics.get("unknown_end") == (end if is_told else None)
+
+
 def test_manifest_tells_how_they_were_made(store, policy):
     ref = run(
         config(options={"script": "echo"}),

@@ -56,7 +56,13 @@ def test_a_character_of_several_ids_is_complete_with_its_last():
 
 def test_only_what_is_sampled_counts():
     assert stopped_at(ids_of("swer is 12"), "answer", prompt="an") is None
-    assert stopped_at([EOS, *ids_of("7")], "<|im_end|>") is None  # special tokens have no text
+
+
+def test_special_tokens_have_the_text_that_names_them():
+    ids = [*ids_of("7"), EOS, *ids_of("8")]
+    assert stopped_at(ids, "<|im_end|>") == (2, "<|im_end|>")
+    assert stopped_at(ids, "7<|im_end|>8") == (3, "7<|im_end|>8")
+    assert stopped_at(ids, "78") is None
 
 
 def test_a_string_that_ends_within_min_tokens_does_not_count():

@@ -108,22 +108,30 @@ def test_group_ids_come_from_the_place_in_the_source(store, policy, source):
     ]
 
 
-def test_the_manifest_tells_where_answers_begin(store, policy, source, tmp_path):
+def test_the_manifest_tells_where_answers_begin_and_end(store, policy, source, tmp_path):
     header = "<|im_end|>\n<|im_start|>assistant\n"
     user, system = {"role": "user", "content": "hi"}, {"role": "system", "content": "Begin."}
     many = [{"messages": [system, user]}] * (ROWS_PER_SHARD + 1) + [{"messages": [system]}]
     template = tmp_path / "thinking.jinja"
     template.write_text(tiny.CHATML.replace("assistant\n", "assistant\n<think>\n"))
-    told = []
+    open_end = tmp_path / "open.jinja"
+    open_end.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    starts = []
+    ends = []
     for config in (
         Config(source=source, prompt="question"),
         Config(source=write(tmp_path, many, "chats.jsonl")),
         Config(source=source, prompt="question", template=str(template)),
+        Config(source=source, prompt="question", template=str(open_end)),
         Config(source=source, prompt="question", raw_text=True),
     ):
         version = store.open(run(config, store, policy=policy.ref))
-        told.append(version.manifest.metrics["assistant_starts"])
-    assert told == [{"user": header}, {"user": header, "system": header}, {"user": header}, {}]
+        starts.append(version.manifest.metrics["assistant_starts"])
+        ends.append(version.manifest.metrics["assistant_end"])
+    user = {"user": header}
+    assert starts == [user, {"user": header, "system": header}, user, {"user": "\n"}, {}]
+    end = {"id": tiny.EOS, "text": "<|im_end|>"}
+    assert ends == [end, end, end, None, None]
 
 
 @pytest.mark.parametrize("named", [{}, {"prompt": "prompt"}])

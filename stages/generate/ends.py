@@ -1,0 +1,73 @@
+"""Which ids end a completion, and what the recipe's author should know of the others.
+
+Not of the spine: a set of ids, and two warnings.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from quiver.schemas.errors import printable
+from quiver.stages.common.models import checkpoints
+from quiver.stages.common.runtime.stage import Plan
+from quiver.stages.common.store import Version
+
+from .config import Config
+from .texts import Texts
+
+log = logging.getLogger(__name__)
+
+
+def stop_ids_of(config: Config, policy: Version) -> tuple[int, ...]:
+    """Every id that ends a completion, rising. ConfigError where the model names none and
+    should."""
+    stop_ids = {*config.sampling.stop_token_ids}
+    if not config.sampling.ignore_eos:
+        stop_ids.update(checkpoints.end_token_ids(policy))
+    return tuple(sorted(stop_ids))
+
+
+def unknown_end(plan: Plan, policy: Version) -> dict[str, Any]:
+    """`unknown_end` for the manifest: `id` and `text` of the token with which the prompts' chat
+    template ends an assistant's turn, where it ends no completion; else nothing."""
+    end = _template_end(plan)
+    sampling = plan.config.sampling
+    if end is None or sampling.ignore_eos or end["id"] in stop_ids_of(plan.config, policy):
+        return {}
+    is_stop = any(string in end["text"] for string in sampling.stop)
+    return {} if is_stop else {"unknown_end": end}
+
+
+def warn_of_ends(plan: Plan, policy: Version) -> None:
+    """Say which end of the template is none here, and which stop ids have a text that no reward
+    will see."""
+    for end in unknown_end(plan, policy).values():
+        log.warning(
+            "%s: its chat template ends an assistant's turn with %s, at which no completion ends: "
+            "one that writes it goes on, mostly to max_tokens; set "
+            "generate.sampling.stop_token_ids = [%d], or add that id to eos_token_id in the "
+            "model's generation_config.json",
+            plan.inputs["prompts"].ref,
+            printable(repr(end["text"])),
+            end["id"],
+        )
+    stop_token_ids = plan.config.sampling.stop_token_ids
+    if not stop_token_ids:
+        return
+    template_end = _template_end(plan) or {}
+    texts = Texts.of(policy)
+    for id in stop_token_ids:
+        text = texts.lost_text(id)
+        if text and id != template_end.get("id"):
+            log.warning(
+                "generate.sampling.stop_token_ids: %d ends a completion, so its text %s is no part "
+                "of completion_text, which rewards read; name the text in generate.sampling.stop "
+                "to keep it",
+                id,
+                printable(repr(text)),
+            )
+
+
+def _template_end(plan: Plan) -> dict[str, Any] | None:
+    return plan.inputs["prompts"].manifest.metrics.get("assistant_end")

@@ -1,0 +1,84 @@
+"""Decodes sampled ids into the text that the policy wrote: single turns, turns of episodes, and
+imported lines alike.
+
+Every token stays, special ones too, from the first character to the last. Left out are only tokens
+that frame a text and say nothing in it: those that end it, padding, and a sequence's beginning.
+
+    texts = Texts.of(policy, stop_ids)
+    texts.decode([320, 86, 321, 2])      # "<think>three</think>", 2 ends the completion
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from tokenizers import decoders
+
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.models import checkpoints
+from quiver.stages.common.store import Version
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_JOINING = (type(None), decoders.WordPiece, decoders.BPEDecoder)
+"""Decoders that put the spaces between words themselves, so that no token holds one."""
+
+
+class Texts:
+    """The decoder of one policy's completions."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        end_ids: Collection[int],
+        stop_ids: Collection[int] = (),
+        *,
+        begins_text: bool = False,
+    ) -> None:
+        """`end_ids`: the model's end tokens, which the tokenizer's may not hold all. `stop_ids`:
+        ids at which sampling stops. `begins_text`: a completion follows no prompt, as in an
+        encoder-decoder model."""
+        framing = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
+        self._framing = {*end_ids, *framing}
+        self._left_out = {*stop_ids, *self._framing}
+        # transformers' own `decode` may take spaces out again (clean_up_tokenization_spaces)
+        self._tokenizer = tokenizer.backend_tokenizer
+        # many decoders drop the space that a text begins with, so a letter goes before it
+        self._lead: list[int] = []
+        if not begins_text and not isinstance(self._tokenizer.decoder, _JOINING):
+            self._lead = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+        self._lead_text = self._decoded([self._lead])[0]
+
+    @classmethod
+    def of(cls, policy: Version, stop_ids: Collection[int] = ()) -> Texts:
+        """For completions of `policy`, which end at `stop_ids`. ConfigError."""
+        end_ids: list[int] = []
+        with suppress(ConfigError):  # a model that names no end token
+            end_ids = checkpoints.end_token_ids(policy)
+        return cls(
+            checkpoints.load_tokenizer(policy),
+            end_ids,
+            stop_ids,
+            begins_text=checkpoints.is_encoder_decoder(policy),
+        )
+
+    def lost_text(self, stop_id: int) -> str:
+        """The text of a stop id that is left out, though it frames no text of this model; else
+        empty."""
+        return "" if stop_id in self._framing else self._decoded([[stop_id]])[0]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """What the policy wrote with these ids."""
+        return self.decode_all([ids])[0]
+
+    def decode_all(self, rows: Iterable[Iterable[int]]) -> list[str]:
+        """The same of many completions."""
+        written = [[int(id) for id in ids if id not in self._left_out] for ids in rows]
+        texts = self._decoded([[*self._lead, *ids] for ids in written])
+        return [text.removeprefix(self._lead_text) for text in texts]
+
+    def _decoded(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        return self._tokenizer.decode_batch(rows, skip_special_tokens=False)

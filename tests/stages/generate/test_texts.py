@@ -1,0 +1,203 @@
+"""What the policy wrote, as text: which tokens it holds, from the first character to the last."""
+
+import json
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from quiver.stages.common.models import checkpoints
+from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.common.store import Store, Version
+from quiver.stages.generate.options import Sampling
+from quiver.stages.generate.stopping import StopStrings
+from quiver.stages.generate.texts import Texts
+from tests.stages.common.chat.test_control_tokens import fast, gemma, llama3, mistral, t5
+from tests.stages.generate.making import make_prompts
+from tests.tiny import BOS, EOS, PAD, make_folder, tokenizer
+
+TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
+WRITTEN = "<think>three</think><answer>7</answer>"
+run = partial(run_stage, "generate", in_process=True)
+
+
+@cache
+def tagged() -> PreTrainedTokenizerFast:
+    """The tiny tokenizer, in which the tags are special tokens and `<tool_call>` is an added one."""
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(tokenizer().backend_tokenizer.to_str()),
+        pad_token="<|endoftext|>",
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        clean_up_tokenization_spaces=True,
+    )
+    made.add_special_tokens({"additional_special_tokens": TAGS})
+    made.add_tokens([AddedToken("<tool_call>", special=False, normalized=False)])
+    made.chat_template = tokenizer().chat_template
+    return made
+
+
+def ids_of(text: str, made: PreTrainedTokenizerFast | None = None) -> list[int]:
+    return (made or tagged()).encode(text, add_special_tokens=False)
+
+
+@pytest.fixture
+def policy(store, tmp_path) -> Version:
+    """A policy whose tags are special tokens."""
+    folder = make_folder(tmp_path / "model", vocabulary=340)
+    tagged().save_pretrained(folder)
+    ref = run_stage("policy", {"model": str(folder)}, store, into="tiny", in_process=True)
+    return store.open(ref)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        WRITTEN,
+        "<tool_call>{}",
+        " seven ",
+        "\n\n7 , 5 . do n't",  # transformers' clean-up would take spaces out
+        "ɽé",
+        "",
+    ],
+)
+def test_text_is_whole(text):
+    assert Texts(tagged(), []).decode(ids_of(text)) == text
+
+
+def test_only_ends_padding_and_beginnings_are_left_out():
+    (seven,) = ids_of(" seven")
+    texts = Texts(tagged(), [], [seven])
+    for id in (PAD, BOS, EOS, seven):
+        assert texts.decode([id, *ids_of(WRITTEN), id]) == WRITTEN
+        assert texts.decode([id]) == ""
+
+
+def test_bytes_of_an_unfinished_character_are_one_replacement_character():
+    first, second = ids_of("é")
+    texts = Texts(tagged(), [])
+    assert texts.decode([*ids_of("7"), first]) == "7\ufffd"
+    assert texts.decode([*ids_of("7"), first, EOS]) == "7\ufffd"
+    assert texts.decode([second, *ids_of("7")]) == "\ufffd7"
+
+
+@pytest.mark.parametrize("make", [llama3, mistral, gemma])
+def test_the_space_that_a_completion_begins_with_stays(make):
+    made, _ = make()
+    word = made.convert_tokens_to_ids(
+        next(token for token in ("Ġseven", "▁seven", "▁s", "▁") if token in made.get_vocab())
+    )
+    written = Texts(made, []).decode([word, *ids_of("x", made)[-1:]])
+    assert written == made.convert_ids_to_tokens(word).replace("▁", " ").replace("Ġ", " ") + "x"
+    assert written.startswith(" ")
+
+
+def test_the_text_of_a_decoder_beside_an_encoder_begins_with_a_word():
+    made, _ = t5()
+    ids = made.encode("seven plus <extra_id_0>")
+    text = Texts(made, [], begins_text=True).decode(ids)
+    assert text.startswith("seven plus") and text.endswith("<extra_id_0>")
+
+
+@pytest.mark.parametrize("decoder", [None, decoders.WordPiece()])
+def test_a_tokenizer_that_joins_words_adds_no_space_before_the_first(decoder):
+    made = Tokenizer(models.WordLevel({"a": 0, "seven": 1, "plus": 2}, unk_token="a"))
+    if decoder is not None:
+        made.decoder = decoder
+    assert Texts(fast(made), []).decode([1, 2]) == "seven plus"
+
+
+def test_ids_that_the_tokenizer_does_not_know_have_no_text():
+    assert Texts(tagged(), []).decode([*ids_of("7"), 339]) == "7"
+
+
+# -- one text, whoever made it
+
+
+def scripted(store: Store, policy: Version, ids: list[int], **sampling) -> dict:
+    config = {
+        "engine": "scripted",
+        "samples_per_prompt": 1,
+        "options": {"script": "fixed", "completion_ids": ids},
+        "sampling": {"max_tokens": 40, **sampling},
+    }
+    prompts = make_prompts(store, [[5]])
+    ref = run(config, store, prompts=prompts.ref, policy=policy.ref)
+    return store.open(ref).table().to_pylist()[0]
+
+
+def imported(store: Store, policy: Version, folder: Path, lines: list[dict]) -> list[dict]:
+    source = folder / "lines.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ref = run_stage("imported", {"source": str(source)}, store, policy=policy.ref, in_process=True)
+    return store.open(ref).table().to_pylist()
+
+
+def test_special_tokens_reach_the_rewards_from_engines_and_imports(store, policy, tmp_path):
+    ids = [*ids_of(f" {WRITTEN} "), EOS]
+    row = scripted(store, policy, ids[:-1])
+    assert row["completion_ids"] == ids
+    assert row["completion_text"] == f" {WRITTEN} "
+    line = {"prompt_ids": [5], "completion_ids": ids, "logprobs": [-1.0] * len(ids)}
+    (single,) = imported(store, policy, tmp_path, [line])
+    assert single["completion_text"] == row["completion_text"]
+    turns = [{"length": 2, "observation_ids": ids_of("<answer>")}, {"length": len(ids) - 2}]
+    (of_turns,) = imported(store, policy, tmp_path, [{**line, "turns": turns}])
+    assert "".join(turn["text"] for turn in of_turns["turns"]) == row["completion_text"]
+    assert of_turns["turns"][0]["observation"] == "<answer>"
+
+
+def test_an_end_that_does_not_end_a_row_is_left_out_too(store, policy):
+    row = scripted(store, policy, [*ids_of("1"), EOS, *ids_of("2")], ignore_eos=True)
+    assert row["completion_text"] == "12"
+
+
+def test_a_stop_id_is_an_end_and_its_text_is_said_to_be_lost(store, policy, caplog):
+    *_, end = ids_of("</answer>")
+    row = scripted(store, policy, ids_of(WRITTEN)[:-1], stop_token_ids=[end], ignore_eos=True)
+    assert row["completion_ids"] == ids_of(WRITTEN)
+    assert row["completion_text"] == "<think>three</think><answer>7"
+    (told,) = [message for message in caplog.messages if "stop_token_ids" in message]
+    assert f"{end} ends a completion, so its text '</answer>' is no part" in told
+
+
+def test_the_models_own_other_ends_are_left_out(store, tmp_path):
+    folder = make_folder(tmp_path / "model", vocabulary=340)
+    tagged().save_pretrained(folder)
+    end = tagged().convert_tokens_to_ids("</answer>")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, EOS]}))
+    ref = run_stage("policy", {"model": str(folder)}, store, into="tiny", in_process=True)
+    row = scripted(store, store.open(ref), ids_of("<answer>7</answer>"), ignore_eos=True)
+    assert row["completion_text"] == "<answer>7"
+
+
+def test_the_tokenizer_is_the_policys(store, policy):
+    texts = Texts.of(policy)
+    assert texts.decode(ids_of(WRITTEN)) == WRITTEN
+    assert checkpoints.load_tokenizer(policy).decode(ids_of(WRITTEN)) == WRITTEN
+
+
+# -- stop strings look at the same text
+
+
+@pytest.mark.parametrize("stop", ["</answer>", "7</answer>", "</think><answer>", "<tool_call>"])
+def test_a_stop_string_may_hold_special_tokens(stop):
+    ids = ids_of(WRITTEN + "<tool_call> and more")
+    stops = StopStrings(tagged(), Sampling(stop=(stop,)), [BOS, *ids_of("7")])
+    length = next(number for number, id in enumerate(ids, 1) if stops.add(id))
+    assert Texts(tagged(), []).decode(ids[:length]).endswith(stop)
+    assert not Texts(tagged(), []).decode(ids[: length - 1]).endswith(stop)
+
+
+def test_a_row_ends_at_the_special_token_that_completes_its_stop_string(store, policy):
+    row = scripted(store, policy, ids_of(WRITTEN + " and more"), stop=["</answer>"])
+    assert row["completion_text"] == WRITTEN
+    assert (row["finish_reason"], row["stop_reason"]) == ("stop", "</answer>")
+
+
+def test_an_end_token_completes_a_stop_string_that_names_it(store, policy):
+    row = scripted(store, policy, ids_of("7"), stop=["7<|im_end|>"])
+    assert row["completion_ids"] == [*ids_of("7"), EOS]
+    assert (row["completion_text"], row["stop_reason"]) == ("7", "7<|im_end|>")
