@@ -1,0 +1,175 @@
+"""What `quiver check` says of a recipe: what its first rows become, what its rewards say of a
+made-up answer, and what it may not mean.
+
+    looked = look(load("recipe.toml"), Path("recipe.toml"), is_tried=True)
+    looked.answer["prompts"]["data"]["tokens"], looked.lines, looked.error
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median_low
+from typing import Any
+
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.models.from_function import is_function
+from quiver.stages.common.store import Store
+
+from .doubts import doubts, unused
+from .first_rows import ANSWER, FirstRows, Prompts, Score, first_rows
+from .preflight import finished, preflight, try_out
+from .recipe import Recipe
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Looked:
+    """What there is to say of a recipe."""
+
+    answer: dict[str, Any]
+    """In JSON."""
+    lines: list[str]
+    """For people."""
+    error: ConfigError | None
+    """Set where a part of the reward failed."""
+
+
+def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool = False) -> Looked:
+    """Look at the recipe in `path`. Raises what a run would raise at its first rows.
+
+    Args:
+        recipe: The recipe.
+        path: Its file.
+        is_shown: Say how the policy reads the first prompt.
+        is_tried: Start what scores, and let it score a made-up answer.
+    """
+    with _heard_warnings() as warnings:
+        recipe = preflight(recipe)
+        versions = finished(recipe)
+        rows = _first_rows(recipe, versions, is_asked=is_shown or is_tried, is_tried=is_tried)
+        error = _failure(rows.scores)
+        tried = try_out(recipe) if is_tried and error is None else []
+        for sentence in doubts(recipe, rows.prompts):
+            log.warning("%s", sentence)
+    without_use = unused(recipe)
+    answer = {
+        "run": recipe.run,
+        "iterations": recipe.iterations,
+        "store": recipe.store,
+        "columns": recipe.columns,
+        "unused": without_use,
+        "prompts": {section: _as_json(prompts) for section, prompts in rows.prompts.items()},
+        "tried": tried,
+        "finished": versions,
+        "warnings": [*warnings],
+    }
+    lines = [f"{section}: {', '.join(names)}" for section, names in recipe.columns.items()]
+    lines += [_in_words(section, prompts) for section, prompts in rows.prompts.items()]
+    if without_use:
+        lines.append(f"nothing reads {', '.join(without_use)}")
+    lines.append(f"scored by {', '.join(recipe.reward.part_names)}")
+    if is_tried:
+        answer["rewards"] = {
+            name: {"values": score.values, "error": score.error}
+            for name, score in rows.scores.items()
+        }
+        lines += [f"{name}: {_said(score)}" for name, score in rows.scores.items()]
+    if is_shown:
+        first = rows.prompts["data"]
+        answer["first_prompt"] = {"text": first.first_text, "tokens": first.first_tokens}
+        lines += [f"first prompt, {first.first_tokens} tokens:", first.first_text]
+    lines += [f"{stage} can do its part" for stage in tried]
+    lines += [f"{stage} 1 is done: {ref}" for stage, ref in versions.items()]
+    lines += [f"warning: {sentence}" for sentence in warnings]
+    if error is None:
+        lines.append(f"{path} can run: {recipe.run}, {recipe.iterations} iterations")
+    return Looked(answer, lines, error)
+
+
+def _first_rows(
+    recipe: Recipe, versions: dict[str, str], *, is_asked: bool, is_tried: bool
+) -> FirstRows:
+    """What the first rows become; nothing where that would make a base model without being
+    asked."""
+    if "policy" in versions:
+        folder = Store(recipe.store).open(versions["policy"]).files.folder
+        return first_rows(recipe, folder, answered=is_tried)
+    if is_function(recipe.policy.model) and not is_asked:
+        log.warning(
+            "prompts are not looked at: policy.model is a function, which the first run calls to "
+            "make the base model; --show and --try call it, too"
+        )
+        return FirstRows()
+    return first_rows(recipe, answered=is_tried)
+
+
+@contextmanager
+def _heard_warnings() -> Iterator[dict[str, None]]:
+    """The warnings that are logged inside, each once, in place of the log. Where the block raises,
+    the log has them after all."""
+    heard: dict[str, None] = {}
+    logger = logging.getLogger("quiver")
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: heard.setdefault(record.getMessage())
+    propagates = logger.propagate
+    logger.propagate = False
+    logger.addHandler(handler)
+    is_done = False
+    try:
+        yield heard
+        is_done = True
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagates
+        if not is_done:
+            for sentence in heard:
+                log.warning("%s", sentence)
+
+
+# -- in words
+
+
+def _as_json(prompts: Prompts) -> dict[str, Any]:
+    lengths = prompts.lengths
+    return {
+        "rows": prompts.num_rows,
+        "rendered": prompts.num_rendered,
+        "dropped": prompts.num_dropped,
+        "tokens": {"min": lengths[0], "median": median_low(lengths), "max": lengths[-1]},
+        "most_tokens": prompts.longest,
+    }
+
+
+def _in_words(section: str, prompts: Prompts) -> str:
+    lengths = prompts.lengths
+    which = f"{prompts.num_rows:,} rows"
+    if prompts.num_rendered < prompts.num_rows:
+        which = f"the first {prompts.num_rendered:,} of {which}"
+    most = "" if prompts.longest is None else f"; {prompts.longest:,} are allowed"
+    return (
+        f"{section}: prompts of {lengths[0]:,} to {lengths[-1]:,} tokens, median "
+        f"{median_low(lengths):,}, in {which}{most}"
+    )
+
+
+def _said(score: Score) -> str:
+    """What a part of the reward said of the answers."""
+    values = ["no number" if value is None else f"{value:g}" for value in score.values]
+    return score.error or f"{', '.join(values)} for {ANSWER!r}"
+
+
+def _failure(scores: dict[str, Score]) -> ConfigError | None:
+    """The error of the part that failed first."""
+    for name, score in scores.items():
+        if score.error is not None:
+            return ConfigError(
+                f"reward {name}",
+                f"fails on the answer {ANSWER!r}: {printable(score.error, 1000)}",
+                next="quiver check RECIPE --try",
+            )
+    return None
