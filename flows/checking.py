@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -20,7 +20,7 @@ from quiver.stages.common.models.from_function import is_function
 from quiver.stages.common.store import Store
 
 from .doubts import doubts, unused
-from .first_rows import ANSWER, FirstRows, Prompts, Score, first_rows
+from .first_rows import Answered, FirstRows, Prompts, Score, first_rows
 from .preflight import finished, preflight, try_out
 from .recipe import Recipe
 
@@ -52,7 +52,7 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
         recipe = preflight(recipe)
         versions = finished(recipe)
         rows = _first_rows(recipe, versions, is_asked=is_shown or is_tried, is_tried=is_tried)
-        error = _failure(rows.scores)
+        error = rows.answered and _failure(recipe, rows.answered)
         tried = try_out(recipe) if is_tried and error is None else []
         for sentence in doubts(recipe, rows.prompts):
             log.warning("%s", sentence)
@@ -73,12 +73,12 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
     if without_use:
         lines.append(f"nothing reads {', '.join(without_use)}")
     lines.append(f"scored by {', '.join(recipe.reward.part_names)}")
-    if is_tried:
-        answer["rewards"] = {
-            name: {"values": score.values, "error": score.error}
-            for name, score in rows.scores.items()
-        }
-        lines += [f"{name}: {_said(score)}" for name, score in rows.scores.items()]
+    if rows.answered is not None:
+        scores = rows.answered.scores
+        answer["answer"] = rows.answered.text
+        answer["rewards"] = {name: asdict(score) for name, score in scores.items()}
+        lines.append(f"of the answer {printable(repr(rows.answered.text))}")
+        lines += [f"  {name}: {_said(score)}" for name, score in scores.items()]
     if is_shown:
         first = rows.prompts["data"]
         answer["first_prompt"] = {"text": first.first_text, "tokens": first.first_tokens}
@@ -160,16 +160,20 @@ def _in_words(section: str, prompts: Prompts) -> str:
 def _said(score: Score) -> str:
     """What a part of the reward said of the answers."""
     values = ["no number" if value is None else f"{value:g}" for value in score.values]
-    return score.error or f"{', '.join(values)} for {ANSWER!r}"
+    return score.error or ", ".join(values)
 
 
-def _failure(scores: dict[str, Score]) -> ConfigError | None:
-    """The error of the part that failed first."""
-    for name, score in scores.items():
-        if score.error is not None:
+def _failure(recipe: Recipe, answered: Answered) -> ConfigError | None:
+    """The error of what failed on the answer, the environment first."""
+    failures = {f"reward {name}": score.error for name, score in answered.scores.items()}
+    if recipe.generate.turns is not None:
+        sources = printable(", ".join(recipe.generate.turns.sources))
+        failures = {f"generate.turns {sources}": answered.failure, **failures}
+    for name, why in failures.items():
+        if why is not None:
             return ConfigError(
-                f"reward {name}",
-                f"fails on the answer {ANSWER!r}: {printable(score.error, 1000)}",
+                name,
+                f"fails on the answer {printable(repr(answered.text))}: {printable(why, 1000)}",
                 next="quiver check RECIPE --try",
             )
     return None

@@ -88,7 +88,7 @@ def _asked(config: Config, table: pa.Table) -> list[str]:
     """What each row asks, as text that is the same where the policy is asked the same. An
     environment may make another question of any column, so that there the whole row counts."""
     if config.turns is not None and config.turns.environment:
-        names = [name for name in table.column_names if name != config.group_id]
+        names = table.column_names
     else:
         names = [name for name in (getattr(config, config.input), config.images) if name]
     columns = [table.column(name).to_pylist() for name in names]

@@ -4,7 +4,7 @@ that they become, and what the rewards say to an answer that is made up.
 No engine is started and no weights are read. Errors are those that a run would give.
 
     rows = first_rows(recipe, answered=True)    # a resolved recipe
-    rows.prompts["data"].lengths, rows.scores["accuracy"].values
+    rows.prompts["data"].lengths, rows.answered.scores["accuracy"].values
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.config import Config
+from quiver.stages.common.episodes import first_failure
 from quiver.stages.common.models import checkpoints, small
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store, Version
@@ -38,7 +39,7 @@ ROWS = 1024
 """Most rows of a source that are rendered."""
 SLOW_ROWS = 8
 """The same where an environment begins each of them, or pictures are decoded."""
-ANSWER = "The answer is 1."
+_ANSWER = "The answer is 1."
 log = logging.getLogger(__name__)
 
 
@@ -73,13 +74,25 @@ class Score:
 
 
 @dataclass
+class Answered:
+    """What became of a made-up answer to the first prompt."""
+
+    text: str
+    """The answer; of an episode the last one."""
+    failure: str | None
+    """Why the environment failed on it."""
+    scores: dict[str, Score]
+    """By part of the reward."""
+
+
+@dataclass
 class FirstRows:
     """What became of the first rows."""
 
     prompts: dict[str, Prompts] = field(default_factory=dict)
     """By section: data, data.held_out."""
-    scores: dict[str, Score] = field(default_factory=dict)
-    """By part of the reward; empty where nothing was answered."""
+    answered: Answered | None = None
+    """None: nobody asked for it."""
 
 
 def first_rows(recipe: Recipe, folder: Path | None = None, *, answered: bool) -> FirstRows:
@@ -101,7 +114,7 @@ def first_rows(recipe: Recipe, folder: Path | None = None, *, answered: bool) ->
             looked.prompts[section] = _describe(versions[section], policy, recipe.prompt.system)
         if answered:
             one = _first_alone(_first(recipe, "data"), versions["data"], store, policy)
-            looked.scores = _score(recipe, store, policy, one)
+            looked.answered = _score(recipe, store, policy, one)
     return looked
 
 
@@ -191,21 +204,31 @@ def _first_alone(config: PromptConfig, prompts: Version, store: Store, policy: V
         return staging.publish()
 
 
-def _score(recipe: Recipe, store: Store, policy: Version, prompts: Version) -> dict[str, Score]:
-    """What each part of the reward says of ANSWER to the one prompt."""
-    answer_ids = checkpoints.load_tokenizer(policy).encode(ANSWER, add_special_tokens=False)
-    options = {"script": "fixed", "completion_ids": answer_ids}
-    generate = recipe.generate_config(1).model_copy(
-        update={"engine": "scripted", "options": options, "samples_per_prompt": _samples(recipe)}
+def _score(recipe: Recipe, store: Store, policy: Version, prompts: Version) -> Answered:
+    """What becomes of _ANSWER to the one prompt, or of as much as may be answered."""
+    config = recipe.generate_config(1)
+    ids = checkpoints.load_tokenizer(policy).encode(_ANSWER, add_special_tokens=False)
+    room = max(1, config.sampling.max_tokens - 1)  # of the end token
+    changes = {
+        "engine": "scripted",
+        "options": {"script": "fixed", "completion_ids": ids[:room]},
+        "samples_per_prompt": _samples(recipe),
+    }
+    version = _made(
+        "generate", config.model_copy(update=changes), store, prompts=prompts, policy=policy
     )
-    rollouts = _made("generate", generate, store, prompts=prompts, policy=policy)
-    reward = recipe.reward.model_copy(update={"max_invalid": 1.0})
-    rewards = _made("reward", reward, store, rollouts=rollouts).table()
+    rollouts = version.table()
+    lenient = recipe.reward.model_copy(update={"max_invalid": 1.0})
+    rewards = _made("reward", lenient, store, rollouts=version).table()
     parts = rewards.column("parts").combine_chunks()
     scores = {name: Score(parts.field(name).to_pylist()) for name in recipe.reward.part_names}
     for name, _, error in failures(rewards):
         scores[name].error = scores[name].error or error
-    return scores
+    return Answered(
+        text=rollouts["completion_text"][0].as_py(),
+        failure=first_failure(rollouts) if config.turns is not None else None,
+        scores=scores,
+    )
 
 
 def _samples(recipe: Recipe) -> int:

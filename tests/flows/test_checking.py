@@ -15,8 +15,9 @@ from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
+from tests import sight
 from tests.flows.conftest import command_environment, write_recipe
-from tests.tiny import tokenizer
+from tests.tiny import EOS, make_folder, tokenizer
 
 REWARDS = """
 import random
@@ -89,14 +90,14 @@ def test_prompts_are_measured_and_shown_as_a_run_makes_them(folder):
             "rows": 8,
             "rendered": 8,
             "dropped": 0,
-            "tokens": {"min": 17, "median": 17, "max": 17},
+            "tokens": {"min": 19, "median": 19, "max": 20},
             "most_tokens": 250,
         },
         "data.held_out": {
             "rows": 4,
             "rendered": 3,
             "dropped": 0,
-            "tokens": {"min": 17, "median": 17, "max": 18},
+            "tokens": {"min": 19, "median": 19, "max": 19},
             "most_tokens": 250,
         },
     }
@@ -179,20 +180,46 @@ def test_of_many_rows_the_first_ones_are_looked_at(folder, monkeypatch):
     looked = check("data.held_out=null")
     assert looked.answer["prompts"]["data"]["rendered"] == 3
     assert (
-        "data: prompts of 17 to 17 tokens, median 17, in the first 3 of 8 rows; 250 are allowed"
+        "data: prompts of 19 to 19 tokens, median 19, in the first 3 of 8 rows; 250 are allowed"
         in looked.lines
     )
 
 
 def test_what_a_template_does_with_tools_is_told_once_and_in_the_answer(folder):
     (folder / "tools.py").write_text(
-        'def find(city: str) -> str:\n    """Find it."""\n    return ""\n'
+        'def find(city: str) -> str:\n    """Find it.\n\n    Args:\n        city: Where.\n    """\n'
     )
     looked = check("generate.turns={tools=['tools.py:find']}")
     assert [each for each in looked.answer["warnings"] if "does not show the tools" in each] == [
         "the policy's chat template does not show the tools of generate.turns to it: say in "
         "prompt.system, or in the chats, what it may call and how"
     ]
+
+
+@pytest.mark.parametrize("raw_text", ["false", "true"])
+def test_an_encoder_reads_prompts_too(folder, raw_text):
+    make_folder(folder / "t5", "t5")
+    settings = ["policy.model='t5'", f"data.raw_text={raw_text}", "data.held_out=null"]
+    looked = check(*settings, is_shown=True, is_tried=True)
+    first = prompts_of_a_run(*settings).table().slice(0, 1).to_pylist()[0]
+    assert looked.answer["first_prompt"]["tokens"] == len(first["prompt_ids"])
+    assert looked.error is None
+
+
+def test_pictures_are_decoded_and_read(folder):
+    sight.make_folder(folder / "seeing", "llava")
+    rows = [{"question": "What is it?", "answer": 1, "picture": f"{n}.png"} for n in range(2)]
+    write_rows(rows)
+    for number in range(2):
+        (folder / f"{number}.png").write_bytes(sight.png(number))
+    settings = ["policy.model='seeing'", "data.images='picture'", "data.held_out=null"]
+    looked = check(*settings, "data.limit=null", is_shown=True, is_tried=True)
+    assert looked.error is None and looked.answer["warnings"] == []
+    assert looked.answer["prompts"]["data"]["rendered"] == 2
+    assert looked.answer["first_prompt"]["text"].count("⟦<image>⟧") == 16
+    (folder / "1.png").write_bytes(b"no picture")
+    with pytest.raises(ConfigError, match=r"row 2 .*picture 1"):
+        check(*settings, "data.limit=null")
 
 
 # -- a base model that is made
@@ -218,7 +245,7 @@ def test_a_function_that_makes_the_base_model_is_called_when_it_is_asked_for(fol
         "the base model; --show and --try call it, too"
     ]
     assert not Path("called").exists()
-    assert check(made, is_shown=True).answer["first_prompt"]["tokens"] == 17
+    assert check(made, is_shown=True).answer["first_prompt"]["tokens"] == 19
     Path("called").unlink()
     recipe = load("recipe.toml", [made]).resolved()
     run_stage("policy", recipe.policy, recipe.store, into=recipe.run, in_process=True)
@@ -235,16 +262,18 @@ def test_a_function_that_makes_the_base_model_is_called_when_it_is_asked_for(fol
 def test_a_made_up_answer_is_scored(folder):
     functions = ["{use='rewards.py:evenness'}", "{use='rewards.py:none'}", "{use='numeric'}"]
     looked = check(f"reward.functions=[{', '.join(functions)}]", is_tried=True)
-    ids = [*tokenizer().encode("The answer is 1."), 2]
-    cut = ids[:6]  # generate.sampling.max_tokens
+    ids = tokenizer().encode("The answer is 1.")[:5]
+    ids.append(EOS)  # 6 are generate.sampling.max_tokens
+    assert looked.answer["answer"] == tokenizer().decode(ids[:5]) == "The answer"
     assert looked.answer["rewards"] == {
-        "evenness": {"values": [pytest.approx(sum(id % 2 == 0 for id in cut) / 6)], "error": None},
+        "evenness": {"values": [pytest.approx(sum(id % 2 == 0 for id in ids) / 6)], "error": None},
         "none": {"values": [None], "error": None},
         "numeric": {"values": [0.0], "error": None},
     }
     assert looked.answer["tried"] == ["reward", "optimize"]
     assert looked.error is None
-    assert "none: no number for 'The answer is 1.'" in looked.lines
+    start = looked.lines.index("of the answer 'The answer'")
+    assert looked.lines[start + 2 : start + 4] == ["  none: no number", "  numeric: 0"]
 
 
 def test_a_reward_that_fails_on_it_is_an_error(folder):
@@ -252,9 +281,9 @@ def test_a_reward_that_fails_on_it_is_an_error(folder):
     part = looked.answer["rewards"]["as_trl"]
     assert part["values"] == [None]
     assert part["error"].startswith("TypeError: string indices must be integers")
-    assert f"as_trl: {part['error']}" in looked.lines
+    assert f"  as_trl: {part['error']}" in looked.lines
     assert looked.error.code == "E-CONFIG" and looked.error.object == "reward as_trl"
-    assert looked.error.message == f"fails on the answer 'The answer is 1.': {part['error']}"
+    assert looked.error.message == f"fails on the answer 'The answer': {part['error']}"
     assert looked.answer["tried"] == []
     assert not any("can run" in line for line in looked.lines)
     as_messages = "reward.functions=[{use='rewards.py:as_trl', completions='messages'}]"
@@ -301,8 +330,14 @@ def test_columns_that_nothing_reads_are_named_once(folder):
         "nothing reads answer, level, topic"
         in check(rewarded("rewards.py:letters"), "data.held_out=null").lines
     )
-    judge = "reward={servers=[{dialect='openai-judge', urls=['http://x'], model='m', rubric='{prompt} {completion} {level}'}]}"
-    assert check(judge, "data.held_out=null").answer["unused"] == ["answer", "topic"]
+    judge = (
+        "{dialect='openai-judge', urls=['http://127.0.0.1:9'], model='m', range=[0, 10], "
+        "rubric='{prompt} {completion} {level}'}"
+    )
+    assert check(f"reward={{servers=[{judge}]}}", "data.held_out=null").answer["unused"] == [
+        "answer",
+        "topic",
+    ]
     everything = "reward={servers=[{dialect='quiver', urls=['http://127.0.0.1:9']}]}"
     assert check(everything, "data.held_out=null").answer["unused"] == []
 
