@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median_low
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, printable
@@ -20,7 +19,7 @@ from quiver.stages.common.models.from_function import is_function
 from quiver.stages.common.store import Store
 
 from .doubts import doubts, unused
-from .first_rows import Answered, FirstRows, Prompts, Score, first_rows
+from .first_rows import Answered, FirstRows, first_rows
 from .preflight import finished, preflight, try_out
 from .recipe import Recipe
 
@@ -36,7 +35,7 @@ class Looked:
     lines: list[str]
     """For people."""
     error: ConfigError | None
-    """Set where a part of the reward failed."""
+    """Set where something failed on the made-up answer."""
 
 
 def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool = False) -> Looked:
@@ -48,11 +47,21 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
         is_shown: Say how the policy reads the first prompt.
         is_tried: Start what scores, and let it score a made-up answer.
     """
-    with _heard_warnings() as warnings:
+    with heard_warnings() as warnings:
         recipe = preflight(recipe)
         versions = finished(recipe)
-        rows = _first_rows(recipe, versions, is_asked=is_shown or is_tried, is_tried=is_tried)
-        error = rows.answered and _failure(recipe, rows.answered)
+        rows = FirstRows()
+        if "policy" in versions:
+            folder = Store(recipe.store).open(versions["policy"]).files.folder
+            rows = first_rows(recipe, folder, is_answered=is_tried)
+        elif is_shown or is_tried or not is_function(recipe.policy.model):
+            rows = first_rows(recipe, is_answered=is_tried)
+        else:
+            log.warning(
+                "prompts are not looked at: policy.model is a function, which the first run calls "
+                "to make the base model; --show and --try call it, too"
+            )
+        error = rows.answered and failure(recipe, rows.answered)
         tried = try_out(recipe) if is_tried and error is None else []
         for sentence in doubts(recipe, rows.prompts):
             log.warning("%s", sentence)
@@ -63,13 +72,13 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
         "store": recipe.store,
         "columns": recipe.columns,
         "unused": without_use,
-        "prompts": {section: _as_json(prompts) for section, prompts in rows.prompts.items()},
+        "prompts": {section: prompts.to_json() for section, prompts in rows.prompts.items()},
         "tried": tried,
         "finished": versions,
         "warnings": [*warnings],
     }
     lines = [f"{section}: {', '.join(names)}" for section, names in recipe.columns.items()]
-    lines += [_in_words(section, prompts) for section, prompts in rows.prompts.items()]
+    lines += [f"{section}: {prompts.in_words()}" for section, prompts in rows.prompts.items()]
     if without_use:
         lines.append(f"nothing reads {', '.join(without_use)}")
     lines.append(f"scored by {', '.join(recipe.reward.part_names)}")
@@ -78,7 +87,7 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
         answer["answer"] = rows.answered.text
         answer["rewards"] = {name: asdict(score) for name, score in scores.items()}
         lines.append(f"of the answer {printable(repr(rows.answered.text))}")
-        lines += [f"  {name}: {_said(score)}" for name, score in scores.items()]
+        lines += [f"  {name}: {score.in_words()}" for name, score in scores.items()]
     if is_shown:
         first = rows.prompts["data"]
         answer["first_prompt"] = {"text": first.first_text, "tokens": first.first_tokens}
@@ -91,25 +100,24 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
     return Looked(answer, lines, error)
 
 
-def _first_rows(
-    recipe: Recipe, versions: dict[str, str], *, is_asked: bool, is_tried: bool
-) -> FirstRows:
-    """What the first rows become; nothing where that would make a base model without being
-    asked."""
-    if "policy" in versions:
-        folder = Store(recipe.store).open(versions["policy"]).files.folder
-        return first_rows(recipe, folder, answered=is_tried)
-    if is_function(recipe.policy.model) and not is_asked:
-        log.warning(
-            "prompts are not looked at: policy.model is a function, which the first run calls to "
-            "make the base model; --show and --try call it, too"
-        )
-        return FirstRows()
-    return first_rows(recipe, answered=is_tried)
+def failure(recipe: Recipe, answered: Answered) -> ConfigError | None:
+    """The error of what failed on the answer, the environment first; None where nothing did."""
+    problems = {f"reward {name}": score.error for name, score in answered.scores.items()}
+    if recipe.generate.turns is not None:
+        sources = printable(", ".join(recipe.generate.turns.sources))
+        problems = {f"generate.turns {sources}": answered.failure, **problems}
+    for name, why in problems.items():
+        if why is not None:
+            return ConfigError(
+                name,
+                f"fails on the answer {printable(repr(answered.text))}: {printable(why, 1000)}",
+                next="quiver check RECIPE --try",
+            )
+    return None
 
 
 @contextmanager
-def _heard_warnings() -> Iterator[dict[str, None]]:
+def heard_warnings() -> Iterator[dict[str, None]]:
     """The warnings that are logged inside, each once, in place of the log. Where the block raises,
     the log has them after all."""
     heard: dict[str, None] = {}
@@ -129,51 +137,3 @@ def _heard_warnings() -> Iterator[dict[str, None]]:
         if not is_done:
             for sentence in heard:
                 log.warning("%s", sentence)
-
-
-# -- in words
-
-
-def _as_json(prompts: Prompts) -> dict[str, Any]:
-    lengths = prompts.lengths
-    return {
-        "rows": prompts.num_rows,
-        "rendered": prompts.num_rendered,
-        "dropped": prompts.num_dropped,
-        "tokens": {"min": lengths[0], "median": median_low(lengths), "max": lengths[-1]},
-        "most_tokens": prompts.longest,
-    }
-
-
-def _in_words(section: str, prompts: Prompts) -> str:
-    lengths = prompts.lengths
-    which = f"{prompts.num_rows:,} rows"
-    if prompts.num_rendered < prompts.num_rows:
-        which = f"the first {prompts.num_rendered:,} of {which}"
-    most = "" if prompts.longest is None else f"; {prompts.longest:,} are allowed"
-    return (
-        f"{section}: prompts of {lengths[0]:,} to {lengths[-1]:,} tokens, median "
-        f"{median_low(lengths):,}, in {which}{most}"
-    )
-
-
-def _said(score: Score) -> str:
-    """What a part of the reward said of the answers."""
-    values = ["no number" if value is None else f"{value:g}" for value in score.values]
-    return score.error or ", ".join(values)
-
-
-def _failure(recipe: Recipe, answered: Answered) -> ConfigError | None:
-    """The error of what failed on the answer, the environment first."""
-    failures = {f"reward {name}": score.error for name, score in answered.scores.items()}
-    if recipe.generate.turns is not None:
-        sources = printable(", ".join(recipe.generate.turns.sources))
-        failures = {f"generate.turns {sources}": answered.failure, **failures}
-    for name, why in failures.items():
-        if why is not None:
-            return ConfigError(
-                name,
-                f"fails on the answer {printable(repr(answered.text))}: {printable(why, 1000)}",
-                next="quiver check RECIPE --try",
-            )
-    return None

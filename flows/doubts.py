@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import pyarrow as pa
 
@@ -25,13 +24,15 @@ from .recipe import Recipe
 def doubts(recipe: Recipe, prompts: Mapping[str, Prompts]) -> list[str]:
     """Sentences on a resolved recipe. `prompts`: what its first rows became, by section, where they
     were rendered. Reads the sources again."""
-    tables = {section: _table(recipe, section) for section in recipe.columns}
+    tables = {
+        section: sources.read(prompt_config(recipe, section)).table for section in recipe.columns
+    }
     num_rows = tables["data"].num_rows
     return [
-        *_about_rows(recipe, tables),
-        *_about_prompts(recipe, prompts),
-        *_about_steps(recipe, num_rows),
-        *_about_rewards(recipe, tables["data"]),
+        *about_rows(recipe, tables),
+        *about_prompts(recipe, prompts),
+        *about_steps(recipe, num_rows),
+        *about_rewards(recipe, tables["data"]),
     ]
 
 
@@ -46,18 +47,15 @@ def unused(recipe: Recipe) -> list[str]:
     return [name for name in columns if name not in named | reads.by_name]
 
 
-def _table(recipe: Recipe, section: str) -> pa.Table:
-    return sources.read(prompt_config(recipe, section)).table
-
-
 # -- rows
 
 
-def _about_rows(recipe: Recipe, tables: Mapping[str, pa.Table]) -> Iterator[str]:
+def about_rows(recipe: Recipe, tables: Mapping[str, pa.Table]) -> Iterator[str]:
+    """Of the sources: how many rows there are, and which stand there twice."""
     asked = {}
     for section, table in tables.items():
         config = prompt_config(recipe, section)
-        asked[section] = _asked(config, table)
+        asked[section] = questions(config, table)
         if config.limit is not None and config.limit > table.num_rows:
             yield f"{section}.limit is {config.limit}, and the source has {table.num_rows} rows"
     num_different = len(set(asked["data"]))
@@ -84,28 +82,25 @@ def _about_rows(recipe: Recipe, tables: Mapping[str, pa.Table]) -> Iterator[str]
         )
 
 
-def _asked(config: Config, table: pa.Table) -> list[str]:
+def questions(config: Config, table: pa.Table) -> list[str]:
     """What each row asks, as text that is the same where the policy is asked the same. An
     environment may make another question of any column, so that there the whole row counts."""
+    names = [name for name in (getattr(config, config.input), config.images) if name]
     if config.turns is not None and config.turns.environment:
         names = table.column_names
-    else:
-        names = [name for name in (getattr(config, config.input), config.images) if name]
-    columns = [table.column(name).to_pylist() for name in names]
-    return [_as_text(cells) for cells in zip(*columns, strict=True)]
-
-
-def _as_text(cells: tuple[Any, ...]) -> str:
-    question, *others = cells
-    if isinstance(question, str):  # a chat of it alone asks the same
-        question = [{"role": "user", "content": question}]
-    return json.dumps([question, *others], sort_keys=True, default=repr)
+    asked = []
+    for cell, *others in zip(*(table[name].to_pylist() for name in names), strict=True):
+        # a chat of a text alone asks the same as the text
+        question = [{"role": "user", "content": cell}] if isinstance(cell, str) else cell
+        asked.append(json.dumps([question, *others], sort_keys=True, default=repr))
+    return asked
 
 
 # -- prompts
 
 
-def _about_prompts(recipe: Recipe, prompts: Mapping[str, Prompts]) -> Iterator[str]:
+def about_prompts(recipe: Recipe, prompts: Mapping[str, Prompts]) -> Iterator[str]:
+    """Of what is not shown to the policy."""
     for section, of_section in prompts.items():
         if of_section.num_dropped:
             yield (
@@ -127,7 +122,8 @@ def _about_prompts(recipe: Recipe, prompts: Mapping[str, Prompts]) -> Iterator[s
 # -- steps
 
 
-def _about_steps(recipe: Recipe, num_rows: int) -> Iterator[str]:
+def about_steps(recipe: Recipe, num_rows: int) -> Iterator[str]:
+    """Of the optimizer's steps."""
     optimize = recipe.optimize
     num_groups = min(recipe.data.limit or num_rows, num_rows)
     if recipe.data.refill is not None:
@@ -154,7 +150,8 @@ def _about_steps(recipe: Recipe, num_rows: int) -> Iterator[str]:
 # -- rewards
 
 
-def _about_rewards(recipe: Recipe, table: pa.Table) -> Iterator[str]:
+def about_rewards(recipe: Recipe, table: pa.Table) -> Iterator[str]:
+    """Of what is not paid, and of what the rewards read."""
     reward = recipe.reward
     if not any(scorer.weight for scorer in reward.scorers) and reward.overlong is None:
         yield "every part of the reward has weight 0: nothing is learned"

@@ -3,7 +3,7 @@ that they become, and what the rewards say to an answer that is made up.
 
 No engine is started and no weights are read. Errors are those that a run would give.
 
-    rows = first_rows(recipe, answered=True)    # a resolved recipe
+    rows = first_rows(recipe, is_answered=True)    # a resolved recipe
     rows.prompts["data"].lengths, rows.answered.scores["accuracy"].values
 """
 
@@ -15,7 +15,8 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import median_low
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 
@@ -60,8 +61,51 @@ class Prompts:
     lengths: list[int]
     """Tokens of each prompt that is kept, rising."""
     first_text: str
-    """The first prompt, its control tokens in ⟦brackets⟧: what looks like one elsewhere is text."""
+    """The first prompt as `visible` has it."""
     first_tokens: int
+
+    @classmethod
+    def of(cls, version: Version, policy: Version, system: str | None) -> Prompts:
+        """What there is to say of a version of prompts. `system`: the recipe's message."""
+        manifest = version.manifest
+        table = version.table(["prompt_ids", "messages"])
+        ids = table["prompt_ids"]
+        first_ids = ids[0].as_py()
+        expected = {"role": "system", "content": system}.items()
+        chats = table["messages"].to_pylist()
+        return cls(
+            num_rows=manifest.metrics["source_rows"],
+            num_rendered=sum(manifest.status.values()),
+            num_dropped=manifest.status["dropped"],
+            longest=manifest.config["max_prompt_tokens"],
+            num_other_system=sum(not chat or not expected <= chat[0].items() for chat in chats),
+            lengths=sorted(pc.list_value_length(ids).to_pylist()),
+            first_text=visible(checkpoints.load_tokenizer(policy), first_ids),
+            first_tokens=len(first_ids),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The numbers."""
+        lengths = self.lengths
+        return {
+            "rows": self.num_rows,
+            "rendered": self.num_rendered,
+            "dropped": self.num_dropped,
+            "tokens": {"min": lengths[0], "median": median_low(lengths), "max": lengths[-1]},
+            "most_tokens": self.longest,
+        }
+
+    def in_words(self) -> str:
+        """The same for people."""
+        lengths = self.lengths
+        rows = f"{self.num_rows:,} rows"
+        if self.num_rendered < self.num_rows:
+            rows = f"the first {self.num_rendered:,} of {rows}"
+        allowed = "" if self.longest is None else f"; {self.longest:,} are allowed"
+        return (
+            f"prompts of {lengths[0]:,} to {lengths[-1]:,} tokens, median {median_low(lengths):,}, "
+            f"in {rows}{allowed}"
+        )
 
 
 @dataclass
@@ -71,6 +115,11 @@ class Score:
     values: list[float | None]
     error: str | None = None
     """Of the first answer that it failed on."""
+
+    def in_words(self) -> str:
+        """The values, or the error."""
+        values = ["no number" if value is None else f"{value:g}" for value in self.values]
+        return self.error or ", ".join(values)
 
 
 @dataclass
@@ -95,27 +144,26 @@ class FirstRows:
     """None: nobody asked for it."""
 
 
-def first_rows(recipe: Recipe, folder: Path | None = None, *, answered: bool) -> FirstRows:
+def first_rows(recipe: Recipe, folder: Path | None = None, *, is_answered: bool) -> FirstRows:
     """Render the first rows of a resolved recipe. ConfigError, SecurityError, and what scores
     raises.
 
     Args:
         recipe: What to look at.
         folder: The base model, where it has been made already.
-        answered: Score a made-up answer to the first row, too.
+        is_answered: Score a made-up answer to the first row, too.
     """
-    looked = FirstRows()
+    rows = FirstRows()
     with tempfile.TemporaryDirectory(prefix="quiver-check-") as work:
         store = Store(work)
         policy = small.import_without_weights(recipe.policy, store, recipe.run, folder)
-        versions: dict[str, Version] = {}
         for section in recipe.columns:
-            versions[section] = _render(_first(recipe, section), store, policy)
-            looked.prompts[section] = _describe(versions[section], policy, recipe.prompt.system)
-        if answered:
-            one = _first_alone(_first(recipe, "data"), versions["data"], store, policy)
-            looked.answered = _score(recipe, store, policy, one)
-    return looked
+            config = first_config(recipe, section)
+            version = _render(config, store, policy)
+            rows.prompts[section] = Prompts.of(version, policy, recipe.prompt.system)
+            if section == "data" and is_answered:
+                rows.answered = _answer(recipe, config, store, policy, version)
+    return rows
 
 
 def prompt_config(recipe: Recipe, section: str) -> PromptConfig:
@@ -124,7 +172,7 @@ def prompt_config(recipe: Recipe, section: str) -> PromptConfig:
     return recipe.prompt_config(0 if is_held_out else 1, evaluation=is_held_out)
 
 
-def _first(recipe: Recipe, section: str) -> PromptConfig:
+def first_config(recipe: Recipe, section: str) -> PromptConfig:
     """The same for the first rows that a run takes, be it in several iterations."""
     config = prompt_config(recipe, section)
     has_environment = config.turns is not None and bool(config.turns.environment)
@@ -136,49 +184,27 @@ def _first(recipe: Recipe, section: str) -> PromptConfig:
 
 
 def _render(config: PromptConfig, store: Store, policy: Version) -> Version:
-    """The prompts of the first rows. ConfigError, SecurityError."""
+    """The prompts of the first rows. ConfigError, SecurityError; where prompts are too long it is
+    logged, how many."""
     try:
         return _made("prompt", config, store, policy=policy)
     except ConfigError:
         if config.overlong == "error":
-            _tell_overlong(config, store, policy)
+            with suppress(ConfigError):  # something else is wrong
+                lenient = config.model_copy(update={"overlong": "drop"})
+                status = _made("prompt", lenient, store, policy=policy).manifest.status
+                log.warning(
+                    "%d of the first %d prompts of %s are too long",
+                    status["dropped"],
+                    sum(status.values()),
+                    printable(config.source),
+                )
         raise
 
 
-def _tell_overlong(config: PromptConfig, store: Store, policy: Version) -> None:
-    """Say how many of the first rows are refused as too long, where that is what is wrong."""
-    with suppress(ConfigError):
-        lenient = config.model_copy(update={"overlong": "drop"})
-        status = _made("prompt", lenient, store, policy=policy).manifest.status
-        log.warning(
-            "%d of the first %d prompts of %s are too long",
-            status["dropped"],
-            sum(status.values()),
-            printable(config.source),
-        )
-
-
-def _describe(version: Version, policy: Version, system: str | None) -> Prompts:
-    manifest = version.manifest
-    table = version.table(["prompt_ids", "messages"])
-    ids = table["prompt_ids"]
-    first_ids = ids[0].as_py()
-    expected = {"role": "system", "content": system}
-    chats = table["messages"].to_pylist()
-    return Prompts(
-        num_rows=manifest.metrics["source_rows"],
-        num_rendered=sum(manifest.status.values()),
-        num_dropped=manifest.status["dropped"],
-        longest=manifest.config["max_prompt_tokens"],
-        num_other_system=sum(not chat or not expected.items() <= chat[0].items() for chat in chats),
-        lengths=sorted(pc.list_value_length(ids).to_pylist()),
-        first_text=_visible(checkpoints.load_tokenizer(policy), first_ids),
-        first_tokens=len(first_ids),
-    )
-
-
-def _visible(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
-    """The text of a prompt, its control tokens in brackets."""
+def visible(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
+    """The text of a prompt, its control tokens in ⟦brackets⟧: what looks like one without them is
+    text."""
     control = {
         id: token.content
         for id, token in tokenizer.added_tokens_decoder.items()
@@ -193,48 +219,42 @@ def _visible(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
     return "".join(pieces)
 
 
-def _first_alone(config: PromptConfig, prompts: Version, store: Store, policy: Version) -> Version:
-    """A version of the first prompt alone."""
+def _answer(
+    recipe: Recipe, config: PromptConfig, store: Store, policy: Version, prompts: Version
+) -> Answered:
+    """What becomes of _ANSWER to the first of the prompts, or of as much as may be answered; of a
+    whole group, where something scores groups."""
     one_row = config.model_copy(update={"first": 1})
     plan = prompt_stage.plan(one_row, store, {"policy": str(policy.ref)})
     with open_staging(plan) as staging:
         writer = staging.writers["prompts"]
         writer.write_table(prompts.table().slice(0, 1))
         writer.finish(metrics=prompts.manifest.metrics)
-        return staging.publish()
-
-
-def _score(recipe: Recipe, store: Store, policy: Version, prompts: Version) -> Answered:
-    """What becomes of _ANSWER to the one prompt, or of as much as may be answered."""
-    config = recipe.generate_config(1)
+        prompt = staging.publish()
+    generate = recipe.generate_config(1)
+    scopes = {getattr(scorer, "scope", "row") for scorer in recipe.reward.scorers}
     ids = checkpoints.load_tokenizer(policy).encode(_ANSWER, add_special_tokens=False)
-    room = max(1, config.sampling.max_tokens - 1)  # of the end token
+    room = max(1, generate.sampling.max_tokens - 1)  # one is the end token's
     changes = {
         "engine": "scripted",
         "options": {"script": "fixed", "completion_ids": ids[:room]},
-        "samples_per_prompt": _samples(recipe),
+        "samples_per_prompt": generate.samples_per_prompt if "group" in scopes else 1,
     }
     version = _made(
-        "generate", config.model_copy(update=changes), store, prompts=prompts, policy=policy
+        "generate", generate.model_copy(update=changes), store, prompts=prompt, policy=policy
     )
     rollouts = version.table()
     lenient = recipe.reward.model_copy(update={"max_invalid": 1.0})
     rewards = _made("reward", lenient, store, rollouts=version).table()
-    parts = rewards.column("parts").combine_chunks()
+    parts = rewards["parts"].combine_chunks()
     scores = {name: Score(parts.field(name).to_pylist()) for name in recipe.reward.part_names}
     for name, _, error in failures(rewards):
         scores[name].error = scores[name].error or error
     return Answered(
         text=rollouts["completion_text"][0].as_py(),
-        failure=first_failure(rollouts) if config.turns is not None else None,
+        failure=first_failure(rollouts) if generate.turns is not None else None,
         scores=scores,
     )
-
-
-def _samples(recipe: Recipe) -> int:
-    """How many answers there must be: a whole group where something scores groups."""
-    scopes = {getattr(scorer, "scope", "row") for scorer in recipe.reward.scorers}
-    return recipe.generate.samples_per_prompt if "group" in scopes else 1
 
 
 def _made(stage: str, config: Config, store: Store, **inputs: Version) -> Version:

@@ -88,7 +88,6 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     sources.fill_in(config, source)  # refuses a source that is not the planned one
     group_ids = name_rows(config, source.table)
     chosen, counts = choose_rows(config, group_ids, [*plan.inputs.values()], plan.store)
-    chosen = chosen[: config.first]
     starts = range(0, len(chosen), ROWS_PER_SHARD)
     policy = plan.store.open(plan.models[0].ref)
     with (

@@ -18,7 +18,6 @@ from .functions import shipped
 from .functions.config import FunctionConfig
 from .pool.calls import About, describe
 from .pool.habits import VERL_COLUMNS, column_of, require
-from .servers.config import ServerConfig
 from .servers.dialects.rows import fields
 
 
@@ -48,7 +47,7 @@ def preview(config: Config, columns: Iterable[str]) -> Reads:
         by_name |= _read_by(function, about, columns)
         may_be_all |= about.takes is None and function.style == "quiver"
     for server in config.servers:
-        by_name |= _sent_to(server)
+        by_name |= {*(server.columns or ()), server.label, *fields(server.rubric)}
         may_be_all |= server.dialect == "quiver" and server.columns is None
     return Reads(by_name.intersection(columns), may_be_all)
 
@@ -63,11 +62,6 @@ def _read_by(function: FunctionConfig, about: About, columns: list[str]) -> set[
     parameters = {*takes, *function.columns} - function.arguments.keys()
     asked = {column_of(parameter, function, columns) for parameter in parameters}
     return {name if name in columns else name.partition(".")[0] for name in asked}
-
-
-def _sent_to(server: ServerConfig) -> set[str]:
-    """The columns that a recipe names for a server."""
-    return {*(server.columns or ()), server.label, *fields(server.rubric)}
 
 
 def _callee(config: FunctionConfig) -> Any:

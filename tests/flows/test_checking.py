@@ -361,14 +361,14 @@ def test_held_out_rows_that_are_training_rows_are_counted(folder, held_out):
 
 
 def test_the_same_question_about_another_picture_is_another_row(folder):
-    from quiver.flows.doubts import _asked
+    from quiver.flows.doubts import questions
     from quiver.stages.prompt.config import Config
 
     config = Config(source="x.jsonl", prompt="question", images="picture")
     rows = pa.Table.from_pylist(
         [{"question": "How many?", "picture": each} for each in (b"a", b"b", b"a")]
     )
-    first, second, third = _asked(config, rows)
+    first, second, third = questions(config, rows)
     assert first == third != second
 
 
