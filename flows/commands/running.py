@@ -13,7 +13,9 @@ import typer
 
 from quiver.schemas.errors import ConfigError, QuiverError, for_terminal, printable
 
+from .next_step import complete, options_in
 from .shared import (
+    CALLED,
     Force,
     NamedVersion,
     NamedVersions,
@@ -108,29 +110,31 @@ def _warn(recipe: Recipe) -> None:
 
 
 def check(
+    context: typer.Context,
     recipe: RecipeFile,
+    show: Annotated[
+        bool, typer.Option("--show", help="print the first prompt as the policy reads it")
+    ] = False,
     try_out: Annotated[
         bool,
-        typer.Option("--try", help="also start what scores, and look whether it can"),
+        typer.Option("--try", help="also start what scores, and let it score a made-up answer"),
     ] = False,
     store: StorePath = None,
     settings: Settings = None,
 ) -> None:
-    """Look whether a recipe can run, without running it. Paths, columns and names are looked at;
-    nothing is written."""
-    from .. import preflight
+    """Look whether a recipe can run, without running it. Paths, columns and names are looked at,
+    the first rows rendered; nothing is written."""
+    from ..checking import look
 
-    loaded = preflight.preflight(read_recipe(recipe, settings, store).for_night(_today()))
-    tried = preflight.try_out(loaded) if try_out else []
-    finished = preflight.finished(loaded)
-    columns = loaded.columns
-    lines = [f"{section}: {', '.join(names)}" for section, names in columns.items()]
-    lines.append(f"scored by {', '.join(loaded.reward.part_names)}")
-    lines += [f"{stage} can do its part" for stage in tried]
-    lines += [f"{stage} 1 is done: {ref}" for stage, ref in finished.items()]
-    lines.append(f"{recipe} can run: {loaded.run}, {loaded.iterations} iterations")
-    answer = {"run": loaded.run, "iterations": loaded.iterations, "store": loaded.store}
-    say({**answer, "columns": columns, "tried": tried, "finished": finished}, lines)
+    loaded = read_recipe(recipe, settings, store).for_night(_today())
+    looked = look(loaded, recipe, is_shown=show, is_tried=try_out)
+    error = looked.error
+    if error is None:
+        say(looked.answer, looked.lines)
+        return
+    error.next = complete(error.next, CALLED, options_in(context.parent.command.commands))
+    say({**looked.answer, "error": error.to_dict()}, [*looked.lines, str(error)])
+    raise SystemExit(error.exit_code)
 
 
 def nightly(

@@ -147,6 +147,8 @@ class Config(SourceConfig, TemplateConfig):
     turns: Added[EnvironmentConfig | None] = None
     """The environment or the tools of [generate.turns], of which prompts show the opening and the
     schemas."""
+    first: Added[int | None] = Field(default=None, ge=1)
+    """Of these rows the first so many alone, which `quiver check` looks at. None: all."""
 
     def key(self) -> dict[str, Any]:
         """As the source has it; a template's hash is that of the model that it stands in for."""

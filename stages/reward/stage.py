@@ -111,7 +111,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         table = shards.score()
         metrics, status = summary(table, shards.seconds())
     for name, function in metrics["functions"].items():
-        if function["null"] == table.num_rows > 0:
+        if function["null"] == table.num_rows > 1:
             log.warning("rewards: %s gave no number in any of %d rows", name, table.num_rows)
     if shards.earlier is not None:
         retried = shards.earlier.column("reward").null_count

@@ -211,8 +211,11 @@ def test_check_says_what_a_run_would_find(folder):
             "data": ["question", "answer"],
             "data.held_out": ["question", "answer"],
         },
+        "unused": [],
+        "prompts": plain["prompts"],
         "tried": [],
         "finished": {},
+        "warnings": [],
     }
     assert tried["tried"] == ["reward", "optimize"]
     assert "No module named 'nowhere'" in refused["error"]["message"], "only trying tells"

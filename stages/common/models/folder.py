@@ -218,15 +218,20 @@ def load_errors(name: str) -> Iterator[None]:
         ) from error
 
 
-def convert_gguf(source: Path, folder: Path, dtype: str) -> None:
+def convert_gguf(source: Path, folder: Path, dtype: str | None) -> None:
     """Write model and tokenizer of the GGUF file `source` into `folder`, its weights dequantized to
-    `dtype`. ConfigError."""
+    `dtype`; without its weights where that is None. ConfigError."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    log.info("dequantizing %s, once", source.name)
     with load_errors(f"model {source.name}"):
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        tokenizer.save_pretrained(folder)
+        if dtype is None:
+            config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+            config.save_pretrained(folder)
+            return
+        log.info("dequantizing %s, once", source.name)
         model = AutoModelForCausalLM.from_pretrained(
             source.parent, gguf_file=source.name, dtype=getattr(torch, dtype)
         )
@@ -238,7 +243,6 @@ def convert_gguf(source: Path, folder: Path, dtype: str) -> None:
     model.is_quantized = False
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def stored_dtypes(folder: Path) -> set[str]:
