@@ -103,12 +103,12 @@ def show_images(name: str, messages: list[Message], count: int) -> list[Message]
 
 def _read_call(name: str, call: Any, place: str) -> dict[str, Any]:
     """A call as templates take it, of {"function": {"name", "arguments"}} or these two alone."""
+    call = _as_json(name, call, place)
     call = call if isinstance(call, dict) else {}
     function = call.get("function") or call
     arguments = _as_json(name, function.get("arguments") or {}, f"the arguments of {place}")
     if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
         raise bad_row(name, f"{place} is no name with arguments")
-    arguments = {key: argument for key, argument in arguments.items() if argument is not None}
     problem = bad_text(json.dumps([function["name"], arguments], ensure_ascii=False))
     if problem:
         raise bad_row(name, f"{place} {problem}")
