@@ -106,9 +106,7 @@ def _column(place: str, name: str, numbers: list[int], cells: list[Any]) -> pa.C
     ]
     # those that change more than their type come first
     for number, cell, kept in sorted(changed, key=lambda each: _is_equal(*each[1:]))[:1]:
-        change = (
-            f"column {printable(name)}: {printable(repr(cell))} becomes {printable(repr(kept))}"
-        )
+        change = f"{printable(repr(cell))} becomes {printable(repr(kept))}"
         if not _is_equal(cell, kept):
             raise bad_source(
                 f"{place} {number}",

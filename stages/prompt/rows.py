@@ -281,7 +281,8 @@ def _input_cells(config: Config, source: pa.Table, rows: Sequence[int]) -> Itera
         some_rows = rows[start : start + CHUNK]
         cells = without_nulls(column.take(pa.array(some_rows, pa.int64())))
         for row, cell in zip(some_rows, cells, strict=True):
-            yield _chat(f"{config.source} row {row + 1}", cell) if config.messages else cell
+            place = f"{config.source} row {row + 1} column {config.messages}"
+            yield _chat(place, cell) if config.messages else cell
 
 
 def _chat(place: str, cell: Any) -> Any:
