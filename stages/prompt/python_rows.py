@@ -83,15 +83,14 @@ def _join(
 def _column(place: str, name: str, numbers: list[int], cells: list[Any]) -> pa.ChunkedArray:
     """The cells of the rows with these numbers, in a type that gives them back. ConfigError."""
     column = _infer(cells)
-    has_sets = any(isinstance(cell, set | frozenset) for cell in cells)
-    if column is not None and _cannot_change(column.type) and not has_sets:
+    if column is not None and _gives_back(column, cells):
         return column
     for number, cell in zip(numbers, cells, strict=True):
         if is_too_deep(cell):
             raise bad_source(f"{place} {number}", f"column {printable(name)}: {TOO_DEEP}")
     cells = [_as_python(cell) for cell in cells]
     column = column or _infer(cells)
-    if column is not None and _are_kept(cells, column.to_pylist()):
+    if column is not None and _gives_back(column, cells):
         return column
     with suppress(TypeError, ValueError):
         as_json = json_array(cells)
@@ -136,11 +135,17 @@ def _disagreement(place: str, name: str, numbers: list[int], cells: list[Any]) -
     raise AssertionError("the cells agree")
 
 
-def _cannot_change(kind: pa.DataType) -> bool:
-    """Whether Arrow infers `kind` only of values that it gives back."""
+def _gives_back(column: pa.ChunkedArray, cells: list[Any]) -> bool:
+    kind = column.type
     while pa.types.is_list(kind):
         kind = kind.value_type
-    return pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_string(kind)
+    if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_string(kind):
+        # Arrow infers these only of values that it gives back, but takes a set for a list
+        return not any(isinstance(cell, set | frozenset) for cell in cells)
+    try:
+        return _are_kept(cells, column.to_pylist())
+    except RecursionError:
+        return False
 
 
 def _as_python(cell: Any) -> Any:
@@ -177,8 +182,8 @@ def _is_kept(cell: Any, kept: Any, *, with_nulls: bool) -> bool:
         )
     if isinstance(cell, list):
         return len(cell) == len(kept) and _are_kept(cell, kept, with_nulls=with_nulls)
-    if isinstance(cell, str | bytes):
-        return cell == kept
+    if isinstance(cell, str | bytes | int | float):
+        return cell == kept or cell != cell
     return str(cell) == str(kept)  # tells 1.0 from 1.00, and 10:00+00:00 from 12:00+02:00
 
 

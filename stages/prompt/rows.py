@@ -58,6 +58,8 @@ class Renderer:
         self.tools = tools or None
         self.chat_template = ""
         """The text of the template that is used, where one is."""
+        self.have_calls: bool | None = None
+        """Whether messages of the version have more than role and content. None: not known yet."""
         tokenizer = checkpoints.load_tokenizer(policy)
         self._policy = policy
         self._pictures = Pictures(config, policy) if config.images else None
@@ -222,18 +224,16 @@ def render_rows(
     rows: list[int],
     group_ids: list[str],
     renderer: Renderer,
-    openings: list[list[Message]] | None = None,
-    *,
-    with_calls: bool = False,
+    openings: list[list[Message]],
+    chosen: Sequence[int],
 ) -> pa.Table:
     """Those `rows` of `source` as prompts/1, or prompts/2 where there is more than text; the ones
     that are too long left out, where the config says so. `openings`: of each row what its
-    environment says at the start. `with_calls`: `have_calls` of all rows of the version."""
+    environment says at the start. `chosen`: all rows of the version, which has one schema."""
     table = source.take(pa.array(rows, pa.int64()))
     config = renderer.config
     rendered: list[Prompt] = []
     positions: list[int] = []
-    openings = openings or [[]] * len(rows)
     images = table.column(config.images) if config.images else None
     cells = _input_cells(config, source, rows)
     for position, (row, cell, opening) in enumerate(zip(rows, cells, openings, strict=True)):
@@ -252,7 +252,9 @@ def render_rows(
     columns = table.take(pa.array(positions, pa.int64())).replace_schema_metadata(None)
     struct = columns.combine_chunks().to_struct_array().combine_chunks()
     kind_schema = prompts.SCHEMA
-    if config.turns is not None or config.images or with_calls:
+    if renderer.have_calls is None:
+        renderer.have_calls = _have_calls(config, source, chosen)
+    if config.turns is not None or config.images or renderer.have_calls:
         kind_schema = prompts.BEYOND_TEXT
         tools = renderer.tools and json.dumps(renderer.tools)
         rendered = [{**prompt, "tools": tools} for prompt in rendered]
@@ -262,9 +264,9 @@ def render_rows(
     return prompts_table.add_column(place, field, struct)
 
 
-def have_calls(config: Config, source: pa.Table, rows: Sequence[int]) -> bool:
+def _have_calls(config: Config, source: pa.Table, rows: Sequence[int]) -> bool:
     """Whether a message of these rows has more than role and content. ConfigError."""
-    return any(
+    return config.input != "prompt_ids" and any(
         message.get(name) is not None
         for cell in _input_cells(config, source, rows)
         for message in (cell if isinstance(cell, list) else ())

@@ -80,7 +80,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Render the rows that the plan's iteration takes. ConfigError, SecurityError."""
-    from .rows import Renderer, have_calls, render_rows
+    from .rows import Renderer, render_rows
 
     config = plan.config
     writer = writers["prompts"]
@@ -90,7 +90,6 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     chosen, counts = choose_rows(config, group_ids, [*plan.inputs.values()], plan.store)
     starts = range(0, len(chosen), ROWS_PER_SHARD)
     policy = plan.store.open(plan.models[0].ref)
-    with_calls = have_calls(config, source.table, chosen)
     with (
         writer.phase("render"),
         Openings(config.turns) as openings,
@@ -99,14 +98,13 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         for index in writer.take_shards(len(starts)):
             rows = chosen[starts[index] : starts[index] + ROWS_PER_SHARD]
             opening = openings.of(source.table, rows, group_ids)
-            prompts = render_rows(
-                source.table, rows, group_ids, renderer, opening, with_calls=with_calls
-            )
-            writer.write(index, prompts)
+            table = render_rows(source.table, rows, group_ids, renderer, opening, chosen)
+            writer.write(index, table)
             log.info("prompts: shard %d of %d", index + 1, len(starts))
         columns = ["group_id", "messages", "prompt_ids"]
-        tables = [writer.read(index).select(columns) for index in range(len(starts))]
-        prompts = pa.concat_tables(tables)
+        prompts = pa.concat_tables(
+            writer.read(index).select(columns) for index in range(len(starts))
+        )
         answer_starts = renderer.assistant_starts(prompts.column("messages"))
     rendered_ids = set(prompts.column("group_id").to_pylist())
     dropped = [group_ids[row] for row in chosen if group_ids[row] not in rendered_ids]
