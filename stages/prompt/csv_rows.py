@@ -53,40 +53,27 @@ def _number(text: str) -> int | float | None:
 
 def _text_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
     csv.field_size_limit(sys.maxsize)
-    # bytes that are not UTF-8 become lone surrogates, so that the column can be named
+    # bytes that are not UTF-8 become lone surrogates, so that their column can be named
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.reader(file, strict=True)
-        names: list[str] = []
-        number = 0
         try:
-            for cells in reader:
-                if not cells:  # an empty line
-                    continue
+            filled = (cells for cells in reader if cells)  # without empty lines
+            names = next(filled, [])
+            for name in names:
+                problem = "stands more than once" if names.count(name) > 1 else bad_text(name)
+                if problem:
+                    raise bad_source(path, f"column {printable(name)} {problem}")
+            for number, cells in enumerate(filled, 1):
                 place = f"{path} row {number} (line {reader.line_num})"
-                if not names:
-                    names = cells
-                    place = f"{path} line {reader.line_num}"
-                    if len(set(names)) < len(names):
-                        twice = next(name for name in names if names.count(name) > 1)
-                        raise bad_source(place, f"column {printable(twice)} stands more than once")
-                _require_cells(place, names, cells)
-                if number:
-                    yield number, dict(zip(names, cells, strict=True))
-                number += 1
+                if len(cells) != len(names):
+                    raise bad_source(
+                        place,
+                        f"has {len(cells)} cells, and the first line names {len(names)} columns",
+                    )
+                for name, text in zip(names, cells, strict=True):
+                    if problem := bad_text(text):
+                        problem = problem if "NUL" in problem else "is not UTF-8"
+                        raise bad_source(place, f"column {printable(name)} {problem}")
+                yield number, dict(zip(names, cells, strict=True))
         except csv.Error as error:
             raise bad_source(f"{path} line {reader.line_num}", f"is not CSV: {error}") from None
-
-
-def _require_cells(place: str, names: list[str], cells: list[str]) -> None:
-    """ConfigError unless there is one cell of text for each name."""
-    if len(cells) != len(names):
-        raise bad_source(
-            place, f"has {len(cells)} cells, and the first line names {len(names)} columns"
-        )
-    for name, text in zip(names, cells, strict=True):
-        problem = bad_text(text)
-        if problem:
-            is_utf8 = "NUL" in problem
-            raise bad_source(
-                place, f"column {printable(name)} {problem if is_utf8 else 'is not UTF-8'}"
-            )

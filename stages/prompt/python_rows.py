@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from quiver.schemas.cells import json_array
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.cells import holds, json_array
+from quiver.schemas.errors import printable
 from quiver.schemas.plain import TOO_DEEP, is_too_deep
 from quiver.stages.common.json_rows import bad_source
 
@@ -96,8 +96,14 @@ def _column(place: str, name: str, numbers: list[int], cells: list[Any]) -> pa.C
         as_json = json_array(cells)
         if _are_kept(cells, as_json.to_pylist(), with_nulls=True):
             return as_json
-    if column is None:
-        raise _disagreement(place, name, numbers, cells)
+    if column is None:  # name the first row that does not go with those before it
+        for end, number in enumerate(numbers, 1):
+            try:
+                pa.array(cells[:end])
+            except _DISAGREEMENTS as error:
+                raise bad_source(
+                    f"{place} {number}", f"column {printable(name)}: {printable(error)}"
+                ) from None
     changed = [
         (number, cell, kept)
         for number, cell, kept in zip(numbers, cells, column.to_pylist(), strict=True)
@@ -125,16 +131,6 @@ def _infer(cells: list[Any]) -> pa.ChunkedArray | None:
     return array if isinstance(array, pa.ChunkedArray) else pa.chunked_array([array])
 
 
-def _disagreement(place: str, name: str, numbers: list[int], cells: list[Any]) -> ConfigError:
-    """The error for the first row that does not go with those before it."""
-    for end, number in enumerate(numbers, 1):
-        try:
-            pa.array(cells[:end])
-        except _DISAGREEMENTS as error:
-            return bad_source(f"{place} {number}", f"column {printable(name)}: {printable(error)}")
-    raise AssertionError("the cells agree")
-
-
 def _gives_back(column: pa.ChunkedArray, cells: list[Any]) -> bool:
     kind = column.type
     while pa.types.is_list(kind):
@@ -142,8 +138,14 @@ def _gives_back(column: pa.ChunkedArray, cells: list[Any]) -> bool:
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_string(kind):
         # Arrow infers these only of values that it gives back, but takes a set for a list
         return not any(isinstance(cell, set | frozenset) for cell in cells)
+    kept = column.to_pylist()
     try:
-        return _are_kept(cells, column.to_pylist())
+        # says what `_is_kept` says of most cells, in a tenth of its time
+        look_same = not holds(column.type, pa.types.is_binary) and all(
+            (text := repr(cell)) == repr(after) and ": None" not in text
+            for cell, after in zip(cells, kept, strict=True)
+        )
+        return look_same or _are_kept(cells, kept)
     except RecursionError:
         return False
 
@@ -183,7 +185,7 @@ def _is_kept(cell: Any, kept: Any, *, with_nulls: bool) -> bool:
     if isinstance(cell, list):
         return len(cell) == len(kept) and _are_kept(cell, kept, with_nulls=with_nulls)
     if isinstance(cell, str | bytes | int | float):
-        return cell == kept or cell != cell
+        return cell == kept or repr(cell) == repr(kept)  # NaN
     return str(cell) == str(kept)  # tells 1.0 from 1.00, and 10:00+00:00 from 12:00+02:00
 
 

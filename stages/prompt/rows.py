@@ -253,7 +253,13 @@ def render_rows(
     struct = columns.combine_chunks().to_struct_array().combine_chunks()
     kind_schema = prompts.SCHEMA
     if renderer.have_calls is None:
-        renderer.have_calls = _have_calls(config, source, chosen)
+        renderer.have_calls = any(
+            isinstance(message, dict) and message.get(name) is not None
+            for chat in _input_cells(config, source, chosen)
+            if isinstance(chat, list)
+            for message in chat
+            for name in MORE
+        )
     if config.turns is not None or config.images or renderer.have_calls:
         kind_schema = prompts.BEYOND_TEXT
         tools = renderer.tools and json.dumps(renderer.tools)
@@ -262,17 +268,6 @@ def render_rows(
     field = required("columns", struct.type)
     prompts_table = pa.Table.from_pylist(rendered, kind_schema.remove(place))
     return prompts_table.add_column(place, field, struct)
-
-
-def _have_calls(config: Config, source: pa.Table, rows: Sequence[int]) -> bool:
-    """Whether a message of these rows has more than role and content. ConfigError."""
-    return config.input != "prompt_ids" and any(
-        message.get(name) is not None
-        for cell in _input_cells(config, source, rows)
-        for message in (cell if isinstance(cell, list) else ())
-        if isinstance(message, dict)
-        for name in MORE
-    )
 
 
 def _input_cells(config: Config, source: pa.Table, rows: Sequence[int]) -> Iterator[Any]:

@@ -97,14 +97,12 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     ):
         for index in writer.take_shards(len(starts)):
             rows = chosen[starts[index] : starts[index] + ROWS_PER_SHARD]
-            opening = openings.of(source.table, rows, group_ids)
-            table = render_rows(source.table, rows, group_ids, renderer, opening, chosen)
-            writer.write(index, table)
+            said = openings.of(source.table, rows, group_ids)
+            writer.write(index, render_rows(source.table, rows, group_ids, renderer, said, chosen))
             log.info("prompts: shard %d of %d", index + 1, len(starts))
         columns = ["group_id", "messages", "prompt_ids"]
-        prompts = pa.concat_tables(
-            writer.read(index).select(columns) for index in range(len(starts))
-        )
+        shards = map(writer.read, range(len(starts)))
+        prompts = pa.concat_tables(shard.select(columns) for shard in shards)
         answer_starts = renderer.assistant_starts(prompts.column("messages"))
     rendered_ids = set(prompts.column("group_id").to_pylist())
     dropped = [group_ids[row] for row in chosen if group_ids[row] not in rendered_ids]
