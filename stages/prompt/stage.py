@@ -3,7 +3,7 @@ any GPU.
 
 Refused: rows without a prompt, group ids that stand twice, ids outside the vocabulary, prompts that
 leave no room for the completion (nothing is ever cut), text that would become control tokens. Every
-column of the source is kept untouched in `columns`. The weights do not matter here: the next policy
+column of the source is kept in `columns`. The weights do not matter here: the next policy
 with the same tokenizer finds the same prompts finished.
 
     config = resolve(Config(source="sums.jsonl", prompt="question"))    # reads it, once a run
@@ -103,8 +103,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         columns = ["group_id", "messages", "prompt_ids"]
         shards = map(writer.read, range(len(starts)))
         prompts = pa.concat_tables(shard.select(columns) for shard in shards)
-        answer_starts = renderer.assistant_starts(prompts.column("messages"))
-    rendered_ids = set(prompts.column("group_id").to_pylist())
+        answer_starts = renderer.assistant_starts(prompts["messages"])
+    rendered_ids = set(prompts["group_id"].to_pylist())
     dropped = [group_ids[row] for row in chosen if group_ids[row] not in rendered_ids]
     if not prompts.num_rows:
         raise ConfigError(
