@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from quiver.schemas.cells import holds, json_array
+from quiver.schemas.cells import Cells, holds, json_array
 from quiver.schemas.errors import printable
 from quiver.schemas.plain import TOO_DEEP, is_too_deep
 from quiver.stages.common.json_rows import bad_source
@@ -69,6 +69,16 @@ def _join(
     for part in parts:
         if part.type not in (pa.null(), *kinds):
             kinds.append(part.type)
+    if any(isinstance(kind, Cells) for kind in kinds):
+        with suppress(TypeError):  # part by part, since JSON keeps what an Arrow type gives back
+            arrays = [
+                array
+                for part in parts
+                for array in (
+                    part if isinstance(part.type, Cells) else json_array(part.to_pylist())
+                ).chunks
+            ]
+            return pa.chunked_array(arrays)
     if len(kinds) > 1:
         return _column(place, name, numbers, [cell for part in parts for cell in part.to_pylist()])
     kind = kinds[0] if kinds else pa.null()
