@@ -55,8 +55,9 @@ class SourceConfig(Base):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a generator."""
     messages: str | None = None
-    """Column with a chat: a list of {role, content}. Where neither this, `prompt` nor `prompt_ids`
-    is set, the first of the columns messages, prompt, prompt_ids that the source has is taken."""
+    """Column with a chat: a list of {role, content}, or its JSON text. Where neither this, `prompt`
+    nor `prompt_ids` is set, the first of the columns messages, prompt, prompt_ids that the source
+    has is taken."""
     prompt: str | None = None
     """Column with plain text; it becomes one user message, unless `raw_text`. A chat in it is taken
     as one."""

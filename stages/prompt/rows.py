@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from quiver.schemas import prompts
+from quiver.schemas.cells import without_nulls
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.fields import required
 from quiver.schemas.outside import CHARACTERS_OF_TOKEN, count_characters
@@ -20,6 +20,7 @@ from quiver.stages.common.chat.generation_prompt import learn_end, learn_start
 from quiver.stages.common.chat.messages import as_parts, put_texts, save_messages, take_texts
 from quiver.stages.common.chat.template import Messages, Template
 from quiver.stages.common.environments.environment import pictures_in, without_pictures
+from quiver.stages.common.json_rows import parse
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Version
 
@@ -35,6 +36,7 @@ from .messages import (
     text_of,
     type_name,
 )
+from .python_rows import CHUNK
 
 log = logging.getLogger(__name__)
 Prompt = dict[str, Any]
@@ -57,6 +59,8 @@ class Renderer:
         self.tools = tools or None
         self.chat_template = ""
         """The text of the template that is used, where one is."""
+        self.have_calls: bool | None = None
+        """Whether messages of the version have more than role and content. None: not known yet."""
         tokenizer = checkpoints.load_tokenizer(policy)
         self._policy = policy
         self._pictures = Pictures(config, policy) if config.images else None
@@ -251,18 +255,18 @@ def render_rows(
     rows: list[int],
     group_ids: list[str],
     renderer: Renderer,
-    openings: list[list[Message]] | None = None,
+    openings: list[list[Message]],
+    chosen: Sequence[int],
 ) -> pa.Table:
     """Those `rows` of `source` as prompts/1, or prompts/2 where there is more than text; the ones
     that are too long left out, where the config says so. `openings`: of each row what its
-    environment says at the start."""
+    environment says at the start. `chosen`: all rows of the version, which has one schema."""
     table = source.take(pa.array(rows, pa.int64()))
     config = renderer.config
-    cells = table.column(getattr(config, config.input)).to_pylist()
     rendered: list[Prompt] = []
     positions: list[int] = []
-    openings = openings or [[]] * len(rows)
     images = table.column(config.images) if config.images else None
+    cells = _input_cells(config, source, rows)
     for position, (row, cell, opening) in enumerate(zip(rows, cells, openings, strict=True)):
         group_id = group_ids[row]
         name = f"prompt {printable(group_id)} (row {row + 1} of {printable(config.source)})"
@@ -279,8 +283,15 @@ def render_rows(
     columns = table.take(pa.array(positions, pa.int64())).replace_schema_metadata(None)
     struct = columns.combine_chunks().to_struct_array().combine_chunks()
     kind_schema = prompts.SCHEMA
-    column = source.column(getattr(config, config.input))
-    if config.turns is not None or config.images or _has_calls(column):
+    if renderer.have_calls is None:
+        renderer.have_calls = any(
+            isinstance(message, dict) and message.get(name) is not None
+            for chat in _input_cells(config, source, chosen)
+            if isinstance(chat, list)
+            for message in chat
+            for name in MORE
+        )
+    if config.turns is not None or config.images or renderer.have_calls:
         kind_schema = prompts.BEYOND_TEXT
         tools = renderer.tools and json.dumps(renderer.tools)
         rendered = [{**prompt, "tools": tools} for prompt in rendered]
@@ -288,6 +299,27 @@ def render_rows(
     field = required("columns", struct.type)
     prompts_table = pa.Table.from_pylist(rendered, kind_schema.remove(place))
     return prompts_table.add_column(place, field, struct)
+
+
+def _input_cells(config: Config, source: pa.Table, rows: Sequence[int]) -> Iterator[Any]:
+    """The cells that `rows` are rendered from. A chat, or a message of one, may be JSON text.
+    ConfigError."""
+    column = source.column(getattr(config, config.input))
+    for start in range(0, len(rows), CHUNK):
+        some_rows = rows[start : start + CHUNK]
+        cells = without_nulls(column.take(pa.array(some_rows, pa.int64())))
+        for row, cell in zip(some_rows, cells, strict=True):
+            place = f"{config.source} row {row + 1} column {config.messages}"
+            yield _chat(place, cell) if config.messages else cell
+
+
+def _chat(place: str, cell: Any) -> Any:
+    """A cell of messages, where it or its messages are JSON text, as that says. ConfigError."""
+    if isinstance(cell, str):
+        cell = parse(place, cell.encode())
+    if not isinstance(cell, list):
+        return cell
+    return [parse(place, each.encode()) if isinstance(each, str) else each for each in cell]
 
 
 def _followed_by(messages: list[Message], opening: Sequence[Message]) -> list[Message]:
@@ -312,15 +344,3 @@ def _followed_by(messages: list[Message], opening: Sequence[Message]) -> list[Me
 
 def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     return content if isinstance(content, list) else [{"type": "text", "text": content}]
-
-
-def _has_calls(cells: pa.ChunkedArray) -> bool:
-    """Whether a message of the column has more than role and content."""
-    kind = cells.type
-    if not pa.types.is_list(kind) or not pa.types.is_struct(kind.value_type):
-        return False
-    messages = pc.list_flatten(cells)
-    names = {kind.value_type.field(place).name for place in range(kind.value_type.num_fields)}
-    return any(
-        pc.any(pc.is_valid(pc.struct_field(messages, name))).as_py() for name in MORE & names
-    )

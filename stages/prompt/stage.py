@@ -3,7 +3,7 @@ any GPU.
 
 Refused: rows without a prompt, group ids that stand twice, ids outside the vocabulary, prompts that
 leave no room for the completion (nothing is ever cut), text that would become control tokens. Every
-column of the source is kept untouched in `columns`. The weights do not matter here: the next policy
+column of the source is kept in `columns`. The weights do not matter here: the next policy
 with the same tokenizer finds the same prompts finished.
 
     config = resolve(Config(source="sums.jsonl", prompt="question"))    # reads it, once a run
@@ -97,14 +97,14 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     ):
         for index in writer.take_shards(len(starts)):
             rows = chosen[starts[index] : starts[index] + ROWS_PER_SHARD]
-            opening = openings.of(source.table, rows, group_ids)
-            writer.write(index, render_rows(source.table, rows, group_ids, renderer, opening))
+            said = openings.of(source.table, rows, group_ids)
+            writer.write(index, render_rows(source.table, rows, group_ids, renderer, said, chosen))
             log.info("prompts: shard %d of %d", index + 1, len(starts))
         columns = ["group_id", "messages", "prompt_ids"]
-        tables = [writer.read(index).select(columns) for index in range(len(starts))]
-        prompts = pa.concat_tables(tables)
-        of_assistant = renderer.of_assistant(prompts.column("messages"))
-    rendered_ids = set(prompts.column("group_id").to_pylist())
+        shards = map(writer.read, range(len(starts)))
+        prompts = pa.concat_tables(shard.select(columns) for shard in shards)
+        of_assistant = renderer.of_assistant(prompts["messages"])
+    rendered_ids = set(prompts["group_id"].to_pylist())
     dropped = [group_ids[row] for row in chosen if group_ids[row] not in rendered_ids]
     if not prompts.num_rows:
         raise ConfigError(
