@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,8 +17,14 @@ from quiver.schemas import prompts
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.fields import required
 from quiver.stages.common.chat.control_tokens import Guard, Rendering
-from quiver.stages.common.chat.generation_prompt import learn_start
-from quiver.stages.common.chat.messages import as_parts, put_texts, save_messages, take_texts
+from quiver.stages.common.chat.generation_prompt import learn_markup, learn_start
+from quiver.stages.common.chat.messages import (
+    as_parts,
+    put_texts,
+    save_messages,
+    take_texts,
+    take_variables,
+)
 from quiver.stages.common.chat.template import Messages, Template
 from quiver.stages.common.environments.environment import pictures_in, without_pictures
 from quiver.stages.common.models import checkpoints
@@ -40,6 +48,19 @@ Prompt = dict[str, Any]
 """A row of prompts/1, but for its group and its columns."""
 
 
+class RowVariables(NamedTuple):
+    """What a row itself gives to the template, beside its messages."""
+
+    tools: list[dict[str, Any]] | None = None
+    """JSON schemas of functions, from the column `tools`."""
+    arguments: dict[str, Any] | None = None
+    """More variables, from the column `chat_template_kwargs`."""
+
+    def as_variables(self) -> dict[str, Any]:
+        """The same as the template takes them."""
+        return {**({"tools": self.tools} if self.tools else {}), **(self.arguments or {})}
+
+
 class Renderer:
     """Makes prompts of the cells of one column."""
 
@@ -56,57 +77,50 @@ class Renderer:
         self.tools = tools or None
         self.chat_template = ""
         """The text of the template that is used, where one is."""
-        tokenizer = checkpoints.load_tokenizer(policy)
         self._policy = policy
+        self._tokenizer = checkpoints.load_tokenizer(policy)
         self._pictures = Pictures(config, policy) if config.images else None
-        self._guard = Guard(tokenizer, closes=checkpoints.is_encoder_decoder(policy))
         self._vocabulary = checkpoints.vocabulary_size(policy)
-        self._template: Template | None = None
+        self._own_template = template
+        self._templates: dict[str, Template] = {}
+        self._told: set[str] = set()
+        """What warnings were about."""
+        self._seen: set[str] = set()
+        """Structures of chats of which it is known that the template shows them."""
         if config.messages or (config.prompt and not config.raw_text):
-            variables = {
-                "tools": self.tools,
-                "documents": None,
-                "add_generation_prompt": True,
-                **tokenizer.special_tokens_map,
-                **config.template_arguments,
-            }
-            try:
-                source = tokenizer.get_chat_template() if template is None else template
-            except ValueError:
-                raise ConfigError(
-                    str(policy.ref),
-                    "the policy's tokenizer has no chat template (or several, none of them the "
-                    "default)",
-                    next="set prompt.template to a jinja file, or data.raw_text = true",
-                ) from None
-            self._template = Template(source, variables, config.template_seconds)
-            self.chat_template = source
-            question = [{"role": "user", "content": "?"}]
-            seen = [
-                self._template.render("prompt.template", question, tools=tools)
-                for tools in ([self.tools, None] if self.tools else [])
-            ]
-            if self.tools and seen[0] == seen[1]:
-                log.warning(
-                    "the policy's chat template does not show the tools of generate.turns to it: "
-                    "say in prompt.system, or in the chats, what it may call and how"
-                )
+            self.chat_template = self._template(self.tools).source
+            if self.tools:
+                self._tell_of_tools(self.tools, "generate.turns")
+        markup = learn_markup(
+            self._tokenizer,
+            [partial(_write, each) for each in self._all_templates()],
+            checkpoints.reserved_ids(policy),
+        )
+        self._guard = Guard(
+            self._tokenizer, closes=checkpoints.is_encoder_decoder(policy), **markup._asdict()
+        )
 
     def close(self) -> None:
-        """End the processes of the template and of the pictures."""
-        if self._template:
-            self._template.close()
+        """End the processes of the templates and of the pictures."""
+        for template in self._templates.values():
+            template.close()
         if self._pictures:
             self._pictures.close()
 
     def render(
-        self, name: str, cell: Any, opening: Sequence[Message] = (), images: Any = None
+        self,
+        name: str,
+        cell: Any,
+        opening: Sequence[Message] = (),
+        images: Any = None,
+        variables: RowVariables | None = None,
     ) -> Prompt | None:
         """The prompt that a cell of the input column is, with what an environment says at its
-        start, and with the pictures of a cell `images`; None where it is too long, and such are
-        dropped. ConfigError, SecurityError."""
+        start, with the pictures of a cell `images`, and with the row's own `variables` of the
+        template; None where it is too long, and such are dropped. ConfigError, SecurityError."""
         config = self.config
         messages = None
+        own = variables or RowVariables()
         # TRL and verl keep chats in a column `prompt`
         is_chat = bool(config.prompt) and not config.raw_text and isinstance(cell, list)
         if config.messages or is_chat:
@@ -121,6 +135,7 @@ class Renderer:
             text = require_text(name, cell, f"column {config.prompt}")
             if config.raw_text:
                 rendering = self._guard.encode(name, (), [text], lambda texts: texts[0])
+                self._tell_spelled(name, [text], ())
             else:
                 messages = [{"role": "user", "content": text}]
         else:
@@ -138,12 +153,16 @@ class Renderer:
             pictures = self._read_pictures(name, images, opening)
             num_shown = len(pictures) - len(pictures_in(opening))
             messages = _followed_by(show_images(name, messages, num_shown), opening)
-            rendering = self._render_chat(name, messages)
+            rendering = self._render_chat(name, messages, own)
+            if messages[-1]["role"] == "assistant":  # the policy continues it
+                messages = messages[:-1]
             messages = [{**each, "content": text_of(each["content"])} for each in messages]
+        tools = self.tools or own.tools
         prompt = {
             "messages": messages and save_messages(messages),
             "prompt_text": rendering.text,
             "prompt_ids": rendering.ids,
+            "tools": tools and json.dumps(tools),
         }
         if config.images or (messages and pictures):
             prompt |= self._pictures.expanded(name, rendering.ids, pictures)
@@ -165,26 +184,172 @@ class Renderer:
         Whoever reads a completion as a message finds in it how much of `prompt_text` belongs to
         that message already.
         """
-
-        def render(messages: Messages, generation: bool) -> str:
-            return self._template.render(
-                "prompt.template", messages, add_generation_prompt=generation
-            )
-
         starts: dict[str, str | None] = {}
         for chat in chats.drop_null():
             roles = [message["role"] for message in chat.as_py()]
             if roles[-1] not in starts:
-                starts[roles[-1]] = learn_start(render, roles, self._guard.token_ends)
+                write = partial(_write, self._template(self.tools))
+                starts[roles[-1]] = learn_start(write, roles, self._guard.token_ends)
         return starts
 
-    def _render_chat(self, name: str, messages: Messages) -> Rendering:
+    # -- the template
+
+    def _template(self, tools: list[dict[str, Any]] | None) -> Template:
+        """The template for a prompt with such `tools`, chosen as transformers does. ConfigError."""
+        source = self._own_template
+        if source is None:
+            try:
+                source = self._tokenizer.get_chat_template(tools=tools or None)
+            except ValueError:
+                raise self._no_template() from None
+        if source not in self._templates:
+            variables = {
+                "tools": self.tools,
+                "documents": None,
+                "add_generation_prompt": True,
+                **self._tokenizer.special_tokens_map,
+                **self.config.template_arguments,
+            }
+            self._templates[source] = Template(source, variables, self.config.template_seconds)
+        return self._templates[source]
+
+    def _all_templates(self) -> list[Template]:
+        """The templates that rows with and without tools may need. A policy whose rows need none
+        may have none."""
+        for tools in [self.tools] if self.tools else [None, [{}]]:
+            with nullcontext() if self.chat_template else suppress(ConfigError):
+                self._template(tools)
+        return list(self._templates.values())
+
+    def _no_template(self) -> ConfigError:
+        named = self._tokenizer.chat_template
+        what = "no chat template"
+        if isinstance(named, dict):
+            what = f"the chat templates {', '.join(sorted(named))}, of which none is the default"
+        return ConfigError(
+            str(self._policy.ref),
+            f"the policy's tokenizer has {printable(what)}",
+            next="set prompt.template to a jinja file, or data.raw_text = true",
+        )
+
+    def _tell_of_tools(self, tools: list[dict[str, Any]], whose: str) -> None:
+        """Warn if the template writes the same without `tools`."""
+        question = [{"role": "user", "content": "?"}]
+        with_tools, without = (
+            self._template(tools).render("prompt.template", question, tools=each)
+            for each in (tools, None)
+        )
+        if with_tools == without:
+            self._tell(
+                "tools",
+                f"the policy's chat template does not show the tools of {whose} to it: say in "
+                "prompt.system, or in the chats, what it may call and how",
+            )
+
+    def _render_chat(self, name: str, messages: list[Message], own: RowVariables) -> Rendering:
+        tools = self.tools or own.tools
+        template = self._template(tools)
+        is_continued = messages[-1]["role"] == "assistant"
+        if is_continued:
+            self._require_continuable(name, messages)
         structure, texts = take_texts(messages)
+        own_structure, own_texts = take_variables(own.as_variables())
+        num_texts = len(texts)
+        trusted = self._trusted(messages)
 
         def render(texts: list[str]) -> str:
-            return self._template.render(name, put_texts(structure, iter(texts)))
+            chat = put_texts(structure, iter(texts[:num_texts]))
+            variables = put_texts(own_structure, iter(texts[num_texts:]))
+            if is_continued:
+                return template.render_to_continue(name, chat, **variables)
+            return template.render(name, chat, **variables)
 
-        return self._guard.encode(name, (json.dumps(structure),), texts, render)
+        key = json.dumps([structure, own_structure])
+        if key not in self._seen:
+            self._seen.add(key)
+            self._require_seen(name, messages, template, own)
+        rendering = self._guard.encode(name, (key,), texts + own_texts, render, trusted=trusted)
+        self._tell_spelled(name, texts + own_texts, trusted)
+        return rendering
+
+    def _trusted(self, messages: list[Message]) -> set[int]:
+        """Which texts of `messages` are the recipe's own or an assistant's."""
+        trusted: set[int] = set()
+        count = 0
+        for message in messages:
+            _, texts = take_texts([message])
+            if message["role"] == "assistant" or self._is_recipes(message):
+                trusted.update(range(count, count + len(texts)))
+            count += len(texts)
+        return trusted
+
+    def _is_recipes(self, message: Message) -> bool:
+        return message["role"] == "system" and message["content"] == self.config.system
+
+    def _require_continuable(self, name: str, messages: list[Message]) -> None:
+        """ConfigError unless the policy can go on with the last message, an assistant's."""
+        if messages[-1].get("tool_calls"):
+            problem = "ends with calls of an assistant, which no tool has answered"
+        elif len(messages) == 1:
+            problem = "has an assistant's message alone, which answers nothing"
+        elif self.config.turns is not None:
+            problem = "ends with an assistant's message, which [generate.turns] can not continue"
+        else:
+            return
+        raise bad_row(name, f"the chat {problem}")
+
+    def _require_seen(
+        self, name: str, messages: list[Message], template: Template, own: RowVariables
+    ) -> None:
+        """ConfigError if the template does not show the last message of a user, or the recipe's
+        system message. Warn of other texts that it does not show."""
+        variables = own.as_variables()
+        users = [n for n, message in enumerate(messages) if message["role"] == "user"]
+        for n in sorted(template.unseen(name, messages, **variables)):
+            role = messages[n]["role"]
+            if self._is_recipes(messages[n]):
+                raise _unseen(name, "prompt.system", ", or take prompt.system out")
+            if n == max(users, default=-1):
+                raise _unseen(name, "the last message of the user")
+            self._tell(
+                f"role {role}",
+                f"{name}: the policy's chat template does not show message {n}, of the role {role}"
+                f"{_IF_IT_SHOULD}",
+            )
+        if own.tools and not self.tools:
+            self._tell_of_tools(own.tools, f"column {self.config.tools}")
+        for member in ("tool_calls", "reasoning_content"):
+            if not any(message.get(member) for message in messages):
+                continue
+            with suppress(ConfigError):  # the template refuses the chat without it
+                if template.render(name, messages, **variables) == template.render(
+                    name, [_without(member, each) for each in messages], **variables
+                ):
+                    self._tell(
+                        member,
+                        f"{name}: the policy's chat template does not show {member} of its "
+                        f"messages{_IF_IT_SHOULD}",
+                    )
+
+    def _tell(self, about: str, message: str) -> None:
+        """Warn of something once, whatever row it was seen in first."""
+        if about not in self._told:
+            self._told.add(about)
+            log.warning("%s", message)
+
+    def _tell_spelled(self, name: str, texts: list[str], trusted: Collection[int]) -> None:
+        """Warn, once for each of them, of control tokens that were spelled out."""
+        tokens = set(self._guard.spelled_out(texts, trusted)) - self._told
+        if not tokens:
+            return
+        self._told |= tokens
+        log.warning(
+            "%s: its text holds %s, which stays text: the policy reads it in pieces, not as its "
+            "control tokens, here and in other rows. If the text was rendered with a chat template "
+            "before, give the chats in data.messages, or their ids in data.prompt_ids",
+            name,
+            printable(", ".join(sorted(tokens))),
+        )
 
     def _fits(self, name: str, ids: list[int]) -> bool:
         """Whether the prompt is short enough. ConfigError when it is wrong otherwise, or the config
@@ -257,6 +422,25 @@ def render_rows(
     field = required("columns", struct.type)
     prompts_table = pa.Table.from_pylist(rendered, kind_schema.remove(place))
     return prompts_table.add_column(place, field, struct)
+
+
+_IF_IT_SHOULD = ": the policy never reads it; if it should, set prompt.template to another"
+
+
+def _unseen(name: str, what: str, way_out: str = "") -> ConfigError:
+    return ConfigError(
+        name,
+        f"the policy's chat template does not show {what}, neither as text nor as a list of parts",
+        next=f"set prompt.template to a template that shows it{way_out}",
+    )
+
+
+def _without(member: str, message: Message) -> Message:
+    return {key: value for key, value in message.items() if key != member}
+
+
+def _write(template: Template, messages: Messages, generation: bool) -> str:
+    return template.render("prompt.template", messages, add_generation_prompt=generation)
 
 
 def _followed_by(messages: list[Message], opening: Sequence[Message]) -> list[Message]:

@@ -403,6 +403,18 @@ def sees_images(version: Version) -> bool:
     )
 
 
+def reserved_ids(version: Version) -> set[int]:
+    """Ids that config.json gives a use of their own: begin, end and pad tokens, and what stands for
+    a picture, a video or a sound."""
+    config = model_config(version)
+    ids: set[Any] = set(_end_token_ids(version, "generation_config.json") or ())
+    for section in (config, config.get("text_config") or {}):
+        for name, value in section.items():
+            if name.endswith(("token_id", "token_index")):
+                ids.update(value if isinstance(value, list) else [value])
+    return {id for id in ids if type(id) is int}
+
+
 def end_token_ids(version: Version) -> list[int]:
     """Ids that end a completion, from generation_config.json or else config.json, rising.
     ConfigError when there is none."""
