@@ -22,8 +22,9 @@ from quiver.stages.common.runtime.stage import load
 from quiver.stages.common.store import Store
 from quiver.stages.generate.engine import code_hash, engine_options
 from quiver.stages.prompt.openings import begin_first
+from quiver.stages.prompt.row_variables import tell_unasked
 from quiver.stages.prompt.stage import read_template
-from quiver.stages.reward.preview import preview
+from quiver.stages.reward.preview import asked_columns, preview
 from quiver.stages.reward.turns import ENVIRONMENT
 
 from .demands import check_demands
@@ -57,6 +58,9 @@ def preflight(recipe: Recipe) -> Recipe:
     resolved = recipe.resolved()
     for columns in resolved.columns.values():
         preview(resolved.reward, [*columns, *resolved.offered_columns])
+        if resolved.generate.turns is None:  # an environment is given whole rows
+            asked = asked_columns(resolved.reward, columns)
+            tell_unasked(resolved.data.source, columns, asked)
     return resolved
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -42,23 +42,11 @@ from .messages import (
     text_of,
     type_name,
 )
+from .row_variables import RowVariables, columns_of, read_variables
 
 log = logging.getLogger(__name__)
 Prompt = dict[str, Any]
 """A row of prompts/1, but for its group and its columns."""
-
-
-class RowVariables(NamedTuple):
-    """What a row itself gives to the template, beside its messages."""
-
-    tools: list[dict[str, Any]] | None = None
-    """JSON schemas of functions, from the column `tools`."""
-    arguments: dict[str, Any] | None = None
-    """More variables, from the column `chat_template_kwargs`."""
-
-    def as_variables(self) -> dict[str, Any]:
-        """The same as the template takes them."""
-        return {**({"tools": self.tools} if self.tools else {}), **(self.arguments or {})}
 
 
 class Renderer:
@@ -113,14 +101,15 @@ class Renderer:
         cell: Any,
         opening: Sequence[Message] = (),
         images: Any = None,
-        variables: RowVariables | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> Prompt | None:
         """The prompt that a cell of the input column is, with what an environment says at its
-        start, with the pictures of a cell `images`, and with the row's own `variables` of the
-        template; None where it is too long, and such are dropped. ConfigError, SecurityError."""
+        start, with the pictures of a cell `images`, and with the cells that the template is given
+        as `variables`; None where it is too long, and such are dropped. ConfigError,
+        SecurityError."""
         config = self.config
         messages = None
-        own = variables or RowVariables()
+        own = read_variables(name, variables or {}, self._tokenizer.special_tokens_map)
         # TRL and verl keep chats in a column `prompt`
         is_chat = bool(config.prompt) and not config.raw_text and isinstance(cell, list)
         if config.messages or is_chat:
@@ -397,11 +386,13 @@ def render_rows(
     positions: list[int] = []
     openings = openings or [[]] * len(rows)
     images = table.column(config.images) if config.images else None
+    variables = columns_of(config, source.column_names)
     for position, (row, cell, opening) in enumerate(zip(rows, cells, openings, strict=True)):
         group_id = group_ids[row]
         name = f"prompt {printable(group_id)} (row {row + 1} of {printable(config.source)})"
         pictures = images[position].as_py() if images else None
-        prompt = renderer.render(name, cell, opening, pictures)
+        own = {what: table[column][position].as_py() for what, column in variables.items()}
+        prompt = renderer.render(name, cell, opening, pictures, own)
         if prompt is not None:
             rendered.append({"group_id": group_id, **prompt})
             positions.append(position)
@@ -414,10 +405,9 @@ def render_rows(
     struct = columns.combine_chunks().to_struct_array().combine_chunks()
     kind_schema = prompts.SCHEMA
     column = source.column(getattr(config, config.input))
-    if config.turns is not None or config.images or _has_calls(column):
+    is_more = config.turns is not None or config.images or "tools" in variables
+    if is_more or _has_calls(column):
         kind_schema = prompts.BEYOND_TEXT
-        tools = renderer.tools and json.dumps(renderer.tools)
-        rendered = [{**prompt, "tools": tools} for prompt in rendered]
     place = kind_schema.get_field_index("columns")
     field = required("columns", struct.type)
     prompts_table = pa.Table.from_pylist(rendered, kind_schema.remove(place))

@@ -17,7 +17,7 @@ from .config import Config, pinned
 from .functions import shipped
 from .functions.config import FunctionConfig
 from .pool.calls import describe
-from .pool.habits import require
+from .pool.habits import column_of, require
 
 
 def preview(config: Config, columns: Iterable[str]) -> None:
@@ -29,6 +29,25 @@ def preview(config: Config, columns: Iterable[str]) -> None:
         if callee is not None:
             needs = describe(callee, function.name, function.arguments).needs
             require(function, needs, columns)
+
+
+def asked_columns(config: Config, columns: Iterable[str]) -> set[str]:
+    """Those of the `columns` of a source that something which scores asks for, as far as names
+    tell: a server may ask for any."""
+    columns = set(columns)
+    if config.servers:
+        return columns
+    asked: set[str] = set()
+    for function in config.functions:
+        callee = _callee(function)
+        takes = None
+        if callee is not None:
+            takes = describe(callee, function.name, function.arguments).takes
+        if takes is None:
+            return columns
+        for parameter in takes:
+            asked.add(column_of(parameter, function, columns).partition(".")[0])
+    return asked & columns
 
 
 def _callee(config: FunctionConfig) -> Any:
