@@ -86,9 +86,7 @@ def tell_unasked(source: str, columns: Collection[str], asked: Collection[str]) 
 @cache
 def _warn(source: str, columns: tuple[str, ...], used: str, what_to_do: str) -> None:
     """Warn once in this process."""
-    subject = (
-        f"column {columns[0]} is" if len(columns) == 1 else f"columns {', '.join(columns)} are"
-    )
+    columns_are = "column {} is" if len(columns) == 1 else "columns {} are"
     subject = columns_are.format(printable(", ".join(columns)))
     log.warning("%s: %s not %s: %s", printable(source), subject, used, what_to_do)
 

@@ -96,7 +96,12 @@ class Guard:
         a sequence with its start and end; False: a piece of one, as it is."""
         frame = self.framed if is_whole else list
         keeping = {n for n in trusted if self._markup.search(contents[n])}
-        neutral = [self._neutral(content, n in keeping) for n, content in enumerate(contents)]
+        # equal contents stay equal and others differ, since templates may compare messages
+        words = {content: f"x{n or ''}" for n, content in enumerate(dict.fromkeys(contents))}
+        neutral = [
+            self._neutral(content, words[content], n in keeping)
+            for n, content in enumerate(contents)
+        ]
         key = (roles, *neutral)
         if key not in self._neutral_controls:
             self._neutral_controls[key] = self._controls(_ids(self._encoder, render(neutral)))
@@ -130,12 +135,12 @@ class Guard:
         )
         return list(found)
 
-    def _neutral(self, content: str, keeps_markup: bool) -> str:
-        """A content without any words of its own; its markup stays if it may."""
+    def _neutral(self, content: str, word: str, keeps_markup: bool) -> str:
+        """`word` in place of the words of a content; its markup stays if it may."""
         if not keeps_markup:
-            return "x" if content.strip() else " " * bool(content)
+            return word if content.strip() else " " * bool(content)
         between = self._markup.split(content)
-        words = ["x" if text.strip() else text for text in between]
+        words = [word if text.strip() else text for text in between]
         tags = [*self._markup.findall(content), ""]
         return "".join(word + tag for word, tag in zip(words, tags, strict=True))
 

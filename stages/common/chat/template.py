@@ -141,7 +141,7 @@ class Template:
         return self._forms[key]
 
     def _learn_form(self, name: str, marked: Messages, variables: dict[str, Any]) -> _Form:
-        strings = {n for n, message in enumerate(marked) if _is_text(message.get("content"))}
+        strings = {n for n, each in enumerate(marked) if isinstance(each.get("content"), str)}
         unseen = self._unseen(name, marked, variables)
         best = _Form(frozenset(), frozenset(unseen or ()))
         if unseen is not None and not unseen:
