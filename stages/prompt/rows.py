@@ -6,8 +6,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from functools import partial
+from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
@@ -20,10 +19,12 @@ from quiver.stages.common.chat.control_tokens import Guard, Rendering
 from quiver.stages.common.chat.generation_prompt import learn_markup, learn_start
 from quiver.stages.common.chat.messages import (
     as_parts,
+    is_assistants,
     put_texts,
     save_messages,
     take_texts,
     take_variables,
+    texts_of,
 )
 from quiver.stages.common.chat.template import Messages, Template
 from quiver.stages.common.environments.environment import pictures_in, without_pictures
@@ -75,18 +76,14 @@ class Renderer:
         """What warnings were about."""
         self._seen: set[str] = set()
         """Structures of chats of which it is known that the template shows them."""
-        if config.messages or (config.prompt and not config.raw_text):
+        if config.has_chats:
             self.chat_template = self._template(self.tools).source
             if self.tools:
                 self._tell_of_tools(self.tools, "generate.turns")
-        markup = learn_markup(
-            self._tokenizer,
-            [partial(_write, each) for each in self._all_templates()],
-            checkpoints.reserved_ids(policy),
-        )
-        self._guard = Guard(
-            self._tokenizer, closes=checkpoints.is_encoder_decoder(policy), **markup._asdict()
-        )
+        renders = [template.probe for template in self._all_templates()]
+        markup = learn_markup(self._tokenizer, renders, checkpoints.reserved_ids(policy))
+        is_encoder = checkpoints.is_encoder_decoder(policy)
+        self._guard = Guard(self._tokenizer, closes=is_encoder, **markup._asdict())
 
     def close(self) -> None:
         """End the processes of the templates and of the pictures."""
@@ -177,9 +174,11 @@ class Renderer:
         for chat in chats.drop_null():
             roles = [message["role"] for message in chat.as_py()]
             if roles[-1] not in starts:
-                write = partial(_write, self._template(self.tools))
-                starts[roles[-1]] = learn_start(write, roles, self._guard.token_ends)
+                starts[roles[-1]] = learn_start(self._probe, roles, self._guard.token_ends)
         return starts
+
+    def _probe(self, messages: Messages, generation: bool) -> str:
+        return self._template(self.tools).probe(messages, generation)
 
     # -- the template
 
@@ -203,11 +202,13 @@ class Renderer:
         return self._templates[source]
 
     def _all_templates(self) -> list[Template]:
-        """The templates that rows with and without tools may need. A policy whose rows need none
-        may have none."""
+        """The templates for rows with and without tools. Without chats the policy may have none."""
         for tools in [self.tools] if self.tools else [None, [{}]]:
-            with nullcontext() if self.chat_template else suppress(ConfigError):
+            try:
                 self._template(tools)
+            except ConfigError:
+                if self.config.has_chats:
+                    raise
         return list(self._templates.values())
 
     def _no_template(self) -> ConfigError:
@@ -244,7 +245,7 @@ class Renderer:
         structure, texts = take_texts(messages)
         own_structure, own_texts = take_variables(own.as_variables())
         num_texts = len(texts)
-        trusted = self._trusted(messages)
+        trusted = texts_of(messages, self._is_trusted)
 
         def render(texts: list[str]) -> str:
             chat = put_texts(structure, iter(texts[:num_texts]))
@@ -261,16 +262,9 @@ class Renderer:
         self._tell_spelled(name, texts + own_texts, trusted)
         return rendering
 
-    def _trusted(self, messages: list[Message]) -> set[int]:
-        """Which texts of `messages` are the recipe's own or an assistant's."""
-        trusted: set[int] = set()
-        count = 0
-        for message in messages:
-            _, texts = take_texts([message])
-            if message["role"] == "assistant" or self._is_recipes(message):
-                trusted.update(range(count, count + len(texts)))
-            count += len(texts)
-        return trusted
+    def _is_trusted(self, message: Message) -> bool:
+        """Whether markup in a message stays: it is the recipe's own, or an assistant's."""
+        return is_assistants(message) or self._is_recipes(message)
 
     def _is_recipes(self, message: Message) -> bool:
         return message["role"] == "system" and message["content"] == self.config.system
@@ -304,6 +298,14 @@ class Renderer:
                 f"role {role}",
                 f"{name}: the policy's chat template does not show message {n}, of the role {role}"
                 f"{_IF_IT_SHOULD}",
+            )
+        start = self._guard.missing_start(template.render(name, messages, **variables))
+        if start:
+            self._tell(
+                "start",
+                f"the policy's chat template does not begin with {start}, as its tokenizer begins "
+                "a text: it is put before each prompt. A server that renders chats leaves it out, "
+                "unless prompt.template, and the served template, begin with {{ bos_token }}",
             )
         if own.tools and not self.tools:
             self._tell_of_tools(own.tools, f"column {self.config.tools}")
@@ -427,10 +429,6 @@ def _unseen(name: str, what: str, way_out: str = "") -> ConfigError:
 
 def _without(member: str, message: Message) -> Message:
     return {key: value for key, value in message.items() if key != member}
-
-
-def _write(template: Template, messages: Messages, generation: bool) -> str:
-    return template.render("prompt.template", messages, add_generation_prompt=generation)
 
 
 def _followed_by(messages: list[Message], opening: Sequence[Message]) -> list[Message]:

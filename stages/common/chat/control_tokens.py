@@ -144,6 +144,12 @@ class Guard:
         tags = [*self._markup.findall(content), ""]
         return "".join(word + tag for word, tag in zip(words, tags, strict=True))
 
+    def missing_start(self, text: str) -> str:
+        """The start (BOS) that the tokenizer puts before a text and `text` does not begin with;
+        `encode` adds it. Empty if it has it, or there is none."""
+        begins = _ids(self._encoder, text)[: len(self._start)] == self._start
+        return "" if begins else self.decode(self._start)
+
     def decode(self, ids: list[int]) -> str:
         """Ids as text, control tokens included."""
         return self._encoder.decode(ids, skip_special_tokens=False)

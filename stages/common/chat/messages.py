@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _WORD = re.compile(r"\w[\w$.-]{0,63}|\$\w{1,30}")
@@ -74,6 +74,25 @@ def _take(member: Any, texts: list[str], *, is_ours: bool) -> Any:
             is_below_ours = is_ours and key != "arguments"
             pairs.append([shown_key, _take(below, texts, is_ours=is_below_ours)])
     return ["dict", *pairs]
+
+
+def texts_of(
+    messages: list[dict[str, Any]], is_meant: Callable[[dict[str, Any]], bool]
+) -> set[int]:
+    """Which of the texts that `take_texts` gives belong to messages that are meant."""
+    numbers: set[int] = set()
+    count = 0
+    for message in messages:
+        _, texts = take_texts([message])
+        if is_meant(message):
+            numbers.update(range(count, count + len(texts)))
+        count += len(texts)
+    return numbers
+
+
+def is_assistants(message: dict[str, Any]) -> bool:
+    """Whether a message is what a policy says: its markup stays (`Guard`)."""
+    return message["role"] == "assistant"
 
 
 def take_variables(variables: dict[str, Any]) -> tuple[Any, list[str]]:

@@ -100,6 +100,10 @@ class Template:
         form = self._form(name, messages, variables)
         return self._render(name, _with_parts(messages, form.as_parts), variables)
 
+    def probe(self, messages: Messages, generation: bool) -> str:
+        """The text of messages that are not a row's, to learn from. ConfigError."""
+        return self.render(self._name, messages, add_generation_prompt=generation)
+
     def render_to_continue(self, name: str, messages: Messages, **variables: Any) -> str:
         """The text of `messages` up to the end of the last content, which a policy is to continue;
         as transformers writes it for `continue_final_message`. ConfigError."""
