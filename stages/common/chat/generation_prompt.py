@@ -116,10 +116,10 @@ def learn_markup(
 
 
 def _partner(tag: str) -> str:
-    """</think> for <think>, and the reverse."""
+    """</think> for <think>, and the reverse; empty for what is no tag."""
     if tag.startswith("</"):
         return tag.replace("</", "<", 1)
-    return tag.replace("<", "</", 1)
+    return tag.replace("<", "</", 1) if tag.startswith("<") else ""
 
 
 def _borders(render: Render, token_ends: Callable[[str], list[int]]) -> list[str]:
