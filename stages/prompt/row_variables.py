@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.names_elsewhere import COLUMNS, REWARD_COLUMNS
+from quiver.stages.common.plugins import did_you_mean
 
 from .config import Config
 from .messages import require_text, type_name
@@ -63,7 +64,15 @@ def read_variables(name: str, cells: Mapping[str, Any], reserved: Collection[str
 
 
 def tell_unused(config: Config, columns: Collection[str]) -> None:
-    """Warn, once a source, of its columns that prompts are made of elsewhere and not here."""
+    """Warn, once a source, of its columns that prompts are made of elsewhere and not here.
+    ConfigError if the column that is named for tools is missing."""
+    if config.tools not in ("", "tools", *columns):
+        raise ConfigError(
+            f"data.tools {printable(config.tools)}",
+            f"{printable(config.source)} has no such column; it has "
+            f"{printable(', '.join(columns))}{did_you_mean(config.tools, columns)}",
+            next="set data.tools to one of them",
+        )
     used = {getattr(config, config.input), config.images, *columns_of(config, columns).values()}
     for column in columns:
         if column not in COLUMNS or column in used:

@@ -10,6 +10,7 @@ import pytest
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.chat.generation_prompt import prefill
+from quiver.stages.common.models.checkpoints import load_tokenizer
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from quiver.stages.prompt.config import Config
@@ -343,10 +344,14 @@ def test_a_template_that_hides_a_prefix_is_refused(policy_of):
 # -- tools and arguments of a row
 
 
-def test_a_named_template_is_chosen_as_transformers_does(policy_of):
+def named_templates():
     tokenizer = byte_tokenizer(FAMILIES["qwen3"])
     tokenizer.chat_template = {"default": tiny.CHATML, "tool_use": "T" + FAMILIES["qwen3"].template}
-    policy, tokenizer = policy_of("named", tokenizer)
+    return tokenizer
+
+
+def test_a_named_template_is_chosen_as_transformers_does(policy_of):
+    policy, tokenizer = policy_of("named", named_templates())
     chat = [user("weather?")]
     with opened(policy) as renderer:
         assert renderer.chat_template == tiny.CHATML
@@ -432,6 +437,19 @@ def test_a_column_that_prompts_do_not_show_is_told(config, columns, told, caplog
         tell_unused(resolved, ["question", *columns])
     found = warnings(caplog)
     assert [each.partition(": column ")[2].partition(" is not used")[0] for each in found] == told
+
+
+def test_a_column_of_tools_that_is_not_there_is_named():
+    config = Config(source="rows.jsonl", prompt="question", tools="function")
+    with pytest.raises(ConfigError, match="it has question, functions; did you mean functions"):
+        tell_unused(config, ["question", "functions"])
+
+
+def test_named_templates_in_files_of_their_own_come_along(policy_of):
+    """As transformers saves them: the default beside a folder of the others."""
+    policy, tokenizer = policy_of("named", named_templates())
+    loaded = load_tokenizer(policy)
+    assert loaded.chat_template == tokenizer.chat_template
 
 
 def test_columns_that_no_reward_asks_for_are_told(caplog, tmp_path):
