@@ -66,7 +66,7 @@ class SourceConfig(Base):
     """Column with a prompt's pictures, for a policy that sees them: one or a list, each as
     `datasets.Image` stores it, as bytes, or as a path below the source's folder. They are shown
     where the chat has parts of type image, else before its first user message's text."""
-    tools: str = "tools"
+    tools: Added[str] = "tools"
     """Column with a row's own tools, if the source has it: a list of JSON schemas of functions, or
     JSON text of it. The chat template shows them for that row, unless [generate.turns] has tools.
     Empty: they are not shown."""

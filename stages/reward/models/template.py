@@ -4,7 +4,8 @@ own chat template, one BOS.
 The policy's ids never come here: what is read is the prompt's messages and, as the assistant's
 message, the text that the policy was given to continue (`<think>`) with the text that it wrote.
 Control tokens typed into any of them are spelled out. Added tokens that are neither special nor
-part of the template's own turns (`</think>`) stay what they are in text.
+part of the template's own turns (`</think>`) stay what they are in text; in an answer, special tags
+in pairs do too.
 
     with closing(Reader(tokenizer, template, config)) as reader:
         ids = reader.read("rollout 4be1c0de-sum-0017-2", [{"role": "user", …}, {"role": "assistant",
