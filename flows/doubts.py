@@ -15,6 +15,7 @@ import pyarrow as pa
 from quiver.schemas.errors import printable
 from quiver.stages.prompt import sources
 from quiver.stages.prompt.config import INPUTS, Config
+from quiver.stages.prompt.row_variables import columns_of
 from quiver.stages.reward.preview import preview
 
 from .first_rows import Prompts, prompt_config
@@ -43,7 +44,9 @@ def unused(recipe: Recipe) -> list[str]:
     reads = preview(recipe.reward, [*columns, *recipe.offered_columns])
     if reads.may_be_all or recipe.generate.turns is not None:
         return []
-    named = {getattr(recipe.data, name) for name in (*INPUTS, "group_id", "images")}
+    config = prompt_config(recipe, "data")
+    named = {getattr(config, name) for name in (*INPUTS, "group_id", "images")}
+    named.update(columns_of(config, columns).values())
     return [name for name in columns if name not in named | reads.by_name]
 
 
@@ -85,7 +88,8 @@ def about_rows(recipe: Recipe, tables: Mapping[str, pa.Table]) -> Iterator[str]:
 def questions(config: Config, table: pa.Table) -> list[str]:
     """What each row asks, as text that is the same where the policy is asked the same. An
     environment may make another question of any column, so that there the whole row counts."""
-    names = [name for name in (getattr(config, config.input), config.images) if name]
+    shown = columns_of(config, table.column_names).values()
+    names = [name for name in (getattr(config, config.input), config.images, *shown) if name]
     if config.turns is not None and config.turns.environment:
         names = table.column_names
     asked = []

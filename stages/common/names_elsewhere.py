@@ -1,6 +1,7 @@
-"""Keys of a recipe by what TRL and verl call them, for who types those: `did you mean`.
+"""Keys of a recipe by what TRL and verl call them, for `did you mean`; and the columns that their
+trainers read, for rows that were made for them.
 
-Not of the spine: only errors ask.
+Not of the spine: only errors and warnings ask.
 """
 
 KEYS = {
@@ -35,3 +36,22 @@ KEYS = {
     "train_dataset": "data.source",
 }
 """As the table in deployments/docs/coming-from.md has them, those whose name says nothing here."""
+
+COLUMNS = {
+    "messages": 'set data.messages = "messages" instead',
+    "prompt": 'set data.prompt = "prompt" instead',
+    "image": 'set data.images = "image" if the policy sees pictures',
+    "images": 'set data.images = "images" if the policy sees pictures',
+    "video": "take it out of the source: no policy is shown videos here",
+    "videos": "take it out of the source: no policy is shown videos here",
+    "audio": "take it out of the source: no policy is given sounds here",
+    "audios": "take it out of the source: no policy is given sounds here",
+    "tools": 'set data.tools = "tools", for rows that the chat template renders',
+    "chat_template_kwargs": "give rows that the chat template renders, or set "
+    "prompt.template_arguments for all of them",
+    "agent_name": "set [generate.turns] for rows that are more than one turn",
+    "completion": "take it out of the source: answers are sampled, not read",
+    "chosen": "take it out of the source: answers are sampled, not read",
+    "rejected": "take it out of the source: answers are sampled, not read",
+}
+"""Columns that prompts are made of elsewhere: what to do about each if it is not used here."""

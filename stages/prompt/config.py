@@ -67,6 +67,10 @@ class SourceConfig(Base):
     """Column with a prompt's pictures, for a policy that sees them: one or a list, each as
     `datasets.Image` stores it, as bytes, or as a path below the source's folder. They are shown
     where the chat has parts of type image, else before its first user message's text."""
+    tools: Added[str] = "tools"
+    """Column with a row's own tools, if the source has it: a list of JSON schemas of functions, or
+    JSON text of it. The chat template shows them for that row, unless [generate.turns] has tools.
+    Empty: they are not shown."""
     raw_text: bool = False
     """Take the text of `prompt` as the whole prompt, without a chat template. Control tokens typed
     in it stay text."""
@@ -83,6 +87,11 @@ class SourceConfig(Base):
     source_sha256: str = ""
     """Filled in by the stage: hash of the file, or of the rows where there is no file. If set, the
     source must have it."""
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether a chat template writes the prompts, once the input column is known."""
+        return bool(self.messages or self.prompt) and not self.raw_text
 
     @property
     def input(self) -> str | None:

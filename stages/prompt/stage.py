@@ -33,6 +33,7 @@ from . import sources
 from .config import Config
 from .openings import Openings, identified
 from .order import choose_rows, name_rows, open_rewards
+from .row_variables import tell_unused
 
 STAGE_VERSION = 1
 _MOST_LISTED = 10_000
@@ -46,9 +47,11 @@ def resolve(config: Config) -> Config:
 
 
 def resolve_with_columns(config: Config) -> tuple[Config, list[str]]:
-    """As `resolve`, and the names of the source's columns."""
+    """As `resolve`, and the names of the source's columns. Warns of those that are not used."""
     source = sources.read(config)
-    return sources.fill_in(config, source), source.table.column_names
+    resolved = sources.fill_in(config, source)
+    tell_unused(resolved, source.table.column_names)
+    return resolved, source.table.column_names
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
