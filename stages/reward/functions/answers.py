@@ -82,8 +82,8 @@ def boxed(text: str) -> str | None:
     for later, earlier in itertools.pairwise(reversed(boxes)):
         if not _BETWEEN_BOXES.fullmatch(text, earlier[1], later[0]):
             break
-        contents.insert(0, earlier[2])
-    return ", ".join(dict.fromkeys(contents))
+        contents.append(earlier[2])
+    return ", ".join(dict.fromkeys(reversed(contents)))
 
 
 def tagged(text: str) -> str | None:
