@@ -20,7 +20,7 @@ from . import pictures, tables, turns
 from .config import SCORERS
 from .measures import failures
 from .retry import aligned, merged
-from .scoring import OF_TURNS, Batch, Part, Scorer
+from .scoring import OF_TURNS, OFFERED, Batch, Part, Scorer
 from .together import Allowance, TooMany, score_all
 
 log = logging.getLogger(__name__)
@@ -69,6 +69,12 @@ class Shards:
             self._count_failures()
             if self._handout.unfinished():
                 columns = [field.name for field in self._prompts.schema.field("columns").type]
+                for hidden in sorted({*columns} & {*OFFERED}):
+                    log.warning(
+                        "rewards: the column %s of the prompts is not used: by that name scorers "
+                        "are offered another list; rename it in the source",
+                        hidden,
+                    )
                 columns += OF_TURNS if turns.has_turns(self._rollouts) else ()
                 columns += pictures.offered(self._prompts.slice(0, 0))
                 for scorer in self._scorers:

@@ -9,7 +9,7 @@ from quiver.schemas.errors import ConfigError, QuiverError, printable
 from quiver.stages.reward.functions import shipped
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.pool import calls
-from quiver.stages.reward.pool.habits import given, require
+from quiver.stages.reward.pool.habits import given, require, require_sent
 from quiver.stages.reward.pool.jobs import Function
 from quiver.stages.reward.pool.pool import Pool
 from quiver.stages.reward.scoring import Batch, Notice, Part
@@ -52,6 +52,7 @@ class FunctionScorer(Function):
     def score(self, batch: Batch) -> list[Part]:
         """One part a row."""
         about = self._pool.describe(self)
+        require_sent(self.config, about.needs, batch)
         takes = about.takes
         if self.config.is_shipped:  # a column never stands in for one of its settings
             takes = [*about.needs, *shipped(self.config.use).columns]
