@@ -18,6 +18,7 @@ from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
 
 from . import pictures, tables, turns
 from .config import SCORERS
+from .groups import prompts_of
 from .measures import failures
 from .retry import aligned, merged
 from .scoring import OF_TURNS, OFFERED, Batch, Part, Scorer
@@ -38,11 +39,7 @@ class Shards:
         self._scorers = scorers
         self._allowance = allowance
         self._rollouts = plan.inputs["rollouts"].table()
-        names = ["group_id", "messages", "prompt_text", "columns"]
-        prompts = plan.inputs["prompts"]
-        if prompts.manifest.kind_schema == "prompts/2":
-            names.append(pictures.OFFERED)
-        self._prompts = pictures.without_empty(prompts.table(names)).combine_chunks()
+        self._prompts = prompts_of(plan.inputs["prompts"])
         self._prompt_rows = tables.join(self._rollouts, self._prompts)
         earlier = plan.inputs["retry"].table() if "retry" in plan.inputs else None
         earlier_extras = [] if earlier is None else names_of(earlier, "extra")
