@@ -93,9 +93,9 @@ class Pool:
         rollout_ids: list[str | None],
         sizes: list[int] | None = None,
     ) -> list[Part]:
-        """One part a row of a function that was described; `sizes`: of the groups that the rows
-        form, where each call has one of them. A row without an id only stands by. Its `notice` hears of each error at
-        once, from another thread; what it raises, this does.
+        """One part a row of a function that was described. `sizes`: of the groups that the rows
+        form, where each call has one of them. Its `notice` hears of each error at once, from
+        another thread, but of rows without an id; what it raises, this does.
 
         ConfigError where the function can not be loaded, ResourceError where no process can be
         started, none lives long enough to load it, or the pool is closed.

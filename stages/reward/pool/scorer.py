@@ -27,8 +27,8 @@ class FunctionScorer(Function):
         notice: Notice = lambda *_: None,
         groups: Groups | None = None,
     ) -> None:
-        """`rows`: most rows a call; `groups`: for a function of scope `group`. ConfigError where a shipped function of that name is not there
-        or can not be called so."""
+        """`rows`: most rows a call; `groups`: for a function of scope `group`. ConfigError where
+        a shipped function of that name is not there or can not be called so."""
         super().__init__(config, rows, notice)
         self.name = config.name
         self._pool = pool
