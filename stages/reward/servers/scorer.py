@@ -121,13 +121,13 @@ class ServerScorer:
             left_out.update(problems)
             sent = {name: cell for name, cell in row.columns.items() if name not in problems}
             sendable.append(row._replace(columns=sent))
-        for name in sorted(left_out.keys() - self._left_out):
+        new = sorted(left_out.keys() - self._left_out)
+        if new:
             log.warning(
-                "reward server %s: cells of column %s are not sent (%s); name the columns to send "
-                "in reward.servers.columns",
+                "reward server %s: cells of these columns are not sent: %s; name the columns to "
+                "send in reward.servers.columns",
                 self.name,
-                printable(name),
-                left_out[name],
+                printable(", ".join(f"{name} ({left_out[name]})" for name in new), 1000),
             )
         self._left_out |= left_out.keys()
         return sendable
