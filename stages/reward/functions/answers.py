@@ -140,7 +140,7 @@ def _only_number(text: str) -> Number | None:
     """The one number of `text`, or of what stands after its last =."""
     side = text.rpartition("=")[2]
     found = plain_numbers.find(side)
-    return None if len(found) != 1 or plain_numbers.leaves_digits(side) else found[0]
+    return None if len(found) != 1 or plain_numbers.leaves_more(side) else found[0]
 
 
 def chosen(text: str, choices: str = "ABCD") -> str | None:

@@ -30,9 +30,10 @@ _CHARACTERS = {
     "·": r"\cdot ",
     "π": r"\pi ",
     "√": r"\sqrt ",
+    "±": r"\pm ",
 }
 _TRANSLATED = str.maketrans(_CHARACTERS)
-_VULGAR = re.compile("[¼-¾⅐-⅞]")
+_VULGAR = re.compile("(?P<whole>[0-9] ?)?(?P<fraction>[¼-¾⅐-⅞])")
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _RAISED = re.compile("[⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _WRAPPER = re.compile(
@@ -51,7 +52,7 @@ _REWRITTEN = [
     (re.compile(r"\\frac\s*(\{[^{}]*\})\s*([0-9])"), r"\\frac\1{\2}"),
 ]
 _FRACTION = re.compile(
-    r"(?:(?P<whole>[0-9])\s?)?\\frac\s*\{\s*(?P<above>-?[0-9.,]+)\s*\}\s*\{\s*(?P<below>[0-9.]+)\s*\}"
+    r"(?:(?P<whole>[0-9])\s?)?\\frac\s*\{\s*(?P<above>-?[0-9.,]+)\s*\}\s*\{\s*(?P<below>-?[0-9.]+)\s*\}"
 )
 _BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 _NO_PLAIN_NUMBER = re.compile(
@@ -59,6 +60,15 @@ _NO_PLAIN_NUMBER = re.compile(
     rf"|\\frac\s*{_BRACES}\s*{_BRACES}"
     r"|\\(?:pi|infty|log|ln|sin|cos|tan|exp)(?![a-zA-Z])|∞"
 )
+_MORE = re.compile(r"(?<![\w^{-])[.:]?[0-9]|\+|(?<=[a-zA-Z)])\*|\\times|\\cdot|\\div|(?<=[a-zA-Z}]) - ")
+_EAST_ASIAN = re.compile(
+    r"(?<=[\u3000-\u9fff\uac00-\ud7af\uff00-\uffef])(?=[-0-9$\\])"
+    r"|(?<=[0-9$])(?=[\u3000-\u9fff\uac00-\ud7af\uff00-\uffef])"
+)
+"""Where a number stands beside a character of a script that has no spaces."""
+_PLACE = "\0"
+"""Stands where a number was."""
+_UNIT = re.compile(r"(?! ?[a-zA-Z][\s.$*]*\Z)[a-zA-Z°'\"′″€£¥/^\d\s*_`.$()]*")
 _AROUND = " \t\n*_`.$()"
 _SYMBOL = "\\symbol"
 
@@ -69,7 +79,7 @@ def plain(text: str) -> str:
     >>> plain(r"$\dfrac{3}{4}$ or 1½"), plain(r"\text{about } 1{,}000\,m²"), plain("−7")
     ('$3/4$ or 1 1/2', 'about  1,000 m^2', '-7')
     """
-    text = _VULGAR.sub(lambda found: f" {unicodedata.normalize('NFKC', found[0])}", text)
+    text = _VULGAR.sub(_as_mixed, text)
     text = _RAISED.sub(lambda found: f"^{found[0].translate(_SUPERSCRIPTS)}", text)
     text = without_wrappers(text.translate(_TRANSLATED))
     for pattern, replacement in _REWRITTEN:
@@ -88,6 +98,11 @@ def without_wrappers(text: str) -> str:
     return text
 
 
+def _as_mixed(found: re.Match[str]) -> str:
+    fraction = unicodedata.normalize("NFKC", found["fraction"])
+    return f"{found['whole'].strip()} {fraction}" if found["whole"] else fraction
+
+
 def _as_slash(found: re.Match[str]) -> str:
     fraction = f"{found['above']}/{found['below']}"
     return f"{found['whole']} {fraction}" if found["whole"] else fraction
@@ -98,19 +113,20 @@ def _as_slash(found: re.Match[str]) -> str:
 _GROUPED = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?:[ '_][0-9]{3})+(?![0-9])"
 _GROUPED += r"|[0-9]{1,3}(?:\.[0-9]{3}){2,}(?![0-9.])"
 _COMMA_DECIMAL = r"(?<![0-9],)(?<![(\[{])[0-9]+,(?:[0-9]{1,2}|[0-9]{4,})(?![0-9,])"
+_COMMA_DECIMAL += r"|[0-9]{1,3}(?:\.[0-9]{3})+,[0-9]+(?![0-9,])"
 _CURRENCY = r"(?:[$€£¥₹]\s?)?"
 _NUMBER = re.compile(
-    rf"(?<![\w.^\\])(?<!\^\{{)(?<!\^-){_CURRENCY}(?P<sign>[-+])?{_CURRENCY}"
+    rf"(?<![A-Za-z0-9_.^\\])(?<![_^]\{{)(?<!\^-)(?P<both>\\pm\s*+)?{_CURRENCY}(?P<sign>[-+])?{_CURRENCY}"
     rf"(?:(?P<mixed>[0-9]+) {{1,2}}(?=[0-9]+/[0-9]))?"
     rf"(?:(?P<comma>{_COMMA_DECIMAL})"
     rf"|(?P<whole>{_GROUPED}|[0-9]+)(?P<decimals>\.[0-9]+)?"
     r"|(?P<point>\.[0-9]+))"
     r"(?P<exponent>[eE][-+]?[0-9]{1,3}(?!\w))?"
-    r"(?:\s?/\s?(?P<below>[0-9]+(?:\.[0-9]+)?)(?![0-9/]))?"
+    r"(?:\s?/\s?(?P<below>-?[0-9]+(?:\.[0-9]+)?)(?![0-9/]))?"
     r"(?:\s*+(?:\\times|\\cdot|\*|x)\s*+10\s*+\^\s*+\{?\s*+(?P<ten>[-+]?[0-9]{1,3})\s*+\}?)?"
     r"(?:\^\{?(?P<power>-?[0-9]{1,3})\}?)?"
     r"(?P<percent>\s?%|\s(?:percent|per cent)\b)?"
-    r"(?P<factor>\s*+(?:\*|\\times|\\cdot)?\s*+\\symbol|[xyzni](?!\w))?"
+    r"(?P<factor>\s*+(?:\*|\\times|\\cdot)?\s*+\\symbol|[xyzni](?!\w)|_\{?[0-9])?"
     r"|\\symbol(?:\s*+(?:[/*^]|\\times|\\cdot)?\s*+[0-9.]+)*(?P<symbol>)"
 )
 _LITERAL = re.compile(r"[-+−]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")
@@ -146,14 +162,15 @@ def find(text: str) -> list[Number]:
 
 
 def only(text: str) -> Number | None:
-    r"""The number of `text` where that is all it says, $ and % aside.
+    r"""The number of `text` where that is all it says, a unit aside.
 
-    >>> str(only("**7.**").value), only("7 cm"), only("x = 7"), only(r"2\\pi")
-    ('7', None, None, None)
+    >>> str(only("**7.**").value), str(only("7 cm").value), only("x = 7"), only(r"2\pi")
+    ('7', '7', None, None)
     """
     found = find(text)
-    rest = _NUMBER.sub("", _NO_PLAIN_NUMBER.sub(_symbol, plain(text)))
-    is_alone = len(found) == 1 and not rest.strip(_AROUND)
+    rest = _NUMBER.sub(_PLACE, _NO_PLAIN_NUMBER.sub(_symbol, plain(text)))
+    before, _, unit = rest.partition(_PLACE)
+    is_alone = len(found) == 1 and not before.strip(_AROUND) and _UNIT.fullmatch(unit)
     return found[0] if is_alone and found[0].value is not None else None
 
 
@@ -165,32 +182,35 @@ def readable(text: str) -> str:
     """
     text = _VULGAR.sub(_as_frac, text).translate(_TRANSLATED).replace("°", r"^\circ")
     text = re.sub(r"(?<=[0-9])[eE]([-+]?[0-9]{1,3})(?!\w)", r" \\times 10^{\1}", text)
+    text = re.sub(r"(?<![\\a-zA-Z])sqrt\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = _EAST_ASIAN.sub(" ", text)
     return text.strip().removesuffix(".")
 
 
 def _as_frac(found: re.Match[str]) -> str:
-    above, _, below = unicodedata.normalize("NFKC", found[0]).partition("⁄")
-    return rf"\frac{{{above}}}{{{below}}}"
+    above, _, below = unicodedata.normalize("NFKC", found["fraction"]).partition("⁄")
+    return rf"{(found['whole'] or '').strip()}\frac{{{above}}}{{{below}}}"
 
 
 def _symbol(_: re.Match[str]) -> str:
     return _SYMBOL
 
 
-def leaves_digits(text: str) -> bool:
-    """Whether digits remain in `text` that belong to no number: 1.2.3 has one."""
+def leaves_more(text: str) -> bool:
+    """Whether something remains in `text` beside its numbers that changes what they mean: digits,
+    as in 1.2.3, or arithmetic, as in x + 7."""
     rest = _NUMBER.sub(" ", _NO_PLAIN_NUMBER.sub(" ", plain(text)))
-    return re.search(r"(?<![\w^{-])[.:]?[0-9]", rest) is not None
+    return _MORE.search(rest) is not None
 
 
 def _read(match: re.Match[str]) -> Number | None:
-    if match["symbol"] is not None or match["factor"]:
+    if match["symbol"] is not None or match["factor"] or match["both"]:
         return Number(None)
     if len(match[0]) > _LONGEST:
         return None
     has_comma = match["comma"] is not None
     if has_comma:
-        written = match["comma"].replace(",", ".")
+        written = match["comma"].replace(".", "").replace(",", ".")
     else:
         written = re.sub(r"[,' _.]", "", match["whole"] or "0")
         written += match["decimals"] or match["point"] or ""
