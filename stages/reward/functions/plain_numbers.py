@@ -60,7 +60,10 @@ _NO_PLAIN_NUMBER = re.compile(
     rf"|\\frac\s*{_BRACES}\s*{_BRACES}"
     r"|\\(?:pi|infty|log|ln|sin|cos|tan|exp)(?![a-zA-Z])|∞"
 )
-_MORE = re.compile(r"(?<![\w^{-])[.:]?[0-9]|\+|(?<=[a-zA-Z)])\*|\\times|\\cdot|\\div|(?<=[a-zA-Z}]) - ")
+_MORE = re.compile(
+    r"(?<![\w^{-])[.:]?[0-9]"
+    r"|\+|(?<=[a-zA-Z)])\*|\\times|\\cdot|\\div|(?<=[a-zA-Z}]) - "
+)
 _EAST_ASIAN = re.compile(
     r"(?<=[\u3000-\u9fff\uac00-\ud7af\uff00-\uffef])(?=[-0-9$\\])"
     r"|(?<=[0-9$])(?=[\u3000-\u9fff\uac00-\ud7af\uff00-\uffef])"
