@@ -52,7 +52,8 @@ _REWRITTEN = [
     (re.compile(r"\\frac\s*(\{[^{}]*\})\s*([0-9])"), r"\\frac\1{\2}"),
 ]
 _FRACTION = re.compile(
-    r"(?:(?P<whole>[0-9])\s?)?\\frac\s*\{\s*(?P<above>-?[0-9.,]+)\s*\}\s*\{\s*(?P<below>-?[0-9.]+)\s*\}"
+    r"(?:(?P<whole>[0-9])\s?)?\\frac"
+    r"\s*\{\s*(?P<above>-?[0-9.,]+)\s*\}\s*\{\s*(?P<below>-?[0-9.]+)\s*\}"
 )
 _BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 _NO_PLAIN_NUMBER = re.compile(
@@ -119,7 +120,8 @@ _COMMA_DECIMAL = r"(?<![0-9],)(?<![(\[{])[0-9]+,(?:[0-9]{1,2}|[0-9]{4,})(?![0-9,
 _COMMA_DECIMAL += r"|[0-9]{1,3}(?:\.[0-9]{3})+,[0-9]+(?![0-9,])"
 _CURRENCY = r"(?:[$€£¥₹]\s?)?"
 _NUMBER = re.compile(
-    rf"(?<![A-Za-z0-9_.^\\])(?<![_^]\{{)(?<!\^-)(?P<both>\\pm\s*+)?{_CURRENCY}(?P<sign>[-+])?{_CURRENCY}"
+    rf"(?<![A-Za-z0-9_.^\\])(?<![_^]\{{)(?<!\^-)(?P<both>\\pm\s*+)?"
+    rf"{_CURRENCY}(?P<sign>[-+])?{_CURRENCY}"
     rf"(?:(?P<mixed>[0-9]+) {{1,2}}(?=[0-9]+/[0-9]))?"
     rf"(?:(?P<comma>{_COMMA_DECIMAL})"
     rf"|(?P<whole>{_GROUPED}|[0-9]+)(?P<decimals>\.[0-9]+)?"

@@ -66,11 +66,7 @@ class FunctionScorer(Function):
         if self.config.scope == "row":
             return self._pool.run(self, given(self.config, takes, batch), batch["rollout_ids"])
         if self._groups is None:
-            raise ConfigError(
-                f"reward function {self.name}",
-                "has scope group, and here rows are scored as they come",
-                next="leave scope out, or score by it in the recipe itself",
-            )
+            raise no_groups(self.name)
         whole = self._groups.of(batch["rollout_ids"])
         columns = given(self.config, takes, whole.batch)
         asked = set(whole.rows)
@@ -80,3 +76,12 @@ class FunctionScorer(Function):
         ]
         parts = self._pool.run(self, columns, ids, whole.sizes)
         return [parts[row] for row in whole.rows]
+
+
+def no_groups(name: str) -> ConfigError:
+    """The error for a function of scope `group` where rows do not come in groups."""
+    return ConfigError(
+        f"reward function {name}",
+        "has scope group, and here rows are scored as they come",
+        next="leave scope out, or score by it in the recipe itself",
+    )
