@@ -479,7 +479,7 @@ def test_a_row_that_spoils_its_request_is_found(answer):
 )
 def test_a_column_that_json_can_not_hold_costs_its_row(value):
     with FakeServer(lambda asked: reply(scored(asked))) as server:
-        parts = scorer(server.url).score(batch(4, answer=[1, value, 3, 4]))
+        parts = scorer(server.url, columns=["answer"]).score(batch(4, answer=[1, value, 3, 4]))
     assert [part.value for part in parts] == [0.5, None, 0.5, 0.5] and "can not be sent" in parts[
         1
     ].error
