@@ -212,7 +212,7 @@ def test_whole_groups_are_not_served(tmp_path, capsys):
     path = tmp_path / "recipe.toml"
     path.write_text('[reward]\n[[reward.functions]]\nuse = "numeric"\nscope = "group"\n')
     assert main([str(path), "--port", "0"]) == 2
-    assert "numeric has scope group" in capsys.readouterr().err
+    assert "numeric: has scope group" in capsys.readouterr().err
 
 
 # -- who may ask
