@@ -295,7 +295,7 @@ class Renderer:
 
     def _require_continuable(self, name: str, messages: list[Message]) -> None:
         """ConfigError unless the policy can go on with the last message, an assistant's."""
-        if messages[-1].get("tool_calls"):
+        if "tool_calls" in messages[-1]:
             problem = "ends with calls of an assistant, which no tool has answered"
         elif len(messages) == 1:
             problem = "has an assistant's message alone, which answers nothing"

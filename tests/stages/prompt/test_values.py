@@ -46,7 +46,7 @@ def offered(table):
         file.write_table(prompts)
     written = pa.ipc.open_file(sink.getvalue()).read_all().take(rows)
     nothing = pa.array([None] * table.num_rows)
-    names = ("completion_text", "completion_ids", "finish_reason", "rollout_id")
+    names = ("completion_text", "completion_ids", "finish_reason", "rollout_id", "prompt_ids")
     batch = tables.offered(pa.table(dict.fromkeys(names, nothing)), written)
     return {name: batch[name] for name in table.column_names}
 
