@@ -169,6 +169,7 @@ def compare(
 ) -> None:
     """How much better B scores than A, prompt by prompt."""
     from quiver.stages.evaluate.comparison import compare as compare_evaluations
+    from quiver.stages.report.words import unscored_of
 
     from .compare import find_evaluation
 
@@ -181,7 +182,7 @@ def compare(
         stderr = "" if side["stderr"] is None else f" ± {side['stderr']:.4f}"
         lines.append(
             f"{letter.upper()}  {side['ref']}  {side['policy']}  {side['score']:.4f}{stderr}  "
-            f"(standard error, n = {side['n']})"
+            f"(standard error, n = {side['n']}){unscored_of(side)}"
         )
     rows = {"score": answer["difference"]["score"]}
     rows |= {f"pass@{k}": row for k, row in answer["difference"]["pass@k"].items()}

@@ -1,8 +1,9 @@
 """evaluate: scored held-out rollouts become evaluations/1, with score, standard error and pass@k in
 the manifest.
 
-Null scores are left out of every estimate and counted; where all are null there is nothing to say,
-and the stage fails. With a `baseline`, an evaluation on the same prompts, the difference to it is
+An answer that a limit cut off before it was scored counts as `unscored` says. All other null scores
+are left out of every estimate and counted; where all are null there is nothing to say, and the
+stage fails. With a `baseline`, an evaluation on the same prompts, the difference to it is
 estimated prompt by prompt.
 
     refs = {"rollouts": "held/rollouts@1", "rewards": "held/rewards@1"}
@@ -24,12 +25,14 @@ import pyarrow.compute as pc
 
 from quiver.schemas import evaluations
 from quiver.schemas.errors import ConfigError, LineageError, NumericError, printable
+from quiver.schemas.metrics import score_numbers
+from quiver.stages.common.config import parse_saved
 from quiver.stages.common.plugins import did_you_mean
 from quiver.stages.common.runtime.stage import Plan, Refs, is_made_alike
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import Writer
 
-from . import estimators
+from . import estimators, unscored
 from .config import Config
 from .turns import steps_to_success
 
@@ -79,16 +82,21 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Join rollouts and rewards, and estimate. NumericError: nothing was scored."""
     config = plan.config
     writer = writers["evaluations"]
-    table = _join(plan.inputs["rollouts"], plan.inputs["rewards"], config.score)
-    metrics = measure(config, table)
     rollouts = plan.inputs["rollouts"]
+    baseline = plan.inputs.get("baseline")
+    table, limited = _join(rollouts, plan.inputs["rewards"], config, baseline)
+    metrics = measure(config, table) | limited
     metrics |= steps_to_success(rollouts, table["score"], threshold_of(config))
-    if "baseline" in plan.inputs:
-        metrics |= compare(config, table, plan.inputs["baseline"])
+    if baseline is not None:
+        metrics |= compare(config, table, baseline)
     writer.write_table(table)
-    log.info("score %.4f over %d groups", metrics["score"], metrics["n"])
-    scored = table.num_rows - metrics["null"]
-    writer.finish(metrics=metrics, status={"scored": scored, "not_scored": metrics["null"]})
+    log.info(
+        "score %.4f over %d groups, %d answers left out, %d cut off and counted by a rule",
+        *(metrics[name] for name in ("score", "n", "null", "limited")),
+    )
+    not_scored = metrics["null"] + metrics["limited"]
+    status = {"scored": table.num_rows - not_scored, "not_scored": not_scored}
+    writer.finish(metrics=metrics, status=status)
 
 
 def measure(config: Config, table: pa.Table) -> dict[str, Any]:
@@ -144,7 +152,7 @@ def compare(config: Config, table: pa.Table, baseline: Version) -> dict[str, Any
     )
     return {
         "difference": {"score": score._asdict(), "pass@k": passes},
-        "baseline": {name: baseline.manifest.metrics[name] for name in ("score", "stderr", "n")},
+        "baseline": score_numbers(baseline.manifest.metrics),
         "unpaired": len(ours.keys() | theirs.keys()) - num_paired,
     }
 
@@ -177,21 +185,26 @@ def _difference_to(
     if not prompts or not their_prompts or prompts.content_hash != their_prompts.content_hash:
         return f"its prompts are {prompts_name}, expected {prompts.ref if prompts else 'none'}"
     measured = config.model_dump(mode="json")
-    if baseline.manifest.config != measured:
-        return f"it measured {printable(baseline.manifest.config)}, expected {printable(measured)}"
+    their_config = baseline.manifest.config
+    if parse_saved(Config, their_config, str(baseline.ref))[0] != config:
+        return f"it measured {printable(their_config)}, expected {printable(measured)}"
     their_rewards = store.open(baseline.manifest.require_input("rewards").ref)
     if not is_made_alike(their_rewards.manifest, rewards.manifest):
         return f"it was scored otherwise, by {their_rewards.ref}; these are {rewards.ref}"
     return ""
 
 
-def _join(rollouts: Version, rewards: Version, score: str) -> pa.Table:
-    """evaluations/1 in the rollouts' order, joined by rollout_id. `score`: `reward`, or one of its
-    parts. ConfigError; LineageError for a rollout without a row of rewards."""
+def _join(
+    rollouts: Version, rewards: Version, config: Config, baseline: Version | None
+) -> tuple[pa.Table, dict[str, int]]:
+    """evaluations/1 in the rollouts' order, joined by rollout_id; and how many of its scores are
+    those of answers that were cut off. ConfigError: there is no such score; LineageError for a
+    rollout without a row of rewards."""
     sampled = rollouts.table()
     scored = rewards.table()
     parts = scored["parts"]
     part_names = [field.name for field in parts.type]
+    score = config.score
     if score == "reward":
         scores = scored["reward"]
     elif score in part_names:
@@ -216,6 +229,8 @@ def _join(rollouts: Version, rewards: Version, score: str) -> pa.Table:
         )
     names = ("group_id", "sample_index", "rollout_id", "finish_reason")
     columns = {name: sampled.column(name) for name in names}
-    columns["score"] = scores.take(order)
+    has_failed = unscored.failed(scored, score).take(order)
+    is_cut = pc.and_not(unscored.ended_by_a_limit(rollouts), has_failed)
+    columns["score"], limited = unscored.count(config, scores.take(order), is_cut, baseline)
     columns["completion_tokens"] = pc.list_value_length(sampled["completion_ids"])
-    return pa.table(columns, schema=evaluations.SCHEMA)
+    return pa.table(columns, schema=evaluations.SCHEMA), limited

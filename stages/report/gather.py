@@ -182,7 +182,7 @@ class Manifests:
         alike = []
         for candidate in candidates:
             its_prompts, its_rewards = self._measured(candidate)
-            if its_prompts != prompts or candidate.config != evaluation.config:
+            if its_prompts != prompts or not is_made_alike(candidate, evaluation):
                 continue
             if its_rewards and is_made_alike(its_rewards, rewards):
                 alike.append(candidate)
