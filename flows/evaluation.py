@@ -33,8 +33,9 @@ def measure(
     """The evaluation of `policy` (metrics: score, stderr, n, …), the seconds of all its stages;
     None without held-out rows.
 
-    Tasks are named after the policy, since one iteration may measure several. `baseline`: an evaluation of another policy on the same rows; the metrics then hold the
-    difference to it too. `perform` runs a stage, as `tasks.perform` does.
+    Tasks are named after the policy, since one iteration may measure several. `baseline`: an
+    evaluation of another policy on the same rows; the metrics then hold the difference to it too.
+    `perform` runs a stage, as `tasks.perform` does.
     """
     if recipe.data.held_out is None:
         return None

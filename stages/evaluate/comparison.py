@@ -36,9 +36,9 @@ def compare(store: Store, a: Version, b: Version) -> dict[str, Any]:
     or have no prompt in common.
 
     `a`, `b`: reference, policy, score, stderr, n of each, and `null`, `limited`: how many answers
-    are left out, and how many were cut off and count as `limited_score`; `difference`: b − a of the score and of
-    each pass@k that both measured, with stderr, n and the ends of an interval of 95 %; `better`,
-    `worse`, `equal`: how many prompts have a higher, a lower, the same mean score in b;
+    are left out, and how many were cut off and count as `limited_score`; `difference`: b − a of the
+    score and of each pass@k that both measured, with stderr, n and the ends of an interval of 95 %;
+    `better`, `worse`, `equal`: how many prompts have a higher, a lower, the same mean score in b;
     `only_a`, `only_b`: prompts that only one of them has a score for; `notes`: what else differs.
     """
     config_a, config_b = (

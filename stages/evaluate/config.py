@@ -41,7 +41,7 @@ class Config(Base):
     def _cut_off_is_not_correct(self) -> Config:
         if self.unscored == "zero" and self.threshold <= 0:
             raise ValueError(
-                f"threshold is {self.threshold:g}, so an answer that a limit cut off and that counts "
-                'as 0 would be correct: set unscored = "worst" or "leave_out", or raise threshold'
+                f"threshold is {self.threshold:g}, so an answer that a limit cut off would be "
+                'correct with its 0: set unscored = "worst" or "leave_out", or raise threshold'
             )
         return self

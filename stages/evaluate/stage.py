@@ -26,15 +26,15 @@ import pyarrow.compute as pc
 from quiver.schemas import evaluations
 from quiver.schemas.errors import ConfigError, LineageError, NumericError, printable
 from quiver.schemas.metrics import score_numbers
-from quiver.stages.common.config import parse_saved
 from quiver.stages.common.plugins import did_you_mean
 from quiver.stages.common.runtime.stage import Plan, Refs, is_made_alike
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import Writer
 
-from . import estimators, unscored
+from . import estimators
 from .config import Config
 from .turns import steps_to_success
+from .unscored import count_unscored
 
 STAGE_VERSION = 1
 log = logging.getLogger(__name__)
@@ -82,20 +82,17 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Join rollouts and rewards, and estimate. NumericError: nothing was scored."""
     config = plan.config
     writer = writers["evaluations"]
-    rollouts = plan.inputs["rollouts"]
-    baseline = plan.inputs.get("baseline")
-    table, limited = _join(rollouts, plan.inputs["rewards"], config, baseline)
-    metrics = measure(config, table) | limited
-    metrics |= steps_to_success(rollouts, table["score"], threshold_of(config))
-    if baseline is not None:
-        metrics |= compare(config, table, baseline)
+    inputs = plan.inputs
+    table = _join(inputs["rollouts"], inputs["rewards"], config.score)
+    not_scored = table["score"].null_count
+    table, metrics = count_unscored(config, table, inputs)
+    metrics |= measure(config, table)
+    metrics |= steps_to_success(inputs["rollouts"], table["score"], threshold_of(config))
+    if "baseline" in inputs:
+        metrics |= compare(config, table, inputs["baseline"])
     writer.write_table(table)
-    log.info(
-        "score %.4f over %d groups, %d answers left out, %d cut off and counted by a rule",
-        *(metrics[name] for name in ("score", "n", "null", "limited")),
-    )
-    not_scored = metrics["null"] + metrics["limited"]
-    status = {"scored": table.num_rows - not_scored, "not_scored": not_scored}
+    log.info("score %(score).4f over %(n)d groups, %(null)d answers left out", metrics)
+    status = {"scored": len(table) - not_scored, "not_scored": not_scored}
     writer.finish(metrics=metrics, status=status)
 
 
@@ -122,7 +119,6 @@ def measure(config: Config, table: pa.Table) -> dict[str, Any]:
         **estimators.clustered_mean(scores)._asdict(),
         "pass@k": passes,
         "num_groups": pc.count_distinct(table["group_id"]).as_py(),
-        "null": table["score"].null_count,
     }
 
 
@@ -185,26 +181,22 @@ def _difference_to(
     if not prompts or not their_prompts or prompts.content_hash != their_prompts.content_hash:
         return f"its prompts are {prompts_name}, expected {prompts.ref if prompts else 'none'}"
     measured = config.model_dump(mode="json")
-    their_config = baseline.manifest.config
-    if parse_saved(Config, their_config, str(baseline.ref))[0] != config:
-        return f"it measured {printable(their_config)}, expected {printable(measured)}"
+    theirs = measured | baseline.manifest.config
+    if theirs != measured:
+        return f"it measured {printable(theirs)}, expected {printable(measured)}"
     their_rewards = store.open(baseline.manifest.require_input("rewards").ref)
     if not is_made_alike(their_rewards.manifest, rewards.manifest):
         return f"it was scored otherwise, by {their_rewards.ref}; these are {rewards.ref}"
     return ""
 
 
-def _join(
-    rollouts: Version, rewards: Version, config: Config, baseline: Version | None
-) -> tuple[pa.Table, dict[str, int]]:
-    """evaluations/1 in the rollouts' order, joined by rollout_id; and how many of its scores are
-    those of answers that were cut off. ConfigError: there is no such score; LineageError for a
-    rollout without a row of rewards."""
+def _join(rollouts: Version, rewards: Version, score: str) -> pa.Table:
+    """evaluations/1 in the rollouts' order, joined by rollout_id. `score`: `reward`, or one of its
+    parts. ConfigError; LineageError for a rollout without a row of rewards."""
     sampled = rollouts.table()
     scored = rewards.table()
     parts = scored["parts"]
     part_names = [field.name for field in parts.type]
-    score = config.score
     if score == "reward":
         scores = scored["reward"]
     elif score in part_names:
@@ -229,8 +221,6 @@ def _join(
         )
     names = ("group_id", "sample_index", "rollout_id", "finish_reason")
     columns = {name: sampled.column(name) for name in names}
-    has_failed = unscored.failed(scored, score).take(order)
-    is_cut = pc.and_not(unscored.ended_by_a_limit(rollouts), has_failed)
-    columns["score"], limited = unscored.count(config, scores.take(order), is_cut, baseline)
+    columns["score"] = scores.take(order)
     columns["completion_tokens"] = pc.list_value_length(sampled["completion_ids"])
-    return pa.table(columns, schema=evaluations.SCHEMA), limited
+    return pa.table(columns, schema=evaluations.SCHEMA)

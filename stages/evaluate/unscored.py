@@ -8,8 +8,10 @@ rows stay null and are left out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -20,7 +22,40 @@ from quiver.stages.common.store import Version
 from .config import Config
 
 
-def ended_by_a_limit(rollouts: Version) -> pa.ChunkedArray:
+def count_unscored(
+    config: Config, table: pa.Table, inputs: Mapping[str, Version]
+) -> tuple[pa.Table, dict[str, Any]]:
+    """An evaluations/1 table with a number for the null scores of answers that were cut off, as
+    `config.unscored` says; and for the metrics how many these are, what they count as, and how many
+    scores stay null.
+
+    The worst score is the lowest of this evaluation and of its baseline, and at most 0. So a cut
+    answer never counts as more here than in the baseline.
+    """
+    scores = table["score"]
+    if config.unscored == "leave_out":
+        return table, {"null": scores.null_count, "limited": 0}
+    is_cut = _ended_by_a_limit(inputs["rollouts"])
+    has_failed = _failed(inputs["rewards"].table(), table["rollout_id"], config.score)
+    is_counted = pc.and_(scores.is_null(), pc.and_not(is_cut, has_failed))
+    num_counted = pc.sum(is_counted).as_py() or 0
+    num_left_out = scores.null_count - num_counted
+    if not num_counted:
+        return table, {"null": num_left_out, "limited": 0}
+    number = 0.0
+    if config.unscored == "worst":
+        measured = [scores]
+        if "baseline" in inputs:
+            measured.append(inputs["baseline"].table(["score"])["score"])
+        lowest = [pc.min(each).as_py() for each in measured]
+        number = min([number, *(score for score in lowest if score is not None)])
+    counted = pc.if_else(is_counted, pa.scalar(number, scores.type), scores)
+    place = table.schema.get_field_index("score")
+    table = table.set_column(place, table.schema.field(place), counted)
+    return table, {"null": num_left_out, "limited": num_counted, "limited_score": number}
+
+
+def _ended_by_a_limit(rollouts: Version) -> pa.ChunkedArray:
     """[rows] bool: a limit of tokens, turns or context cut the answer off."""
     if rollouts.manifest.kind_schema in OF_EPISODES:
         reasons = rollouts.table(["end_reason"])["end_reason"]
@@ -28,35 +63,12 @@ def ended_by_a_limit(rollouts: Version) -> pa.ChunkedArray:
     return pc.equal(rollouts.table(["finish_reason"])["finish_reason"], "length")
 
 
-def failed(rewards: pa.Table, score: str) -> pa.ChunkedArray:
-    """[rows] bool, in the rewards' order: a scorer that decides `score` raised an error."""
+def _failed(rewards: pa.Table, rollout_ids: pa.ChunkedArray, score: str) -> pa.Array:
+    """[rows] bool, in the order of `rollout_ids`: a scorer that decides `score` raised an error."""
     errors = rewards["errors"].combine_chunks()
-    names = [field.name for field in errors.type]
-    deciding = names if score == "reward" else [name for name in names if name == score]
-    has_failed = pa.array([False] * len(rewards), pa.bool_())
-    for name in deciding:
-        has_failed = pc.or_(has_failed, pc.struct_field(errors, name).is_valid())
-    return pa.chunked_array([has_failed])
-
-
-def count(
-    config: Config, scores: pa.ChunkedArray, is_cut: pa.ChunkedArray, baseline: Version | None
-) -> tuple[pa.ChunkedArray, dict[str, Any]]:
-    """`scores` with a number for the null ones that are cut, as `config.unscored` says; and how
-    many these are, and what they count as, for the manifest's metrics.
-
-    The worst score is the lowest of this evaluation and of its `baseline`, and at most 0. So a cut
-    answer never counts as more here than in the baseline.
-    """
-    is_counted = pc.and_(scores.is_null(), is_cut)
-    num_counted = pc.sum(is_counted).as_py() or 0
-    if config.unscored == "leave_out" or not num_counted:
-        return scores, {"limited": 0}
-    number = 0.0
-    if config.unscored == "worst":
-        lowest = [pc.min(scores)]
-        if baseline is not None:
-            lowest.append(pc.min(baseline.table(["score"])["score"]))
-        number = min([number, *(low.as_py() for low in lowest if low.is_valid)])
-    counted = pc.if_else(is_counted, pa.scalar(number, scores.type), scores)
-    return counted, {"limited": num_counted, "limited_score": number}
+    has_failed = np.zeros(len(rewards), bool)
+    for name in (field.name for field in errors.type):
+        if score in ("reward", name):
+            has_failed |= pc.struct_field(errors, name).is_valid().to_numpy(zero_copy_only=False)
+    order = pc.index_in(rollout_ids, value_set=rewards["rollout_id"].combine_chunks())
+    return pa.array(has_failed).take(order.combine_chunks())

@@ -395,7 +395,10 @@ def test_evaluations_before_and_after(store, policy):
     alone, after = (
         shown(finished(store, "evaluate", store.open(ref)))["evaluations-tiny"] for ref in refs
     )
-    assert alone["description"] == "**0.5 ± 0.5 (1 left out)** (no policy)" and "data:image" not in alone["data"]
+    assert (
+        alone["description"] == "**0.5 ± 0.5 (1 left out)** (no policy)"
+        and "data:image" not in alone["data"]
+    )
     assert (
         after["description"]
         == "**0.5 ± 0.5 (1 left out)** before (no policy), **0.8333 ± 0.17** after (no policy): +0.3333"

@@ -310,14 +310,18 @@ def cut_metrics(store, scored, unscored, **options):
         ("leave_out", [1.0, -0.75], {"null": 6, "limited": 0}),
     ],
 )
-def test_an_answer_that_a_limit_cut_off_counts_by_the_rule(store, scored, unscored, means, expected):
+def test_an_answer_that_a_limit_cut_off_counts_by_the_rule(
+    store, scored, unscored, means, expected
+):
     """a-2 stopped by itself, and c-1 failed: both are left out in any case. c-2 too."""
     version = cut_metrics(store, scored, unscored)
     metrics = version.manifest.metrics
     assert metrics["score"] == pytest.approx(statistics.fmean(means))
     assert metrics["stderr"] == pytest.approx(statistics.stdev(means) / len(means) ** 0.5)
     assert metrics["n"] == len(means)
-    assert {name: metrics[name] for name in metrics if name in ("null", "limited", "limited_score")} == expected
+    assert {
+        name: metrics[name] for name in metrics if name in ("null", "limited", "limited_score")
+    } == expected
     assert version.manifest.status == {"scored": 3, "not_scored": 6}
     scores = version.table().column("score").to_pylist()
     counted = expected.get("limited_score")
