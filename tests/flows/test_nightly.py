@@ -322,7 +322,8 @@ def test_a_person_overrides_rewards_and_approves_what_comes_of_it(
     store, nights, server, monkeypatch
 ):
     """An answer without a reason is refused by the server, an unknown rollout by the flow, which
-    then asks again."""
+    then asks again. How far the candidate moved is told, and a person may promote it all the
+    same."""
     monkeypatch.setattr(approval, "POLL_SECONDS", 0.1)
     scored = store.open(nights[0]["rewards"]).table().to_pylist()
     overrides = {row["rollout_id"]: 2.0 for row in scored if row["reward"] == 1.0}
@@ -334,10 +335,12 @@ def test_a_person_overrides_rewards_and_approves_what_comes_of_it(
         {**said, "reason": "better still"},
     ]
     reviewer = Reviewer(server, replies)
-    done = spend("one", APPROVAL, "asked")
+    done = spend("one", [*APPROVAL, "promotion.max_kl=0"], "asked")
     reviewer.join(10)
     assert reviewer.statuses == ["REJECT", "ACCEPT", "ACCEPT", "ACCEPT"]
     assert "tiny/policy@1** replace **tiny/policy@0" in reviewer.questions[0]
+    far = "t moved far from the policy in use: approx. KL "
+    assert f"**I{far}" in reviewer.questions[0]
     assert re.search(r"Over the \d+ prompts .* prompts? better, ", reviewer.questions[0])
     assert "| prompt | reference | before | score | after | score |" in reviewer.questions[0]
     assert (
@@ -349,7 +352,8 @@ def test_a_person_overrides_rewards_and_approves_what_comes_of_it(
         "tiny/policy@1",
         "tiny/policy@2",
     )
-    assert done["why"].startswith("ada said yes: better still; score +")
+    assert done["why"].startswith(f"ada said yes: better still; i{far}")
+    assert (done["author"], len(done["watch"])) == ("ada", 1)
 
     rewards = store.open(done["rewards"])
     assert rewards.manifest.config == {
