@@ -199,7 +199,7 @@ def test_tasks_of_a_measurement_name_the_policy(nights, server):
     tasks = httpx.post(f"{server}/task_runs/filter", json=body, timeout=60).json()
     names = {task["name"] for task in tasks}
     assert {
-        f"evaluate policy@{number}: {stage}"
+        f"tiny · evaluate policy@{number}: {stage}"
         for number in (0, 1, 2)
         for stage in ("prompt", "generate", "reward", "evaluate")
     } <= names
