@@ -118,15 +118,11 @@ def nightly(recipe: Recipe, night: str | None = None) -> Any:
         **payload_of(entry),
         "iterations": [iteration.to_json() for iteration in iterations],
     }
-    return Completed(name=_state_name(tonight, entry), message=why, data=answer)
-
-
-def _state_name(night: Night, entry: Entry) -> str:
-    """The decision; a night that kept the policy to which it rolled back is called by that."""
-    promotion = night.recipe.promotion
-    back = entry_of(night.store, night.recipe.run, promotion, night.rollback_key)
-    decision = entry.about["decision"]
-    return ("rolled back" if back and decision == "kept" else decision).capitalize()
+    # a night that kept the policy to which it had rolled back is called by that
+    back = entry_of(tonight.store, recipe.run, recipe.promotion, tonight.rollback_key)
+    is_back = back is not None and entry.about["decision"] == "kept"
+    decision = (back if is_back else entry).about["decision"]
+    return Completed(name=decision.capitalize(), message=why, data=answer)
 
 
 def begin(recipe: Recipe, name: str) -> Night:

@@ -35,7 +35,11 @@ def count_unscored(
     scores = table["score"]
     if config.unscored == "leave_out":
         return table, {"null": scores.null_count, "limited": 0}
-    is_cut = _ended_by_a_limit(inputs["rollouts"])
+    rollouts = inputs["rollouts"]
+    is_episode = rollouts.manifest.kind_schema in OF_EPISODES
+    column = "end_reason" if is_episode else "finish_reason"
+    limits = pa.array(LIMITS if is_episode else ["length"])
+    is_cut = pc.is_in(rollouts.table([column])[column], value_set=limits)
     has_failed = _failed(inputs["rewards"].table(), table["rollout_id"], config.score)
     is_counted = pc.and_(scores.is_null(), pc.and_not(is_cut, has_failed))
     num_counted = pc.sum(is_counted).as_py() or 0
@@ -53,14 +57,6 @@ def count_unscored(
     place = table.schema.get_field_index("score")
     table = table.set_column(place, table.schema.field(place), counted)
     return table, {"null": num_left_out, "limited": num_counted, "limited_score": number}
-
-
-def _ended_by_a_limit(rollouts: Version) -> pa.ChunkedArray:
-    """[rows] bool: a limit of tokens, turns or context cut the answer off."""
-    if rollouts.manifest.kind_schema in OF_EPISODES:
-        reasons = rollouts.table(["end_reason"])["end_reason"]
-        return pc.is_in(reasons, value_set=pa.array(LIMITS))
-    return pc.equal(rollouts.table(["finish_reason"])["finish_reason"], "length")
 
 
 def _failed(rewards: pa.Table, rollout_ids: pa.ChunkedArray, score: str) -> pa.Array:

@@ -67,6 +67,17 @@ class About(BaseModel):
     bound: float | None = None
     watch: list[str] = Field(default_factory=list)
 
+    @property
+    def difference_in_words(self) -> str:
+        """The difference with its standard error and bound; empty if nothing was compared."""
+        if self.difference is None:
+            return ""
+        name = "" if self.by == "score" else f"{self.by} "
+        words = f"{name}{self.difference.score:+.4f}"
+        if self.difference.stderr is None or self.bound is None:
+            return f"{words}, of one prompt"
+        return f"{words} ± {self.difference.stderr:.4f}, at least {self.bound:+.4f}"
+
 
 def about(entry: Entry) -> About:
     """What `entry` notes; nothing if it is in another form."""
@@ -88,7 +99,7 @@ def nights_of(entries: Iterable[Entry]) -> list[Night]:
             in_use=entry.before or "none",
             candidate=moved_to or notes.candidate or entry.ref,
             decision=notes.decision,
-            difference=_difference(notes),
+            difference=notes.difference_in_words,
             watch="; ".join(notes.watch),
             who=notes.author,
             why=entry.why,
@@ -106,13 +117,3 @@ def lines_of(nights: Sequence[Night]) -> list[str]:
         columns = [f"{cell:<{width}}" for cell, width in zip(cells, padded, strict=True)]
         lines.append("  ".join([*columns, why]).rstrip())
     return lines
-
-
-def _difference(notes: About) -> str:
-    if notes.difference is None:
-        return ""
-    name = "" if notes.by == "score" else f"{notes.by} "
-    words = f"{name}{notes.difference.score:+.4f}"
-    if notes.difference.stderr is None or notes.bound is None:
-        return f"{words}, of one prompt"
-    return f"{words} ± {notes.difference.stderr:.4f}, at least {notes.bound:+.4f}"
