@@ -120,8 +120,10 @@ def nightly(recipe: Recipe, night: str | None = None) -> Any:
     }
     # a night that kept the policy to which it had rolled back is called by that
     back = entry_of(tonight.store, recipe.run, recipe.promotion, tonight.rollback_key)
-    is_back = back is not None and entry.about["decision"] == "kept"
-    decision = (back if is_back else entry).about["decision"]
+    decision = entry.about["decision"]
+    if back is not None and decision == "kept":
+        decision = back.about["decision"]
+        why = f"{printable(back.why, 1000)}. Then kept: {why}"
     return Completed(name=decision.capitalize(), message=why, data=answer)
 
 
