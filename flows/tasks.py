@@ -36,6 +36,7 @@ from quiver.stages.common.runtime.runner import Outcome, find
 from quiver.stages.common.runtime.stage import Refs, load
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.retention import restore
+from quiver.stages.report.words import unscored_of
 
 from . import logs  # noqa: F401  lines go to Prefect's pages
 from .commands.shared import CALLED
@@ -308,7 +309,7 @@ def describe(label: str, outcome: Outcome) -> str:
         metric = outcome.metrics.get(name)
         if metric is not None:
             words.append(form.format(metric))
-    missing = outcome.metrics.get("reward_null") or outcome.metrics.get("null")
+    missing = outcome.metrics.get("reward_null")
     if missing:
         words.append(f"{missing} not scored")
-    return f"{label:<22} {outcome.ref}  " + "  ".join(words)
+    return f"{label:<22} {outcome.ref}  {'  '.join(words)}{unscored_of(outcome.metrics)}"

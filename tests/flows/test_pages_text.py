@@ -222,6 +222,9 @@ def test_the_line_of_a_stage_says_what_has_no_reward():
     }
     assert said[0].endswith("8 rows  1.0 s  reward 0.000")
     assert said[3].endswith("8 rows  1.0 s  reward 0.000  3 not scored")
+    told = {"score": 0.5, "null": 3, "limited": 2, "limited_score": 0.0}
+    evaluated = describe("evaluate policy@2", Outcome("a/evaluations@1", False, 8, 1.0, told))
+    assert evaluated.endswith("8 rows  1.0 s  score 0.500 (2 cut off count as 0, 3 left out)")
 
 
 def test_without_a_run_of_prefect_there_is_no_page(store):
