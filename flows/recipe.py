@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
 from quiver import flows
 from quiver.schemas.errors import ConfigError, printable
@@ -60,7 +60,8 @@ from .sections import (
 _UNBIASED_SAMPLING = {"temperature", "max_tokens", "stop_token_ids", "stop", "ignore_eos"}
 """Options of sampling for which logprobs are corrected, or that only end a completion."""
 
-
+NOT_MEASURED = {"measures": False}
+"""The context in which a recipe is validated whose stages are run without an evaluation."""
 _KEY_OF_DATA = rf"(?<![\w./])data\.(?=({'|'.join(SourceConfig.model_fields)})\b)"
 
 
@@ -164,8 +165,9 @@ class Recipe(Config):
         return self
 
     @model_validator(mode="after")
-    def _can_evaluate(self) -> Recipe:
-        """What [data.held_out], [evaluate] and [promotion] need of each other."""
+    def _can_evaluate(self, info: ValidationInfo) -> Recipe:
+        """What [data.held_out], [evaluate] and [promotion] need of each other, and [evaluate] of
+        [reward], unless nothing is measured."""
         if self.data.held_out is None:
             return self
         keys = {"source", "split", "name", "arguments"}
@@ -176,7 +178,8 @@ class Recipe(Config):
                 "arguments"
             )
         samples = self.generate_config(0, evaluation=True).samples_per_prompt
-        self.evaluate.check(samples, ["reward", *self.reward.part_names])
+        if info.context != NOT_MEASURED:
+            self.evaluate.check(samples, ["reward", *self.reward.part_names])
         self.promotion.check(self.evaluate.k)
         return self
 
@@ -195,8 +198,11 @@ class Recipe(Config):
         return any(source.startswith("datasets:") for source in sources)
 
     @classmethod
-    def load(cls, path: str | Path, settings: Sequence[str] = ()) -> Recipe:
-        """The recipe in a TOML file, with `KEY=VALUE` settings put over it. ConfigError names file,
+    def load(
+        cls, path: str | Path, settings: Sequence[str] = (), *, measures: bool = True
+    ) -> Recipe:
+        """The recipe in a TOML file, with `KEY=VALUE` settings put over it. Not `measures`:
+        [evaluate] need not fit [reward], since only another stage is run. ConfigError names file,
         line or key."""
         try:
             sections = tomllib.loads(read_file(Path(path)).decode("utf-8-sig"))
@@ -214,7 +220,8 @@ class Recipe(Config):
             ) from None
         for setting in settings:
             put_setting(sections, setting)
-        return parse(cls, sections, f"recipe {path}")
+        context = None if measures else NOT_MEASURED
+        return parse(cls, sections, f"recipe {path}", context=context)
 
     def resolved(self) -> Recipe:
         """With what it names outside the store looked up: the defaults of the algorithm, the base

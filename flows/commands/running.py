@@ -206,7 +206,7 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
             "override": override,
             "policy": policy,
         }
-        loaded = read_recipe(recipe, settings, store)
+        loaded = read_recipe(recipe, settings, store, measures=name == "evaluate")
         if override and name == "reward":
             from quiver.stages.reward.override import load
 

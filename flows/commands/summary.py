@@ -66,7 +66,7 @@ def next_commands(
     in_store = ["--store", recipe.store]
     without_store = [each for each in settings if each.partition("=")[0].strip() != "store"]
     same = [str(path), *in_store, *set_options(without_store)]
-    otherwise = ['reward.functions=[{use="length",arguments={target=4}}]', "evaluate.score=reward"]
+    otherwise = ['reward.functions=[{use="length",arguments={target=4}}]']
     if recipe.optimize.credit != "rollout":  # the length of an answer is none of its turns' reward
         otherwise.append("optimize.credit=rollout")
     by_length = set_options(otherwise)

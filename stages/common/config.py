@@ -184,12 +184,19 @@ def keys_of(cls: type[Config], prefix: str = "") -> Iterator[Key]:
             yield from keys_of(section, f"{prefix}{name}.")
 
 
-def parse(cls: type[_T], data: dict[str, Any], name: str, *, is_section: bool = False) -> _T:
+def parse(
+    cls: type[_T],
+    data: dict[str, Any],
+    name: str,
+    *,
+    is_section: bool = False,
+    context: dict[str, Any] | None = None,
+) -> _T:
     """`data` as a `cls`; ConfigError says which field of `name` is wrong, what came, what is
     allowed and what to do. Where `name` is a section of a recipe (`generate.options`), keys are
-    named as the recipe has them."""
+    named as the recipe has them. `context`: for the validators of `cls`."""
     try:
-        return cls.model_validate(data)
+        return cls.model_validate(data, context=context)
     except ValidationError as error:
         raise _explain(cls, error, name, name.split(".") if is_section else []) from None
 

@@ -554,6 +554,16 @@ class Config(base.Config):
             )
         return source
 
+    def terms_beside_rewards(self) -> list[str]:
+        """The keys of the loss's terms that train although every advantage is 0."""
+        is_used = {
+            "kl_coef": self.kl_coef > 0 and not self.kl_in_reward,
+            "nll_coef": self.nll_coef > 0,
+            "entropy_coef": self.entropy_coef > 0,
+            "entropy_target": self.entropy_target is not None,
+        }
+        return [key for key, used in is_used.items() if used]
+
     def tightest_clip(self) -> float | None:
         """The smaller of the surrogate's distances `clip_low` and `clip_high`; None: it has
         neither. Of a user's own algorithm they are known once it is resolved."""

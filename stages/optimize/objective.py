@@ -57,11 +57,9 @@ class Objective:
         self.zero_is_idle = not (
             (algorithm.of_tokens and not algorithm.of_turns)
             or not algorithm.zero_is_idle
-            or self.kl_in_loss
+            or config.terms_beside_rewards()
             or config.kl_target
-            or config.nll_coef
             or self.options.get("drift_coef")
-            or self.has_bonus
             or config.entropy_share < 1
         )
         """Rollouts with advantage 0 need no pass: none of their tokens has a gradient."""
