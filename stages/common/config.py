@@ -295,8 +295,10 @@ def _similar_keys(cls: type[BaseModel], place: _Place, key: str, prefix: list[st
     """The paths of what an unknown key may mean: the key beside it whose initials it is (lr:
     learning_rate) or that is spelled like it, or those that have its name in other sections."""
     all_paths = [".".join([*prefix, entry.path]) for entry in keys_of(cls)]
-    if KEYS.get(key) in all_paths:
-        return [KEYS[key]]
+    meant = KEYS.get(key, "")
+    # the keys of an engine's options are known by the section alone
+    if meant in all_paths or meant.rpartition(".")[0] in all_paths:
+        return [meant]
     names = list(getattr(place.section, "model_fields", {}))
     for name in names:
         if "_" in name and key.lower() == "".join(word[:1] for word in name.split("_")):

@@ -96,7 +96,7 @@ def test_what_is_wrong_is_said(recipe, setting, said):
 def test_a_stage_that_measures_nothing_does_not_check_what_is_measured(recipe):
     """`quiver reward` with another reward need not name another evaluate.score as well."""
     settings = ["reward.functions=[{use='length'}]", "evaluate.score=evenness"]
-    with pytest.raises(ConfigError, match="evaluate.score must be one of reward, length"):
+    with pytest.raises(ConfigError, match="must be one of reward, length, got"):
         load(recipe, settings)
     loaded = load(recipe, settings, measures=False)
     assert loaded.reward.part_names == ["length"] and loaded.evaluate.score == "evenness"

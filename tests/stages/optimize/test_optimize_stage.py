@@ -421,7 +421,7 @@ def test_equal_rewards_are_nothing_to_learn_from_unless_another_term_trains(
     assert done.manifest.metrics["all_advantages_zero"] is True
     assert ("nothing to learn" in caplog.text) is not trains
     assert ("every advantage is 0" in caplog.text) is not trains
-    assert (f"only optimize.{[*term][0]} can train" in caplog.text) is trains
+    assert (f"only optimize.{next(iter(term))} can train" in caplog.text) is trains
     assert done.manifest.metrics.get("trained_by") == ([*term][:1] if trains else None)
     (iteration,) = gather(store, "tiny").iterations
     assert learned_nothing(iteration) is not trains
