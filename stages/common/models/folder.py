@@ -11,11 +11,14 @@ or outside the folder, links to other places, no tokenizer.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +26,14 @@ from safetensors import SafetensorError, safe_open
 
 from quiver.schemas.errors import ConfigError, QuiverError, SecurityError, printable
 from quiver.schemas.plain import is_too_deep
+from quiver.stages.common.models import user_cache
+from quiver.stages.common.models.hashes import hash_files
 
 _JSON_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
 _MOST_LAYERS = 10_000
+_BESIDE_GGUF = (*_JSON_FILES, *_TOKENIZER_FILES, "chat_template.jinja", "added_tokens.json")
+"""What transformers may read beside a GGUF file."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """What a model has that sees pictures."""
 log = logging.getLogger(__name__)
@@ -209,11 +216,20 @@ def load_errors(name: str) -> Iterator[None]:
 
 def convert_gguf(source: Path, folder: Path, dtype: str) -> None:
     """Write model and tokenizer of the GGUF file `source` into `folder`, its weights dequantized to
-    `dtype`. ConfigError."""
+    `dtype`: once per machine, since the user's cache keeps them. ConfigError."""
+    beside = [source.parent / name for name in _BESIDE_GGUF]
+    files = [source, *(path for path in beside if path.is_file())]
+    made_by = [f"{name} {version(name)}" for name in ("transformers", "gguf", "tokenizers")]
+    parts = [dtype, *made_by, *(sha256 for _, sha256 in hash_files(files, remembered=True))]
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+    user_cache.fill(folder, "models", key, partial(_dequantize, source, dtype))
+
+
+def _dequantize(source: Path, dtype: str, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    log.info("dequantizing %s, once", source.name)
+    log.info("dequantizing %s, once per machine", source.name)
     with load_errors(f"model {source.name}"):
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
         model = AutoModelForCausalLM.from_pretrained(
