@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quiver.schemas.errors import ConfigError, QuiverError, for_terminal, printable
+from quiver.stages.report.words import counted
 
 from .shared import (
     Force,
@@ -59,7 +61,8 @@ def run(
     settings = settings or []
     length = [] if iterations is None else [f"iterations={iterations}"]
     loaded = read_recipe(recipe, [*settings, *length], store)
-    log.info("%s: %d iterations, store %s", loaded.run, loaded.iterations, loaded.store)
+    planned = counted(loaded.iterations, "iteration")
+    log.info("%s: %s, in %s", loaded.run, planned, Path(loaded.store).absolute())
     from ..live import shown_live
 
     with shown_live():
@@ -128,7 +131,7 @@ def check(
     lines.append(f"scored by {', '.join(loaded.reward.part_names)}")
     lines += [f"{stage} can do its part" for stage in tried]
     lines += [f"{stage} 1 is done: {ref}" for stage, ref in finished.items()]
-    lines.append(f"{recipe} can run: {loaded.run}, {loaded.iterations} iterations")
+    lines.append(f"{recipe} can run: {loaded.run}, {counted(loaded.iterations, 'iteration')}")
     answer = {"run": loaded.run, "iterations": loaded.iterations, "store": loaded.store}
     say({**answer, "columns": columns, "tried": tried, "finished": finished}, lines)
 
@@ -145,7 +148,7 @@ def nightly(
     from ..preflight import preflight
 
     loaded = read_recipe(recipe, settings, store)
-    log.info("%s: night %s, store %s", loaded.run, night or _today(), loaded.store)
+    log.info("%s: night %s, in %s", loaded.run, night or _today(), Path(loaded.store).absolute())
     with shown_live():
         # what is refused is refused before a server is started
         preflight(loaded.for_night(night or _today()))
