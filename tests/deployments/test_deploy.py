@@ -4,6 +4,7 @@ refused, and what changes when."""
 import asyncio
 import datetime
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -32,6 +33,7 @@ from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 
 from quiver.deployments.automations import TAG, install, silent_runs
 from quiver.deployments.deploy import Where, deploy
+from quiver.deployments.serve import SaidOnce
 from quiver.deployments.server import check_api, listening, own_server
 from quiver.flows import abandoned
 from quiver.flows.abandoned import shell_tag
@@ -575,3 +577,26 @@ def test_a_run_that_falls_silent_has_crashed(client):
     )
     assert client.read_flow_run(runs[1]).state.type == StateType.COMPLETED
     assert install(client, silent_runs())["changed"], "deploy puts its own time back"
+
+
+def test_a_run_that_is_due_while_another_runs_is_told_once(caplog, monkeypatch):
+    """As Prefect's runner logs it, every few seconds; what else it says stays."""
+    logger = logging.getLogger("prefect.runner.state_proposer")
+    once = SaidOnce()
+    logger.addFilter(once)
+    logger.addHandler(caplog.handler)  # whether Prefect's loggers propagate is its own setting
+    monkeypatch.setattr(logger, "propagate", False)
+    refused = "Aborted submission of flow run '%s': Server returned a non-pending state %r"
+    try:
+        with caplog.at_level("INFO", logger.name):
+            for flow_run in ("first", "first", "second", "first"):
+                logger.info(refused, flow_run, "SCHEDULED")
+            logger.info(refused, "third", "CANCELLED")
+    finally:
+        logger.removeFilter(once)
+        logger.removeHandler(caplog.handler)
+    assert caplog.messages == [
+        "flow run first is due; it waits until the last one has ended",
+        "flow run second is due; it waits until the last one has ended",
+        "Aborted submission of flow run 'third': Server returned a non-pending state 'CANCELLED'",
+    ]
