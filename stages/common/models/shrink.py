@@ -110,8 +110,6 @@ def _shrink(config: Any) -> None:
         limit = VOCABULARY if "vocab" in name else VOCABULARY - 1 if is_token else limits.get(name)
         if name in related:
             smaller = related[name]
-        elif name == "per_layer_config" and isinstance(size, dict):
-            smaller = {layer: about for layer, about in size.items() if int(layer) < kept_layers}
         elif isinstance(size, list):
             smaller = size
             if num_layers and len(size) == num_layers:
@@ -125,6 +123,13 @@ def _shrink(config: Any) -> None:
         else:
             continue
         setattr(config, name, smaller)
+    # transformers keeps apart what single layers have otherwise (Gemma 4), and refuses it for
+    # layers that there are none of
+    own_sizes = getattr(sizes.get("_heterogeneity_spec"), "per_layer_overrides", {})
+    if own_sizes:
+        config.per_layer_config = {
+            layer: about for layer, about in own_sizes.items() if layer < kept_layers
+        }
 
 
 def _kept_layers(sizes: dict[str, Any], num_layers: int | None) -> int:
