@@ -221,7 +221,7 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
         with shown_live():
             outcome = run_it(force=force)
         seconds = "already done" if outcome.cached else f"{outcome.seconds:.1f} s"
-        rows = f"{outcome.rows} rows  " if outcome.rows else ""  # a policy has none
+        rows = f"{counted(outcome.rows, 'row')}  " if outcome.rows else ""  # a policy has none
         say(asdict(outcome), [f"{outcome.ref}  {rows}{seconds}"])
 
     command.__name__ = name
