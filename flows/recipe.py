@@ -60,8 +60,7 @@ from .sections import (
 _UNBIASED_SAMPLING = {"temperature", "max_tokens", "stop_token_ids", "stop", "ignore_eos"}
 """Options of sampling for which logprobs are corrected, or that only end a completion."""
 
-NOT_MEASURED = {"measures": False}
-"""The context in which a recipe is validated whose stages are run without an evaluation."""
+
 _KEY_OF_DATA = rf"(?<![\w./])data\.(?=({'|'.join(SourceConfig.model_fields)})\b)"
 
 
@@ -166,8 +165,8 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _can_evaluate(self, info: ValidationInfo) -> Recipe:
-        """What [data.held_out], [evaluate] and [promotion] need of each other, and [evaluate] of
-        [reward], unless nothing is measured."""
+        """What [data.held_out], [evaluate] and [promotion] need of each other. A context: nothing
+        is measured."""
         if self.data.held_out is None:
             return self
         keys = {"source", "split", "name", "arguments"}
@@ -178,7 +177,7 @@ class Recipe(Config):
                 "arguments"
             )
         samples = self.generate_config(0, evaluation=True).samples_per_prompt
-        if info.context != NOT_MEASURED:
+        if info.context is None:
             self.evaluate.check(samples, ["reward", *self.reward.part_names])
         self.promotion.check(self.evaluate.k)
         return self
@@ -202,8 +201,7 @@ class Recipe(Config):
         cls, path: str | Path, settings: Sequence[str] = (), *, measures: bool = True
     ) -> Recipe:
         """The recipe in a TOML file, with `KEY=VALUE` settings put over it. Not `measures`:
-        [evaluate] need not fit [reward], since only another stage is run. ConfigError names file,
-        line or key."""
+        [evaluate] need not fit [reward]. ConfigError names file, line or key."""
         try:
             sections = tomllib.loads(read_file(Path(path)).decode("utf-8-sig"))
         except FileNotFoundError:
@@ -220,8 +218,7 @@ class Recipe(Config):
             ) from None
         for setting in settings:
             put_setting(sections, setting)
-        context = None if measures else NOT_MEASURED
-        return parse(cls, sections, f"recipe {path}", context=context)
+        return parse(cls, sections, f"recipe {path}", context=None if measures else {})
 
     def resolved(self) -> Recipe:
         """With what it names outside the store looked up: the defaults of the algorithm, the base

@@ -86,8 +86,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     if "baseline" in plan.inputs:
         metrics |= compare(config, table, plan.inputs["baseline"])
     writer.write_table(table)
-    noun = "prompt" if metrics["n"] == 1 else "prompts"
-    log.info("score %.4f over %d %s", metrics["score"], metrics["n"], noun)
+    log.info("score %(score).4f, prompts: %(n)d", metrics)
     scored = table.num_rows - metrics["null"]
     writer.finish(metrics=metrics, status={"scored": scored, "not_scored": metrics["null"]})
 

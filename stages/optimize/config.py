@@ -554,13 +554,22 @@ class Config(base.Config):
             )
         return source
 
+    @property
+    def kl_in_loss(self) -> bool:
+        """The KL to the reference is a term of the loss."""
+        return self.kl_coef > 0 and not self.kl_in_reward
+
+    @property
+    def has_bonus(self) -> bool:
+        """The loss rewards entropy, or may come to."""
+        return self.entropy_coef > 0 or self.entropy_target is not None
+
     def terms_beside_rewards(self) -> list[str]:
         """The keys of the loss's terms that train although every advantage is 0."""
         is_used = {
-            "kl_coef": self.kl_coef > 0 and not self.kl_in_reward,
+            "kl_coef": self.kl_in_loss,
             "nll_coef": self.nll_coef > 0,
-            "entropy_coef": self.entropy_coef > 0,
-            "entropy_target": self.entropy_target is not None,
+            "entropy_coef" if self.entropy_target is None else "entropy_target": self.has_bonus,
         }
         return [key for key, used in is_used.items() if used]
 

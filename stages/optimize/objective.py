@@ -38,8 +38,8 @@ class Objective:
     def __init__(self, config: Config, algorithm: Algorithm) -> None:
         self.config = config
         self.has_critic = algorithm.critic
-        self.kl_in_loss = config.kl_coef > 0 and not config.kl_in_reward
-        self.has_bonus = config.entropy_coef > 0 or config.entropy_target is not None
+        self.kl_in_loss = config.kl_in_loss
+        self.has_bonus = config.has_bonus
         self.surrogate = find_function("losses", algorithm.surrogate)
         self.aggregate = find_function("losses", config.aggregation or algorithm.aggregation)
         self.weighs_groups = "groups" in inspect.signature(self.aggregate).parameters

@@ -123,13 +123,16 @@ def _shrink(config: Any) -> None:
         else:
             continue
         setattr(config, name, smaller)
-    # transformers keeps apart what single layers have otherwise (Gemma 4), and refuses it for
-    # layers that there are none of
-    own_sizes = getattr(sizes.get("_heterogeneity_spec"), "per_layer_overrides", {})
+    keep_layers(config, kept_layers)
+
+
+def keep_layers(config: Any, count: int) -> None:
+    """Leave out what the config says of single layers from the `count`-th on (Gemma 4 has other
+    sizes in some): transformers refuses to load a config that speaks of layers it does not have."""
+    own_sizes = getattr(vars(config).get("_heterogeneity_spec"), "per_layer_overrides", {})
     if own_sizes:
-        config.per_layer_config = {
-            layer: about for layer, about in own_sizes.items() if layer < kept_layers
-        }
+        kept = {layer: sizes for layer, sizes in own_sizes.items() if layer < count}
+        config.per_layer_config = kept or None
 
 
 def _kept_layers(sizes: dict[str, Any], num_layers: int | None) -> int:

@@ -18,6 +18,7 @@ from quiver.schemas.errors import ConfigError, printable
 from . import from_function
 from .checkpoints import CARRIED_FILES, locate
 from .folder import convert_gguf, has_vision
+from .shrink import keep_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -108,6 +109,7 @@ def shrink(config: PretrainedConfig) -> None:
             setattr(config, name, min(value, _SIZES[name]))
         elif isinstance(value, list) and len(value) in layers and name.startswith("layer"):
             setattr(config, name, value[:LAYERS])
+    keep_layers(config, LAYERS)
 
 
 def _folder_of(model: str, revision: str | None, arguments: dict[str, Any], work: Path) -> Path:
