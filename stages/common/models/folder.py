@@ -219,7 +219,8 @@ def convert_gguf(source: Path, folder: Path, dtype: str) -> None:
     `dtype`: once per machine, since the user's cache keeps them. ConfigError."""
     beside = [source.parent / name for name in _BESIDE_GGUF]
     files = [source, *(path for path in beside if path.is_file())]
-    made_by = [f"{name} {version(name)}" for name in ("transformers", "gguf", "tokenizers")]
+    with load_errors(f"model {source.name}"):  # gguf is not there, say
+        made_by = [f"{name} {version(name)}" for name in ("transformers", "gguf", "tokenizers")]
     parts = [dtype, *made_by, *(sha256 for _, sha256 in hash_files(files, remembered=True))]
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
     user_cache.fill(folder, "models", key, partial(_dequantize, source, dtype))
