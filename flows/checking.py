@@ -18,6 +18,8 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.models.from_function import is_function
 from quiver.stages.common.store import Store
 
+from quiver.stages.report.words import counted
+
 from .doubts import doubts, unused
 from .first_rows import Answered, FirstRows, first_rows
 from .preflight import finished, preflight, try_out
@@ -96,7 +98,8 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
     lines += [f"{stage} 1 is done: {ref}" for stage, ref in versions.items()]
     lines += [f"warning: {sentence}" for sentence in warnings]
     if error is None:
-        lines.append(f"{path} can run: {recipe.run}, {recipe.iterations} iterations")
+        planned = counted(recipe.iterations, "iteration")
+        lines.append(f"{path} can run: {recipe.run}, {planned}")
     return Looked(answer, lines, error)
 
 

@@ -36,7 +36,7 @@ from quiver.stages.common.runtime.runner import Outcome, find
 from quiver.stages.common.runtime.stage import Refs, load
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.retention import restore
-from quiver.stages.report.words import unscored_of
+from quiver.stages.report.words import counted, unscored_of
 
 from . import logs  # noqa: F401  lines go to Prefect's pages
 from .commands.shared import CALLED
@@ -303,7 +303,7 @@ def describe(label: str, outcome: Outcome) -> str:
         "score": "score {:.3f}",
         "loss": "loss {:.4f}",
     }
-    words = [f"{outcome.rows} rows"] if outcome.rows else []
+    words = [counted(outcome.rows, "row")] if outcome.rows else []
     words.append(f"{outcome.seconds:.1f} s")
     for name, form in formats.items():
         metric = outcome.metrics.get(name)

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quiver.schemas.errors import ConfigError, QuiverError, for_terminal, printable
+from quiver.stages.report.words import counted
 
 from .next_step import complete, options_in
 from .shared import (
@@ -61,7 +63,8 @@ def run(
     settings = settings or []
     length = [] if iterations is None else [f"iterations={iterations}"]
     loaded = read_recipe(recipe, [*settings, *length], store)
-    log.info("%s: %d iterations, store %s", loaded.run, loaded.iterations, loaded.store)
+    planned = counted(loaded.iterations, "iteration")
+    log.info("%s: %s, in %s", loaded.run, planned, Path(loaded.store).absolute())
     from ..live import shown_live
 
     with shown_live():
@@ -149,7 +152,7 @@ def nightly(
     from ..preflight import preflight
 
     loaded = read_recipe(recipe, settings, store)
-    log.info("%s: night %s, store %s", loaded.run, night or _today(), loaded.store)
+    log.info("%s: night %s, in %s", loaded.run, night or _today(), Path(loaded.store).absolute())
     with shown_live():
         # what is refused is refused before a server is started
         preflight(loaded.for_night(night or _today()))
@@ -210,7 +213,7 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
             "override": override,
             "policy": policy,
         }
-        loaded = read_recipe(recipe, settings, store)
+        loaded = read_recipe(recipe, settings, store, measures=name == "evaluate")
         if override and name == "reward":
             from quiver.stages.reward.override import load
 
@@ -222,7 +225,7 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
         with shown_live():
             outcome = run_it(force=force)
         seconds = "already done" if outcome.cached else f"{outcome.seconds:.1f} s"
-        rows = f"{outcome.rows} rows  " if outcome.rows else ""  # a policy has none
+        rows = f"{counted(outcome.rows, 'row')}  " if outcome.rows else ""  # a policy has none
         say(asdict(outcome), [f"{outcome.ref}  {rows}{seconds}"])
 
     command.__name__ = name

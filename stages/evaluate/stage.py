@@ -91,7 +91,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     if "baseline" in inputs:
         metrics |= compare(config, table, inputs["baseline"])
     writer.write_table(table)
-    log.info("score %(score).4f over %(n)d groups, %(null)d answers left out", metrics)
+    log.info("score %(score).4f, prompts: %(n)d, answers left out: %(null)d", metrics)
     status = {"scored": len(table) - not_scored, "not_scored": not_scored}
     writer.finish(metrics=metrics, status=status)
 

@@ -181,7 +181,7 @@ def test_it_is_told_before_prefect_and_torch_are_imported_and_the_first_line_at_
     )
     assert (done.returncode, done.stdout) == (2, "set()\n")
     first, error, *_ = done.stderr.splitlines()
-    assert first == "tiny: 2 iterations, store store"
+    assert first == f"tiny: 2 iterations, in {folder / 'store'}"
     assert error.startswith("E-CONFIG data.prompt x")
 
 

@@ -25,6 +25,7 @@ from quiver.stages.common.store.writer import open_staging
 from . import checkpoints, from_function
 from .checkpoints import CARRIED_FILES, PolicyConfig, locate
 from .folder import convert_gguf, has_vision
+from .shrink import keep_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -138,6 +139,7 @@ def shrink(config: PretrainedConfig) -> None:
             setattr(config, name, min(value, _SIZES[name]))
         elif isinstance(value, list) and len(value) in layers and name.startswith("layer"):
             setattr(config, name, value[:LAYERS])
+    keep_layers(config, LAYERS)
 
 
 def _folder_of(
