@@ -17,7 +17,6 @@ from typing import Any
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.models.from_function import is_function
 from quiver.stages.common.store import Store
-
 from quiver.stages.report.words import counted
 
 from .doubts import doubts, unused

@@ -93,11 +93,12 @@ def _join(
 def _column(place: str, name: str, numbers: list[int], cells: list[Any]) -> pa.ChunkedArray:
     """The cells of the rows with these numbers, in a type that gives them back. ConfigError."""
     column = _infer(cells)
+    if column is None or pa.types.is_nested(column.type):
+        for number, cell in zip(numbers, cells, strict=True):
+            if is_too_deep(cell):
+                raise bad_source(f"{place} {number}", f"column {printable(name)}: {TOO_DEEP}")
     if column is not None and _gives_back(column, cells):
         return column
-    for number, cell in zip(numbers, cells, strict=True):
-        if is_too_deep(cell):
-            raise bad_source(f"{place} {number}", f"column {printable(name)}: {TOO_DEEP}")
     cells = [_as_python(cell) for cell in cells]
     column = column or _infer(cells)
     if column is not None and _gives_back(column, cells):
