@@ -152,7 +152,7 @@ def test_two_ranks_train_as_one(ranks):
     first = _tensors(ranks.one["plain"])
     assert max(float((first[name] - base[name]).abs().max()) for name in base) > 1e-5
     columns = ("loss", "grad_norm", "entropy", "tokens", "rollouts", "microbatches")
-    _same_updates(ranks, "plain", (*columns, "clip_fraction"))
+    _same_updates(ranks, "plain", (*columns, "clip_fraction", "ratio_max"))
 
 
 def test_the_same_work_again_is_done_already(ranks):
