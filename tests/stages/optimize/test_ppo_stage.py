@@ -358,7 +358,7 @@ def test_zero_variance_is_of_the_rewards_less_the_kl(store, policy):
     rows = [_row(name, 2) for name in ("a-0", "a-1", "b-0", "b-1")]
     ref = [[-0.5, -0.5], [-1.5, -1.5], [-0.5, -2.5], [-0.5, -0.5]]
     config = _config(algorithm="rloo", kl_in_reward=True, kl_coef=0.5, drop_zero_variance=True)
-    loaded = _loaded(store, policy, rows, [1.0, 1.0, 1.0, 0.0], config, ref_logprobs=ref)
+    loaded = _loaded(store, policy, rows, [1.0, 1.0, 1.0, 0.0], config, ref=ref)
     assert loaded.reasons == [None, None, "zero_variance", "zero_variance"]
     assert loaded.batch.advantages.tolist() == [1.0, -1.0]
 
