@@ -3,10 +3,10 @@
     python -m tests.mutants            # what caught.json says is caught must still be caught
     python -m tests.mutants --list     # the bugs, as differences
 
-Bugs that people planted and no test noticed stand in planted.py, each with its test. The others are
-made by the operators of operators.py. Which of a file's are taken is decided by a
-hash of their names, so that a change in one function does not choose others everywhere else, and
-neither does another name of the file. The product is read as text here and never imported.
+Bugs that were planted by hand stand in planted.py, each with its test. The others are made by the
+operators of operators.py. Which of a file's are taken is decided by a hash of their names, so that
+a change in one function does not choose others everywhere else, and neither does another name of
+the file. The product is read as text here and never imported.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Bugs that people planted by hand and no near test noticed, each with the test that was written for
-it. `make mutants` plants them too.
+"""Bugs that were planted by hand, once unnoticed by the tests nearby, and the test that notices each.
+`make mutants` plants them beside those of the operators.
 """
 
 from __future__ import annotations
