@@ -7,8 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import EQUIVALENT, MOST_A_FILE, TARGETS, MissingFile, Target, choose, mutants_of
+from tests.mutants import (
+    EQUIVALENT,
+    MOST_A_FILE,
+    TARGETS,
+    StaleTable,
+    Target,
+    choose,
+    every_mutant,
+    mutants_of,
+    planted_mutant,
+)
 from tests.mutants.operators import OPERATORS, find_bugs, mutated
+from tests.mutants.planted import PLANTED, Planted
 
 ROOT = Path(__file__).parents[1]
 SAMPLE = '''\
@@ -180,7 +191,7 @@ def test_every_function_gives_its_first_bug_before_one_gives_a_second():
 
 
 def test_a_path_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(MissingFile, match=r"gone\.py is not in .*: correct TARGETS"):
+    with pytest.raises(StaleTable, match=r"gone\.py is not in .*: correct TARGETS"):
         mutants_of(tmp_path, Target("gone.py", ()))
 
 
@@ -193,15 +204,40 @@ def test_a_file_gets_enough_bugs_and_every_one_is_python(target):
         assert ast.dump(ast.parse(mutant.new_source)) != ast.dump(ast.parse(mutant.old_source))
 
 
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
+def test_a_planted_bug_is_python_and_its_tests_are_there(planted):
+    mutant = planted_mutant(ROOT, planted)
+    assert ast.dump(ast.parse(mutant.new_source)) != ast.dump(ast.parse(mutant.old_source))
+    for test in planted.tests:
+        path, _, name = test.partition("::")
+        assert f"def {name}(" in (ROOT / path).read_text()
+
+
+@pytest.mark.parametrize(("source", "count"), [("a = 2", 0), ("a = 1\na = 1\n", 2)])
+def test_a_planted_bug_whose_text_is_not_there_once_is_an_error(tmp_path, source, count):
+    (tmp_path / "a.py").write_text(source)
+    planted = Planted("bug", "a.py", "a = 1", "a = 3", ())
+    with pytest.raises(StaleTable, match=rf"{count} times, .*: correct bug in .*planted\.py"):
+        planted_mutant(tmp_path, planted)
+
+
+def test_a_planted_bug_is_its_new_text_in_place_of_the_old(tmp_path):
+    (tmp_path / "a.py").write_text("é = 0\na = 1\nb = 2\n")
+    mutant = planted_mutant(tmp_path, Planted("bug", "a.py", "a = 1", "a = 3", ()))
+    assert mutant.name == "a:bug:planted:0" and mutant.bug.line == 2
+    assert mutant.new_source == "é = 0\na = 3\nb = 2\n"
+
+
 def test_there_are_enough_bugs_and_each_has_a_name_of_its_own():
-    names = [mutant.name for target in TARGETS for mutant in mutants_of(ROOT, target)]
+    names = [mutant.name for mutant in every_mutant(ROOT)]
     assert len(names) == len(set(names)) >= 200
 
 
 def test_the_record_tells_of_bugs_whether_they_are_caught():
     recorded = json.loads((ROOT / "tests/mutants/caught.json").read_text())
-    stems = {target.stem for target in TARGETS}
+    stems = {target.stem for target in TARGETS} | {Path(bug.path).stem for bug in PLANTED}
     assert {name.partition(":")[0] for name in recorded} <= stems
+    assert all(recorded[planted_mutant(ROOT, planted).name] for planted in PLANTED)
     assert {type(value) for value in recorded.values()} == {bool}
 
 

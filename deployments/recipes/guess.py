@@ -31,7 +31,8 @@ _TEMPLATE = (
 
 
 def rows(split: str, count: int = 512) -> Iterator[dict[str, Any]]:
-    """`count` games of one split, `train` or `held_out`, each with its number."""
+    """`count` games of one split, `train` or `held_out`, each with its number. Both draw from the
+    same fifteen numbers."""
     rng = random.Random(split)
     for row in range(count):
         name = f"{split}-{row:04d}"

@@ -53,6 +53,14 @@ def test_halving_finds_every_number_and_is_paid_one(number):
     assert math.fsum(paid) == pytest.approx(1.0)
 
 
+def test_held_out_games_are_others_of_the_same_fifteen_numbers():
+    """As guess.toml says beside them."""
+    train, held_out = [*guess.rows("train")], [*guess.rows("held_out", 400)]
+    assert not {row["name"] for row in train} & {row["name"] for row in held_out}
+    assert {row["number"] for row in held_out} == {row["number"] for row in train}
+    assert {row["number"] for row in train} == set(range(1, 16))
+
+
 def test_a_guess_that_tells_nothing_is_paid_nothing():
     game = guess.Guess()
     game.reset(3)

@@ -3,9 +3,10 @@
     python -m tests.mutants            # what caught.json says is caught must still be caught
     python -m tests.mutants --list     # the bugs, as differences
 
-A file's bugs are made by the operators of operators.py. Which of them are taken is decided by a
-hash of their names, so that a change in one function does not choose others everywhere else, and
-neither does another name of the file. The product is read as text here and never imported.
+Bugs that were planted by hand stand in planted.py, each with its test. The others are made by the
+operators of operators.py. Which of a file's are taken is decided by a hash of their names, so that
+a change in one function does not choose others everywhere else, and neither does another name of
+the file. The product is read as text here and never imported.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .operators import Bug, find_bugs, mutated
+from .planted import PLANTED, Planted
 
 MOST_A_FILE = 20
 
@@ -176,20 +178,46 @@ EQUIVALENT = {
 """Bugs that change nothing which comes out, and why; they are not tried."""
 
 
-class MissingFile(Exception):
-    """A path of TARGETS is not in the repository."""
+class StaleTable(Exception):
+    """A path of TARGETS or PLANTED, or the old text of a planted bug, is not in the repository."""
+
+
+def every_mutant(root: Path) -> list[Mutant]:
+    """The mutants of all tables. StaleTable."""
+    made = [mutant for target in TARGETS for mutant in mutants_of(root, target)]
+    return [*made, *(planted_mutant(root, planted) for planted in PLANTED)]
 
 
 def mutants_of(root: Path, target: Target) -> list[Mutant]:
-    """The file's mutants, in the order of its text. MissingFile."""
-    for path in (target.path, *(test.partition("::")[0] for test in target.tests)):
-        if not (root / path).is_file():
-            raise MissingFile(
-                f"{path} is not in {root}: correct TARGETS in tests/mutants/__init__.py"
-            )
-    source = (root / target.path).read_text()
+    """The file's mutants by operators, in the order of its text. StaleTable."""
+    source = _source(root, target, "TARGETS in tests/mutants/__init__.py")
     mutants = [Mutant(target, bug, source) for bug in choose(find_bugs(source))]
     return [mutant for mutant in mutants if mutant.name not in EQUIVALENT]
+
+
+def planted_mutant(root: Path, planted: Planted) -> Mutant:
+    """The mutant of one planted bug. StaleTable."""
+    target = Target(planted.path, planted.tests)
+    table = f"{planted.name} in tests/mutants/planted.py"
+    source = _source(root, target, table)
+    if (count := source.count(planted.old)) != 1:
+        raise StaleTable(
+            f"{planted.path} has the old text of a planted bug {count} times, expected once: "
+            f"correct {table}"
+        )
+    before = source.partition(planted.old)[0]
+    start = len(before.encode())
+    end = start + len(planted.old.encode())
+    line = before.count("\n") + 1
+    return Mutant(target, Bug(planted.name, "planted", 0, line, start, end, planted.new), source)
+
+
+def _source(root: Path, target: Target, table: str) -> str:
+    """The text of the target's file; its tests are there too. StaleTable."""
+    for path in (target.path, *(test.partition("::")[0] for test in target.tests)):
+        if not (root / path).is_file():
+            raise StaleTable(f"{path} is not in {root}: correct {table}")
+    return (root / target.path).read_text()
 
 
 def choose(bugs: list[Bug]) -> list[Bug]:

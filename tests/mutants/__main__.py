@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import TARGETS, TOO_LONG, MissingFile, Mutant, Target, mutants_of
+from . import TOO_LONG, Mutant, StaleTable, Target, every_mutant
 
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("caught.json")
@@ -190,10 +190,9 @@ def _report(mutants: list[Mutant], caught: dict[str, bool], recorded: dict[str, 
     for mutant in lost:
         print(f"\nNOT CAUGHT ANY MORE: {mutant.name}\n{mutant.difference()}")
     print()
-    for target in TARGETS:
-        own = [caught[mutant.name] for mutant in mutants if mutant.target == target]
-        if own:
-            print(f"{sum(own):3d} of {len(own):3d} caught  {target.path}")
+    for path in dict.fromkeys(mutant.target.path for mutant in mutants):
+        own = [caught[mutant.name] for mutant in mutants if mutant.target.path == path]
+        print(f"{sum(own):3d} of {len(own):3d} caught  {path}")
     print(f"{sum(caught.values()):3d} of {len(caught):3d} caught")
     unknown = [mutant for mutant in mutants if mutant.name not in recorded]
     if unknown:
@@ -227,9 +226,9 @@ def _arguments() -> argparse.Namespace:
 def _asked_for(mutants: list[Mutant], asked: argparse.Namespace) -> list[Mutant]:
     """The mutants that the options name, in their order."""
     if asked.only:
+        stems = ", ".join(dict.fromkeys(mutant.target.stem for mutant in mutants))
         mutants = [mutant for mutant in mutants if mutant.target.stem == asked.only]
         if not mutants:
-            stems = ", ".join(target.stem for target in TARGETS)
             raise SystemExit(f"--only {asked.only}: expected one of {stems}")
     if asked.missing:
         recorded = _read_record()
@@ -245,8 +244,8 @@ def main() -> int:
     asked = _arguments()
     root = asked.root.resolve()
     try:
-        every = [mutant for target in TARGETS for mutant in mutants_of(root, target)]
-    except MissingFile as error:
+        every = every_mutant(root)
+    except StaleTable as error:
         raise SystemExit(str(error)) from None
     mutants = _asked_for(every, asked)
     if asked.list:

@@ -174,3 +174,15 @@ def test_the_state_after_a_cut_turn_is_read():
     inputs = Inputs.of(longer, turns.with_next_state(torch.tensor([False, True])))
     assert as_lists(inputs.ids) == [[10, 20], [30, 13]]
     assert as_lists(inputs.predictors) == [[-1, 1], [-1, 0, 1]]
+
+
+def test_a_turn_without_ids_has_its_last_token_in_its_own_rollout():
+    """The rollouts sampled ids 0 and 1; 2, 3 and 4; 5. Empty turns stand first, between and
+    last."""
+    table = table_of(
+        {"completion_ids": [10, 11], "turns": [turn(2)]},
+        {"completion_ids": [10, 11, 12], "turns": [turn(0, [20]), turn(2, [21]), turn(0), turn(1)]},
+        {"completion_ids": [10], "turns": [turn(0, [20]), turn(0, [21]), turn(1), turn(0)]},
+    )
+    turns = Turns.of_table(table, Ragged.from_arrow(table["completion_ids"]).lengths)
+    assert turns.last_tokens().tolist() == [1, 2, 3, 3, 4, 5, 5, 5, 5]

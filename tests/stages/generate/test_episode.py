@@ -214,6 +214,28 @@ def test_an_environment_that_steps_reads_text_and_ends_the_episode():
     assert last["observation"] == "yes" and last["observation_ids"] == []
 
 
+@pytest.mark.parametrize(
+    ("earned", "last_word", "expected"),
+    [
+        (0.25, 0.5, 0.75),
+        (None, 0.5, 0.5),
+        (0.25, None, 0.25),
+        (0.25, 0.0, 0.25),
+        (None, None, None),
+    ],
+)
+def test_the_environments_last_word_adds_to_what_the_last_turn_earned(earned, last_word, expected):
+    with setting_of(answers=False) as setting:
+        episode = Episode(setting, "row", prompt_of(setting), CHAT)
+        for step in (Step(text="higher", reward=2.0), Step(text="yes", reward=earned, done=True)):
+            ids = encode("7" + family(NAME).end)
+            episode.sampled(ids, [-1.0] * len(ids), "stop")
+            episode.observed(step)
+        assert episode.state == "finish"
+        episode.rewarded(last_word)
+    assert [turn["reward"] for turn in episode.record()["turns"]] == [2.0, expected]
+
+
 @pytest.mark.parametrize("reason", ["timeout", "environment_error"])
 def test_an_episode_that_failed_has_no_rewards(reason):
     with setting_of(answers=False) as setting:

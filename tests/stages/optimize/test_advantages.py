@@ -356,3 +356,10 @@ def test_equal_weights_leave_the_mean_of_those_that_are_as_long():
         torch.zeros(3),
     )
     assert found.tolist() == pytest.approx([1.0, -1.0, 0.0])
+
+
+def test_opo_counts_the_tokens_of_scored_rollouts_alone():
+    """(1 · 1 + 3 · 0) / (1 + 3) = 1/4; the 100 tokens without a reward weigh nothing."""
+    rewards, groups = torch.tensor([1.0, NAN, 0.0]), torch.tensor([0, 0, 0])
+    found = estimators.length_weighted(rewards, groups, lengths=torch.tensor([1, 100, 3]))
+    assert found.tolist() == pytest.approx([0.75, NAN, -0.25], nan_ok=True)

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 
 from quiver.schemas.errors import ConfigError, LineageError, NumericError
+from quiver.stages.optimize.checks import Sampled, baselines
 from tests.stages.optimize import world
 from tests.writing import run_here
 
@@ -50,6 +51,30 @@ def test_each_reward_is_less_that_of_the_greedy_answer_to_its_prompt(store, poli
     assert inputs["baseline_rewards"] == str(greedy["baseline_rewards"].ref)
     updates = store.open(store.open(ref).manifest.metrics["updates"]).table().to_pylist()
     assert updates[0]["rollouts"] == 12  # of 4 groups of 4, and no greedy answer
+
+
+def test_rewards_of_greedy_answers_are_joined_by_id(store, policy):
+    """They stand in another order than the answers."""
+    made = world.make(store, policy, world.even_share, groups=3, each=1)
+    greedy = world.write_greedy(store, made[0], policy, lambda row: None)
+    values = {"greedy-g-001": 0.5, "greedy-g-000": 0.25, "greedy-g-002": 0.75}
+    answers = {row["rollout_id"]: row for row in greedy["baseline"].table().to_pylist()}
+    assert [*answers] == ["greedy-g-002", "greedy-g-001", "greedy-g-000"]
+    rows = [
+        {
+            "rollout_id": name,
+            "group_id": answers[name]["group_id"],
+            "reward": value,
+            "parts": {"f": value},
+        }
+        for name, value in values.items()
+    ]
+    rewards = world.write_rewards(store, greedy["baseline"], rows, "tiny.greedy")
+    version = Sampled(
+        {"rollouts": made[0], "baseline": greedy["baseline"], "baseline_rewards": rewards}
+    )
+    assert version.table["group_id"].to_pylist() == ["g-000", "g-001", "g-002"]
+    assert baselines(version).to_pylist() == [0.25, 0.5, 0.75]
 
 
 def test_single_rollouts_of_a_prompt_are_enough(store, policy):

@@ -484,6 +484,20 @@ def test_gae_has_each_turns_reward_on_its_last_token(store, policy):
     assert int((on_last != 0).sum()) <= len(rows)
 
 
+def test_a_turn_without_a_reward_earned_nothing(store, policy):
+    """Ids 10 to 12, of turns of one, two and no ids; 10 and 11, of one each."""
+    rows = [
+        episodes.row("g-0", [turn(1, [20]), turn(2, [21]), turn(0)]),
+        episodes.row("g-1", [turn(1, [20]), turn(1)]),
+    ]
+    rollouts = episodes.write(store, policy, rows)
+    earned = {"g-0": [None, 4.0, None], "g-1": [None, None]}
+    rewards = episodes.write_rewards(store, rollouts, lambda row: earned[row["rollout_id"]])
+    config, loaded = load(store, policy, [rollouts], [rewards], algorithm="ppo", credit="gae")
+    assert [row.tolist() for row in loaded.batch.turn_rewards] == [[0.0, 4.0, 0.0], [0.0, 0.0]]
+    assert token_rewards(config, loaded.batch).tolist() == [0.0, 0.0, 4.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("critic", ["trunk", "model"])
 def test_a_critic_learns_from_turns(store, policy, critic):
     """Cut episodes are worth the critic's value of the state after their last id."""

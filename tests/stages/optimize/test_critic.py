@@ -164,6 +164,22 @@ def test_rewards_stand_on_the_last_token_and_the_kl_on_each():
     assert penalised.tolist() == pytest.approx([4.0 - 0.25, 0.5, 8.0])  # k1 = old − ref
 
 
+def test_the_kl_in_the_reward_is_not_scaled_with_it():
+    """k1 = old − ref is 0.5, −1 and 0; half of it comes off. Rewards 4 and 8 over a deviation of
+    4."""
+    rows = Ragged(torch.tensor([5, 6, 7], dtype=torch.int32), torch.tensor([0, 1, 3]))
+    batch = types.SimpleNamespace(
+        turn_rewards=None,
+        sequences=Sequences(rows, rows, torch.ones(2)),
+        old_logprobs=torch.tensor([-1.0, -2.0, -3.0]),
+        ref_logprobs=torch.tensor([-1.5, -1.0, -3.0]),
+        rewards=torch.tensor([4.0, 8.0]),
+        reward_scale=0.25,
+    )
+    found = critic.token_rewards(Config(kl_coef=0.5, kl_in_reward=True), batch)
+    assert found.tolist() == pytest.approx([1.0 - 0.25, 0.5, 2.0])
+
+
 def test_a_head_of_another_width_is_refused():
     head = ValueHead(8)
     with pytest.raises(ConfigError, match=r"weight was saved as \[16\], the model has \[8\]"):

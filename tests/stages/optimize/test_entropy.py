@@ -71,6 +71,19 @@ def test_the_next_training_goes_on_with_the_coefficient_of_the_last(store, polic
         assert row["policy_loss"] - row["loss"] == pytest.approx(coef * row["entropy"], rel=0.02)
 
 
+def test_the_coefficient_is_fed_by_the_entropy_of_the_step(store, policy):
+    """5.4 nats are above a target of 5, as no other number of the step is: it falls, and there is
+    no bonus."""
+    config = world.config(
+        entropy_coef=0.03, entropy_target=5.0, entropy_coef_step=0.01, epochs=2, learning_rate=1e-6
+    )
+    done = world.trained(store, policy, world.make(store, policy, world.even_share), config)
+    assert done.manifest.metrics["entropy_coef"] == pytest.approx(0.01)
+    steps = store.open(done.manifest.metrics["updates"]).table().to_pylist()
+    assert [row["entropy"] for row in steps] == pytest.approx([5.4, 5.4], abs=0.1)
+    assert [row["loss"] for row in steps] == [row["policy_loss"] for row in steps]
+
+
 def test_the_default_is_in_no_key():
     names = {"entropy_coef", "entropy_target", "entropy_share", "entropy_coef_step"}
     assert not names & Config().key().keys()

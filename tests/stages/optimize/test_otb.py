@@ -12,7 +12,8 @@ from tests.stages.optimize import world
 @pytest.mark.parametrize("packing", ["shared", "single"])
 def test_the_stage_takes_the_baseline_from_the_policy_that_it_starts_from(store, policy, packing):
     """Σ p² and p by a plain pass in float64 at each rollout's temperature; a rollout without a
-    reward and one that is masked count in no baseline."""
+    reward and one that is masked count in no baseline. The entropy of the first step is −Σ p log p,
+    by the same pass."""
     start = load_model(policy, dtype=torch.float32)
     rows = world.sample(start, world.prompts(2), 4, temperature=0.8)
     for row in rows:
@@ -30,10 +31,12 @@ def test_the_stage_takes_the_baseline_from_the_policy_that_it_starts_from(store,
     model = load_model(policy, dtype=torch.float64)
     members = [row for row in rows if row["rollout_id"] not in ("r-000-1", "r-001-2")]
     weights = {}
+    entropies = []
     for row in members:
         ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
         logits = model(input_ids=ids, use_cache=False).logits[0, len(row["prompt_ids"]) - 1 : -1]
         table = (logits / 0.8).softmax(-1)
+        entropies += (-table * table.log()).sum(-1).tolist()
         sampled = table.gather(1, torch.tensor(row["completion_ids"])[:, None])[:, 0]
         weights[row["rollout_id"]] = (1 - 2 * sampled + table.square().sum(-1)).cumsum(0).tolist()
     found = {
@@ -54,6 +57,9 @@ def test_the_stage_takes_the_baseline_from_the_policy_that_it_starts_from(store,
             expected.append(world.even_share(row) - baseline)
         assert found[row["rollout_id"]] == pytest.approx(expected, abs=1e-5)
     assert done.manifest.metrics["audit"]["mean_gap"] < 1e-4
+    # the pass before the first step gave Σ p² in place of the entropy; the steps do not
+    first = store.open(done.manifest.metrics["updates"]).table().to_pylist()[0]
+    assert first["entropy"] == pytest.approx(sum(entropies) / len(entropies), abs=1e-4)
 
 
 def test_it_needs_a_group(store, policy):

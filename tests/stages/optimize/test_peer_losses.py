@@ -82,6 +82,22 @@ def test_dppo_is_the_papers_mask_over_importance_sampling(divergence, low, high,
         assert ((found[1] == 0) == found[2]).all()
 
 
+def test_the_kl_of_dppo_goes_from_what_sampled_to_the_policy():
+    """KL(½ ‖ ¼) = ½ ln(4/3) and KL(¼ ‖ ½) = ¾ ln(3/2) − ¼ ln 2: the bound lies between the two, so
+    the order of the arguments decides which token is masked."""
+    now = torch.tensor([0.25, 0.5], dtype=torch.float64).log()
+    old = torch.tensor([0.5, 0.25], dtype=torch.float64).log()
+    found = surrogates.binary_divergence(now, old, "kl")
+    by_hand = [0.5 * math.log(4 / 3), 0.75 * math.log(1.5) - 0.25 * math.log(2)]
+    assert found.tolist() == pytest.approx(by_hand)
+    assert by_hand == pytest.approx([0.143841, 0.130812], abs=1e-6)
+    tokens = losses.Tokens(now, old, torch.tensor([-1.0, 1.0]).double(), torch.tensor([0, 2]))
+    options = {"divergence": "kl", "divergence_low": 0.137, "divergence_high": 0.137}
+    loss, masked = surrogates.divergence_masked(tokens, **options)
+    assert masked.tolist() == [True, False]
+    assert loss.tolist() == pytest.approx([0.0, -2.0])  # −r A of the token that is kept
+
+
 def test_the_cap_of_dppo_keeps_the_gradient_of_a_token():
     options = {"divergence": "tv", "divergence_low": 1.0, "divergence_high": 1.0}
     _, gradient, _ = ours("divergence_masked", "sequence_sum", ratio_max=1.2, **options)
@@ -217,6 +233,20 @@ def _with(surrogate: str, selected: Tensor, **options) -> tuple[float, Tensor, T
     costs, at_bound = find_function("losses", surrogate)(tokens, **options)
     loss = (losses.token_mean(LENGTHS) * costs).sum()
     return loss.item(), torch.autograd.grad(loss, now)[0], at_bound
+
+
+def test_a_covariance_is_of_both_distances_from_their_means():
+    """Means −2 and 1: (−1 + 2)(3 − 1), (−2 + 2)(0 − 1), (−4 + 2)(0 − 1), (−1 + 2)(1 − 1)."""
+    logprobs = torch.tensor([-1.0, -2.0, -4.0, -1.0])
+    advantages = torch.tensor([3.0, 0.0, 0.0, 1.0])
+    tokens = losses.Tokens(logprobs, logprobs, advantages, torch.tensor([0, 4]))
+    assert surrogates.covariances(tokens).tolist() == [2.0, 0.0, 2.0, 0.0]
+    assert surrogates.covariance_highest(tokens, cov_share=0.5).tolist() == [
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_clip_cov_leaves_out_tokens_by_chance_whose_covariance_is_between_the_bounds():

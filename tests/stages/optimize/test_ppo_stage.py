@@ -18,9 +18,11 @@ from quiver.stages.optimize import reward_scaling
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize.accelerator import make_accelerator
 from quiver.stages.optimize.algorithms import resolve
+from quiver.stages.optimize.inputs import open_inputs
 from quiver.stages.optimize.optimizer import state
 from quiver.stages.optimize.stage import Config
 from quiver.stages.optimize.trainer import Trainer
+from tests import episodes
 from tests.stages.optimize import world
 from tests.stages.optimize.test_seq2seq_policies import sampled
 from tests.tiny import make_policy
@@ -58,6 +60,12 @@ def _run(store, made, config=None, policy=None, **refs):
 
 def _tensors(version, name: str) -> dict[str, torch.Tensor]:
     return load_file(version.files.folder / name)
+
+
+def _row(name: str, length: int) -> dict:
+    """One rollout of one turn, of group NAME where it is called NAME-INDEX; logprobs are −0.5."""
+    row = episodes.row(name, [episodes.turn(length)])
+    return {key: value for key, value in row.items() if key not in ("turns", "end_reason")}
 
 
 def _equal(one: dict, other: dict) -> bool:
@@ -239,6 +247,30 @@ def test_rewards_over_their_deviation_so_far(store, policy):
     assert equal["count"] == 2 and reward_scaling.scale(equal) == 1.0
 
 
+def _loaded(store, policy, rows, rewards, config, **beside):
+    """What the stage makes of rollouts `rows` of one policy, with these rewards."""
+    rollouts = world.write_rollouts(store, policy, rows)
+    scores = dict(zip((row["rollout_id"] for row in rows), rewards, strict=True))
+    scored = world.write_rewards(store, rollouts, lambda row: scores[row["rollout_id"]])
+    refs = {"rewards": [scored.ref]}
+    for role, values in beside.items():
+        refs[role] = [world.write_logprobs(store, rollouts, values).ref]
+    inputs = open_inputs(store, policy.ref, [rollouts.ref], refs)
+    config = config.resolved()
+    return joining.load(config, config.row(), store, inputs)
+
+
+def test_the_reward_scale_counts_every_scored_rollout(store, policy):
+    """Also one that takes no part: mean 4, squares 9 + 1 + 16, deviation √(26 / 2)."""
+    rows = [_row(f"g-{number}", 2) for number in range(4)]
+    rows[2]["finish_reason"] = "length"
+    config = _config(reward_scaling="running", on_length="mask")
+    loaded = _loaded(store, policy, rows, [1.0, 3.0, 8.0, None], config)
+    assert loaded.reasons == [None, None, "length", "not_scored"]
+    assert loaded.summary["reward_moments"] == {"count": 3, "mean": 4.0, "squares": 26.0}
+    assert loaded.batch.reward_scale == pytest.approx(1 / math.sqrt(13))
+
+
 def test_while_the_critic_warms_up_the_policy_rests(store, made):
     config = _config(critic_warmup_steps=3, epochs=2, critic_learning_rate=1e-2)
     first = _run(store, made, config)
@@ -318,6 +350,17 @@ def test_without_a_critic_it_comes_off_the_rollouts_reward(store, policy):
             if o["group_id"] == row["group_id"] and o["sample_index"] != row["sample_index"]
         ]
         assert advantage == pytest.approx(shaped(row) - sum(others) / len(others), abs=1e-5)
+
+
+def test_zero_variance_is_of_the_rewards_less_the_kl(store, policy):
+    """Half of Σ old − ref comes off. Rewards 1 and 1 become 1 and 0, and are learned from; 1 and 0
+    become 0 and 0, and are not."""
+    rows = [_row(name, 2) for name in ("a-0", "a-1", "b-0", "b-1")]
+    ref = [[-0.5, -0.5], [-1.5, -1.5], [-0.5, -2.5], [-0.5, -0.5]]
+    config = _config(algorithm="rloo", kl_in_reward=True, kl_coef=0.5, drop_zero_variance=True)
+    loaded = _loaded(store, policy, rows, [1.0, 1.0, 1.0, 0.0], config, ref=ref)
+    assert loaded.reasons == [None, None, "zero_variance", "zero_variance"]
+    assert loaded.batch.advantages.tolist() == [1.0, -1.0]
 
 
 def test_kl_in_the_reward_needs_a_coefficient():

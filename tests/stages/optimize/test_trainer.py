@@ -469,6 +469,18 @@ def test_a_steps_distance_is_to_what_sampled_whatever_the_ratio_is_against(polic
     assert numbers["clip_fraction"] == 0.0
 
 
+def test_weight_decay_is_of_matrices_alone():
+    """Without a gradient a step of AdamW is its decay: 1 − 0.1 · 0.5."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+    for parameter in model.parameters():
+        parameter.data.fill_(2.0)
+        parameter.grad = torch.zeros_like(parameter)
+    make_optimizer(_config(learning_rate=0.1, weight_decay=0.5), model).step()
+    found = {name: value.flatten().tolist() for name, value in model.named_parameters()}
+    assert found.pop("0.weight") == pytest.approx([1.9] * 4)
+    assert found == {"0.bias": [2.0] * 2, "1.weight": [2.0] * 2, "1.bias": [2.0] * 2}
+
+
 def test_the_norm_of_many_numbers_is_exact():
     gradients = [torch.randn(1 << 24), torch.randn(1000, 3).T, torch.full((5,), 300.0).bfloat16()]
     expected = math.sqrt(sum(float(each.double().square().sum()) for each in gradients))
