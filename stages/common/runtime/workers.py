@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from quiver.schemas.errors import ResourceError
+from quiver.schemas.errors import ResourceError, shortage
 from quiver.stages.common.runtime import answering
 from quiver.stages.common.runtime.subprocesses import Process
 from quiver.stages.common.store.failpoints import failpoint
@@ -178,8 +178,7 @@ class Worker(Process):
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether Python, the system or torch could get no more memory."""
-    text = str(error) if isinstance(error, OSError | ImportError | RuntimeError) else ""
-    return isinstance(error, MemoryError) or "allocate memory" in text
+    return shortage(error) is not None
 
 
 def memory_limit() -> int | None:
