@@ -92,19 +92,19 @@ def on_event(source: str, deployment: str) -> DeploymentEventTrigger:
     )
 
 
-def install(client: SyncPrefectClient, automation: AutomationCore) -> bool:
-    """Create or correct the automation of this name; whether anything changed. What a person
-    switched off stays off."""
+def install(client: SyncPrefectClient, automation: AutomationCore) -> dict[str, bool]:
+    """Create or correct the automation of this name; whether it is `new`, or `changed`. What a
+    person switched off stays off."""
     installed = client.read_automations_by_name(automation.name)
     if not installed:
         client.create_automation(automation)
-        return True
+        return {"new": True, "changed": False}
     first, *doubles = installed
     for double in doubles:
         client.delete_automation(double.id)
     compared = {"trigger", "actions", "description"}
     # not as JSON, in which sets would have an order
     if first.model_dump(include=compared) == automation.model_dump(include=compared):
-        return bool(doubles)
+        return {"new": False, "changed": bool(doubles)}
     client.update_automation(first.id, automation.model_copy(update={"enabled": first.enabled}))
-    return True
+    return {"new": False, "changed": True}

@@ -77,8 +77,8 @@ class Where:
 
 
 def deploy(recipe: Recipe, where: Where) -> dict[str, Any]:
-    """Register everything; what there is now, by name, and whether it changed. Raises before
-    anything is registered."""
+    """Register everything; what there is now, by name, and whether it is new or changed. Raises
+    before anything is registered."""
     url = check_api()
     with get_client(sync_client=True) as client:
         names = dict.fromkeys([where.pool, *recipe.placement.pools.values()])
@@ -96,14 +96,14 @@ def deploy(recipe: Recipe, where: Where) -> dict[str, Any]:
             {
                 "name": deployment.full_name,
                 "pool": deployment.work_pool_name,
-                "changed": _register(client, deployment),
+                **_register(client, deployment),
             }
             for deployment in deployments
         ]
-        automations = [{"name": silent_runs().name, "changed": install(client, silent_runs())}]
+        automations = [{"name": silent_runs().name, **install(client, silent_runs())}]
         started = start_run(client, deployments[0]) if where.now else None
     automations += [
-        {"name": trigger.name, "changed": entries[0]["changed"]}
+        {"name": trigger.name, **{key: entries[0][key] for key in ("new", "changed")}}
         for trigger in deployments[0].triggers
     ]
     return {
@@ -277,8 +277,9 @@ def _default(pool: WorkPool, variable: str) -> Any:
     return properties.get(variable, {}).get("default")
 
 
-def _register(client: SyncPrefectClient, deployment: RunnerDeployment) -> bool:
-    """Create or update; False where the server has this very version, with all its triggers."""
+def _register(client: SyncPrefectClient, deployment: RunnerDeployment) -> dict[str, bool]:
+    """Create or update; whether it is `new`, or `changed`. Neither if the server has this very
+    version, with all its triggers."""
     try:
         registered = client.read_deployment_by_name(deployment.full_name)
     except ObjectNotFound:
@@ -289,13 +290,13 @@ def _register(client: SyncPrefectClient, deployment: RunnerDeployment) -> bool:
         )
         names = {automation.name for automation in automations}
         if all(trigger.name in names for trigger in deployment.triggers):
-            return False
+            return {"new": False, "changed": False}
     deployment.apply()
     # the server takes an empty list for "as they were"
     if registered and not deployment.schedules:
         for schedule in registered.schedules:
             client.delete_deployment_schedule(registered.id, schedule.id)
-    return True
+    return {"new": registered is None, "changed": registered is not None}
 
 
 def start_run(client: SyncPrefectClient, deployment: RunnerDeployment) -> str:

@@ -46,6 +46,7 @@ from quiver.schemas.errors import ConfigError, QuiverError, SecurityError, print
 from quiver.stages.common.config import parse
 from quiver.stages.common.servers import is_loopback, secret
 from quiver.stages.reward.config import Config, pinned
+from quiver.stages.reward.pool.scorer import no_groups
 from quiver.stages.reward.scoring import Scorer
 from quiver.stages.reward.servers.dialects import openrlhf, quiver, slime
 from quiver.stages.reward.servers.dialects.strict import MalformedError, read_json
@@ -309,6 +310,9 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         config, _ = pinned(load(options.recipe))
+        for function in config.functions:
+            if function.scope == "group":
+                raise no_groups(function.name)
         token = secret(options.token, "reward server")
         with listen(options.host, options.port, token) as listener, open_scorers(config) as scorers:
             app = make_app(

@@ -79,7 +79,28 @@ def serve(
                 "flow_run": started,
             }
         )
+        logging.getLogger("prefect.runner.state_proposer").addFilter(SaidOnce())
         _run(runner)
+
+
+class SaidOnce(logging.Filter):
+    """Says once of a flow run that is due while the last one still runs that it waits. Prefect asks
+    its server every few seconds, and tells each refusal as an aborted submission."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is logged."""
+        match record.args:
+            case (flow_run_id, "SCHEDULED") if "non-pending state" in record.getMessage():
+                is_new = str(flow_run_id) not in self._waiting
+                self._waiting.add(str(flow_run_id))
+                record.msg = "flow run %s is due; it waits until the last one has ended"
+                record.args = (flow_run_id,)
+                return is_new
+        return True
 
 
 def _run(runner: Runner) -> None:

@@ -34,6 +34,7 @@ from quiver.stages.report.joined import Selection
 from quiver.stages.report.templates import page
 from quiver.stages.reward.override import Config as Overrides
 
+from .drift import Moved
 from .promotion import Judgement
 from .recipe import Recipe
 from .tasks import perform
@@ -74,12 +75,13 @@ class Answer(RunInput):
 
 class Candidate(NamedTuple):
     """A policy that would take the tag over, the rewards that it learned from last, its evaluation,
-    and how it was judged."""
+    how it was judged, and how far it moved from the policy in use."""
 
     policy: str
     rewards: str
     evaluation: str
     judgement: Judgement
+    moved: Moved
 
 
 def ask(question: str, seconds: float) -> Answer:
@@ -182,10 +184,12 @@ def compared(store: Store, evaluation: str) -> str:
 
 def _question(recipe: Recipe, candidate: Candidate, before: str) -> str:
     rewards = candidate.rewards
+    watch = candidate.moved.in_words
+    warning = f"**It moved far from the policy in use: {watch}.**\n\n" if watch else ""
     return (
         f"Shall **{candidate.policy}** replace **{before}** as "
         f"`{recipe.run}/policy@{recipe.promotion.tag}`?\n\n"
-        f"{candidate.judgement.why}\n\n"
+        f"{warning}{candidate.judgement.why}\n\n"
         f"{compared(Store(recipe.store), candidate.evaluation)}\n\n"
         f"Its last rewards are {rewards}: `quiver show {rewards} --store {recipe.store}`. Without "
         f"an answer within {recipe.promotion.approval_seconds:g} s it is not promoted."

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from quiver.schemas.errors import ConfigError
+from quiver.schemas.metrics import score_numbers
 from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.runner import Outcome
 
@@ -32,12 +33,14 @@ def measure(
     """The evaluation of `policy` (metrics: score, stderr, n, …), the seconds of all its stages;
     None without held-out rows.
 
-    `baseline`: an evaluation of another policy on the same rows; the metrics then hold the
-    difference to it too. `perform` runs a stage, as `tasks.perform` does.
+    Tasks are named after the policy, since one iteration may measure several. `baseline`: an
+    evaluation of another policy on the same rows; the metrics then hold the difference to it too.
+    `perform` runs a stage, as `tasks.perform` does.
     """
     if recipe.data.held_out is None:
         return None
     eval_run = f"{recipe.run}.eval"
+    name = policy.removeprefix(f"{recipe.run}/")
     force = "evaluate" in forced
 
     def run(stage: str, config: Config, into: str, **refs: str) -> Outcome:
@@ -46,7 +49,7 @@ def measure(
             stage,
             config,
             refs,
-            label=f"evaluate {iteration}: {stage}",
+            label=f"evaluate {name}: {stage}",
             into=into,
             force=force and stage != "prompt",
             iteration=iteration,
@@ -79,7 +82,5 @@ def require_held_out(recipe: Recipe) -> None:
 
 
 def numbers(outcome: Outcome | None) -> dict[str, Any] | None:
-    """Score, standard error and n of an evaluation, and its reference."""
-    if outcome is None:
-        return None
-    return {**{key: outcome.metrics[key] for key in ("score", "stderr", "n")}, "ref": outcome.ref}
+    """Score, standard error and n of an evaluation, what it leaves out, and its reference."""
+    return outcome and {**score_numbers(outcome.metrics), "ref": outcome.ref}

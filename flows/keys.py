@@ -14,8 +14,8 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -24,6 +24,7 @@ from pydantic import BaseModel
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.config import Config, descriptions, keys_of
 from quiver.stages.common.models.checkpoints import PolicyConfig
+from quiver.stages.common.names_elsewhere import IN_SECTIONS, KEYS
 from quiver.stages.evaluate.config import Config as ScoreConfig
 from quiver.stages.generate.engine import ENGINES
 from quiver.stages.generate.stage import Config as GenerateConfig
@@ -173,42 +174,64 @@ def type_words(annotation: Any, metadata: Any = ()) -> str:
 
 def look_up(name: str | None) -> list[Section]:
     """The sections that `name` means, with the keys that it means of each: all (None), a section
-    with those below it, one key by its path or by its last name alone. ConfigError names the
-    nearest."""
+    with those below it, one key by its path or the end of it, or by its name in TRL, verl or peft.
+    ConfigError names the nearest key, and the sections."""
     if name is None:
         return list(sections())
     path = re.sub(r"\[\d*\]|\.\d+(?=\.|$)", "", name.strip("[]"))
     for overlay, base in OVERLAYS.items():
         if path.startswith(f"{overlay}."):
             path = base + path.removeprefix(overlay)
-    matches = [section for section in sections() if f"{section.name}.".startswith(f"{path}.")]
-    for is_meant in (
-        lambda key: key.name == path,
-        lambda key: key.name.rpartition(".")[2] == path,
-    ):
-        if not matches:
-            chosen = [tuple(filter(is_meant, section.keys)) for section in sections()]
-            matches = [
-                Section(section.name, section.heading, section.description, keys)
-                for section, keys in zip(sections(), chosen, strict=True)
-                if keys
-            ]
-    if not matches:
-        paths = [key.name for section in sections() for key in section.keys]
-        paths += [section.name for section in sections() if section.name]
-        by_name = {key_path.rpartition(".")[2]: key_path for key_path in reversed(paths)}
-        by_name |= {key_path: key_path for key_path in paths}
-        near = [by_name[close] for close in difflib.get_close_matches(path, by_name, 1, 0.5)]
-        raise ConfigError(
-            f"key {printable(name)}",
-            "no recipe has such a key or section" + (f"; did you mean {near[0]}?" if near else ""),
-            next=f"quiver keys {near[0]}" if near else "quiver keys",
-        )
-    return matches
+    matches = _matches(name_here(path) or path)
+    if matches:
+        return matches
+    known = [section.name for section in sections() if section.name]
+    paths = [key.name for section in sections() for key in section.keys]
+    paths += known
+    by_name = {key_path.rpartition(".")[2]: key_path for key_path in reversed(paths)}
+    by_name |= {key_path: key_path for key_path in paths}
+    near = [by_name[close] for close in difflib.get_close_matches(path, by_name, 1, 0.5)]
+    meant = f"; did you mean {near[0]}?" if near else ""
+    listed = ", ".join(known_name for known_name in known if "." not in known_name)
+    raise ConfigError(
+        f"key {printable(name)}",
+        f"no recipe has such a key or section (sections: {listed}){meant}",
+        next=f"quiver keys {near[0]}" if near else "quiver keys",
+    )
+
+
+def name_here(path: str) -> str | None:
+    """Our key for a name of TRL's, verl's or peft's, which may stand behind sections of theirs:
+    `actor.optim.lr`. None where it is not known, or is a key of ours."""
+    if _matches(path):
+        return None
+    for ending, key in IN_SECTIONS.items():
+        if f".{path}".endswith(f".{ending}"):
+            return key
+    return KEYS.get(path.rpartition(".")[2])
+
+
+def _matches(path: str) -> list[Section]:
+    """The sections with the keys that `path` means: that section and those below it, or else that
+    key, or else every section or key whose path ends so."""
+    ways: tuple[Callable[[str], bool], ...] = (
+        lambda name: f"{name}.".startswith(f"{path}."),
+        lambda name: f".{path}." in f".{name}.",
+    )
+    for is_meant in ways:
+        found = []
+        for section in sections():
+            keys = tuple(key for key in section.keys if is_meant(key.name))
+            if keys or (section.name and is_meant(section.name)):
+                found.append(replace(section, keys=keys))
+        if found:
+            return found
+    return []
 
 
 def lines_of(found_sections: list[Section], *, with_text: bool) -> list[str]:
-    """For a terminal: a line a key; `with_text` below it what it means."""
+    """For a terminal: a line a key, below it what it means: the first sentence, or `with_text` the
+    whole."""
     lines: list[str] = []
     for section in found_sections:
         lines += ["", section.heading or "(at the top)"]
@@ -221,8 +244,10 @@ def lines_of(found_sections: list[Section], *, with_text: bool) -> list[str]:
                 "if set": " · in the run_key if set",
             }
             lines.append(f"  {key.name:<{width}}  {key.type} · {default}{run_key[key.run_key]}")
-            if with_text:
-                lines += [f"      {line}" for line in key.description.splitlines()]
+            text = key.description
+            if not with_text:
+                text = re.split(r"(?<=\.)\s", " ".join(text.split()), maxsplit=1)[0]
+            lines += [f"      {line}" for line in text.splitlines()]
     return lines[1:]
 
 

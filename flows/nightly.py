@@ -1,6 +1,9 @@
 """The flow `nightly`: new prompts → improve the policy in use → measure both → promote the new one,
 or keep the old.
 
+A better policy that moved further than [promotion] allows waits for a person, or is kept aside. The
+state of the flow run is called by the decision, and its message says why.
+
 A night starts from the policy that bears the tag, whatever became of those in between; so what was
 rejected is trained on no further, and stays in the store, named with the reason in the tag's
 journal. What is new each night: `[data]` with a `limit` gives the next rows that no decided night
@@ -21,14 +24,16 @@ from typing import Any
 from prefect import flow
 from prefect.events import emit_event
 from prefect.runtime import flow_run
+from prefect.states import Completed
 
 from quiver.schemas.errors import printable
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.tags import Entry, previous
 
 from .approval import Candidate, reviewed
+from .drift import moved
 from .evaluation import measure, require_held_out
-from .pages import link_report
+from .pages import link_report, show_nights
 from .pages.events import moved_event, payload_of
 from .placement import check_placement, require_server
 from .post_train import Iteration, import_policy, improve
@@ -59,6 +64,11 @@ class Night:
         """What its decision is called in the tag's journal."""
         return f"night {self.name}"
 
+    @property
+    def rollback_key(self) -> str:
+        """What going back to the policy before is called there."""
+        return f"rollback {self.name}"
+
 
 def _run_name() -> str:
     parameters = flow_run.parameters
@@ -72,7 +82,7 @@ def _name(night: str | None) -> str:
 
 
 @flow(name="nightly", flow_run_name=_run_name, persist_result=False)
-def nightly(recipe: Recipe, night: str | None = None) -> dict[str, Any]:
+def nightly(recipe: Recipe, night: str | None = None) -> Any:
     """Improve the policy in use `iterations` times, and promote the result if it is better on the
     held-out rows.
 
@@ -82,7 +92,7 @@ def nightly(recipe: Recipe, night: str | None = None) -> dict[str, Any]:
 
     Returns:
         What `quiver nightly --json` prints: the night, the decision with its numbers, and its
-        iterations as `quiver run` has them.
+        iterations as `quiver run` has them. Prefect has it in a state of the decision's name.
     """
     tonight = begin(recipe, _name(night))
     iterations: list[Iteration] = []
@@ -97,20 +107,24 @@ def nightly(recipe: Recipe, night: str | None = None) -> dict[str, Any]:
                 tonight.recipe, in_use, base, first=tonight.first, first_round=tonight.first_round
             )
             entry = _decide(tonight, in_use, baseline.ref, iterations[-1])
+        show_nights(recipe)
         link_report(recipe)
         clean_up(recipe.store, recipe.run, recipe.retention)
-    log.info(
-        "%-22s %s: %s",
-        f"nightly {tonight.name}",
-        entry.about["decision"],
-        printable(entry.why, 1000),
-    )
-    return {
+    why = printable(entry.why, 1000)
+    log.info("%-22s %s: %s", f"nightly {tonight.name}", entry.about["decision"], why)
+    answer = {
         "run": recipe.run,
         "tag": recipe.promotion.tag,
         **payload_of(entry),
         "iterations": [iteration.to_json() for iteration in iterations],
     }
+    # a night that kept the policy to which it had rolled back is called by that
+    back = entry_of(tonight.store, recipe.run, recipe.promotion, tonight.rollback_key)
+    decision = entry.about["decision"]
+    if back is not None and decision == "kept":
+        decision = back.about["decision"]
+        why = f"{printable(back.why, 1000)}. Then kept: {why}"
+    return Completed(name=decision.capitalize(), message=why, data=answer)
 
 
 def begin(recipe: Recipe, name: str) -> Night:
@@ -146,10 +160,13 @@ def _policy_in_use(night: Night, base: str) -> str:
     run = night.recipe.run
     tag = f"{run}/policy@{promotion.tag}"
     if store.tagged(run, promotion.tag) is None:
-        store.tag(run, promotion.tag, base, expected=None, why="the base model", key="base")
+        about = {"night": night.name, "decision": "began", "author": "quiver"}
+        store.tag(
+            run, promotion.tag, base, expected=None, why="the base model", key="base", about=about
+        )
         emit_event(**moved_event(tag, entry_of(store, run, promotion, "base")))
     in_use = str(store.resolve(tag))
-    key = f"rollback {night.name}"
+    key = night.rollback_key
     earlier = previous(store.history(run, promotion.tag))
     if not promotion.rollback or earlier is None or entry_of(store, run, promotion, key):
         return in_use
@@ -161,7 +178,8 @@ def _policy_in_use(night: Night, base: str) -> str:
     about = {
         "night": night.name,
         "decision": "rolled back",
-        "candidate": in_use,
+        "author": "quiver",
+        "candidate": earlier,
         "evaluation": earlier_score.ref,
         **judgement.numbers,
     }
@@ -187,26 +205,39 @@ def _decide(night: Night, in_use: str, baseline: str, last: Iteration) -> Entry:
     def weigh(policy: str, rewards: str) -> Candidate:
         evaluation = measure(recipe, policy, recipe.iterations, baseline=baseline)
         judgement = judge(promotion, store.open(evaluation.ref).manifest.metrics)
-        return Candidate(policy, rewards, evaluation.ref, judgement)
+        distance = moved(promotion, store, in_use, policy, evaluation.ref)
+        if distance.watch:
+            name = f"nightly {night.name}"
+            log.warning("%-22s %s moved far: %s", name, policy, distance.in_words)
+        return Candidate(policy, rewards, evaluation.ref, judgement, distance)
 
     candidate = weigh(last.policy, last.rewards)
     answer = None
     if candidate.judgement.better and promotion.approval:
         candidate, answer = reviewed(recipe, candidate, in_use, weigh)
-    is_approved = answer.approve if answer else not promotion.approval
+    is_near = not candidate.moved.watch
+    is_approved = answer.approve if answer else is_near and not promotion.approval
     is_promoted = candidate.judgement.better and is_approved
     about = {
         "night": night.name,
         "decision": "promoted" if is_promoted else "kept",
+        "author": answer.author if answer else "quiver",
         "candidate": candidate.policy,
         "rewards": candidate.rewards,
         "iteration": recipe.iterations,
         "evaluation": candidate.evaluation,
         **candidate.judgement.numbers,
+        "watch": candidate.moved.watch,
+        "moved": candidate.moved.numbers,
     }
     if recipe.data.refill is not None:
         about["round"] = last.rounds[-1].round
     why = candidate.judgement.why
+    if not is_near:
+        held = "it moved far from the policy in use"
+        if candidate.judgement.better and answer is None:
+            held = f"better, and not promoted, since {held}"
+        why = f"{held}: {candidate.moved.in_words}; {why}"
     if answer is not None:
         word = "yes" if answer.approve else "no"
         why = f"{answer.author} said {word}: {answer.reason}; {why}"

@@ -1,7 +1,8 @@
 """What is looked at before anything of a recipe runs: all that paths, columns and names tell.
 
 Nothing is written; no torch, no Prefect and no process is needed. `quiver run` does it before its
-first line of work, and `quiver check` does nothing else.
+first line of work. `quiver check` does it too, and then takes the first rows through the stages
+(`first_rows`).
 
     recipe = preflight(load("recipe.toml"))        # resolved; ConfigError says what is wrong
     try_out(recipe)                                # what only trying tells, too
@@ -21,7 +22,6 @@ from quiver.stages.common.runtime.runner import find
 from quiver.stages.common.runtime.stage import load
 from quiver.stages.common.store import Store
 from quiver.stages.generate.engine import code_hash, engine_options
-from quiver.stages.prompt.openings import begin_first
 from quiver.stages.prompt.stage import read_template
 from quiver.stages.reward.preview import preview
 from quiver.stages.reward.turns import ENVIRONMENT
@@ -82,18 +82,18 @@ def _require_turn_rewards(recipe: Recipe) -> None:
 
 
 def try_out(recipe: Recipe) -> list[str]:
-    """The stages that were tried on a resolved recipe: their `check`, which starts processes, loads
-    what scores and asks servers. ConfigError, RemoteError."""
-    tried = []
-    if recipe.generate.turns is not None:
-        for evaluation in {False, recipe.data.held_out is not None}:
-            begin_first(recipe.prompt_config(0 if evaluation else 1, evaluation=evaluation))
-        tried.append("generate")
-    for name, config in {"reward": recipe.reward, **trained_here(recipe)}.items():
-        for columns in recipe.columns.values():
-            load(name).check(config, [*columns, *recipe.offered_columns])
-        tried.append(name)
-    return tried
+    """The stages that were tried on a resolved recipe, besides what its first rows went through:
+    their `check`, which starts processes, loads what scores and asks servers. ConfigError,
+    RemoteError."""
+    of_data = recipe.columns["data"]
+    for columns in recipe.columns.values():
+        if columns != of_data:
+            load("reward").check(recipe.reward, [*columns, *recipe.offered_columns])
+    trained = trained_here(recipe)
+    for stage, config in trained.items():
+        load(stage).check(config, [*of_data, *recipe.offered_columns])
+    played = [] if recipe.generate.turns is None else ["generate"]
+    return [*played, "reward", *trained]
 
 
 def finished(recipe: Recipe) -> dict[str, str]:

@@ -1,5 +1,8 @@
 """Whether a policy takes the tag over: better than the one that bears it, on the same held-out
-prompts, by more than chance.
+prompts, by more than chance, and not collapsed.
+
+A policy that has collapsed may score better all the same, since rewards can be gamed. So one that
+moved further from the policy in use than [promotion] allows is not promoted without a person.
 
 The tag moves by compare-and-swap, and its journal (`quiver history`) keeps what was decided and on
 what, whether it moved or not. Nothing here runs a stage.
@@ -16,6 +19,7 @@ from quiver.schemas.errors import ConflictError, LineageError
 from quiver.stages.common.config import Config
 from quiver.stages.common.store import Store, tags
 from quiver.stages.evaluate.estimators import Estimate, lower_bound
+from quiver.stages.report.words import counted, unscored_of
 
 
 class Promotion(Config):
@@ -31,6 +35,19 @@ class Promotion(Config):
     confidence: float = Field(default=0.95, ge=0.5, lt=1)
     """How sure it must be: the one-sided lower confidence bound of the difference, paired by
     prompt, must reach `margin`. 0.5: the difference itself must, however uncertain it is."""
+    max_kl: float | None = Field(default=1.0, ge=0)
+    """Most KL divergence, in nats a token, between a policy of the night and the one that sampled
+    for it (`approx_kl` of any optimizer step). A better policy beyond this or one of the next three
+    keys waits for a person with `approval`, and is kept aside without. None: any."""
+    max_entropy_drop: float | None = Field(default=1.0, ge=0)
+    """Most that the policy's entropy may fall in a night, in nats a token, from the first optimizer
+    step to the last. None: any."""
+    max_truncated: float | None = Field(default=0.8, ge=0, le=1)
+    """Largest share of held-out answers that a limit may cut off. It is not asked if the policy in
+    use is beyond it already. None: any."""
+    max_length_change: float | None = Field(default=4.0, ge=1)
+    """Largest factor by which the mean length of held-out answers may grow or shrink beside that of
+    the policy in use. None: any."""
     rollback: bool = False
     """First measure the policy in use against the one before it, on tonight's held-out rows; where
     that one is better by the same rule, the tag goes back to it."""
@@ -86,12 +103,24 @@ def judge(promotion: Promotion, metrics: dict[str, Any]) -> Judgement:
     }
     why = f"{promotion.by} {estimate.score:+.4f}"
     if bound is None:
-        return Judgement(False, f"{why} on one prompt, which has no standard error", numbers)
+        why += f" on one prompt, which has no standard error{_left_out(metrics)}"
+        return Judgement(False, why, numbers)
     why += (
         f" ± {estimate.stderr:.4f} over {estimate.n} prompts; at least {bound:+.4f} with "
-        f"confidence {promotion.confidence:g}, margin {promotion.margin:g}"
+        f"confidence {promotion.confidence:g}, margin {promotion.margin:g}{_left_out(metrics)}"
     )
     return Judgement(bound >= promotion.margin and estimate.score > 0, why, numbers)
+
+
+def _left_out(metrics: dict[str, Any]) -> str:
+    """What the difference leaves out, and what it counts by a rule; empty if there is nothing."""
+    notes = []
+    if metrics.get("unpaired"):
+        prompts = counted(metrics["unpaired"], "prompt")
+        notes.append(f"; {prompts} left out, scored on one side only")
+    sides = {"candidate": metrics, "in use": metrics.get("baseline") or {}}
+    notes += [f"; {name}:{unscored_of(side)}" for name, side in sides.items() if unscored_of(side)]
+    return "".join(notes)
 
 
 def entry_of(store: Store, run: str, promotion: Promotion, key: str) -> tags.Entry | None:

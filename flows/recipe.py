@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
 from quiver import flows
 from quiver.schemas.errors import ConfigError, printable
@@ -164,8 +164,9 @@ class Recipe(Config):
         return self
 
     @model_validator(mode="after")
-    def _can_evaluate(self) -> Recipe:
-        """What [data.held_out], [evaluate] and [promotion] need of each other."""
+    def _can_evaluate(self, info: ValidationInfo) -> Recipe:
+        """What [data.held_out], [evaluate] and [promotion] need of each other. A context: nothing
+        is measured."""
         if self.data.held_out is None:
             return self
         keys = {"source", "split", "name", "arguments"}
@@ -176,7 +177,8 @@ class Recipe(Config):
                 "arguments"
             )
         samples = self.generate_config(0, evaluation=True).samples_per_prompt
-        self.evaluate.check(samples, ["reward", *self.reward.part_names])
+        if info.context is None:
+            self.evaluate.check(samples, ["reward", *self.reward.part_names])
         self.promotion.check(self.evaluate.k)
         return self
 
@@ -195,9 +197,11 @@ class Recipe(Config):
         return any(source.startswith("datasets:") for source in sources)
 
     @classmethod
-    def load(cls, path: str | Path, settings: Sequence[str] = ()) -> Recipe:
-        """The recipe in a TOML file, with `KEY=VALUE` settings put over it. ConfigError names file,
-        line or key."""
+    def load(
+        cls, path: str | Path, settings: Sequence[str] = (), *, measures: bool = True
+    ) -> Recipe:
+        """The recipe in a TOML file, with `KEY=VALUE` settings put over it. Not `measures`:
+        [evaluate] need not fit [reward]. ConfigError names file, line or key."""
         try:
             sections = tomllib.loads(read_file(Path(path)).decode("utf-8-sig"))
         except FileNotFoundError:
@@ -214,7 +218,7 @@ class Recipe(Config):
             ) from None
         for setting in settings:
             put_setting(sections, setting)
-        return parse(cls, sections, f"recipe {path}")
+        return parse(cls, sections, f"recipe {path}", context=None if measures else {})
 
     def resolved(self) -> Recipe:
         """With what it names outside the store looked up: the defaults of the algorithm, the base

@@ -17,6 +17,7 @@ from quiver.schemas.errors import QuiverError, unexpected
 from quiver.stages.common.config import Config
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.collection import Rule, collect
+from quiver.stages.report.words import counted
 
 from .sections import SIDE_RUNS
 
@@ -56,10 +57,10 @@ def clean_up(path: str, run: str, retention: Retention) -> None:
     taken = [*collected.versions, *collected.optimizer]
     if taken or collected.deleted_bytes:
         log.info(
-            "%-22s %d versions and %d optimizer states to the trash, %.2f GB; %.2f GB deleted",
+            "%-22s %s and %s to the trash, %.2f GB; %.2f GB deleted",
             "retention",
-            len(collected.versions),
-            len(collected.optimizer),
+            counted(len(collected.versions), "version"),
+            counted(len(collected.optimizer), "optimizer state"),
             sum(candidate.bytes for candidate in taken) / 1e9,
             collected.deleted_bytes / 1e9,
         )

@@ -36,6 +36,7 @@ from quiver.stages.common.runtime.runner import Outcome, find
 from quiver.stages.common.runtime.stage import Refs, load
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.retention import restore
+from quiver.stages.report.words import counted, unscored_of
 
 from . import logs  # noqa: F401  lines go to Prefect's pages
 from .commands.shared import CALLED
@@ -302,13 +303,13 @@ def describe(label: str, outcome: Outcome) -> str:
         "score": "score {:.3f}",
         "loss": "loss {:.4f}",
     }
-    words = [f"{outcome.rows} rows"] if outcome.rows else []
+    words = [counted(outcome.rows, "row")] if outcome.rows else []
     words.append(f"{outcome.seconds:.1f} s")
     for name, form in formats.items():
         metric = outcome.metrics.get(name)
         if metric is not None:
             words.append(form.format(metric))
-    missing = outcome.metrics.get("reward_null") or outcome.metrics.get("null")
+    missing = outcome.metrics.get("reward_null")
     if missing:
         words.append(f"{missing} not scored")
-    return f"{label:<22} {outcome.ref}  " + "  ".join(words)
+    return f"{label:<22} {outcome.ref}  {'  '.join(words)}{unscored_of(outcome.metrics)}"

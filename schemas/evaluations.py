@@ -4,7 +4,7 @@
 |---|---|---|
 | group_id, sample_index | string, int32 | the held-out prompt, and which of its samples |
 | rollout_id | string | of the evaluation's rollouts |
-| score | float32, null | null = not scored |
+| score | float32, null | null = left out; of a cut answer what `evaluate.unscored` says |
 | completion_tokens | int32 | length of the completion |
 | finish_reason | string | stop, length or abort |
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from . import cells  # noqa: F401  # registers the type that a user's columns may have
 from .errors import SchemaError
 
 

@@ -7,6 +7,7 @@ Not of the spine: a stage writes its metrics as it likes, and this is asked when
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -36,7 +37,12 @@ class _Difference(_Metrics):
 
 
 class _Evaluations(_Estimate):
+    """`null`: answers that are left out; `limited`: those that a limit cut off before they were
+    scored, which count as `limited_score`."""
+
     null: int = 0
+    limited: int = 0
+    limited_score: Number = None
     pass_at_k: dict[str, _Estimate] = Field({}, alias="pass@k")
     difference: _Difference | None = None
 
@@ -86,6 +92,12 @@ _BY_KIND: dict[str, type[_Metrics]] = {
     "policy": _Policy,
     "evaluations": _Evaluations,
 }
+
+
+def score_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Of an evaluation's metrics the score, and how many answers it counts and leaves out."""
+    names = ("score", "stderr", "n", "null", "limited", "limited_score")
+    return {name: metrics[name] for name in names if name in metrics}
 
 
 def groups_with_contrast(groups: dict[str, Any]) -> int:

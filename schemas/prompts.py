@@ -6,7 +6,7 @@
 | messages | list<struct<role, content>>, null | the chat, where one was given |
 | prompt_text | string | the rendered text, for people |
 | prompt_ids | list<int32> | what the engine gets; exactly one BOS where the model has one |
-| columns | struct | the user's own columns, untouched; rewards get them by name |
+| columns | struct | the user's own columns; rewards get their values by name (`cells.py`) |
 
     {"group_id": "sum-0017", "messages": [{"role": "user", "content": "3 + four?"}], "prompt_text":
     "<|im_start|>user…",

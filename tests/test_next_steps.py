@@ -83,7 +83,7 @@ OPTIONS = {"verify": {"--store"}, "reward": {"--store", "--set"}, "rewards": {"-
         ("set quiver aside", "set quiver aside"),
     ],
 )
-def test_a_command_is_completed_with_what_was_given(said, expected, monkeypatch):
+def test_a_command_is_completed_with_what_was_given(said, expected, monkeypatch, tmp_path):
     monkeypatch.delenv("QUIVER_STORE", raising=False)
     called = Called(store="my store", recipe=Path("r.toml"), settings=("run=my run",))
     assert complete(said, called, lambda name: OPTIONS.get(name, set())) == expected
@@ -93,6 +93,14 @@ def test_a_command_is_completed_with_what_was_given(said, expected, monkeypatch)
         assert (
             complete(said, called, lambda name: set()) == "'my folder/bin/quiver' verify a/b@1"
         ), "as it was called"
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin/quiver").write_text("")
+        (tmp_path / "bin/quiver").chmod(0o755)
+        monkeypatch.setattr("sys.argv", [str(tmp_path / "bin/quiver"), "ls"])
+        monkeypatch.chdir(tmp_path)
+        assert complete(said, called, lambda name: set()) == "bin/quiver verify a/b@1"
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+        assert complete(said, called, lambda name: set()) == "quiver verify a/b@1"
         monkeypatch.setattr("sys.argv", ["pytest"])
         assert complete(said, Called(store="store"), OPTIONS.get) == said, (
             "the command finds that one by itself"

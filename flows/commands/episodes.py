@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quiver.schemas.errors import CorruptError, for_terminal, printable
+from quiver.stages.report.words import counted
 
 from . import completion
 from .shared import CALLED, ReadReference, Reference, StorePath, open_store, say
@@ -159,5 +160,5 @@ def _say_made(made: dict[str, Outcome]) -> None:
     lines = []
     for outcome in made.values():
         seconds = "already done" if outcome.cached else f"{outcome.seconds:.1f} s"
-        lines.append(f"{outcome.ref}  {outcome.rows} rows  {seconds}")
+        lines.append(f"{outcome.ref}  {counted(outcome.rows, 'row')}  {seconds}")
     say({kind: asdict(outcome) for kind, outcome in made.items()}, lines)

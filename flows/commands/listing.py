@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated, Any
 
 import typer
 
+from quiver.schemas.errors import printable
+
 from . import completion
 from .shared import say
+
+log = logging.getLogger("quiver")
 
 
 def _list(word: str, entries: list[dict[str, Any]], details: str) -> None:
@@ -38,6 +43,9 @@ def keys(
     from .. import keys as reference
 
     sections = reference.look_up(name)
+    here = reference.name_here(name) if name else None
+    if here:
+        log.info("%s of TRL, verl or peft is %s in a recipe", printable(name), here)
     say(reference.to_json(sections), reference.lines_of(sections, with_text=name is not None))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -30,8 +31,14 @@ class Called:
 
 
 def program() -> str:
-    """Quiver's command as it was called, where a person can call it so again."""
-    return sys.argv[0] if Path(sys.argv[0]).name == "quiver" else "quiver"
+    """Quiver's command as a person types it here: by its name where the shell finds this one, or
+    the path from here."""
+    called = Path(sys.argv[0])
+    found = shutil.which("quiver")
+    if called.name != "quiver" or (found and called.absolute() == Path(found).absolute()):
+        return "quiver"
+    below_here = called.absolute().is_relative_to(Path.cwd())
+    return str(called.absolute().relative_to(Path.cwd())) if below_here else str(called)
 
 
 def default_store() -> str:

@@ -84,14 +84,17 @@ def deploy(
     module = room_above("deploy")
     where = module.Where(pool, cron, timezone, overlap, tuple(on or ()), image, folder, now)
     outcome = module.deploy(read_recipe(recipe, settings, store), where)
-    word = {True: "changed", False: "unchanged"}
+
+    def word(entry: dict[str, Any]) -> str:
+        return "new" if entry["new"] else "changed" if entry["changed"] else "unchanged"
+
     lines = [
-        f"{word[entry['changed']]:<10} {entry['name']}  (work pool {entry['pool']})"
+        f"{word(entry):<10} {entry['name']}  (work pool {entry['pool']})"
         for entry in outcome["deployments"]
     ]
     lines.append(f"each time: {outcome['each']}")
     for entry in outcome["automations"]:
-        lines.append(f"{word[entry['changed']]:<10} automation {entry['name']}")
+        lines.append(f"{word(entry):<10} automation {entry['name']}")
     if outcome["flow_run"]:
         lines.append(f"started flow run {outcome['flow_run']}")
     say(outcome, lines)

@@ -7,13 +7,17 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quiver.schemas.errors import ConfigError, QuiverError, for_terminal, printable
+from quiver.stages.report.words import counted
 
+from .next_step import complete, options_in
 from .shared import (
+    CALLED,
     Force,
     NamedVersion,
     NamedVersions,
@@ -59,7 +63,8 @@ def run(
     settings = settings or []
     length = [] if iterations is None else [f"iterations={iterations}"]
     loaded = read_recipe(recipe, [*settings, *length], store)
-    log.info("%s: %d iterations, store %s", loaded.run, loaded.iterations, loaded.store)
+    planned = counted(loaded.iterations, "iteration")
+    log.info("%s: %s, in %s", loaded.run, planned, Path(loaded.store).absolute())
     from ..live import shown_live
 
     with shown_live():
@@ -108,29 +113,31 @@ def _warn(recipe: Recipe) -> None:
 
 
 def check(
+    context: typer.Context,
     recipe: RecipeFile,
+    show: Annotated[
+        bool, typer.Option("--show", help="print the first prompt as the policy reads it")
+    ] = False,
     try_out: Annotated[
         bool,
-        typer.Option("--try", help="also start what scores, and look whether it can"),
+        typer.Option("--try", help="also start what scores, and let it score a made-up answer"),
     ] = False,
     store: StorePath = None,
     settings: Settings = None,
 ) -> None:
-    """Look whether a recipe can run, without running it. Paths, columns and names are looked at;
-    nothing is written."""
-    from .. import preflight
+    """Look whether a recipe can run, without running it. Paths, columns and names are looked at,
+    the first rows rendered; nothing is written."""
+    from ..checking import look
 
-    loaded = preflight.preflight(read_recipe(recipe, settings, store).for_night(_today()))
-    tried = preflight.try_out(loaded) if try_out else []
-    finished = preflight.finished(loaded)
-    columns = loaded.columns
-    lines = [f"{section}: {', '.join(names)}" for section, names in columns.items()]
-    lines.append(f"scored by {', '.join(loaded.reward.part_names)}")
-    lines += [f"{stage} can do its part" for stage in tried]
-    lines += [f"{stage} 1 is done: {ref}" for stage, ref in finished.items()]
-    lines.append(f"{recipe} can run: {loaded.run}, {loaded.iterations} iterations")
-    answer = {"run": loaded.run, "iterations": loaded.iterations, "store": loaded.store}
-    say({**answer, "columns": columns, "tried": tried, "finished": finished}, lines)
+    loaded = read_recipe(recipe, settings, store).for_night(_today())
+    looked = look(loaded, recipe, is_shown=show, is_tried=try_out)
+    error = looked.error
+    if error is None:
+        say(looked.answer, looked.lines)
+        return
+    error.next = complete(error.next, CALLED, options_in(context.parent.command.commands))
+    say({**looked.answer, "error": error.to_dict()}, [*looked.lines, str(error)])
+    raise SystemExit(error.exit_code)
 
 
 def nightly(
@@ -145,7 +152,7 @@ def nightly(
     from ..preflight import preflight
 
     loaded = read_recipe(recipe, settings, store)
-    log.info("%s: night %s, store %s", loaded.run, night or _today(), loaded.store)
+    log.info("%s: night %s, in %s", loaded.run, night or _today(), Path(loaded.store).absolute())
     with shown_live():
         # what is refused is refused before a server is started
         preflight(loaded.for_night(night or _today()))
@@ -206,7 +213,7 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
             "override": override,
             "policy": policy,
         }
-        loaded = read_recipe(recipe, settings, store)
+        loaded = read_recipe(recipe, settings, store, measures=name == "evaluate")
         if override and name == "reward":
             from quiver.stages.reward.override import load
 
@@ -218,7 +225,7 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
         with shown_live():
             outcome = run_it(force=force)
         seconds = "already done" if outcome.cached else f"{outcome.seconds:.1f} s"
-        rows = f"{outcome.rows} rows  " if outcome.rows else ""  # a policy has none
+        rows = f"{counted(outcome.rows, 'row')}  " if outcome.rows else ""  # a policy has none
         say(asdict(outcome), [f"{outcome.ref}  {rows}{seconds}"])
 
     command.__name__ = name

@@ -128,9 +128,12 @@ def say(answer: dict[str, Any], lines: list[str]) -> None:
         print(text, file=_stdout, flush=True)
 
 
-def read_recipe(path: Path, settings: list[str] | None, store: str | None) -> Recipe:
-    """The recipe in `path` with the command's settings over it. The store is that of --store, else
-    that of QUIVER_STORE, else the recipe's."""
+def read_recipe(
+    path: Path, settings: list[str] | None, store: str | None, *, measures: bool = True
+) -> Recipe:
+    """The recipe in `path` with the command's settings over it, for a command that measures
+    policies or does not (`Recipe.load`). The store is that of --store, else that of QUIVER_STORE,
+    else the recipe's."""
     from ..recipe import load
 
     settings = settings or []
@@ -139,7 +142,8 @@ def read_recipe(path: Path, settings: list[str] | None, store: str | None) -> Re
     if not any(setting.partition("=")[0].strip() == "store" for setting in settings):
         store = store or os.environ.get("QUIVER_STORE")
     CALLED.store = store
-    recipe = load(path, [*settings, f"store={json.dumps(store)}"] if store else settings)
+    settings = [*settings, f"store={json.dumps(store)}"] if store else settings
+    recipe = load(path, settings, measures=measures)
     CALLED.store = recipe.store
     return recipe
 

@@ -24,13 +24,11 @@ def summary(recipe: Recipe, path: Path, settings: list[str], outcome: dict[str, 
     store = Path(recipe.store).absolute()
     means = [done["reward_mean"] for done in outcome["iterations"]]
     scored = [mean for mean in means if mean is not None]
-    lowest = min(scored, default=0.0)
-    highest = max(scored, default=0.0)
-    span = highest - lowest or 1.0
+    lowest = min([0.0, *scored])
+    highest = max([0.0, *scored])
+    step = (highest - lowest) / _BAR or 1.0
     bars = [
-        "(none scored)"
-        if mean is None
-        else f"{mean:6.3f} " + "█" * (1 + round(_BAR * (mean - lowest) / span))
+        "(none scored)" if mean is None else f"{mean:6.3f} {_bar(mean / step, lowest / step)}"
         for mean in means
     ]
     text = templates.render(
@@ -47,6 +45,12 @@ def summary(recipe: Recipe, path: Path, settings: list[str], outcome: dict[str, 
     return text.splitlines()
 
 
+def _bar(length: float, left: float) -> str:
+    """A bar from 0 to `length`, where bars begin at `left`, which is at most 0."""
+    blank = round(min(length, 0.0)) - round(left)
+    return " " * blank + "█" * abs(round(length))
+
+
 def _episodes(store: Path, ref: str) -> list[tuple[str, str]]:
     """How the episodes of these rollouts went; nothing where they have no turns."""
     with suppress(QuiverError):  # the run is finished, and this is only a look back
@@ -59,30 +63,25 @@ def _episodes(store: Path, ref: str) -> list[tuple[str, str]]:
 def next_commands(
     recipe: Recipe, path: Path, settings: list[str], outcome: dict[str, Any]
 ) -> list[str]:
-    """What is worth trying next, as a shell takes it: score otherwise and train on it, see what the
-    last policy was made of, go on."""
+    """What is worth trying next, as a shell takes it: train on the same rollouts with another
+    learning rate, see what the last policy was made of, go on. Each fits any task."""
     iterations = outcome["iterations"]
     last = iterations[-1]
     in_store = ["--store", recipe.store]
     without_store = [each for each in settings if each.partition("=")[0].strip() != "store"]
     same = [str(path), *in_store, *set_options(without_store)]
-    otherwise = ['reward.functions=[{use="length",arguments={target=4}}]', "evaluate.score=reward"]
-    if recipe.optimize.credit != "rollout":  # the length of an answer is none of its turns' reward
-        otherwise.append("optimize.credit=rollout")
-    by_length = set_options(otherwise)
-    rescored = [*same, *by_length, "--rollouts", last["rollouts"]]
+    slower = set_options([f"optimize.learning_rate={recipe.optimize.learning_rate / 2:g}"])
     # the policy that sampled is that many before the newest, whose optimizer state stays
     moments = recipe.retention.moments
     is_state_gone = moments is not None and moments < 2 + recipe.overlap
     fresh = set_options(["optimize.load_optimizer=false"]) if is_state_gone else []
     longer = ["--iterations", str(len(iterations) + 2)]
-    reward, optimize, lineage, run = (
+    optimize, lineage, run = (
         shlex.join([program(), *words])
         for words in (
-            ["reward", *rescored],
-            ["optimize", *rescored, *fresh],
+            ["optimize", *same, *slower, "--rollouts", last["rollouts"], *fresh],
             ["lineage", last["policy"], *in_store],
             ["run", *same, *longer],
         )
     )
-    return [f"{reward} && {optimize}", lineage, run]
+    return [optimize, lineage, run]

@@ -3,6 +3,7 @@ are whole; tags."""
 
 from __future__ import annotations
 
+import getpass
 import json
 import math
 from contextlib import suppress
@@ -179,6 +180,7 @@ def compare(
 ) -> None:
     """How much better B scores than A, prompt by prompt."""
     from quiver.stages.evaluate.comparison import compare as compare_evaluations
+    from quiver.stages.report.words import unscored_of
 
     from .compare import find_evaluation
 
@@ -191,7 +193,7 @@ def compare(
         stderr = "" if side["stderr"] is None else f" ± {side['stderr']:.4f}"
         lines.append(
             f"{letter.upper()}  {side['ref']}  {side['policy']}  {side['score']:.4f}{stderr}  "
-            f"(standard error, n = {side['n']})"
+            f"(standard error, n = {side['n']}){unscored_of(side)}"
         )
     rows = {"score": answer["difference"]["score"]}
     rows |= {f"pass@{k}": row for k, row in answer["difference"]["pass@k"].items()}
@@ -260,10 +262,18 @@ def tag(
     before = None
     with suppress(CorruptError):  # a tag and a journal that disagree: this settles it
         before = opened.tagged(target.run, name)
-    opened.tag(target.run, name, target, why=reason)
+    opened.tag(target.run, name, target, why=reason, about={"author": _user()})
     if before != str(target):
         tell_moved(f"{target.run}/{target.kind}@{name}", opened.history(target.run, name)[-1])
     say({"tag": name, "ref": str(target)}, [f"{target.run}/{target.kind}@{name} is {target}"])
+
+
+def _user() -> str:
+    """The account that this command runs under; empty if it has no name, as in some containers."""
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return ""
 
 
 def report(
@@ -324,15 +334,20 @@ def history(
     ],
     store: StorePath = None,
 ) -> None:
-    """What a tag pointed at, when and why; also refusals."""
+    """What a tag pointed at, when, by whom and why. Of nights also what was rejected, and on what
+    numbers."""
+    from quiver.stages.report.nights import lines_of, nights_of
+
     opened = open_store(store)
     tag = parse(name)
-    entries = [entry.model_dump(mode="json") for entry in opened.history(tag.run, str(tag.version))]
+    entries = opened.history(tag.run, str(tag.version))
     if not entries:
         opened.resolve(tag)  # says what there is
-    lines = [
-        f"{entry['at'][:19]}  {entry['before'] or 'none'} → {entry['ref']}  "
-        f"{printable(entry['why'])}"
-        for entry in entries
-    ]
-    say({"tag": name, "entries": entries}, lines)
+    nights = nights_of(entries)
+    answer = {
+        "tag": name,
+        "nights": [night._asdict() for night in nights],
+        "entries": [entry.model_dump(mode="json") for entry in entries],
+    }
+    in_use = f"{name} is {entries[-1].ref}" if entries else ""
+    say(answer, [*lines_of(nights), in_use] if entries else [])

@@ -8,18 +8,25 @@ dataset are read from its first shards alone.
 
 from __future__ import annotations
 
-from prefect.artifacts import LinkArtifact
+from prefect.artifacts import LinkArtifact, MarkdownArtifact
 from prefect.events import emit_event
 
 from quiver.flows.recipe import Recipe
+from quiver.schemas.errors import QuiverError
 from quiver.stages.common.runtime.runner import Call, Outcome
 from quiver.stages.common.store import Store
 from quiver.stages.report import stage as report
+from quiver.stages.report.gather import Manifests, evaluations_of_nights, policy_number
+from quiver.stages.report.nights import HEADER, nights_of
+from quiver.stages.report.plots import night_panel
+from quiver.stages.report.templates import page
 
 from .events import version_events
 from .failures import attempt
-from .text import key
+from .text import key, picture
 from .views import VIEWS
+
+_MOST_NIGHTS = 100
 
 
 def link_report(recipe: Recipe) -> None:
@@ -39,6 +46,24 @@ def link_report(recipe: Recipe) -> None:
             link=link,
             link_text=f"report of {run}",
             description=f"All of {run} on one page: `{path}`",
+        ).create()
+
+
+def show_nights(recipe: Recipe) -> None:
+    """The table of nights of the recipe's tag, and their scores as a curve. Never raises."""
+    run = recipe.run
+    tag = recipe.promotion.tag
+    with attempt(f"the nights of {run}"):
+        store = Store(recipe.store, create=False)
+        entries = store.history(run, tag)
+        measured = evaluations_of_nights(Manifests(store, QuiverError), entries)
+        points = [(policy_number(each), each.metrics) for each in measured]
+        curve = picture([night_panel(points)], "policy") if points else ""
+        rows = nights_of(entries[-_MOST_NIGHTS:])[::-1]
+        MarkdownArtifact(
+            key=key("nights", run),
+            markdown=page("nights", HEADER, rows, curve),
+            description=f"**{run}/policy@{tag}** is **{entries[-1].ref}**; the newest night first",
         ).create()
 
 

@@ -184,12 +184,19 @@ def keys_of(cls: type[Config], prefix: str = "") -> Iterator[Key]:
             yield from keys_of(section, f"{prefix}{name}.")
 
 
-def parse(cls: type[_T], data: dict[str, Any], name: str, *, is_section: bool = False) -> _T:
+def parse(
+    cls: type[_T],
+    data: dict[str, Any],
+    name: str,
+    *,
+    is_section: bool = False,
+    context: dict[str, Any] | None = None,
+) -> _T:
     """`data` as a `cls`; ConfigError says which field of `name` is wrong, what came, what is
     allowed and what to do. Where `name` is a section of a recipe (`generate.options`), keys are
-    named as the recipe has them."""
+    named as the recipe has them. `context`: for the validators of `cls`."""
     try:
-        return cls.model_validate(data)
+        return cls.model_validate(data, context=context)
     except ValidationError as error:
         raise _explain(cls, error, name, name.split(".") if is_section else []) from None
 
@@ -288,8 +295,10 @@ def _similar_keys(cls: type[BaseModel], place: _Place, key: str, prefix: list[st
     """The paths of what an unknown key may mean: the key beside it whose initials it is (lr:
     learning_rate) or that is spelled like it, or those that have its name in other sections."""
     all_paths = [".".join([*prefix, entry.path]) for entry in keys_of(cls)]
-    if KEYS.get(key) in all_paths:
-        return [KEYS[key]]
+    meant = KEYS.get(key, "")
+    # the keys of an engine's options are known by the section alone
+    if meant in all_paths or meant.rpartition(".")[0] in all_paths:
+        return [meant]
     names = list(getattr(place.section, "model_fields", {}))
     for name in names:
         if "_" in name and key.lower() == "".join(word[:1] for word in name.split("_")):

@@ -1,37 +1,93 @@
-"""Keys of a recipe by what TRL and verl call them, for who types those: `did you mean`.
+"""Keys of a recipe by what TRL, verl and peft call them, for people who type those names; and the
+columns that their trainers read, for rows that were made for them.
 
-Not of the spine: only errors ask.
+Not of the spine: only errors, warnings and `quiver keys` ask.
 """
 
 KEYS = {
+    "adv_estimator": "optimize.algorithm",
+    "apply_chat_template_kwargs": "prompt.template_arguments",
     "beta": "optimize.kl_coef",
+    "chat_template_kwargs": "prompt.template_arguments",
     "clip_ratio_c": "optimize.dual_clip",
     "clip_ratio_high": "optimize.clip_high",
     "clip_ratio_low": "optimize.clip_low",
+    "custom_reward_function": "reward.functions",
+    "enable_gradient_checkpointing": "optimize.activation_checkpointing",
     "epsilon": "optimize.clip_low",
     "epsilon_high": "optimize.clip_high",
+    "eval_dataset": "data.held_out",
     "eval_steps": "evaluate.every",
+    "filter_groups": "data.refill",
+    "gradient_accumulation_steps": "optimize.minibatches",
     "gradient_checkpointing": "optimize.activation_checkpointing",
     "importance_sampling_level": "optimize.algorithm",
+    "kl_ctrl": "optimize.kl_target",
     "kl_loss_coef": "optimize.kl_coef",
+    "lora_alpha": "optimize.lora.alpha",
+    "lora_rank": "optimize.lora.rank",
     "loss_agg_mode": "optimize.aggregation",
+    "loss_mode": "optimize.algorithm",
     "loss_type": "optimize.algorithm",
+    "lr": "optimize.learning_rate",
     "lr_scheduler_type": "optimize.schedule",
     "mask_truncated_completions": "optimize.on_length",
     "max_completion_length": "generate.sampling.max_tokens",
+    "max_grad_norm": "optimize.grad_clip",
     "max_prompt_length": "prompt.max_prompt_tokens",
     "max_response_length": "generate.sampling.max_tokens",
     "max_steps": "iterations",
+    "n": "generate.samples_per_prompt",
     "n_gpus_per_node": "optimize.processes",
+    "norm_adv_by_std_in_grpo": "optimize.advantage",
     "num_generations": "generate.samples_per_prompt",
     "num_iterations": "optimize.epochs",
+    "num_processes": "optimize.processes",
+    "peft_config": "optimize.lora",
     "per_device_train_batch_size": "optimize.token_budget",
     "ppo_epochs": "optimize.epochs",
+    "ppo_max_token_len_per_gpu": "optimize.token_budget",
+    "ppo_mini_batch_size": "optimize.minibatches",
+    "r": "optimize.lora.rank",
+    "ref_model_mixup_alpha": "reference.rate",
+    "reward_funcs": "reward.functions",
+    "reward_weights": "reward.functions.weight",
+    "rollout_is": "optimize.correction",
     "scale_rewards": "optimize.advantage",
     "steps_per_generation": "optimize.minibatches",
+    "sync_ref_model": "reference.rule",
+    "tensor_model_parallel_size": "generate.options.tensor_parallel_size",
     "test_freq": "evaluate.every",
     "total_epochs": "iterations",
     "train_batch_size": "data.limit",
     "train_dataset": "data.source",
+    "train_files": "data.source",
+    "use_kl_in_reward": "optimize.kl_in_reward",
+    "use_kl_loss": "optimize.kl_coef",
+    "use_vllm": "generate.engine",
+    "val_files": "data.held_out",
+    "vllm_importance_sampling_correction": "logprobs.prox",
+    "vllm_tensor_parallel_size": "generate.options.tensor_parallel_size",
 }
-"""As the table in deployments/docs/coming-from.md has them, those whose name says nothing here."""
+"""As the table in deployments/docs/coming-from.md has them, those whose name is no key's here."""
+IN_SECTIONS = {"model.path": "policy.model", "rollout.name": "generate.engine"}
+"""The same of names that mean something else without verl's section."""
+
+COLUMNS = {
+    "messages": 'set data.messages = "messages" instead',
+    "prompt": 'set data.prompt = "prompt" instead',
+    "image": 'set data.images = "image" if the policy sees pictures',
+    "images": 'set data.images = "images" if the policy sees pictures',
+    "video": "take it out of the source: no policy is shown videos here",
+    "videos": "take it out of the source: no policy is shown videos here",
+    "audio": "take it out of the source: no policy is given sounds here",
+    "audios": "take it out of the source: no policy is given sounds here",
+    "tools": 'set data.tools = "tools", for rows that the chat template renders',
+    "chat_template_kwargs": "give rows that the chat template renders, or set "
+    "prompt.template_arguments for all of them",
+    "agent_name": "set [generate.turns] for rows that are more than one turn",
+    "completion": "take it out of the source: answers are sampled, not read",
+    "chosen": "take it out of the source: answers are sampled, not read",
+    "rejected": "take it out of the source: answers are sampled, not read",
+}
+"""Columns that prompts are made of elsewhere: what to do about each if it is not used here."""

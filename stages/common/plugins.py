@@ -292,12 +292,13 @@ def _files_of(folder: Path, names: list[str]) -> list[Path]:
 def _import_file(path: Path) -> ModuleType:
     """A module of its own for each file and content: neither an edited file nor its copy elsewhere
     is mistaken for another."""
-    name = f"{path.stem}_{storage.sha256(path)[:12]}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
-    # where it lies in a package it may import what is relative to it
-    name = ".".join([*path.parent.relative_to(_project(path)).parts, name])
+    name = _module_name(path)
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
+        # where it lies in a package it may import what is relative to it
+        relative = path.parent.relative_to(_project(path)).parts
+        spec = importlib.util.spec_from_file_location(".".join([*relative, path.stem]), path)
         module = importlib.util.module_from_spec(spec)
+        module.__name__ = name
         sys.modules[name] = module
         try:
             # compiled here: Python's bytecode cache takes a file of the same size and second for
@@ -307,6 +308,50 @@ def _import_file(path: Path) -> ModuleType:
             del sys.modules[name]
             raise
     return sys.modules[name]
+
+
+def _module_name(path: Path) -> str:
+    """A name below this module, which stands in for a package: so a process that a plugin starts
+    can import the file too."""
+    place = hashlib.sha256(bytes(path)).hexdigest()[:8]
+    return f"{__name__}.{path.stem}_{storage.sha256(path)[:12]}_{place}"
+
+
+__path__: list[str] = []
+"""Modules below this one are found by _FileFinder alone."""
+
+
+class _FileFinder:
+    """Imports a file that a recipe names by the name that it has here, in a process of a pool that
+    was started by `spawn` or `forkserver`: such a process unpickles a function by its module's
+    name, and has the `sys.path` of the one that started it."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not name.startswith(f"{__name__}."):
+            return None
+        stem = name.removeprefix(f"{__name__}.").rsplit("_", 2)[0]
+        for folder in dict.fromkeys(sys.path):
+            file = Path(folder, f"{stem}.py").absolute()
+            if file.is_file() and _module_name(file) == name:
+                with _loading, _OldNames(), _among_neighbours(file):
+                    module = _import_file(file)
+                return ModuleSpec(name, self, origin=str(file), loader_state=module)
+        raise ModuleNotFoundError(
+            f"no folder of sys.path has the {stem}.py that another process loaded: it was changed "
+            "or taken away meanwhile",
+            name=name,
+        )
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        spec.loader_state, module = spec.loader_state.__spec__, spec.loader_state
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing runs again; the import system has put its own spec into the module."""
+        module.__spec__ = module.__spec__.loader_state
+
+
+sys.meta_path.append(_FileFinder())
 
 
 def _forget_changed(path: Path) -> None:
@@ -355,9 +400,13 @@ def _not_importable(holder: str, error: Exception, field: str) -> ConfigError:
 class _NeighbourFinder:
     """Finds modules beside a file that a recipe names, then those of its project, before what is
     installed; so Python does for a script. The standard library goes first, and so does an
-    installed package before a folder that holds no module."""
+    installed package before a folder that holds no module.
+
+    The folders stand at the end of `sys.path` too, for processes that a plugin starts."""
 
     folders: tuple[str, ...] = ()
+    on_path: frozenset[str] = frozenset()
+    """Those that were put there, and were not there before."""
     names: frozenset[str] = frozenset()
     """What it has found."""
 
@@ -382,6 +431,7 @@ def _among_neighbours(path: Path) -> Iterator[None]:
     earlier = finder.folders
     is_library = _is_ours(path) or _INSTALLED & set(path.parts)
     finder.folders = () if is_library else (str(path.parent), str(_project(path)))
+    sys.path[:] = [entry for entry in sys.path if entry not in finder.on_path]
     if finder not in sys.meta_path:
         sys.meta_path.insert(0, finder)
     if not set(finder.folders) >= set(earlier):
@@ -395,6 +445,8 @@ def _among_neighbours(path: Path) -> Iterator[None]:
         yield
     finally:
         finder.folders = tuple(dict.fromkeys([*finder.folders, *earlier]))
+        finder.on_path = frozenset(finder.folders) - frozenset(sys.path)
+        sys.path += [folder for folder in finder.folders if folder in finder.on_path]
 
 
 class _OldNames:

@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from quiver.schemas.errors import LineageError, printable
 from quiver.schemas.manifest import digest
+from quiver.schemas.metrics import score_numbers
 from quiver.stages.common.config import parse_saved
 from quiver.stages.common.runtime.stage import is_made_alike
 from quiver.stages.common.store import Store, Version
@@ -34,9 +35,10 @@ def compare(store: Store, a: Version, b: Version) -> dict[str, Any]:
     """What `b` reached beside `a`, both evaluations. LineageError: they measured different scores,
     or have no prompt in common.
 
-    `a`, `b`: reference, policy, score, stderr, n of each; `difference`: b − a of the score and of
-    each pass@k that both measured, with stderr, n and the ends of an interval of 95 %; `better`,
-    `worse`, `equal`: how many prompts have a higher, a lower, the same mean score in b;
+    `a`, `b`: reference, policy, score, stderr, n of each, and `null`, `limited`: how many answers
+    are left out, and how many were cut off and count as `limited_score`; `difference`: b − a of the
+    score and of each pass@k that both measured, with stderr, n and the ends of an interval of 95 %;
+    `better`, `worse`, `equal`: how many prompts have a higher, a lower, the same mean score in b;
     `only_a`, `only_b`: prompts that only one of them has a score for; `notes`: what else differs.
     """
     config_a, config_b = (
@@ -155,11 +157,10 @@ def _difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[
 
 def _summary(evaluation: Version) -> dict[str, Any]:
     policy = evaluation.manifest.model("policy")
-    metrics = evaluation.manifest.metrics
     return {
         "ref": str(evaluation.ref),
         "policy": policy.ref if policy else None,
-        **{name: metrics[name] for name in ("score", "stderr", "n")},
+        **score_numbers(evaluation.manifest.metrics),
     }
 
 
@@ -170,6 +171,17 @@ def _notes(store: Store, a: Version, b: Version, config_a: Config, config_b: Con
         notes.append(
             f"a sample is correct from {config_a.threshold:g} in A, from {config_b.threshold:g} in "
             "B (evaluate.threshold)"
+        )
+    rules = [config.unscored for config in (config_a, config_b)]
+    numbers = [version.manifest.metrics.get("limited_score") for version in (a, b)]
+    if rules[0] != rules[1] or (None not in numbers and numbers[0] != numbers[1]):
+        words = [
+            rule if number is None else f"{rule} ({number:g})"
+            for rule, number in zip(rules, numbers, strict=True)
+        ]
+        notes.append(
+            f"an answer that a limit cut off before it was scored counts as {words[0]} in A, as "
+            f"{words[1]} in B (evaluate.unscored)"
         )
     for role, section in (("rewards", "reward"), ("rollouts", "generate")):
         inputs = [version.manifest.input(role) for version in (a, b)]

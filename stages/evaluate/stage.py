@@ -1,8 +1,9 @@
 """evaluate: scored held-out rollouts become evaluations/1, with score, standard error and pass@k in
 the manifest.
 
-Null scores are left out of every estimate and counted; where all are null there is nothing to say,
-and the stage fails. With a `baseline`, an evaluation on the same prompts, the difference to it is
+An answer that a limit cut off before it was scored counts as `unscored` says. All other null scores
+are left out of every estimate and counted; where all are null there is nothing to say, and the
+stage fails. With a `baseline`, an evaluation on the same prompts, the difference to it is
 estimated prompt by prompt.
 
     refs = {"rollouts": "held/rollouts@1", "rewards": "held/rewards@1"}
@@ -24,6 +25,7 @@ import pyarrow.compute as pc
 
 from quiver.schemas import evaluations
 from quiver.schemas.errors import ConfigError, LineageError, NumericError, printable
+from quiver.schemas.metrics import score_numbers
 from quiver.stages.common.plugins import did_you_mean
 from quiver.stages.common.runtime.stage import Plan, Refs, is_made_alike
 from quiver.stages.common.store import Store, Version
@@ -32,6 +34,7 @@ from quiver.stages.common.store.writer import Writer
 from . import estimators
 from .config import Config
 from .turns import steps_to_success
+from .unscored import count_unscored
 
 STAGE_VERSION = 1
 log = logging.getLogger(__name__)
@@ -79,16 +82,18 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Join rollouts and rewards, and estimate. NumericError: nothing was scored."""
     config = plan.config
     writer = writers["evaluations"]
-    table = _join(plan.inputs["rollouts"], plan.inputs["rewards"], config.score)
-    metrics = measure(config, table)
-    rollouts = plan.inputs["rollouts"]
-    metrics |= steps_to_success(rollouts, table["score"], threshold_of(config))
-    if "baseline" in plan.inputs:
-        metrics |= compare(config, table, plan.inputs["baseline"])
+    inputs = plan.inputs
+    table = _join(inputs["rollouts"], inputs["rewards"], config.score)
+    not_scored = table["score"].null_count
+    table, metrics = count_unscored(config, table, inputs)
+    metrics |= measure(config, table)
+    metrics |= steps_to_success(inputs["rollouts"], table["score"], threshold_of(config))
+    if "baseline" in inputs:
+        metrics |= compare(config, table, inputs["baseline"])
     writer.write_table(table)
-    log.info("score %.4f over %d groups", metrics["score"], metrics["n"])
-    scored = table.num_rows - metrics["null"]
-    writer.finish(metrics=metrics, status={"scored": scored, "not_scored": metrics["null"]})
+    log.info("score %(score).4f, prompts: %(n)d, answers left out: %(null)d", metrics)
+    status = {"scored": len(table) - not_scored, "not_scored": not_scored}
+    writer.finish(metrics=metrics, status=status)
 
 
 def measure(config: Config, table: pa.Table) -> dict[str, Any]:
@@ -114,7 +119,6 @@ def measure(config: Config, table: pa.Table) -> dict[str, Any]:
         **estimators.clustered_mean(scores)._asdict(),
         "pass@k": passes,
         "num_groups": pc.count_distinct(table["group_id"]).as_py(),
-        "null": table["score"].null_count,
     }
 
 
@@ -144,7 +148,7 @@ def compare(config: Config, table: pa.Table, baseline: Version) -> dict[str, Any
     )
     return {
         "difference": {"score": score._asdict(), "pass@k": passes},
-        "baseline": {name: baseline.manifest.metrics[name] for name in ("score", "stderr", "n")},
+        "baseline": score_numbers(baseline.manifest.metrics),
         "unpaired": len(ours.keys() | theirs.keys()) - num_paired,
     }
 
@@ -177,8 +181,9 @@ def _difference_to(
     if not prompts or not their_prompts or prompts.content_hash != their_prompts.content_hash:
         return f"its prompts are {prompts_name}, expected {prompts.ref if prompts else 'none'}"
     measured = config.model_dump(mode="json")
-    if baseline.manifest.config != measured:
-        return f"it measured {printable(baseline.manifest.config)}, expected {printable(measured)}"
+    theirs = measured | baseline.manifest.config
+    if theirs != measured:
+        return f"it measured {printable(theirs)}, expected {printable(measured)}"
     their_rewards = store.open(baseline.manifest.require_input("rewards").ref)
     if not is_made_alike(their_rewards.manifest, rewards.manifest):
         return f"it was scored otherwise, by {their_rewards.ref}; these are {rewards.ref}"

@@ -41,6 +41,8 @@ class Shards:
         self._waiting: dict[int, dict[int, Any]] = {}
         """By shard, of those that wait for rows, the finished ones by row."""
         self._num_tokens = 0
+        self._num_made = 0
+        """Rows that this process has finished."""
 
     def take(self) -> range | None:
         """The rows of the next shard that this process is to make; None where there is none, at
@@ -117,6 +119,7 @@ class Shards:
         rows = self._range_of(index)
         finished_rows = self._waiting.setdefault(index, {})
         finished_rows[row] = finished
+        self._num_made += 1
         if len(finished_rows) < len(rows):
             return
         with self._writer.phase("write"):
@@ -125,14 +128,17 @@ class Shards:
         del self._waiting[index]
 
     def _log_progress(self, num_rows: int, started_at: float) -> None:
-        """Rows that are there by now, whoever made them, and the speed of this process."""
+        """Rows that are there by now, whoever made them, and the speed of this process.
+
+        The speed counts finished rows alone, so at first, while most of them are under way, it
+        would be far too low: it is left out until a shard's worth or half of the rows is there.
+        """
         num_missing = sum(
             len(self._range_of(index)) - len(self._waiting.get(index, ()))
             for index in self.handout.unfinished()
         )
-        log.info(
-            "generate: %d of %d rows, %.0f tokens/s",
-            num_rows - num_missing,
-            num_rows,
-            self._num_tokens / max(time.monotonic() - started_at, 1e-9),
-        )
+        speed = ""
+        if self._num_made >= min(self._size, num_rows / 2):
+            tokens_per_second = self._num_tokens / max(time.monotonic() - started_at, 1e-9)
+            speed = f", {tokens_per_second:.0f} tokens/s"
+        log.info("generate: %d of %d rows%s", num_rows - num_missing, num_rows, speed)

@@ -64,9 +64,9 @@ class Correction(base.Config):
     level: Literal["token", "sequence", "geometric"] = "token"
     """Of the token, the product over the completion, or its geometric mean."""
     low: float = Field(default=0.0, ge=0)
-    """Lower bound, for `mask` and `clamp`."""
+    """Smallest ratio, for `mask` and `clamp`."""
     high: float = Field(default=2.0, gt=0)
-    """Upper bound."""
+    """Largest ratio."""
     reject: Added[Literal["ratio", "k2", "k3"] | None] = None
     """Leave tokens out of the loss that lie too far off, by the ratio exp(prox − old) or by a
     divergence in nats; they count in the denominators. verl's `rollout_rs`. None: none."""
@@ -74,9 +74,9 @@ class Correction(base.Config):
     """Of the token, or over the completion, which is then left out as a whole; sum and mean of a
     ratio are of its logarithm."""
     reject_low: Added[float] = Field(default=0.0, ge=0)
-    """Below this it is left out."""
+    """With `reject`: a token whose measure is lower is left out of the loss."""
     reject_high: Added[float | None] = Field(default=None, gt=0)
-    """Above this it is left out; `reject` needs it."""
+    """With `reject`, which needs it: a token whose measure is higher is left out of the loss."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Correction:
@@ -119,7 +119,7 @@ class Config(base.Config):
     a critic (ppo), each turn's reward stands on the last token of the turn. The last two need
     rewards of turns."""
     learning_rate: float = Field(default=1e-6, gt=0)
-    """Of AdamW, after warm-up."""
+    """Peak learning rate of AdamW, after warm-up."""
     minibatches: int = Field(default=1, ge=1)
     """Optimizer steps an epoch; groups are dealt out whole. 1 keeps the update on-policy."""
     epochs: int = Field(default=1, ge=1)
@@ -553,6 +553,25 @@ class Config(base.Config):
                 next="restore the file and run again, or take algorithm_source out of the recipe",
             )
         return source
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """The KL to the reference is a term of the loss."""
+        return self.kl_coef > 0 and not self.kl_in_reward
+
+    @property
+    def has_bonus(self) -> bool:
+        """The loss rewards entropy, or may come to."""
+        return self.entropy_coef > 0 or self.entropy_target is not None
+
+    def terms_beside_rewards(self) -> list[str]:
+        """The keys of the loss's terms that train although every advantage is 0."""
+        is_used = {
+            "kl_coef": self.kl_in_loss,
+            "nll_coef": self.nll_coef > 0,
+            "entropy_coef" if self.entropy_target is None else "entropy_target": self.has_bonus,
+        }
+        return [key for key, used in is_used.items() if used]
 
     def tightest_clip(self) -> float | None:
         """The smaller of the surrogate's distances `clip_low` and `clip_high`; None: it has

@@ -38,8 +38,8 @@ class Objective:
     def __init__(self, config: Config, algorithm: Algorithm) -> None:
         self.config = config
         self.has_critic = algorithm.critic
-        self.kl_in_loss = config.kl_coef > 0 and not config.kl_in_reward
-        self.has_bonus = config.entropy_coef > 0 or config.entropy_target is not None
+        self.kl_in_loss = config.kl_in_loss
+        self.has_bonus = config.has_bonus
         self.surrogate = find_function("losses", algorithm.surrogate)
         self.aggregate = find_function("losses", config.aggregation or algorithm.aggregation)
         self.weighs_groups = "groups" in inspect.signature(self.aggregate).parameters
@@ -57,11 +57,9 @@ class Objective:
         self.zero_is_idle = not (
             (algorithm.of_tokens and not algorithm.of_turns)
             or not algorithm.zero_is_idle
-            or self.kl_in_loss
+            or config.terms_beside_rewards()
             or config.kl_target
-            or config.nll_coef
             or self.options.get("drift_coef")
-            or self.has_bonus
             or config.entropy_share < 1
         )
         """Rollouts with advantage 0 need no pass: none of their tokens has a gradient."""

@@ -132,10 +132,13 @@ def load(
         batch = with_rewards_to_go(config, function, batch)
     is_known = algorithm.of_turns or not algorithm.of_tokens
     num_idle = int((advantages[is_kept] == 0).sum()) if is_known else 0
+    all_zero = num_idle == num_kept
+    other_terms = _other_terms(config, batch) if all_zero and num_kept else []
     summary = {
         **_summarize(joined, reasons),
         "zero_advantage": num_idle,
-        "all_advantages_zero": num_idle == num_kept,
+        "all_advantages_zero": all_zero,
+        **({"trained_by": other_terms} if other_terms else {}),
         "biased_sampling": list(dict.fromkeys(allowed_biases)),
         **({"reward_moments": moments} if moments else {}),
     }
@@ -145,12 +148,25 @@ def load(
             "no rollout is left to learn from (%s): there is nothing to learn, the weights stay",
             dropped,
         )
-    elif summary["all_advantages_zero"]:
+    elif other_terms:
+        log.warning(
+            "each group's rewards are equal: they teach nothing, only %s can train",
+            " and ".join(f"optimize.{term}" for term in other_terms),
+        )
+    elif all_zero:
         log.warning(
             "every advantage is 0 (each group's rewards are equal): there is nothing to learn from "
             "these rollouts"
         )
     return Loaded(batch, joined.table["rollout_id"], rows, reasons, summary)
+
+
+def _other_terms(config: Config, batch: Batch) -> list[str]:
+    """The keys of the loss's terms that train this batch although its advantages are 0."""
+    terms = config.terms_beside_rewards()
+    if "nll_coef" in terms and not (batch.rewards >= config.nll_reward).any():
+        terms.remove("nll_coef")  # no answer is good enough to be learned by heart
+    return terms
 
 
 def _join(config: Config, store: Store, versions: list[Sampled]) -> _Joined:

@@ -11,8 +11,8 @@ without reference logprobs, and logprobs that the trainer can not reproduce (the
 It writes three versions under one key: advantages, updates and, last, the policy with its optimizer
 state. A training that is killed goes on after the last step that it saved (`resume_minutes`); one
 that is killed between two versions leaves the first ones without a policy, and the same call trains
-again and publishes the policy. When every advantage is 0 there is nothing to learn: the same
-weights become the next policy, and its metrics say so.
+again and publishes the policy. When every advantage is 0 and no other term of the loss trains
+(KL, entropy, NLL), the same weights become the next policy, and its metrics say so.
 
     refs = {"policy": "a/policy@0", "rollouts": "a/rollouts@1", "rewards": "a/rewards@1"}
     ref = run_stage("optimize", Config(algorithm="dapo"), store, **refs)

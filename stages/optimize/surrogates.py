@@ -67,17 +67,21 @@ def divergence_masked(
 
 
 def binary_divergence(logprobs: Tensor, anchor: Tensor, divergence: str) -> Tensor:
-    """D between two coins that show "the sampled token" with probability π = exp(logprobs) and μ =
-    exp(anchor): |π − μ| (tv), or μ log(μ/π) + (1−μ) log((1−μ)/(1−π)) (kl).
+    """Distance between two distributions over two outcomes, "the sampled token" and "any other": π
+    = exp(logprobs) and μ = exp(anchor) are the probabilities of the first. It is their total
+    variation |π − μ| (tv), or KL(μ ‖ π) = μ log(μ/π) + (1−μ) log((1−μ)/(1−π)) (kl).
 
-    A lower bound of the distance between the two distributions over the whole vocabulary, of which
-    only the sampled token's probabilities need to be known.
+    It never exceeds the same distance between the distributions over the whole vocabulary, since
+    all other tokens count as one outcome: a token may pass although these lie further apart.
 
     Args:
-        logprobs, anchor: [N] ≤ 0, without gradient.
+        logprobs: [N] ≤ 0, of the policy, without gradient.
+        anchor: [N] ≤ 0 and finite.
         divergence: tv or kl.
     Returns:
-        [N] ≥ 0; kl may be infinite.
+        [N]; tv within [0, 1]; kl ≥ 0 but for rounding. kl is infinite where π = 0; where π rounds
+        to 1 and μ does not, log(1−π) is that of the dtype's smallest normal number, so kl is finite
+        (at most 88 in float32).
 
     Reference: DPPO, https://arxiv.org/abs/2602.04879 (the binary approximation).
     """

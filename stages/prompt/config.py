@@ -55,8 +55,9 @@ class SourceConfig(Base):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a generator."""
     messages: str | None = None
-    """Column with a chat: a list of {role, content}. Where neither this, `prompt` nor `prompt_ids`
-    is set, the first of the columns messages, prompt, prompt_ids that the source has is taken."""
+    """Column with a chat: a list of {role, content}, or its JSON text. Where neither this, `prompt`
+    nor `prompt_ids` is set, the first of the columns messages, prompt, prompt_ids that the source
+    has is taken."""
     prompt: str | None = None
     """Column with plain text; it becomes one user message, unless `raw_text`. A chat in it is taken
     as one."""
@@ -66,6 +67,10 @@ class SourceConfig(Base):
     """Column with a prompt's pictures, for a policy that sees them: one or a list, each as
     `datasets.Image` stores it, as bytes, or as a path below the source's folder. They are shown
     where the chat has parts of type image, else before its first user message's text."""
+    tools: Added[str] = "tools"
+    """Column with a row's own tools, if the source has it: a list of JSON schemas of functions, or
+    JSON text of it. The chat template shows them for that row, unless [generate.turns] has tools.
+    Empty: they are not shown."""
     raw_text: bool = False
     """Take the text of `prompt` as the whole prompt, without a chat template. Control tokens typed
     in it stay text."""
@@ -82,6 +87,11 @@ class SourceConfig(Base):
     source_sha256: str = ""
     """Filled in by the stage: hash of the file, or of the rows where there is no file. If set, the
     source must have it."""
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether a chat template writes the prompts, once the input column is known."""
+        return bool(self.messages or self.prompt) and not self.raw_text
 
     @property
     def input(self) -> str | None:
@@ -147,6 +157,8 @@ class Config(SourceConfig, TemplateConfig):
     turns: Added[EnvironmentConfig | None] = None
     """The environment or the tools of [generate.turns], of which prompts show the opening and the
     schemas."""
+    first: Added[int | None] = Field(default=None, ge=1)
+    """Of these rows the first so many alone, which `quiver check` looks at. None: all."""
 
     def key(self) -> dict[str, Any]:
         """As the source has it; a template's hash is that of the model that it stands in for."""

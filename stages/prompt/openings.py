@@ -19,9 +19,7 @@ from quiver.stages.common.environments.config import EnvironmentConfig
 from quiver.stages.common.environments.environment import Message, environment_seed
 from quiver.stages.common.environments.pool import EnvironmentPool
 
-from . import sources
 from .config import Config
-from .order import name_rows
 
 _MOST_OPEN = 256
 """Environments that are begun at once."""
@@ -39,14 +37,6 @@ def identified(config: Config) -> Config:
             next="name a column with a chat in data.messages, or with text in data.prompt",
         )
     return config.model_copy(update={"turns": config.turns.with_fingerprint()})
-
-
-def begin_first(config: Config) -> None:
-    """Begin the environment of the first row of a resolved config, and end it. ConfigError."""
-    source = sources.read(config)
-    group_ids = name_rows(config, source.table)
-    with Openings(config.turns) as openings:
-        openings.of(source.table, [0][: len(group_ids)], group_ids)
 
 
 class Openings:

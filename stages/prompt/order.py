@@ -90,7 +90,8 @@ def choose_rows(
     num_rows = len(group_ids)
     curriculum = config.curriculum
     if curriculum is None or config.limit is None:
-        return choose(num_rows, config.limit, config.seed, config.iteration), {}
+        chosen = choose(num_rows, config.limit, config.seed, config.iteration)
+        return chosen[: config.first], {}
     measured: dict[str, tuple[str, int]] = {}
     for age, version in enumerate(rewards):
         _require_same_source(config, version, store)
@@ -107,7 +108,7 @@ def choose_rows(
     places = (NEVER, WITHIN, OUTSIDE)
     order = sorted(in_turn, key=lambda row: (places.index(judged[row][0]), judged[row][1]))
     counts = Counter(judged[row][0] for row in order[:size])
-    return order[:size], {place: counts[place] for place in places}
+    return order[:size][: config.first], {place: counts[place] for place in places}
 
 
 def open_rewards(config: Config, store: Store, refs: str | list[str] | None) -> dict[str, Version]:

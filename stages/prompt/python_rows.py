@@ -1,59 +1,209 @@
-"""Python rows as an Arrow table, with types that all rows agree on. What is wrong is named by file
-and line."""
+"""Python rows as an Arrow table that gives the same values back. What is wrong is named by file and
+line.
+
+A column gets an Arrow type where all its values survive it: 7 beside 2.5 must stay 7, and an object
+must not get keys of other rows. Otherwise it is kept as JSON text (`schemas/cells.py`). Where JSON
+cannot hold a value either, such as a date beside a number, the row is refused, or a warning says
+what changed. Tuples come back as lists, the numbers and arrays of numpy as Python's.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
-from itertools import islice
+from contextlib import suppress
+from itertools import chain, islice
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
+from quiver.schemas.cells import Cells, holds, json_array
 from quiver.schemas.errors import printable
+from quiver.schemas.plain import TOO_DEEP, is_too_deep
 from quiver.stages.common.json_rows import bad_source
 
 CHUNK = 1024
 _DISAGREEMENTS = (pa.ArrowException, ValueError, OverflowError, TypeError)
+log = logging.getLogger(__name__)
 
 
 def to_table(source: str, unit: str, rows: Iterable[tuple[int, Any]]) -> pa.Table:
-    """Numbered dict rows as a table; a column's type is what all its values agree on (int and
-    float: float)."""
-    tables: list[pa.Table] = []
-    schema = pa.schema([])
+    """Numbered dict rows as a table. A key that a row does not have is null in its column.
+    ConfigError names the `unit`: line 7 of `source`."""
+    place = f"{source} {unit}"
+    chunks: list[dict[str, pa.ChunkedArray]] = []
+    numbers: list[list[int]] = []
     rows = iter(rows)
     while chunk := list(islice(rows, CHUNK)):
         for number, row in chunk:
             if not isinstance(row, dict):
                 raise bad_source(
-                    f"{source} {unit} {number}", f"expected an object, found {type(row).__name__}"
+                    f"{place} {number}", f"expected an object, found {type(row).__name__}"
                 )
+        numbers.append([number for number, _ in chunk])
         names = dict.fromkeys(name for _, row in chunk for name in row)
-        table = pa.table({name: _column(source, unit, name, chunk) for name in names})
-        try:
-            schema = pa.unify_schemas([schema, table.schema], promote_options="permissive")
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise bad_source(
-                f"{source} {unit} {chunk[0][0]} to {chunk[-1][0]}",
-                f"a column has another type than before: {printable(error)}",
-            ) from None
-        tables.append(table)
-    if not tables:
+        chunks.append(
+            {
+                name: _column(place, name, numbers[-1], [row.get(name) for _, row in chunk])
+                for name in names
+            }
+        )
+    if not chunks:
         raise bad_source(source, "has no rows")
-    return pa.concat_tables(tables, promote_options="permissive")
+    columns = {}
+    for name in dict.fromkeys(name for columns in chunks for name in columns):
+        parts = [
+            chunk[name] if name in chunk else pa.chunked_array([pa.nulls(len(rows))])
+            for chunk, rows in zip(chunks, numbers, strict=True)
+        ]
+        columns[name] = _join(place, name, [*chain(*numbers)], parts)
+    return pa.table(columns)
 
 
-def _column(source: str, unit: str, name: str, rows: list[tuple[int, dict]]) -> pa.Array:
-    cells = [row.get(name) for _, row in rows]
-    try:
-        return pa.array(cells)
-    except _DISAGREEMENTS:
-        pass
-    for end, (number, _) in enumerate(rows, 1):
-        try:
-            pa.array(cells[:end])
-        except _DISAGREEMENTS as error:  # the first row that does not go with those before it
+def _join(
+    place: str, name: str, numbers: list[int], parts: list[pa.ChunkedArray]
+) -> pa.ChunkedArray:
+    """The parts of a column in one type."""
+    kinds: list[pa.DataType] = []
+    for part in parts:
+        if part.type not in (pa.null(), *kinds):
+            kinds.append(part.type)
+    if any(isinstance(kind, Cells) for kind in kinds):
+        with suppress(TypeError):  # part by part, since JSON keeps what an Arrow type gives back
+            arrays = [
+                array
+                for part in parts
+                for array in (
+                    part if isinstance(part.type, Cells) else json_array(part.to_pylist())
+                ).chunks
+            ]
+            return pa.chunked_array(arrays)
+    if len(kinds) > 1:
+        return _column(place, name, numbers, [cell for part in parts for cell in part.to_pylist()])
+    kind = kinds[0] if kinds else pa.null()
+    arrays = [
+        pa.nulls(len(array), kind) if array.type != kind else array
+        for part in parts
+        for array in part.chunks
+    ]
+    return pa.chunked_array(arrays, kind)
+
+
+def _column(place: str, name: str, numbers: list[int], cells: list[Any]) -> pa.ChunkedArray:
+    """The cells of the rows with these numbers, in a type that gives them back. ConfigError."""
+    column = _infer(cells)
+    if column is None or pa.types.is_nested(column.type):
+        for number, cell in zip(numbers, cells, strict=True):
+            if is_too_deep(cell):
+                raise bad_source(f"{place} {number}", f"column {printable(name)}: {TOO_DEEP}")
+    if column is not None and _gives_back(column, cells):
+        return column
+    cells = [_as_python(cell) for cell in cells]
+    column = column or _infer(cells)
+    if column is not None and _gives_back(column, cells):
+        return column
+    with suppress(TypeError, ValueError):
+        as_json = json_array(cells)
+        if _are_kept(cells, as_json.to_pylist(), with_nulls=True):
+            return as_json
+    if column is None:  # name the first row that does not go with those before it
+        for end, number in enumerate(numbers, 1):
+            try:
+                pa.array(cells[:end])
+            except _DISAGREEMENTS as error:
+                raise bad_source(
+                    f"{place} {number}", f"column {printable(name)}: {printable(error)}"
+                ) from None
+    changed = [
+        (number, cell, kept)
+        for number, cell, kept in zip(numbers, cells, column.to_pylist(), strict=True)
+        if not _is_kept(cell, kept, with_nulls=True)
+    ]
+    # those that change more than their type come first
+    for number, cell, kept in sorted(changed, key=lambda each: _is_equal(*each[1:]))[:1]:
+        change = f"{printable(repr(cell))} becomes {printable(repr(kept))}"
+        if not _is_equal(cell, kept):
             raise bad_source(
-                f"{source} {unit} {number}", f"column {printable(name)}: {printable(error)}"
-            ) from None
-    raise AssertionError("the cells agree")
+                f"{place} {number}",
+                f"column {printable(name)}: {change}: its rows need values of one type",
+            )
+        log.warning("%s %d: column %s: %s", place, number, printable(name), change)
+    return column
+
+
+def _infer(cells: list[Any]) -> pa.ChunkedArray | None:
+    """The cells in the type that Arrow infers. None: it finds none."""
+    try:
+        array = pa.array(cells)
+    except _DISAGREEMENTS:
+        return None
+    # of more than 2 GB of text it makes chunks
+    return array if isinstance(array, pa.ChunkedArray) else pa.chunked_array([array])
+
+
+def _gives_back(column: pa.ChunkedArray, cells: list[Any]) -> bool:
+    kind = column.type
+    while pa.types.is_list(kind):
+        kind = kind.value_type
+    if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_string(kind):
+        # Arrow infers these only of values that it gives back, but takes a set for a list
+        return not any(isinstance(cell, set | frozenset) for cell in cells)
+    kept = column.to_pylist()
+    try:
+        # says what `_is_kept` says of most cells, in a tenth of its time
+        look_same = not holds(column.type, pa.types.is_binary) and all(
+            (text := repr(cell)) == repr(after) and ": None" not in text
+            for cell, after in zip(cells, kept, strict=True)
+        )
+        return look_same or _are_kept(cells, kept)
+    except RecursionError:
+        return False
+
+
+def _as_python(cell: Any) -> Any:
+    """`cell` with the numbers and arrays of numpy as Python's, and tuples as lists."""
+    if isinstance(cell, np.ndarray | np.generic):
+        return _as_python(cell.tolist())
+    if isinstance(cell, dict):
+        return {key: _as_python(member) for key, member in cell.items()}
+    if isinstance(cell, list | tuple):
+        return [_as_python(item) for item in cell]
+    return cell
+
+
+def _are_kept(cells: list[Any], kept: list[Any], *, with_nulls: bool = False) -> bool:
+    return all(
+        _is_kept(cell, after, with_nulls=with_nulls)
+        for cell, after in zip(cells, kept, strict=True)
+    )
+
+
+def _is_kept(cell: Any, kept: Any, *, with_nulls: bool) -> bool:
+    """Whether `kept` is the same value, of the same types, with the same keys in the same order.
+
+    Without `with_nulls` a null in an object counts as another value: in an Arrow struct it would
+    look like a key that the row does not have.
+    """
+    if type(cell) is not type(kept):
+        return False
+    if isinstance(cell, dict):
+        return (
+            list(cell) == list(kept)
+            and (with_nulls or None not in cell.values())
+            and _are_kept([*cell.values()], [*kept.values()], with_nulls=with_nulls)
+        )
+    if isinstance(cell, list):
+        return len(cell) == len(kept) and _are_kept(cell, kept, with_nulls=with_nulls)
+    if isinstance(cell, str | bytes | int | float):
+        return cell == kept or repr(cell) == repr(kept)  # NaN
+    return str(cell) == str(kept)  # tells 1.0 from 1.00, and 10:00+00:00 from 12:00+02:00
+
+
+def _is_equal(cell: Any, kept: Any) -> bool:
+    """Whether `kept` differs at most in types, and in keys that became null."""
+    if isinstance(cell, dict) and isinstance(kept, dict):
+        return all(_is_equal(cell.get(key), member) for key, member in kept.items())
+    if isinstance(cell, list) and isinstance(kept, list):
+        return all(map(_is_equal, cell, kept))
+    return cell == kept or str(cell) == str(kept)

@@ -5,21 +5,31 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from quiver.schemas import prompts
+from quiver.schemas.cells import without_nulls
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.fields import required
 from quiver.schemas.outside import CHARACTERS_OF_TOKEN, count_characters
 from quiver.stages.common.chat.control_tokens import Guard, Rendering
-from quiver.stages.common.chat.generation_prompt import learn_end, learn_start
-from quiver.stages.common.chat.messages import as_parts, put_texts, save_messages, take_texts
+from quiver.stages.common.chat.generation_prompt import learn_end, learn_markup, learn_start
+from quiver.stages.common.chat.messages import (
+    as_parts,
+    is_assistants,
+    put_texts,
+    save_messages,
+    take_texts,
+    take_variables,
+    texts_of,
+)
 from quiver.stages.common.chat.template import Messages, Template
 from quiver.stages.common.environments.environment import pictures_in, without_pictures
+from quiver.stages.common.json_rows import parse
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Version
 
@@ -35,6 +45,8 @@ from .messages import (
     text_of,
     type_name,
 )
+from .python_rows import CHUNK
+from .row_variables import RowVariables, columns_of, read_variables
 
 log = logging.getLogger(__name__)
 Prompt = dict[str, Any]
@@ -57,59 +69,51 @@ class Renderer:
         self.tools = tools or None
         self.chat_template = ""
         """The text of the template that is used, where one is."""
-        tokenizer = checkpoints.load_tokenizer(policy)
+        self.have_calls: bool | None = None
+        """Whether messages of the version have more than role and content. None: not known yet."""
         self._policy = policy
+        self._tokenizer = checkpoints.load_tokenizer(policy)
         self._pictures = Pictures(config, policy) if config.images else None
-        self._guard = Guard(tokenizer, closes=checkpoints.is_encoder_decoder(policy))
         self._vocabulary = checkpoints.vocabulary_size(policy)
-        self._template: Template | None = None
-        if config.messages or (config.prompt and not config.raw_text):
-            variables = {
-                "tools": self.tools,
-                "documents": None,
-                "add_generation_prompt": True,
-                **tokenizer.special_tokens_map,
-                **config.template_arguments,
-            }
-            try:
-                source = tokenizer.get_chat_template() if template is None else template
-            except ValueError:
-                raise ConfigError(
-                    str(policy.ref),
-                    "the policy's tokenizer has no chat template (or several, none of them the "
-                    "default)",
-                    next="set prompt.template to a jinja file, or data.raw_text = true",
-                ) from None
-            self._template = Template(source, variables, config.template_seconds)
-            self.chat_template = source
-            question = [{"role": "user", "content": "?"}]
-            seen = [
-                self._template.render("prompt.template", question, tools=tools)
-                for tools in ([self.tools, None] if self.tools else [])
-            ]
-            if self.tools and seen[0] == seen[1]:
-                log.warning(
-                    "the policy's chat template does not show the tools of generate.turns to it: "
-                    "say in prompt.system, or in the chats, what it may call and how"
-                )
+        self._own_template = template
+        self._templates: dict[str, Template] = {}
+        self._told: set[str] = set()
+        """What warnings were about."""
+        self._seen: set[str] = set()
+        """Structures of chats of which it is known that the template shows them."""
+        if config.has_chats:
+            self.chat_template = self._template(self.tools).source
+            if self.tools:
+                self._tell_of_tools(self.tools, "generate.turns")
+        renders = [template.probe for template in self._all_templates()]
+        markup = learn_markup(self._tokenizer, renders, checkpoints.reserved_ids(policy))
+        is_encoder = checkpoints.is_encoder_decoder(policy)
+        self._guard = Guard(self._tokenizer, closes=is_encoder, **markup._asdict())
 
     def close(self) -> None:
-        """End the processes of the template and of the pictures."""
-        if self._template:
-            self._template.close()
+        """End the processes of the templates and of the pictures."""
+        for template in self._templates.values():
+            template.close()
         if self._pictures:
             self._pictures.close()
 
     def render(
-        self, name: str, cell: Any, opening: Sequence[Message] = (), images: Any = None
+        self,
+        name: str,
+        cell: Any,
+        opening: Sequence[Message] = (),
+        images: Any = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> Prompt | None:
         """The prompt that a cell of the input column is, with what an environment says at its
-        start, and with the pictures of a cell `images`; None where it is too long, and such are
-        dropped. ConfigError, SecurityError."""
+        start, with the pictures of a cell `images`, and with the cells that the template is given
+        as `variables`; None where it is too long, and such are dropped. ConfigError,
+        SecurityError."""
         config = self.config
         if self._is_hopeless(name, cell, opening):
             return None
         messages = None
+        own = read_variables(name, variables or {}, self._tokenizer.special_tokens_map)
         # TRL and verl keep chats in a column `prompt`
         is_chat = bool(config.prompt) and not config.raw_text and isinstance(cell, list)
         if config.messages or is_chat:
@@ -124,6 +128,7 @@ class Renderer:
             text = require_text(name, cell, f"column {config.prompt}")
             if config.raw_text:
                 rendering = self._guard.encode(name, (), [text], lambda texts: texts[0])
+                self._tell_spelled(name, [text], ())
             else:
                 messages = [{"role": "user", "content": text}]
         else:
@@ -141,12 +146,16 @@ class Renderer:
             pictures = self._read_pictures(name, images, opening)
             num_shown = len(pictures) - len(pictures_in(opening))
             messages = _followed_by(show_images(name, messages, num_shown), opening)
-            rendering = self._render_chat(name, messages)
+            rendering = self._render_chat(name, messages, own)
+            if messages[-1]["role"] == "assistant":  # the policy continues it
+                messages = messages[:-1]
             messages = [{**each, "content": text_of(each["content"])} for each in messages]
+        tools = self.tools or own.tools
         prompt = {
             "messages": messages and save_messages(messages),
             "prompt_text": rendering.text,
             "prompt_ids": rendering.ids,
+            "tools": tools and json.dumps(tools),
         }
         if config.images or (messages and pictures):
             prompt |= self._pictures.expanded(name, rendering.ids, pictures)
@@ -193,15 +202,169 @@ class Renderer:
         return None
 
     def _probe(self, messages: Messages, generation: bool) -> str:
-        return self._template.render("prompt.template", messages, add_generation_prompt=generation)
+        return self._template(self.tools).probe(messages, generation)
 
-    def _render_chat(self, name: str, messages: Messages) -> Rendering:
+    # -- the template
+
+    def _template(self, tools: list[dict[str, Any]] | None) -> Template:
+        """The template for a prompt with such `tools`, chosen as transformers does. ConfigError."""
+        source = self._own_template
+        if source is None:
+            try:
+                source = self._tokenizer.get_chat_template(tools=tools or None)
+            except ValueError:
+                raise self._no_template() from None
+        if source not in self._templates:
+            variables = {
+                "tools": self.tools,
+                "documents": None,
+                "add_generation_prompt": True,
+                **self._tokenizer.special_tokens_map,
+                **self.config.template_arguments,
+            }
+            self._templates[source] = Template(source, variables, self.config.template_seconds)
+        return self._templates[source]
+
+    def _all_templates(self) -> list[Template]:
+        """The templates for rows with and without tools. Without chats the policy may have none."""
+        for tools in [self.tools] if self.tools else [None, [{}]]:
+            try:
+                self._template(tools)
+            except ConfigError:
+                if self.config.has_chats:
+                    raise
+        return list(self._templates.values())
+
+    def _no_template(self) -> ConfigError:
+        named = self._tokenizer.chat_template
+        what = "no chat template"
+        if isinstance(named, dict):
+            what = f"the chat templates {', '.join(sorted(named))}, of which none is the default"
+        return ConfigError(
+            str(self._policy.ref),
+            f"the policy's tokenizer has {printable(what)}",
+            next="set prompt.template to a jinja file, or data.raw_text = true",
+        )
+
+    def _tell_of_tools(self, tools: list[dict[str, Any]], whose: str) -> None:
+        """Warn if the template writes the same without `tools`."""
+        question = [{"role": "user", "content": "?"}]
+        with_tools, without = (
+            self._template(tools).render("prompt.template", question, tools=each)
+            for each in (tools, None)
+        )
+        if with_tools == without:
+            self._tell(
+                "tools",
+                f"the policy's chat template does not show the tools of {whose} to it: say in "
+                "prompt.system, or in the chats, what it may call and how",
+            )
+
+    def _render_chat(self, name: str, messages: list[Message], own: RowVariables) -> Rendering:
+        tools = self.tools or own.tools
+        template = self._template(tools)
+        is_continued = messages[-1]["role"] == "assistant"
+        if is_continued:
+            self._require_continuable(name, messages)
         structure, texts = take_texts(messages)
+        own_structure, own_texts = take_variables(own.as_variables())
+        num_texts = len(texts)
+        trusted = texts_of(messages, self._is_trusted)
 
         def render(texts: list[str]) -> str:
-            return self._template.render(name, put_texts(structure, iter(texts)))
+            chat = put_texts(structure, iter(texts[:num_texts]))
+            variables = put_texts(own_structure, iter(texts[num_texts:]))
+            if is_continued:
+                return template.render_to_continue(name, chat, **variables)
+            return template.render(name, chat, **variables)
 
-        return self._guard.encode(name, (json.dumps(structure),), texts, render)
+        key = json.dumps([structure, own_structure])
+        if key not in self._seen:
+            self._seen.add(key)
+            self._require_seen(name, messages, template, own)
+        rendering = self._guard.encode(name, (key,), texts + own_texts, render, trusted=trusted)
+        self._tell_spelled(name, texts + own_texts, trusted)
+        return rendering
+
+    def _is_trusted(self, message: Message) -> bool:
+        """Whether markup in a message stays: it is the recipe's own, or an assistant's."""
+        return is_assistants(message) or self._is_recipes(message)
+
+    def _is_recipes(self, message: Message) -> bool:
+        return message["role"] == "system" and message["content"] == self.config.system
+
+    def _require_continuable(self, name: str, messages: list[Message]) -> None:
+        """ConfigError unless the policy can go on with the last message, an assistant's."""
+        if "tool_calls" in messages[-1]:
+            problem = "ends with calls of an assistant, which no tool has answered"
+        elif len(messages) == 1:
+            problem = "has an assistant's message alone, which answers nothing"
+        elif self.config.turns is not None:
+            problem = "ends with an assistant's message, which [generate.turns] can not continue"
+        else:
+            return
+        raise bad_row(name, f"the chat {problem}")
+
+    def _require_seen(
+        self, name: str, messages: list[Message], template: Template, own: RowVariables
+    ) -> None:
+        """ConfigError if the template does not show the last message of a user, or the recipe's
+        system message. Warn of other texts that it does not show."""
+        variables = own.as_variables()
+        users = [n for n, message in enumerate(messages) if message["role"] == "user"]
+        for n in sorted(template.unseen(name, messages, **variables)):
+            role = messages[n]["role"]
+            if self._is_recipes(messages[n]):
+                raise _unseen(name, "prompt.system", ", or take prompt.system out")
+            if n == max(users, default=-1):
+                raise _unseen(name, "the last message of the user")
+            self._tell(
+                f"role {role}",
+                f"{name}: the policy's chat template does not show message {n}, of the role {role}"
+                f"{_IF_IT_SHOULD}",
+            )
+        start = self._guard.missing_start(template.render(name, messages, **variables))
+        if start:
+            self._tell(
+                "start",
+                f"the policy's chat template does not begin with {start}, as its tokenizer begins "
+                "a text: it is put before each prompt. A server that renders chats leaves it out, "
+                "unless prompt.template, and the served template, begin with {{ bos_token }}",
+            )
+        if own.tools and not self.tools:
+            self._tell_of_tools(own.tools, f"column {self.config.tools}")
+        for member in ("tool_calls", "reasoning_content"):
+            if not any(message.get(member) for message in messages):
+                continue
+            with suppress(ConfigError):  # the template refuses the chat without it
+                if template.render(name, messages, **variables) == template.render(
+                    name, [_without(member, each) for each in messages], **variables
+                ):
+                    self._tell(
+                        member,
+                        f"{name}: the policy's chat template does not show {member} of its "
+                        f"messages{_IF_IT_SHOULD}",
+                    )
+
+    def _tell(self, about: str, message: str) -> None:
+        """Warn of something once, whatever row it was seen in first."""
+        if about not in self._told:
+            self._told.add(about)
+            log.warning("%s", message)
+
+    def _tell_spelled(self, name: str, texts: list[str], trusted: Collection[int]) -> None:
+        """Warn, once for each of them, of control tokens that were spelled out."""
+        tokens = set(self._guard.spelled_out(texts, trusted)) - self._told
+        if not tokens:
+            return
+        self._told |= tokens
+        log.warning(
+            "%s: its text holds %s, which stays text: the policy reads it in pieces, not as its "
+            "control tokens, here and in other rows. If the text was rendered with a chat template "
+            "before, give the chats in data.messages, or their ids in data.prompt_ids",
+            name,
+            printable(", ".join(sorted(tokens))),
+        )
 
     def _fits(self, name: str, ids: list[int]) -> bool:
         """Whether the prompt is short enough. ConfigError when it is wrong otherwise, or the config
@@ -251,23 +414,26 @@ def render_rows(
     rows: list[int],
     group_ids: list[str],
     renderer: Renderer,
-    openings: list[list[Message]] | None = None,
+    openings: list[list[Message]],
+    chosen: Sequence[int],
 ) -> pa.Table:
     """Those `rows` of `source` as prompts/1, or prompts/2 where there is more than text; the ones
     that are too long left out, where the config says so. `openings`: of each row what its
-    environment says at the start."""
+    environment says at the start. `chosen`: all rows of the version, which has one schema."""
     table = source.take(pa.array(rows, pa.int64()))
     config = renderer.config
-    cells = table.column(getattr(config, config.input)).to_pylist()
     rendered: list[Prompt] = []
     positions: list[int] = []
-    openings = openings or [[]] * len(rows)
     images = table.column(config.images) if config.images else None
+    cells = _input_cells(config, source, rows)
+    named = columns_of(config, source.column_names).items()
+    variables = {what: without_nulls(table[column]) for what, column in named}
     for position, (row, cell, opening) in enumerate(zip(rows, cells, openings, strict=True)):
         group_id = group_ids[row]
         name = f"prompt {printable(group_id)} (row {row + 1} of {printable(config.source)})"
         pictures = images[position].as_py() if images else None
-        prompt = renderer.render(name, cell, opening, pictures)
+        own = {what: of_rows[position] for what, of_rows in variables.items()}
+        prompt = renderer.render(name, cell, opening, pictures, own)
         if prompt is not None:
             rendered.append({"group_id": group_id, **prompt})
             positions.append(position)
@@ -279,15 +445,57 @@ def render_rows(
     columns = table.take(pa.array(positions, pa.int64())).replace_schema_metadata(None)
     struct = columns.combine_chunks().to_struct_array().combine_chunks()
     kind_schema = prompts.SCHEMA
-    column = source.column(getattr(config, config.input))
-    if config.turns is not None or config.images or _has_calls(column):
+    if renderer.have_calls is None:
+        renderer.have_calls = any(
+            isinstance(message, dict) and message.get(name) is not None
+            for chat in _input_cells(config, source, chosen)
+            if isinstance(chat, list)
+            for message in chat
+            for name in MORE
+        )
+    is_more = config.turns is not None or config.images or "tools" in variables
+    if is_more or renderer.have_calls:
         kind_schema = prompts.BEYOND_TEXT
-        tools = renderer.tools and json.dumps(renderer.tools)
-        rendered = [{**prompt, "tools": tools} for prompt in rendered]
     place = kind_schema.get_field_index("columns")
     field = required("columns", struct.type)
     prompts_table = pa.Table.from_pylist(rendered, kind_schema.remove(place))
     return prompts_table.add_column(place, field, struct)
+
+
+def _input_cells(config: Config, source: pa.Table, rows: Sequence[int]) -> Iterator[Any]:
+    """The cells that `rows` are rendered from. A chat, or a message of one, may be JSON text.
+    ConfigError."""
+    column = source.column(getattr(config, config.input))
+    for start in range(0, len(rows), CHUNK):
+        some_rows = rows[start : start + CHUNK]
+        cells = without_nulls(column.take(pa.array(some_rows, pa.int64())))
+        for row, cell in zip(some_rows, cells, strict=True):
+            place = f"{config.source} row {row + 1} column {config.messages}"
+            yield _chat(place, cell) if config.messages else cell
+
+
+def _chat(place: str, cell: Any) -> Any:
+    """A cell of messages, where it or its messages are JSON text, as that says. ConfigError."""
+    if isinstance(cell, str):
+        cell = parse(place, cell.encode())
+    if not isinstance(cell, list):
+        return cell
+    return [parse(place, each.encode()) if isinstance(each, str) else each for each in cell]
+
+
+_IF_IT_SHOULD = ": the policy never reads it; if it should, set prompt.template to another"
+
+
+def _unseen(name: str, what: str, way_out: str = "") -> ConfigError:
+    return ConfigError(
+        name,
+        f"the policy's chat template does not show {what}, neither as text nor as a list of parts",
+        next=f"set prompt.template to a template that shows it{way_out}",
+    )
+
+
+def _without(member: str, message: Message) -> Message:
+    return {key: value for key, value in message.items() if key != member}
 
 
 def _followed_by(messages: list[Message], opening: Sequence[Message]) -> list[Message]:
@@ -312,15 +520,3 @@ def _followed_by(messages: list[Message], opening: Sequence[Message]) -> list[Me
 
 def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     return content if isinstance(content, list) else [{"type": "text", "text": content}]
-
-
-def _has_calls(cells: pa.ChunkedArray) -> bool:
-    """Whether a message of the column has more than role and content."""
-    kind = cells.type
-    if not pa.types.is_list(kind) or not pa.types.is_struct(kind.value_type):
-        return False
-    messages = pc.list_flatten(cells)
-    names = {kind.value_type.field(place).name for place in range(kind.value_type.num_fields)}
-    return any(
-        pc.any(pc.is_valid(pc.struct_field(messages, name))).as_py() for name in MORE & names
-    )

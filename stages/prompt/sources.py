@@ -6,8 +6,16 @@
 | datasets:NAME | a hub id, or a folder that `save_to_disk` wrote |
 | module:function, file.py:function | a generator of rows (dicts), called with `arguments` |
 
+A cell has the Python value that its file says:
+
+* JSON, and rows of a generator: what `json.loads` or the generator gave (`python_rows.py`).
+* CSV: text, or numbers in a column that holds nothing else (`csv_rows.py`).
+* Parquet, Arrow, Feather, `datasets`: what Arrow's `to_pylist` gives; a map is a dict, and the JSON
+  of `datasets.Json` is parsed. A struct has all keys of its type there, those that are null too:
+  whether its row had them is not known. Only in chats such keys are left out.
+
 Bad text (bytes that are not UTF-8, NUL, lone surrogates), broken JSON, keys that stand twice and
-types that do not agree are ConfigErrors with file and line; no row is left out in silence. Arrow
+values that cannot be kept are ConfigErrors with file and line; no row is left out in silence. Arrow
 files are mapped into memory; the others are held as Arrow, and become Python objects a shard at a
 time.
 """
@@ -26,7 +34,9 @@ from quiver.stages.common.json_rows import bad_source, json_rows
 from quiver.stages.common.plugins import did_you_mean
 from quiver.stages.common.store import storage
 
+from .arrow_rows import plain_table
 from .config import INPUTS, Config, SourceConfig
+from .csv_rows import csv_rows
 from .images import hash_with_files
 from .python_rows import CHUNK, to_table
 
@@ -70,6 +80,7 @@ def read(config: SourceConfig) -> Source:
             "file.py:function",
         )
     _check(source, table)
+    table = plain_table(source, table)
     sha256 = sha256 or hash_rows(table)
     if config.images in table.column_names:
         sha256 = hash_with_files(table, config, sha256)
@@ -149,7 +160,7 @@ def _is_deeper(kind: pa.DataType, levels: int) -> bool:
 def _read_file(path: Path) -> pa.Table:
     try:
         if path.suffix == ".csv":
-            return _read_csv(path)
+            return to_table(str(path), "row", csv_rows(path))
         if path.suffix == ".parquet":
             import pyarrow.parquet
 
@@ -164,26 +175,6 @@ def _read_file(path: Path) -> pa.Table:
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
         raise bad_source(path, f"can not be read: {reason(error)}") from error
     return to_table(str(path), "line", json_rows(path))
-
-
-def _read_csv(path: Path) -> pa.Table:
-    from pyarrow import csv
-
-    table = csv.read_csv(
-        path,
-        read_options=csv.ReadOptions(use_threads=False),
-        parse_options=csv.ParseOptions(newlines_in_values=True),
-    )
-    for field in table.schema:
-        if pa.types.is_binary(field.type):  # what Arrow makes of bytes that are no text
-            for row, cell in enumerate(table.column(field.name).to_pylist(), 1):
-                try:
-                    (cell or b"").decode()
-                except UnicodeDecodeError:
-                    raise bad_source(
-                        f"{path} row {row}", f"column {printable(field.name)} is not UTF-8"
-                    ) from None
-    return table
 
 
 def _read_dataset(config: SourceConfig) -> pa.Table:

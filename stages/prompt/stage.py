@@ -3,7 +3,7 @@ any GPU.
 
 Refused: rows without a prompt, group ids that stand twice, ids outside the vocabulary, prompts that
 leave no room for the completion (nothing is ever cut), text that would become control tokens. Every
-column of the source is kept untouched in `columns`. The weights do not matter here: the next policy
+column of the source is kept in `columns`. The weights do not matter here: the next policy
 with the same tokenizer finds the same prompts finished.
 
     config = resolve(Config(source="sums.jsonl", prompt="question"))    # reads it, once a run
@@ -33,6 +33,7 @@ from . import sources
 from .config import Config
 from .openings import Openings, identified
 from .order import choose_rows, name_rows, open_rewards
+from .row_variables import tell_unused
 
 STAGE_VERSION = 1
 _MOST_LISTED = 10_000
@@ -46,9 +47,11 @@ def resolve(config: Config) -> Config:
 
 
 def resolve_with_columns(config: Config) -> tuple[Config, list[str]]:
-    """As `resolve`, and the names of the source's columns."""
+    """As `resolve`, and the names of the source's columns. Warns of those that are not used."""
     source = sources.read(config)
-    return sources.fill_in(config, source), source.table.column_names
+    resolved = sources.fill_in(config, source)
+    tell_unused(resolved, source.table.column_names)
+    return resolved, source.table.column_names
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
@@ -97,14 +100,14 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     ):
         for index in writer.take_shards(len(starts)):
             rows = chosen[starts[index] : starts[index] + ROWS_PER_SHARD]
-            opening = openings.of(source.table, rows, group_ids)
-            writer.write(index, render_rows(source.table, rows, group_ids, renderer, opening))
+            said = openings.of(source.table, rows, group_ids)
+            writer.write(index, render_rows(source.table, rows, group_ids, renderer, said, chosen))
             log.info("prompts: shard %d of %d", index + 1, len(starts))
         columns = ["group_id", "messages", "prompt_ids"]
-        tables = [writer.read(index).select(columns) for index in range(len(starts))]
-        prompts = pa.concat_tables(tables)
-        of_assistant = renderer.of_assistant(prompts.column("messages"))
-    rendered_ids = set(prompts.column("group_id").to_pylist())
+        shards = map(writer.read, range(len(starts)))
+        prompts = pa.concat_tables(shard.select(columns) for shard in shards)
+        of_assistant = renderer.of_assistant(prompts["messages"])
+    rendered_ids = set(prompts["group_id"].to_pylist())
     dropped = [group_ids[row] for row in chosen if group_ids[row] not in rendered_ids]
     if not prompts.num_rows:
         raise ConfigError(

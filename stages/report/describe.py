@@ -16,6 +16,7 @@ from typing import Any
 
 from quiver.schemas.errors import CorruptError, LineageError, printable
 from quiver.schemas.manifest import Manifest
+from quiver.schemas.metrics import score_numbers
 from quiver.stages.common.store import Store, Version
 
 from .episodes import Part, in_words, numbers_of, parts_of, turns_and_end
@@ -23,7 +24,7 @@ from .gather import STEP_COLUMNS, Manifests
 from .joined import open_joined, told_of_prompt
 from .shards import Shards
 from .thumbnails import lines_of
-from .words import counted, number, size
+from .words import counted, number, size, unscored_of
 
 WIDTH = 100
 _INDENT = 12
@@ -179,14 +180,14 @@ def _numbers(manifest: Manifest, others: Container[str] = ()) -> Iterator[str]:
     those that are told elsewhere, `others`."""
     metrics = {name: cell for name, cell in manifest.metrics.items() if name not in others}
     if manifest.kind == "evaluations":
-        yield from _piece("score", score_line(metrics))
+        yield from _piece("score", score_line(metrics) + unscored_of(metrics))
         estimates = {f"pass@{k}": each for k, each in (metrics.pop("pass@k", None) or {}).items()}
         difference = metrics.pop("difference", None)
         if difference:
             estimates["difference"] = difference["score"]
         for name, estimate in estimates.items():
             yield from _piece(name, score_line(estimate))
-        for name in ("score", "stderr", "n", "baseline"):
+        for name in (*score_numbers(metrics), "baseline"):
             metrics.pop(name, None)
     plain = {name: cell for name, cell in metrics.items() if not isinstance(cell, dict | list)}
     yield from _piece("numbers", _named_cells(plain))

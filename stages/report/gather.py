@@ -15,16 +15,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-from quiver.schemas.errors import LineageError, QuiverError, printable
+from quiver.schemas.errors import CorruptError, LineageError, QuiverError, printable
 from quiver.schemas.manifest import Manifest, line_of
 from quiver.schemas.metrics import groups_with_contrast
 from quiver.schemas.refs import KINDS, parse
 from quiver.stages.common.runtime.stage import is_made_alike
 from quiver.stages.common.store import Store
+from quiver.stages.common.store.tags import Entry
 
 from .episodes import FEW_BYTES, numbers_of
+from .nights import Night, about, nights_of
 
 STEP_COLUMNS = ("loss", "grad_norm", "approx_kl", "clip_fraction", "entropy", "learning_rate")
 _UPDATES_BYTES = 4 * 1024 * 1024
@@ -107,6 +110,11 @@ class Gathered:
     iterations: list[Iteration]
     evaluations: list[Manifest]
     """Those of the run that measured what its latest one did, by number of the policy."""
+    nights: dict[str, list[Night]]
+    """By tag, of those that nights decide about."""
+    nightly: list[Manifest]
+    """The evaluations of nights whose held-out rows are others each night, by number of the policy;
+    none where all have the same."""
     gone: list[str]
     """References that are named and no longer there."""
     expired: list[str]
@@ -182,7 +190,7 @@ class Manifests:
         alike = []
         for candidate in candidates:
             its_prompts, its_rewards = self._measured(candidate)
-            if its_prompts != prompts or candidate.config != evaluation.config:
+            if its_prompts != prompts or not is_made_alike(candidate, evaluation):
                 continue
             if its_rewards and is_made_alike(its_rewards, rewards):
                 alike.append(candidate)
@@ -190,19 +198,37 @@ class Manifests:
 
     def _measured(self, evaluation: Manifest) -> tuple[str | None, Manifest | None]:
         """Hash of the prompts, and what scored the answers."""
+        return self.prompts_hash(evaluation), self.input(evaluation, "rewards")
+
+    def prompts_hash(self, evaluation: Manifest) -> str | None:
+        """Hash of the prompts that were answered; None if the rollouts are gone."""
         rollouts = self.input(evaluation, "rollouts")
         prompts = rollouts.input("prompts") if rollouts else None
-        return prompts.content_hash if prompts else None, self.input(evaluation, "rewards")
+        return prompts.content_hash if prompts else None
 
 
 def latest(store: Store, run: str) -> str:
-    """The newest policy and evaluation of a run: what a report over it must know. LineageError: it
-    has no policy."""
+    """The newest policy, evaluation and decisions of a run: what a report over it must know.
+    LineageError: it has no policy."""
     policies = list(store.refs(run, "policy"))
     evaluations = list(store.refs(run, "evaluations"))
     if not policies:
         raise LineageError(f"run {run}", "has no policy to tell of", next="quiver ls")
-    return " ".join(map(str, [policies[-1], *evaluations[-1:]]))
+    decisions = [f"{tag}:{len(entries)}" for tag, entries in histories(store, run).items()]
+    return " ".join(map(str, [policies[-1], *evaluations[-1:], *decisions]))
+
+
+def histories(store: Store, run: str) -> dict[str, list[Entry]]:
+    """The journals of the run's tags that nights decide about, by tag; what is damaged is left to
+    `verify`."""
+    found: dict[str, list[Entry]] = {}
+    with suppress(CorruptError, PermissionError):
+        for name in store.tag_names(run):
+            with suppress(CorruptError, PermissionError):
+                entries = store.history(run, name)
+                if any(about(entry).night for entry in entries):
+                    found[name] = entries
+    return found
 
 
 def gather(store: Store, run: str) -> Gathered:
@@ -239,9 +265,25 @@ def gather(store: Store, run: str) -> Gathered:
             )
             iterations.append(iteration)
     evaluations = _evaluations(manifests, run)
+    journals = histories(store, run)
+    nights = {tag: nights_of(entries) for tag, entries in journals.items()}
+    nightly = evaluations_of_nights(manifests, chain.from_iterable(journals.values()))
     gone = sorted(manifests.gone)
     expired = sorted(manifests.expired)
-    return Gathered(run, policies[-1], iterations, evaluations, gone, expired, newest)
+    return Gathered(
+        run, policies[-1], iterations, evaluations, nights, nightly, gone, expired, newest
+    )
+
+
+def evaluations_of_nights(manifests: Manifests, entries: Iterable[Entry]) -> list[Manifest]:
+    """The evaluations that nights decided on, by number of the policy, if their held-out rows are
+    not the same every night; else none, since one curve by policy tells of them then."""
+    noted = [notes for notes in map(about, entries) if notes.night and notes.evaluation]
+    found = [manifests.open(notes.evaluation, "evaluations") for notes in noted]
+    by_policy = {policy_number(each): each for each in found if each and each.model("policy")}
+    if len({manifests.prompts_hash(each) for each in by_policy.values()}) < 2:
+        return []
+    return [by_policy[number] for number in sorted(by_policy)]
 
 
 def _evaluations(manifests: Manifests, run: str) -> list[Manifest]:

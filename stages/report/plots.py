@@ -47,6 +47,16 @@ def score_panel(evaluations: Iterable[tuple[int, Mapping[str, Any]]]) -> Panel:
     return Panel("held-out score", points)
 
 
+def night_panel(evaluations: Iterable[tuple[int, Mapping[str, Any]]]) -> Panel:
+    """Scores of nights, each on rows of its own, beside those of its baseline on the same rows,
+    given (x, metrics)."""
+    measured = list(evaluations)
+    baselines = [(x, metrics.get("baseline")) for x, metrics in measured]
+    in_use = score_panel((x, baseline) for x, baseline in baselines if baseline)
+    candidates = score_panel(measured)
+    return Panel("held-out score; dashed: in use", candidates.points, in_use.points)
+
+
 def step_panels(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> list[Panel]:
     """One panel a column of an updates table, over `step`."""
     return [Panel(name, [(row["step"], row[name], 0.0) for row in rows]) for name in columns]

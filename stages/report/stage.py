@@ -22,7 +22,8 @@ from quiver.stages.common.store import Store, storage
 
 from . import samples, templates
 from .gather import STEP_COLUMNS, Gathered, gather, latest, metric, policy_number
-from .plots import Panel, draw, score_panel, step_panels
+from .nights import HEADER
+from .plots import Panel, draw, night_panel, score_panel, step_panels
 from .troubles import warnings
 
 FILE = "report.html"
@@ -105,6 +106,7 @@ def render(
         warnings=warnings(gathered),
         curves=[draw([panel], "iteration") for panel in curves[0]],
         steps=[draw([panel], "step") for panel in curves[1]],
+        nights_header=HEADER,
         beside=beside,
         difference=difference,
         compared=compared,
@@ -122,7 +124,7 @@ def _steps(gathered: Gathered) -> list[dict[str, Any]]:
 def _side_by_side(panels: list[Panel], others: list[Panel]) -> list[Panel]:
     """The panels, each with the points of the one among `others` that has its title."""
     points = {panel.title: panel.points for panel in others}
-    return [panel._replace(beside=points.get(panel.title, ())) for panel in panels]
+    return [panel._replace(beside=points.get(panel.title, panel.beside)) for panel in panels]
 
 
 def _curves(gathered: Gathered) -> list[Panel]:
@@ -148,8 +150,11 @@ def _curves(gathered: Gathered) -> list[Panel]:
         (done.policy.version, done.episodes and done.episodes["mean_turns"], 0.0)
         for done in iterations
     ]
+    # rows that are others each night make a curve by policy meaningless
+    evaluations = gathered.nightly or gathered.evaluations
+    panel = night_panel if gathered.nightly else score_panel
     return [
-        score_panel((policy_number(each), each.metrics) for each in gathered.evaluations),
+        panel((policy_number(each), each.metrics) for each in evaluations),
         Panel("mean reward", rewards),
         *(by_function if len(functions) > 1 else ()),
         curve("tokens of a completion", "rollouts", "mean_completion_tokens"),

@@ -84,4 +84,5 @@ _ENVIRONMENT.filters |= {
     "score": words.score_of,
     "share": episodes.share,
     "size": words.size,
+    "unscored": words.unscored_of,
 }

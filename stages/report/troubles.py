@@ -39,8 +39,10 @@ def warnings(gathered: Gathered) -> list[str]:
 
 
 def learned_nothing(iteration: Iteration) -> bool:
-    """Whether no reward moved the policy: every advantage was 0, or no rollout was left."""
-    return bool(metric(iteration.policy, "all_advantages_zero"))
+    """Whether nothing moved the policy: every advantage was 0, or no rollout was left, and no other
+    term of the loss trained it."""
+    is_idle = metric(iteration.policy, "all_advantages_zero")
+    return bool(is_idle and not metric(iteration.policy, "trained_by"))
 
 
 def _troubles(iteration: Iteration) -> list[str]:

@@ -19,9 +19,21 @@ def number(amount: float | None) -> str:
 
 
 def score_of(metrics: Mapping[str, Any]) -> str:
-    """The score of an evaluation with its standard error, of its metrics."""
+    """The score of an evaluation with its standard error, of its metrics, and `unscored_of`."""
     stderr = metrics["stderr"]
-    return f"{number(metrics['score'])} ± {'–' if stderr is None else f'{stderr:.2g}'}"
+    error = "–" if stderr is None else f"{stderr:.2g}"
+    return f"{number(metrics['score'])} ± {error}{unscored_of(metrics)}"
+
+
+def unscored_of(metrics: Mapping[str, Any]) -> str:
+    """How many answers no scorer gave a number for, and what became of them: ` (2 cut off count as
+    0, 3 left out)`; empty if there are none."""
+    notes = []
+    if metrics.get("limited"):
+        notes.append(f"{metrics['limited']:,} cut off count as {number(metrics['limited_score'])}")
+    if metrics.get("null"):
+        notes.append(f"{metrics['null']:,} left out")
+    return f" ({', '.join(notes)})" if notes else ""
 
 
 def counted(count: int, noun: str) -> str:

@@ -71,7 +71,8 @@ class Config(Base):
     """Private memory of each of these processes; beyond it a call fails with MemoryError. None: an
     equal share of the machine's memory, and at least 4 GiB where it has twice as much."""
     batch_rows: Runtime[int] = Field(default=ROWS_PER_SHARD, ge=1)
-    """Most rows a call. What a function says of a row must not depend on the others in its call."""
+    """Most rows a call. What a function says of a row must not depend on the others in its call,
+    unless its scope is `group`: then a call holds one group, whatever its size."""
     patience_seconds: Runtime[float | None] = Field(default=None, ge=0)
     """Processes that share the work: how long an idle one waits for another's shard before it
     scores that shard too. None: twice as long as the slowest shard took so far, and at least 30

@@ -9,26 +9,59 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from quiver.stages.common import plugins
 
 from .config import Config, pinned
 from .functions import shipped
 from .functions.config import FunctionConfig
-from .pool.calls import describe
-from .pool.habits import require
+from .pool.calls import About, describe
+from .pool.habits import VERL_COLUMNS, column_of, require
+from .servers.dialects.rows import fields
 
 
-def preview(config: Config, columns: Iterable[str]) -> None:
-    """ConfigError or SecurityError unless everything that scores is there, and finds what it asks
-    for by name among the `columns` of the source."""
+class Reads(NamedTuple):
+    """Which columns of the source the rewards read."""
+
+    by_name: set[str]
+    """Those that something asks for by name."""
+    may_be_all: bool
+    """Whether something may read any other, too: a function with `**columns`, a server."""
+
+
+def preview(config: Config, columns: Iterable[str]) -> Reads:
+    """What is read of the `columns` of the source. ConfigError or SecurityError unless everything
+    that scores is there, and finds what it asks for by name among them."""
     pinned(config)
+    columns = [*columns]
+    by_name: set[str] = set()
+    may_be_all = False
     for function in config.functions:
         callee = _callee(function)
-        if callee is not None:
-            needs = describe(callee, function.name, function.arguments).needs
-            require(function, needs, columns)
+        if callee is None:
+            may_be_all = True
+            continue
+        about = describe(callee, function.name, function.arguments)
+        require(function, about.needs, columns)
+        by_name |= _read_by(function, about, columns)
+        may_be_all |= about.takes is None and function.style == "quiver"
+    for server in config.servers:
+        by_name |= {*(server.columns or ()), server.label, *fields(server.rubric)}
+        may_be_all |= server.dialect == "quiver" and server.columns is None
+    return Reads(by_name.intersection(columns), may_be_all)
+
+
+def _read_by(function: FunctionConfig, about: About, columns: list[str]) -> set[str]:
+    """The columns that a function asks for by name."""
+    takes = about.takes or about.needs
+    if function.is_shipped:
+        takes = [*about.needs, *shipped(function.use).columns]
+    if function.style == "verl":
+        takes = [*takes, *VERL_COLUMNS]
+    parameters = {*takes, *function.columns} - function.arguments.keys()
+    asked = {column_of(parameter, function, columns) for parameter in parameters}
+    return {name if name in columns else name.partition(".")[0] for name in asked}
 
 
 def _callee(config: FunctionConfig) -> Any:

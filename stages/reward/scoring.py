@@ -19,7 +19,17 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.config import Config
 from quiver.stages.common.plugins import did_you_mean
 
-OFFERED = ("prompts", "completions", "completion_ids", "finish_reason", "rollout_ids")
+OFFERED = (
+    "prompts",
+    "prompt_text",
+    "prompt_ids",
+    "completions",
+    "completion_ids",
+    "finish_reason",
+    "rollout_ids",
+)
+"""What every scorer may ask for by name: `prompts` are messages, or text; `prompt_text` is the text
+that was rendered of them, `prompt_ids` its token ids, as the policy read them."""
 OF_TURNS = ("turns", "transcript", "end_reason")
 """What a function may ask for by name, where the rollouts have turns."""
 OVERLONG = "overlong"

@@ -18,9 +18,10 @@ from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
 
 from . import pictures, tables, turns
 from .config import SCORERS
+from .groups import prompts_of
 from .measures import failures
 from .retry import aligned, merged
-from .scoring import OF_TURNS, Batch, Part, Scorer
+from .scoring import OF_TURNS, OFFERED, Batch, Part, Scorer
 from .together import Allowance, TooMany, score_all
 
 log = logging.getLogger(__name__)
@@ -38,11 +39,7 @@ class Shards:
         self._scorers = scorers
         self._allowance = allowance
         self._rollouts = plan.inputs["rollouts"].table()
-        names = ["group_id", "messages", "prompt_text", "columns"]
-        prompts = plan.inputs["prompts"]
-        if prompts.manifest.kind_schema == "prompts/2":
-            names.append(pictures.OFFERED)
-        self._prompts = pictures.without_empty(prompts.table(names)).combine_chunks()
+        self._prompts = prompts_of(plan.inputs["prompts"])
         self._prompt_rows = tables.join(self._rollouts, self._prompts)
         earlier = plan.inputs["retry"].table() if "retry" in plan.inputs else None
         earlier_extras = [] if earlier is None else names_of(earlier, "extra")
@@ -69,6 +66,12 @@ class Shards:
             self._count_failures()
             if self._handout.unfinished():
                 columns = [field.name for field in self._prompts.schema.field("columns").type]
+                for hidden in sorted({*columns} & {*OFFERED}):
+                    log.warning(
+                        "rewards: the column %s of the prompts is not used: by that name scorers "
+                        "are offered another list; rename it in the source",
+                        hidden,
+                    )
                 columns += OF_TURNS if turns.has_turns(self._rollouts) else ()
                 columns += pictures.offered(self._prompts.slice(0, 0))
                 for scorer in self._scorers:

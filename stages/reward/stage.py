@@ -25,6 +25,7 @@ from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import Writer
 
 from .config import Config, pinned
+from .groups import Groups
 from .measures import summary
 from .models.scorer import ModelScorer
 from .models.template import beginnings
@@ -111,7 +112,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         table = shards.score()
         metrics, status = summary(table, shards.seconds())
     for name, function in metrics["functions"].items():
-        if function["null"] == table.num_rows > 0:
+        if function["null"] == table.num_rows > 1:
             log.warning("rewards: %s gave no number in any of %d rows", name, table.num_rows)
     if shards.earlier is not None:
         retried = shards.earlier.column("reward").null_count
@@ -135,8 +136,11 @@ def open_scorers(
     where that is known. ConfigError where one of them is not there.
     """
     with Pool(config.workers, config.max_memory_gib) as pool, ExitStack() as stack:
+        groups = None
+        if rollouts and prompts and any(one.scope == "group" for one in config.functions):
+            groups = Groups(rollouts, prompts)
         scorers: list[Scorer] = [
-            FunctionScorer(function, pool, config.batch_rows, notice)
+            FunctionScorer(function, pool, config.batch_rows, notice, groups)
             for function in config.functions
         ]
         for model in config.models:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -52,13 +54,41 @@ def offered(rollouts: pa.Table, prompts: pa.Table) -> Batch:
         "prompts": [
             text if chat is None else chat for chat, text in zip(chats, texts, strict=True)
         ],
+        "prompt_text": texts,
         "completions": rollouts.column("completion_text").to_pylist(),
         "completion_ids": rollouts.column("completion_ids").to_pylist(),
         "finish_reason": rollouts.column("finish_reason").to_pylist(),
         "rollout_ids": rollouts.column("rollout_id").to_pylist(),
     }
+    prompt_ids = PromptIds(rollouts)
     of_turns = turns.Offered(rollouts, prompts) if turns.has_turns(rollouts) else {}
-    return ChainMap(ours, of_turns, pictures.offered(prompts), batch)
+    return ChainMap(ours, prompt_ids, of_turns, pictures.offered(prompts), batch)
+
+
+class PromptIds(Mapping[str, list[list[int]]]):
+    """`prompt_ids` of rollouts, made when it is first asked for: prompts are long, and few scorers
+    ask for their ids."""
+
+    def __init__(self, rollouts: pa.Table) -> None:
+        self._column = rollouts.column("prompt_ids")
+
+    def __getitem__(self, name: str) -> list[list[int]]:
+        if name != "prompt_ids":
+            raise KeyError(name)
+        return self._lists
+
+    def __iter__(self) -> Iterator[str]:
+        yield "prompt_ids"
+
+    def __len__(self) -> int:
+        return 1
+
+    def __contains__(self, name: object) -> bool:
+        return name == "prompt_ids"
+
+    @cached_property
+    def _lists(self) -> list[list[int]]:
+        return self._column.to_pylist()
 
 
 def as_rewards(

@@ -1,6 +1,7 @@
 """What somebody does in a shell starts what waits for it on a real Prefect server; without one it
 costs nothing of Prefect's."""
 
+import getpass
 import socket
 import subprocess
 import sys
@@ -91,6 +92,7 @@ def test_versions_and_tags_by_hand_start_what_waits_for_them(place):
     assert moved.resource.id == "quiver://tiny/policy@prod"
     (entry,) = Store(place.folder / "store").history("tiny", "prod")
     assert moved.payload == {
+        "author": getpass.getuser(),
         "why": "it reads well",
         "before": None,
         "in_use": "tiny/policy@0",

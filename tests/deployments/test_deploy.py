@@ -4,6 +4,7 @@ refused, and what changes when."""
 import asyncio
 import datetime
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -32,6 +33,7 @@ from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 
 from quiver.deployments.automations import TAG, install, silent_runs
 from quiver.deployments.deploy import Where, deploy
+from quiver.deployments.serve import SaidOnce
 from quiver.deployments.server import check_api, listening, own_server
 from quiver.flows import abandoned
 from quiver.flows.abandoned import shell_tag
@@ -123,13 +125,14 @@ def runs_of(client, name: str) -> list[dict]:
 def test_deploying_twice_changes_nothing_twice(client):
     where = Where("box", **SCHEDULE, on=("feed/prompts",))
     first = put(where)
-    assert [(each["name"], each["changed"]) for each in first["deployments"]] == [
-        ("post-train/tiny", True)
-    ]
+    (entry,) = first["deployments"]
+    assert entry == {"name": "post-train/tiny", "pool": "box", "new": True, "changed": False}
+    assert all(each["new"] and not each["changed"] for each in first["automations"][1:])
     wait_for("the scheduler", lambda: len(everything(client)[3]) >= 3)
     before = everything(client)
     again = put(where)
-    assert not any(each["changed"] for each in (*again["deployments"], *again["automations"]))
+    for each in (*again["deployments"], *again["automations"]):
+        assert not each["new"] and not each["changed"]
     assert again["each"] == "2 more iterations"
     assert everything(client) == before
     assert len(before[1]) == 2, "one automation for silent runs, one for new prompts"
@@ -219,7 +222,7 @@ def test_what_is_deployed_anew_takes_the_place_of_the_old(client):
     put(Where("box", **SCHEDULE, on=("feed/prompts",)), "run=moved")
     assert found(client, "moved").concurrency_options.collision_strategy == "ENQUEUE"
     answer = put(Where("box", cron="30 4 * * 1", overlap="skip"), "run=moved", "iterations=5")
-    assert answer["deployments"][0]["changed"]
+    assert answer["deployments"][0]["changed"] and not answer["deployments"][0]["new"]
     now = found(client, "moved")
     assert [schedule.schedule.cron for schedule in now.schedules] == ["30 4 * * 1"]
     assert (now.concurrency_options.collision_strategy, now.global_concurrency_limit.limit) == (
@@ -573,4 +576,27 @@ def test_a_run_that_falls_silent_has_crashed(client):
         lambda: client.read_flow_run(uuid.UUID(str(runs[0]))).state.type == StateType.CRASHED,
     )
     assert client.read_flow_run(runs[1]).state.type == StateType.COMPLETED
-    assert install(client, silent_runs()), "deploy puts its own time back"
+    assert install(client, silent_runs())["changed"], "deploy puts its own time back"
+
+
+def test_a_run_that_is_due_while_another_runs_is_told_once(caplog, monkeypatch):
+    """As Prefect's runner logs it, every few seconds; what else it says stays."""
+    logger = logging.getLogger("prefect.runner.state_proposer")
+    once = SaidOnce()
+    logger.addFilter(once)
+    logger.addHandler(caplog.handler)  # whether Prefect's loggers propagate is its own setting
+    monkeypatch.setattr(logger, "propagate", False)
+    refused = "Aborted submission of flow run '%s': Server returned a non-pending state %r"
+    try:
+        with caplog.at_level("INFO", logger.name):
+            for flow_run in ("first", "first", "second", "first"):
+                logger.info(refused, flow_run, "SCHEDULED")
+            logger.info(refused, "third", "CANCELLED")
+    finally:
+        logger.removeFilter(once)
+        logger.removeHandler(caplog.handler)
+    assert caplog.messages == [
+        "flow run first is due; it waits until the last one has ended",
+        "flow run second is due; it waits until the last one has ended",
+        "Aborted submission of flow run 'third': Server returned a non-pending state 'CANCELLED'",
+    ]

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from quiver.deployments.recipes import calculator, guess
-from quiver.flows.preflight import preflight, try_out
+from quiver.flows.checking import look
+from quiver.flows.preflight import preflight
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.store import Store
@@ -161,26 +162,45 @@ def test_what_is_wrong_with_turns_is_told_before_anything_runs(tmp_path, monkeyp
         ("self, number", None),
     ],
 )
-def test_an_environment_is_begun_when_a_recipe_is_tried(tmp_path, monkeypatch, reset, why):
-    """With the first row of training and of evaluation."""
+def test_an_environment_is_begun_when_a_recipe_is_checked(tmp_path, monkeypatch, reset, why):
+    """With the first rows of training and of evaluation; and it is asked when it is tried."""
     monkeypatch.chdir(ROOT)
     (tmp_path / "game.py").write_text(
         "class Game:\n"
         f"    def reset({reset}):\n"
         "        return 'go'\n\n"
         "    def step(self, turn):\n"
-        "        raise RuntimeError('not asked')\n"
+        "        raise RuntimeError('no idea')\n"
     )
+    environment = f"{tmp_path}/game.py:Game"
     settings = [
+        "policy.arguments={steps=1,seed=3}",
         f"store={tmp_path / 'store'}",
-        f"generate.turns.environment={tmp_path}/game.py:Game",
+        f"generate.turns.environment={environment}",
     ]
-    recipe = preflight(load(RECIPE, [*SMALL, *settings]))
+    recipe = load(RECIPE, [*SMALL, *settings])
     if why is None:
-        assert "generate" in try_out(recipe)
+        looked = look(recipe, Path(RECIPE), is_tried=True)
+        assert [each["rendered"] for each in looked.answer["prompts"].values()] == [8, 8]
+        assert looked.error.object == f"generate.turns {environment}"
+        assert "fails on the answer 'nothingnothingnothing': " in looked.error.message
+        assert "RuntimeError: no idea" in looked.error.message
         return
     with pytest.raises(ConfigError, match=why):
-        try_out(recipe)
+        look(recipe, Path(RECIPE), is_shown=True)
+
+
+def test_a_recipe_with_an_environment_is_checked(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    settings = ["policy.arguments={steps=1,seed=3}", f"store={tmp_path / 'store'}"]
+    looked = look(load(RECIPE, [*SMALL, *settings]), Path(RECIPE), is_tried=True)
+    assert looked.error is None
+    assert looked.answer["rewards"] == {
+        "environment": {"values": [0.0], "error": None},
+        "found": {"values": [0.0], "error": None},
+    }
+    assert looked.answer["tried"] == ["generate", "reward", "optimize"]
+    assert looked.answer["warnings"] == []
 
 
 @pytest.mark.parametrize(

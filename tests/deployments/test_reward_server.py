@@ -205,7 +205,14 @@ def test_what_scores_must_be_what_the_recipe_pins(tmp_path, capsys):
     path = tmp_path / "recipe.toml"
     path.write_text('[reward]\n[[reward.functions]]\nuse = "numeric"\nfingerprint = "quiver:0"\n')
     assert main([str(path), "--port", "0"]) == 2
-    assert "fingerprint expected quiver:0, found quiver:1" in capsys.readouterr().err
+    assert "fingerprint expected quiver:0, found quiver:2" in capsys.readouterr().err
+
+
+def test_whole_groups_are_not_served(tmp_path, capsys):
+    path = tmp_path / "recipe.toml"
+    path.write_text('[reward]\n[[reward.functions]]\nuse = "numeric"\nscope = "group"\n')
+    assert main([str(path), "--port", "0"]) == 2
+    assert "numeric: has scope group" in capsys.readouterr().err
 
 
 # -- who may ask

@@ -5,8 +5,10 @@ import base64
 import doctest
 import json
 import re
+import shutil
 import subprocess
 import sys
+from contextlib import chdir
 from pathlib import Path
 
 import numpy as np
@@ -61,38 +63,84 @@ def test_each_right_word_counts_where_there_are_four(said, share):
     assert squares.right_words([said], ["red left blue right"]) == [share]
 
 
-def test_every_stage_of_a_small_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    recipe = load(RECIPE, SMALL)
-    store = Store(tmp_path / "store")
-    base = run_here("policy", recipe.policy, store, into=recipe.run)
-    prompts = run_here("prompt", recipe.prompt_config(1), store, policy=base)
-    rollouts = run_here("generate", recipe.generate_config(1), store, prompts=prompts, policy=base)
-    rewards = run_here("reward", recipe.reward, store, rollouts=rollouts)
-    done = run_here(
-        "optimize", recipe.optimize_config(), store, policy=base, rollouts=rollouts, rewards=rewards
-    )
-    assert store.open(done).manifest.metrics["audit"]["max_gap"] < 1e-4
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Every stage of a small run: its store, and the versions by kind."""
+    with chdir(ROOT):
+        recipe = load(RECIPE, SMALL)
+        store = Store(tmp_path_factory.mktemp("squares") / "store")
+        base = run_here("policy", recipe.policy, store, into=recipe.run)
+        prompts = run_here("prompt", recipe.prompt_config(1), store, policy=base)
+        asked = {"prompts": prompts, "policy": base}
+        rollouts = run_here("generate", recipe.generate_config(1), store, **asked)
+        rewards = run_here("reward", recipe.reward, store, rollouts=rollouts)
+        scored = {"rollouts": rollouts, "rewards": rewards}
+        done = run_here("optimize", recipe.optimize_config(), store, policy=base, **scored)
+    return store, {"prompts": prompts, **scored, "policy": done}
 
-    for ref in (prompts, rollouts, rewards):
-        lines = describe(store, store.open(ref), rows=1)
+
+@pytest.fixture(scope="module")
+def page(made) -> Path:
+    """The report of the run."""
+    store, _ = made
+    return write(store, "squares")
+
+
+def test_every_stage_of_a_small_run(made, page):
+    store, refs = made
+    assert store.open(refs["policy"]).manifest.metrics["audit"]["max_gap"] < 1e-4
+
+    for kind in ("prompts", "rollouts", "rewards"):
+        lines = describe(store, store.open(refs[kind]), rows=1)
         assert any("PNG, 32 × 32" in line for line in lines if "picture" in line)
     stored = {
         row["group_id"]: row["images"][0]["bytes"]
-        for row in store.open(prompts).table().to_pylist()
+        for row in store.open(refs["prompts"]).table().to_pylist()
     }
-    samples = best_and_worst(store, store.open(rewards)).rows
+    rewards = store.open(refs["rewards"])
+    samples = best_and_worst(store, rewards).rows
     assert len(samples) == 10
     for row in samples:
         (image,) = row["asked"].images
         assert image["bytes"] == stored[row["group_id"]]
-    page = write(store, recipe.run).read_text()
-    urls = re.findall(r'<img src="data:image/png;base64,([^"]+)" alt="picture 1">', page)
+    urls = re.findall(
+        r'<img src="data:image/png;base64,([^"]+)" alt="picture 1">', page.read_text()
+    )
     assert len(urls) >= 10
     shown = open_image(base64.b64decode(urls[0]))
     first = samples[0]["asked"].images[0]["bytes"]
     assert (np.array(shown) == np.array(open_image(first))).all()
-    assert all(len(group.asked.images) == 1 for group in groups(store, store.open(rewards)))
+    assert all(len(group.asked.images) == 1 for group in groups(store, rewards))
+
+
+def test_the_reports_own_policy_lets_its_pictures_show_and_nothing_else(page):
+    content = page.read_text()
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]+)"', content)
+    directives = dict(part.split(maxsplit=1) for part in policy.split("; "))
+    assert directives == {
+        "default-src": "'none'",
+        "img-src": "data:",
+        "style-src": "'unsafe-inline'",
+    }
+    assert {url.partition(":")[0] for url in re.findall(r'\ssrc="([^"]+)"', content)} == {"data"}
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium")
+def test_a_browser_shows_every_picture_of_the_report(page, tmp_path):
+    """The page runs no script, so a page around it looks."""
+    around = tmp_path / "around.html"
+    around.write_text(
+        f'''<iframe src="{page.as_uri()}"></iframe><p id="widths"></p><script>
+        onload = () => document.getElementById("widths").textContent = JSON.stringify(
+            [...document.querySelector("iframe").contentDocument.images].map(x => x.naturalWidth))
+        </script>'''
+    )
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    command = ["chromium", *options, profile, "--dump-dom", around.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    (widths,) = re.findall(r'<p id="widths">([^<]+)</p>', done.stdout)
+    assert len(json.loads(widths)) >= 10 and {*json.loads(widths)} == {32}
 
 
 @pytest.mark.slow

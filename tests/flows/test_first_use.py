@@ -181,7 +181,7 @@ def test_it_is_told_before_prefect_and_torch_are_imported_and_the_first_line_at_
     )
     assert (done.returncode, done.stdout) == (2, "set()\n")
     first, error, *_ = done.stderr.splitlines()
-    assert first == "tiny: 2 iterations, store store"
+    assert first == f"tiny: 2 iterations, in {folder / 'store'}"
     assert error.startswith("E-CONFIG data.prompt x")
 
 
@@ -211,8 +211,11 @@ def test_check_says_what_a_run_would_find(folder):
             "data": ["question", "answer"],
             "data.held_out": ["question", "answer"],
         },
+        "unused": [],
+        "prompts": plain["prompts"],
         "tried": [],
         "finished": {},
+        "warnings": [],
     }
     assert tried["tried"] == ["reward", "optimize"]
     assert "No module named 'nowhere'" in refused["error"]["message"], "only trying tells"

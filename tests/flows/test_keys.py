@@ -2,6 +2,7 @@
 it."""
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
@@ -235,12 +236,72 @@ def test_keys_through_the_command_line(tmp_path):
         "type": "number > 0",
         "default": "1e-06",
         "run_key": "yes",
-        "description": "Of AdamW, after warm-up.",
+        "description": "Peak learning rate of AdamW, after warm-up.",
     }
     assert {entry["name"] for entry in listed[5]["keys"]} == set(ENTRIES)
     assert key["error"]["next"] == "quiver keys optimize.learning_rate"
     assert section["error"]["next"] == "quiver keys optimize"
     assert nothing["error"]["next"] == "quiver keys"
+
+
+def test_every_name_of_trls_and_verls_in_the_document_is_answered_with_our_key():
+    """As the recipe's loader answers it: the right column of the table has the key."""
+    document = (ROOT / "deployments/docs/coming-from.md").read_text()
+    table = document.partition("| recipe |\n")[2].partition("\n## ")[0]
+    names = {}
+    for line in table.splitlines()[1:]:
+        *elsewhere, here = (re.findall(r"`([\w.]+)", cell) for cell in line.split("|")[1:4])
+        for name in itertools.chain(*elsewhere):
+            names.setdefault(name, []).extend(here)
+    assert len(names) > 70 and names["beta"] == ["optimize.kl_coef"]
+    own_names = {name.rpartition(".")[2] for name in ENTRIES}
+    for name, expected in names.items():
+        if name.rpartition(".")[2] in own_names - {"path", "name"}:
+            continue  # its own name says where it is
+        found = keys.look_up(name)
+        found_names = {section.name for section in found}
+        found_names |= {key.name for section in found for key in section.keys}
+        assert found_names & {*expected}, name
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("lr", ["optimize.learning_rate"]),
+        ("actor.optim.lr", ["optimize.learning_rate"]),
+        ("beta", ["optimize.kl_coef"]),
+        ("optimize.beta", ["optimize.kl_coef"]),
+        ("num_generations", ["generate.samples_per_prompt"]),
+        ("rollout.n", ["generate.samples_per_prompt"]),
+        ("lora.r", ["optimize.lora.rank"]),
+        ("r", ["optimize.lora.rank"]),
+        ("lora.rank", ["optimize.lora.rank"]),
+        ("sampling.max_tokens", ["generate.sampling.max_tokens"]),
+        ("audit", ["optimize.audit.enabled"]),
+    ],
+)
+def test_a_name_from_elsewhere_or_the_end_of_a_path_is_answered(name, expected):
+    found = [key.name for section in keys.look_up(name) for key in section.keys]
+    assert found[: len(expected)] == expected and (len(found) == 1 or name == "audit")
+
+
+@pytest.mark.parametrize("name", ["training", "trainer", "xyzzy.n9"])
+def test_a_section_that_is_not_there_is_answered_with_those_that_are(name):
+    with pytest.raises(ConfigError) as caught:
+        keys.look_up(name)
+    listed = (
+        "policy, data, prompt, generate, reward, reference, logprobs, optimize, evaluate, "
+        "promotion, schedule, retention, placement"
+    )
+    assert f"no recipe has such a key or section (sections: {listed})" in caught.value.message
+
+
+def test_the_list_of_all_keys_says_what_each_means():
+    lines = keys.lines_of(keys.look_up(None), with_text=False)
+    after = {line.split()[0]: text.strip() for line, text in itertools.pairwise(lines) if line}
+    for name, entry in ENTRIES.items():
+        assert " ".join(entry.description.split()).startswith(after[name]) and after[name], name
+    assert after["optimize.learning_rate"] == "Peak learning rate of AdamW, after warm-up."
 
 
 def test_the_reference_is_read_without_what_is_heavy():

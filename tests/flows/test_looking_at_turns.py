@@ -503,7 +503,7 @@ def test_what_a_run_prints_at_its_end_sums_up_its_episodes(store, number, says):
         store=str(store.path),
         retention=Retention(),
         overlap=0,
-        optimize=SimpleNamespace(credit="rollout"),
+        optimize=SimpleNamespace(learning_rate=1e-5),
     )
     outcome = {"baseline": None, "iterations": [done]}
     lines = summary(recipe, Path("recipe.toml"), [], outcome)

@@ -162,6 +162,62 @@ def test_the_first_night_and_a_promotion_are_events_and_a_night_that_keeps_the_o
     }
 
 
+def states(server) -> dict[str, tuple[str, str]]:
+    """Name and message of the newest finished state, by the name of the flow run."""
+    body = {"flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}, "sort": "END_TIME_DESC"}
+    runs = httpx.post(f"{server}/flow_runs/filter", json=body, timeout=60).json()
+    return {run["name"]: (run["state"]["name"], run["state"]["message"]) for run in reversed(runs)}
+
+
+def test_a_flow_run_ends_in_a_state_of_the_decisions_name(nights, server):
+    ended = states(server)
+    better, worse = nights
+    assert ended["tiny · nightly one"] == ("Promoted", better["why"])
+    assert ended["tiny · nightly two"] == ("Kept", worse["why"])
+
+
+def test_the_table_of_nights_is_on_prefects_pages_and_in_the_history(store, nights, folder, server):
+    rows = quiver(folder, "history", "tiny/policy@prod")["nights"]
+    told = [
+        (row["name"], row["in_use"], row["candidate"], row["decision"], row["who"]) for row in rows
+    ]
+    assert told[:3] == [
+        ("one", "none", "tiny/policy@0", "began", "quiver"),
+        ("one", "tiny/policy@0", "tiny/policy@1", "promoted", "quiver"),
+        ("two", "tiny/policy@1", "tiny/policy@2", "kept", "quiver"),
+    ]
+    assert [row["why"] for row in rows[1:3]] == [night["why"] for night in nights]
+    body = {"artifacts": {"key": {"any_": ["nights-tiny"]}}, "sort": "ID_DESC"}
+    pages = httpx.post(f"{server}/artifacts/filter", json=body).json()
+    page = next(page for page in pages if "| kept |" in page["data"])
+    shown = [line for line in page["data"].splitlines() if line.startswith(("| one |", "| two |"))]
+    assert [line.split(" | ")[4] for line in shown] == ["kept", "promoted", "began"]
+
+
+def test_tasks_of_a_measurement_name_the_policy(nights, server):
+    body = {"task_runs": {"name": {"like_": "evaluate policy@"}}}
+    tasks = httpx.post(f"{server}/task_runs/filter", json=body, timeout=60).json()
+    names = {task["name"] for task in tasks}
+    assert {
+        f"tiny · evaluate policy@{number}: {stage}"
+        for number in (0, 1, 2)
+        for stage in ("prompt", "generate", "reward", "evaluate")
+    } <= names
+
+
+def test_a_better_policy_that_moved_too_far_is_kept_with_the_reason(store, nights, server, caplog):
+    done = spend("one", [*BETTER, "promotion.max_kl=0"], "far")
+    assert (done["decision"], done["in_use"]) == ("kept", "tiny/policy@0")
+    assert done["bound"] >= 0.02, "by the score it would have been promoted"
+    (watch,) = done["watch"]
+    assert re.fullmatch(r"approx. KL \S+ nats a token \(promotion.max_kl 0\)", watch)
+    why = f"better, and not promoted, since it moved far from the policy in use: {watch}; score +"
+    assert done["why"].startswith(why)
+    assert store.history("tiny", "far")[-1].why == done["why"]
+    assert states(server)["tiny · nightly one"] == ("Kept", done["why"])
+    assert f"tiny/policy@1 moved far: {watch}" in caplog.text
+
+
 def test_each_night_has_rows_of_its_own(store, nights):
     (one,), (two,) = (night["iterations"] for night in nights)
     asked = [
@@ -266,7 +322,8 @@ def test_a_person_overrides_rewards_and_approves_what_comes_of_it(
     store, nights, server, monkeypatch
 ):
     """An answer without a reason is refused by the server, an unknown rollout by the flow, which
-    then asks again."""
+    then asks again. How far the candidate moved is told, and a person may promote it all the
+    same."""
     monkeypatch.setattr(approval, "POLL_SECONDS", 0.1)
     scored = store.open(nights[0]["rewards"]).table().to_pylist()
     overrides = {row["rollout_id"]: 2.0 for row in scored if row["reward"] == 1.0}
@@ -278,10 +335,12 @@ def test_a_person_overrides_rewards_and_approves_what_comes_of_it(
         {**said, "reason": "better still"},
     ]
     reviewer = Reviewer(server, replies)
-    done = spend("one", APPROVAL, "asked")
+    done = spend("one", [*APPROVAL, "promotion.max_kl=0"], "asked")
     reviewer.join(10)
     assert reviewer.statuses == ["REJECT", "ACCEPT", "ACCEPT", "ACCEPT"]
     assert "tiny/policy@1** replace **tiny/policy@0" in reviewer.questions[0]
+    far = "t moved far from the policy in use: approx. KL "
+    assert f"**I{far}" in reviewer.questions[0]
     assert re.search(r"Over the \d+ prompts .* prompts? better, ", reviewer.questions[0])
     assert "| prompt | reference | before | score | after | score |" in reviewer.questions[0]
     assert (
@@ -293,7 +352,8 @@ def test_a_person_overrides_rewards_and_approves_what_comes_of_it(
         "tiny/policy@1",
         "tiny/policy@2",
     )
-    assert done["why"].startswith("ada said yes: better still; score +")
+    assert done["why"].startswith(f"ada said yes: better still; i{far}")
+    assert (done["author"], len(done["watch"])) == ("ada", 1)
 
     rewards = store.open(done["rewards"])
     assert rewards.manifest.config == {

@@ -395,16 +395,19 @@ def test_evaluations_before_and_after(store, policy):
     alone, after = (
         shown(finished(store, "evaluate", store.open(ref)))["evaluations-tiny"] for ref in refs
     )
-    assert alone["description"] == "**0.5 ± 0.5** (no policy)" and "data:image" not in alone["data"]
+    assert (
+        alone["description"] == "**0.5 ± 0.5 (1 left out)** (no policy)"
+        and "data:image" not in alone["data"]
+    )
     assert (
         after["description"]
-        == "**0.5 ± 0.5** before (no policy), **0.8333 ± 0.17** after (no policy): +0.3333"
+        == "**0.5 ± 0.5 (1 left out)** before (no policy), **0.8333 ± 0.17** after (no policy): +0.3333"
     )
     assert [len(line) for line in lines(drawn(after["data"]))] == [2]
     rows = [line for line in after["data"].splitlines() if line.startswith("| evaluations@")]
     assert rows == [
-        "| evaluations@1 | no policy | 0.5 ± 0.5 | 2 | 1 | 0.5 |",
-        "| evaluations@2 | no policy | 0.8333 ± 0.17 | 3 | 0 | 0.6667 |",
+        "| evaluations@1 | no policy | 0.5 ± 0.5 (1 left out) | 2 | 0.5 |",
+        "| evaluations@2 | no policy | 0.8333 ± 0.17 | 3 | 0.6667 |",
     ]
     assert (
         "before"

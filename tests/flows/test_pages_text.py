@@ -222,6 +222,9 @@ def test_the_line_of_a_stage_says_what_has_no_reward():
     }
     assert said[0].endswith("8 rows  1.0 s  reward 0.000")
     assert said[3].endswith("8 rows  1.0 s  reward 0.000  3 not scored")
+    told = {"score": 0.5, "null": 3, "limited": 2, "limited_score": 0.0}
+    evaluated = describe("evaluate policy@2", Outcome("a/evaluations@1", False, 8, 1.0, told))
+    assert evaluated.endswith("8 rows  1.0 s  score 0.500 (2 cut off count as 0, 3 left out)")
 
 
 def test_without_a_run_of_prefect_there_is_no_page(store):
@@ -234,8 +237,7 @@ def test_without_a_run_of_prefect_there_is_no_page(store):
 
 
 def test_what_a_run_prints_at_its_end():
-    """Bars from the lowest to the highest mean reward; a single held-out prompt has no standard
-    error."""
+    """Bars from 0 to each mean reward; a single held-out prompt has no standard error."""
     baseline = {"score": 0.25, "stderr": None, "n": 1}
     outcome = {
         "baseline": baseline,
@@ -253,12 +255,51 @@ def test_what_a_run_prints_at_its_end():
         store="/my store",
         retention=Retention(moments=1),
         overlap=0,
-        optimize=SimpleNamespace(credit="rollout"),
+        optimize=SimpleNamespace(learning_rate=1e-5),
     )
     said = summary(recipe, Path("recipe.toml"), [], outcome)
     assert said[1:3] == ["store   /my store", "report  /my store/tiny/report.html"]
-    bars = {1: " 0.200 █", 2: "(none scored)", 3: f" 0.600 {'█' * 16}"}
+    assert "iteration  reward, 0.000 to 0.600     policy" in said
+    bars = {1: f" 0.200 {'█' * 5}", 2: "(none scored)", 3: f" 0.600 {'█' * 15}"}
     for number, bar in bars.items():
         assert f"{number:>9}  {bar:<26} tiny/policy@{number}" in said
     assert "   before  0.250 ± – (standard error, n = 1)" in said
     assert "after    3  0.500 ± 0.125 (standard error, n = 4)" in said
+    commands = [line.strip() for line in said if line.startswith("  quiver ")]
+    assert commands == [
+        "quiver optimize recipe.toml --store '/my store' --set optimize.learning_rate=5e-06 "
+        "--rollouts tiny/rollouts@3 --set optimize.load_optimizer=false",
+        "quiver lineage tiny/policy@3 --store '/my store'",
+        "quiver run recipe.toml --store '/my store' --iterations 5",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("means", "bars"),
+    [
+        ((0.9, 1.0), ("█" * 14, "█" * 15)),
+        ((-0.5, 1.0), ("█" * 5, " " * 5 + "█" * 10)),
+        ((-1.0, -0.2), ("█" * 15, " " * 12 + "█" * 3)),
+        ((0.0, 0.0), ("", "")),
+    ],
+)
+def test_bars_begin_at_0(means, bars):
+    """Those of negative rewards lie to its left."""
+    outcome = {
+        "baseline": None,
+        "iterations": [
+            {**done(number, mean), "rollouts": f"tiny/rollouts@{number}"}
+            for number, mean in enumerate(means, 1)
+        ],
+    }
+    recipe = SimpleNamespace(
+        run="tiny",
+        store="/my store",
+        retention=Retention(),
+        overlap=0,
+        optimize=SimpleNamespace(learning_rate=1e-5),
+    )
+    said = summary(recipe, Path("recipe.toml"), [], outcome)
+    for number, (mean, bar) in enumerate(zip(means, bars, strict=True), 1):
+        shown = f"{mean:6.3f} {bar}"
+        assert f"{number:>9}  {shown:<26} tiny/policy@{number}" in said

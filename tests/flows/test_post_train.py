@@ -145,14 +145,6 @@ def test_the_next_commands_work_as_they_are_printed(workplace, result, monkeypat
     assert "--iterations 4" in commands[2] and "generate.rows_per_shard=7" in commands[2]
 
 
-def test_a_length_is_no_reward_of_turns(workplace, result, monkeypatch):
-    """What is worth trying next scores by length, which turns can not answer for one by one."""
-    monkeypatch.chdir(workplace)
-    settings = ["optimize.credit=turn", "generate.turns={environment='game.py:Game'}"]
-    score, *_ = next_commands(load("recipe.toml", settings), "recipe.toml", settings, result)
-    assert score.count("--set optimize.credit=rollout") == 2
-
-
 def test_one_more_iteration_adds_only_itself(workplace, result):
     before = names(Store(workplace / "store"))
     longer = quiver(workplace, "run", "recipe.toml", "--iterations", "3")

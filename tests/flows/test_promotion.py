@@ -3,14 +3,20 @@
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 
 from quiver.flows.approval import compared
+from quiver.flows.drift import moved
 from quiver.flows.promotion import Promotion, decide, entry_of, judge
+from quiver.schemas import evaluations
 from quiver.schemas.errors import ConflictError
+from quiver.stages.common.config import Config
 from quiver.stages.common.store import Store
+from tests.benchmarks.made import rollouts_table
 from tests.stages.common.store.test_store import Settings, commit
+from tests.writing import begin
 
 
 def metrics(score, stderr, n=400, k=None):
@@ -100,7 +106,9 @@ def test_who_is_asked_sees_the_comparison_and_the_answers_that_changed_most(tmp_
         "Over the 3 prompts that both have a score for: -0.0278, 95 % interval"
     )
     assert shown[0].endswith("; 0 prompts better, 2 worse, 1 equal.")
-    rows = [line.strip("| ").split(" | ") for line in shown[4:]]
+    assert shown[2].startswith("Scores: ") and " → " in shown[2]
+    head = next(place for place, line in enumerate(shown) if line.startswith("| --- "))
+    rows = [line.strip("| ").split(" | ") for line in shown[head + 1 :]]
     gains = [float(row[6]) - float(row[4]) for row in rows]
     expected = after.astype(float) - before
     rising = sorted(expected[expected > 0], reverse=True)[:5]
@@ -112,3 +120,137 @@ def test_who_is_asked_sees_the_comparison_and_the_answers_that_changed_most(tmp_
     assert rows[0][3] == f"`{texts[4]}`"
     shutil.rmtree(tmp_path / "store/held/rollouts/v000001")
     assert compared(store, "held/evaluations@4") == "", "the rule's words are there all the same"
+
+
+def test_what_the_difference_leaves_out_stands_beside_it():
+    told = metrics(0.05, 0.02) | {"unpaired": 2, "null": 1, "limited": 0}
+    told |= {"baseline": {"null": 0, "limited": 3, "limited_score": 0.0}}
+    why = judge(Promotion(), told).why
+    assert why.endswith(
+        "; 2 prompts left out, scored on one side only; candidate: (1 left out); in use: (3 cut off "
+        "count as 0)"
+    )
+    assert judge(Promotion(), metrics(0.05, 0.02)).why.endswith("margin 0.01")
+
+
+# -- how far a candidate moved
+
+
+class Noted(Config):
+    """Tells versions apart."""
+
+    name: str
+
+
+def noted(store, kind, name, *, inputs=None, **about):
+    """A version of `kind` with no rows but in its manifest."""
+    options = {"stage": name, "stage_version": 1, "config": Noted(name=name), "force": True}
+    with begin(store, "a", kind, inputs=inputs or {}, **options) as work:
+        if "rows" in about:
+            work.write_table(about.pop("rows"))
+        return work.commit(**about)
+
+
+def answers(store, name, *, cut=0, of_turns=False, length=10.0):
+    """Rollouts of ten answers, `cut` of them cut off by a limit, of this mean length."""
+    told = {"mean_completion_tokens": length}
+    status = {"length": cut, "stop": 10 - cut}
+    if of_turns:
+        told["end_reasons"] = {"max_turns": cut, "answered": 10 - cut}
+        status = {"stop": 10}
+    rows = rollouts_table(10, 10, 2, 1)
+    return noted(store, "rollouts", name, rows=rows, metrics=told, status=status)
+
+
+def moved_by(store, steps=(), before=None, after=None, **options):
+    """What is told of a candidate whose training had these metrics one after another, and whose
+    held-out answers were these."""
+    in_use = policy = noted(store, "policy", "in use")
+    for number, told in enumerate(steps):
+        policy = noted(store, "policy", f"step {number}", inputs={"policy": policy}, metrics=told)
+    before, after = (
+        answers(store, name, **about or {}) for name, about in (("b", before), ("a", after))
+    )
+    rows = evaluated_rows()
+    base = noted(store, "evaluations", "base", rows=rows, inputs={"rollouts": before}, metrics=ONE)
+    inputs = {"rollouts": after, "baseline": base}
+    measured = noted(store, "evaluations", "night", rows=rows, inputs=inputs, metrics=ONE)
+    refs = (str(version.ref) for version in (in_use, policy, measured))
+    return moved(Promotion(**options), store, *refs)
+
+
+ONE = {"score": 0.5, "stderr": None, "n": 1}
+
+
+def evaluated_rows():
+    names = evaluations.SCHEMA.names
+    row = dict(zip(names, ("g", 0, "g-0", 0.5, 3, "stop"), strict=True))
+    return pa.Table.from_pylist([row], schema=evaluations.SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("about", "options", "watch"),
+    [
+        ({}, {}, []),
+        (
+            {"steps": [{"approx_kl": 4.62, "entropy": 2.65}, {"approx_kl": 0.1, "entropy": 0.99}]},
+            {},
+            [
+                "approx. KL 4.62 nats a token (promotion.max_kl 1)",
+                "entropy 2.65 → 0.99 nats a token (promotion.max_entropy_drop 1)",
+            ],
+        ),
+        ({"steps": [{"approx_kl": 1.0, "entropy": 2.0}, {"approx_kl": 0.0, "entropy": 1.0}]}, {}, []),
+        (
+            {"steps": [{"approx_kl": 0.2, "entropy": 2.0}]},
+            {"max_kl": 0.1},
+            ["approx. KL 0.2 nats a token (promotion.max_kl 0.1)"],
+        ),
+        (
+            {"steps": [{"approx_kl": None, "entropy": None}]},
+            {},
+            [
+                "approx. KL inf nats a token (promotion.max_kl 1)",
+                "entropy – → – nats a token (promotion.max_entropy_drop 1)",
+            ],
+        ),
+        ({"steps": [{"approx_kl": None, "entropy": None}]}, {"max_kl": None, "max_entropy_drop": None}, []),
+        (
+            {"before": {"cut": 2}, "after": {"cut": 10}},
+            {},
+            ["20% → 100% of the held-out answers cut off by a limit (promotion.max_truncated 0.8)"],
+        ),
+        (
+            {"before": {"cut": 0, "of_turns": True}, "after": {"cut": 1, "of_turns": True}},
+            {"max_truncated": 0.0},
+            ["0% → 10% of the held-out answers cut off by a limit (promotion.max_truncated 0)"],
+        ),
+        ({"before": {"cut": 9}, "after": {"cut": 10}}, {}, []),
+        ({"before": {"cut": 8}, "after": {"cut": 8}}, {}, []),
+        (
+            {"before": {"length": 10.0}, "after": {"length": 2.0}},
+            {},
+            ["mean length 10 → 2 tokens (promotion.max_length_change 4)"],
+        ),
+        (
+            {"before": {"length": 10.0}, "after": {"length": 41.0}},
+            {},
+            ["mean length 10 → 41 tokens (promotion.max_length_change 4)"],
+        ),
+        ({"before": {"length": 10.0}, "after": {"length": 40.0}}, {}, []),
+        ({"before": {"length": 10.0}, "after": {"length": 0.0}}, {"max_length_change": None}, []),
+    ],
+)  # fmt: skip
+def test_what_is_beyond_its_limit_is_told_with_its_key(store, about, options, watch):
+    assert moved_by(store, **about, **options).watch == watch
+
+
+def test_how_far_it_moved_is_told_in_any_case(store):
+    steps = [{"approx_kl": 0.0, "entropy": 2.0}, {"approx_kl": 0.5, "entropy": 1.5}]
+    told = moved_by(store, steps, {"cut": 1}, {"cut": 3, "length": 12.0}).numbers
+    assert told == {
+        "kl": 0.5,
+        "entropy": [2.0, 1.5],
+        "truncated": [0.1, 0.3],
+        "mean_length": [10.0, 12.0],
+    }

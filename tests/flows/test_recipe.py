@@ -93,6 +93,17 @@ def test_what_is_wrong_is_said(recipe, setting, said):
     assert caught.value.exit_code == 2
 
 
+def test_a_stage_that_measures_nothing_does_not_check_what_is_measured(recipe):
+    """`quiver reward` with another reward need not name another evaluate.score as well."""
+    settings = ["reward.functions=[{use='length'}]", "evaluate.score=evenness"]
+    with pytest.raises(ConfigError, match="must be one of reward, length, got"):
+        load(recipe, settings)
+    loaded = load(recipe, settings, measures=False)
+    assert loaded.reward.part_names == ["length"] and loaded.evaluate.score == "evenness"
+    with pytest.raises(ConfigError, match="did you mean max_tokens"):
+        load(recipe, ["evaluate.generate={sampling={max_token=1}}"], measures=False)
+
+
 def test_a_stop_string_leaves_the_sampled_distribution_as_it_is(recipe):
     loaded = load(recipe, ['generate.sampling.stop=["</answer>"]'])
     assert loaded.generate_config(1).sampling.stop == ("</answer>",)

@@ -10,13 +10,15 @@ names the prompt.
 
 Control ids are those of all added tokens, special or not. Left out are tokens of white space alone
 (some tokenizers spell indentation with them), the id for "unknown" where the tokenizer needs it for
-text that it can not spell, and ids that the caller lets stand for their text (`plain`).
+text that it can not spell, and ids that the caller lets stand for their text: `plain` ones in any
+content, `markup` in contents that are trusted (the recipe's and the policy's own). Which ids these
+are, `generation_prompt.learn_markup` tells of a template.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -50,9 +52,11 @@ class Guard:
         *,
         closes: bool = False,
         plain: Collection[int] = (),
+        markup: Collection[int] = (),
     ) -> None:
         """`closes`: prompts end as the tokenizer's post-processor ends them (encoder-decoder models
-        read whole sequences). `plain`: added tokens that any content may hold."""
+        read whole sequences). `plain`: added tokens that any content may hold. `markup`: more of
+        them, which trusted contents may hold."""
         self._json = tokenizer.backend_tokenizer.to_str()
         self._encoder = self._new_encoder()
         self._unknown = {tokenizer.unk_token_id}.intersection(_ids(self._encoder, _RARE))
@@ -62,10 +66,12 @@ class Guard:
             if token.content.replace("▁", "").strip() and id not in plain
         }
         self._control_ids = set(added_tokens) - self._unknown
-        texts = sorted(map(re.escape, added_tokens.values()), key=len, reverse=True)
-        pattern = f"(?=(?:{'|'.join(texts)}))." if texts else r"(?!)"
-        self._token_start = re.compile(pattern, re.DOTALL)
-        """Matches the first character of an added token's text."""
+        self._token = _matching(added_tokens.values())
+        """Matches the first character of a control token's text, which is its group 1."""
+        self._forbidden = _matching(text for id, text in added_tokens.items() if id not in markup)
+        """The same for tokens that no trusted content may hold."""
+        texts = sorted((added_tokens[id] for id in markup if id in added_tokens), key=len)
+        self._markup = re.compile("|".join(map(re.escape, reversed(texts))) or r"(?!)")
         self._neutral_controls: dict[tuple, list[int]] = {}
         # what the post-processor puts before and after a text
         bare = _ids(self._encoder, "a")
@@ -82,31 +88,67 @@ class Guard:
         contents: list[str],
         render: Render,
         *,
+        trusted: Collection[int] = (),
         is_whole: bool = True,
     ) -> Rendering:
         """`render(contents)` as ids with the control ids of a neutral rendering, no others.
-        SecurityError names the prompt. `is_whole`: as a sequence with its start and end; False: a
-        piece of one, as it is."""
+        SecurityError names the prompt. `trusted`: which contents keep their markup. `is_whole`: as
+        a sequence with its start and end; False: a piece of one, as it is."""
         frame = self.framed if is_whole else list
-        neutral = ["x" if content.strip() else " " * bool(content) for content in contents]
+        keeping = {n for n in trusted if self._markup.search(contents[n])}
+        # equal contents stay equal and others differ, since templates may compare messages
+        words = {content: f"x{n or ''}" for n, content in enumerate(dict.fromkeys(contents))}
+        neutral = [
+            self._neutral(content, words[content], n in keeping)
+            for n, content in enumerate(contents)
+        ]
         key = (roles, *neutral)
         if key not in self._neutral_controls:
             self._neutral_controls[key] = self._controls(_ids(self._encoder, render(neutral)))
         expected = self._neutral_controls[key]
         text = render(contents)
         ids = _ids(self._encoder, text)
-        typed = any(self._token_start.search(content) for content in contents)
+        typed = any(
+            (self._forbidden if n in keeping else self._token).search(content)
+            for n, content in enumerate(contents)
+        )
         if self._controls(ids) == expected and not (typed and self._unknown):
             return Rendering(text, frame(ids))
-        for spelled in self._spellings(contents, render, text):
+        for spelled in self._spellings(contents, render, text, keeping):
             if self._controls(spelled.ids) == expected:
                 return Rendering(spelled.text, frame(spelled.ids))
+        if keeping:  # its markup can not be kept beside what has to be spelled
+            return self.encode(name, roles, contents, render, is_whole=is_whole)
         raise SecurityError(
             name,
             "its text would become control tokens of the template, and no spelling was found that "
             "would not",
             next="take the row out of the source, or give prompt_ids",
         )
+
+    def spelled_out(self, contents: list[str], trusted: Collection[int] = ()) -> list[str]:
+        """The control tokens whose text stands in `contents`, and which `encode` spells out."""
+        found = dict.fromkeys(
+            match[1]
+            for n, content in enumerate(contents)
+            for match in (self._forbidden if n in trusted else self._token).finditer(content)
+        )
+        return list(found)
+
+    def _neutral(self, content: str, word: str, keeps_markup: bool) -> str:
+        """`word` in place of the words of a content; its markup stays if it may."""
+        if not keeps_markup:
+            return word if content.strip() else " " * bool(content)
+        between = self._markup.split(content)
+        words = [word if text.strip() else text for text in between]
+        tags = [*self._markup.findall(content), ""]
+        return "".join(word + tag for word, tag in zip(words, tags, strict=True))
+
+    def missing_start(self, text: str) -> str:
+        """The start (BOS) that the tokenizer puts before a text and `text` does not begin with;
+        `encode` adds it. Empty if it has it, or there is none."""
+        begins = _ids(self._encoder, text)[: len(self._start)] == self._start
+        return "" if begins else self.decode(self._start)
 
     def decode(self, ids: list[int]) -> str:
         """Ids as text, control tokens included."""
@@ -134,10 +176,12 @@ class Guard:
         """The control ids among `ids`, in order."""
         return [id for id in ids if id in self._control_ids]
 
-    def _spellings(self, contents: list[str], render: Render, text: str) -> Iterator[Rendering]:
+    def _spellings(
+        self, contents: list[str], render: Render, text: str, keeping: Collection[int]
+    ) -> Iterator[Rendering]:
         """Renderings of `contents` with marks put into them, where template and tokenizer carry
-        these: first behind the first character of each added token's text, then between all
-        characters. `text` is the plain rendering."""
+        these: first behind the first character of each control token's text, then between all
+        characters, but for the contents in `keeping`. `text` is the plain rendering."""
         used = set(text).union(*contents)
         normalizer = self._encoder.normalizer
 
@@ -148,10 +192,14 @@ class Guard:
             normal = normalizer.normalize_str(f"a{mark}b") if normalizer else mark
             return mark in normal or self._as_split(mark) in normal
 
-        def mark_tokens(content: str, mark: str) -> str:
-            return self._token_start.sub(lambda match: match[0] + mark, content)
+        def mark_tokens(n: int, mark: str) -> str:
+            pattern = self._forbidden if n in keeping else self._token
+            return pattern.sub(lambda match: match[0] + mark, contents[n])
 
-        def mark_all(content: str, mark: str) -> str:
+        def mark_all(n: int, mark: str) -> str:
+            if n in keeping:
+                return mark_tokens(n, mark)
+            content = contents[n]
             core = content.strip()  # white space at its ends stays outside
             return content.replace(core, mark + mark.join(core) + mark, 1) if core else content
 
@@ -160,7 +208,7 @@ class Guard:
             return
         for put_marks in (mark_tokens, mark_all):
             first, second = (
-                render([put_marks(content, mark) for content in contents]) for mark in marks
+                render([put_marks(n, mark) for n in range(len(contents))]) for mark in marks
             )
             text = first.replace(marks[0], "")
             if text != second.replace(marks[1], ""):
@@ -197,6 +245,13 @@ class Guard:
             return mark
         splitter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         return splitter.pre_tokenize_str(mark)[0][0]
+
+
+def _matching(texts: Iterable[str]) -> re.Pattern[str]:
+    """Matches the first character of each of `texts`; group 1 is the whole text."""
+    longest_first = sorted(map(re.escape, texts), key=len, reverse=True)
+    pattern = f"(?=({'|'.join(longest_first)}))." if longest_first else r"(?!)()"
+    return re.compile(pattern, re.DOTALL)
 
 
 def _ids(encoder: Tokenizer, text: str) -> list[int]:

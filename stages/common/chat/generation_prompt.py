@@ -11,15 +11,23 @@ template writes for an assistant's message; `prefill` then reads the text off an
     # "<|im_end|>\n<|im_start|>assistant\n"
     prefill("…3 + four?<|im_end|>\n<|im_start|>assistant\n<think>\n", start)
     # "<think>\n"
+
+Added tokens that stand in no such header, and in no other border between two messages, are markup
+within a message. A served model reads them as one id wherever their text stands, so texts may hold
+them: `learn_markup`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from os.path import commonprefix
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.chat.template import Messages
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _ANSWER = "probezanswer"
 Render = Callable[[Messages, bool], str]
@@ -80,3 +88,101 @@ def prefill(prompt_text: str, start: str) -> str | None:
     if start not in prompt_text:
         return None
     return prompt_text[prompt_text.rindex(start) + len(start) :]
+
+
+class Markup(NamedTuple):
+    """Ids of added tokens that are no border between messages."""
+
+    plain: frozenset[int] = frozenset()
+    """Tokens that are not special: any content may hold them."""
+    markup: frozenset[int] = frozenset()
+    """Special tokens in pairs, such as <think> and </think>: trusted contents may hold them."""
+
+
+def learn_markup(
+    tokenizer: PreTrainedTokenizerFast, renders: Sequence[Render], reserved: Collection[int] = ()
+) -> Markup:
+    """The added tokens that are markup in each of the templates `renders`. `reserved`: ids with a
+    use of their own, such as what stands for a picture."""
+    encode = tokenizer.backend_tokenizer.encode
+
+    def token_ends(text: str) -> list[int]:
+        return [end for _, end in encode(text, add_special_tokens=False).offsets]
+
+    kept = set(reserved)
+    for render in renders:
+        for border in _borders(render, token_ends):
+            kept |= set(encode(border, add_special_tokens=False).ids)
+    named = {text for text in tokenizer.special_tokens_map.values() if isinstance(text, str)}
+    tokens = {
+        id: token
+        for id, token in tokenizer.added_tokens_decoder.items()
+        if id not in kept and token.content not in named
+    }
+    texts = {token.content for token in tokens.values()}
+    special = {id: token.content for id, token in tokens.items() if token.special}
+    return Markup(
+        plain=frozenset(tokens.keys() - special.keys()),
+        markup=frozenset(id for id, text in special.items() if _partner(text) in texts),
+    )
+
+
+def _partner(tag: str) -> str:
+    """</think> for <think>, and the reverse; empty for what is no tag."""
+    if tag.startswith("</"):
+        return tag.replace("</", "<", 1)
+    return tag.replace("<", "</", 1) if tag.startswith("<") else ""
+
+
+def _borders(render: Render, token_ends: Callable[[str], list[int]]) -> list[str]:
+    """What a template writes between the messages of a conversation, without what it writes into
+    a message itself. Pieces that it does not show are left out."""
+
+    def rendered(messages: Messages, generation: bool = False) -> str:
+        try:
+            return render(messages, generation)
+        except ConfigError:  # the template refuses these roles
+            return ""
+
+    system, question, answer, more, result = (
+        {"role": role, "content": f"probez{role}{n}z"}
+        for n, role in enumerate(("system", "user", "assistant", "user", "tool"))
+    )
+    chat = rendered([question, answer, more])
+    behind_answer = _between(chat, answer, more)
+    if not behind_answer:  # it shows no conversation: all that it writes counts
+        return [rendered([question], generation=True)]
+    start = learn_start(render, ["user"], token_ends)
+    before_answer = _between(chat, question, answer) if start is None else start
+    with_system = rendered([system, question])
+    before_system = with_system.partition(system["content"])[0]
+    borders = [before_answer, behind_answer, _between(with_system, system, question)]
+    borders.append(before_system if before_system != with_system else "")
+    result = {**result, "name": "probeztool", "tool_call_id": "call00000"}
+    for turn in (answer, _CALL):
+        before = rendered([question, turn])
+        whole = rendered([question, turn, result])
+        if before and result["content"] in whole:
+            borders.append(whole[len(commonprefix([before, whole])) :])  # noqa: RUF071
+    return borders
+
+
+_CALL: dict[str, Any] = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": "call00000",
+            "type": "function",
+            "function": {"name": "probeztool", "arguments": {}},
+        }
+    ],
+}
+"""A turn of the assistant that calls a tool."""
+
+
+def _between(text: str, first: dict[str, str], second: dict[str, str]) -> str:
+    """What stands in `text` between the contents of two messages; empty if it lacks one."""
+    _, _, behind = text.partition(first["content"])
+    gap, mark, _ = behind.partition(second["content"])
+    return gap if mark else ""

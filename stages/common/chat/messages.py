@@ -7,9 +7,11 @@ A message has a role and a content; one of an assistant may have `tool_calls` an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
+_WORD = re.compile(r"\w[\w$.-]{0,63}|\$\w{1,30}")
 _NO_TEXTS = frozenset({"role", "type", "id", "tool_call_id"})
 """Members of a message that are the system's own words."""
 
@@ -71,6 +73,49 @@ def _take(member: Any, texts: list[str], *, is_ours: bool) -> Any:
             shown_key = ["own", key] if is_ours else _take(key, texts, is_ours=False)
             is_below_ours = is_ours and key != "arguments"
             pairs.append([shown_key, _take(below, texts, is_ours=is_below_ours)])
+    return ["dict", *pairs]
+
+
+def texts_of(
+    messages: list[dict[str, Any]], is_meant: Callable[[dict[str, Any]], bool]
+) -> set[int]:
+    """Which of the texts that `take_texts` gives belong to messages that are meant."""
+    numbers: set[int] = set()
+    count = 0
+    for message in messages:
+        _, texts = take_texts([message])
+        if is_meant(message):
+            numbers.update(range(count, count + len(texts)))
+        count += len(texts)
+    return numbers
+
+
+def is_assistants(message: dict[str, Any]) -> bool:
+    """Whether a message is what a policy says: its markup stays (`Guard`)."""
+    return message["role"] == "assistant"
+
+
+def take_variables(variables: dict[str, Any]) -> tuple[Any, list[str]]:
+    """The same of variables of a template that are a row's own, such as `tools`. Words that can
+    hold no control token and by which templates decide stay: keys, types, and short values that are
+    no description."""
+    texts: list[str] = []
+    return _take_variable(variables, texts), texts
+
+
+def _take_variable(member: Any, texts: list[str]) -> Any:
+    if isinstance(member, str):
+        if _WORD.fullmatch(member):
+            return ["own", member]
+        texts.append(member)
+        return "text"
+    if isinstance(member, list):
+        return ["list", *(_take_variable(below, texts) for below in member)]
+    if not isinstance(member, dict):
+        return ["own", member]
+    pairs = [
+        [_take_variable(key, texts), _take_variable(below, texts)] for key, below in member.items()
+    ]
     return ["dict", *pairs]
 
 

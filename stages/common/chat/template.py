@@ -4,6 +4,10 @@ is a ConfigError.
 jinja2's sandbox keeps a template from files and attributes, not from eating time or memory; a
 process of its own does.
 
+Some templates read contents as lists of parts alone and show nothing of a plain string. So each
+sequence of roles is rendered once with marked contents: as strings, and if a mark is missing, as
+parts. Messages are then given in the form that shows them.
+
     with Template(source, variables) as template:
         messages = [{"role": "user", "content": "3 + four?"}]
         text = template.render("prompt sum-0017", messages, add_generation_prompt=True)
@@ -16,8 +20,9 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.plain import bad_text
@@ -25,7 +30,21 @@ from quiver.stages.common.runtime.subprocesses import Process
 
 MEMORY = 2 * 1024**3
 _WORKER = Path(__file__).with_name("jinja_worker.py")
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
+
+
+_CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
+"""What transformers puts behind a message that is to be continued; the space at its end shows
+whether a template trims contents."""
+
+
+class _Form(NamedTuple):
+    """How a template reads the contents of a sequence of messages."""
+
+    as_parts: frozenset[int]
+    """Positions of the strings that it reads as a list of parts."""
+    unseen: frozenset[int]
+    """Positions of the messages that it does not show at all."""
 
 
 class Template:
@@ -43,7 +62,9 @@ class Template:
         template itself call it."""
         self._name = name
         self._template = {"template": source, "variables": variables, "seconds": seconds}
+        self.source = source
         self._closed = False
+        self._forms: dict[tuple, _Form] = {}
         self._start()
 
     def _start(self) -> None:
@@ -75,6 +96,82 @@ class Template:
     def render(self, name: str, messages: Messages, **variables: Any) -> str:
         """The text of `messages`, with other `variables` for this once. ConfigError names the
         prompt and says what was raised."""
+        form = self._form(name, messages, variables)
+        return self._render(name, _with_parts(messages, form.as_parts), variables)
+
+    def probe(self, messages: Messages, generation: bool) -> str:
+        """The text of messages that are not a row's, to learn from. ConfigError."""
+        return self.render(self._name, messages, add_generation_prompt=generation)
+
+    def render_to_continue(self, name: str, messages: Messages, **variables: Any) -> str:
+        """The text of `messages` up to the end of the last content, which a policy is to continue;
+        as transformers writes it for `continue_final_message`. ConfigError."""
+        last = messages[-1]
+        content = last["content"]
+        if isinstance(content, str):
+            marked_content: Any = content + _CONTINUED
+        else:
+            content = next((p["text"] for p in reversed(content) if "text" in p), "")
+            marked_content = _with_last_text(last["content"], content + _CONTINUED)
+        marked = [*messages[:-1], {**last, "content": marked_content}]
+        variables = {**variables, "add_generation_prompt": False}
+        text = self.render(name, marked, **variables)
+        mark = _CONTINUED.strip()
+        if content.strip() not in text or mark not in text:
+            raise ConfigError(
+                name,
+                "the chat template does not show the last message, an assistant's, as it is, so "
+                "the policy can not continue it",
+                next="set prompt.template to one that does, or take the message out of the chat",
+            )
+        before = text[: text.rindex(mark)]
+        if text[len(before) :].startswith(_CONTINUED):
+            return before
+        return before.rstrip()  # the template trims contents
+
+    def unseen(self, name: str, messages: Messages, **variables: Any) -> frozenset[int]:
+        """Positions of the messages whose content no form of `messages` shows. ConfigError."""
+        return self._form(name, messages, variables).unseen
+
+    def _form(self, name: str, messages: Messages, variables: dict[str, Any]) -> _Form:
+        """The form of contents in which the template shows most of `messages`; strings, if it is
+        all the same."""
+        shapes = tuple((message["role"], _shape(message)) for message in messages)
+        key = shapes, tuple(sorted(name for name, value in variables.items() if value))
+        if key not in self._forms:
+            marked = [_marked(message, f"probez{n}z") for n, message in enumerate(messages)]
+            self._forms[key] = self._learn_form(name, marked, variables)
+        return self._forms[key]
+
+    def _learn_form(self, name: str, marked: Messages, variables: dict[str, Any]) -> _Form:
+        strings = {n for n, each in enumerate(marked) if isinstance(each.get("content"), str)}
+        unseen = self._unseen(name, marked, variables)
+        best = _Form(frozenset(), frozenset(unseen or ()))
+        if unseen is not None and not unseen:
+            return best
+        for as_parts in ((unseen or strings) & strings, strings):
+            still_unseen = self._unseen(name, _with_parts(marked, as_parts), variables)
+            if still_unseen is not None and (unseen is None or still_unseen < unseen):
+                unseen = still_unseen
+                best = _Form(frozenset(as_parts), frozenset(unseen))
+        return best
+
+    def _unseen(self, name: str, marked: Messages, variables: dict[str, Any]) -> set[int] | None:
+        """Positions of the messages with a mark that the rendering lacks. None if the template
+        refuses them. ConfigError if its process died."""
+        try:
+            text = self._render(name, marked, variables)
+        except ConfigError:
+            if self._child.poll() is not None:
+                raise
+            return None
+        return {
+            n
+            for n, message in enumerate(marked)
+            if any(mark.strip() and mark not in text for mark in _texts(message))
+        }
+
+    def _render(self, name: str, messages: Messages, variables: dict[str, Any]) -> str:
         if self._child.poll() is not None and not self._closed:
             self._start()
         shown = [_with_thinking(message) for message in messages]
@@ -110,3 +207,53 @@ def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
     if thinking is None:
         return message
     return {**message, "reasoning": thinking, "thinking": thinking}
+
+
+def _is_text(content: Any) -> bool:
+    return isinstance(content, str) and bool(content.strip())
+
+
+def _texts(message: dict[str, Any]) -> list[str]:
+    """The texts of a content."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content if "text" in part]
+
+
+def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:
+    """A message with `mark` in place of each text of its content; blank ones stay."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return {**message, "content": mark} if content.strip() else message
+    parts = [
+        {**part, "text": f"{mark}{n}z"} if part.get("text", "").strip() else part
+        for n, part in enumerate(content)
+    ]
+    return {**message, "content": parts}
+
+
+def _with_last_text(parts: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """`parts` with another text in the last part that has one; a new part if none has."""
+    place = max((n for n, part in enumerate(parts) if "text" in part), default=len(parts))
+    return [*parts[:place], {"type": "text", "text": text}, *parts[place + 1 :]]
+
+
+def _shape(message: dict[str, Any]) -> Any:
+    """What of a message, beside its role, decides how it is read: the types of its content's parts,
+    and its other members."""
+    content = message.get("content") or ""
+    kinds = _is_text(content)
+    if not isinstance(content, str):
+        kinds = tuple((part["type"], bool(part.get("text", "").strip())) for part in content)
+    return kinds, tuple(name for name, member in message.items() if member)
+
+
+def _with_parts(messages: Messages, positions: Collection[int]) -> Messages:
+    """`messages` with the strings at `positions` as lists of one part."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if n in positions
+        else message
+        for n, message in enumerate(messages)
+    ]

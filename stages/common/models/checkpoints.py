@@ -13,10 +13,11 @@ every *.safetensors at the top. By choice it has no weights there, and is its ba
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -57,6 +58,8 @@ FILE_BYTES = 4 * 10**9
 """Most bytes of a file of tensors, unless one tensor alone has more: several files are hashed at
 once, and held in memory one after another."""
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+_MORE_TEMPLATES = "additional_chat_templates"
+"""Folder of the templates that have names, as transformers saves them."""
 _TOKENIZER_FILES = (
     "added_tokens.json",
     "merges.txt",
@@ -169,6 +172,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             from_function.make(config.model, function, config.arguments, writer.folder)
             check_folder(writer.folder, config.model)
             files = _model_files(writer.folder)
+            _name_templates(files, writer.folder)
             for path in {*writer.folder.iterdir()} - {*files}:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         else:
@@ -179,7 +183,9 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
                 convert_gguf(path, writer.folder, config.dtype)
             else:
                 for file in files:
-                    shutil.copyfile(file, writer.folder / file.name)
+                    if file.parent == path:
+                        shutil.copyfile(file, writer.folder / file.name)
+            _name_templates(files, writer.folder)
             check_folder(writer.folder, config.model)
         require_trainable(writer.folder, config.model)
         require_processor(writer.folder, config.model)
@@ -187,6 +193,26 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     if commit:
         metrics["commit"] = commit
     writer.finish(metrics=metrics)
+
+
+def _name_templates(files: Sequence[Path], folder: Path) -> None:
+    """Write the named templates among a model's `files` into the tokenizer's config in `folder`,
+    the older of two ways that transformers reads: versions have no folders within them."""
+    named = {
+        file.stem: file.read_text("utf-8") for file in files if file.parent.name == _MORE_TEMPLATES
+    }
+    if not named:
+        return
+    default = folder / "chat_template.jinja"
+    if default.is_file():
+        named = {"default": default.read_text("utf-8"), **named}
+        default.unlink()
+    path = folder / "tokenizer_config.json"
+    config = (parse_object(path.read_bytes()) if path.is_file() else None) or {}
+    config["chat_template"] = [
+        {"name": name, "template": template} for name, template in named.items()
+    ]
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False), "utf-8")
 
 
 def _require_hash(config: PolicyConfig, source_hash: str) -> None:
@@ -245,11 +271,12 @@ def _model_files(path: Path) -> list[Path]:
     if not has_vision(parse_object(config.read_bytes()) or {} if config.is_file() else {}):
         names -= {*PROCESSOR_FILES}  # that of sound, say
     weights = (".safetensors", ".safetensors.index.json")
-    return sorted(
+    files = sorted(
         file
         for file in path.iterdir()
         if file.is_file() and (file.name in names or file.name.endswith(weights))
     )
+    return [*files, *sorted((path / _MORE_TEMPLATES).glob("*.jinja"))]
 
 
 def find_folder(model: str, revision: str | None, field: str) -> Path:
@@ -401,6 +428,18 @@ def sees_images(version: Version) -> bool:
     return has_vision(model_config(version)) and any(
         name in version.files.names for name in PROCESSOR_FILES
     )
+
+
+def reserved_ids(version: Version) -> set[int]:
+    """Ids that config.json gives a use of their own: begin, end and pad tokens, and what stands for
+    a picture, a video or a sound."""
+    config = model_config(version)
+    ids: set[Any] = set(_end_token_ids(version, "generation_config.json") or ())
+    for section in (config, config.get("text_config") or {}):
+        for name, value in section.items():
+            if name.endswith(("token_id", "token_index")):
+                ids.update(value if isinstance(value, list) else [value])
+    return {id for id in ids if type(id) is int}
 
 
 def end_token_ids(version: Version) -> list[int]:

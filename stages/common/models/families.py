@@ -26,18 +26,18 @@ _TRAINED = """
     bloom codegen cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm dbrx deepseek_v2
     deepseek_v3 deepseek_v32 deepseek_v4 diffllama doge dots1 ernie4_5 ernie4_5_moe exaone4
     exaone_moe falcon falcon_h1 falcon_mamba flex_olmo fuyu gemma gemma2 gemma3 gemma3_text
-    gemma3n_text git glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa got_ocr2 gpt2 gpt_bigcode gpt_neo
-    gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe granitemoe_swa
-    granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4
-    hyperclovax inkling_text jais2 jamba jetmoe kimi_linear laguna led lfm2 lfm2_moe llama llama4
-    llama4_text longcat_flash longt5 m2m_100 mamba mamba2 marian mbart mellum mimo_v2_flash minicpm3
-    minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral moshi mpt mt5 mvp
-    nanochat nemotron nemotron_h nllb-moe olmo olmo2 olmo3 olmo_hybrid olmoe openai-gpt opt pegasus
-    pegasus_x persimmon phi phi3 phi4_multimodal phimoe plbart qwen2 qwen2_moe qwen3 qwen3_5
-    qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp qwen4_exp_text
-    recurrent_gemma rwkv seamless_m4t seamless_m4t_v2 seed_oss smollm3 solar_open stablelm
-    starcoder2 switch_transformers t5 t5gemma t5gemma2 trocr umt5 vaultgemma xglm xlstm youtu zamba
-    zamba2 zaya
+    gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text git glm glm4 glm4_moe
+    glm4_moe_lite glm_moe_dsa got_ocr2 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss
+    gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium
+    hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax inkling_text jais2 jamba jetmoe
+    kimi_linear laguna led lfm2 lfm2_moe llama llama4 llama4_text longcat_flash longt5 m2m_100 mamba
+    mamba2 marian mbart mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text
+    ministral ministral3 mistral mixtral moshi mpt mt5 mvp nanochat nemotron nemotron_h nllb-moe
+    olmo olmo2 olmo3 olmo_hybrid olmoe openai-gpt opt pegasus pegasus_x persimmon phi phi3
+    phi4_multimodal phimoe plbart qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text
+    qwen3_5_text qwen3_moe qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv seamless_m4t
+    seamless_m4t_v2 seed_oss smollm3 solar_open stablelm starcoder2 switch_transformers t5 t5gemma
+    t5gemma2 trocr umt5 vaultgemma xglm xlstm youtu zamba zamba2 zaya
 """
 TRAINED = {*_TRAINED.split()}
 """The `model_type` of each."""

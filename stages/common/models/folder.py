@@ -11,12 +11,15 @@ or outside the folder, links to other places, no tokenizer.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +28,14 @@ from safetensors import SafetensorError, safe_open
 from quiver.schemas.errors import ConfigError, QuiverError, SecurityError, printable
 from quiver.schemas.manifest import FILE_NAME
 from quiver.schemas.plain import is_too_deep
+from quiver.stages.common.models import user_cache
+from quiver.stages.common.models.hashes import hash_files
 
 _JSON_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
 _MOST_LAYERS = 10_000
+_BESIDE_GGUF = (*_JSON_FILES, *_TOKENIZER_FILES, "chat_template.jinja", "added_tokens.json")
+"""What transformers may read beside a GGUF file."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """What a model has that sees pictures."""
 log = logging.getLogger(__name__)
@@ -218,15 +225,31 @@ def load_errors(name: str) -> Iterator[None]:
         ) from error
 
 
-def convert_gguf(source: Path, folder: Path, dtype: str) -> None:
+def convert_gguf(source: Path, folder: Path, dtype: str | None) -> None:
     """Write model and tokenizer of the GGUF file `source` into `folder`, its weights dequantized to
-    `dtype`. ConfigError."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    `dtype`, or without its weights if that is None: once per machine, since the user's cache
+    keeps them. ConfigError."""
+    beside = [source.parent / name for name in _BESIDE_GGUF]
+    files = [source, *(path for path in beside if path.is_file())]
+    with load_errors(f"model {source.name}"):  # gguf is not there, say
+        made_by = [f"{name} {version(name)}" for name in ("transformers", "gguf", "tokenizers")]
+    parts = [str(dtype), *made_by, *(sha256 for _, sha256 in hash_files(files, remembered=True))]
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+    user_cache.fill(folder, "models", key, partial(_dequantize, source, dtype))
 
-    log.info("dequantizing %s, once", source.name)
+
+def _dequantize(source: Path, dtype: str | None, folder: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
     with load_errors(f"model {source.name}"):
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        tokenizer.save_pretrained(folder)
+        if dtype is None:
+            config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+            config.save_pretrained(folder)
+            return
+        log.info("dequantizing %s, once per machine", source.name)
         model = AutoModelForCausalLM.from_pretrained(
             source.parent, gguf_file=source.name, dtype=getattr(torch, dtype)
         )
@@ -238,7 +261,6 @@ def convert_gguf(source: Path, folder: Path, dtype: str) -> None:
     model.is_quantized = False
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def stored_dtypes(folder: Path) -> set[str]:

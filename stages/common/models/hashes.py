@@ -28,6 +28,13 @@ told = logging.getLogger("quiver")
 """What whoever runs a recipe reads."""
 
 
+def cache_folder(kind: str) -> Path | None:
+    """The folder of this user's cache for one kind of thing; None where the user has no home."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(cache, "quiver", kind)
+    return folder if folder.is_absolute() else None  # `~` stays where there is no home
+
+
 def hash_files(paths: Iterable[Path], *, remembered: bool = False) -> list[tuple[str, str]]:
     """Name and sha256 (64 hex digits) of each file, in the same order.
 
@@ -42,11 +49,11 @@ def _hash_file(path: Path, remembered: bool) -> str:
     status = path.stat()
     times = {"mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
     identity = {"path": str(path), "size": status.st_size, "inode": status.st_ino, **times}
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     entry_name = hashlib.sha256(bytes(path)).hexdigest()
-    entry_path = Path(cache, "quiver", "hashes", f"{entry_name}.json")
+    cache = cache_folder("hashes")
     is_settled = time.time_ns() - max(times.values()) >= _SETTLED_NS
-    has_memory = entry_path.is_absolute() and is_settled  # `~` stays where the user has no home
+    has_memory = cache is not None and is_settled
+    entry_path = Path(cache or "", f"{entry_name}.json")
     if remembered and has_memory:
         with suppress(OSError, ValueError, TypeError, KeyError):
             entry = json.loads(entry_path.read_bytes())

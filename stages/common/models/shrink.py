@@ -110,8 +110,6 @@ def _shrink(config: Any) -> None:
         limit = VOCABULARY if "vocab" in name else VOCABULARY - 1 if is_token else limits.get(name)
         if name in related:
             smaller = related[name]
-        elif name == "per_layer_config" and isinstance(size, dict):
-            smaller = {layer: about for layer, about in size.items() if int(layer) < kept_layers}
         elif isinstance(size, list):
             smaller = size
             if num_layers and len(size) == num_layers:
@@ -125,6 +123,16 @@ def _shrink(config: Any) -> None:
         else:
             continue
         setattr(config, name, smaller)
+    keep_layers(config, kept_layers)
+
+
+def keep_layers(config: Any, count: int) -> None:
+    """Leave out what the config says of single layers from the `count`-th on (Gemma 4 has other
+    sizes in some): transformers refuses to load a config that speaks of layers it does not have."""
+    own_sizes = getattr(vars(config).get("_heterogeneity_spec"), "per_layer_overrides", {})
+    if own_sizes:
+        kept = {layer: sizes for layer, sizes in own_sizes.items() if layer < count}
+        config.per_layer_config = kept or None
 
 
 def _kept_layers(sizes: dict[str, Any], num_layers: int | None) -> int:

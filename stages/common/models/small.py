@@ -1,23 +1,31 @@
-"""A model of the same family as another, of random weights and so small that a whole recipe can be
-tried with it in a minute: with its tokenizer, its template and its context.
+"""What stands in for a recipe's base model where the recipe is only tried: with its tokenizer, its
+template and its context.
 
-    make(folder, model="path/to/model")     # the function is the base model of a rehearsal
+    make(folder, model="path/to/model")     # random and small, of its family: it answers
+    import_without_weights(PolicyConfig(model="path/to/model"), store, "arith")    # it only reads
 
-Not of the spine: `quiver run --dry-run` alone makes one.
+Not of the spine: `quiver run --dry-run` and `quiver check` alone make them.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quiver.schemas.errors import ConfigError, printable
+import numpy as np
+from safetensors.numpy import save_file
 
-from . import from_function
-from .checkpoints import CARRIED_FILES, locate
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.store import Store, Version
+from quiver.stages.common.store.writer import open_staging
+
+from . import checkpoints, from_function
+from .checkpoints import CARRIED_FILES, PolicyConfig, locate
 from .folder import convert_gguf, has_vision
+from .shrink import keep_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -77,7 +85,7 @@ def make(
     )
 
     with tempfile.TemporaryDirectory() as work:
-        source = _folder_of(model, revision, arguments or {}, Path(work))
+        source = _folder_of(model, revision, arguments or {}, Path(work), "float32")
         try:
             config = AutoConfig.from_pretrained(source)
             shrink(config.get_text_config())  # what sees must go with the processor
@@ -94,9 +102,32 @@ def make(
                 f"{printable(error)}",
                 next="run without --dry-run",
             ) from error
-        for name in CARRIED_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+        _copy(CARRIED_FILES, source, folder)
+
+
+def import_without_weights(
+    config: PolicyConfig, store: Store, run: str, folder: Path | None = None
+) -> Version:
+    """Make `run`/policy@0 in `store` of all that the model has beside its weights, one number in
+    their place: what prompts need, in seconds however large it is. `folder`: where the model has
+    been made already. ConfigError."""
+    plan = checkpoints.plan(config, store, {}, into=run)
+    with tempfile.TemporaryDirectory() as work, open_staging(plan) as staging:
+        writer = staging.writers["policy"]
+        source = folder or _folder_of(
+            config.model, config.revision, config.arguments, Path(work), None
+        )
+        _copy(("config.json", *CARRIED_FILES), source, writer.folder)
+        save_file({"none": np.zeros(1, np.float32)}, writer.folder / "model.safetensors")
+        writer.finish()
+        return staging.publish()
+
+
+def _copy(names: Iterable[str], source: Path, folder: Path) -> None:
+    """Copy those of the files that there are."""
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def shrink(config: PretrainedConfig) -> None:
@@ -108,16 +139,20 @@ def shrink(config: PretrainedConfig) -> None:
             setattr(config, name, min(value, _SIZES[name]))
         elif isinstance(value, list) and len(value) in layers and name.startswith("layer"):
             setattr(config, name, value[:LAYERS])
+    keep_layers(config, LAYERS)
 
 
-def _folder_of(model: str, revision: str | None, arguments: dict[str, Any], work: Path) -> Path:
-    """The folder of the model itself; what is no folder yet is made in `work`."""
+def _folder_of(
+    model: str, revision: str | None, arguments: dict[str, Any], work: Path, dtype: str | None
+) -> Path:
+    """The folder of the model itself; what is no folder yet is made in `work`. `dtype`: that of the
+    weights of a GGUF file; None leaves them out."""
     if from_function.is_function(model):
         function, _ = from_function.load(model, arguments)
         from_function.make(model, function, arguments, work)
         return work
     path, _ = locate(model, revision)
     if path.is_file():
-        convert_gguf(path, work, "float32")
+        convert_gguf(path, work, dtype)
         return work
     return path

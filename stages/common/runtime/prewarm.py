@@ -120,6 +120,10 @@ class StageProcess:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if not self._call_path.exists():
+            # it was never called and has nothing to finish; deep in an import it would not hear
+            # SIGTERM for seconds
+            self.process.end(grace=0)
         self._stack.__exit__(*error)
 
     def send(self, call: dict[str, Any], *, stay: bool = False) -> None:

@@ -96,7 +96,8 @@ class Process(subprocess.Popen):
                 self.terminate()
                 self.wait(grace)
         except subprocess.TimeoutExpired:
-            log.warning("process %d ignores SIGTERM; killing its group", self.pid)
+            # it may be deep in a library's code, and nothing of it is wanted any more
+            log.debug("process %d is killed: it did not end within %g s", self.pid, grace)
         finally:  # a second signal must not keep the lifeline open
             self.kill()
             try:

@@ -24,7 +24,13 @@ from typing import Any, NamedTuple
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.outside import CHARACTERS_OF_TOKEN
 from quiver.stages.common.chat.control_tokens import Guard, Rendering
-from quiver.stages.common.chat.messages import as_parts, put_texts, take_texts
+from quiver.stages.common.chat.messages import (
+    as_parts,
+    is_assistants,
+    put_texts,
+    take_texts,
+    texts_of,
+)
 from quiver.stages.common.chat.template import Template
 from quiver.stages.common.environments.environment import Message, cleaned, pictures_in
 from quiver.stages.common.images.processor import Processor, Span
@@ -206,7 +212,9 @@ class Bridge:
         def render(texts: list[str]) -> str:
             return self._render(name, put_texts(structure, iter(texts)))
 
-        return self._guard.encode(name, ("restart", json.dumps(structure)), texts, render)
+        key = ("restart", json.dumps(structure))
+        trusted = texts_of(messages, is_assistants)
+        return self._guard.encode(name, key, texts, render, trusted=trusted)
 
     def measure(self) -> list[History]:
         """What the template does with earlier turns, for each role that may follow one.

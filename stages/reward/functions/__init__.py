@@ -21,6 +21,7 @@ from quiver.stages.common.plugins import did_you_mean
 
 from . import answers, verifiers
 from .embedding import model_hash, similarity
+from .plain_numbers import same, without_wrappers
 from .programs import code
 
 _THINK_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
@@ -36,14 +37,19 @@ def exact_match(
 
         reward_i = 1 if extract(completion_i) = answer_i else 0
 
-    Both sides are compared as text without white space around them. `extract`: `text` (the whole
-    completion), `tag` (the last <answer>…</answer>) or `boxed` (the last \boxed{…}); nothing found
-    is 0. A null answer gives None.
+    Both sides are compared as text without white space around them. 7 is 7.0 and true is True,
+    however the row holds them; a row's number equals every plain spelling of it (0.5, .50, 5e-1),
+    not 1,000 or 1/2, which `numeric` reads. `extract`: `text` (the whole completion), `tag` (the
+    last <answer>…</answer>) or `boxed` (the last \boxed{…}, without \text around what it holds);
+    nothing found is 0. Boxes side by side are one answer: \boxed{1}\boxed{2} says "1, 2". A null
+    answer gives None; a list, a mapping, bytes or NaN is an error of the row.
 
     >>> exact_match(["7 ", "<answer>7</answer>"], [7, 7])
     [1.0, 0.0]
     >>> exact_match(["so <answer>Yes</answer>"], ["yes"], "tag", True)
     [1.0]
+    >>> exact_match(["7", "true"], [7.0, True])
+    [1.0, 1.0]
     """
     extractors = {"text": str, "tag": answers.tagged, "boxed": answers.boxed}
     if extract not in extractors:
@@ -51,8 +57,14 @@ def exact_match(
     fold = str.casefold if ignore_case else str
 
     def score(text: str, right: Any) -> float:
+        answers.as_text(right)  # one that can not be compared is an error, whatever the completion
         extracted = extractors[extract](text)
-        return float(extracted is not None and fold(extracted.strip()) == fold(str(right).strip()))
+        if extracted is None:
+            return 0.0
+        if extract == "boxed":
+            extracted = without_wrappers(extracted)
+            right = without_wrappers(right) if isinstance(right, str) else right
+        return float(answers.is_exactly(extracted, right, fold))
 
     return answers.score_each(score, completions, answer)
 
@@ -60,27 +72,32 @@ def exact_match(
 def numeric(
     completions: Sequence[str], answer: Sequence[Any], tolerance: float = 0.0
 ) -> list[float | None]:
-    """1 where the completion's last number is the row's `answer`, else 0.
+    r"""1 where the completion's number is the row's `answer`, else 0.
 
-        reward_i = 1 if |last_number(completion_i) − answer_i| ≤ tolerance · max(1, |answer_i|) else
-        0
+        reward_i = 1 if |number(completion_i) − answer_i| ≤ tolerance · max(1, |answer_i|) else 0
 
-    Numbers are read exactly, as `answers.last_number` describes: 1,000 is 1000, 3.50 is 7/2, 1/2 is
-    a half. The answer may be a number or text whose last number counts (so GSM8K's "… #### 72" may
-    be given as it is). A null answer gives None; an answer without a number is an error of the row,
-    not a 0.
+    The number is the last one in the last \boxed{…}, else in the last <answer>…</answer>, else
+    after the #### of the last line, else in the whole text. A box (or boxes side by side) with
+    several numbers is no answer, nor are numbers without a word around them (1, 2), unless = stands
+    before the last. Nor is a box that never closes.
+
+    Numbers are read exactly: 1,000, 1 000 and 1{,}000 are 1000; 3.50 is 7/2; 1/2, \frac12 and ½ are
+    a half, 1½ is 3/2; 1e3 and 1.5 × 10^3 are known; 3,14 is 3.14. What stands around them ($, cm,
+    °, x =) is not compared. Where a sign may be read in two ways the answer tells which is meant:
+    1.000 is 1 or 1000, 50% is 50 or 1/2. π and roots are no plain numbers: see `math`.
+
+    The answer is a number, or text with one number; in longer text mark it, as GSM8K's "… #### 72"
+    does. A null answer gives None; one with no number, or several, is an error of the row, not a 0.
 
     >>> numeric(["7 + 5 = 12.", "about 0.5", "twelve", "1,000"], [12, "1/2", 12, None])
     [1.0, 1.0, 0.0, None]
     """
+    bound = Fraction(tolerance)
 
     def score(text: str, right: Any) -> float:
-        right_number = answers.last_number(str(right))
-        if right_number is None:
-            raise ValueError(f"the answer {right!r} holds no number")
-        number = answers.last_number(text)
-        bound = Fraction(tolerance) * max(1, abs(right_number))
-        return float(number is not None and abs(number - right_number) <= bound)
+        right_number = answers.as_number(right)
+        number = answers.number_of(text)
+        return float(number is not None and same(number, right_number, bound))
 
     return answers.score_each(score, completions, answer)
 
@@ -95,18 +112,21 @@ def choice(
     Chosen is the letter in the last \boxed{…}, else in the last <answer>…</answer>, else after the
     last "answer is" or "answer:", else the letter that the completion consists of; brackets, stars
     and a full stop around it do not matter, nor does what follows a letter with a bracket, point or
-    colon, as in "B) Paris". No letter found is 0. The answer is a letter of `choices` or its place,
-    counted from 0; null gives None, anything else is an error of the row.
+    colon, as in "B) Paris". No letter found is 0, and so are several (A and B). The answer is a
+    letter of `choices`, written in the same ways, or its place, counted from 0; null gives None,
+    anything else is an error of the row.
 
     >>> choice(["The answer is (B).", r"\boxed{C}", "**a**", "A or B"], ["B", 2, "B", "A"])
     [1.0, 1.0, 0.0, 0.0]
     """
 
     def letter_of(right: Any) -> str:
-        if isinstance(right, int) and 0 <= right < len(choices):
+        if isinstance(right, float) and right.is_integer():
+            right = int(right)
+        if isinstance(right, int) and not isinstance(right, bool) and 0 <= right < len(choices):
             return choices[right].upper()
-        letter = right.strip().upper() if isinstance(right, str) else ""
-        if len(letter) == 1 and letter in choices.upper():
+        letter = answers.letter_in(right, choices) if isinstance(right, str) else None
+        if letter is not None:
             return letter
         raise ValueError(f"the answer {right!r} is neither a letter of {choices} nor a place in it")
 
@@ -273,23 +293,25 @@ FUNCTIONS: dict[str, Shipped] = {
         exact_match,
         "1 where the completion says the column `answer`",
         {"extract": "text, tag or boxed", "ignore_case": "false"},
-        version=2,
+        version=3,
     ),
     "numeric": Shipped(
         numeric,
-        "1 where the completion's last number is the column `answer`",
+        "1 where the completion's number is the column `answer`",
         {"tolerance": "relative, 0 is exact"},
+        version=2,
     ),
     "math": Shipped(
         verifiers.math,
         "1 where the completion's mathematical answer equals the column `answer`",
         {},
+        version=2,
     ),
     "choice": Shipped(
         choice,
         "1 where the completion chooses the letter in the column `answer`",
         {"choices": "the letters, ABCD"},
-        version=3,
+        version=4,
     ),
     "format": Shipped(
         format,

@@ -1,5 +1,5 @@
-r"""Answers found in text: the last number, the last \boxed{…}, the last <answer>…</answer>. None
-when there is none.
+r"""Answers found in text: in the last \boxed{…}, the last <answer>…</answer>, after the last ####,
+or as the last number. None when there is none. And reference answers, as rows hold them.
 
 >>> last_number("3 apples and 4 make 1,007."), boxed(r"so \boxed{\frac{1}{2}}.")
 (Fraction(1007, 1), '\\frac{1}{2}')
@@ -9,26 +9,39 @@ when there is none.
 
 from __future__ import annotations
 
+import datetime
+import itertools
+import math
 import re
+import uuid
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
-_LONGEST = 1000  # characters; what is longer is no answer, and exact arithmetic on it would be slow
-_NUMBER = re.compile(
-    r"(?<![\w.])(?P<sign>[-+−])?(?:[$€£]\s?)?"
-    rf"(?P<whole>{_DIGITS})(?P<decimals>\.[0-9]+)?(?P<exponent>[eE][-+]?[0-9]{{1,3}}(?!\w))?"
-    r"(?:/(?P<below>[0-9]+)(?![0-9/]))?"
-)
+from . import plain_numbers
+from .plain_numbers import Number
+
 _ANNOUNCED = re.compile(r"answer(?:\s+is|\s*:)[\s*:]*", re.IGNORECASE)
 _ENDED = re.compile(r"\s*(?:$|[)\]}.:,;*$\\–-]|(?:because|since|as)\b)")
+_AND = r"[\s)\].*_]*+(?:[,;/&+]|and\b|or\b)[\s(\[*_]*+(?:(?:and|or)\b[\s(\[*_]*+)?"
 _AROUND = " \t\n*_`.()[]{}$\"'"
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 
+_BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+(?P<word>[^\s{}$\\]+))|[{}]")
+_BETWEEN_BOXES = re.compile(
+    r"(?:\s|[,;$&]|\\[,;: ()\[\]]|\\q?quad|\\text\{\s*(?:and|or)\s*\}|and\b|or\b)*"
+)
+_HASHES = re.compile(r"####[ \t]*+([^\n#]++)\s*+\Z")  # headings of Markdown stand elsewhere
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_WHOLE = re.compile(r"([-+−]?[0-9]+)\.0+")
+_TRUTHS = ("true", "false")
+
+
 def last_number(text: str) -> Fraction | None:
-    """The last number of `text`, exactly: 7, -3, +2, 3.50, 1,000, $5, 1e-3, 1/2.
+    """The last number of `text`, exactly: 7, -3, +2, 3.50, 1,000, 1 000, $5, 1e-3, 1/2, 1½; None
+    where it is no plain number, as 2π.
 
     A comma groups digits only where three follow each; a sign counts where no letter or digit
     stands before it (so 5-3 ends in 3, not -3); a fraction with 0 below is left out; digits inside
@@ -37,29 +50,40 @@ def last_number(text: str) -> Fraction | None:
     >>> [str(last_number(text)) for text in ("5-3", "2, not -3.50", "7 or 1,000", "so 1/2", "x2")]
     ['3', '-7/2', '1000', '1/2', 'None']
     """
-    for match in reversed(list(_NUMBER.finditer(text))):
-        denominator = int(match["below"] or 1) if len(match[0]) <= _LONGEST else 0
-        if denominator:
-            digits = match["whole"].replace(",", "")
-            decimal = f"{digits}{match['decimals'] or ''}{match['exponent'] or ''}"
-            sign = -1 if match["sign"] in ("-", "−") else 1
-            return sign * Fraction(decimal) / denominator
-    return None
+    found = plain_numbers.find(text)
+    return found[-1].value if found else None
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{…} of `text`, braces balanced.
+    r"""What stands in the last \boxed{…} of `text`, braces balanced. Boxes with nothing but commas,
+    space, "and" or "or" between them are one answer: what each holds, with commas between.
 
     >>> boxed(r"first \boxed{1}, then \boxed{x^{2}}"), boxed(r"\boxed{never closed")
     ('x^{2}', None)
+    >>> boxed(r"\boxed{1}\boxed{2}"), boxed(r"\boxed{7} and \boxed{7}")
+    ('1, 2', '7')
     """
-    _, opening, tail = text.rpartition(r"\boxed{")
-    depth = 1
-    for position, character in enumerate(tail if opening else ""):
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if depth == 0:
-            return tail[:position].strip()
-    return None
+    boxes: list[tuple[int, int, str]] = []
+    opened: list[re.Match[str]] = []
+    for token in _BOX_TOKEN.finditer(text):
+        if token["word"]:
+            boxes.append((token.start(), token.end(), token["word"].rstrip(".,;:")))
+        elif token[0] != "}":
+            opened.append(token)
+        elif opened and (opening := opened.pop())[0] != "{":
+            holds_a_box = boxes and boxes[-1][0] > opening.start()  # which is the one that counts
+            if not holds_a_box:
+                content = text[opening.end() : token.start()].strip()
+                boxes.append((opening.start(), token.end(), content))
+    unclosed = [opening.start() for opening in opened if opening[0] != "{"]
+    if not boxes or (unclosed and unclosed[-1] > boxes[-1][0]):
+        return None
+    contents = [boxes[-1][2]]
+    for later, earlier in itertools.pairwise(reversed(boxes)):
+        if not _BETWEEN_BOXES.fullmatch(text, earlier[1], later[0]):
+            break
+        contents.append(earlier[2])
+    return ", ".join(dict.fromkeys(reversed(contents)))
 
 
 def tagged(text: str) -> str | None:
@@ -73,6 +97,52 @@ def tagged(text: str) -> str | None:
     return contents[-1].strip() if contents else None
 
 
+def marked(text: str) -> str | None:
+    r"""The answer of `text` where it is marked as such: in the last \boxed{…}, else in the last
+    <answer>…</answer>, else after the #### of the last line. A last box that never closes marks
+    nothing as the answer: it was cut.
+
+    >>> marked(r"<answer>\boxed{7}</answer>"), marked("9 * 8 = 72\n#### 72"), marked("72")
+    ('7', '72', None)
+    """
+    box = boxed(text)
+    if box is None and r"\boxed{" in text:
+        return ""
+    hashes = _HASHES.search(text)
+    places = [box, tagged(text), hashes[1].strip() if hashes else None]
+    return next((place for place in places if place is not None), None)
+
+
+def number_of(text: str) -> Number | None:
+    r"""The number that a completion gives as its answer: the last one of what is `marked`, else of
+    the whole text. Where no words stand around several numbers, and in a box, none of them is the
+    answer, unless = stands before the last.
+
+    >>> str(number_of(r"\boxed{3 + 4 = 7}, in 2 steps").value), number_of(r"\boxed{1}\boxed{2}")
+    ('7', None)
+    >>> str(number_of("1, 2 or rather 3").value), number_of("1, 2, 3")
+    ('3', None)
+    """
+    place = marked(text)
+    answer = text if place is None else place
+    if boxed(text) is not None or not has_words(answer):
+        return _only_number(answer)
+    found = plain_numbers.find(answer)
+    return found[-1] if found else None
+
+
+def has_words(text: str) -> bool:
+    """Whether letters stand in `text` beside those of LaTeX's commands."""
+    return re.search(r"[^\W\d_]", _COMMAND.sub("", text)) is not None
+
+
+def _only_number(text: str) -> Number | None:
+    """The one number of `text`, or of what stands after its last =."""
+    side = text.rpartition("=")[2]
+    found = plain_numbers.find(side)
+    return None if len(found) != 1 or plain_numbers.leaves_more(side) else found[0]
+
+
 def chosen(text: str, choices: str = "ABCD") -> str | None:
     r"""The letter of `choices` that `text` settles on, upper case: in the last \boxed{…}, else the
     last <answer>…</answer>, else after the last "answer is" or "answer:", else as the whole text.
@@ -83,10 +153,95 @@ def chosen(text: str, choices: str = "ABCD") -> str | None:
     tails = _ANNOUNCED.split(text)[1:]
     announced = next(iter(tails[-1].splitlines()), None) if tails else None
     places = [boxed(text), tagged(text), announced, text]
-    place = next(place for place in places if place is not None).strip(_AROUND)
-    letter = place[:1].upper()
-    is_choice = letter and letter in choices.upper() and _ENDED.match(place[1:])
-    return letter if is_choice else None
+    place = next(place for place in places if place is not None)
+    return letter_in(plain_numbers.without_wrappers(place), choices)
+
+
+def letter_in(text: str, choices: str) -> str | None:
+    """The one letter of `choices` that `text` begins with, upper case.
+
+    >>> letter_in("(b)", "ABCD"), letter_in("C. Paris", "ABCD"), letter_in("A, B", "ABCD")
+    ('B', 'C', None)
+    """
+    text = text.strip(_AROUND)
+    letter = text[:1].upper()
+    if not letter or letter not in choices.upper() or not _ENDED.match(text[1:]):
+        return None
+    other = re.match(rf"{_AND}([{re.escape(choices)}])(?!\w|')", text[1:], re.IGNORECASE)
+    # "A, B" are two choices, "A, a fruit" is one
+    is_list = other is not None and other[1].isupper() == text[0].isupper()
+    return None if is_list else letter
+
+
+# -- reference answers
+
+
+def as_text(right: Any) -> str:
+    """A row's answer as text: of true and false as JSON writes them, of dates as ISO has them.
+
+    ValueError for what no text is equal to: lists, mappings, bytes, NaN.
+
+    >>> as_text(7.0), as_text(True), as_text("7.0")
+    ('7.0', 'true', '7.0')
+    """
+    if isinstance(right, str):
+        return right
+    if isinstance(right, bool):
+        return "true" if right else "false"
+    if isinstance(right, int | float | Decimal):
+        if not math.isfinite(right):
+            raise ValueError(f"the answer is {right}, which is no number")
+        return str(right)
+    if isinstance(right, datetime.date | datetime.time):
+        return right.isoformat()
+    if isinstance(right, uuid.UUID):
+        return str(right)
+    raise ValueError(
+        f"the answer is a {type(right).__name__}, expected text, a number, true or false: write it "
+        "as one of them, or name a column that is, in columns of this function"
+    )
+
+
+def as_number(right: Any) -> Number:
+    """A row's answer as a number: itself, or the one number of its text, which may follow #### or a
+    box. ValueError: it holds none, several, or none that is plain."""
+    is_number = isinstance(right, int | float | Decimal) and not isinstance(right, bool)
+    right = as_text(right)
+    if is_number:
+        return Number(Fraction(right))
+    place = marked(right)
+    number = _only_number(right if place is None else place)
+    found = plain_numbers.find(right)
+    if number is None and not found:
+        raise ValueError(f"the answer {right!r} holds no number")
+    if number is None or number.has_comma:
+        raise ValueError(
+            f"the answer {right!r} holds several numbers, or none that can be read in one way "
+            "only: write one number, or mark it as in #### 7"
+        )
+    if number.value is None:
+        raise ValueError(f"the answer {right!r} is no plain number: use the function math")
+    return number._replace(grouped=None)
+
+
+def is_exactly(text: str, right: Any, fold: Callable[[str], str] = str) -> bool:
+    """Whether `text` says what `right` is. Numbers are compared as numbers where the row holds one;
+    of two texts, 7.0 is 7 and True is true."""
+    expected = as_text(right)
+    if isinstance(right, int | float | Decimal) and not isinstance(right, bool):
+        found = plain_numbers.find(text) if plain_numbers.is_literal(text) else []
+        return bool(found) and found[0].value == Fraction(expected)
+    if isinstance(right, datetime.datetime) and text.strip() == str(right):
+        return True
+    return fold(_spelled(text)) == fold(_spelled(expected))
+
+
+def _spelled(text: str) -> str:
+    """`text` without white space around it, whole numbers and truths in one spelling."""
+    text = text.strip()
+    if whole := _WHOLE.fullmatch(text):
+        text = whole[1]
+    return text.lower() if text.lower() in _TRUTHS else text
 
 
 def score_each(

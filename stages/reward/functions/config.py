@@ -33,8 +33,15 @@ class FunctionConfig(ScorerConfig):
     """`verl`: one row a call, with the parameters data_source, solution_str, ground_truth and
     extra_info of rows in verl's layout; the number, or a mapping with it under `score`, comes
     back."""
+    scope: Added[Literal["row", "group"]] = "row"
+    """`group`: each call holds one whole group, the rollouts of one prompt in the order of their
+    `sample_index`, and nothing else. What fails in it fails for all of its rows. It holds every row
+    that the rollouts have of the group, also those of which an episode failed (`end_reason` tells)
+    and, in a retry, those whose rewards are taken over. A group that lies in two shards is called
+    for each of them."""
     timeout_seconds: Runtime[float] = Field(default=30.0, gt=0)
-    """Longest time for one row, in seconds; a row beyond it has failed."""
+    """Longest time for one row, in seconds; a row beyond it has failed. With scope `group`: for one
+    group."""
     concurrency: Runtime[int] = Field(default=64, ge=1)
     """Rows of an async function that wait together. Others: see `reward.workers`."""
 
@@ -58,6 +65,8 @@ class FunctionConfig(ScorerConfig):
                 refuse_url(arguments["sandbox_url"], needs_tls=bool(token))
         if ":" not in section["use"] and section.get("style", "quiver") != "quiver":
             raise ValueError("style is of a function of yours, module:function or file.py:function")
+        if section.get("style") == "verl" and section.get("scope") == "group":
+            raise ValueError("a function of style verl is given one row a call: leave scope out")
         return {**section, "name": section.get("name") or section["use"].rpartition(":")[2]}
 
     def key(self) -> dict[str, Any]:

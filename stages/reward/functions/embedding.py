@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .answers import score_each
+from .answers import as_text, score_each
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ def similarity(
         raise ValueError(f"pooling must be mean or cls, got {pooling!r}")
     if not completions:
         return []
-    answers = [None if right is None else str(right) for right in answer]
+    answers = [None if right is None else as_text(right) for right in answer]
     texts = sorted({*completions, *answers} - {None}, key=len)
     embeddings = dict(zip(texts, _embed(texts, model, pooling, cut), strict=True))
     return score_each(lambda a, b: float(embeddings[a] @ embeddings[b]), completions, answers)

@@ -17,11 +17,17 @@ from typing import Any
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.plain import no_constant, no_key_twice
 
-from .answers import score_each
+from . import plain_numbers
+from .answers import as_text, boxed, has_words, is_exactly, marked, score_each
 
 _INTEGER = re.compile(r"-?[0-9]{1,15}")
 _BOXED_INTEGER = re.compile(r"\\boxed\{\s*(-?[0-9]{1,15})\s*\}")
 _LATEX = re.compile(r"\$|\\boxed|\\\(|\\\[")
+_DATE = re.compile(
+    r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}.*|[0-9]{1,2}[/.][0-9]{1,2}[/.][0-9]{2,4}", re.DOTALL
+)
+_LETTER = re.compile(r"\(([A-Za-z])\)")
+_AROUND = " \t\n*_`.$"
 _FENCED = re.compile(r"```[ \t]*(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
@@ -30,11 +36,16 @@ def math(completions: Sequence[str], answer: Sequence[Any]) -> list[float | None
 
         reward_i = 1 if verify(parse(answer_i), parse(completion_i)) else 0
 
-    parse and verify are math-verify's: the last \boxed{…}, else the last formula or number, is read
-    as LaTeX or plain text and compared symbolically and numerically (1/2 is 0.5, x + 1 is 1 + x;
-    sets, intervals, matrices and equations are known). An answer without LaTeX marks is read as a
-    formula. A null answer gives None, one that can not be read is an error of the row; a completion
-    that can not be read is wrong, 0. Formulas that take sympy for ever end by the row's time limit.
+    parse and verify are math-verify's: the answer is read as LaTeX or plain text and compared
+    symbolically and numerically (1/2 is 0.5, x + 1 is 1 + x; sets, intervals, matrices and
+    equations are known). It is what stands in the last \boxed{…}, else in the last
+    <answer>…</answer>, else after the last ####, else the last formula or number. Boxes side by
+    side are one answer, so \boxed{1}\boxed{2} is 1, 2 and not 2. Where both sides are one number
+    alone, they are compared as `numeric` does; the same text is equal, whatever it means.
+
+    An answer without LaTeX marks is read as a formula. A null answer gives None, one that can not
+    be read (a list, a date) is an error of the row; a completion that can not be read is wrong, 0.
+    Units are not compared. Formulas that take sympy for ever end by the row's time limit.
 
     Reference: https://github.com/huggingface/Math-Verify
 
@@ -45,17 +56,39 @@ def math(completions: Sequence[str], answer: Sequence[Any]) -> list[float | None
 
 
 def _math(text: str, right: Any) -> float:
-    right = str(right).strip()
+    right = as_text(right).strip()
     # most answers are whole numbers; reading them as LaTeX costs a hundred times as much and says
     # the same
     if _INTEGER.fullmatch(right) and text.count(r"\boxed") == 1:
-        boxed = _BOXED_INTEGER.search(text)
-        if boxed:
-            return float(int(boxed[1]) == int(right))
-    expected = _right_answer(right)
+        boxed_integer = _BOXED_INTEGER.search(text)
+        if boxed_integer:
+            return float(int(boxed_integer[1]) == int(right))
+    if _DATE.fullmatch(right):
+        raise ValueError(f"the answer {right!r} is a date, no formula: use exact_match")
+    place, marked_right = marked(text), marked(right)
+    given = text.strip() if place is None else place
+    expected = right if marked_right is None else marked_right
+    if not _bare(expected):
+        raise ValueError(f"the answer {right!r} holds no mathematics")
+    if is_exactly(_bare(given), _bare(expected)):
+        return 1.0
+    number, expected_number = plain_numbers.only(given), plain_numbers.only(expected)
+    if number and expected_number and not expected_number.has_comma:
+        return float(plain_numbers.same(number, expected_number._replace(grouped=None)))
     from math_verify import verify
 
-    return float(verify(expected, _parse(text), timeout_seconds=None))
+    formulas = _right_answer(plain_numbers.readable(right))
+    given = plain_numbers.readable(given)
+    is_formula = boxed(text) is not None or not (has_words(given) or _LATEX.search(given))
+    found = _parse(f"\\boxed{{{given}}}" if is_formula else given)
+    return float(verify(formulas, found, timeout_seconds=None))
+
+
+def _bare(text: str) -> str:
+    """Text without signs that only stand around an answer."""
+    bare = plain_numbers.without_wrappers(text).strip(_AROUND)
+    letter = _LETTER.fullmatch(bare)
+    return letter[1] if letter else bare
 
 
 @functools.lru_cache(4096)  # all rollouts of a prompt have one answer

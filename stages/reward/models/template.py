@@ -4,7 +4,8 @@ own chat template, one BOS.
 The policy's ids never come here: what is read is the prompt's messages and, as the assistant's
 message, the text that the policy was given to continue (`<think>`) with the text that it wrote.
 Control tokens typed into any of them are spelled out. Added tokens that are neither special nor
-part of the template's own turns (`</think>`) stay what they are in text.
+part of the template's own turns (`</think>`) stay what they are in text; in an answer, special tags
+in pairs do too.
 
     with closing(Reader(tokenizer, template, config)) as reader:
         ids = reader.read("rollout 4be1c0de-sum-0017-2", [{"role": "user", …}, {"role": "assistant",
@@ -14,12 +15,11 @@ part of the template's own turns (`</think>`) stay what they are in text.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.chat.control_tokens import Guard
-from quiver.stages.common.chat.generation_prompt import prefill
+from quiver.stages.common.chat.generation_prompt import learn_markup, prefill
 from quiver.stages.common.chat.template import Messages, Template
 from quiver.stages.common.store import Version
 
@@ -50,19 +50,17 @@ class Reader:
         name = f"{config.title}: template"
         self._template = Template(template, variables, config.template_seconds, name)
         try:
-            turns = self._template.render(name, PROBE)
-            # what a template adds to the assistant's last turn alone (an empty `<think>` block) is
-            # text that an answer may hold too
-            with suppress(ConfigError):
-                turns = self._template.render("probe", [*PROBE, PROBE[0]])
-            written_ids = set(tokenizer(turns, add_special_tokens=False)["input_ids"])
-            # content may hold added tokens that are not special, and that no template writes
-            plain = {
-                id
-                for id, token in tokenizer.added_tokens_decoder.items()
-                if not token.special and id not in written_ids
-            }
-            self._guard = Guard(tokenizer, plain=plain)
+            self._template.render(name, PROBE)
+            unseen = self._template.unseen(name, PROBE)
+            if unseen:
+                raise ConfigError(
+                    name,
+                    f"does not show a message of the role {PROBE[min(unseen)]['role']}, neither as "
+                    "text nor as a list of parts",
+                    next="set template to a jinja file that shows questions and answers",
+                )
+            markup = learn_markup(tokenizer, [self._template.probe])
+            self._guard = Guard(tokenizer, **markup._asdict())
         except BaseException:
             self.close()
             raise
@@ -84,7 +82,8 @@ class Reader:
             return self._template.render(name, chat)
 
         contents = [message["content"] for message in messages]
-        return self._guard.encode(name, roles, contents, render).ids
+        answers = [n for n, role in enumerate(roles) if role == "assistant"]
+        return self._guard.encode(name, roles, contents, render, trusted=answers).ids
 
 
 def token_id(tokenizer: PreTrainedTokenizerFast, field: str, text: str) -> int:

@@ -50,6 +50,8 @@ class Function(NamedTuple):
     extra: bool = False
     source: str = ""
     """A user's file, where errors are to be looked for."""
+    of_group: bool = False
+    """Whether all rows of a call belong together, so that they are never called one by one."""
 
     def keywords(self, columns: Columns) -> dict[str, Any]:
         """What it is called with; its arguments come first, in copies, since a call may change them
@@ -58,7 +60,12 @@ class Function(NamedTuple):
 
 
 def load(
-    use: str, name: str, arguments: dict[str, Any], extra: bool = False, style: str = "quiver"
+    use: str,
+    name: str,
+    arguments: dict[str, Any],
+    extra: bool = False,
+    style: str = "quiver",
+    scope: str = "row",
 ) -> Function:
     """The function that a recipe names. ConfigError: there is none of that name, or it can not take
     the arguments."""
@@ -72,7 +79,8 @@ def load(
         fingerprint = shipped(use).fingerprint(arguments)
     about = describe(function, name, arguments, fingerprint)
     function = adapted(function, style, arguments, extra)
-    return Function(function, {} if style == "verl" else arguments, about, extra, source)
+    arguments = {} if style == "verl" else arguments
+    return Function(function, arguments, about, extra, source, of_group=scope == "group")
 
 
 def describe(
@@ -135,7 +143,7 @@ def call(
     `fresh` gives the columns anew, since a call may change them in place.
     """
     parts, length = _call_once(function, fresh(), num_rows)
-    if num_rows in (length, 1):
+    if num_rows in (length, 1) or function.of_group:
         return parts, None
     failure = parts[0].error
     columns = fresh()
@@ -173,29 +181,35 @@ async def call_together(
     seconds: float,
     report: Callable[[int, Part], None],
 ) -> None:
-    """Call an async function for each row, `at_once` of them waiting together, each for `seconds`;
-    `report` as each is done."""
+    """Call an async function for each row (or for the one group), `at_once` of them waiting
+    together, each for `seconds`; `report` as each is done."""
     import asyncio  # slow to import, and most workers do not need it
 
     gate = asyncio.Semaphore(at_once)
 
-    async def call_row(row: int) -> Part:
+    async def call_rows(rows: range) -> list[Part]:
         try:
+            asked = {name: column[rows.start : rows.stop] for name, column in columns.items()}
             with no_copies():
-                returned = await function.call(**function.keywords(pick(columns, row)))
-            return read(returned, 1, function.extra)[0][0]
+                returned = await function.call(**function.keywords(asked))
+            return read(returned, len(rows), function.extra)[0]
         except BaseException as error:
-            return _raised(error, function.source)
+            return [_raised(error, function.source)] * len(rows)
 
-    async def call_in_time(row: int) -> None:
+    async def call_in_time(rows: range) -> None:
         async with gate:
-            task = asyncio.ensure_future(call_row(row))
+            task = asyncio.ensure_future(call_rows(rows))
             done, _ = await asyncio.wait({task}, timeout=seconds)
             task.cancel()  # and not waited for: it may refuse
-            report(row, task.result() if done else late(seconds))
+            parts = task.result() if done else [late(seconds)] * len(rows)
+            for row, part in zip(rows, parts, strict=True):
+                report(row, part)
 
+    calls = [range(row, row + 1) for row in range(num_rows)]
+    if function.of_group:
+        calls = [range(num_rows)]
     with _surroundings():
-        await asyncio.gather(*map(call_in_time, range(num_rows)))
+        await asyncio.gather(*map(call_in_time, calls))
 
 
 @contextmanager

@@ -61,6 +61,19 @@ def require(config: FunctionConfig, needs: Iterable[str], columns: Iterable[str]
     )
 
 
+def require_sent(config: FunctionConfig, needs: Iterable[str], batch: Batch) -> None:
+    """ConfigError unless `batch` holds what the function `needs` of OFFERED: a request to a reward
+    server has not all of it."""
+    for parameter in needs:
+        column = column_of(parameter, config, batch)
+        if column in OFFERED and column not in batch:
+            raise ConfigError(
+                f"reward function {config.name}",
+                f"needs {column}, which the request does not hold",
+                next=f"name {column} in reward.servers.columns where the request is made",
+            )
+
+
 def given(config: FunctionConfig, takes: Iterable[str] | None, batch: Batch) -> Batch:
     """The columns of `batch` by the parameters that they are given to. `takes`: those that the
     function has; None: any. An argument of the recipe's comes before a column of its name."""

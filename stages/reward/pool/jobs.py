@@ -5,10 +5,14 @@ what came of them.
     job.take((0, 0.0), workers=2)        # range(0, 1): a function's first call in a process
     job.take((1, 0.01), workers=2)       # range(1, 9): later ones grow, up to about a second
     job.spoiled(range(1, 9), Late())     # called alone now; a row that was alone has failed
+
+    job = Job(function, columns, rollout_ids, sizes=[4, 4])      # two groups
+    job.take((0, 0.0), workers=2)        # range(0, 4): each is called by itself
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
@@ -66,9 +70,15 @@ class Job:
     others. Any thread may use it."""
 
     def __init__(
-        self, function: Function, columns: dict[str, list[Any]], rollout_ids: list[str]
+        self,
+        function: Function,
+        columns: dict[str, list[Any]],
+        rollout_ids: list[str | None],
+        sizes: list[int] | None = None,
     ) -> None:
-        """`function` has its `about`."""
+        """`function` has its `about`. A row whose id is None is called with the others, and nobody
+        hears of its errors. `sizes`: how many rows each group has, where they are called
+        group by group."""
         self.function = function
         self.columns = columns
         self.rollout_ids = rollout_ids
@@ -80,7 +90,13 @@ class Job:
         self.done = threading.Event()
         """Each row has its part, or there is an error."""
         self._next_row = 0
-        self._alone = deque[int]()
+        self._alone = deque[range]()
+        """Calls that are not put together with others."""
+        self._of_groups = sizes is not None
+        if sizes is not None:
+            ends = [0, *itertools.accumulate(sizes)]
+            self._alone.extend(range(*group) for group in itertools.pairwise(ends))
+            self._next_row = len(rollout_ids)
         self._lock = threading.Lock()
 
     def take(self, last_call: tuple[int, float], workers: int) -> range:
@@ -88,8 +104,7 @@ class Job:
         many rows and took so many seconds; none where all are taken."""
         with self._lock:
             if self._alone:
-                row = self._alone.popleft()
-                return range(row, row + 1)
+                return self._alone.popleft()
             start = self._next_row
             unasked = len(self.parts) - start
             num_rows, seconds = last_call
@@ -107,7 +122,16 @@ class Job:
     def put_back(self, rows: range) -> None:
         """Rows that were taken and not called."""
         with self._lock:
-            self._alone.extend(rows)
+            self._alone.extend(self._calls_alone(rows))
+
+    def is_alone(self, rows: range) -> bool:
+        """Whether a call on them can not be parted further: one row, or one group."""
+        return self._of_groups or len(rows) == 1
+
+    def _calls_alone(self, rows: range) -> list[range]:
+        if self.is_alone(rows):
+            return [rows]
+        return [range(row, row + 1) for row in rows if self.parts[row] is None]
 
     def put(self, row: int, part: Part) -> None:
         """The part of a row, unless it has one; the function's `notice` hears of an error."""
@@ -116,19 +140,22 @@ class Job:
                 return
             self.parts[row] = part
             self.num_missing -= 1
-        if part.error is not None:
-            self.function.notice(self.function.config.name, self.rollout_ids[row], part.error)
+        rollout_id = self.rollout_ids[row]
+        if part.error is not None and rollout_id is not None:
+            self.function.notice(self.function.config.name, rollout_id, part.error)
 
     def spoiled(self, rows: range, error: Late | Ended) -> None:
         """A call took too long or ended its process: the rows without a part are called one by one;
-        a row that was alone has failed."""
+        a row or group that was alone has failed."""
         is_late = isinstance(error, Late)
-        if len(rows) > 1:
+        if not self.is_alone(rows):
             limit = self.function.batch_seconds
             why = f"took longer than {limit:g} s" if is_late else f"its process ended {error}"
             self.function.tell_done_again(len(rows), why)
-            self._alone += [row for row in rows if self.parts[row] is None]
-        elif is_late:
-            self.put(rows.start, late(self.function.config.timeout_seconds))
-        else:
-            self.put(rows.start, Part(error=f"WorkerEnded: its process ended {error}"))
+            self._alone += self._calls_alone(rows)
+            return
+        part = Part(error=f"WorkerEnded: its process ended {error}")
+        if is_late:
+            part = late(self.function.config.timeout_seconds)
+        for row in rows:
+            self.put(row, part)

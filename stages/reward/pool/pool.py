@@ -87,15 +87,20 @@ class Pool:
         return function.about
 
     def run(
-        self, function: Function, columns: dict[str, list[Any]], rollout_ids: list[str]
+        self,
+        function: Function,
+        columns: dict[str, list[Any]],
+        rollout_ids: list[str | None],
+        sizes: list[int] | None = None,
     ) -> list[Part]:
-        """One part a row of a function that was described. Its `notice` hears of each error at
-        once, from another thread; what it raises, this does.
+        """One part a row of a function that was described. `sizes`: of the groups that the rows
+        form, where each call has one of them. Its `notice` hears of each error at once, from
+        another thread, but of rows without an id; what it raises, this does.
 
         ConfigError where the function can not be loaded, ResourceError where no process can be
         started, none lives long enough to load it, or the pool is closed.
         """
-        job = Job(function, columns, rollout_ids)
+        job = Job(function, columns, rollout_ids, sizes)
         if rollout_ids:
             self._deal(job, len(rollout_ids))
             job.done.wait()
@@ -182,7 +187,9 @@ class Pool:
         config = function.config
         request = {
             "key": id(function),
-            "load": config.model_dump(include={"use", "name", "arguments", "extra", "style"}),
+            "load": config.model_dump(
+                include={"use", "name", "arguments", "extra", "style", "scope"}
+            ),
         }
         try:
             answer = process.ask(request, LOAD_SECONDS, Loaded)
@@ -230,7 +237,7 @@ class Pool:
         function = job.function
         config = function.config
         is_async = function.about.is_async
-        is_batch = len(rows) > 1
+        is_batch = not job.is_alone(rows)
         limit = function.batch_seconds if is_batch else config.timeout_seconds
         columns = {name: column[rows.start : rows.stop] for name, column in job.columns.items()}
         request = {

@@ -63,7 +63,9 @@ class ServerConfig(ScorerConfig):
     label: str = ""
     """Column sent as label by openrlhf and slime. Empty: null."""
     columns: tuple[str, ...] | None = None
-    """Columns sent by quiver. None: all."""
+    """Columns sent by quiver; `prompt_ids` and `prompt_text` may be among them. None: all of the
+    user's, without cells that have no JSON (bytes, decimals, durations, NaN), which the log names.
+    A column that is named and has no JSON is the row's error."""
     score_key: str = ""
     """Which number counts. slime: a dotted path into the answer (empty: the answer itself).
     openrlhf: `rewards` (empty) or `scores`. vllm-classify: number of the class, needed where the
@@ -74,7 +76,8 @@ class ServerConfig(ScorerConfig):
     rescale: bool = False
     """Map `range` linearly to 0 … 1."""
     rubric: str = ""
-    """What openai-judge asks, with {prompt}, {completion}, {finish_reason} and any column by name.
+    """What openai-judge asks, with {prompt}, {completion}, {finish_reason}, {prompt_text} and any
+    column by name.
     Empty: for a score from 0 to 10, on a last line `Score: N`."""
     score_pattern: str = ""
     """Regular expression whose one group is the number in the judge's answer; the last match

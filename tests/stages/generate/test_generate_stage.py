@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from quiver.stages.common.models.checkpoints import PolicyConfig
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from quiver.stages.common.verification import verify
-from quiver.stages.generate import stage
+from quiver.stages.generate import shards, stage
 from quiver.stages.generate.prompts import select_prompts
 from quiver.stages.generate.rows import Rows, row_seed
 from quiver.stages.generate.stage import Config
@@ -129,6 +130,20 @@ def test_manifest_tells_how_they_were_made(store, policy):
     assert manifest.metrics["dropped"] == []
     assert manifest.status == {"length": 3, "stop": 3}
     assert {"load", "generate", "write", "total"} <= set(manifest.seconds)
+
+
+def test_no_speed_is_told_while_most_rows_are_under_way(store, policy, caplog, monkeypatch):
+    """Of finished rows alone, a first speed would be many times too low."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(shards, "_SECONDS_BETWEEN_LINES", -1.0)
+    prompts = make_prompts(store, [[5], [6], [7], [8]])
+    run(config(options={"script": "echo"}), store, prompts=prompts.ref, policy=policy.ref)
+    lines = [line for line in caplog.messages if line.startswith("generate: ")]
+    for line in lines:
+        rows = int(line.split()[1])
+        speed = r", \d+ tokens/s" if rows >= 6 else ""
+        assert re.fullmatch(rf"generate: {rows} of 12 rows{speed}", line)
+    assert len(lines) > 3
 
 
 def test_seeds_are_a_hash_of_what_names_the_row():

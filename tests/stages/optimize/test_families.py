@@ -10,7 +10,7 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.common.forward.architecture import judge, make_tiny
 from quiver.stages.common.forward.policy import Policy
 from quiver.stages.common.forward.verify import choose_mode
-from quiver.stages.common.models import checkpoints
+from quiver.stages.common.models import checkpoints, small
 from quiver.stages.common.models.families import TRAINED, require_trainable
 from quiver.stages.common.models.shrink import shrink
 from tests import architectures
@@ -103,6 +103,19 @@ def test_a_tiny_config_has_every_kind_of_layer_and_loads_again(tmp_path):
     gemma = shrink(CONFIG_MAPPING["gemma3_text"]())
     assert (gemma.sliding_window, gemma.vocab_size) == (6, 96)
     assert {"sliding_attention", "full_attention"} == set(gemma.layer_types)
+
+
+def test_a_tiny_config_says_nothing_of_layers_that_it_lacks(tmp_path):
+    """Of Gemma 4's 30 layers every sixth is wider, in a list of its own."""
+    tiny = shrink(CONFIG_MAPPING["gemma4_text"]())
+    tiny.save_pretrained(tmp_path)
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert again.num_hidden_layers == 6
+    assert [layer.head_dim for layer in again.per_layer_config] == [*[32] * 5, 512]
+    smaller = CONFIG_MAPPING["gemma4_text"]()
+    small.shrink(smaller)
+    smaller.save_pretrained(tmp_path)
+    assert len(AutoConfig.from_pretrained(tmp_path).per_layer_config) == small.LAYERS
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (8, 8)])

@@ -18,6 +18,8 @@ from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.store.writer import Writer
 from quiver.stages.common.verification import verify
 from quiver.stages.optimize.checks import Sampled
+from quiver.stages.report.gather import gather
+from quiver.stages.report.troubles import learned_nothing
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config as _config
 from tests.stages.optimize.world import trained as _run
@@ -395,6 +397,34 @@ def test_all_rewards_equal_commits_the_same_weights_and_says_so(
         torch.equal(a, b)
         for a, b in zip(_weights(done).values(), _weights(policy).values(), strict=True)
     )
+
+
+@pytest.mark.parametrize(
+    ("term", "trains"),
+    [
+        ({"kl_coef": 0.1}, True),
+        ({"entropy_coef": 0.1}, True),
+        ({"entropy_target": 9.0}, True),
+        ({"nll_coef": 0.1}, True),
+        ({"nll_coef": 0.1, "nll_reward": 2.0}, False),
+    ],
+)
+def test_equal_rewards_are_nothing_to_learn_from_unless_another_term_trains(
+    store, policy, made, caplog, term, trains
+):
+    rewards = world.write_rewards(store, made[0], lambda row: 1.0)
+    refs = {}
+    if "kl_coef" in term:
+        old = made[0].table()["old_logprobs"].to_pylist()
+        refs["ref_logprobs"] = world.write_logprobs(store, made[0], old).ref
+    done = _run(store, policy, (made[0], rewards), _config(**term), **refs)
+    assert done.manifest.metrics["all_advantages_zero"] is True
+    assert ("nothing to learn" in caplog.text) is not trains
+    assert ("every advantage is 0" in caplog.text) is not trains
+    assert (f"only optimize.{next(iter(term))} can train" in caplog.text) is trains
+    assert done.manifest.metrics.get("trained_by") == ([*term][:1] if trains else None)
+    (iteration,) = gather(store, "tiny").iterations
+    assert learned_nothing(iteration) is not trains
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])

@@ -109,7 +109,7 @@ def test_a_rare_token_may_change_its_ratio_and_a_frequent_one_may_not():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_certain_token_has_a_finite_loss(dtype):
-    """Probability 1 before, now, or both: KL is infinite, infinite, or 0."""
+    """Probability 1 now, before, or both: KL is infinite, 0.5, or 0."""
     certain = torch.tensor([0.0, -0.5, 0.0], dtype=dtype, requires_grad=True)
     anchor = torch.tensor([-0.5, 0.0, 0.0], dtype=dtype)
     advantages = torch.tensor([1.0, -1.0, 1.0], dtype=dtype)
@@ -118,6 +118,32 @@ def test_a_certain_token_has_a_finite_loss(dtype):
     assert loss.isfinite().all()
     assert torch.autograd.grad(loss.sum(), certain)[0].tolist() == [0.0, 0.0, -1.0]
     assert masked.tolist() == [True, True, False]
+
+
+def test_the_distance_of_two_outcomes_is_what_its_docstring_says():
+    """Within 0 and 1, or the KL from the anchor to the policy; infinite at π = 0 alone."""
+    policy = torch.tensor([0.0, 0.25, 1.0, 0.5]).log()
+    anchor = torch.tensor([0.5, 0.5, 0.5, 0.5]).log()
+    tv = surrogates.binary_divergence(policy, anchor, "tv")
+    assert tv.tolist() == pytest.approx([0.5, 0.25, 0.5, 0.0])
+    kl = surrogates.binary_divergence(policy, anchor, "kl")
+    from_anchor = 0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75)
+    smallest = math.log(torch.finfo(torch.float32).tiny)
+    almost = 0.5 * math.log(0.5) + 0.5 * (math.log(0.5) - smallest)
+    assert kl.tolist() == pytest.approx([math.inf, from_anchor, almost, 0.0], rel=1e-5, abs=1e-6)
+    assert 87 < -smallest < 88
+
+
+def test_two_outcomes_are_never_further_apart_than_all_tokens_are():
+    logits = torch.tensor(np.random.default_rng(5).normal(size=(2, 50, 7)))
+    policy, anchor = logits.log_softmax(-1)
+    whole = {
+        "tv": (policy.exp() - anchor.exp()).abs().sum(-1) / 2,
+        "kl": (anchor.exp() * (anchor - policy)).sum(-1),
+    }
+    for divergence, distance in whole.items():
+        found = surrogates.binary_divergence(policy, anchor, divergence)
+        assert (found <= distance[:, None] + 1e-12).all() and (found >= -1e-12).all()
 
 
 # -- gmpo and luspo

@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from quiver.schemas.errors import ConfigError, SecurityError
+from quiver.stages.common.chat.messages import read_messages
 from quiver.stages.common.config import parse
 from quiver.stages.common.environments.environment import environment_seed
 from quiver.stages.common.runtime.runner import run_stage
@@ -524,6 +525,116 @@ def test_chats_with_calls_are_rendered_whole_and_forge_nothing(store, policy, tm
         "name": None,
         "reasoning_content": None,
     }
+
+
+def chat_column(shape):
+    """Two chats, with calls and without, as others write them."""
+    chats = [CALLED, CALLED[:1]]
+    texts = [[json.dumps(message) for message in chat] for chat in chats]
+    flat = [
+        [
+            (name, member if isinstance(member, str) else json.dumps(member))
+            for name, member in message.items()
+        ]
+        for message in CALLED
+    ]
+    lists = pa.array(chats)
+    return {
+        "list<struct>": lambda: lists,
+        "large_list<struct>": lambda: lists.cast(pa.large_list(lists.type.value_type)),
+        "list_view<struct>": lambda: pa.array(chats, pa.list_view(lists.type.value_type)),
+        "list<map>": lambda: pa.array(
+            [flat, flat[:1]], pa.list_(pa.map_(pa.string(), pa.string()))
+        ),
+        "list<json>": lambda: pa.array(texts).cast(pa.list_(pa.json_())),
+        "list<text>": lambda: pa.array(texts),
+        "json": lambda: pa.array(map(json.dumps, chats), pa.json_()),
+        "text": lambda: pa.array(map(json.dumps, chats)),
+        "text view": lambda: pa.array(map(json.dumps, chats), pa.string_view()),
+    }[shape]()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "list<struct>",
+        "large_list<struct>",
+        "list_view<struct>",
+        "list<map>",
+        "list<json>",
+        "list<text>",
+        "json",
+        "text",
+        "text view",
+    ],
+)
+def test_chats_of_every_shape_are_read_with_their_calls(store, policy, tmp_path, shape):
+    table = pa.table({"messages": chat_column(shape)})
+    with pa.ipc.new_file(tmp_path / "rows.arrow", table.schema) as file:
+        file.write_table(table)
+    ref = run(Config(source=str(tmp_path / "rows.arrow")), store, policy="tiny/policy@0")
+    assert store.open(ref).manifest.kind_schema == "prompts/2"
+    whole, plain = (read_messages(row["messages"]) for row in rows(store, ref))
+    (call,) = CALLED[1]["tool_calls"]
+    called = {**CALLED[1], "content": "", "tool_calls": [{"type": "function", **call}]}
+    assert whole == [CALLED[0], called, *CALLED[2:]]
+    assert plain == CALLED[:1]
+
+
+def test_chats_without_calls_have_none_in_whatever_column(store, policy, tmp_path):
+    members = {"role": pa.string(), "content": pa.string(), "tool_calls": pa.string()}
+    chat = [{"role": "user", "content": "a", "tool_calls": None}]
+    table = pa.table({"messages": pa.array([chat], pa.large_list(pa.struct(members)))})
+    pa.parquet.write_table(table, tmp_path / "rows.parquet")
+    ref = run(Config(source=str(tmp_path / "rows.parquet")), store, policy="tiny/policy@0")
+    assert store.open(ref).manifest.kind_schema == "prompts/1"
+
+
+def test_text_that_is_no_chat_is_named(store, policy, tmp_path):
+    (tmp_path / "rows.csv").write_text("messages\nhi\n")
+    with pytest.raises(ConfigError, match=r"rows.csv row 1 column messages: is not JSON"):
+        run(Config(source=str(tmp_path / "rows.csv")), store, policy="tiny/policy@0")
+
+
+ARGUMENTS = [
+    {"filter": {"price": 3, "unit": None}, "tags": [{"a": 1}]},
+    {"filter": {"place": "Rome"}, "tags": [{"a": 1, "b": [{"c": None}]}, {"b": [{}, {"d": 2}]}]},
+    {"tags": [], "limit": None},
+]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "text", "struct"])
+def test_arguments_have_the_keys_that_their_row_has(store, policy, tmp_path, kind):
+    """Nulls that were written stay; in an Arrow struct no null is known to be written."""
+    template = tmp_path / "calls.jinja"
+    template.write_text(WITH_CALLS)
+
+    def chat(arguments):
+        call = {"function": {"name": "find", "arguments": arguments}}
+        return [CALLED[0], {"role": "assistant", "content": "", "tool_calls": [call]}, CALLED[0]]
+
+    expected = ARGUMENTS
+    if kind == "jsonl":
+        source = write(tmp_path, [{"messages": chat(arguments)} for arguments in ARGUMENTS])
+    else:
+        cells = ARGUMENTS
+        if kind == "text":
+            cells = [json.dumps(arguments) for arguments in ARGUMENTS]
+        else:
+            expected = [
+                {"filter": {"price": 3}, "tags": [{"a": 1}]},
+                {"filter": {"place": "Rome"}, "tags": [{"a": 1, "b": [{}]}, {"b": [{}, {"d": 2}]}]},
+                {"tags": []},
+            ]
+        source = str(tmp_path / "rows.parquet")
+        table = pa.table({"messages": [chat(arguments) for arguments in cells]})
+        pa.parquet.write_table(table, source)
+    ref = run(Config(source=source, template=str(template)), store, policy="tiny/policy@0")
+    for row, arguments in zip(rows(store, ref), expected, strict=True):
+        (call,) = read_messages(row["messages"])[1]["tool_calls"]
+        assert call["function"]["arguments"] == arguments
+        (shown,) = re.findall(r"find\((.*)\)<", row["prompt_text"])
+        assert json.loads(shown) == arguments
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_foreign_text_is_text_and_nothing_is_fetched(made):
         name.startswith("on") or name == "src" for _, about in page.tags for name in about
     )
     assert {
-        "content": "default-src 'none'; style-src 'unsafe-inline'",
+        "content": "default-src 'none'; img-src data:; style-src 'unsafe-inline'",
         "http-equiv": "Content-Security-Policy",
     } in [about for tag, about in page.tags if tag == "meta"]
     shown = "\n".join(cell for row in page.rows for cell in row)

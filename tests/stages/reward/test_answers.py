@@ -7,10 +7,11 @@ from fractions import Fraction
 import pytest
 
 from quiver.stages.reward import functions
-from quiver.stages.reward.functions import answers
+from quiver.stages.reward.functions import answers, plain_numbers
+from tests.stages.reward import answer_table
 
 
-@pytest.mark.parametrize("module", [answers, functions])
+@pytest.mark.parametrize("module", [answers, plain_numbers, functions])
 def test_the_examples_in_the_docstrings(module):
     found = doctest.testmod(module)
     assert found.attempted >= 4
@@ -33,7 +34,9 @@ def test_the_examples_in_the_docstrings(module):
         ("1,000", 1000),
         ("1,234,567.5", Fraction(2469135, 2)),
         ("1, 2, 3", 3),
-        ("12,34", 34),
+        ("12,34", Fraction(617, 50)),
+        ("12,34,56", 56),
+        ("(12,34)", 34),
         ("$1,250", 1250),
         ("-$5", -5),
         ("50%", 50),
@@ -127,3 +130,40 @@ def test_exact_match_extracts_and_compares_as_text():
         1.0,
         None,
     ]
+
+
+def scored(function, completion, answer, **arguments):
+    """What a function gives for one row; BAD where it refuses the answer."""
+    try:
+        return function([completion], [answer], **arguments)[0]
+    except ValueError as error:
+        assert str(error).startswith("the answer "), error
+        return answer_table.BAD
+
+
+def test_answers_are_worth_what_the_table_says():
+    wrong = []
+    names = ("exact_match", "numeric", "math")
+    for completion, answer, *rights in answer_table.ANSWERS:
+        for name, right in zip(names, rights, strict=True):
+            got = scored(functions.FUNCTIONS[name].function, completion, answer)
+            if got != right:
+                wrong.append(f"{name}({completion!r}, {answer!r}) is {got}, not {right}")
+    assert len(answer_table.ANSWERS) >= 200
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("table", "function", "arguments"),
+    [
+        (answer_table.BOXED, functions.exact_match, {"extract": "boxed"}),
+        (answer_table.CHOICES, functions.choice, {}),
+    ],
+)
+def test_boxes_and_letters_are_worth_what_the_tables_say(table, function, arguments):
+    wrong = []
+    for completion, answer, right in table:
+        got = scored(function, completion, answer, **arguments)
+        if got != right:
+            wrong.append(f"({completion!r}, {answer!r}) is {got}, not {right}")
+    assert not wrong, "\n".join(wrong)

@@ -61,7 +61,8 @@ def test_a_choice_without_a_letter_is_an_error_not_a_zero():
         (r"\boxed{42}", 42, 1.0),
         (r"\boxed{ 042 }", "42", 1.0),
         (r"\boxed{-42}", "42", 0.0),
-        (r"\boxed{41}, no: \boxed{42}", "42", 0.0),  # math-verify reads several boxes as a set
+        (r"\boxed{41}, no: \boxed{42}", "42", 1.0),
+        (r"\boxed{41}, \boxed{42}", "42", 0.0),
         (r"\boxed{\dfrac{3}{6}}", r"\frac{1}{2}", 1.0),
         (r"$x = 3$", "3", 1.0),
         (r"\boxed{(x+1)^2}", "x^2 + 2x + 1", 1.0),

@@ -7,6 +7,8 @@ import pytest
 
 from quiver.schemas.errors import ConfigError, RewardError
 from quiver.stages.common.config import parse
+from quiver.stages.reward.functions.config import FunctionConfig
+from quiver.stages.reward.pool.habits import require_sent
 from quiver.stages.reward.preview import preview
 from quiver.stages.reward.stage import Config
 from tests.writing import run_here
@@ -144,3 +146,15 @@ def test_what_is_missing_is_told_before_anything_runs(use, fields, columns, word
 def test_a_style_is_of_a_function_of_ones_own():
     with pytest.raises(ConfigError, match="style is of a function of yours"):
         config("numeric", style="verl")
+
+
+def test_a_request_without_the_prompt_s_ids_says_where_they_are_asked_for():
+    """What every stage offers, a reward server has only where its client sends it."""
+    by_other_name = FunctionConfig(use="theirs.py:f", columns={"ids": "prompt_ids"})
+    require_sent(by_other_name, ["ids"], {"completions": ["7"], "prompt_ids": [[1]]})
+    with pytest.raises(ConfigError) as caught:
+        require_sent(by_other_name, ["ids", "completions"], {"completions": ["7"]})
+    assert "needs prompt_ids, which the request does not hold" in str(caught.value)
+    assert (
+        caught.value.next == "name prompt_ids in reward.servers.columns where the request is made"
+    )

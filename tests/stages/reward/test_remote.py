@@ -2,6 +2,8 @@
 typed stop, never a number."""
 
 import asyncio
+import datetime
+import decimal
 import email.utils
 import gzip
 import itertools
@@ -11,6 +13,7 @@ import random
 import subprocess
 import threading
 import time
+import uuid
 from collections import Counter
 
 import pytest
@@ -107,6 +110,82 @@ def test_each_row_gets_its_own_number():
     assert sent.path == "/v1/score" and sent.headers["accept-encoding"] == "identity"
     assert "authorization" not in sent.headers
     assert sent.body["rows"][0]["columns"] == {"answer": int(sent.body["rows"][0]["completion"])}
+
+
+NAN = float("nan")
+NO_JSON = {
+    "picture": b"7",
+    "price": decimal.Decimal("7.5"),
+    "lasted": datetime.timedelta(7),
+    "key": uuid.UUID(int=7),
+    "rate": NAN,
+    "most": float("inf"),
+    "nested": {"deep": [{"rate": NAN}]},
+}
+
+
+def test_cells_without_json_are_left_out_and_named_once(caplog):
+    """What nobody asked for by name costs no row its reward."""
+    columns = {name: [cell, cell] for name, cell in NO_JSON.items()}
+    columns |= {"answer": [7, 8], "day": [datetime.date(2024, 1, 2)] * 2, "noted": [None, None]}
+    columns["rate"] = [NAN, 0.5]
+    with FakeServer(lambda asked: reply(scored(asked))) as server:
+        client = scorer(server.url)
+        for _ in range(2):
+            assert [part.error for part in client.score(batch(2, **columns))] == [None, None]
+        client.close()
+    sent = {row["id"]: row["columns"] for asked in server.asked for row in asked.body["rows"]}
+    plain = {"day": "2024-01-02", "noted": None}
+    assert sent == {"r0": {"answer": 7, **plain}, "r1": {"answer": 8, "rate": 0.5, **plain}}
+    (told,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert told == (
+        "reward server quiver: cells of these columns are not sent: key (UUID has no JSON), lasted "
+        "(timedelta has no JSON), most (NaN and infinite numbers have no JSON), nested (NaN and "
+        "infinite numbers have no JSON), picture (bytes has no JSON), price (Decimal has no JSON), "
+        "rate (NaN and infinite numbers have no JSON); name the columns to send in "
+        "reward.servers.columns"
+    )
+
+
+@pytest.mark.parametrize("name", NO_JSON)
+@pytest.mark.parametrize(
+    ("dialect", "key"),
+    [("quiver", "columns"), ("openai-judge", "rubric"), ("slime", "label"), ("openrlhf", "label")],
+)
+def test_a_named_column_without_json_is_the_row_s_error(dialect, key, name):
+    named = {"columns": [name], "label": name, "rubric": f"{{{name}}}"}
+    options = {"model": "m", "range": (0, 1)} if dialect == "openai-judge" else {}
+    with FakeServer(lambda asked: reply(scored(asked))) as server:
+        client = scorer(server.url, dialect=dialect, **{key: named[key]}, **options)
+        (part,) = client.score(batch(1, **{name: [NO_JSON[name]]}))
+        client.close()
+    assert part.value is None
+    assert part.error.startswith(f"column {name} can not be sent: ")
+    assert f"leave it out of reward.servers.{key}, or make it text or a number" in part.error
+    assert server.asked == []
+
+
+@pytest.mark.parametrize(
+    ("dialect", "key", "read"),
+    [
+        ("quiver", "columns", lambda body: body["rows"][0]["columns"]["prompt_text"]),
+        ("openai-judge", "rubric", lambda body: body["messages"][0]["content"]),
+        ("slime", "label", lambda body: body["label"]),
+        ("openrlhf", "label", lambda body: body["labels"][0]),
+    ],
+)
+def test_the_prompt_s_text_is_sent_where_it_is_named(dialect, key, read):
+    named = {"columns": ["prompt_text", "prompt_ids"], "label": "prompt_text"}
+    named["rubric"] = "{prompt_text}"
+    options = {"model": "m", "range": (0, 1)} if dialect == "openai-judge" else {}
+    with FakeServer(lambda asked: reply(scored(asked))) as server:
+        client = scorer(server.url, dialect=dialect, retries=0, **{key: named[key]}, **options)
+        client.require(["answer"])
+        client.score(batch(1, prompt_text=["<user>0 + 0 = "], prompt_ids=[[1, 5]], answer=[0]))
+        client.close()
+    assert read(server.asked[0].body) == "<user>0 + 0 = "
+    if dialect == "quiver":
+        assert server.asked[0].body["rows"][0]["columns"]["prompt_ids"] == [1, 5]
 
 
 def test_every_dialect_over_the_wire(monkeypatch):
@@ -400,7 +479,7 @@ def test_a_row_that_spoils_its_request_is_found(answer):
 )
 def test_a_column_that_json_can_not_hold_costs_its_row(value):
     with FakeServer(lambda asked: reply(scored(asked))) as server:
-        parts = scorer(server.url).score(batch(4, answer=[1, value, 3, 4]))
+        parts = scorer(server.url, columns=["answer"]).score(batch(4, answer=[1, value, 3, 4]))
     assert [part.value for part in parts] == [0.5, None, 0.5, 0.5] and "can not be sent" in parts[
         1
     ].error

@@ -40,7 +40,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "section", "start"),
     [
-        ("functions", {"use": "numeric"}, "quiver:1"),
+        ("functions", {"use": "numeric"}, "quiver:2"),
         ("functions", {"use": "mine.py:f"}, "sha256:"),
         ("functions", {"use": "mine:f"}, "sha256:"),
         ("models", {"model": "model"}, "sha256:"),

@@ -12,6 +12,7 @@ import pytest
 from quiver.schemas.errors import ConfigError, LineageError, NumericError, RewardError
 from quiver.stages.common.config import parse
 from quiver.stages.common.store.writer import ROWS_PER_SHARD
+from quiver.stages.reward import tables
 from quiver.stages.reward.functions import overlong_penalty
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.scoring import Part
@@ -89,6 +90,40 @@ def test_the_reward_is_the_weighted_sum_of_the_parts(store, sample):
     assert [entry.role for entry in manifest.inputs] == ["rollouts", "prompts"]
     clipped = run(config(*chosen.functions, reward_clip=(0.0, 0.75)), store, rollouts=rollouts.ref)
     assert sorted(row["reward"] for row in by_id(store, clipped).values()) == [0.0, 0.0, 0.5, 0.75]
+
+
+def test_functions_are_offered_the_prompt_s_ids_and_text(store, sample, tmp_path):
+    (tmp_path / "asks.py").write_text(
+        "def ids(prompt_ids, completion_ids):\n"
+        "    return [10.0 * len(p) + len(c) for p, c in zip(prompt_ids, completion_ids)]\n"
+        "def text(prompt_text):\n"
+        "    return [float(t.removeprefix('text of sum-')) for t in prompt_text]\n"
+        "def all(**columns):\n"
+        "    return [float(t[8:] == 'sum-1' and p == [1, 5]) for t, p in\n"
+        "            zip(columns['prompt_text'], columns['prompt_ids'])]\n"
+    )
+    rollouts = sample([["it is 7"], ["9"]], {"answer": [7, 9]})
+    ref = run(config("asks.py:ids", "asks.py:text", "asks.py:all"), store, rollouts=rollouts.ref)
+    assert {key: row["parts"] for key, row in by_id(store, ref).items()} == {
+        "0-sum-0-0": {"ids": 23.0, "text": 0.0, "all": 0.0},
+        "0-sum-1-0": {"ids": 21.0, "text": 1.0, "all": 1.0},
+    }
+
+
+def test_ids_of_prompts_are_read_when_they_are_asked_for(sample):
+    rollouts = sample([["1"]], {"answer": [1]}).table()
+    found = tables.PromptIds(rollouts)
+    assert list(found) == ["prompt_ids"] and "answer" not in found
+    assert "_lists" not in vars(found)
+    assert found["prompt_ids"] == [[1, 5]]
+    assert found["prompt_ids"] is found["prompt_ids"]
+
+
+def test_a_column_that_is_hidden_is_warned_of(store, sample, caplog):
+    rollouts = sample([["1"]], {"answer": [1], "prompt_text": ["mine"]})
+    run(config("numeric"), store, rollouts=rollouts.ref)
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and "the column prompt_text of the prompts is not used" in warnings[0]
 
 
 def test_its_rows_must_be_those_of_the_rollouts(store, sample, monkeypatch):

@@ -652,3 +652,54 @@ def test_extra_comes_through(folder):
             {"completions": ["é\n"], "rollout_ids": ["r"]}
         )
     assert (found[0].value, json.loads(found[0].extra)) == (0.25, {"why": "é\n"})
+
+
+POOLS = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from grading import grade_beside
+
+class Text:
+    def __init__(self, text):
+        self.text = text
+
+def grade(text):
+    return float(len(text.text if isinstance(text, Text) else text))
+
+def score(completions, method, kind, beside=False):
+    context = multiprocessing.get_context(method)
+    function = grade_beside if beside else grade
+    if kind == "executor":
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            return list(pool.map(function, completions))
+    with context.Pool(1) as pool:
+        return pool.map(function, map(Text, completions) if not beside else completions)
+"""
+
+
+@pytest.mark.parametrize("folder", ["", "rewards", "package"])
+@pytest.mark.parametrize(
+    ("method", "kind", "beside"),
+    [
+        ("fork", "executor", False),
+        ("spawn", "executor", False),
+        ("spawn", "pool", True),
+        ("forkserver", "pool", False),
+        ("forkserver", "executor", True),
+    ],
+)
+def test_a_function_may_use_pools_of_processes(folder, method, kind, beside, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    place = tmp_path / folder
+    place.mkdir(exist_ok=True)
+    if folder == "package":
+        (place / "__init__.py").write_text("")
+    (place / "pools.py").write_text(POOLS)
+    (place / "grading.py").write_text("def grade_beside(text):\n    return 1.0 + len(text)\n")
+    use = str(place / "pools.py") if folder == "rewards" else str(Path(folder, "pools.py"))
+    arguments = {"method": method, "kind": kind, "beside": beside}
+    config = FunctionConfig(use=f"{use}:score", arguments=arguments)
+    with Pool(1) as workers:
+        scorer = FunctionScorer(config, workers, 8)
+        parts = scorer.score({"completions": ["a", "bcd"], "rollout_ids": ["0", "1"]})
+    assert parts == [Part(1.0 + beside), Part(3.0 + beside)]

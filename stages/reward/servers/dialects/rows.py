@@ -107,6 +107,25 @@ def to_json(cell: Any) -> str:
     return json.dumps(cell, ensure_ascii=False, allow_nan=False, default=_plain)
 
 
+def without_json(cells: Mapping[str, Any]) -> dict[str, str]:
+    """Why cells can not be sent, by the names of those that have no JSON.
+
+    >>> without_json({"answer": 7, "picture": b"7", "rate": float("nan")})
+    {'picture': 'bytes has no JSON', 'rate': 'NaN and infinite numbers have no JSON'}
+    """
+    problems = {}
+    for name, cell in cells.items():
+        try:
+            to_json(cell).encode()
+        except TypeError as error:
+            problems[name] = str(error)
+        except UnicodeError:
+            problems[name] = "half a character has no JSON"
+        except ValueError:
+            problems[name] = "NaN and infinite numbers have no JSON"
+    return problems
+
+
 def _plain(cell: Any) -> str:
     if isinstance(cell, datetime.date | datetime.time):
         return cell.isoformat()

@@ -5,12 +5,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
 from quiver.schemas.errors import ResourceError
 from quiver.stages.common.runtime.prewarm import StageProcess
+from quiver.stages.common.runtime.subprocesses import GRACE_SECONDS
 
 _LIBRARIES = [Path(path) for path in ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib")]
 
@@ -58,6 +60,16 @@ def test_a_time_limit_of_whoever_reads_its_lines_is_not_its_own(interpreter):
         child.follow(on_line)
 
 
+def test_one_that_was_never_called_ends_at_once(interpreter, caplog):
+    """It is often deep in an import, and does not hear SIGTERM."""
+    script = "trap '' TERM; echo up; while true; do sleep 600; done"
+    with StageProcess("policy", interpreter(script)) as child:
+        assert child.process.stdout.readline() == b"up\n"
+        left_at = time.monotonic()
+    assert time.monotonic() - left_at < GRACE_SECONDS / 2
+    assert caplog.messages == []
+
+
 # -- its memory
 
 
@@ -88,6 +100,7 @@ def test_an_allocator_that_its_user_chose_stays(interpreter, monkeypatch):
 CALLER = """
 import sys
 from quiver.stages.common.runtime.prewarm import StageProcess
+from quiver.stages.common.runtime.subprocesses import GRACE_SECONDS
 with StageProcess("policy", sys.argv[1]) as child:
     child.follow(print)
 """

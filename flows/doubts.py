@@ -1,0 +1,177 @@
+"""What a recipe says and may not mean: a limit above the rows, a penalty that is never paid, a
+held-out file with rows of the training. A run does it all the same, so each is a warning.
+
+    for sentence in doubts(recipe, looked.prompts): …    # a resolved recipe, its first rows
+    unused(recipe)                                       # columns that nothing reads
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+
+import pyarrow as pa
+
+from quiver.schemas.errors import printable
+from quiver.stages.prompt import sources
+from quiver.stages.prompt.config import INPUTS, Config
+from quiver.stages.prompt.row_variables import columns_of
+from quiver.stages.reward.preview import preview
+
+from .first_rows import Prompts, prompt_config
+from .recipe import Recipe
+
+
+def doubts(recipe: Recipe, prompts: Mapping[str, Prompts]) -> list[str]:
+    """Sentences on a resolved recipe. `prompts`: what its first rows became, by section, where they
+    were rendered. Reads the sources again."""
+    tables = {
+        section: sources.read(prompt_config(recipe, section)).table for section in recipe.columns
+    }
+    num_rows = tables["data"].num_rows
+    return [
+        *about_rows(recipe, tables),
+        *about_prompts(recipe, prompts),
+        *about_steps(recipe, num_rows),
+        *about_rewards(recipe, tables["data"]),
+    ]
+
+
+def unused(recipe: Recipe) -> list[str]:
+    """The columns of the training rows that surely nothing reads, neither prompts nor rewards nor
+    an environment."""
+    columns = recipe.columns["data"]
+    reads = preview(recipe.reward, [*columns, *recipe.offered_columns])
+    if reads.may_be_all or recipe.generate.turns is not None:
+        return []
+    config = prompt_config(recipe, "data")
+    named = {getattr(config, name) for name in (*INPUTS, "group_id", "images")}
+    named.update(columns_of(config, columns).values())
+    return [name for name in columns if name not in named | reads.by_name]
+
+
+# -- rows
+
+
+def about_rows(recipe: Recipe, tables: Mapping[str, pa.Table]) -> Iterator[str]:
+    """Of the sources: how many rows there are, and which stand there twice."""
+    asked = {}
+    for section, table in tables.items():
+        config = prompt_config(recipe, section)
+        asked[section] = questions(config, table)
+        if config.limit is not None and config.limit > table.num_rows:
+            yield f"{section}.limit is {config.limit}, and the source has {table.num_rows} rows"
+    num_different = len(set(asked["data"]))
+    if 2 * num_different <= len(asked["data"]):
+        yield (
+            f"the {len(asked['data'])} rows of data ask {num_different} different things; "
+            "generate.samples_per_prompt says how often each is answered"
+        )
+    if "data.held_out" in asked:
+        learned = set(asked["data"])
+        num_learned = sum(question in learned for question in asked["data.held_out"])
+        if num_learned:
+            yield (
+                f"{num_learned} of the {len(asked['data.held_out'])} rows of data.held_out are "
+                "rows of data too: an evaluation does not tell what is learned from what is known "
+                "by heart"
+            )
+    elif recipe.evaluate.every:
+        yield "evaluate.every is set, and without data.held_out nothing is measured"
+    if recipe.data.held_out is not None and recipe.evaluate.every > recipe.iterations:
+        yield (
+            f"evaluate.every is {recipe.evaluate.every}, and the run has {recipe.iterations} "
+            "iterations: it is measured before the first and after the last"
+        )
+
+
+def questions(config: Config, table: pa.Table) -> list[str]:
+    """What each row asks, as text that is the same where the policy is asked the same. An
+    environment may make another question of any column, so that there the whole row counts."""
+    shown = columns_of(config, table.column_names).values()
+    names = [name for name in (getattr(config, config.input), config.images, *shown) if name]
+    if config.turns is not None and config.turns.environment:
+        names = table.column_names
+    asked = []
+    for cell, *others in zip(*(table[name].to_pylist() for name in names), strict=True):
+        # a chat of a text alone asks the same as the text
+        question = [{"role": "user", "content": cell}] if isinstance(cell, str) else cell
+        asked.append(json.dumps([question, *others], sort_keys=True, default=repr))
+    return asked
+
+
+# -- prompts
+
+
+def about_prompts(recipe: Recipe, prompts: Mapping[str, Prompts]) -> Iterator[str]:
+    """Of what is not shown to the policy."""
+    for section, of_section in prompts.items():
+        if of_section.num_dropped:
+            yield (
+                f"{of_section.num_dropped} of the first {of_section.num_rendered} prompts of "
+                f"{section} are left out: they have more than {of_section.longest} tokens"
+            )
+        if recipe.prompt.system is not None and of_section.num_other_system:
+            yield (
+                f"prompt.system is not shown in {of_section.num_other_system} of the first "
+                f"{of_section.num_rendered} prompts of {section}: they are no chats, or begin with "
+                "a system message of their own"
+            )
+    is_rendered = recipe.data.raw_text or recipe.data.prompt_ids
+    for name in ("template", "template_arguments"):
+        if is_rendered and getattr(recipe.prompt, name):
+            yield f"prompt.{name} is not used: the rows are no chats"
+
+
+# -- steps
+
+
+def about_steps(recipe: Recipe, num_rows: int) -> Iterator[str]:
+    """Of the optimizer's steps."""
+    optimize = recipe.optimize
+    num_groups = min(recipe.data.limit or num_rows, num_rows)
+    if recipe.data.refill is not None:
+        num_groups *= recipe.data.refill.max_rounds
+    num_groups *= 1 + optimize.replay
+    if optimize.minibatches > num_groups:
+        yield (
+            f"optimize.minibatches is {optimize.minibatches}, and an iteration has {num_groups} "
+            "prompts, of which each step takes one at least: there are no more steps than prompts"
+        )
+    num_steps = recipe.iterations * optimize.epochs * min(optimize.minibatches, num_groups)
+    if optimize.warmup_steps >= num_steps:
+        yield (
+            f"optimize.warmup_steps is {optimize.warmup_steps}, and the run has {num_steps} "
+            f"steps: the learning rate never comes to {optimize.learning_rate:g}"
+        )
+    if optimize.schedule != "constant" and optimize.total_steps < num_steps:
+        yield (
+            f"optimize.total_steps is {optimize.total_steps}, and the run has {num_steps} steps: "
+            "an iteration that begins behind it is refused"
+        )
+
+
+# -- rewards
+
+
+def about_rewards(recipe: Recipe, table: pa.Table) -> Iterator[str]:
+    """Of what is not paid, and of what the rewards read."""
+    reward = recipe.reward
+    if not any(scorer.weight for scorer in reward.scorers) and reward.overlong is None:
+        yield "every part of the reward has weight 0: nothing is learned"
+    turns = recipe.generate.turns
+    most = recipe.generate.sampling.max_tokens if turns is None else turns.max_tokens
+    overlong = reward.overlong
+    if overlong is not None and overlong.max_tokens - overlong.cache >= most:
+        yield (
+            f"reward.overlong begins behind {overlong.max_tokens - overlong.cache} tokens, and a "
+            f"completion has at most {most}: it is never paid"
+        )
+    reads = preview(reward, [*recipe.columns["data"], *recipe.offered_columns])
+    for name in sorted(reads.by_name & {*table.column_names}):
+        num_empty = table.column(name).null_count
+        if num_empty:
+            yield (
+                f"column {printable(name)}, which the reward reads, is empty in {num_empty} of "
+                f"{table.num_rows} rows"
+            )

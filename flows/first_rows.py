@@ -1,0 +1,262 @@
+"""The first rows of a recipe, taken through its own stages in a store that is removed: the prompts
+that they become, and what the rewards say to an answer that is made up.
+
+No engine is started and no weights are read. Errors are those that a run would give.
+
+    rows = first_rows(recipe, is_answered=True)    # a resolved recipe
+    rows.prompts["data"].lengths, rows.answered.scores["accuracy"].values
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median_low
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.compute as pc
+
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.config import Config
+from quiver.stages.common.episodes import first_failure
+from quiver.stages.common.models import checkpoints, small
+from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.common.store import Store, Version
+from quiver.stages.common.store.writer import open_staging
+from quiver.stages.prompt import stage as prompt_stage
+from quiver.stages.prompt.config import Config as PromptConfig
+from quiver.stages.reward.measures import failures
+
+from .recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+ROWS = 1024
+"""Most rows of a source that are rendered."""
+SLOW_ROWS = 8
+"""The same where an environment begins each of them, or pictures are decoded."""
+_ANSWER = "The answer is 1."
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Prompts:
+    """What the first rows of a source became."""
+
+    num_rows: int
+    """Rows of the source."""
+    num_rendered: int
+    """Rows that were looked at."""
+    num_dropped: int
+    """Those of them that are left out, since they are too long."""
+    longest: int | None
+    """Most tokens that a prompt may have; None: any number."""
+    num_other_system: int
+    """Prompts that do not begin with the recipe's system message."""
+    lengths: list[int]
+    """Tokens of each prompt that is kept, rising."""
+    first_text: str
+    """The first prompt as `visible` has it."""
+    first_tokens: int
+
+    @classmethod
+    def of(cls, version: Version, policy: Version, system: str | None) -> Prompts:
+        """What there is to say of a version of prompts. `system`: the recipe's message."""
+        manifest = version.manifest
+        table = version.table(["prompt_ids", "messages"])
+        ids = table["prompt_ids"]
+        first_ids = ids[0].as_py()
+        expected = {"role": "system", "content": system}.items()
+        chats = table["messages"].to_pylist()
+        return cls(
+            num_rows=manifest.metrics["source_rows"],
+            num_rendered=sum(manifest.status.values()),
+            num_dropped=manifest.status["dropped"],
+            longest=manifest.config["max_prompt_tokens"],
+            num_other_system=sum(not chat or not expected <= chat[0].items() for chat in chats),
+            lengths=sorted(pc.list_value_length(ids).to_pylist()),
+            first_text=visible(checkpoints.load_tokenizer(policy), first_ids),
+            first_tokens=len(first_ids),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The numbers."""
+        lengths = self.lengths
+        return {
+            "rows": self.num_rows,
+            "rendered": self.num_rendered,
+            "dropped": self.num_dropped,
+            "tokens": {"min": lengths[0], "median": median_low(lengths), "max": lengths[-1]},
+            "most_tokens": self.longest,
+        }
+
+    def in_words(self) -> str:
+        """The same for people."""
+        lengths = self.lengths
+        rows = f"{self.num_rows:,} rows"
+        if self.num_rendered < self.num_rows:
+            rows = f"the first {self.num_rendered:,} of {rows}"
+        allowed = "" if self.longest is None else f"; {self.longest:,} are allowed"
+        return (
+            f"prompts of {lengths[0]:,} to {lengths[-1]:,} tokens, median {median_low(lengths):,}, "
+            f"in {rows}{allowed}"
+        )
+
+
+@dataclass
+class Score:
+    """What one part of the reward said of the answers."""
+
+    values: list[float | None]
+    error: str | None = None
+    """Of the first answer that it failed on."""
+
+    def in_words(self) -> str:
+        """The values, or the error."""
+        values = ["no number" if value is None else f"{value:g}" for value in self.values]
+        return self.error or ", ".join(values)
+
+
+@dataclass
+class Answered:
+    """What became of a made-up answer to the first prompt."""
+
+    text: str
+    """The answer; of an episode the last one."""
+    failure: str | None
+    """Why the environment failed on it."""
+    scores: dict[str, Score]
+    """By part of the reward."""
+
+
+@dataclass
+class FirstRows:
+    """What became of the first rows."""
+
+    prompts: dict[str, Prompts] = field(default_factory=dict)
+    """By section: data, data.held_out."""
+    answered: Answered | None = None
+    """None: nobody asked for it."""
+
+
+def first_rows(recipe: Recipe, folder: Path | None = None, *, is_answered: bool) -> FirstRows:
+    """Render the first rows of a resolved recipe. ConfigError, SecurityError, and what scores
+    raises.
+
+    Args:
+        recipe: What to look at.
+        folder: The base model, where it has been made already.
+        is_answered: Score a made-up answer to the first row, too.
+    """
+    rows = FirstRows()
+    with tempfile.TemporaryDirectory(prefix="quiver-check-") as work:
+        store = Store(work)
+        policy = small.import_without_weights(recipe.policy, store, recipe.run, folder)
+        for section in recipe.columns:
+            config = first_config(recipe, section)
+            version = _render(config, store, policy)
+            rows.prompts[section] = Prompts.of(version, policy, recipe.prompt.system)
+            if section == "data" and is_answered:
+                rows.answered = _answer(recipe, config, store, policy, version)
+    return rows
+
+
+def prompt_config(recipe: Recipe, section: str) -> PromptConfig:
+    """The prompt stage's config of data, in the first iteration, or of data.held_out."""
+    is_held_out = section == "data.held_out"
+    return recipe.prompt_config(0 if is_held_out else 1, evaluation=is_held_out)
+
+
+def first_config(recipe: Recipe, section: str) -> PromptConfig:
+    """The same for the first rows that a run takes, be it in several iterations."""
+    config = prompt_config(recipe, section)
+    has_environment = config.turns is not None and bool(config.turns.environment)
+    first = SLOW_ROWS if has_environment or config.images else ROWS
+    limit = config.limit
+    if limit is not None and section == "data":
+        limit *= recipe.iterations
+    return config.model_copy(update={"first": first, "limit": limit})
+
+
+def _render(config: PromptConfig, store: Store, policy: Version) -> Version:
+    """The prompts of the first rows. ConfigError, SecurityError; where prompts are too long it is
+    logged, how many."""
+    try:
+        return _made("prompt", config, store, policy=policy)
+    except ConfigError:
+        if config.overlong == "error":
+            with suppress(ConfigError):  # something else is wrong
+                lenient = config.model_copy(update={"overlong": "drop"})
+                status = _made("prompt", lenient, store, policy=policy).manifest.status
+                log.warning(
+                    "%d of the first %d prompts of %s are too long",
+                    status["dropped"],
+                    sum(status.values()),
+                    printable(config.source),
+                )
+        raise
+
+
+def visible(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
+    """The text of a prompt, its control tokens in ⟦brackets⟧: what looks like one without them is
+    text."""
+    control = {
+        id: token.content
+        for id, token in tokenizer.added_tokens_decoder.items()
+        if token.content.replace("▁", "").strip()
+    }
+    pieces = []
+    for is_control, run in itertools.groupby(ids, control.__contains__):
+        if is_control:
+            pieces += [f"⟦{control[id]}⟧" for id in run]
+        else:
+            pieces.append(tokenizer.decode([*run]))
+    return "".join(pieces)
+
+
+def _answer(
+    recipe: Recipe, config: PromptConfig, store: Store, policy: Version, prompts: Version
+) -> Answered:
+    """What becomes of _ANSWER to the first of the prompts, or of as much as may be answered; of a
+    whole group, where something scores groups."""
+    one_row = config.model_copy(update={"first": 1})
+    plan = prompt_stage.plan(one_row, store, {"policy": str(policy.ref)})
+    with open_staging(plan) as staging:
+        writer = staging.writers["prompts"]
+        writer.write_table(prompts.table().slice(0, 1))
+        writer.finish(metrics=prompts.manifest.metrics)
+        prompt = staging.publish()
+    generate = recipe.generate_config(1)
+    scopes = {getattr(scorer, "scope", "row") for scorer in recipe.reward.scorers}
+    ids = checkpoints.load_tokenizer(policy).encode(_ANSWER, add_special_tokens=False)
+    room = max(1, generate.sampling.max_tokens - 1)  # one is the end token's
+    changes = {
+        "engine": "scripted",
+        "options": {"script": "fixed", "completion_ids": ids[:room]},
+        "samples_per_prompt": generate.samples_per_prompt if "group" in scopes else 1,
+    }
+    version = _made(
+        "generate", generate.model_copy(update=changes), store, prompts=prompt, policy=policy
+    )
+    rollouts = version.table()
+    lenient = recipe.reward.model_copy(update={"max_invalid": 1.0})
+    rewards = _made("reward", lenient, store, rollouts=version).table()
+    parts = rewards["parts"].combine_chunks()
+    scores = {name: Score(parts.field(name).to_pylist()) for name in recipe.reward.part_names}
+    for name, _, error in failures(rewards):
+        scores[name].error = scores[name].error or error
+    return Answered(
+        text=rollouts["completion_text"][0].as_py(),
+        failure=first_failure(rollouts) if generate.turns is not None else None,
+        scores=scores,
+    )
+
+
+def _made(stage: str, config: Config, store: Store, **inputs: Version) -> Version:
+    refs = {role: str(version.ref) for role, version in inputs.items()}
+    return store.open(str(run_stage(stage, config, store, in_process=True, **refs)))

@@ -1,0 +1,133 @@
+"""The Arrow type of columns whose Python values are not what Arrow alone gives.
+
+| in Arrow | in Python |
+|---|---|
+| JSON text (`arrow.json`, at any depth) | what the text says |
+| map, at any depth | a dict |
+| struct | a dict with each key of the type; a null is None |
+
+`to_pylist` and `as_py` of such a column give these values wherever a version is read, also inside
+the struct `columns` of prompts. Columns without JSON and maps keep their own type.
+
+    column = json_array([7, 2.5, {"a": None}])     # an Arrow type would make 7 a float
+    column.to_pylist()                             # [7, 2.5, {"a": None}]
+
+Not of the spine: to the code that reads a column its values are Python's, as those of any other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+_CHUNK = 1024
+_LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
+
+
+class CellScalar(pa.ExtensionScalar):
+    """One cell."""
+
+    def as_py(self, **_: Any) -> Any:
+        """The Python value. ValueError, TypeError: its JSON or its map cannot be read."""
+        return None if self.value is None else _to_python(self.value.as_py(), self.type)
+
+
+class Cells(pa.ExtensionType):
+    """Over the type that a column has. Over strings: each cell is JSON text."""
+
+    def __init__(self, storage: pa.DataType) -> None:
+        super().__init__(storage, "quiver.cells")
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage: pa.DataType, _: bytes) -> Cells:
+        return cls(storage)
+
+    def __arrow_ext_scalar_class__(self) -> type[CellScalar]:
+        return CellScalar
+
+
+pa.register_extension_type(Cells(pa.string()))
+
+
+def json_array(cells: Sequence[Any]) -> pa.ChunkedArray:
+    """Cells kept as JSON text. TypeError, ValueError: JSON cannot hold one."""
+    kind = Cells(pa.string())
+    texts = [None if cell is None else json.dumps(cell, ensure_ascii=False) for cell in cells]
+    # in short chunks, since an array of strings holds 2 GB at most
+    starts = range(0, len(texts), _CHUNK)
+    arrays = [pa.array(texts[start : start + _CHUNK], pa.string()) for start in starts]
+    return pa.chunked_array([pa.ExtensionArray.from_storage(kind, array) for array in arrays], kind)
+
+
+def wrap(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """`column` as `Cells` if it holds JSON or maps; else unchanged."""
+    kind = column.type
+    if not holds(kind, _is_json_or_map):
+        return column
+    chunks = column.chunks
+    if isinstance(kind, pa.JsonType):  # an extension type cannot lie directly over another one
+        kind = pa.string()
+        chunks = [chunk.storage.cast(kind) for chunk in chunks]
+    wrapped = Cells(kind)
+    arrays = [pa.ExtensionArray.from_storage(wrapped, chunk) for chunk in chunks]
+    return pa.chunked_array(arrays, wrapped)
+
+
+def without_nulls(column: pa.ChunkedArray) -> list[Any]:
+    """The cells of `column`, without the keys that are null in an Arrow struct, at any depth.
+
+    A struct has the keys of all rows, so its null stands for a key that the row does not have.
+    Nulls in JSON and in maps were written, and stay.
+    """
+    kind = column.type
+    if isinstance(kind, Cells):
+        stored = [cell for chunk in column.chunks for cell in chunk.storage.to_pylist()]
+    else:
+        stored = column.to_pylist()
+        if not holds(kind, pa.types.is_struct):
+            return stored
+    return [_to_python(cell, kind, keep_nulls=False) for cell in stored]
+
+
+def holds(kind: pa.DataType, test: Callable[[pa.DataType], bool]) -> bool:
+    """Whether `kind`, or a type inside it, passes the `test`."""
+    inner = [kind.field(at).type for at in range(kind.num_fields)]
+    return test(kind) or any(holds(each, test) for each in inner)
+
+
+def _is_json_or_map(kind: pa.DataType) -> bool:
+    return isinstance(kind, pa.JsonType) or pa.types.is_map(kind)
+
+
+def _to_python(cell: Any, kind: pa.DataType, *, keep_nulls: bool = True) -> Any:
+    """`cell`, which Arrow's `as_py` gave of the type `kind`, as described above."""
+    is_json = isinstance(kind, pa.JsonType)
+    if isinstance(kind, Cells):
+        kind = kind.storage_type
+        is_json = pa.types.is_string(kind)
+    if cell is None:
+        return None
+    if is_json:
+        return json.loads(cell)
+    if pa.types.is_map(kind):
+        entries = {
+            key: _to_python(item, kind.item_type, keep_nulls=keep_nulls) for key, item in cell
+        }
+        if len(entries) < len(cell):
+            raise ValueError("a map has a key twice")
+        return entries
+    if pa.types.is_struct(kind):
+        return {
+            field.name: _to_python(cell[field.name], field.type, keep_nulls=keep_nulls)
+            for field in kind
+            if keep_nulls or cell[field.name] is not None
+        }
+    if isinstance(kind, _LISTS):
+        return [_to_python(item, kind.value_type, keep_nulls=keep_nulls) for item in cell]
+    return cell

@@ -1,0 +1,100 @@
+"""Arrow columns as others write them, in types of which every later step can take rows, and whose
+values Python can hold.
+
+Views and runs become plain lists, texts and numbers, also inside lists and structs.
+JSON and maps get their Python values by `schemas/cells.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pyarrow as pa
+
+from quiver.schemas import cells
+from quiver.schemas.errors import printable
+from quiver.stages.common.json_rows import bad_source
+
+from .python_rows import CHUNK, to_table
+
+_JSON = pa.json_()
+_BAD_VALUES = (ValueError, TypeError, OverflowError, NotImplementedError)
+
+
+def plain_table(source: str, table: pa.Table) -> pa.Table:
+    """`table` with plain columns. ConfigError names row and column of a value that Python cannot
+    hold, such as a date after the year 9999."""
+    columns = {name: _plain_column(source, name, table.column(name)) for name in table.column_names}
+    return pa.table(columns)
+
+
+def _plain_column(source: str, name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
+    if cells.holds(column.type, pa.types.is_union):
+        rows = ({name: cell} for cell in _values(source, name, column))
+        return to_table(source, "row", enumerate(rows, 1)).column(name)
+    kind = _plain_type(column.type)
+    if pa.types.is_dictionary(kind) and any(each.dictionary.null_count for each in column.chunks):
+        kind = kind.value_type  # Arrow joins no dictionaries that hold nulls
+    if kind != column.type:
+        try:
+            column = _rebuilt(kind, _values(source, name, column))
+        except pa.ArrowException as error:
+            raise bad_source(
+                source, f"column {printable(name)} of type {column.type}: {printable(error)}"
+            ) from None
+    column = cells.wrap(column)
+    if isinstance(column.type, cells.Cells) or cells.holds(column.type, pa.types.is_temporal):
+        for _ in _values(source, name, column):
+            pass
+    return column
+
+
+def _values(source: str, name: str, column: pa.ChunkedArray) -> Iterator[Any]:
+    for row, scalar in enumerate(column, 1):
+        try:
+            yield scalar.as_py()
+        except _BAD_VALUES as error:
+            raise bad_source(
+                f"{source} row {row}", f"column {printable(name)}: {printable(error)}"
+            ) from None
+
+
+def _rebuilt(kind: pa.DataType, values: Iterator[Any]) -> pa.ChunkedArray:
+    """A column of `values`. (Arrow's own casts are missing for runs, and wrong for list views.)"""
+    arrays = []
+    while chunk := list(islice(values, CHUNK)):
+        # arrays of JSON are only made of arrays of text
+        arrays.append(pa.array(chunk, _plain_type(kind, json=pa.string())).cast(kind))
+    return pa.chunked_array(arrays, kind)
+
+
+def _plain_type(kind: pa.DataType, json: pa.DataType = _JSON) -> pa.DataType:
+    """`kind` without views and runs. `json`: the type in place of JSON's."""
+    if isinstance(kind, pa.JsonType):
+        return json
+    if isinstance(kind, pa.BaseExtensionType):
+        storage = _plain_type(kind.storage_type, json)
+        return kind if storage == kind.storage_type else storage
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        return pa.large_string() if pa.types.is_string_view(kind) else pa.large_binary()
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        values = _plain_type(kind.value_type, json)
+        return kind if pa.types.is_dictionary(kind) and values == kind.value_type else values
+    inner = [kind.field(index) for index in range(kind.num_fields)]
+    inner = [field.with_type(_plain_type(field.type, json)) for field in inner]
+    return _nested_type(kind, inner) if inner else kind
+
+
+def _nested_type(kind: pa.DataType, inner: list[pa.Field]) -> pa.DataType:
+    """`kind` over other types."""
+    if pa.types.is_struct(kind):
+        return pa.struct(inner)
+    if pa.types.is_map(kind):
+        return pa.map_(*inner[0].type, keys_sorted=kind.keys_sorted)
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(inner[0], kind.list_size)
+    if pa.types.is_list(kind):
+        return pa.list_(inner[0])
+    return pa.large_list(inner[0])  # of large lists, and of views of lists

@@ -1,0 +1,79 @@
+"""Rows of a CSV file as dicts.
+
+A cell is text, as it stands in the file. A column is numbers if each of its cells is written as
+Python writes that number: `7`, `-1`, `2.5`. With one cell such as `007`, `1.50` or `N/A` all of its
+cells are text, since a number would not say what stood there. So are `true`, dates and all else. An
+empty cell is null among numbers, and empty text among texts.
+
+    for number, row in csv_rows(Path("rows.csv")):
+        ...
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from quiver.schemas.errors import printable
+from quiver.stages.common.chat.template import bad_text
+from quiver.stages.common.json_rows import bad_source
+
+Cell = str | int | float | None
+
+
+def csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Cell]]]:
+    """(row, its cells by column), rows counted from 1 after the names. The file is read twice: to
+    see which columns are numbers, and for its rows. ConfigError."""
+    is_number: dict[str, bool] = {}
+    for _, row in _text_rows(path):
+        for name, text in row.items():
+            if text and is_number.get(name, True):
+                is_number[name] = _number(text) is not None
+    for number, row in _text_rows(path):
+        yield (
+            number,
+            {name: _number(text) if is_number.get(name) else text for name, text in row.items()},
+        )
+
+
+def _number(text: str) -> int | float | None:
+    """The number that Python writes exactly as `text`; None if there is none."""
+    for kind in (int, float):
+        try:
+            number = kind(text)
+        except ValueError:
+            continue
+        if str(number) == text and math.isfinite(number):
+            return number
+    return None
+
+
+def _text_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    csv.field_size_limit(sys.maxsize)
+    # bytes that are not UTF-8 become lone surrogates, so that their column can be named
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        try:
+            filled = (cells for cells in reader if cells)  # without empty lines
+            names = next(filled, [])
+            for name in names:
+                problem = "stands more than once" if names.count(name) > 1 else bad_text(name)
+                if problem:
+                    raise bad_source(path, f"column {printable(name)} {problem}")
+            for number, cells in enumerate(filled, 1):
+                place = f"{path} row {number} (line {reader.line_num})"
+                if len(cells) != len(names):
+                    raise bad_source(
+                        place,
+                        f"has {len(cells)} cells, and the first line names {len(names)} columns",
+                    )
+                for name, text in zip(names, cells, strict=True):
+                    if problem := bad_text(text):
+                        problem = problem if "NUL" in problem else "is not UTF-8"
+                        raise bad_source(place, f"column {printable(name)} {problem}")
+                yield number, dict(zip(names, cells, strict=True))
+        except csv.Error as error:
+            raise bad_source(f"{path} line {reader.line_num}", f"is not CSV: {error}") from None

@@ -1,0 +1,125 @@
+"""What a row gives to the chat template beside its messages, as rows made for TRL and verl have it:
+its own tools, and arguments for the template. And which columns with a meaning elsewhere are not
+used at all.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.names_elsewhere import COLUMNS
+from quiver.stages.common.plugins import did_you_mean
+
+from .config import Config
+from .messages import require_text, type_name
+
+ARGUMENTS = "chat_template_kwargs"
+"""Column with a row's own arguments for the template."""
+_NOT_ARGUMENTS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+log = logging.getLogger(__name__)
+
+
+class RowVariables(NamedTuple):
+    """What the template is given for one row."""
+
+    tools: list[dict[str, Any]] | None = None
+    """JSON schemas of functions."""
+    arguments: Mapping[str, Any] = {}
+
+    def as_variables(self) -> dict[str, Any]:
+        """The same as the template takes them."""
+        return {**self.arguments, **({"tools": self.tools} if self.tools else {})}
+
+
+def columns_of(config: Config, columns: Iterable[str]) -> dict[str, str]:
+    """The columns of a source that the template is given, by what they are: `tools` and
+    `arguments`."""
+    if not config.has_chats:
+        return {}
+    named = {"arguments": ARGUMENTS}
+    if config.tools and not _recipe_has_tools(config):
+        named["tools"] = config.tools
+    columns = set(columns) - {getattr(config, config.input)}
+    return {what: column for what, column in named.items() if column in columns}
+
+
+def read_variables(name: str, cells: Mapping[str, Any], reserved: Collection[str]) -> RowVariables:
+    """The cells of `columns_of` of row `name`. `reserved`: names of the template that are no
+    arguments. ConfigError."""
+    arguments = _parsed(name, ARGUMENTS, cells.get("arguments")) or {}
+    if not isinstance(arguments, dict):
+        raise _bad_cell(name, ARGUMENTS, f"holds {type_name(arguments)}, expected an object")
+    for argument in arguments:
+        if argument in _NOT_ARGUMENTS or argument in reserved:
+            raise _bad_cell(name, ARGUMENTS, f"sets {argument}, which is no argument of a row")
+    tools = _parsed(name, "tools", cells.get("tools")) or []
+    if not isinstance(tools, list):
+        raise _bad_cell(name, "tools", f"holds {type_name(tools)}, expected a list of schemas")
+    return RowVariables([_read_tool(name, tool) for tool in tools] or None, arguments)
+
+
+def tell_unused(config: Config, columns: Collection[str]) -> None:
+    """Warn, once a source, of its columns that prompts are made of elsewhere and not here.
+    ConfigError if the column that is named for tools is missing."""
+    if config.tools not in ("", "tools", *columns):
+        raise ConfigError(
+            f"data.tools {printable(config.tools)}",
+            f"{printable(config.source)} has no such column; it has "
+            f"{printable(', '.join(columns))}{did_you_mean(config.tools, columns)}",
+            next="set data.tools to one of them",
+        )
+    used = {getattr(config, config.input), config.images, *columns_of(config, columns).values()}
+    for column in columns:
+        if column not in COLUMNS or column in used:
+            continue
+        if column == config.tools and _recipe_has_tools(config):
+            what_to_do = "the recipe says what the policy may call, for all rows"
+        else:
+            what_to_do = COLUMNS[column]
+        _warn(config.source, column, what_to_do)
+
+
+@cache
+def _warn(source: str, column: str, what_to_do: str) -> None:
+    """Warn once in this process."""
+    log.warning(
+        "%s: column %s is not used in prompts: %s", printable(source), printable(column), what_to_do
+    )
+
+
+def _recipe_has_tools(config: Config) -> bool:
+    return config.turns is not None or "tools" in config.template_arguments
+
+
+def _read_tool(name: str, tool: Any) -> dict[str, Any]:
+    """A schema as transformers takes it: of a function, with or without what wraps it."""
+    tool = _parsed(name, "tools", tool)
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise _bad_cell(
+            name, "tools", f"has {printable(json.dumps(tool))[:80]}, expected a function's schema"
+        )
+    return tool
+
+
+def _parsed(name: str, column: str, cell: Any) -> Any:
+    """What JSON text says; anything else as it is. ConfigError unless JSON can say it."""
+    try:
+        parsed = json.loads(cell) if isinstance(cell, str) and cell else cell
+        text = json.dumps(parsed, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _bad_cell(name, column, f"is not JSON: {printable(error)}") from None
+    require_text(name, text, f"column {column}")
+    return parsed
+
+
+def _bad_cell(name: str, column: str, problem: str) -> ConfigError:
+    way_out = ""
+    if column == "tools":
+        way_out = ', or set data.tools = "" if the column is for something else'
+    return ConfigError(name, f"column {column} {problem}", next=f"correct the row{way_out}")

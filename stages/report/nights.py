@@ -1,0 +1,119 @@
+"""The nights of a tag as one table: which policy was in use, which one might have replaced it, and
+what was decided, on what numbers, by whom and why. Rejected nights are rows like the others.
+
+`quiver history`, the report and Prefect's pages show it.
+
+    for night in nights_of(store.history("arith", "prod")):
+        print(night.name, night.decision, night.difference)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from quiver.schemas.errors import printable
+from quiver.stages.common.store.tags import Entry
+
+BY_HAND = "set by hand"
+_LONGEST = 1000
+
+
+class Night(NamedTuple):
+    """One decision in words, a cell a column. All texts may be foreign."""
+
+    name: str
+    """Empty if no night decided it."""
+    decided: str
+    """When, in UTC."""
+    in_use: str
+    """The version that bore the tag before."""
+    candidate: str
+    """The version that it was compared with, or that the tag was given to."""
+    decision: str
+    """began, promoted, kept, rolled back or set by hand."""
+    difference: str
+    """Candidate − in use on the same held-out rows, and its lower confidence bound."""
+    watch: str
+    """How far the candidate moved from the policy in use, if that is beyond [promotion]."""
+    who: str
+    why: str
+
+
+HEADER = Night(
+    "night", "decided", "in use", "candidate", "decision", "difference", "to watch", "who", "why"
+)
+
+
+class _Difference(BaseModel):
+    score: float
+    stderr: float | None = None
+
+
+class About(BaseModel):
+    """What a night notes beside its decision."""
+
+    model_config = ConfigDict(strict=True)
+
+    night: str = ""
+    decision: str = BY_HAND
+    candidate: str = ""
+    evaluation: str | None = None
+    author: str = ""
+    by: str = "score"
+    difference: _Difference | None = None
+    bound: float | None = None
+    watch: list[str] = Field(default_factory=list)
+
+    @property
+    def difference_in_words(self) -> str:
+        """The difference with its standard error and bound; empty if nothing was compared."""
+        if self.difference is None:
+            return ""
+        name = "" if self.by == "score" else f"{self.by} "
+        words = f"{name}{self.difference.score:+.4f}"
+        if self.difference.stderr is None or self.bound is None:
+            return f"{words}, of one prompt"
+        return f"{words} ± {self.difference.stderr:.4f}, at least {self.bound:+.4f}"
+
+
+def about(entry: Entry) -> About:
+    """What `entry` notes; nothing if it is in another form."""
+    try:
+        return About.model_validate(entry.about)
+    except ValidationError:
+        return About()
+
+
+def nights_of(entries: Iterable[Entry]) -> list[Night]:
+    """One row an entry of a tag's journal, oldest first."""
+    rows = []
+    for entry in entries:
+        notes = about(entry)
+        moved_to = entry.ref if entry.ref != entry.before else ""
+        row = Night(
+            name=notes.night,
+            decided=entry.at[:16].replace("T", " "),
+            in_use=entry.before or "none",
+            candidate=moved_to or notes.candidate or entry.ref,
+            decision=notes.decision,
+            difference=notes.difference_in_words,
+            watch="; ".join(notes.watch),
+            who=notes.author,
+            why=entry.why,
+        )
+        rows.append(Night(*(printable(cell, _LONGEST) for cell in row)))
+    return rows
+
+
+def lines_of(nights: Sequence[Night]) -> list[str]:
+    """The same as lines of text under a header."""
+    rows = [HEADER, *nights]
+    *padded, _ = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for *cells, why in rows:
+        columns = [f"{cell:<{width}}" for cell, width in zip(cells, padded, strict=True)]
+        lines.append("  ".join([*columns, why]).rstrip())
+    return lines

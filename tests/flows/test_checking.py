@@ -1,0 +1,469 @@
+"""`quiver check` sees what `quiver run` sees: the first rows go through the stages of a run."""
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from quiver.flows.checking import Looked, look
+from quiver.flows.recipe import load
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.common.store import Store
+from tests import sight
+from tests.flows.conftest import command_environment, write_recipe
+from tests.tiny import EOS, make_folder, tokenizer
+
+REWARDS = """
+import random
+
+
+def as_trl(completions, **kwargs):
+    return [len(completion[0]["content"]) for completion in completions]
+
+
+def letters(completions):
+    return [len(text) for text in completions]
+
+
+def none(completions):
+    return [None for _ in completions]
+
+
+def strict(completions, *, answer, level):
+    return [float(answer[0] == 5)] * len(completions)
+"""
+EVENNESS = "rewards.py:evenness"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    folder = write_recipe(tmp_path_factory.mktemp("checked"))
+    with (folder / "rewards.py").open("a") as file:
+        file.write(REWARDS)
+    return folder
+
+
+@pytest.fixture
+def folder(original, tmp_path, monkeypatch) -> Path:
+    """A folder of one's own with the recipe and all that it names; it is the working one."""
+    shutil.copytree(original, tmp_path / "here", ignore=shutil.ignore_patterns("prefect"))
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+def check(*settings: str, **asked: bool) -> Looked:
+    return look(load("recipe.toml", settings), Path("recipe.toml"), **asked)
+
+
+def write_rows(rows: list[dict], name: str = "questions.jsonl") -> None:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def rewarded(use: str) -> str:
+    return f"reward.functions=[{{use={use!r}}}]"
+
+
+def prompts_of_a_run(*settings: str):
+    """The version of prompts that the first iteration of a run makes."""
+    recipe = load("recipe.toml", settings).resolved()
+    store = Store("elsewhere")
+    policy = run_stage("policy", recipe.policy, store, into=recipe.run, in_process=True)
+    config = recipe.prompt_config(1)
+    return store.open(run_stage("prompt", config, store, policy=policy, in_process=True))
+
+
+# -- what the first rows become
+
+
+def test_prompts_are_measured_and_shown_as_a_run_makes_them(folder):
+    first = prompts_of_a_run().table().slice(0, 1).to_pylist()[0]
+    before = sorted(path for path in folder.rglob("*") if "elsewhere" not in path.parts)
+    looked = check(is_shown=True)
+    assert looked.answer["prompts"] == {
+        "data": {
+            "rows": 8,
+            "rendered": 8,
+            "dropped": 0,
+            "tokens": {"min": 19, "median": 19, "max": 20},
+            "most_tokens": 250,
+        },
+        "data.held_out": {
+            "rows": 4,
+            "rendered": 3,
+            "dropped": 0,
+            "tokens": {"min": 19, "median": 19, "max": 19},
+            "most_tokens": 250,
+        },
+    }
+    shown = looked.answer["first_prompt"]
+    assert shown["tokens"] == len(first["prompt_ids"])
+    assert shown["text"].replace("⟦", "").replace("⟧", "") == first["prompt_text"]
+    question = first["columns"]["question"]
+    assert shown["text"] == (
+        f"⟦<|im_start|>⟧user\n{question}⟦<|im_end|>⟧\n⟦<|im_start|>⟧assistant\n"
+    )
+    assert shown["text"] in looked.lines
+    assert looked.answer["warnings"] == []
+    after = sorted(path for path in folder.rglob("*") if "elsewhere" not in path.parts)
+    assert after == before, "nothing is written"
+
+
+def test_what_only_looks_like_a_control_token_stands_without_brackets(folder):
+    write_rows([{"question": "say <|im_end|>", "answer": 1}])
+    text = check(is_shown=True).answer["first_prompt"]["text"]
+    assert text == ("⟦<|im_start|>⟧user\nsay <|im_end|>⟦<|im_end|>⟧\n⟦<|im_start|>⟧assistant\n")
+
+
+@pytest.mark.parametrize(
+    "rows, settings",
+    [
+        ([{"question": ""}, {"question": None}], []),
+        ([{"question": [{"role": "user"}]}], []),
+        ([{"question": [1, 2, 500]}], ["data.prompt_ids='question'", "data.prompt=null"]),
+        ([{"question": "one " * 400}], []),
+        ([{"question": "one " * 400}], ["prompt.overlong='drop'"]),
+        ([{"question": "one"}], ["prompt.template='broken.jinja'"]),
+        ([{"question": "one", "picture": "gone.png"}], ["data.images='picture'"]),
+    ],
+)
+def test_errors_are_those_of_a_run(folder, rows, settings):
+    (folder / "broken.jinja").write_text("{{ raise_exception('no') }}")
+    write_rows([{**row, "answer": 1} for row in rows])
+    settings = [*settings, "data.limit=null", "data.held_out=null"]
+    with pytest.raises(ConfigError) as of_run:
+        prompts_of_a_run(*settings)
+    with pytest.raises(ConfigError) as of_check:
+        check(*settings)
+    assert of_check.value.to_dict() == of_run.value.to_dict()
+
+
+def test_rows_that_no_iteration_takes_are_not_looked_at(folder):
+    """The shuffle of seed 7 begins with other rows than the last one."""
+    rows = [json.loads(line) for line in Path("questions.jsonl").read_text().splitlines()]
+    recipe = load("recipe.toml", ["iterations=1"])
+    taken = set(prompts_of_a_run("iterations=1").table()["group_id"].to_pylist())
+    left_out = next(row for row in range(8) if f"{row:06d}" not in taken)
+    rows[left_out]["question"] = "one " * 400
+    write_rows(rows)
+    assert check("iterations=1").answer["prompts"]["data"]["rendered"] == 4
+    with pytest.raises(ConfigError, match=f"prompt {left_out:06d} .*the prompt has 4"):
+        check("iterations=2")
+    assert recipe.data.limit == 4
+
+
+def test_prompts_that_are_too_long_are_counted(folder, caplog):
+    rows = [{"question": "one " * length, "answer": 1} for length in (3, 300, 5, 400, 7)]
+    write_rows(rows)
+    settings = ["data.limit=null", "data.held_out=null"]
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(ConfigError, match=r"prompt 000001 \(row 2"),
+    ):
+        check(*settings)
+    assert caplog.messages == ["2 of the first 5 prompts of questions.jsonl are too long"]
+    looked = check(*settings, "prompt.overlong='drop'")
+    assert looked.answer["prompts"]["data"]["dropped"] == 2
+    assert looked.answer["warnings"] == [
+        "2 of the first 5 prompts of data are left out: they have more than 250 tokens"
+    ]
+    assert "warning: " + looked.answer["warnings"][0] in looked.lines
+
+
+def test_of_many_rows_the_first_ones_are_looked_at(folder, monkeypatch):
+    monkeypatch.setattr("quiver.flows.first_rows.ROWS", 3)
+    looked = check("data.held_out=null")
+    assert looked.answer["prompts"]["data"]["rendered"] == 3
+    assert (
+        "data: prompts of 19 to 19 tokens, median 19, in the first 3 of 8 rows; 250 are allowed"
+        in looked.lines
+    )
+
+
+def test_what_a_template_does_with_tools_is_told_once_and_in_the_answer(folder):
+    (folder / "tools.py").write_text(
+        'def find(city: str) -> str:\n    """Find it.\n\n    Args:\n        city: Where.\n    """\n'
+    )
+    looked = check("generate.turns={tools=['tools.py:find']}")
+    assert [each for each in looked.answer["warnings"] if "does not show the tools" in each] == [
+        "the policy's chat template does not show the tools of generate.turns to it: say in "
+        "prompt.system, or in the chats, what it may call and how"
+    ]
+
+
+@pytest.mark.parametrize("raw_text", ["false", "true"])
+def test_an_encoder_reads_prompts_too(folder, raw_text):
+    make_folder(folder / "t5", "t5")
+    settings = ["policy.model='t5'", f"data.raw_text={raw_text}", "data.held_out=null"]
+    looked = check(*settings, is_shown=True, is_tried=True)
+    first = prompts_of_a_run(*settings).table().slice(0, 1).to_pylist()[0]
+    assert looked.answer["first_prompt"]["tokens"] == len(first["prompt_ids"])
+    assert looked.error is None
+
+
+def test_pictures_are_decoded_and_read(folder):
+    sight.make_folder(folder / "seeing", "llava")
+    rows = [{"question": "What is it?", "answer": 1, "picture": f"{n}.png"} for n in range(2)]
+    write_rows(rows)
+    for number in range(2):
+        (folder / f"{number}.png").write_bytes(sight.png(number))
+    settings = ["policy.model='seeing'", "data.images='picture'", "data.held_out=null"]
+    looked = check(*settings, "data.limit=null", is_shown=True, is_tried=True)
+    assert looked.error is None and looked.answer["warnings"] == []
+    assert looked.answer["prompts"]["data"]["rendered"] == 2
+    assert looked.answer["first_prompt"]["text"].count("⟦<image>⟧") == 16
+    (folder / "1.png").write_bytes(b"no picture")
+    with pytest.raises(ConfigError, match=r"row 2 .*picture 1"):
+        check(*settings, "data.limit=null")
+
+
+# -- a base model that is made
+
+
+MAKE = """
+import shutil
+from pathlib import Path
+
+def make(folder):
+    Path("called").touch()
+    shutil.copytree("model", folder, dirs_exist_ok=True)
+"""
+
+
+def test_a_function_that_makes_the_base_model_is_called_when_it_is_asked_for(folder):
+    Path("base.py").write_text(MAKE)
+    made = "policy.model='base.py:make'"
+    looked = check(made)
+    assert looked.answer["prompts"] == {}
+    assert looked.answer["warnings"] == [
+        "prompts are not looked at: policy.model is a function, which the first run calls to make "
+        "the base model; --show and --try call it, too"
+    ]
+    assert not Path("called").exists()
+    assert check(made, is_shown=True).answer["first_prompt"]["tokens"] == 19
+    Path("called").unlink()
+    recipe = load("recipe.toml", [made]).resolved()
+    run_stage("policy", recipe.policy, recipe.store, into=recipe.run, in_process=True)
+    Path("called").unlink()
+    looked = check(made)
+    assert looked.answer["prompts"]["data"]["rendered"] == 8, "that of the store is read"
+    assert looked.answer["finished"] == {"policy": "tiny/policy@0"}
+    assert not Path("called").exists()
+
+
+# -- what the rewards say
+
+
+def test_a_made_up_answer_is_scored(folder):
+    functions = ["{use='rewards.py:evenness'}", "{use='rewards.py:none'}", "{use='numeric'}"]
+    looked = check(f"reward.functions=[{', '.join(functions)}]", is_tried=True)
+    ids = tokenizer().encode("The answer is 1.")[:5]
+    ids.append(EOS)  # 6 are generate.sampling.max_tokens
+    assert looked.answer["answer"] == tokenizer().decode(ids[:5]) == "The answer"
+    assert looked.answer["rewards"] == {
+        "evenness": {"values": [pytest.approx(sum(id % 2 == 0 for id in ids) / 6)], "error": None},
+        "none": {"values": [None], "error": None},
+        "numeric": {"values": [0.0], "error": None},
+    }
+    assert looked.answer["tried"] == ["reward", "optimize"]
+    assert looked.error is None
+    start = looked.lines.index("of the answer 'The answer'")
+    assert looked.lines[start + 2 : start + 4] == ["  none: no number", "  numeric: 0"]
+
+
+def test_a_reward_that_fails_on_it_is_an_error(folder):
+    looked = check(rewarded("rewards.py:as_trl"), is_tried=True)
+    part = looked.answer["rewards"]["as_trl"]
+    assert part["values"] == [None]
+    assert part["error"].startswith("TypeError: string indices must be integers")
+    assert f"  as_trl: {part['error']}" in looked.lines
+    assert looked.error.code == "E-CONFIG" and looked.error.object == "reward as_trl"
+    assert looked.error.message == f"fails on the answer 'The answer': {part['error']}"
+    assert looked.answer["tried"] == []
+    assert not any("can run" in line for line in looked.lines)
+    as_messages = "reward.functions=[{use='rewards.py:as_trl', completions='messages'}]"
+    assert check(as_messages, is_tried=True).answer["rewards"]["as_trl"]["error"] is None
+
+
+def test_a_server_that_is_not_there_is_an_error(folder):
+    servers = "reward={servers=[{dialect='quiver', urls=['http://127.0.0.1:9'], retries=0}]}"
+    looked = check(servers, is_tried=True)
+    assert looked.answer["rewards"]["quiver"]["values"] == [None]
+    assert looked.error.object == "reward quiver"
+
+
+def test_the_command_fails_with_a_reward_that_fails(folder):
+    """With one JSON object, and as it fails with any config that is wrong."""
+    command = [sys.executable, "-m", "quiver.flows.cli", "check", "recipe.toml", "--try", "--set"]
+    command += [rewarded("rewards.py:as_trl"), "--json"]
+    done = subprocess.run(
+        command, env=command_environment(folder), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    (line,) = done.stdout.splitlines()
+    answer = json.loads(line)
+    assert answer["error"]["object"] == "reward as_trl"
+    assert answer["error"]["next"].startswith("quiver check recipe.toml --try --set")
+    assert answer["rewards"]["as_trl"]["error"].startswith("TypeError")
+    assert answer["prompts"]["data"]["rows"] == 8
+
+
+# -- what it may not mean
+
+
+def test_columns_that_nothing_reads_are_named_once(folder):
+    write_rows([{"question": "one?", "answer": 1, "level": 3, "topic": "sums"}])
+    for use, unused in {
+        "rewards.py:letters": ["answer", "level", "topic"],
+        "rewards.py:strict": ["topic"],
+        "numeric": ["level", "topic"],
+        "rewards.py:as_trl": [],
+    }.items():
+        looked = check(rewarded(use), "data.held_out=null")
+        assert looked.answer["unused"] == unused, use
+    assert (
+        "nothing reads answer, level, topic"
+        in check(rewarded("rewards.py:letters"), "data.held_out=null").lines
+    )
+    judge = (
+        "{dialect='openai-judge', urls=['http://127.0.0.1:9'], model='m', range=[0, 10], "
+        "rubric='{prompt} {completion} {level}'}"
+    )
+    assert check(f"reward={{servers=[{judge}]}}", "data.held_out=null").answer["unused"] == [
+        "answer",
+        "topic",
+    ]
+    everything = "reward={servers=[{dialect='quiver', urls=['http://127.0.0.1:9']}]}"
+    assert check(everything, "data.held_out=null").answer["unused"] == []
+
+
+@pytest.mark.parametrize(
+    "held_out",
+    [
+        lambda question: {"question": question},
+        lambda question: {"question": [{"role": "user", "content": question}]},
+        lambda question: {"question": question, "answer": 99, "source": "elsewhere"},
+    ],
+)
+def test_held_out_rows_that_are_training_rows_are_counted(folder, held_out):
+    """By what they ask, in whatever form and file."""
+    rows = [held_out(f"What is {number} plus 5?") for number in (6, 7, 8, 9)]
+    write_rows([{"answer": 1, **row} for row in rows], "held_out.jsonl")
+    assert check().answer["warnings"] == [
+        "2 of the 4 rows of data.held_out are rows of data too: an evaluation does not tell what "
+        "is learned from what is known by heart"
+    ]
+
+
+def test_the_same_question_about_another_picture_is_another_row(folder):
+    from quiver.flows.doubts import questions
+    from quiver.stages.prompt.config import Config
+
+    config = Config(source="x.jsonl", prompt="question", images="picture")
+    rows = pa.Table.from_pylist(
+        [{"question": "How many?", "picture": each} for each in (b"a", b"b", b"a")]
+    )
+    first, second, third = questions(config, rows)
+    assert first == third != second
+
+
+@pytest.mark.parametrize(
+    "settings, warning",
+    [
+        (["data.limit=9"], "data.limit is 9, and the source has 8 rows"),
+        (
+            ["data.held_out={source='held_out.jsonl', limit=5}"],
+            "data.held_out.limit is 5, and the source has 4 rows",
+        ),
+        (
+            ["optimize.minibatches=5"],
+            "optimize.minibatches is 5, and an iteration has 4 prompts, of which each step takes "
+            "one at least: there are no more steps than prompts",
+        ),
+        (
+            ["optimize.warmup_steps=2"],
+            "optimize.warmup_steps is 2, and the run has 2 steps: the learning rate never comes to "
+            "0.001",
+        ),
+        (
+            ["optimize.schedule='linear'", "optimize.total_steps=1"],
+            "optimize.total_steps is 1, and the run has 2 steps: an iteration that begins behind "
+            "it is refused",
+        ),
+        (
+            ["reward.functions=[{use='rewards.py:evenness', weight=0}]"],
+            "every part of the reward has weight 0: nothing is learned",
+        ),
+        (
+            ["reward.overlong={max_tokens=16, cache=10}"],
+            "reward.overlong begins behind 6 tokens, and a completion has at most 6: it is never "
+            "paid",
+        ),
+        (
+            ["data.held_out=null", "evaluate.every=1"],
+            "evaluate.every is set, and without data.held_out nothing is measured",
+        ),
+        (
+            ["evaluate.every=3"],
+            "evaluate.every is 3, and the run has 2 iterations: it is measured before the first "
+            "and after the last",
+        ),
+        (
+            ["data.raw_text=true", "prompt.template='chat.jinja'"],
+            "prompt.template is not used: the rows are no chats",
+        ),
+    ],
+)
+def test_what_a_recipe_may_not_mean_is_a_warning(folder, settings, warning):
+    (folder / "chat.jinja").write_text("{{ messages[0].content }}")
+    assert check(*settings).answer["warnings"] == [warning]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["data.limit=8"],
+        ["optimize.minibatches=4"],
+        ["optimize.minibatches=8", "optimize.replay=1", "optimize.max_staleness=1"],
+        ["optimize.minibatches=8", "data.refill={groups=4, max_rounds=2}"],
+        ["optimize.warmup_steps=1"],
+        ["optimize.schedule='linear'", "optimize.total_steps=2"],
+        ["reward.overlong={max_tokens=6, cache=2}"],
+        ["evaluate.every=2"],
+        ["prompt.system='Be short.'"],
+    ],
+)
+def test_what_it_may_mean_is_none(folder, settings):
+    assert check(*settings).answer["warnings"] == []
+
+
+def test_a_system_prompt_that_chats_do_not_show_is_counted(folder):
+    own = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "one?"}]
+    plain = own[1:]
+    write_rows([{"question": chat, "answer": 1} for chat in (own, plain, own)])
+    settings = ["data.held_out=null", "data.limit=null", "prompt.system='Be short.'"]
+    assert check(*settings).answer["warnings"] == [
+        "prompt.system is not shown in 2 of the first 3 prompts of data: they are no chats, or "
+        "begin with a system message of their own"
+    ]
+
+
+def test_empty_cells_of_a_column_that_the_reward_reads_are_counted(folder):
+    write_rows([{"question": f"{n}?", "answer": n if n % 3 else None} for n in range(8)])
+    assert check(rewarded("numeric"), "data.held_out=null").answer["warnings"] == [
+        "column answer, which the reward reads, is empty in 3 of 8 rows"
+    ]
+    assert check(rewarded("rewards.py:letters"), "data.held_out=null").answer["warnings"] == []
+
+
+def test_rows_that_stand_there_many_times_are_told(folder):
+    write_rows([{"question": f"{n % 4}?", "answer": 1} for n in range(8)])
+    assert check("data.held_out=null").answer["warnings"] == [
+        "the 8 rows of data ask 4 different things; generate.samples_per_prompt says how often "
+        "each is answered"
+    ]

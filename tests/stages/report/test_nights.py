@@ -1,0 +1,143 @@
+"""The table of nights, from a tag's journal; and the curve of nights with rows of their own."""
+
+import pytest
+
+from quiver.stages.common.store.tags import Entry
+from quiver.stages.evaluate.stage import Config
+from quiver.stages.report import stage as report
+from quiver.stages.report.gather import gather
+from quiver.stages.report.nights import Night, lines_of, nights_of
+from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, tiny_policy
+from tests.benchmarks.made import write_version as write
+from tests.stages.report.test_report import CONFIG, Page, as_model, evaluate, optimize
+
+DIFFERENCE = {"score": 0.05, "stderr": 0.02, "n": 400}
+NUMBERS = {"by": "score", "difference": DIFFERENCE, "bound": 0.0171}
+
+
+def entry(before, ref, why, **about):
+    return Entry(at="2026-11-20T02:30:59.123", before=before, ref=ref, why=why, about=about)
+
+
+ENTRIES = [
+    entry(None, "a/policy@0", "the base model", night="one", decision="began", author="quiver"),
+    entry(
+        "a/policy@0", "a/policy@1", "ada said yes: good",
+        night="one", decision="promoted", candidate="a/policy@1", author="ada", **NUMBERS,
+    ),
+    entry(
+        "a/policy@1", "a/policy@1", "no better",
+        night="two", decision="kept", candidate="a/policy@2", author="quiver",
+        watch=["approx. KL 4.62", "entropy 2.65 → 0.99"], **{**NUMBERS, "by": "pass@4"},
+    ),
+    entry("a/policy@1", "a/policy@2", "reads better"),
+    entry(
+        "a/policy@2", "a/policy@1", "the one before is better",
+        night="three", decision="rolled back", candidate="a/policy@1", author="quiver",
+        by="score", difference={"score": 0.5, "stderr": None, "n": 1}, bound=None,
+    ),
+]  # fmt: skip
+
+
+def test_a_row_a_decision_and_rejected_nights_are_rows_too():
+    when = "2026-11-20 02:30"
+    zero, one, two = (f"a/policy@{number}" for number in range(3))
+    told = "+0.0500 ± 0.0200, at least +0.0171"
+    assert nights_of(ENTRIES) == [
+        Night("one", when, "none", zero, "began", "", "", "quiver", "the base model"),
+        Night("one", when, zero, one, "promoted", told, "", "ada", "ada said yes: good"),
+        Night(
+            "two", when, one, two, "kept", f"pass@4 {told}",
+            "approx. KL 4.62; entropy 2.65 → 0.99", "quiver", "no better",
+        ),
+        Night("", when, one, two, "set by hand", "", "", "", "reads better"),
+        Night(
+            "three", when, two, one, "rolled back", "+0.5000, of one prompt", "", "quiver",
+            "the one before is better",
+        ),
+    ]  # fmt: skip
+
+
+def test_lines_stand_in_columns():
+    header, *lines = lines_of(nights_of(ENTRIES))
+    assert len(lines) == 5 and header.split()[:2] == ["night", "decided"]
+    place = header.index("decision")
+    words = [line[place:].split("  ")[0] for line in lines]
+    assert words == ["began", "promoted", "kept", "set by hand", "rolled back"]
+
+
+@pytest.mark.parametrize(
+    "about",
+    [{"night": 3}, {"difference": "high"}, {"watch": {"a": 1}}, {"decision": None}, {"other": [1]}],
+)
+def test_notes_in_another_form_are_left_out(about):
+    (night,) = nights_of([entry("a/policy@1", "a/policy@2", "why\x1b[0m", **about)])
+    assert night.decision == "set by hand" and night.why == "why\\x1b[0m"
+
+
+@pytest.fixture
+def spent(store):
+    """Two nights of a tiny model; each measured the policy in use and the candidate on rows that
+    are those of the night."""
+
+    def measured(policy, asked, baseline=None):
+        models = (as_model("policy", policy),)
+        table = rollouts_table(8, 8, 8, 2)
+        rolled = write(store, "rollouts", "generate", table, {"prompts": asked}, models)
+        paid = make_rewards(store, rolled)
+        refs = {"rollouts": rolled.ref, "rewards": paid.ref}
+        extra = {"baseline": baseline} if baseline else {}
+        return refs, evaluate(Config(), store, **refs, **extra, force=True)
+
+    def spend(same_rows):
+        policy = tiny_policy(store)
+        store.tag("bench", "prod", policy.ref)
+        for night in (1, 2):
+            asked = make_prompts(store, 4 if same_rows else 3 + night)
+            refs, before = measured(policy, asked)
+            candidate = store.open(optimize(CONFIG, store, policy=policy.ref, **refs))
+            _, after = measured(candidate, asked, before)
+            about = {"night": f"n{night}", "decision": "promoted", "evaluation": str(after)}
+            store.tag("bench", "prod", candidate.ref, key=f"night n{night}", about=about)
+            policy = candidate
+
+    return spend
+
+
+def test_nights_with_rows_of_their_own_have_a_point_each_beside_their_baseline(store, spent):
+    spent(same_rows=False)
+    found = gather(store, "bench")
+    assert [each.ref for each in found.nightly] == ["bench/evaluations@2", "bench/evaluations@4"]
+    panel = report._curves(found)[0]
+    after, before = (
+        [store.open(f"bench/evaluations@{n}").manifest.metrics for n in pair]
+        for pair in ((2, 4), (1, 3))
+    )
+    assert panel.title == "held-out score; dashed: in use"
+    assert list(panel.points) == [
+        (x, m["score"], m["stderr"]) for x, m in zip((1, 2), after, strict=True)
+    ]
+    assert list(panel.beside) == [
+        (x, m["score"], m["stderr"]) for x, m in zip((1, 2), before, strict=True)
+    ]
+    page = Page(report.render(store, found))
+    rows = [row for row in page.rows if row[:1] in (["n1"], ["n2"])]
+    assert [(row[0], row[2], row[3], row[4]) for row in rows] == [
+        ("n2", "bench/policy@1", "bench/policy@2", "promoted"),
+        ("n1", "bench/policy@0", "bench/policy@1", "promoted"),
+    ]
+
+
+def test_nights_on_the_same_rows_are_one_curve_by_policy(store, spent):
+    spent(same_rows=True)
+    found = gather(store, "bench")
+    assert found.nightly == [] and set(found.nights) == {"prod"}
+    assert report._curves(found)[0].title == "held-out score"
+
+
+def test_a_decision_makes_the_report_old(store, spent):
+    spent(same_rows=True)
+    report.write(store, "bench")
+    assert report.is_current(store, "bench")
+    store.tag("bench", "prod", "bench/policy@1", why="by hand")
+    assert not report.is_current(store, "bench")
