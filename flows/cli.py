@@ -156,6 +156,8 @@ def _settle_streams() -> None:
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            # opened as that very number it would be closed in every process that this one starts
+            os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, mode))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # else whoever calls `main` has put it there

@@ -19,6 +19,7 @@ import atexit
 import errno
 import logging
 import os
+import resource
 import shlex
 import shutil
 import sqlite3
@@ -99,6 +100,8 @@ def require_writable(home: Path) -> None:
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=home):
             pass
+        if 0 <= resource.getrlimit(resource.RLIMIT_FSIZE)[0] < _DATABASE_BYTES:
+            raise OSError(errno.EFBIG, "ulimit -f allows no file of its size")
         if shutil.disk_usage(home).free < _DATABASE_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:

@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from quiver.schemas.errors import ConfigError, RemoteError, printable
 
 SECONDS = 8.0
+MOST_BYTES = 64 * 1024
+"""A server that answers a question after its health with more is none of Prefect's."""
 _LOGIN = re.compile(r"^(.*?//)?.*@", re.DOTALL)
 _LOGIN_IN_TEXT = re.compile(r"//\S*@")
 
@@ -36,27 +38,39 @@ def no_address(url: str, error: Exception) -> ConfigError:
 
 
 def require_answer(url: str) -> None:
-    """RemoteError unless the server at `url` has said something, whatever it is, within SECONDS.
-    Prefect's client waits a minute for each of its tries, and for ever for a server that sends a
-    byte now and then."""
+    """RemoteError unless the server at `url` has said something within SECONDS, of no more than
+    MOST_BYTES. Prefect's client waits a minute for each of its tries, for ever for a server that
+    sends a byte now and then, and reads an answer of any length."""
     import httpx
 
-    answer: Future[None] = Future()
+    answer: Future[int] = Future()
 
     def ask() -> None:
         try:
-            httpx.get(f"{url}/health", timeout=None)
-            answer.set_result(None)
+            with httpx.stream("GET", f"{url}/health", timeout=None) as response:
+                num_bytes = 0
+                for chunk in response.iter_bytes():
+                    num_bytes += len(chunk)
+                    if num_bytes > MOST_BYTES:
+                        break
+            answer.set_result(num_bytes)
         except Exception as error:
             answer.set_exception(error)
 
     # a thread, since no timeout of httpx's is over the whole answer; it dies with this process
     threading.Thread(target=ask, daemon=True, name="prefect-probe").start()
     try:
-        answer.exception(SECONDS)  # whoever asks next is told of any error too, and says so
+        error = answer.exception(SECONDS)  # the next question meets the error too, and tells it
     except TimeoutError:
         raise RemoteError(
             f"Prefect API {without_login(url)}",
             f"does not answer within {SECONDS:g} s",
             next="prefect server start, or correct PREFECT_API_URL, and run again",
         ) from None
+    if error is None and answer.result() > MOST_BYTES:
+        raise RemoteError(
+            f"Prefect API {without_login(url)}",
+            f"answers with more than {MOST_BYTES:,} bytes when it is asked how it is: it is no "
+            "server of Prefect's",
+            next="correct PREFECT_API_URL, or unset it, and run again",
+        )

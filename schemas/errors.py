@@ -43,6 +43,11 @@ SYSTEM_REASONS = {
     errno.EXDEV: "it lies on another file system than the store's folder",
 }
 """What is wrong with a host, by the number of the system's error."""
+_SHORTAGES = (
+    "allocate memory",
+    "failed to map segment",  # of a shared library
+    "can't start new thread",
+)
 UNCHANGED = "nothing was changed."
 """The state of an error that says nothing else of it: it was found before anything was done."""
 
@@ -172,7 +177,12 @@ def unexpected(object: str, error: BaseException) -> QuiverError:
         return ConfigError(object, problem, next="give it a shorter name")
     state = "finished shards and all versions are kept."
     reason = SYSTEM_REASONS.get(error.errno) if isinstance(error, OSError) else None
-    if isinstance(error, MemoryError) or reason:
+    refused = shortage(error)
+    if refused is not None:
+        problem = f"{type(refused).__name__}: {printable(refused)}"
+        next = "free memory, or raise the limits that `ulimit -a` shows, then run again"
+        return ResourceError(object, problem, state=state, next=next)
+    if reason:
         next = "make room or give access, then run the same command again"
         return ResourceError(object, problem, state=state, next=next)
     return QuiverError(
@@ -181,6 +191,17 @@ def unexpected(object: str, error: BaseException) -> QuiverError:
         state=state,
         next="report it, with the traceback that is printed before it and the command that you ran",
     )
+
+
+def shortage(error: BaseException | None) -> BaseException | None:
+    """The error that says that the system gave no memory or no thread, be it `error` or what led to
+    it; None if there is none. Libraries have several types and texts for it."""
+    while error is not None:
+        text = str(error) if isinstance(error, OSError | ImportError | RuntimeError) else ""
+        if isinstance(error, MemoryError) or any(word in text for word in _SHORTAGES):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def from_dict(data: dict[str, str]) -> QuiverError:

@@ -42,7 +42,9 @@ def ls(
         bool, typer.Option("--size", help="bytes of each run and of the store")
     ] = False,
 ) -> None:
-    """List the versions: score or reward, tags, size, rows, time."""
+    """List the versions: score or reward, tags, size, rows, time.
+
+    What cannot be read is listed too, and the exit code is that of its error."""
     from quiver.stages.common.store.readable import readable_entries
 
     opened = open_store(store)
@@ -66,6 +68,8 @@ def ls(
         lines = lines_of(opened, entries)
     lines += [f"{error.code} {error.object}: {error.message}" for error in unreadable]
     say({"versions": rows}, lines)
+    if unreadable:
+        raise SystemExit(unreadable[0].exit_code)
 
 
 def _say_sizes(store: Store, run: str | None) -> None:
@@ -76,8 +80,11 @@ def _say_sizes(store: Store, run: str | None) -> None:
     from quiver.stages.report import words
 
     rows = []
+    unreadable = []
     for name in [run] if run else store.runs():
-        entries = [entry for _, entry in readable_entries(store, name)[0]]
+        found, errors = readable_entries(store, name)
+        unreadable += errors
+        entries = [entry for _, entry in found]
         num_bytes = sum(entry.bytes for entry in entries)
         on_disk = size(store.storage, name)
         rows.append({"run": name, "versions": len(entries), "bytes": num_bytes, "on_disk": on_disk})
@@ -92,7 +99,10 @@ def _say_sizes(store: Store, run: str | None) -> None:
         f"{'the whole store':<30} {'':>9} {'' if run else words.size(total['bytes']):>10} "
         f"{words.size(total['on_disk']):>10}"
     )
+    lines += [f"{error.code} {error.object}: {error.message}" for error in unreadable]
     say({"runs": rows, "store": total["on_disk"]}, lines)
+    if unreadable:
+        raise SystemExit(unreadable[0].exit_code)
 
 
 def show(

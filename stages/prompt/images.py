@@ -2,8 +2,8 @@
 source, and nowhere else.
 
 A cell is one picture or a list of them; a picture is `{bytes, path}`, as `datasets.Image` stores
-it, bytes alone, or a path. Paths are taken from the folder of the source and may not leave it;
-nothing is downloaded.
+it, bytes alone, a path, or text in base64, with a data URL's head or without. Paths are taken from
+the folder of the source and may not leave it; nothing is downloaded.
 
 Not of the spine: only prompts with pictures come here.
 """
@@ -29,6 +29,8 @@ from quiver.stages.common.store import Version, storage
 from .config import Config, SourceConfig
 from .messages import bad_row, type_name
 
+_SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*", b"MM\0*")
+"""First bytes of pictures, also of kinds that are refused by their name."""
 Picture = dict[str, Any]
 """`bytes`, and `path` as the source has it, or None."""
 
@@ -68,16 +70,15 @@ class Pictures:
         return {"prompt_ids": prompt_ids, "images": pictures, "image_spans": image_spans}
 
 
-def read_cell(name: str, cell: Any, config: SourceConfig) -> list[Picture]:
+def read_cell(name: str, cell: Any, config: Config) -> list[Picture]:
     """The pictures of row `name`, their bytes read. ConfigError."""
     pictures = []
     for number, picture in enumerate(_listed(cell)):
         place = f"{name}: picture {number + 1}"
         content = _content(place, picture)
-        path = picture if isinstance(picture, str) else None
-        if isinstance(picture, dict):
-            path = picture.get("path")
+        path = picture.get("path") if isinstance(picture, dict) else None
         if content is None:
+            path = path or picture
             content = _read_file(place, path, config)
         pictures.append({"bytes": content, "path": path})
     return pictures
@@ -116,20 +117,35 @@ def _content(place: str, picture: Any) -> bytes | None:
     if isinstance(picture, dict) and {"bytes", "path"} >= picture.keys():
         content = picture.get("bytes")
         if isinstance(content, str):  # JSON has no bytes; `quiver show --json` writes them so
-            with suppress(ValueError):
-                return base64.b64decode(content, validate=True)
+            content = _decoded(content) or content
         if content is None or isinstance(content, bytes):
             return content
         raise bad_row(place, f"bytes holds {type_name(content)}, expected bytes, or base64")
     if isinstance(picture, str):
+        content = _decoded(picture)
+        if content is not None and content.startswith(_SIGNATURES):
+            return content
+        if picture.startswith("data:"):
+            raise bad_row(place, "is a data URL, and holds no picture in base64")
         return None
     raise bad_row(place, f"holds {type_name(picture)}, expected bytes, a path, or {{bytes, path}}")
 
 
-def _read_file(place: str, path: str | None, config: SourceConfig) -> bytes:
+def _decoded(text: str) -> bytes | None:
+    """The bytes that `text` holds in base64, behind a data URL's head or without; None if it holds
+    something else."""
+    if text.startswith("data:"):
+        text = text.partition(",")[2]
+    text = "".join(text.split())  # it may be broken into lines
+    with suppress(ValueError):
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    return None
+
+
+def _read_file(place: str, path: str | None, config: Config) -> bytes:
     file = _locate(place, path, config)
     try:
-        return storage.read_file(file)
+        return storage.read_file(file, config.max_image_bytes)
     except (OSError, ValueError) as error:
         raise bad_row(place, f"{printable(file)} can not be read: {reason(error)}") from None
 
@@ -141,7 +157,8 @@ def _locate(place: str, path: str | None, config: SourceConfig) -> Path:
     try:
         path = read_path(path, "path")
     except ValueError as error:
-        raise bad_row(place, str(error)) from None
+        problem = f"{error}, and is no picture (PNG, JPEG, WebP) in base64"
+        raise bad_row(place, problem) from None
     source = config.source
     if source.startswith("datasets:"):
         folder = Path(os.path.expanduser(source.removeprefix("datasets:")))

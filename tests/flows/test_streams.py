@@ -239,6 +239,59 @@ def test_a_server_that_takes_a_question_and_does_not_answer_is_told(monkeypatch,
     assert "does not answer within" in caught.value.message
 
 
+@pytest.mark.parametrize("asks", [crash_abandoned, check_api])
+def test_a_server_that_answers_without_end_is_none_of_prefects(asks):
+    class Flood(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(64):
+                    self.wfile.write(b"[" * 2**20)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Flood) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/api"
+        with temporary_settings({PREFECT_API_URL: url}), pytest.raises(RemoteError) as caught:
+            asks()
+        server.shutdown()
+    assert caught.value.object == f"Prefect API {url}"
+    assert caught.value.message.startswith("answers with more than 65,536 bytes")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_a_process_that_a_command_starts_finds_streams_where_its_own_were_closed(tmp_path, closed):
+    (tmp_path / "starting.py").write_text(
+        "import subprocess\n"
+        "from quiver.flows.cli import _settle_streams\n"
+        "_settle_streams()\n"
+        "script = 'read line; echo out && echo error >&2 && echo ok > said'\n"
+        "subprocess.run(['bash', '-c', script])\n"
+    )
+    line = f"{sys.executable} starting.py {closed}"
+    environment = command_environment(tmp_path)
+    subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environment, check=True)
+    assert (tmp_path / "said").read_text() == "ok\n"
+
+
+def test_a_limit_on_the_size_of_files_is_told_before_prefects_database_is_made(tmp_path):
+    script = (
+        "from pathlib import Path; from quiver.flows.embedded import require_writable;"
+        "require_writable(Path('home'))"
+    )
+    line = f'ulimit -f 100; {sys.executable} -c "{script}"'
+    environment = command_environment(tmp_path)
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True, check=False
+    )
+    assert b"E-RESOURCE PREFECT_HOME home: Prefect" in done.stderr
+    assert b"ulimit -f allows no file of its size" in done.stderr
+
+
 LOGINS = {
     "http://me:canary@127.0.0.1:1/api": "http://…@127.0.0.1:1/api",
     "http://me:canary/#@1@127.0.0.1:1/api": "http://…@127.0.0.1:1/api",

@@ -58,8 +58,9 @@ def test_what_can_not_be_read_hides_nothing_else(folder, place, about):
     code, answer = called(folder, "ls")
     rows = {row["ref"]: row.get("error", "") for row in answer["versions"]}
     versions = {"a/policy@0", "a/logprobs@1", "a/logprobs@2", "b/logprobs@1"}
-    assert code == 0 and versions - set(rows) <= {f"{about}@1"}
+    assert code == 7 and versions - set(rows) <= {f"{about}@1"}
     assert [ref for ref in rows if rows[ref]] == [about] and "permission denied" in rows[about]
+    assert called(folder, "ls", "--size")[0] == 7
     code, answer = called(folder, "verify")
     told = {error["object"]: error["code"] for error in answer["bad"]}
     assert code in (3, 7) and told.pop("a/logprobs@2 part-00000.arrow") == "E-CORRUPT"

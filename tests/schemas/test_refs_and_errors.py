@@ -125,6 +125,17 @@ def test_what_the_system_refuses_is_no_defect_of_ours():
         "E-RESOURCE",
         "E-RESOURCE",
     ]
+    try:
+        try:
+            raise ImportError("libopenblas.so.0: failed to map segment from shared object")
+        except ImportError as cause:
+            raise ImportError("Error importing numpy: leave its source tree") from cause
+    except ImportError as error:
+        refused = told(error)
+    assert refused.code == "E-RESOURCE"
+    assert refused.message.startswith("ImportError: libopenblas.so.0: failed to map segment")
+    assert told(RuntimeError("can't start new thread")).code == "E-RESOURCE"
+    assert "ulimit" in refused.next
     assert told(OSError(errno.ENAMETOOLONG, "File name too long")).code == "E-CONFIG"
     defect = told(KeyError("x"))
     assert (defect.code, defect.exit_code) == ("E-INTERNAL", 1)

@@ -33,6 +33,7 @@ from quiver.schemas.errors import printable
 from quiver.schemas.manifest import canonical
 from quiver.schemas.outside import Message
 from quiver.stages.common.environments.tool_schemas import ToolSchema, run_tool
+from quiver.stages.common.runtime.answering import no_copies
 
 Row = dict[str, Any]
 """The columns of one prompt, by name; `prompt` is its messages or its text."""
@@ -357,7 +358,9 @@ def call_tool(tools: Mapping[str, Callable[..., Any]], call: Call) -> Message:
         names = ", ".join(sorted(tools))
         return {**message, "content": f"Error: there is no tool {name}; there is {names or 'none'}"}
     try:
-        return {**message, **read_answer(waited(run_tool(tool, call.arguments)))}
+        with no_copies():
+            returned = waited(run_tool(tool, call.arguments))
+        return {**message, **read_answer(returned)}
     except (Exception, SystemExit) as error:
         return {**message, "content": clean(f"Error: {type(error).__name__}: {error}")}
 

@@ -20,7 +20,6 @@ import logging
 import os
 import pickle
 import queue
-import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -205,7 +204,7 @@ class EnvironmentPool:
         """Another worker process. ResourceError."""
         allowance = f"an environment's process may have {self._memory_bytes / 2**30:.3g} GiB, "
         return Worker(
-            worker.__file__,
+            worker.__name__,
             self._memory_bytes,
             name="environment worker",
             allowance=allowance + "generate.turns.max_memory_gib",
@@ -230,7 +229,6 @@ class _Process:
         config = self._pool.config
         name = f"generate.turns {printable(', '.join(config.sources))}"
         request = {
-            "path": list(filter(None, sys.path)),
             "load": {
                 "environment": config.environment,
                 "tools": list(config.tools),
@@ -362,7 +360,7 @@ class _Process:
 
     def _ask(self, record: _Record, job: _Job, seconds: float) -> _Answer:
         """One answer. Late, Ended: the worker is lost."""
-        request: dict[str, Any] = {job.verb: record.key}
+        request: dict[str, Any] = {"key": record.key, "verb": job.verb}
         if job.verb == "open":
             request |= {"row": record.row, "seed": record.seed}
         elif job.turn is not None:

@@ -1,13 +1,12 @@
-"""The process in which environments live: python -P worker.py CONNECTION (a descriptor)
+"""What environments are asked in a worker process (see `answering`), and what is answered.
 
-It is started as a file, as the reward stage's worker is. Requests are pickled by the stage, answers
-are JSON. One answer follows each request:
-
-    {"path": sys.path, "load": {environment, tools, arguments}}
-                                          → {"tools": […], "answers": …, "fingerprint": …, "error"}
-    {"open": key, "row": pickled, "seed"} → {"step": {…}, "error": null}   the opening messages
-    {"step": key, "turn": {text, calls}}  → {"step": {…}, "error": null}
-    {"finish": key}                       → {"reward": …, "error": null}   it is closed, too
+    {"load": {environment, tools, arguments}}
+                                    → {"tools": […], "answers": …, "fingerprint": …, "error"}
+    {"key": …, "verb": "open", "row": pickled, "seed": …}
+                                    → {"step": {…}, "error": null}   the opening messages
+    {"key": …, "verb": "step", "turn": {text, calls}}
+                                    → {"step": {…}, "error": null}
+    {"key": …, "verb": "finish"}    → {"reward": …, "error": null}   it is closed, too
 
 `error` says what the environment raised. Python's random numbers, and numpy's where it is loaded,
 are each environment's own: they begin with its seed, so that what stands in one process can stand
@@ -16,13 +15,11 @@ in another.
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
 import random
 import sys
+from collections.abc import Callable
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from typing import Any
 
 
@@ -34,16 +31,13 @@ class Host:
         self._environments: dict[int, Any] = {}
         self._random_states: dict[int, tuple[Any, Any]] = {}
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, request: dict[str, Any], send: Callable[..., None]) -> dict[str, Any]:
         """What one request comes to."""
         if "load" in request:
-            sys.path[:] = request["path"]
             return self.load(**request["load"])
-        if "open" in request:
-            return self._guarded(self.open, request["open"], request["row"], request["seed"])
-        if "step" in request:
-            return self._guarded(self.step, request["step"], request["turn"])
-        return self._guarded(self.finish, request["finish"])
+        acts = {"open": self.open, "step": self.step, "finish": self.finish}
+        arguments = {name: request[name] for name in request.keys() - {"key", "verb"}}
+        return self._guarded(acts[request["verb"]], request["key"], **arguments)
 
     def load(self, environment: str, tools: list[str], arguments: dict[str, Any]) -> dict:
         """The code that makes environments."""
@@ -52,7 +46,9 @@ class Host:
 
         try:
             self._factory = open_source(environment, tools, arguments)
-            return {**self._factory._asdict(), "make": None, "error": None}
+            told = {**self._factory._asdict(), "error": None}
+            del told["make"]
+            return told
         except QuiverError as error:
             refusal = error
         except BaseException as error:  # SystemExit, say
@@ -63,14 +59,15 @@ class Host:
             )
         return {"tools": [], "answers": False, "fingerprint": "", "error": refusal.to_dict()}
 
-    def _guarded(self, act: Any, key: int, *arguments: Any) -> dict[str, Any]:
+    def _guarded(self, act: Any, key: int, **arguments: Any) -> dict[str, Any]:
         """What `act` answers, or what an environment's own code raised."""
         from quiver.schemas.errors import printable
+        from quiver.stages.common.runtime.answering import no_copies
 
         environment = None
         try:
-            with self._randomness(key):
-                return {**act(key, *arguments), "error": None}
+            with no_copies(), self._randomness(key):
+                return {**act(key, **arguments), "error": None}
         except BaseException as error:
             environment = self._environments.pop(key, None)
             try:
@@ -127,24 +124,3 @@ def _close(environment: Any) -> None:
         environment.close()
     except BaseException as error:  # its episode is over
         print(f"closing an environment: {type(error).__name__}: {error}")
-
-
-def main() -> None:
-    """Answer requests until their connection is closed."""
-    connection = Connection(int(sys.argv[1]))
-    os.set_inheritable(connection.fileno(), False)
-    # what a process printed before it was killed is to be seen
-    sys.stdout.reconfigure(line_buffering=True)
-    host = Host()
-    while True:
-        try:
-            request = pickle.loads(connection.recv_bytes())
-        except EOFError:
-            os._exit(0)  # without waiting for threads that an environment left
-        answer = host.answer(request)
-        answer.pop("make", None)
-        connection.send_bytes(json.dumps(answer).encode())
-
-
-if __name__ == "__main__":
-    main()

@@ -17,7 +17,10 @@ from PIL import Image, ImageOps
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr")
-"""Of pixels whose channels have 8 bits at most."""
+"""Of pixels whose channels have 8 bits at most; Pillow itself takes the upper 8 bits of 16 wherever
+there are several channels."""
+GREY_16 = ("I;16", "I;16B", "I;16L")
+"""Of grey with 16 bits, of which the upper 8 are taken too."""
 
 
 def measure(content: bytes, most_pixels: int) -> dict[str, object]:
@@ -30,13 +33,15 @@ def measure(content: bytes, most_pixels: int) -> dict[str, object]:
             width, height = image.size
             if width * height > most_pixels:
                 raise ValueError(f"has {width} × {height} pixels, at most {most_pixels:,} are read")
-            if getattr(image, "n_frames", 1) > 1:
+            # a JPEG's further frames are previews and depth maps, as phones write them
+            if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
                 raise ValueError(f"has {image.n_frames} frames, expected one picture")
-            if image.mode not in MODES:
+            if image.mode not in (*MODES, *GREY_16):
                 raise ValueError(
                     f"has pixels of mode {image.mode}, expected 8 bits a channel: scale them"
                 )
-            told = {"format": image.format, "width": width, "height": height}
+            kind = "JPEG" if image.format == "MPO" else image.format
+            told = {"format": kind, "width": width, "height": height}
             _as_seen(image)
             return told
 
@@ -54,6 +59,11 @@ def open_image(content: bytes) -> Image.Image:
 
 def _as_seen(image: Image.Image) -> Image.Image:
     upright = ImageOps.exif_transpose(image)
+    if upright.mode in GREY_16:
+        transparent = upright.info.pop("transparency", None)
+        upright = upright.point(lambda grey: grey / 256).convert("L")
+        if transparent is not None:
+            upright.info["transparency"] = transparent // 256
     if not upright.has_transparency_data:
         return upright.convert("RGB")
     colours = upright.convert("RGBA")

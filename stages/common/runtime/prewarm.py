@@ -24,7 +24,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -97,8 +96,10 @@ class StageProcess:
             variables = {**os.environ, **ENVIRONMENT, **allocator_environment(), **offline}
             variables |= env or {}
             if len(str(folder)) <= _LONGEST_TEMPORARY_PATH:
-                # what torch compiled is there for the next process too
-                compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+                # what torch compiled is there for the next process too, and nothing stays in
+                # $TMPDIR
+                cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+                compiled = os.path.join(cache, "quiver", "torchinductor")
                 variables.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
                 variables["TMPDIR"] = str(folder)
             self.stage = stage

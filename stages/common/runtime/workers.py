@@ -1,14 +1,12 @@
 """A worker process that runs a user's code: requests go out, answers and printed text come in, each
 wait has an end.
 
-    worker = Worker(script, share_of_memory(workers=2), allowance="4 GiB, reward.max_memory_gib")
-    worker.ask({"key": 1, "load": {…}, "path": […]}, 60, Loaded)    # or Late, Ended
+    worker = Worker(module, share_of_memory(workers=2), allowance="4 GiB, reward.max_memory_gib")
+    worker.ask({"key": 1, "load": {…}}, 60, Loaded)    # or Late, Ended
     worker.end()                                # it, and all that it started, is gone
 
-`script` is a file that serves the other end, a `Connection` whose descriptor is its argument.
-Requests are pickled, answers are JSON: nothing is unpickled that came from a process that ran a
-user's code. What a worker prints is always drained, and kept up to PRINTED_BYTES between two calls
-of `printed`.
+`module` has a class Host, whose `answer` is called in the process (see `answering`). What a worker
+prints is always drained, and kept up to PRINTED_BYTES between two calls of `printed`.
 """
 
 from __future__ import annotations
@@ -29,7 +27,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from quiver.schemas.errors import ResourceError
+from quiver.schemas.errors import ResourceError, shortage
+from quiver.stages.common.runtime import answering
 from quiver.stages.common.runtime.subprocesses import Process
 from quiver.stages.common.store.failpoints import failpoint
 
@@ -57,23 +56,41 @@ class Killed(Ended):
     """A signal ended the process."""
 
 
+class Surplus(Ended):
+    """The process answered an earlier request once more. The answer to this one is not known, and
+    the process is not to be trusted."""
+
+
+class _Message(BaseModel):
+    """An answer, or a piece of one, and which request it belongs to."""
+
+    key: int | None
+    number: int
+    piece: int
+    answer: dict[str, Any]
+
+
 class Worker(Process):
     """A worker process. One thread uses it; another may `kill` it."""
 
     def __init__(
-        self, script: str, memory_bytes: int, *, name: str, allowance: str, lower: str
+        self, module: str, memory_bytes: int, *, name: str, allowance: str, lower: str
     ) -> None:
         """`memory_bytes`: the most private memory that it may have. `allowance`: what an error says
         of that limit; `lower`: the key that makes fewer of them; `name`: what errors call it."""
         self._text = bytearray()
         self._dropped_bytes = 0
         self._allowance = allowance
+        self._key: int | None = None
+        self._num_asked = 0
+        self._num_pieces = 0
+        """That were read of the answer to the last request."""
         try:
             self._connection, workers_end = connection.Pipe()
             with workers_end:
                 handle = workers_end.fileno()
                 super().__init__(
-                    [sys.executable, "-P", script, str(handle)],
+                    [sys.executable, "-P", answering.__file__, str(handle)],
                     limits={resource.RLIMIT_CORE: 0, resource.RLIMIT_DATA: memory_bytes},
                     oom_score=OOM_SCORE,
                     stdin=subprocess.DEVNULL,
@@ -87,23 +104,33 @@ class Worker(Process):
             ) from error
         self._printed = self.stdout.fileno()
         os.set_blocking(self._printed, False)
+        with suppress(OSError):  # it has ended already, as the first answer will say
+            self._send({"path": list(filter(None, sys.path)), "module": module})
 
     def ask(self, request: dict[str, Any] | None, seconds: float, kind: type[_Kind]) -> _Kind:
-        """The answer to a request; None: the next piece of the answer to the one before. Late after
-        `seconds`, Ended when the process does or its answer is no `kind`; it is of no further use
-        then."""
+        """The answer to a request, whose `key` comes back with it; None: the next piece of the
+        answer to the one before. Late after `seconds`, Ended when the process does or its answer is
+        no `kind`, Surplus when it is one too many; the process is of no further use then."""
         deadline = time.monotonic() + seconds
         watchdog = threading.Timer(seconds, self.kill)
         watchdog.daemon = True
         watchdog.start()
         try:
             if request is not None:
-                self._connection.send_bytes(pickle.dumps(request, pickle.HIGHEST_PROTOCOL))
+                self._key = request.get("key")
+                self._num_asked += 1
+                self._num_pieces = 0
+                self._send({"key": self._key, "number": self._num_asked, "request": request})
             while self._connection not in connection.wait([self._connection, self._printed]):
                 self._drain()
-            answer = self._connection.recv_bytes(_ANSWER_BYTES)
+            received = self._connection.recv_bytes(_ANSWER_BYTES)
             failpoint("worker.answered")
-            return kind.model_validate(json.loads(answer))
+            message = _Message.model_validate(json.loads(received))
+            expected = (self._key, self._num_asked, self._num_pieces)
+            if (message.key, message.number, message.piece) != expected:
+                raise Surplus("after an answer too many")
+            self._num_pieces += 1
+            return kind.model_validate(message.answer)
         except (EOFError, OSError):
             is_late = time.monotonic() >= deadline
             self.kill()  # where its answer was too long
@@ -137,6 +164,9 @@ class Worker(Process):
         self._connection.close()
         return code
 
+    def _send(self, message: dict[str, Any]) -> None:
+        self._connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
     def _drain(self) -> None:
         """Read what was printed, to the end or to one pipe's worth; only the start is kept."""
         with suppress(BlockingIOError):
@@ -148,8 +178,7 @@ class Worker(Process):
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether Python, the system or torch could get no more memory."""
-    text = str(error) if isinstance(error, OSError | ImportError | RuntimeError) else ""
-    return isinstance(error, MemoryError) or "allocate memory" in text
+    return shortage(error) is not None
 
 
 def memory_limit() -> int | None:

@@ -362,14 +362,14 @@ def replacing(
         raise
 
 
-def read_file(path: Path) -> bytes:
+def read_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     """All bytes of a small file that a user names. OSError; ValueError: it is something else than a
-    file, or has more than `MOST_BYTES`."""
+    file, or has more than `most_bytes`."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
         raise ValueError("is not a file")
-    if status.st_size > MOST_BYTES:
-        raise ValueError(f"has {status.st_size} bytes, at most {MOST_BYTES} are read")
+    if status.st_size > most_bytes:
+        raise ValueError(f"has {status.st_size} bytes, at most {most_bytes} are read")
     return path.read_bytes()
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common import plugins
 from quiver.stages.common.plugins import did_you_mean
+from quiver.stages.common.runtime.answering import no_copies
 from quiver.stages.common.runtime.workers import is_out_of_memory, memory_limit
 from quiver.stages.reward.functions import shipped
 from quiver.stages.reward.pool.habits import LOGS, adapted
@@ -185,17 +186,15 @@ async def call_together(
     import asyncio  # slow to import, and most workers do not need it
 
     gate = asyncio.Semaphore(at_once)
-    process = os.getpid()
 
     async def call_rows(rows: range) -> list[Part]:
         try:
             asked = {name: column[rows.start : rows.stop] for name, column in columns.items()}
-            returned = await function.call(**function.keywords(asked))
+            with no_copies():
+                returned = await function.call(**function.keywords(asked))
             return read(returned, len(rows), function.extra)[0]
         except BaseException as error:
             return [_raised(error, function.source)] * len(rows)
-        finally:
-            _end_if_forked(process)
 
     async def call_in_time(rows: range) -> None:
         async with gate:
@@ -217,26 +216,19 @@ async def call_together(
 def _surroundings() -> Iterator[None]:
     """Puts back working folder, environment and standard streams after a call, and ends a copy of
     the process that it forked."""
-    process = os.getpid()
     environment = os.environ.copy()
     folder = os.open(".", os.O_RDONLY)
     streams = sys.stdout, sys.stderr
     try:
-        yield
+        with no_copies():
+            yield
     finally:
-        _end_if_forked(process)
         os.fchdir(folder)
         os.close(folder)
         if os.environ.copy() != environment:
             os.environ.clear()
             os.environ.update(environment)
         sys.stdout, sys.stderr = streams
-
-
-def _end_if_forked(process: int) -> None:
-    if os.getpid() != process:
-        # a copy came back from the function into our code; only the worker itself goes on with it
-        os._exit(0)
 
 
 def late(seconds: float) -> Part:

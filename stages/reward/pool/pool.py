@@ -22,7 +22,6 @@ import logging
 import os
 import pickle
 import queue
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, ResourceError, from_dict, printable
-from quiver.stages.common.runtime.workers import Ended, Killed, Late, share_of_memory
+from quiver.stages.common.runtime.workers import Ended, Killed, Late, Surplus, share_of_memory
 from quiver.stages.reward.pool.calls import About
 from quiver.stages.reward.pool.jobs import BATCH_SECONDS, Function, Job
 from quiver.stages.reward.pool.process import Answer, Loaded, ScoringWorker
@@ -44,7 +43,8 @@ log = logging.getLogger(__name__)
 
 
 class NotLoaded(Exception):
-    """A signal ended the process while it imported the function; another one may try."""
+    """The process is lost, through no fault of the rows: a signal ended it while it imported the
+    function, or it answered an earlier call twice. Another one may try."""
 
 
 class Pool:
@@ -165,9 +165,11 @@ class Pool:
             finally:
                 _log_printed(process, function)
             is_sound = True
-        except (Late, Ended):
+        except (Late, Ended) as error:
             if self._closing:
                 raise _closed() from None
+            if isinstance(error, Surplus) and process.has_called:
+                raise NotLoaded from None
             raise
         finally:
             if process and not is_sound:
@@ -184,7 +186,6 @@ class Pool:
             return
         config = function.config
         request = {
-            "path": list(filter(None, sys.path)),
             "key": id(function),
             "load": config.model_dump(
                 include={"use", "name", "arguments", "extra", "style", "scope"}
@@ -193,7 +194,7 @@ class Pool:
         try:
             answer = process.ask(request, LOAD_SECONDS, Loaded)
         except (Late, Ended) as error:
-            if self._closing:
+            if self._closing or (isinstance(error, Surplus) and process.has_called):
                 raise
             if isinstance(error, Killed):
                 function.kills += 1

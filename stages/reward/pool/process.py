@@ -1,7 +1,7 @@
 """One worker process of the pool: what it may be asked, and what its answers look like.
 
 worker = ScoringWorker(share_of_memory(workers=2))
-worker.ask({"key": 1, "load": {…}, "path": […]}, 60, Loaded)    # or Late, Ended
+worker.ask({"key": 1, "load": {…}}, 60, Loaded)    # or Late, Ended
 """
 
 from __future__ import annotations
@@ -51,9 +51,14 @@ class ScoringWorker(Worker):
         """By each function that it has loaded: rows and seconds of its last call here; no rows
         before the first."""
         super().__init__(
-            worker.__file__,
+            worker.__name__,
             memory_bytes,
             name="reward worker",
             allowance=memory_allowance(memory_bytes),
             lower="reward.workers",
         )
+
+    @property
+    def has_called(self) -> bool:
+        """Whether a call has been answered here."""
+        return any(rows for rows, _ in self.last_calls.values())

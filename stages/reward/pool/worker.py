@@ -1,10 +1,6 @@
-"""The process in which reward functions run: python -P worker.py CONNECTION (a descriptor)
+"""What reward functions are asked in a worker process (see `answering`), and what is answered.
 
-It is started as a file (-P: the files beside it do not stand in for libraries), and finds all other
-modules by the path that comes with each load. Requests are pickled by the stage, answers are JSON:
-the stage never unpickles what came from a process that ran user's code.
-
-    {"path": sys.path, "key": …, "load": {use, name, arguments, extra}}
+    {"key": …, "load": {use, name, arguments, extra}}
                                                   → {"about": […], "error": {…}}, one of them null
     {"key": …, "call": pickled columns, "rows": n, "at_once": …, "seconds": …}
                                                   → {"parts": [[row, value, error, extra], …],
@@ -17,43 +13,32 @@ the last with `seconds` null; silence says that its loop is blocked.
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
-import sys
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
 BEAT_SECONDS = 0.5
 
 
-def main() -> None:
-    """Answer requests until their connection is closed."""
-    connection = Connection(int(sys.argv[1]))
-    os.set_inheritable(connection.fileno(), False)
-    # what a process printed before it was killed is to be seen
-    sys.stdout.reconfigure(line_buffering=True)
-    functions: dict[int, Any] = {}
+Send = Callable[[dict[str, Any]], None]
 
-    def send(answer: dict[str, Any]) -> None:
-        connection.send_bytes(json.dumps(answer).encode())
 
-    while True:
-        try:
-            request = pickle.loads(connection.recv_bytes())
-        except EOFError:
-            os._exit(0)  # without waiting for threads that a function left
+class Host:
+    """The functions that this process has loaded, by key."""
+
+    def __init__(self) -> None:
+        self._functions: dict[int, Any] = {}
+
+    def answer(self, request: dict[str, Any], send: Send) -> dict[str, Any]:
+        """What one request comes to, or the last piece of it."""
         if "load" in request:
-            sys.path[:] = request["path"]
-            send(_load(functions, request["key"], **request["load"]))
-            continue
-        function = functions[request["key"]]
+            return _load(self._functions, request["key"], **request["load"])
+        function = self._functions[request["key"]]
         started = time.monotonic()
         parts, failure = _call(function, request, send)
         seconds = time.monotonic() - started
-        send({"parts": parts, "seconds": seconds, "failure": failure})
+        return {"parts": parts, "seconds": seconds, "failure": failure}
 
 
 def _load(functions: dict[int, Any], key: int, use: str, name: str, **options: Any) -> dict:
@@ -83,9 +68,7 @@ def _load(functions: dict[int, Any], key: int, use: str, name: str, **options: A
     return {"about": None, "error": refusal.to_dict()}
 
 
-def _call(
-    function: Any, request: dict[str, Any], send: Callable[[dict[str, Any]], None]
-) -> tuple[list[list[Any]], str | None]:
+def _call(function: Any, request: dict[str, Any], send: Send) -> tuple[list[list[Any]], str | None]:
     """The rows that were not sent before, and why they were called one by one, if they were."""
     from quiver.stages.reward.pool import calls
 
@@ -121,7 +104,3 @@ def _call(
 
 
 _loop: Any = None
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.environments.environment import Turn
+from quiver.stages.common.environments.environment import Call, Turn
 from quiver.stages.common.environments.pool import EnvironmentPool, Reply
 from quiver.stages.generate.turns.config import Turns
 
@@ -280,3 +280,91 @@ def test_one_of_sixty_four_hangs(game):
                 pool.step(key, Turn("add 1"))
         replies = next_replies(pool, 63)
         assert not any(reply.failure for reply in replies.values())
+
+
+FORKING = """
+import os
+
+def leave_copy(game, place):
+    if game.place == place and os.fork() == 0:
+        os.execvp("missing", ["missing"])
+
+class Game:
+    def reset(self, number, place):
+        self.number, self.place = number, place
+        leave_copy(self, "reset")
+
+    def get_reward(self):
+        leave_copy(self, "get_reward")
+        return float(self.number)
+"""
+STEP = """
+    def step(self, turn):
+        leave_copy(self, "step")
+        return f"{self.number}"
+"""
+TOOL = """
+    def look(self) -> str:
+        'Looks.'
+        leave_copy(self, "tool")
+        open(f"{__file__}.looks", "a").write("looked\\n")
+        return f"{self.number}"
+"""
+
+
+@pytest.mark.parametrize("place", ["reset", "step", "tool", "get_reward"])
+def test_a_copy_of_its_process_that_an_environment_leaves_never_answers(place, tmp_path):
+    path = tmp_path / "game.py"
+    path.write_text(FORKING + (TOOL if place == "tool" else STEP))
+    turn = Turn("", (Call("look", {}), Call("look", {})) if place == "tool" else ())
+    with EnvironmentPool(Turns(environment=f"{path}:Game", processes=1)) as pool:
+        keys = [pool.open({"number": number, "place": place}, seed=0) for number in range(8)]
+        replies = list(next_replies(pool, 8).values())
+        for key in keys:
+            pool.step(key, turn)
+        answers = next_replies(pool, 8)
+        replies += answers.values()
+        for key in keys:
+            pool.finish(key)
+        rewards = next_replies(pool, 8)
+        replies += rewards.values()
+    assert [reply.why for reply in replies] == [""] * 24
+    steps = [answers[key].step for key in keys]
+    texts = [step.text or step.messages[-1]["content"] for step in steps]
+    assert texts == [f"{number}" for number in range(8)]
+    assert [rewards[key].step.reward for key in keys] == [float(number) for number in range(8)]
+    if place == "tool":
+        looks = Path(f"{path}.looks").read_text().split()
+        assert len(looks) == 16, "a copy makes no further calls"
+
+
+ANSWERING_TWICE = """
+import sys
+
+class Game:
+    def reset(self, number):
+        self.number, self.turns = number, 0
+
+    def step(self, turn):
+        frame = sys._getframe()
+        while turn.text == "twice" and "envelope" not in frame.f_locals:
+            frame = frame.f_back
+        if turn.text == "twice":
+            frame.f_locals["send"]({"step": {"text": "forged"}, "error": None})
+        self.turns += 1
+        return f"{self.number} {self.turns}"
+"""
+
+
+def test_an_answer_too_many_ends_the_process_and_costs_its_own_episode(tmp_path):
+    path = tmp_path / "game.py"
+    path.write_text(ANSWERING_TWICE)
+    with EnvironmentPool(Turns(environment=f"{path}:Game", processes=1)) as pool:
+        keys = [pool.open({"number": number}, seed=0) for number in range(3)]
+        next_replies(pool, 3)
+        assert [ask(pool, key, "go").step.text for key in keys] == ["0 1", "1 1", "2 1"]
+        assert ask(pool, keys[1], "twice").step.text == "forged"
+        assert [ask(pool, keys[place], "go").step.text for place in (0, 2)] == ["0 2", "2 2"]
+        reply = ask(pool, keys[1], "go")
+    assert reply.failure == "environment_error"
+    assert reply.why == "its process ended after an answer too many, 2 times"

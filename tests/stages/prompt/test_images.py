@@ -13,12 +13,14 @@ import pytest
 from PIL import Image
 
 from quiver.schemas.errors import ConfigError
+from quiver.stages.common.images.checking import ImageCheck, ImageLimits
 from quiver.stages.common.images.decoder import open_image
 from quiver.stages.common.images.processor import load_processor
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from quiver.stages.prompt import sources
 from quiver.stages.prompt.config import Config
+from quiver.stages.prompt.images import read_cell
 from tests import sight, tiny
 
 # <|im_start|>user\n … <|im_end|>\n<|im_start|>assistant\n
@@ -153,13 +155,6 @@ def corrupt() -> bytes:
     return bytes(content)
 
 
-def deep() -> bytes:
-    """16 bits a pixel, of which most would become white."""
-    content = io.BytesIO()
-    Image.fromarray(np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000).save(content, "PNG")
-    return content.getvalue()
-
-
 def badly_turned() -> bytes:
     """What says how it is turned is not EXIF."""
     content = io.BytesIO()
@@ -168,7 +163,6 @@ def badly_turned() -> bytes:
 
 
 HOSTILE = {
-    "deep": (deep(), "has pixels of mode I;16, expected 8 bits a channel"),
     "badly turned": (badly_turned(), "can not be decoded"),
     "bomb": (bomb(), "has 5000 × 5000 pixels, at most 1,000,000 are read"),
     "large": (sight.png(0, (200, 200)), "bytes, at most 50,000 are read"),
@@ -387,3 +381,63 @@ def test_json_has_base64_and_csv_an_empty_cell(store, policy, tmp_path):
     config = {"source": str(tmp_path / "rows.csv"), "prompt": "prompt", "images": "images"}
     version = run_stage("prompt", config, store, policy="sees/policy@0", in_process=True)
     assert [len(images) for images in store.open(version).table()["images"].to_pylist()] == [1, 0]
+
+
+def test_sixteen_bits_of_grey_are_read_as_those_of_colour_are():
+    """The upper eight of them."""
+    pixels = np.array([[0, 255, 256, 511, 65535]], np.uint16)
+    content = io.BytesIO()
+    Image.fromarray(pixels).save(content, "PNG")
+    with ImageCheck(ImageLimits()) as check:
+        assert check.size("picture", content.getvalue()) == (5, 1)
+    seen = np.asarray(open_image(content.getvalue()))
+    assert seen.tolist() == [[[0] * 3, [0] * 3, [1] * 3, [1] * 3, [255] * 3]]
+
+
+def test_of_a_jpeg_with_a_second_frame_the_first_is_read():
+    """As phones write them, with a preview or a depth map behind."""
+    content = io.BytesIO()
+    preview = Image.new("RGB", (4, 4), "blue")
+    picture = Image.new("RGB", (16, 8), "red")
+    picture.save(content, "MPO", save_all=True, append_images=[preview])
+    with ImageCheck(ImageLimits()) as check:
+        assert check.size("picture", content.getvalue()) == (16, 8)
+    seen = open_image(content.getvalue())
+    assert seen.size == (16, 8) and seen.getpixel((0, 0)) == (254, 0, 0)
+
+
+def config_of(folder, **limits) -> Config:
+    source = str(folder / "rows.jsonl")
+    return Config(source=source, prompt="prompt", images="images", **limits)
+
+
+@pytest.mark.parametrize("head", ["", "data:image/png;base64,"])
+def test_text_in_base64_is_a_picture(tmp_path, head):
+    encoded = base64.encodebytes(sight.png(0)).decode()
+    (picture,) = read_cell("row 1", head + encoded, config_of(tmp_path))
+    assert picture == {"bytes": sight.png(0), "path": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data:image/png;base64,no", "is a data URL, and holds no picture in base64"),
+        (
+            base64.b64encode(b"x" * 6000).decode(),
+            "the path has more than 4096 bytes, and is no picture (PNG, JPEG, WebP) in base64",
+        ),
+    ],
+)
+def test_text_that_is_neither_path_nor_picture_is_refused(tmp_path, text, message):
+    with pytest.raises(ConfigError) as caught:
+        read_cell("row 1", [text], config_of(tmp_path))
+    assert (caught.value.object, caught.value.message) == ("row 1: picture 1", message)
+
+
+def test_files_are_read_up_to_the_limit_of_the_recipe(tmp_path):
+    content = b"x" * (9 * 1024**2)
+    (tmp_path / "large.png").write_bytes(content)
+    (picture,) = read_cell("row 1", "large.png", config_of(tmp_path))
+    assert picture == {"bytes": content, "path": "large.png"}
+    with pytest.raises(ConfigError, match="has 9437184 bytes, at most 9000000 are read"):
+        read_cell("row 1", "large.png", config_of(tmp_path, max_image_bytes=9_000_000))

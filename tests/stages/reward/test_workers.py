@@ -115,6 +115,25 @@ closes, scribbles, prints = each(close_everything), each(scribble), each(print_a
 forks, forks_raising, leaves_daemon, leaves_daemons = map(each, (fork_and_return, fork_and_raise, daemon, daemons))
 hoards, moves = each(lambda: float(len(bytearray(1 << 30)) > 0)), each(move)
 
+def execs(completions):
+    if os.fork() == 0:
+        os.execvp("missing", ["missing"])
+    return [float(text) for text in completions]
+
+async def execs_waiting(completions):
+    await asyncio.sleep(0)
+    return execs(completions)
+
+def answers_twice(completions):
+    """In row 3 it answers before the worker does."""
+    frame = sys._getframe()
+    while completions == ["3"] and "envelope" not in frame.f_locals:
+        frame = frame.f_back
+    if completions == ["3"]:
+        parts = [[0, 99.0, None, None]]
+        frame.f_locals["send"]({"parts": parts, "seconds": 0.0, "failure": None})
+    return [float(text) for text in completions]
+
 def memory_limit(completions):
     import resource
     return [float(resource.getrlimit(resource.RLIMIT_DATA)[0])] * len(completions)
@@ -179,7 +198,7 @@ def folder(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     path = tmp_path_factory.mktemp("faults")
     (path / "faults.py").write_text(FAULTS)
-    patch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    patch.setenv("PYTHONPATH", str(Path(__file__).parents[3]), prepend=os.pathsep)
     patch.chdir(path)
     patch.setattr(jobs, "BATCH_SECONDS", 1.0)
     patch.setattr(pool, "BATCH_SECONDS", 1.0)
@@ -228,7 +247,11 @@ def children() -> list[int]:
             command, folder = path.read_bytes(), os.readlink(path.with_name("cwd"))
         except OSError:
             continue
-        if b"pool/worker.py" in command and folder == os.getcwd() and alive(int(path.parent.name)):
+        if (
+            b"runtime/answering.py" in command
+            and folder == os.getcwd()
+            and alive(int(path.parent.name))
+        ):
             found.append(int(path.parent.name))
     return found
 
@@ -265,6 +288,23 @@ COSTS = {
 def test_a_bad_row_costs_itself_alone(shared, fault):
     parts = without_details(score(shared, fault))
     assert parts == [COSTS[fault] if row == 5 else Part(1.0) for row in range(12)]
+
+
+@pytest.mark.parametrize("use", ["execs", "execs_waiting"])
+def test_a_copy_of_the_process_never_answers(folder, use):
+    with Pool(1) as one:
+        rows = scorer(one, use, most=1)
+        texts = [str(row) for row in range(32)]
+        parts = rows.score({"completions": texts, "rollout_ids": texts})
+    assert parts == [Part(float(row)) for row in range(32)]
+
+
+def test_an_answer_too_many_ends_the_process_and_costs_its_own_row(folder):
+    with Pool(1) as one:
+        rows = scorer(one, "answers_twice", most=1)
+        texts = [str(row) for row in range(8)]
+        parts = rows.score({"completions": texts, "rollout_ids": texts})
+    assert parts == [Part(99.0 if row == 3 else float(row)) for row in range(8)]
 
 
 def test_an_exception_is_told_with_the_line_of_the_users_file(shared):

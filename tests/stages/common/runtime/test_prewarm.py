@@ -133,6 +133,16 @@ def test_what_it_leaves_in_its_temporary_folder_goes_with_it(interpreter, tempor
     assert os.listdir(temporary) == []
 
 
+def test_what_torch_compiles_is_kept_outside_the_folder_for_temporary_files(
+    interpreter, temporary, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    lines = []
+    with StageProcess("policy", interpreter("echo $TORCHINDUCTOR_CACHE_DIR")) as child:
+        child.follow(lines.append)
+    assert lines == ["/caches/quiver/torchinductor"]
+
+
 def test_what_a_killed_caller_left_is_swept_when_the_next_one_starts(interpreter, temporary):
     """With its sockets; not what the living have, nor what says of no owner."""
     waits = interpreter("touch $TMPDIR/socket; echo $TMPDIR; sleep 600")
