@@ -119,7 +119,7 @@ def test_a_run_shows_its_stages_and_ctrl_c_leaves_the_terminal_as_it_was(workpla
     command = [sys.executable, "-c", PATIENT, "run", "recipe.toml", *SCRIPTED]
     terminal = Terminal(command, workplace, command_environment(workplace))
     terminal.read_until("getting ready")
-    assert terminal.text.startswith("tiny: 1 iterations, store store")
+    assert terminal.text.startswith("tiny: 1 iteration, in ")
     for label in ("import policy", "prompt 1/1", "generate 1/1", "reward 1/1"):
         terminal.read_until(f"tiny · {label}")
     terminal.type(b"\x03")
