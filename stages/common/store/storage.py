@@ -369,7 +369,7 @@ def read_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
         raise ValueError("is not a file")
     if status.st_size > most_bytes:
-        raise ValueError(f"has {status.st_size} bytes, at most {most_bytes} are read")
+        raise ValueError(f"has {status.st_size:,} bytes, at most {most_bytes:,} are read")
     return path.read_bytes()
 
 

@@ -439,5 +439,5 @@ def test_files_are_read_up_to_the_limit_of_the_recipe(tmp_path):
     (tmp_path / "large.png").write_bytes(content)
     (picture,) = read_cell("row 1", "large.png", config_of(tmp_path))
     assert picture == {"bytes": content, "path": "large.png"}
-    with pytest.raises(ConfigError, match="has 9437184 bytes, at most 9000000 are read"):
+    with pytest.raises(ConfigError, match="has 9,437,184 bytes, at most 9,000,000 are read"):
         read_cell("row 1", "large.png", config_of(tmp_path, max_image_bytes=9_000_000))
