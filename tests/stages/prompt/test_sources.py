@@ -211,7 +211,7 @@ def test_nesting_that_arrow_files_do_not_carry(tmp_path):
     for levels, deep in ((50, False), (65, True), (900, True)):
         path.write_text('{"q": ' + "[" * levels + "1" + "]" * levels + "}")
         if deep:
-            with pytest.raises(ConfigError, match="column q.* is nested more than"):
+            with pytest.raises(ConfigError, match=r"column q.* is nested more than"):
                 read(str(path))
         else:
             assert read(str(path)).table.num_rows == 1
