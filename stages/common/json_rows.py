@@ -7,6 +7,7 @@ for line, row in json_rows(Path("rows.jsonl")):
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,16 @@ def json_rows(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def parse(place: str, raw: bytes) -> Any:
-    """Strict JSON: UTF-8, no NaN, no key twice, no NUL and no lone surrogate in any text.
-    ConfigError names `place`."""
+    """Strict JSON: UTF-8, no NaN, no number beyond floats, no key twice, no NUL and no lone
+    surrogate in any text. ConfigError names `place`."""
     try:
         text = raw.decode("utf-8-sig")
-        parsed = json.loads(text, object_pairs_hook=no_key_twice, parse_constant=no_constant)
+        parsed = json.loads(
+            text,
+            object_pairs_hook=no_key_twice,
+            parse_constant=no_constant,
+            parse_float=_finite,
+        )
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise bad_source(
@@ -56,6 +62,14 @@ def parse(place: str, raw: bytes) -> Any:
         except RecursionError:
             raise bad_source(place, "is nested too deeply") from None
     return parsed
+
+
+def _finite(number: str) -> float:
+    """The number that is written. ValueError if no float holds it."""
+    value = float(number)
+    if math.isinf(value):
+        raise ValueError(f"{number[:40]} is beyond the largest number")
+    return value
 
 
 def _require_text(place: str, node: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -48,6 +49,8 @@ from .messages import (
 from .python_rows import CHUNK
 from .row_variables import RowVariables, columns_of, read_variables
 
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{[^}]{0,100}['"]role['"]\s*:""")
 log = logging.getLogger(__name__)
 Prompt = dict[str, Any]
 """A row of prompts/1, but for its group and its columns."""
@@ -126,6 +129,7 @@ class Renderer:
             messages = [read_message(name, number, message) for number, message in enumerate(cell)]
         elif config.prompt:
             text = require_text(name, cell, f"column {config.prompt}")
+            self._tell_odd_text(name, text)
             if config.raw_text:
                 rendering = self._guard.encode(name, (), [text], lambda texts: texts[0])
                 self._tell_spelled(name, [text], ())
@@ -147,6 +151,7 @@ class Renderer:
             num_shown = len(pictures) - len(pictures_in(opening))
             messages = _followed_by(show_images(name, messages, num_shown), opening)
             rendering = self._render_chat(name, messages, own)
+            self._tell_odd_chat(name, messages)
             if messages[-1]["role"] == "assistant":  # the policy continues it
                 messages = messages[:-1]
             messages = [{**each, "content": text_of(each["content"])} for each in messages]
@@ -345,6 +350,33 @@ class Renderer:
                         f"{name}: the policy's chat template does not show {member} of its "
                         f"messages{_IF_IT_SHOULD}",
                     )
+
+    def _tell_odd_text(self, name: str, text: str) -> None:
+        """Warn of a question that is blank, and of a chat that is written as text."""
+        column = printable(self.config.prompt)
+        if not text.strip():
+            self._tell("blank", f"{name}: column {column} is blank, and the policy is asked it")
+        if _CHAT_AS_TEXT.match(text):
+            self._tell(
+                "chat as text",
+                f"{name}: column {column} holds a chat written as text, which the policy is shown "
+                f'as it stands. If it is JSON, set data.messages = "{column}"',
+            )
+
+    def _tell_odd_chat(self, name: str, messages: list[Message]) -> None:
+        """Warn of roles that templates are not made for, and of an answer that is in the chat."""
+        for role in sorted({each["role"] for each in messages} - _ROLES):
+            self._tell(
+                f"name {role}",
+                f"{name}: a message has the role {printable(role)}; chat templates are made for "
+                f"{', '.join(sorted(_ROLES))}",
+            )
+        if messages[-1]["role"] == "assistant":
+            self._tell(
+                "continued",
+                f"{name}: the chat ends with a message of the assistant, which the policy "
+                "continues, here and in other rows. If it is the answer to learn, take it out",
+            )
 
     def _tell(self, about: str, message: str) -> None:
         """Warn of something once, whatever row it was seen in first."""

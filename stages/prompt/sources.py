@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from quiver.schemas.cells import holds
 from quiver.schemas.errors import ConfigError, printable, reason
 from quiver.stages.common import plugins
 from quiver.stages.common.json_rows import bad_source, json_rows
@@ -140,6 +141,12 @@ def _check(source: str, table: pa.Table) -> None:
             raise bad_source(
                 source,
                 f"column {printable(field.name)} is nested more than {_MOST_LEVELS} levels deep",
+            )
+        if holds(field.type, pa.types.is_interval):
+            raise bad_source(
+                source,
+                f"column {printable(field.name)} is of the type {field.type}, which rewards can "
+                "not be given: write it as text or as a number of days",
             )
     try:
         table.validate(full=True)

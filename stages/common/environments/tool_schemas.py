@@ -178,12 +178,15 @@ def _plain_schema(schema: dict[str, Any]) -> dict[str, Any]:
         elif name in definitions:
             beside = {key: member for key, member in node.items() if key != "$ref"}
             return plain({**definitions[name], **beside}, (*inside, name))
-        read = {
-            key: member if key in _VALUES else plain(member, inside)
-            for key, member in node.items()
-            if not (key == "title" and isinstance(member, str))
-            and not (key == "default" and member is None)
-        }
+        read = {}
+        for key, member in node.items():
+            if key == "properties":  # its keys are names of parameters, which may be any word
+                read[key] = {name: plain(below, inside) for name, below in member.items()}
+            elif key in _VALUES:
+                if key != "default" or member is not None:
+                    read[key] = member
+            elif key != "title":
+                read[key] = plain(member, inside)
         return _plain_union(read) if "anyOf" in read else read
 
     read = plain({key: member for key, member in schema.items() if key != "$defs"}, ())

@@ -239,10 +239,10 @@ class Writer:
         """Write shard `index` (its rows in order), flushed; then a note beside it that makes it
         count. Where another process has finished it, that one stays. SchemaError."""
         kind_schema = schema_module(self.kind).check(table)
-        schema = table.schema.with_metadata(kind_schema.metadata)
         name = shard_name(index)
         with storage_errors(f"{self._name} {name}"):
-            entry = self._write_shard(index, table.cast(schema).combine_chunks())
+            rows = table.replace_schema_metadata(kind_schema.metadata).combine_chunks()
+            entry = self._write_shard(index, rows)
             self.write_note(f"{name}.json", entry.model_dump(mode="json"))
             self.shards.written(index)
 

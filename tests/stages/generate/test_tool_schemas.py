@@ -323,3 +323,34 @@ def test_public_methods_are_tools_and_the_protocol_is_none():
     assert list(methods) == ["buy", "price"]
     schema = schema_of(methods["price"], "shop.py:Shop")["function"]
     assert list(schema["parameters"]["properties"]) == ["thing"]
+
+
+class Titled(TypedDict):
+    city: str
+    title: str
+
+
+def test_parameters_may_have_names_of_the_schema_language():
+    def find(default: Titled, enum: list[Titled], required: bool, title: str) -> str:
+        """Find.
+
+        Args:
+            default: The first.
+            enum: The others.
+            required: Whether.
+            title: A name.
+        """
+
+    parameters = schema_of(find, "shop.py:find")["function"]["parameters"]
+    place = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "title": {"type": "string"}},
+        "required": ["city", "title"],
+    }
+    assert parameters["properties"] == {
+        "default": {**place, "description": "The first."},
+        "enum": {"type": "array", "items": place, "description": "The others."},
+        "required": {"type": "boolean", "description": "Whether."},
+        "title": {"type": "string", "description": "A name."},
+    }
+    assert "$defs" not in parameters

@@ -143,6 +143,7 @@ BAD_LINES = [
     (b'{"q": "cut', "line 2.*not JSON"),
     (b'{"q": 1, "q": 2}', "line 2.*stands twice"),
     (b'{"q": NaN}', "line 2.*NaN"),
+    (b'{"q": -1e400}', "line 2.*-1e400 is beyond the largest number"),
     (b"[1, 2]", "line 2.*expected an object, found list"),
     (b"[" * 200_000, "line 2.*not JSON"),
     (b'{"q": ' + b"[" * 900 + b'"\\u0041"' + b"]" * 900 + b"}", "line 2"),
@@ -204,6 +205,17 @@ def test_columns_are_joined_over_chunks(tmp_path):
     assert table.slice(1500).to_pylist() == [{"n": 0.5, "only": "late", "s": {"x": 1}}]
     assert repr(table.slice(0, 1).to_pylist()) == "[{'n': 1, 'only': None, 's': None}]"
     assert table.schema.field("only").type == pa.string()
+
+
+def test_intervals_are_refused(tmp_path):
+    path = tmp_path / "rows.arrow"
+    table = pa.table(
+        {"q": ["one"], "x": pa.array([[(1, 15, 30)]], pa.list_(pa.month_day_nano_interval()))}
+    )
+    with pa.ipc.new_file(path, table.schema) as out:
+        out.write_table(table)
+    with pytest.raises(ConfigError, match="column x is of the type list"):
+        read(str(path))
 
 
 def test_nesting_that_arrow_files_do_not_carry(tmp_path):

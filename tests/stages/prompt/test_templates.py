@@ -123,8 +123,42 @@ def expected(tokenizer, messages, tools=None, **variables):
     )
 
 
+CONTINUED = "row: the chat ends with a message of the assistant, which the policy continues"
+
+
 def warnings(caplog):
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    """What was told, but for chats that are continued."""
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    return [message for message in told if not message.startswith(CONTINUED)]
+
+
+def test_a_chat_that_holds_its_answer_and_an_odd_role_are_told_once(policy_of, caplog):
+    policy, _ = policy_of("qwen3")
+    with opened(policy) as renderer:
+        for _ in range(2):
+            renderer.render("row", [user("2+2?"), assistant("It is 4.")])
+            renderer.render("row", [user("2+2?"), {"role": "human", "content": "3?"}])
+    odd = "row: a message has the role human; chat templates are made for assistant"
+    for start in (CONTINUED, odd):
+        assert sum(message.startswith(start) for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("  ", ["row: column question is blank"]),
+        ('[{"role": "user", "content": "2+2?"}]', ["row: column question holds a chat written as"]),
+        ("[{'content': 'x', 'role': 'user'}]", ["row: column question holds a chat written as"]),
+        ("[1, 2] plays which role: user?", []),
+    ],
+)
+def test_a_question_that_is_blank_or_a_chat_is_told(policy_of, text, told, caplog):
+    policy, _ = policy_of("qwen3")
+    with opened(policy, messages=None, prompt="question") as renderer:
+        renderer.render("row", text)
+    assert [
+        message[: len(start)] for message, start in zip(warnings(caplog), told, strict=True)
+    ] == told
 
 
 @pytest.mark.parametrize("family", FAMILIES)

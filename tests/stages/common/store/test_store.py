@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.dataset
 import pytest
 
-from quiver.schemas import logprobs
+from quiver.schemas import logprobs, prompts
 from quiver.schemas.errors import (
     BusyError,
     ConfigError,
@@ -59,6 +59,23 @@ def commit(store, config=None, shards=2, **options):
         for index in range(shards):
             work.write(index, table(2 * index))
         return work.commit(metrics={"x": 1.5}, status={"scored": 4})
+
+
+def test_shards_cut_from_a_struct_with_a_member_that_is_always_null(store):
+    """Arrow's own cast of such a slice fails."""
+    columns = pa.array([{"index": number, "answer": None} for number in range(4)])
+    ids = pa.array([f"g{number}" for number in range(4)])
+    kind = prompts.SCHEMA
+    rows = {"group_id": ids, "prompt_text": ids, "prompt_ids": [[1]] * 4, "columns": columns}
+    place = kind.get_field_index("columns")
+    schema = kind.set(place, kind.field(place).with_type(columns.type))
+    whole = pa.table({"messages": pa.nulls(4, kind.field("messages").type), **rows}, schema=schema)
+    about = {"stage": "prompt", "stage_version": 1, "config": Settings(), "inputs": {}}
+    with begin(store, "a", "prompts", **about) as work:
+        for index in range(4):
+            work.write(index, whole.slice(index, 1))
+        version = work.commit()
+    assert version.table()["columns"].to_pylist() == columns.to_pylist()
 
 
 def test_a_version_reads_back_mapped_with_its_manifest(store):
