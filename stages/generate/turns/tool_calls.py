@@ -7,12 +7,13 @@ r"""What a turn's text asks for: calls of tools, in one of the formats that mode
 No parser raises, whatever the policy wrote. A call that is not of its format (one with another key,
 say) is an `error` and is not made: its text is for the policy, which may try again. Broken framing
 (a tag that is opened and never closed, say) is `is_broken`: there is nothing that an answer could
-stand behind. Thinking before `</think>` holds no calls.
+stand behind. Thinking before `</think>` holds no calls. A tag in a string of a call's JSON is text.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,6 +31,12 @@ _OPEN = "<tool_call>"
 _CLOSE = "</tool_call>"
 _THOUGHT_START = "<think>"
 _THOUGHT_END = "</think>"
+_CALL_TAGS = (_OPEN, _CLOSE)
+_NO_CALLS = "thinking holds no calls, write it behind the thinking"
+_MARK = re.compile("|".join(map(re.escape, (*_CALL_TAGS, _THOUGHT_END, PYTHON_TAG))))
+_MARK_OR_STRING = re.compile(rf'"(?:[^"\\\n]|\\.)*+"|\\.|{_MARK.pattern}')
+"""A mark, or a string of JSON, in which marks are text."""
+_OBJECT = re.compile(r"\s*\{")
 _ENDS = ("<|eom_id|>", "<|eot_id|>")
 
 
@@ -55,29 +62,37 @@ class _Broken(ValueError):
 def parse_hermes(text: str) -> ParsedTurn:
     """Calls as Qwen and Hermes models write them: `<tool_call>{"name", "arguments"}</tool_call>`,
     any number of them."""
-    start = _end_of_thought(text)
-    position = text.find(_OPEN, start)
-    before = text if position < 0 else text[:position]
+    start = _end_of_thought(text, _CALL_TAGS)
+    marks = [mark for mark in _marks(text, start) if mark[0] in _CALL_TAGS]
+    before = text[: marks[0].start()] if marks else text
     try:
-        bodies = list(_between_tags(text[start:]))
-        return ParsedTurn(before, tuple(_read_call(_as_json(body), "arguments") for body in bodies))
+        bodies = list(_between_tags(text, marks))
+        calls = tuple(_read_call(_as_json(body), "arguments") for body in bodies)
     except ValueError as error:
         return ParsedTurn(before, (), str(error), isinstance(error, _Broken))
+    if not marks and start and not _begins_with_thought(text):
+        # the prompt may have begun the thinking, or nothing has: only the policy can tell
+        ahead = parse_hermes(text[: start - len(_THOUGHT_END)])
+        if ahead.calls:
+            return ParsedTurn(ahead.text, (), f"a call stands before {_THOUGHT_END}: {_NO_CALLS}")
+    return ParsedTurn(before, calls)
 
 
-def _between_tags(text: str) -> Iterator[str]:
+def _between_tags(text: str, tags: list[re.Match]) -> Iterator[str]:
     """What stands between each pair of tags. _Broken where they are no pairs."""
-    head, *pieces = text.split(_OPEN)
-    if _CLOSE in head:
-        raise _Broken(f"{_CLOSE} stands without {_OPEN} before it")
-    for number, piece in enumerate(pieces, 1):
-        body, *tails = piece.split(_CLOSE)
-        if not tails:
-            is_last = number == len(pieces)
-            raise _Broken(f"{_OPEN} is never closed" if is_last else f"{_OPEN} inside another")
-        if len(tails) > 1:
+    opened = None
+    for tag in tags:
+        if tag[0] == _OPEN:
+            if opened:
+                raise _Broken(f"{_OPEN} inside another")
+            opened = tag
+        elif opened:
+            yield text[opened.end() : tag.start()].strip()
+            opened = None
+        else:
             raise _Broken(f"{_CLOSE} stands without {_OPEN} before it")
-        yield body.strip()
+    if opened:
+        raise _Broken(f"{_OPEN} is never closed")
 
 
 def parse_llama(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedTurn:
@@ -87,8 +102,7 @@ def parse_llama(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedTurn:
     After that tag anything else is code for the tool `python`. Without the tag a JSON object is a
     call if it has these keys or the name of one of the `tools`, else it is an answer.
     """
-    start = _end_of_thought(text)
-    before, tag, tagged = text[start:].partition(PYTHON_TAG)
+    start, before, tag, tagged = _split_at_python_tag(text)
     body = _without_end(tagged if tag else before)
     if not body.startswith("{"):
         return parse_python_tag(text)
@@ -130,8 +144,7 @@ def _read_object(body: str) -> tuple[dict[str, Any], int]:
 
 def parse_python_tag(text: str) -> ParsedTurn:
     """Code behind `<|python_tag|>`, to the end of the turn: one call of the tool `python`."""
-    start = _end_of_thought(text)
-    before, tag, code = text[start:].partition(PYTHON_TAG)
+    start, before, tag, code = _split_at_python_tag(text)
     if not tag:
         return ParsedTurn(text)
     before = text[:start] + before
@@ -223,12 +236,46 @@ def make_parser(
 # -- pieces
 
 
-def _end_of_thought(text: str) -> int:
-    """Where thinking ends and calls may begin."""
-    end = text.find(_THOUGHT_END)
-    if end >= 0:
-        return end + len(_THOUGHT_END)
-    return len(text) if text.lstrip().startswith(_THOUGHT_START) else 0
+def _begins_with_thought(text: str) -> bool:
+    return text.lstrip().startswith(_THOUGHT_START)
+
+
+def _end_of_thought(text: str, call_tags: Sequence[str]) -> int:
+    """Where thinking ends and calls may begin. `call_tags`: what begins and ends a call."""
+    if _begins_with_thought(text):
+        end = text.find(_THOUGHT_END)
+        return len(text) if end < 0 else end + len(_THOUGHT_END)
+    for mark in _marks(text):
+        if mark[0] == _THOUGHT_END:
+            return mark.end()
+        if mark[0] == PYTHON_TAG and PYTHON_TAG in call_tags:
+            return 0  # all behind it is code
+    return 0
+
+
+def _marks(text: str, start: int = 0) -> Iterator[re.Match]:
+    """The marks in `text`, but not those in the strings of a JSON object that `text` or a mark
+    begins. Elsewhere quotes are prose."""
+    position = start
+    pattern = _MARK_OR_STRING if _begins_object(text, start) else _MARK
+    while match := pattern.search(text, position):
+        position = match.end()
+        if _MARK.fullmatch(match[0]):
+            yield match
+            pattern = _MARK_OR_STRING if _begins_object(text, position) else _MARK
+
+
+def _begins_object(text: str, position: int) -> bool:
+    return _OBJECT.match(text, position) is not None
+
+
+def _split_at_python_tag(text: str) -> tuple[int, str, str, str]:
+    """Where thinking ends; then what is before the tag, the tag, and what is behind it."""
+    start = _end_of_thought(text, (PYTHON_TAG,))
+    for mark in _marks(text, start):
+        if mark[0] == PYTHON_TAG:
+            return start, text[start : mark.start()], PYTHON_TAG, text[mark.end() :]
+    return start, text[start:], "", ""
 
 
 def _without_end(text: str) -> str:

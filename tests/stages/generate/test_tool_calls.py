@@ -14,6 +14,7 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.generate.turns.config import Turns
 from quiver.stages.generate.turns.tool_calls import (
     PARSERS,
+    PYTHON_TAG,
     Call,
     ParsedTurn,
     make_parser,
@@ -112,6 +113,48 @@ def test_a_call_that_can_not_be_read_is_an_error_that_can_be_told(text, why):
 def test_broken_framing_is_told_apart(parse, text):
     parsed = parse(text)
     assert parsed.is_broken and parsed.error and not parsed.calls
+
+
+TAGS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>"]
+
+
+@pytest.mark.parametrize("tag", TAGS)
+@pytest.mark.parametrize(
+    "before", ["", "So: ", '<think>"one</think>', 'It is 5" <tool_call> </think>']
+)
+def test_tags_in_the_strings_of_a_call_are_text(tag, before):
+    said = Call("say", {"text": f'the "{tag}" \n\\ tag'})
+    text = before + hermes({"name": "say", "arguments": said.arguments}, ADD)
+    assert parse_hermes(text) == ParsedTurn(before, (said, Call("add", ADD["arguments"])))
+    text = json.dumps({"name": "say", "parameters": said.arguments})
+    assert parse_llama(text).calls == (said,)
+    assert parse_llama(f"So.<|python_tag|>{text}; {text}") == ParsedTurn("So.", (said, said))
+    code = f"print('{tag}')"
+    assert parse_python_tag(PYTHON_TAG + code).calls == (Call("python", {"code": code}),)
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_tags_in_strings_hide_no_mistake(tag):
+    text = '{"name": "say", "arguments": {"text": "%s",}}' % tag
+    parsed = parse_hermes(f"<tool_call>{text}</tool_call>")
+    assert "not valid JSON" in parsed.error and not parsed.is_broken
+    unclosed = '<tool_call>{"name": "say", "arguments": {"text": "a}}</tool_call>'
+    parsed = parse_hermes(unclosed)
+    assert "not valid JSON" in parsed.error and not parsed.is_broken
+    assert parse_hermes(json.dumps({"answer": tag})).error is None
+
+
+def test_a_call_before_an_end_of_thinking_that_was_not_begun_is_told():
+    parsed = parse_hermes("So: " + hermes(ADD) + " then </think> x")
+    assert parsed == ParsedTurn(
+        "So: ",
+        (),
+        "a call stands before </think>: thinking holds no calls, write it behind the thinking",
+    )
+    text = "I could " + hermes(SAY) + "</think>"
+    assert parse_hermes(text + hermes(ADD)) == ParsedTurn(text, (Call("add", ADD["arguments"]),))
+    for text in ("<think>" + hermes(ADD) + "</think> x", "I could use <tool_call> </think> x"):
+        assert parse_hermes(text) == ParsedTurn(text)
 
 
 def test_arguments_may_be_json_inside_json_or_absent():
