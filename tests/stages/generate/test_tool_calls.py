@@ -135,8 +135,7 @@ def test_tags_in_the_strings_of_a_call_are_text(tag, before):
 
 @pytest.mark.parametrize("tag", TAGS)
 def test_tags_in_strings_hide_no_mistake(tag):
-    text = '{"name": "say", "arguments": {"text": "%s",}}' % tag
-    parsed = parse_hermes(f"<tool_call>{text}</tool_call>")
+    parsed = parse_hermes(f'<tool_call>{{"name": "say", "arguments": "{tag}",}}</tool_call>')
     assert "not valid JSON" in parsed.error and not parsed.is_broken
     unclosed = '<tool_call>{"name": "say", "arguments": {"text": "a}}</tool_call>'
     parsed = parse_hermes(unclosed)
