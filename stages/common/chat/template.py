@@ -178,7 +178,7 @@ class Template:
     def _learn_call_form(self, name: str, marked: Messages, variables: dict[str, Any]) -> _CallForm:
         """The form in which the template shows calls, and shows them without Python's spelling of
         null and of objects."""
-        if not any(message.get("tool_calls") for message in marked):
+        if not any("tool_calls" in message for message in marked):
             return _CallForm()
         probes = [_with_probe_calls(message) for message in marked]
         texts = {}
@@ -257,7 +257,7 @@ def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
 
 def _with_calls(messages: Messages, form: _CallForm) -> Messages:
     """`messages` with those that have calls in that form."""
-    return [_with_calls_of(each, form) if each.get("tool_calls") else each for each in messages]
+    return [_with_calls_of(each, form) if "tool_calls" in each else each for each in messages]
 
 
 def _with_calls_of(message: dict[str, Any], form: _CallForm) -> dict[str, Any]:
@@ -277,7 +277,7 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 def _with_probe_calls(message: dict[str, Any]) -> dict[str, Any]:
     """A message whose calls, if it has any, are of a tool with a name that is found again."""
-    if not message.get("tool_calls"):
+    if "tool_calls" not in message:
         return message
     function = {"name": _PROBE_TOOL, "arguments": _PROBE_ARGUMENTS}
     calls = [{**call, "function": function} for call in message["tool_calls"]]
