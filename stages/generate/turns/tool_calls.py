@@ -7,7 +7,9 @@ r"""What a turn's text asks for: calls of tools, in one of the formats that mode
 No parser raises, whatever the policy wrote. A call that is not of its format (one with another key,
 say) is an `error` and is not made: its text is for the policy, which may try again. Broken framing
 (a tag that is opened and never closed, say) is `is_broken`: there is nothing that an answer could
-stand behind. Thinking before `</think>` holds no calls. A tag in a string of a call's JSON is text.
+stand behind. Thinking before `</think>` holds no calls, and a tag in a string of a call's JSON is
+text. A known tool that is called in another format is an `error` too: the text would count as the
+answer otherwise.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ _NO_CALLS = "thinking holds no calls, write it behind the thinking"
 _MARK = re.compile("|".join(map(re.escape, (*_CALL_TAGS, _THOUGHT_END, PYTHON_TAG))))
 _MARK_OR_STRING = re.compile(rf'"(?:[^"\\\n]|\\.)*+"|\\.|{_MARK.pattern}')
 """A mark, or a string of JSON, in which marks are text."""
+_ARGUMENTS_KEY = re.compile(r"""(["'])(?:arguments|parameters)\1\s*:""")
 _OBJECT = re.compile(r"\s*\{")
 _ENDS = ("<|eom_id|>", "<|eot_id|>")
 
@@ -183,17 +186,61 @@ def parse_by(text: str, *, function: Callable[[str], Any]) -> ParsedTurn:
         return ParsedTurn(text, (), _shown(error), isinstance(error, EOFError))
 
 
+def parse_known(text: str, *, parse: Parse, form: str, tools: Sequence[ToolSchema]) -> ParsedTurn:
+    """Calls by `parse`. Without any, a call of one of `tools` in another format is an error; `form`
+    says how it should be written."""
+    parsed = parse(text)
+    if parsed.calls or parsed.error:
+        return parsed
+    said = text[_end_of_thought(text, _CALL_TAGS) :]
+    for tool in tools:
+        name = tool["function"]["name"]
+        if _calls_otherwise(name, said):
+            why = f"{printable(name)} is called in another format than {form}"
+            return ParsedTurn(text, (), why)
+    return parsed
+
+
+def _calls_otherwise(name: str, said: str) -> bool:
+    """Whether a text calls a tool, in any format that models are trained on."""
+    name = re.escape(name)
+    is_named = re.search(rf"""(["'])(?:name|function)\1\s*:\s*(["']){name}\2""", said)
+    if is_named and _ARGUMENTS_KEY.search(said):
+        return True
+    forms = (
+        # <function=NAME> and <invoke name="NAME">
+        rf"""<\w+(?:=|\s+name\s*=\s*)["']?{name}["']?\s*>""",
+        # newer Mistral models
+        rf"\[TOOL_CALLS\]\s*{name}\s*[\[{{]",
+        # Python's syntax, as Llama 4 writes it
+        rf"\A\s*\[\s*{name}\(.*\)\s*\]\s*\Z",
+    )
+    return any(re.search(form, said, re.DOTALL) for form in forms)
+
+
 class Entry(NamedTuple):
     """A parser that comes along."""
 
     description: str
     parse: Parse
+    form: str
+    """How a call is written, for the policy."""
 
 
 PARSERS = {
-    "hermes": Entry("<tool_call>{json}</tool_call>: Qwen, Hermes, SmolLM", parse_hermes),
-    "llama": Entry("a JSON object, or <|python_tag|>: Llama 3", parse_llama),
-    "python_tag": Entry("code behind <|python_tag|>", parse_python_tag),
+    "hermes": Entry(
+        "<tool_call>{json}</tool_call>: Qwen, Hermes, SmolLM",
+        parse_hermes,
+        '<tool_call>{"name": …, "arguments": {…}}</tool_call>',
+    ),
+    "llama": Entry(
+        "a JSON object, or <|python_tag|>: Llama 3",
+        parse_llama,
+        '{"name": …, "parameters": {…}} as the whole turn',
+    ),
+    "python_tag": Entry(
+        "code behind <|python_tag|>", parse_python_tag, f"code behind {PYTHON_TAG}"
+    ),
 }
 RESPONSE_TEMPLATE = "tokenizer"
 """The name of the parser that is the tokenizer's own."""
@@ -217,10 +264,11 @@ def make_parser(
 ) -> Parse:
     """The parser of that name. ConfigError: there is none, or the tokenizer brings none along."""
     check_parser(name)
-    if name == "llama":
-        return partial(parse_llama, tools=tools or [])
     if name in PARSERS:
-        return PARSERS[name].parse
+        _, parse, form = PARSERS[name]
+        if name == "llama":
+            parse = partial(parse_llama, tools=tools or [])
+        return partial(parse_known, parse=parse, form=form, tools=tools or [])
     if name == RESPONSE_TEMPLATE:
         if getattr(tokenizer, "response_template", None) is None:
             raise ConfigError(

@@ -195,6 +195,58 @@ def test_llama_tells_bad_json_of_a_call_and_takes_other_code_for_python():
     )
 
 
+FORMS = {
+    "hermes": '<tool_call>{"name": …, "arguments": {…}}</tool_call>',
+    "llama": '{"name": …, "parameters": {…}} as the whole turn',
+    "python_tag": "code behind <|python_tag|>",
+}
+FIND = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[TOOL_CALLS] [{"name": "find", "arguments": {"city": "Rome"}}]',
+        '[TOOL_CALLS]find[ARGS]{"city": "Rome"}',
+        '[TOOL_CALLS]find{"city": "Rome"}',
+        '```json\n{"name": "find", "arguments": {"city": "Rome"}}\n```',
+        '<TOOL_CALL>{"name": "find", "arguments": {}}</TOOL_CALL>',
+        '<tool_calls>{"arguments": {}, "name": "find"}</tool_calls>',
+        '[{"name": "find", "parameters": {"city": "Rome"}}]',
+        'Sure. {"name": "find", "parameters": {"city": "Rome"}}',
+        '<function=find>{"city": "Rome"}</function>',
+        '<invoke name="find"><parameter name="city">Rome</parameter></invoke>',
+        '{"type": "function", "function": {"name": "find", "parameters": {}}}',
+        '{"function": "find", "parameters": {}}',
+        "Sure: {'name': 'find', 'arguments': {}}",
+        '[find(city="Rome")]',
+        '<think>I find</think>[find(city="Rome"), find()]\n',
+    ],
+)
+def test_a_known_tool_that_is_called_in_another_format_is_an_error(name, text):
+    parsed = make_parser(name, tools=FIND)(text)
+    assert parsed == ParsedTurn(text, (), f"find is called in another format than {FORMS[name]}")
+    other = text.replace("find", "finder")
+    assert make_parser(name, tools=FIND)(other) == ParsedTurn(other)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "I find that find(x) is 3.",
+        '{"answer": "find", "arguments": 3}',
+        '<think>{"name": "find", "arguments": {}}</think>It is 3.',
+        '<think>{"name": "find", "arguments": {}}',
+        '{"tools": ["find"], "parameters": {}}',
+        "<find>Rome</find>",
+    ],
+)
+def test_an_answer_that_names_a_tool_is_no_call(name, text):
+    assert make_parser(name, tools=FIND)(text) == ParsedTurn(text)
+
+
 def test_code_behind_the_tag_is_one_call():
     parsed = parse_python_tag("I run it.<|python_tag|>x = {}\nprint(x)<|eom_id|>")
     assert parsed == ParsedTurn("I run it.", (Call("python", {"code": "x = {}\nprint(x)"}),))
