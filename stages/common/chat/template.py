@@ -8,6 +8,9 @@ Some templates read contents as lists of parts alone and show nothing of a plain
 sequence of roles is rendered once with marked contents: as strings, and if a mark is missing, as
 parts. Messages are then given in the form that shows them.
 
+Some templates also show calls of tools only beside a content of null, or print arguments, which
+have to be JSON text then. So the form of calls is learned in the same way.
+
     with Template(source, variables) as template:
         messages = [{"role": "user", "content": "3 + four?"}]
         text = template.render("prompt sum-0017", messages, add_generation_prompt=True)
@@ -21,6 +24,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Collection
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,9 +37,20 @@ _WORKER = Path(__file__).with_name("jinja_worker.py")
 Messages = list[dict[str, Any]]
 
 
+_PROBE_TOOL = "probeztool"
+_PROBE_ARGUMENTS = {"probezkey": 1}
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 """What transformers puts behind a message that is to be continued; the space at its end shows
 whether a template trims contents."""
+
+
+class _CallForm(NamedTuple):
+    """How a template reads the messages that have calls of tools."""
+
+    is_null: bool = False
+    """Whether a content without text is null."""
+    is_text: bool = False
+    """Whether arguments are JSON text."""
 
 
 class _Form(NamedTuple):
@@ -45,6 +60,7 @@ class _Form(NamedTuple):
     """Positions of the strings that it reads as a list of parts."""
     unseen: frozenset[int]
     """Positions of the messages that it does not show at all."""
+    calls: _CallForm
 
 
 class Template:
@@ -97,7 +113,8 @@ class Template:
         """The text of `messages`, with other `variables` for this once. ConfigError names the
         prompt and says what was raised."""
         form = self._form(name, messages, variables)
-        return self._render(name, _with_parts(messages, form.as_parts), variables)
+        given = _with_parts(_with_calls(messages, form.calls), form.as_parts)
+        return self._render(name, given, variables)
 
     def probe(self, messages: Messages, generation: bool) -> str:
         """The text of messages that are not a row's, to learn from. ConfigError."""
@@ -144,32 +161,61 @@ class Template:
         return self._forms[key]
 
     def _learn_form(self, name: str, marked: Messages, variables: dict[str, Any]) -> _Form:
+        calls = self._learn_call_form(name, marked, variables)
+        marked = _with_calls(marked, calls)
         strings = {n for n, each in enumerate(marked) if isinstance(each.get("content"), str)}
         unseen = self._unseen(name, marked, variables)
-        best = _Form(frozenset(), frozenset(unseen or ()))
+        best = _Form(frozenset(), frozenset(unseen or ()), calls)
         if unseen is not None and not unseen:
             return best
         for as_parts in ((unseen or strings) & strings, strings):
             still_unseen = self._unseen(name, _with_parts(marked, as_parts), variables)
             if still_unseen is not None and (unseen is None or still_unseen < unseen):
                 unseen = still_unseen
-                best = _Form(frozenset(as_parts), frozenset(unseen))
+                best = _Form(frozenset(as_parts), frozenset(unseen), calls)
         return best
+
+    def _learn_call_form(self, name: str, marked: Messages, variables: dict[str, Any]) -> _CallForm:
+        """The form in which the template shows calls, and shows them without Python's spelling of
+        null and of objects."""
+        if not any("tool_calls" in message for message in marked):
+            return _CallForm()
+        probes = [_with_probe_calls(message) for message in marked]
+        texts = {}
+        for is_text, is_null in product((False, True), (True, False)):
+            form = _CallForm(is_null, is_text)
+            text = self._render_or_none(name, _with_calls(probes, form), variables)
+            if text is not None:
+                texts[form] = text
+
+        def badness(form: _CallForm) -> tuple[bool, bool, int]:
+            text = texts[form]
+            return _PROBE_TOOL not in text, str(_PROBE_ARGUMENTS) in text, text.count("None")
+
+        return min(texts, key=badness, default=_CallForm())
 
     def _unseen(self, name: str, marked: Messages, variables: dict[str, Any]) -> set[int] | None:
         """Positions of the messages with a mark that the rendering lacks. None if the template
         refuses them. ConfigError if its process died."""
-        try:
-            text = self._render(name, marked, variables)
-        except ConfigError:
-            if self._child.poll() is not None:
-                raise
+        text = self._render_or_none(name, marked, variables)
+        if text is None:
             return None
         return {
             n
             for n, message in enumerate(marked)
             if any(mark.strip() and mark not in text for mark in _texts(message))
         }
+
+    def _render_or_none(
+        self, name: str, messages: Messages, variables: dict[str, Any]
+    ) -> str | None:
+        """None if the template refuses the messages. ConfigError if its process died."""
+        try:
+            return self._render(name, messages, variables)
+        except ConfigError:
+            if self._child.poll() is not None:
+                raise
+            return None
 
     def _render(self, name: str, messages: Messages, variables: dict[str, Any]) -> str:
         if self._child.poll() is not None and not self._closed:
@@ -207,6 +253,35 @@ def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
     if thinking is None:
         return message
     return {**message, "reasoning": thinking, "thinking": thinking}
+
+
+def _with_calls(messages: Messages, form: _CallForm) -> Messages:
+    """`messages` with those that have calls in that form."""
+    return [_with_calls_of(each, form) if "tool_calls" in each else each for each in messages]
+
+
+def _with_calls_of(message: dict[str, Any], form: _CallForm) -> dict[str, Any]:
+    shown = dict(message)
+    if form.is_null and not message.get("content"):
+        shown["content"] = None
+    if form.is_text:
+        shown["tool_calls"] = [_with_text_arguments(call) for call in message["tool_calls"]]
+    return shown
+
+
+def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    text = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
+
+
+def _with_probe_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls, if it has any, are of a tool with a name that is found again."""
+    if "tool_calls" not in message:
+        return message
+    function = {"name": _PROBE_TOOL, "arguments": _PROBE_ARGUMENTS}
+    calls = [{**call, "function": function} for call in message["tool_calls"]]
+    return {**message, "tool_calls": calls}
 
 
 def _is_text(content: Any) -> bool:

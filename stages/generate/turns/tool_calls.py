@@ -7,12 +7,15 @@ r"""What a turn's text asks for: calls of tools, in one of the formats that mode
 No parser raises, whatever the policy wrote. A call that is not of its format (one with another key,
 say) is an `error` and is not made: its text is for the policy, which may try again. Broken framing
 (a tag that is opened and never closed, say) is `is_broken`: there is nothing that an answer could
-stand behind. Thinking before `</think>` holds no calls.
+stand behind. Thinking before `</think>` holds no calls, and a tag in a string of a call's JSON is
+text. A known tool that is called in another format is an `error` too: the text would count as the
+answer otherwise.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,6 +33,13 @@ _OPEN = "<tool_call>"
 _CLOSE = "</tool_call>"
 _THOUGHT_START = "<think>"
 _THOUGHT_END = "</think>"
+_CALL_TAGS = (_OPEN, _CLOSE)
+_NO_CALLS = "thinking holds no calls, write it behind the thinking"
+_MARK = re.compile("|".join(map(re.escape, (*_CALL_TAGS, _THOUGHT_END, PYTHON_TAG))))
+_MARK_OR_STRING = re.compile(rf'"(?:[^"\\\n]|\\.)*+"|\\.|{_MARK.pattern}')
+"""A mark, or a string of JSON, in which marks are text."""
+_ARGUMENTS_KEY = re.compile(r"""(["'])(?:arguments|parameters)\1\s*:""")
+_OBJECT = re.compile(r"\s*\{")
 _ENDS = ("<|eom_id|>", "<|eot_id|>")
 
 
@@ -55,29 +65,37 @@ class _Broken(ValueError):
 def parse_hermes(text: str) -> ParsedTurn:
     """Calls as Qwen and Hermes models write them: `<tool_call>{"name", "arguments"}</tool_call>`,
     any number of them."""
-    start = _end_of_thought(text)
-    position = text.find(_OPEN, start)
-    before = text if position < 0 else text[:position]
+    start = _end_of_thought(text, _CALL_TAGS)
+    marks = [mark for mark in _marks(text, start) if mark[0] in _CALL_TAGS]
+    before = text[: marks[0].start()] if marks else text
     try:
-        bodies = list(_between_tags(text[start:]))
-        return ParsedTurn(before, tuple(_read_call(_as_json(body), "arguments") for body in bodies))
+        bodies = list(_between_tags(text, marks))
+        calls = tuple(_read_call(_as_json(body), "arguments") for body in bodies)
     except ValueError as error:
         return ParsedTurn(before, (), str(error), isinstance(error, _Broken))
+    if not marks and start and not _begins_with_thought(text):
+        # the prompt may have begun the thinking, or nothing has: only the policy can tell
+        ahead = parse_hermes(text[: start - len(_THOUGHT_END)])
+        if ahead.calls:
+            return ParsedTurn(ahead.text, (), f"a call stands before {_THOUGHT_END}: {_NO_CALLS}")
+    return ParsedTurn(before, calls)
 
 
-def _between_tags(text: str) -> Iterator[str]:
+def _between_tags(text: str, tags: list[re.Match]) -> Iterator[str]:
     """What stands between each pair of tags. _Broken where they are no pairs."""
-    head, *pieces = text.split(_OPEN)
-    if _CLOSE in head:
-        raise _Broken(f"{_CLOSE} stands without {_OPEN} before it")
-    for number, piece in enumerate(pieces, 1):
-        body, *tails = piece.split(_CLOSE)
-        if not tails:
-            is_last = number == len(pieces)
-            raise _Broken(f"{_OPEN} is never closed" if is_last else f"{_OPEN} inside another")
-        if len(tails) > 1:
+    opened = None
+    for tag in tags:
+        if tag[0] == _OPEN:
+            if opened:
+                raise _Broken(f"{_OPEN} inside another")
+            opened = tag
+        elif opened:
+            yield text[opened.end() : tag.start()].strip()
+            opened = None
+        else:
             raise _Broken(f"{_CLOSE} stands without {_OPEN} before it")
-        yield body.strip()
+    if opened:
+        raise _Broken(f"{_OPEN} is never closed")
 
 
 def parse_llama(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedTurn:
@@ -87,8 +105,7 @@ def parse_llama(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedTurn:
     After that tag anything else is code for the tool `python`. Without the tag a JSON object is a
     call if it has these keys or the name of one of the `tools`, else it is an answer.
     """
-    start = _end_of_thought(text)
-    before, tag, tagged = text[start:].partition(PYTHON_TAG)
+    start, before, tag, tagged = _split_at_python_tag(text)
     body = _without_end(tagged if tag else before)
     if not body.startswith("{"):
         return parse_python_tag(text)
@@ -130,8 +147,7 @@ def _read_object(body: str) -> tuple[dict[str, Any], int]:
 
 def parse_python_tag(text: str) -> ParsedTurn:
     """Code behind `<|python_tag|>`, to the end of the turn: one call of the tool `python`."""
-    start = _end_of_thought(text)
-    before, tag, code = text[start:].partition(PYTHON_TAG)
+    start, before, tag, code = _split_at_python_tag(text)
     if not tag:
         return ParsedTurn(text)
     before = text[:start] + before
@@ -170,17 +186,61 @@ def parse_by(text: str, *, function: Callable[[str], Any]) -> ParsedTurn:
         return ParsedTurn(text, (), _shown(error), isinstance(error, EOFError))
 
 
+def parse_known(text: str, *, parse: Parse, form: str, tools: Sequence[ToolSchema]) -> ParsedTurn:
+    """Calls by `parse`. Without any, a call of one of `tools` in another format is an error; `form`
+    says how it should be written."""
+    parsed = parse(text)
+    if parsed.calls or parsed.error:
+        return parsed
+    said = text[_end_of_thought(text, _CALL_TAGS) :]
+    for tool in tools:
+        name = tool["function"]["name"]
+        if _calls_otherwise(name, said):
+            why = f"{printable(name)} is called in another format than {form}"
+            return ParsedTurn(text, (), why)
+    return parsed
+
+
+def _calls_otherwise(name: str, said: str) -> bool:
+    """Whether a text calls a tool, in any format that models are trained on."""
+    name = re.escape(name)
+    is_named = re.search(rf"""(["'])(?:name|function)\1\s*:\s*(["']){name}\2""", said)
+    if is_named and _ARGUMENTS_KEY.search(said):
+        return True
+    forms = (
+        # <function=NAME> and <invoke name="NAME">
+        rf"""<\w+(?:=|\s+name\s*=\s*)["']?{name}["']?\s*>""",
+        # newer Mistral models
+        rf"\[TOOL_CALLS\]\s*{name}\s*[\[{{]",
+        # Python's syntax, as Llama 4 writes it
+        rf"\A\s*\[\s*{name}\(.*\)\s*\]\s*\Z",
+    )
+    return any(re.search(form, said, re.DOTALL) for form in forms)
+
+
 class Entry(NamedTuple):
     """A parser that comes along."""
 
     description: str
     parse: Parse
+    form: str
+    """How a call is written, for the policy."""
 
 
 PARSERS = {
-    "hermes": Entry("<tool_call>{json}</tool_call>: Qwen, Hermes, SmolLM", parse_hermes),
-    "llama": Entry("a JSON object, or <|python_tag|>: Llama 3", parse_llama),
-    "python_tag": Entry("code behind <|python_tag|>", parse_python_tag),
+    "hermes": Entry(
+        "<tool_call>{json}</tool_call>: Qwen, Hermes, SmolLM",
+        parse_hermes,
+        '<tool_call>{"name": …, "arguments": {…}}</tool_call>',
+    ),
+    "llama": Entry(
+        "a JSON object, or <|python_tag|>: Llama 3",
+        parse_llama,
+        '{"name": …, "parameters": {…}} as the whole turn',
+    ),
+    "python_tag": Entry(
+        "code behind <|python_tag|>", parse_python_tag, f"code behind {PYTHON_TAG}"
+    ),
 }
 RESPONSE_TEMPLATE = "tokenizer"
 """The name of the parser that is the tokenizer's own."""
@@ -204,10 +264,11 @@ def make_parser(
 ) -> Parse:
     """The parser of that name. ConfigError: there is none, or the tokenizer brings none along."""
     check_parser(name)
-    if name == "llama":
-        return partial(parse_llama, tools=tools or [])
     if name in PARSERS:
-        return PARSERS[name].parse
+        _, parse, form = PARSERS[name]
+        if name == "llama":
+            parse = partial(parse_llama, tools=tools or [])
+        return partial(parse_known, parse=parse, form=form, tools=tools or [])
     if name == RESPONSE_TEMPLATE:
         if getattr(tokenizer, "response_template", None) is None:
             raise ConfigError(
@@ -223,12 +284,46 @@ def make_parser(
 # -- pieces
 
 
-def _end_of_thought(text: str) -> int:
-    """Where thinking ends and calls may begin."""
-    end = text.find(_THOUGHT_END)
-    if end >= 0:
-        return end + len(_THOUGHT_END)
-    return len(text) if text.lstrip().startswith(_THOUGHT_START) else 0
+def _begins_with_thought(text: str) -> bool:
+    return text.lstrip().startswith(_THOUGHT_START)
+
+
+def _end_of_thought(text: str, call_tags: Sequence[str]) -> int:
+    """Where thinking ends and calls may begin. `call_tags`: what begins and ends a call."""
+    if _begins_with_thought(text):
+        end = text.find(_THOUGHT_END)
+        return len(text) if end < 0 else end + len(_THOUGHT_END)
+    for mark in _marks(text):
+        if mark[0] == _THOUGHT_END:
+            return mark.end()
+        if mark[0] == PYTHON_TAG and PYTHON_TAG in call_tags:
+            return 0  # all behind it is code
+    return 0
+
+
+def _marks(text: str, start: int = 0) -> Iterator[re.Match]:
+    """The marks in `text`, but not those in the strings of a JSON object that `text` or a mark
+    begins. Elsewhere quotes are prose."""
+    position = start
+    pattern = _MARK_OR_STRING if _begins_object(text, start) else _MARK
+    while match := pattern.search(text, position):
+        position = match.end()
+        if _MARK.fullmatch(match[0]):
+            yield match
+            pattern = _MARK_OR_STRING if _begins_object(text, position) else _MARK
+
+
+def _begins_object(text: str, position: int) -> bool:
+    return _OBJECT.match(text, position) is not None
+
+
+def _split_at_python_tag(text: str) -> tuple[int, str, str, str]:
+    """Where thinking ends; then what is before the tag, the tag, and what is behind it."""
+    start = _end_of_thought(text, (PYTHON_TAG,))
+    for mark in _marks(text, start):
+        if mark[0] == PYTHON_TAG:
+            return start, text[start : mark.start()], PYTHON_TAG, text[mark.end() :]
+    return start, text[start:], "", ""
 
 
 def _without_end(text: str) -> str:

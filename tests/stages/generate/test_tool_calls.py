@@ -14,6 +14,7 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.generate.turns.config import Turns
 from quiver.stages.generate.turns.tool_calls import (
     PARSERS,
+    PYTHON_TAG,
     Call,
     ParsedTurn,
     make_parser,
@@ -114,6 +115,47 @@ def test_broken_framing_is_told_apart(parse, text):
     assert parsed.is_broken and parsed.error and not parsed.calls
 
 
+TAGS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>"]
+
+
+@pytest.mark.parametrize("tag", TAGS)
+@pytest.mark.parametrize(
+    "before", ["", "So: ", '<think>"one</think>', 'It is 5" <tool_call> </think>']
+)
+def test_tags_in_the_strings_of_a_call_are_text(tag, before):
+    said = Call("say", {"text": f'the "{tag}" \n\\ tag'})
+    text = before + hermes({"name": "say", "arguments": said.arguments}, ADD)
+    assert parse_hermes(text) == ParsedTurn(before, (said, Call("add", ADD["arguments"])))
+    text = json.dumps({"name": "say", "parameters": said.arguments})
+    assert parse_llama(text).calls == (said,)
+    assert parse_llama(f"So.<|python_tag|>{text}; {text}") == ParsedTurn("So.", (said, said))
+    code = f"print('{tag}')"
+    assert parse_python_tag(PYTHON_TAG + code).calls == (Call("python", {"code": code}),)
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_tags_in_strings_hide_no_mistake(tag):
+    parsed = parse_hermes(f'<tool_call>{{"name": "say", "arguments": "{tag}",}}</tool_call>')
+    assert "not valid JSON" in parsed.error and not parsed.is_broken
+    unclosed = '<tool_call>{"name": "say", "arguments": {"text": "a}}</tool_call>'
+    parsed = parse_hermes(unclosed)
+    assert "not valid JSON" in parsed.error and not parsed.is_broken
+    assert parse_hermes(json.dumps({"answer": tag})).error is None
+
+
+def test_a_call_before_an_end_of_thinking_that_was_not_begun_is_told():
+    parsed = parse_hermes("So: " + hermes(ADD) + " then </think> x")
+    assert parsed == ParsedTurn(
+        "So: ",
+        (),
+        "a call stands before </think>: thinking holds no calls, write it behind the thinking",
+    )
+    text = "I could " + hermes(SAY) + "</think>"
+    assert parse_hermes(text + hermes(ADD)) == ParsedTurn(text, (Call("add", ADD["arguments"]),))
+    for text in ("<think>" + hermes(ADD) + "</think> x", "I could use <tool_call> </think> x"):
+        assert parse_hermes(text) == ParsedTurn(text)
+
+
 def test_arguments_may_be_json_inside_json_or_absent():
     text = hermes({"name": "add", "arguments": '{"a": 1}'}, {"name": "now"})
     assert parse_hermes(text).calls == (Call("add", {"a": 1}), Call("now", {}))
@@ -151,6 +193,58 @@ def test_llama_tells_bad_json_of_a_call_and_takes_other_code_for_python():
     assert parse_llama("<|python_tag|>print(1)<|eom_id|>").calls == (
         Call("python", {"code": "print(1)"}),
     )
+
+
+FORMS = {
+    "hermes": '<tool_call>{"name": …, "arguments": {…}}</tool_call>',
+    "llama": '{"name": …, "parameters": {…}} as the whole turn',
+    "python_tag": "code behind <|python_tag|>",
+}
+FIND = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[TOOL_CALLS] [{"name": "find", "arguments": {"city": "Rome"}}]',
+        '[TOOL_CALLS]find[ARGS]{"city": "Rome"}',
+        '[TOOL_CALLS]find{"city": "Rome"}',
+        '```json\n{"name": "find", "arguments": {"city": "Rome"}}\n```',
+        '<TOOL_CALL>{"name": "find", "arguments": {}}</TOOL_CALL>',
+        '<tool_calls>{"arguments": {}, "name": "find"}</tool_calls>',
+        '[{"name": "find", "parameters": {"city": "Rome"}}]',
+        'Sure. {"name": "find", "parameters": {"city": "Rome"}}',
+        '<function=find>{"city": "Rome"}</function>',
+        '<invoke name="find"><parameter name="city">Rome</parameter></invoke>',
+        '{"type": "function", "function": {"name": "find", "parameters": {}}}',
+        '{"function": "find", "parameters": {}}',
+        "Sure: {'name': 'find', 'arguments': {}}",
+        '[find(city="Rome")]',
+        '<think>I find</think>[find(city="Rome"), find()]\n',
+    ],
+)
+def test_a_known_tool_that_is_called_in_another_format_is_an_error(name, text):
+    parsed = make_parser(name, tools=FIND)(text)
+    assert parsed == ParsedTurn(text, (), f"find is called in another format than {FORMS[name]}")
+    other = text.replace("find", "finder")
+    assert make_parser(name, tools=FIND)(other) == ParsedTurn(other)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "I find that find(x) is 3.",
+        '{"answer": "find", "arguments": 3}',
+        '<think>{"name": "find", "arguments": {}}</think>It is 3.',
+        '<think>{"name": "find", "arguments": {}}',
+        '{"tools": ["find"], "parameters": {}}',
+        "<find>Rome</find>",
+    ],
+)
+def test_an_answer_that_names_a_tool_is_no_call(name, text):
+    assert make_parser(name, tools=FIND)(text) == ParsedTurn(text)
 
 
 def test_code_behind_the_tag_is_one_call():

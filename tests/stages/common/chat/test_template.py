@@ -128,3 +128,78 @@ def test_one_bad_row_does_not_stop_the_others():
         with pytest.raises(ConfigError):
             made.render("prompt 0", CHAT)
         assert made.render("prompt 1", CHAT[:1]) == "<b>be</b> kind"
+
+
+CALLS = [
+    {"role": "user", "content": "w?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "type": "function",
+                "function": {"name": "f", "arguments": {"city": "Café", "ok": True, "no": None}},
+            }
+        ],
+    },
+    {"role": "tool", "content": "None"},
+]
+ARGUMENTS = '{"city": "Café", "ok": true, "no": null}'
+
+
+def render_calls(content: str, call: str) -> str:
+    """The rendering of CALLS by a template with an expression for contents, another for calls."""
+    source = (
+        "{% for m in messages %}[" + content + "{% for c in m.tool_calls or [] %}"
+        "{% set f = c.function %}" + call + "{% endfor %}]{% endfor %}"
+    )
+    with Template(source, {}) as made:
+        return made.render("prompt 0", CALLS)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "{{ f.arguments }}",
+        "{{ '' + f.arguments }}",
+        "{{ f.arguments | tojson }}",
+        "{{ f.arguments if f.arguments is string else f.arguments | tojson }}",
+    ],
+)
+def test_arguments_are_shown_as_json(call):
+    text = render_calls("{{ m.content }}", "{{ f.name }} " + call)
+    assert text == "[w?][f " + ARGUMENTS + "][None]"
+
+
+def test_arguments_that_a_template_walks_stay_an_object():
+    call = "{% for key, value in f.arguments.items() %}{{ key }}={{ value }} {% endfor %}"
+    text = render_calls("{{ m.content }}", "{{ f.name }} " + call)
+    assert text == "[w?][f city=Café ok=True no=None ][None]"
+
+
+def render_by(source: str) -> str:
+    with Template(source, {}) as made:
+        return made.render("prompt 0", CALLS)
+
+
+@pytest.mark.parametrize("printed", ["f.name", "f.arguments", "f.name + f.arguments"])
+def test_calls_that_a_template_shows_beside_null_alone_are_shown(printed):
+    text = render_by(
+        "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}"
+        "{% for c in m.tool_calls %}{% set f = c.function %}<{{ f.name }} {{ " + printed + " }}>"
+        "{% endfor %}{% else %}{{ m.content }};{% endif %}{% endfor %}"
+    )
+    shown = {"f.name": "f", "f.arguments": ARGUMENTS, "f.name + f.arguments": "f" + ARGUMENTS}
+    assert text == f"w?;<f {shown[printed]}>None;"
+
+
+@pytest.mark.parametrize(
+    "content", ["{{ m.content }}", "{{ '' + m.content }}", "{{ m.content | trim }}"]
+)
+def test_null_is_never_printed(content):
+    assert render_calls(content, "<{{ f.name }}>") == "[w?][<f>][None]"
+
+
+def test_a_template_that_tells_null_from_text_sees_null():
+    content = "{% if m.content is not none %}{{ m.content }}\n{% endif %}"
+    assert render_calls(content, "<{{ f.name }}>") == "[w?\n][<f>][None\n]"
