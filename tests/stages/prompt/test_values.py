@@ -263,6 +263,8 @@ NUMBERS = pa.array([1, 1, None, 2])
 TEXTS = pa.array(["a", None, "a text of more than twelve bytes", ""])
 VIEWS = TEXTS.cast(pa.string_view())
 RUNS = pc.run_end_encode(NUMBERS)
+SMALL = pa.array([0.1, None, 3.3], pa.float32())
+B_SMALL = pa.struct({"b": pa.float32()})
 LISTS = [[1], None, [], [2, None]]
 MAPS = [[("a", 1)], None, [], [("b", None), ("c", 2)]]
 DICTS = [{"a": 1}, None, {}, {"b": None, "c": 2}]
@@ -292,7 +294,6 @@ ARROW = {
     "timestamp zone": pa.array([MOMENT, None], pa.timestamp("us", "Europe/Rome")),
     "time": pa.array([MOMENT.time(), None]),
     "duration": pa.array([LENGTH, None]),
-    "interval": pa.array([(1, 2, 3), None], pa.month_day_nano_interval()),
     "binary": pa.array([b"\xff", None]),
     "binary_view": pa.array([b"\xff", None], pa.binary_view()),
     "fixed_size_binary": pa.array([b"ab", None], pa.binary(2)),
@@ -345,6 +346,39 @@ OTHERWISE = {
         ),
         JSON_CELLS,
     ),
+    # the shortest decimal that the type tells from others; whole numbers are exact
+    "float32": (
+        pa.array([0.1, None, 2.5, 2.0**27, -0.0, 1e-40], pa.float32()),
+        [0.1, None, 2.5, 134217728.0, -0.0, 1e-40],
+    ),
+    "float16": (pa.array([0.1, None, 65504.0], pa.float16()), [0.1, None, 65504.0]),
+    "dictionary of float32": (SMALL.dictionary_encode(), [0.1, None, 3.3]),
+    "runs of float32": (pc.run_end_encode(SMALL), [0.1, None, 3.3]),
+    "list of float16": (
+        pa.array([[0.1, None], None], pa.list_(pa.float16())),
+        [[0.1, None], None],
+    ),
+    "fixed_size_list of float32": (
+        pa.array([[0.1, 3.3], None], pa.list_(pa.float32(), 2)),
+        [[0.1, 3.3], None],
+    ),
+    "list_view of float32": (pa.array([[0.1], None], pa.list_view(pa.float32())), [[0.1], None]),
+    "struct of float32": (
+        pa.array([{"a": [{"b": 0.1}]}, None], pa.struct({"a": pa.list_(B_SMALL)})),
+        [{"a": [{"b": 0.1}]}, None],
+    ),
+    "map of float32": (
+        pa.array([[("a", 0.1)], None], pa.map_(pa.string(), pa.float32())),
+        [{"a": 0.1}, None],
+    ),
+    "union of float32": (
+        pa.UnionArray.from_sparse(pa.array([0, 1, 0], pa.int8()), [SMALL, TEXTS[:3]]),
+        [0.1, None, 3.3],
+    ),
+    "tensor of float32": (
+        pa.FixedShapeTensorArray.from_numpy_ndarray(np.array([[0.1, 3.3]], np.float32)),
+        [[0.1, 3.3]],
+    ),
     "list of json": (json_list([JSON_TEXTS, None, []]), [JSON_CELLS, None, []]),
     "struct of json and views": (
         pa.StructArray.from_arrays([pa.array(JSON_TEXTS, pa.json_()), VIEWS], ["j", "v"]),
@@ -367,7 +401,9 @@ def write_arrow(path, table, kind):
 
 @pytest.mark.parametrize("kind", ["arrow", "stream", "feather", "parquet"])
 @pytest.mark.parametrize("name", CASES)
-def test_arrow_cells_are_what_to_pylist_gives_but_for_maps_and_json(tmp_path, name, kind):
+def test_arrow_cells_are_what_to_pylist_gives_but_for_maps_json_and_short_floats(
+    tmp_path, name, kind
+):
     array, values = CASES[name]
     path = tmp_path / f"rows.{kind if kind != 'stream' else 'arrow'}"
     table = pa.table({"x": pa.chunked_array([array, array])})
