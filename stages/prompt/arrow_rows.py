@@ -55,28 +55,32 @@ def _plain_column(source: str, name: str, column: pa.ChunkedArray) -> pa.Chunked
 
 def _values(source: str, name: str, column: pa.ChunkedArray) -> Iterator[Any]:
     for row, scalar in enumerate(column, 1):
-        while isinstance(scalar, pa.UnionScalar) and scalar.value is not None:
-            scalar = scalar.value
         try:
-            yield _as_written(scalar.as_py(), scalar.type)
+            yield _as_written(scalar.as_py(), _type_of(scalar))
         except _BAD_VALUES as error:
             raise bad_source(
                 f"{source} row {row}", f"column {printable(name)}: {printable(error)}"
             ) from None
 
 
+def _type_of(scalar: pa.Scalar) -> pa.DataType:
+    """The type of a value; of a union's, that of its member."""
+    is_member = isinstance(scalar, pa.UnionScalar) and scalar.value is not None
+    return _type_of(scalar.value) if is_member else scalar.type
+
+
 def _as_written(value: Any, kind: pa.DataType) -> Any:
     """`value`, which Arrow's `as_py` gave of the type `kind`, with its short floats as the shortest
     decimals that stand for them. Whole numbers stay, since the type holds them exactly."""
-    if value is None:
-        return None
+    if isinstance(kind, pa.BaseExtensionType) and not isinstance(kind, cells.Cells):
+        kind = kind.storage_type
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        kind = kind.value_type
+    if value is None or isinstance(kind, cells.Cells):
+        return value
     if _is_short_float(kind):
         short = np.float16 if pa.types.is_float16(kind) else np.float32
         return value if value.is_integer() else float(str(short(value)))
-    if isinstance(kind, pa.BaseExtensionType):
-        return _as_written(value, kind.storage_type)
-    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
-        return _as_written(value, kind.value_type)
     if pa.types.is_struct(kind):
         return {field.name: _as_written(value[field.name], field.type) for field in kind}
     if pa.types.is_map(kind):
