@@ -47,7 +47,7 @@ from .messages import (
     type_name,
 )
 from .python_rows import CHUNK
-from .row_variables import RowVariables, columns_of, read_variables
+from .row_variables import ARGUMENTS, RowVariables, columns_of, read_variables
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{[^}]{0,100}['"]role['"]\s*:""")
@@ -330,6 +330,17 @@ class Renderer:
                 f"{name}: the policy's chat template does not show message {n}, of the role {role}"
                 f"{_IF_IT_SHOULD}",
             )
+        given = {
+            **dict.fromkeys(self.config.template_arguments, "prompt.template_arguments"),
+            **dict.fromkeys(own.arguments, f"column {ARGUMENTS}"),
+        }
+        for argument, place in given.items():
+            if not re.search(rf"\b{re.escape(argument)}\b", template.source):
+                self._tell(
+                    f"argument {argument}",
+                    f"{name}: the policy's chat template does not use {printable(argument)}, which "
+                    f"{place} sets: correct its name, or take it out",
+                )
         text = template.render(name, messages, **variables)
         if messages[-1]["role"] != "assistant":
             self._tell_no_turn(name, messages, text, own)

@@ -550,3 +550,19 @@ def test_templates_that_begin_a_turn_are_not_told_of(policy_of, caplog, family):
         renderer.render("row", [user("one?")])
         renderer.render("row", [user("one?"), assistant("1"), user("two?")])
     assert not [each for each in warnings(caplog) if "turn" in each or "an answer ends" in each]
+
+
+def test_arguments_that_the_template_does_not_use_are_told(policy_of, caplog):
+    policy, _ = policy_of("qwen3")
+    with opened(policy, template_arguments={"enable_thinkng": False}) as renderer:
+        for name in ("row 1", "row 2"):
+            variables = {"arguments": {"enable_thinking": False, "budget": 7}}
+            renderer.render(name, [user("one?")], variables=variables)
+    assert warnings(caplog) == [
+        f"row 1: the policy's chat template does not use {name}, which {place} sets: correct its "
+        "name, or take it out"
+        for name, place in [
+            ("enable_thinkng", "prompt.template_arguments"),
+            ("budget", "column chat_template_kwargs"),
+        ]
+    ]
