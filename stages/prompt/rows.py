@@ -137,11 +137,13 @@ class Renderer:
             else:
                 messages = [{"role": "user", "content": text}]
         else:
-            if not isinstance(cell, list) or not all(type(id) is int for id in cell):
+            others = [id for id in cell if type(id) is not int] if isinstance(cell, list) else []
+            if not isinstance(cell, list) or others:
+                found = printable(repr(others[0]))[:40] if others else type_name(cell)
                 raise bad_row(
                     name,
-                    f"column {config.prompt_ids} holds {type_name(cell)}, expected a list of "
-                    "token ids",
+                    f"column {config.prompt_ids} holds {found}, expected a list of token ids, "
+                    "which are whole numbers",
                 )
             valid_ids = [id for id in cell if 0 <= id < self._vocabulary]
             rendering = Rendering(self._guard.decode(valid_ids), cell)

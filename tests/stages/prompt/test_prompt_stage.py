@@ -414,6 +414,7 @@ BAD = [
     ({}, [{"prompt_ids": [-1]}], "outside the model's vocabulary"),
     ({}, [{"prompt_ids": []}], "no tokens"),
     ({}, [{"prompt_ids": [1.5]}], "expected a list of token ids"),
+    ({}, [{"prompt_ids": [6.5, 5.0]}], "prompt_ids holds 6.5, expected a list of token ids, which"),
     ({"template": "none.jinja"}, [{"prompt": "a"}], "none.jinja"),
 ]
 

@@ -11,6 +11,7 @@ import uuid
 from decimal import Decimal
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.feather
@@ -151,6 +152,16 @@ def test_python_rows_are_kept_or_a_message_says_what_changed(cells):
         assert exact(offered(found)["x"]) == expected
 
 
+@pytest.mark.parametrize(
+    "first", [datetime.date(2020, 1, 2), datetime.datetime(2020, 1, 2), 7, "a"]
+)
+@pytest.mark.parametrize("null", [pd.NaT, pd.NA])
+def test_nulls_of_pandas_are_named(first, null):
+    why = f"row 2: column day holds {null!r} of pandas, which is a null: give None"
+    with pytest.raises(ConfigError, match=why):
+        to_table("mine.py:rows", "row", enumerate([{"day": first}, {"day": null}], 1))
+
+
 def test_python_rows_that_neither_arrow_nor_json_keeps(caplog):
     def kept(*cells):
         rows = enumerate(({"x": cell} for cell in cells), 1)
@@ -248,11 +259,14 @@ def test_a_csv_cell_may_be_as_long_as_memory(tmp_path):
         ('a\n"x"y\n', "line 2: is not CSV"),
         ("a,b,a\n1,2,3\n", "rows.csv: column a stands more than once"),
         ("a\n1\0\n", r"row 1 \(line 2\): column a has a NUL character"),
+        ("question,answer\n1,2\n".encode("utf-16"), "column .* is not UTF-8"),
+        ("question;answer\n1;2\n", "column question;answer is the only one: commas .* ';' stands"),
+        ("question\tanswer\n1\t2\n", "commas are expected between cells"),
     ],
 )
 def test_bad_csv_is_named(tmp_path, text, why):
     path = tmp_path / "rows.csv"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=why):
         [*csv_rows(path)]
 
