@@ -40,7 +40,7 @@ def json_rows(path: Path) -> Iterator[tuple[int, Any]]:
             try:
                 row = parse(f"{path} line {number}", line)
             except ConfigError:
-                if _is_one_object(path):
+                if not _is_object(line) and _is_object(path.read_bytes()):
                     raise bad_source(
                         path,
                         "holds one object over several lines: an array of objects is expected, or "
@@ -50,9 +50,9 @@ def json_rows(path: Path) -> Iterator[tuple[int, Any]]:
             yield number, row
 
 
-def _is_one_object(path: Path) -> bool:
+def _is_object(text: bytes) -> bool:
     with suppress(ValueError, RecursionError):
-        return isinstance(json.loads(path.read_bytes()), dict)
+        return isinstance(json.loads(text), dict)
     return False
 
 
