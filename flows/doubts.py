@@ -8,11 +8,15 @@ held-out file with rows of the training. A run does it all the same, so each is 
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
 
 import pyarrow as pa
 
 from quiver.schemas.errors import printable
+from quiver.schemas.plain import read_json
 from quiver.stages.prompt import sources
 from quiver.stages.prompt.config import INPUTS, Config
 from quiver.stages.prompt.row_variables import columns_of
@@ -86,18 +90,41 @@ def about_rows(recipe: Recipe, tables: Mapping[str, pa.Table]) -> Iterator[str]:
 
 
 def questions(config: Config, table: pa.Table) -> list[str]:
-    """What each row asks, as text that is the same where the policy is asked the same. An
-    environment may make another question of any column, so that there the whole row counts."""
-    shown = columns_of(config, table.column_names).values()
-    names = [name for name in (getattr(config, config.input), config.images, *shown) if name]
+    """What each row asks, as text that is the same where the policy is asked the same, in whatever
+    case and spacing. An environment may make another question of any column, so that there the
+    whole row counts."""
+    shown = {
+        "question": getattr(config, config.input),
+        "images": config.images,
+        **columns_of(config, table.column_names),
+    }
     if config.turns is not None and config.turns.environment:
-        names = table.column_names
+        shown = {name: name for name in table.column_names}
+    cells = {what: table[column].to_pylist() for what, column in shown.items() if column}
     asked = []
-    for cell, *others in zip(*(table[name].to_pylist() for name in names), strict=True):
-        # a chat of a text alone asks the same as the text
-        question = [{"role": "user", "content": cell}] if isinstance(cell, str) else cell
-        asked.append(json.dumps([question, *others], sort_keys=True, default=repr))
+    for row in zip(*cells.values(), strict=True):
+        folded = _folded(dict(zip(cells, row, strict=True)))
+        question = folded.get("question")
+        if isinstance(question, str):  # a chat of a text alone asks the same as the text
+            folded["question"] = [{"role": "user", "content": question}]
+        asked.append(json.dumps(folded, sort_keys=True, default=repr))
     return asked
+
+
+def _folded(cell: Any) -> Any:
+    """`cell` with its JSON text as what that says, its other text without case, in one spelling,
+    and without what is empty in objects."""
+    if isinstance(cell, str) and cell.lstrip()[:1] in ("[", "{"):
+        with suppress(ValueError):
+            cell = read_json(cell)
+    if isinstance(cell, str):
+        return " ".join(unicodedata.normalize("NFC", cell).casefold().split())
+    if isinstance(cell, list):
+        return [_folded(item) for item in cell]
+    if isinstance(cell, dict):
+        members = {key: _folded(member) for key, member in cell.items()}
+        return {key: member for key, member in members.items() if member not in (None, "", [], {})}
+    return cell
 
 
 # -- prompts

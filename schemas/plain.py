@@ -110,7 +110,9 @@ def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     ValueError."""
     data = dict(pairs)
     if len(data) != len(pairs):
-        raise ValueError("a key stands twice")
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"a key stands twice: {printable(twice, _MOST_OF_PATH)}")
     return data
 
 

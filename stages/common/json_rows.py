@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,25 @@ def json_rows(path: Path) -> Iterator[tuple[int, Any]]:
             return
         file.seek(0)
         for number, line in enumerate(file, 1):
-            if line.strip():
-                yield number, parse(f"{path} line {number}", line)
+            if not line.strip():
+                continue
+            try:
+                row = parse(f"{path} line {number}", line)
+            except ConfigError:
+                if not _is_object(line) and _is_object(path.read_bytes()):
+                    raise bad_source(
+                        path,
+                        "holds one object over several lines: an array of objects is expected, or "
+                        "one object a line",
+                    ) from None
+                raise
+            yield number, row
+
+
+def _is_object(text: bytes) -> bool:
+    with suppress(ValueError, RecursionError):
+        return isinstance(json.loads(text), dict)
+    return False
 
 
 def parse(place: str, raw: bytes) -> Any:

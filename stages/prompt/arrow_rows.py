@@ -1,7 +1,8 @@
 """Arrow columns as others write them, in types of which every later step can take rows, and whose
 values Python can hold.
 
-Views and runs become plain lists, texts and numbers, also inside lists and structs.
+Views and runs become plain lists, texts and numbers, also inside lists and structs. So do floats of
+16 and 32 bits: 0.1 in such a column becomes 0.1, not 0.10000000149011612.
 JSON and maps get their Python values by `schemas/cells.py`.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from quiver.schemas import cells
@@ -54,11 +56,38 @@ def _plain_column(source: str, name: str, column: pa.ChunkedArray) -> pa.Chunked
 def _values(source: str, name: str, column: pa.ChunkedArray) -> Iterator[Any]:
     for row, scalar in enumerate(column, 1):
         try:
-            yield scalar.as_py()
+            yield _as_written(scalar.as_py(), _type_of(scalar))
         except _BAD_VALUES as error:
             raise bad_source(
                 f"{source} row {row}", f"column {printable(name)}: {printable(error)}"
             ) from None
+
+
+def _type_of(scalar: pa.Scalar) -> pa.DataType:
+    """The type of a value; of a union's, that of its member."""
+    is_member = isinstance(scalar, pa.UnionScalar) and scalar.value is not None
+    return _type_of(scalar.value) if is_member else scalar.type
+
+
+def _as_written(value: Any, kind: pa.DataType) -> Any:
+    """`value`, which Arrow's `as_py` gave of the type `kind`, with its short floats as the shortest
+    decimals that stand for them. Whole numbers stay, since the type holds them exactly."""
+    if isinstance(kind, pa.BaseExtensionType) and not isinstance(kind, cells.Cells):
+        kind = kind.storage_type
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        kind = kind.value_type
+    if value is None or isinstance(kind, cells.Cells):
+        return value
+    if _is_short_float(kind):
+        short = np.float16 if pa.types.is_float16(kind) else np.float32
+        return value if value.is_integer() else float(str(short(value)))
+    if pa.types.is_struct(kind):
+        return {field.name: _as_written(value[field.name], field.type) for field in kind}
+    if pa.types.is_map(kind):
+        return [(key, _as_written(item, kind.item_type)) for key, item in value]
+    if kind.num_fields and not pa.types.is_union(kind):
+        return [_as_written(item, kind.value_type) for item in value]
+    return value
 
 
 def _rebuilt(kind: pa.DataType, values: Iterator[Any]) -> pa.ChunkedArray:
@@ -71,9 +100,11 @@ def _rebuilt(kind: pa.DataType, values: Iterator[Any]) -> pa.ChunkedArray:
 
 
 def _plain_type(kind: pa.DataType, json: pa.DataType = _JSON) -> pa.DataType:
-    """`kind` without views and runs. `json`: the type in place of JSON's."""
+    """`kind` without views, runs and short floats. `json`: the type in place of JSON's."""
     if isinstance(kind, pa.JsonType):
         return json
+    if _is_short_float(kind):
+        return pa.float64()
     if isinstance(kind, pa.BaseExtensionType):
         storage = _plain_type(kind.storage_type, json)
         return kind if storage == kind.storage_type else storage
@@ -85,6 +116,10 @@ def _plain_type(kind: pa.DataType, json: pa.DataType = _JSON) -> pa.DataType:
     inner = [kind.field(index) for index in range(kind.num_fields)]
     inner = [field.with_type(_plain_type(field.type, json)) for field in inner]
     return _nested_type(kind, inner) if inner else kind
+
+
+def _is_short_float(kind: pa.DataType) -> bool:
+    return pa.types.is_float16(kind) or pa.types.is_float32(kind)
 
 
 def _nested_type(kind: pa.DataType, inner: list[pa.Field]) -> pa.DataType:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,21 @@ def _number(text: str) -> int | float | None:
     return None
 
 
+def _bad_text(text: str) -> str:
+    """What is wrong with text whose bytes that are not UTF-8 became lone surrogates."""
+    problem = bad_text(text)
+    return problem if "NUL" in problem or not problem else "is not UTF-8"
+
+
+def _problem(name: str, names: list[str]) -> str:
+    """What is wrong with the name of a column."""
+    if names.count(name) > 1:
+        return "stands more than once"
+    if len(names) == 1 and (other := re.search(r"[;|\t]", name)):
+        return f"is the only one: commas are expected between cells, and {other[0]!r} stands there"
+    return _bad_text(name)
+
+
 def _text_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
     csv.field_size_limit(sys.maxsize)
     # bytes that are not UTF-8 become lone surrogates, so that their column can be named
@@ -60,8 +76,7 @@ def _text_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
             filled = (cells for cells in reader if cells)  # without empty lines
             names = next(filled, [])
             for name in names:
-                problem = "stands more than once" if names.count(name) > 1 else bad_text(name)
-                if problem:
+                if problem := _problem(name, names):
                     raise bad_source(path, f"column {printable(name)} {problem}")
             for number, cells in enumerate(filled, 1):
                 place = f"{path} row {number} (line {reader.line_num})"
@@ -71,8 +86,7 @@ def _text_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
                         f"has {len(cells)} cells, and the first line names {len(names)} columns",
                     )
                 for name, text in zip(names, cells, strict=True):
-                    if problem := bad_text(text):
-                        problem = problem if "NUL" in problem else "is not UTF-8"
+                    if problem := _bad_text(text):
                         raise bad_source(place, f"column {printable(name)} {problem}")
                 yield number, dict(zip(names, cells, strict=True))
         except csv.Error as error:

@@ -25,6 +25,7 @@ from quiver.stages.common.json_rows import bad_source
 
 CHUNK = 1024
 _DISAGREEMENTS = (pa.ArrowException, ValueError, OverflowError, TypeError)
+_NULLS_OF_PANDAS = ("NaTType", "NAType")  # Arrow makes the first day of the calendar of one
 log = logging.getLogger(__name__)
 
 
@@ -99,6 +100,7 @@ def _column(place: str, name: str, numbers: list[int], cells: list[Any]) -> pa.C
                 raise bad_source(f"{place} {number}", f"column {printable(name)}: {TOO_DEEP}")
     if column is not None and _gives_back(column, cells):
         return column
+    _refuse_nulls_of_pandas(place, name, numbers, cells)
     cells = [_as_python(cell) for cell in cells]
     column = column or _infer(cells)
     if column is not None and _gives_back(column, cells):
@@ -130,6 +132,15 @@ def _column(place: str, name: str, numbers: list[int], cells: list[Any]) -> pa.C
             )
         log.warning("%s %d: column %s: %s", place, number, printable(name), change)
     return column
+
+
+def _refuse_nulls_of_pandas(place: str, name: str, numbers: list[int], cells: list[Any]) -> None:
+    for number, cell in zip(numbers, cells, strict=True):
+        if type(cell).__name__ in _NULLS_OF_PANDAS:
+            raise bad_source(
+                f"{place} {number}",
+                f"column {printable(name)} holds {cell!r} of pandas, which is a null: give None",
+            )
 
 
 def _infer(cells: list[Any]) -> pa.ChunkedArray | None:

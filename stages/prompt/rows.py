@@ -47,7 +47,7 @@ from .messages import (
     type_name,
 )
 from .python_rows import CHUNK
-from .row_variables import RowVariables, columns_of, read_variables
+from .row_variables import ARGUMENTS, RowVariables, columns_of, read_variables
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{[^}]{0,100}['"]role['"]\s*:""")
@@ -92,6 +92,7 @@ class Renderer:
         markup = learn_markup(self._tokenizer, renders, checkpoints.reserved_ids(policy))
         is_encoder = checkpoints.is_encoder_decoder(policy)
         self._guard = Guard(self._tokenizer, closes=is_encoder, **markup._asdict())
+        self._ends = set() if is_encoder else self._learn_ends()
 
     def close(self) -> None:
         """End the processes of the templates and of the pictures."""
@@ -136,11 +137,13 @@ class Renderer:
             else:
                 messages = [{"role": "user", "content": text}]
         else:
-            if not isinstance(cell, list) or not all(type(id) is int for id in cell):
+            others = [id for id in cell if type(id) is not int] if isinstance(cell, list) else []
+            if not isinstance(cell, list) or others:
+                found = printable(repr(others[0]))[:40] if others else type_name(cell)
                 raise bad_row(
                     name,
-                    f"column {config.prompt_ids} holds {type_name(cell)}, expected a list of "
-                    "token ids",
+                    f"column {config.prompt_ids} holds {found}, expected a list of token ids, "
+                    "which are whole numbers",
                 )
             valid_ids = [id for id in cell if 0 <= id < self._vocabulary]
             rendering = Rendering(self._guard.decode(valid_ids), cell)
@@ -155,6 +158,7 @@ class Renderer:
             if messages[-1]["role"] == "assistant":  # the policy continues it
                 messages = messages[:-1]
             messages = [{**each, "content": text_of(each["content"])} for each in messages]
+        self._tell_ended(name, rendering.ids)
         tools = self.tools or own.tools
         prompt = {
             "messages": messages and save_messages(messages),
@@ -328,7 +332,21 @@ class Renderer:
                 f"{name}: the policy's chat template does not show message {n}, of the role {role}"
                 f"{_IF_IT_SHOULD}",
             )
-        start = self._guard.missing_start(template.render(name, messages, **variables))
+        given = {
+            **dict.fromkeys(self.config.template_arguments, "prompt.template_arguments"),
+            **dict.fromkeys(own.arguments, f"column {ARGUMENTS}"),
+        }
+        for argument, place in given.items():
+            if not re.search(rf"\b{re.escape(argument)}\b", template.source):
+                self._tell(
+                    f"argument {argument}",
+                    f"{name}: the policy's chat template does not use {printable(argument)}, which "
+                    f"{place} sets: correct its name, or take it out",
+                )
+        text = template.render(name, messages, **variables)
+        if messages[-1]["role"] != "assistant":
+            self._tell_no_turn(name, messages, text, own)
+        start = self._guard.missing_start(text)
         if start:
             self._tell(
                 "start",
@@ -350,6 +368,46 @@ class Renderer:
                         f"{name}: the policy's chat template does not show {member} of its "
                         f"messages{_IF_IT_SHOULD}",
                     )
+
+    def _learn_ends(self) -> set[int]:
+        """The ids at which an answer ends: those of the model, and the template's."""
+        ends = {self._tokenizer.eos_token_id}
+        with suppress(ConfigError):  # the model names none
+            ends.update(checkpoints.end_token_ids(self._policy))
+        if self.config.has_chats:
+            ends.add(self._guard.first_control(learn_end(self._probe, ["user"]).lstrip()))
+        return ends - {None}
+
+    def _tell_no_turn(
+        self, name: str, messages: list[Message], text: str, own: RowVariables
+    ) -> None:
+        """Warn if the template begins no turn of the assistant in `text`, but before a message of
+        it."""
+        template = self._template(self.tools or own.tools)
+        variables = {**own.as_variables(), "add_generation_prompt": False}
+        answer = {"role": "assistant", "content": "probezanswer"}
+        with suppress(ConfigError):  # the template refuses the answer
+            answered = template.render(name, [*messages, answer], **variables)
+            before, shown, _ = answered.partition(answer["content"])
+            header = before.removeprefix(text.rstrip()).strip()
+            is_ended = text == template.render(name, messages, **variables)
+            if is_ended and shown and header and header != before.strip():
+                self._tell(
+                    "turn",
+                    f"{name}: nothing begins the assistant's turn in the prompt, where the "
+                    f"policy's chat template writes {printable(repr(header))} before an answer: "
+                    "let the template write it where add_generation_prompt is true",
+                )
+
+    def _tell_ended(self, name: str, ids: list[int]) -> None:
+        """Warn of a prompt that ends as an answer does."""
+        if ids and ids[-1] in self._ends:
+            self._tell(
+                "ended",
+                f"{name}: the prompt ends with {printable(self._guard.decode(ids[-1:]))}, at which "
+                "an answer ends: the policy is to go on behind it. If it is not meant, take it out "
+                f"of {'the chat template' if self.config.has_chats else 'the rows'}",
+            )
 
     def _tell_odd_text(self, name: str, text: str) -> None:
         """Warn of a question that is blank, and of a chat that is written as text."""

@@ -10,9 +10,10 @@ A cell has the Python value that its file says:
 
 * JSON, and rows of a generator: what `json.loads` or the generator gave (`python_rows.py`).
 * CSV: text, or numbers in a column that holds nothing else (`csv_rows.py`).
-* Parquet, Arrow, Feather, `datasets`: what Arrow's `to_pylist` gives; a map is a dict, and the JSON
-  of `datasets.Json` is parsed. A struct has all keys of its type there, those that are null too:
-  whether its row had them is not known. Only in chats such keys are left out.
+* Parquet, Arrow, Feather, `datasets`: what Arrow's `to_pylist` gives; a map is a dict, the JSON of
+  `datasets.Json` is parsed, and a float of 16 or 32 bits is its shortest decimal. A struct has all
+  keys of its type there, those that are null too: whether its row had them is not known. Only in
+  chats such keys are left out.
 
 Bad text (bytes that are not UTF-8, NUL, lone surrogates), broken JSON, keys that stand twice and
 values that cannot be kept are ConfigErrors with file and line; no row is left out in silence. Arrow

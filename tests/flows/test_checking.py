@@ -11,10 +11,13 @@ import pyarrow as pa
 import pytest
 
 from quiver.flows.checking import Looked, look
+from quiver.flows.doubts import questions
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
+from quiver.stages.prompt.config import Config
+from quiver.stages.prompt.python_rows import to_table
 from tests import sight
 from tests.flows.conftest import command_environment, write_recipe
 from tests.tiny import EOS, make_folder, tokenizer
@@ -360,10 +363,34 @@ def test_held_out_rows_that_are_training_rows_are_counted(folder, held_out):
     ]
 
 
-def test_the_same_question_about_another_picture_is_another_row(folder):
-    from quiver.flows.doubts import questions
-    from quiver.stages.prompt.config import Config
+CHAT = [{"role": "user", "content": "What is Café?"}]
 
+
+@pytest.mark.parametrize(
+    ("row", "other", "is_same"),
+    [
+        ({"messages": CHAT}, {"messages": json.dumps(CHAT)}, True),
+        ({"messages": CHAT}, {"messages": [json.dumps(CHAT[0])]}, True),
+        ({"messages": CHAT}, {"messages": CHAT, "tools": []}, True),
+        ({"messages": CHAT}, {"messages": [{**CHAT[0], "tool_calls": None}]}, True),
+        ({"messages": CHAT}, {"messages": CHAT, "tools": [{"name": "f"}]}, False),
+        ({"prompt": "What is Café?"}, {"prompt": "what is  Cafe\u0301? "}, True),
+        ({"prompt": "What is Café?"}, {"prompt": "What is Cafe?"}, False),
+        ({"prompt": "[1, 2"}, {"prompt": "[1, 2]"}, False),
+    ],
+)
+def test_copies_of_a_question_are_found_in_other_spellings(row, other, is_same):
+    first, second = (
+        questions(
+            Config(source="rows.jsonl", **{next(iter(each)): next(iter(each))}),
+            to_table("rows.jsonl", "line", enumerate([each], 1)),
+        )
+        for each in (row, other)
+    )
+    assert (first == second) is is_same
+
+
+def test_the_same_question_about_another_picture_is_another_row(folder):
     config = Config(source="x.jsonl", prompt="question", images="picture")
     rows = pa.Table.from_pylist(
         [{"question": "How many?", "picture": each} for each in (b"a", b"b", b"a")]

@@ -24,7 +24,8 @@ from .embedding import model_hash, similarity
 from .plain_numbers import same, without_wrappers
 from .programs import code
 
-_THINK_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
+_INSIDE = r"(?:(?!</?(?:think|answer)>).)*"
+_THINK_ANSWER = rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*"
 
 
 def exact_match(
@@ -321,6 +322,7 @@ FUNCTIONS: dict[str, Shipped] = {
             "match": "full or search",
             "flags": "letters of i, m, s, x",
         },
+        version=2,
     ),
     "length": Shipped(
         length,

@@ -56,7 +56,8 @@ def code(
         word, so white space does not count;
       * the same with an `entry`, the name of a function (also of a method of a class `Solution`):
         it is called with each input (a list of arguments, or text with one JSON value a line) and
-        must return the output, lists and tuples being the same;
+        must return the output, lists and tuples being the same. A "testtype" of "functional" asks
+        for an entry;
       * Python text, or a list of texts, run top to bottom after the program. Counted is each
         statement with an assert, each function `test_…`, and `check(entry)` where they define
         `check`. Names that they do not define are the program's, but for builtins; it may be
@@ -178,6 +179,11 @@ def read_tests(column: Any, entry: str = "", language: str = "python") -> Tests:
         raise ValueError("a test must have input and output")
     if entry:
         return Tests(entry, calls=[_read_call(case["input"], case["output"]) for case in column])
+    if any(case.get("testtype") == "functional" for case in column):
+        raise ValueError(
+            "tests of the type functional call a function: name it in a column entry, or in "
+            "arguments.entry"
+        )
     return Tests(cases=[(_as_text(case["input"]), _as_text(case["output"])) for case in column])
 
 

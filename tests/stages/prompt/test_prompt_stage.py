@@ -161,7 +161,7 @@ def test_types_of_all_columns_are_kept(store, policy, tmp_path):
             "small": pa.array([1, None], pa.int8()),
             "when": pa.array([0, 1], pa.timestamp("us", "UTC")),
             "label": pa.array(["x", "y"]).dictionary_encode(),
-            "nested": pa.array([{"a": [1.5]}, None], pa.struct([("a", pa.list_(pa.float32()))])),
+            "nested": pa.array([{"a": [1.5]}, None], pa.struct([("a", pa.list_(pa.float64()))])),
         }
     )
     pa.parquet.write_table(table, tmp_path / "rows.parquet")
@@ -414,6 +414,7 @@ BAD = [
     ({}, [{"prompt_ids": [-1]}], "outside the model's vocabulary"),
     ({}, [{"prompt_ids": []}], "no tokens"),
     ({}, [{"prompt_ids": [1.5]}], "expected a list of token ids"),
+    ({}, [{"prompt_ids": [6.5, 5.0]}], "prompt_ids holds 6.5, expected a list of token ids, which"),
     ({"template": "none.jinja"}, [{"prompt": "a"}], "none.jinja"),
 ]
 

@@ -141,7 +141,7 @@ BAD_LINES = [
     (b'{"q": {"deep": ["\\udfff"]}}', "line 2.*lone surrogate"),
     (b'{"\\ud801": 1}', "line 2.*lone surrogate"),
     (b'{"q": "cut', "line 2.*not JSON"),
-    (b'{"q": 1, "q": 2}', "line 2.*stands twice"),
+    (b'{"q": 1, "q": 2}', "line 2.*a key stands twice: q"),
     (b'{"q": NaN}', "line 2.*NaN"),
     (b'{"q": -1e400}', "line 2.*-1e400 is beyond the largest number"),
     (b"[1, 2]", "line 2.*expected an object, found list"),
@@ -156,6 +156,14 @@ def test_a_bad_line_is_named(tmp_path, line, why):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD + line + b"\n" + GOOD)
     with pytest.raises(ConfigError, match=why):
+        read(str(path))
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_an_object_over_several_lines_is_named(tmp_path, suffix):
+    path = tmp_path / f"rows.{suffix}"
+    path.write_text(json.dumps({"data": [{"q": "fine"}]}, indent=2))
+    with pytest.raises(ConfigError, match="holds one object over several lines: an array of obj"):
         read(str(path))
 
 

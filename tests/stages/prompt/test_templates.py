@@ -507,3 +507,62 @@ def test_text_that_was_rendered_before_is_told(policy_of, caplog):
         "row 1: its text holds <|im_end|>, <|im_start|>"
     ] * 2
     assert "data.messages" in found[0] and "data.prompt_ids" in found[0]
+
+
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+BEGUN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "config", "told"),
+    [
+        (TURNS, {}, "nothing begins the assistant's turn in the prompt, where the policy's chat"),
+        (
+            TURNS + BEGUN,
+            {"template_arguments": {"add_generation_prompt": False}},
+            "writes '<|im_start|>assistant' before an answer",
+        ),
+        (TURNS + BEGUN + "<|im_end|>", {}, "the prompt ends with <|im_end|>, at which"),
+    ],
+)
+def test_prompts_in_which_no_answer_can_begin_are_told(policy_of, caplog, template, config, told):
+    policy, _ = policy_of("qwen3")
+    with opened(policy, template, **config) as renderer:
+        renderer.render("row 1", [user("one?")])
+        renderer.render("row 2", [user("two?"), assistant("2"), user("three?")])
+    assert [told in each and each.startswith("row 1: ") for each in warnings(caplog)] == [True]
+
+
+def test_ids_that_end_as_an_answer_does_are_told(policy_of, caplog):
+    policy, tokenizer = policy_of("qwen3")
+    with opened(policy, messages=None, prompt_ids="ids") as renderer:
+        renderer.render("row 1", [5, 6])
+        assert not warnings(caplog)
+        renderer.render("row 2", [5, tokenizer.eos_token_id])
+    (told,) = warnings(caplog)
+    assert told.startswith("row 2: the prompt ends with <|") and "take it out of the rows" in told
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_templates_that_begin_a_turn_are_not_told_of(policy_of, caplog, family):
+    policy, _ = policy_of(family)
+    with opened(policy) as renderer:
+        renderer.render("row", [user("one?")])
+        renderer.render("row", [user("one?"), assistant("1"), user("two?")])
+    assert not [each for each in warnings(caplog) if "turn" in each or "an answer ends" in each]
+
+
+def test_arguments_that_the_template_does_not_use_are_told(policy_of, caplog):
+    policy, _ = policy_of("qwen3")
+    with opened(policy, template_arguments={"enable_thinkng": False}) as renderer:
+        for name in ("row 1", "row 2"):
+            variables = {"arguments": {"enable_thinking": False, "budget": 7}}
+            renderer.render(name, [user("one?")], variables=variables)
+    assert warnings(caplog) == [
+        f"row 1: the policy's chat template does not use {name}, which {place} sets: correct its "
+        "name, or take it out"
+        for name, place in [
+            ("enable_thinkng", "prompt.template_arguments"),
+            ("budget", "column chat_template_kwargs"),
+        ]
+    ]

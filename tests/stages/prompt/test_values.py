@@ -11,6 +11,7 @@ import uuid
 from decimal import Decimal
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.feather
@@ -151,6 +152,16 @@ def test_python_rows_are_kept_or_a_message_says_what_changed(cells):
         assert exact(offered(found)["x"]) == expected
 
 
+@pytest.mark.parametrize(
+    "first", [datetime.date(2020, 1, 2), datetime.datetime(2020, 1, 2), 7, "a"]
+)
+@pytest.mark.parametrize("null", [pd.NaT, pd.NA])
+def test_nulls_of_pandas_are_named(first, null):
+    why = f"row 2: column day holds {null!r} of pandas, which is a null: give None"
+    with pytest.raises(ConfigError, match=why):
+        to_table("mine.py:rows", "row", enumerate([{"day": first}, {"day": null}], 1))
+
+
 def test_python_rows_that_neither_arrow_nor_json_keeps(caplog):
     def kept(*cells):
         rows = enumerate(({"x": cell} for cell in cells), 1)
@@ -248,11 +259,14 @@ def test_a_csv_cell_may_be_as_long_as_memory(tmp_path):
         ('a\n"x"y\n', "line 2: is not CSV"),
         ("a,b,a\n1,2,3\n", "rows.csv: column a stands more than once"),
         ("a\n1\0\n", r"row 1 \(line 2\): column a has a NUL character"),
+        ("question,answer\n1,2\n".encode("utf-16"), "column .* is not UTF-8"),
+        ("question;answer\n1;2\n", "column question;answer is the only one: commas .* ';' stands"),
+        ("question\tanswer\n1\t2\n", "commas are expected between cells"),
     ],
 )
 def test_bad_csv_is_named(tmp_path, text, why):
     path = tmp_path / "rows.csv"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=why):
         [*csv_rows(path)]
 
@@ -263,6 +277,8 @@ NUMBERS = pa.array([1, 1, None, 2])
 TEXTS = pa.array(["a", None, "a text of more than twelve bytes", ""])
 VIEWS = TEXTS.cast(pa.string_view())
 RUNS = pc.run_end_encode(NUMBERS)
+SMALL = pa.array([0.1, None, 3.3], pa.float32())
+B_SMALL = pa.struct({"b": pa.float32()})
 LISTS = [[1], None, [], [2, None]]
 MAPS = [[("a", 1)], None, [], [("b", None), ("c", 2)]]
 DICTS = [{"a": 1}, None, {}, {"b": None, "c": 2}]
@@ -292,7 +308,6 @@ ARROW = {
     "timestamp zone": pa.array([MOMENT, None], pa.timestamp("us", "Europe/Rome")),
     "time": pa.array([MOMENT.time(), None]),
     "duration": pa.array([LENGTH, None]),
-    "interval": pa.array([(1, 2, 3), None], pa.month_day_nano_interval()),
     "binary": pa.array([b"\xff", None]),
     "binary_view": pa.array([b"\xff", None], pa.binary_view()),
     "fixed_size_binary": pa.array([b"ab", None], pa.binary(2)),
@@ -345,6 +360,39 @@ OTHERWISE = {
         ),
         JSON_CELLS,
     ),
+    # the shortest decimal that the type tells from others; whole numbers are exact
+    "float32": (
+        pa.array([0.1, None, 2.5, 2.0**27, -0.0, 1e-40], pa.float32()),
+        [0.1, None, 2.5, 134217728.0, -0.0, 1e-40],
+    ),
+    "float16": (pa.array([0.1, None, 65504.0], pa.float16()), [0.1, None, 65504.0]),
+    "dictionary of float32": (SMALL.dictionary_encode(), [0.1, None, 3.3]),
+    "runs of float32": (pc.run_end_encode(SMALL), [0.1, None, 3.3]),
+    "list of float16": (
+        pa.array([[0.1, None], None], pa.list_(pa.float16())),
+        [[0.1, None], None],
+    ),
+    "fixed_size_list of float32": (
+        pa.array([[0.1, 3.3], None], pa.list_(pa.float32(), 2)),
+        [[0.1, 3.3], None],
+    ),
+    "list_view of float32": (pa.array([[0.1], None], pa.list_view(pa.float32())), [[0.1], None]),
+    "struct of float32": (
+        pa.array([{"a": [{"b": 0.1}]}, None], pa.struct({"a": pa.list_(B_SMALL)})),
+        [{"a": [{"b": 0.1}]}, None],
+    ),
+    "map of float32": (
+        pa.array([[("a", 0.1)], None], pa.map_(pa.string(), pa.float32())),
+        [{"a": 0.1}, None],
+    ),
+    "union of float32": (
+        pa.UnionArray.from_sparse(pa.array([0, 1, 0], pa.int8()), [SMALL, TEXTS[:3]]),
+        [0.1, None, 3.3],
+    ),
+    "tensor of float32": (
+        pa.FixedShapeTensorArray.from_numpy_ndarray(np.array([[0.1, 3.3]], np.float32)),
+        [[0.1, 3.3]],
+    ),
     "list of json": (json_list([JSON_TEXTS, None, []]), [JSON_CELLS, None, []]),
     "struct of json and views": (
         pa.StructArray.from_arrays([pa.array(JSON_TEXTS, pa.json_()), VIEWS], ["j", "v"]),
@@ -367,7 +415,9 @@ def write_arrow(path, table, kind):
 
 @pytest.mark.parametrize("kind", ["arrow", "stream", "feather", "parquet"])
 @pytest.mark.parametrize("name", CASES)
-def test_arrow_cells_are_what_to_pylist_gives_but_for_maps_and_json(tmp_path, name, kind):
+def test_arrow_cells_are_what_to_pylist_gives_but_for_maps_json_and_short_floats(
+    tmp_path, name, kind
+):
     array, values = CASES[name]
     path = tmp_path / f"rows.{kind if kind != 'stream' else 'arrow'}"
     table = pa.table({"x": pa.chunked_array([array, array])})

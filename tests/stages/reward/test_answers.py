@@ -101,6 +101,9 @@ def test_numeric_reads_text_and_number_answers():
         ("x <think>a</think><answer>b</answer>", 0.0),
         ("<think>a<think>b</think><answer>c</answer>", 0.0),
         ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
+        ("<think>a <answer>x</answer></think><answer>b</answer>", 0.0),
+        ("<think>a <answer></think><answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</think></answer>", 0.0),
         ("<think>" * 20000, 0.0),
     ],
 )

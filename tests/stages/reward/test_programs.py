@@ -339,6 +339,13 @@ def test_what_can_not_be_a_test_is_an_error_of_the_row_and_null_is_null():
             code([DOUBLE], [tests])
     with pytest.raises(ValueError, match="a list of arguments, got 3"):
         read_tests([{"input": 3, "output": 3}], "double")
+    functional = [{"input": "1\n2", "output": "3", "testtype": "functional"}]
+    why = "tests of the type functional call a function: name it in a column entry"
+    for tests in (functional, json.dumps(functional)):
+        with pytest.raises(ValueError, match=why):
+            read_tests(tests)
+        assert read_tests(tests, "add").calls == [([1, 2], 3)]
+    assert read_tests([{**functional[0], "testtype": "stdin"}]).cases == [("1\n2", "3")]
     with pytest.raises(ValueError, match="language must be python, got rust"):
         code([DOUBLE], [ASSERTS], language=["rust"])
 
