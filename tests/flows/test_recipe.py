@@ -403,7 +403,7 @@ def test_a_recipe_is_a_file_of_some_bytes(recipe, tmp_path):
     for path, said in (
         (tmp_path / "pipe", "is not a file"),
         ("/dev/zero", "is not a file"),
-        (tmp_path / "large", "has 1000000000000 bytes"),
+        (tmp_path / "large", "has 1,000,000,000,000 bytes"),
     ):
         with pytest.raises(ConfigError, match=said):
             load(path)
