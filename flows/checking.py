@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Looked:
-    """What there is to say of a recipe."""
+    """The answer of `quiver check`."""
 
     answer: dict[str, Any]
     """In JSON."""
     lines: list[str]
     """For people."""
     error: ConfigError | None
-    """Set where something failed on the made-up answer."""
+    """The first failure on the made-up answer, if any."""
 
 
 def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool = False) -> Looked:
@@ -103,7 +103,7 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
 
 
 def failure(recipe: Recipe, answered: Answered) -> ConfigError | None:
-    """The error of what failed on the answer, the environment first; None where nothing did."""
+    """Return the first failure on the made-up answer, the environment first; None if none."""
     problems = {f"reward {name}": score.error for name, score in answered.scores.items()}
     if recipe.generate.turns is not None:
         sources = printable(", ".join(recipe.generate.turns.sources))

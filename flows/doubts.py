@@ -58,7 +58,7 @@ def unused(recipe: Recipe) -> list[str]:
 
 
 def about_rows(recipe: Recipe, tables: Mapping[str, pa.Table]) -> Iterator[str]:
-    """Of the sources: how many rows there are, and which stand there twice."""
+    """Yield warnings about the sources: too few rows, and rows that stand there twice."""
     asked = {}
     for section, table in tables.items():
         config = prompt_config(recipe, section)

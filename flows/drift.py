@@ -28,7 +28,7 @@ _TOKENS = 0.1
 
 
 class Moved(NamedTuple):
-    """How far a candidate moved from the policy in use, and what of it is beyond [promotion]."""
+    """How far a candidate moved from the policy in use."""
 
     watch: list[str]
     """A sentence for each number that is beyond its limit."""
@@ -101,7 +101,7 @@ def _steps(manifests: Manifests, in_use: str, candidate: str) -> Iterator[dict[s
 
 
 def _truncated_share(rollouts: Manifest | None) -> float:
-    """The share of answers that a limit cut off; 0 if there are none."""
+    """Return the share of answers that a limit cut off; 0 if there are no answers."""
     if rollouts is None or not rollouts.rows:
         return 0.0
     ends = metric(rollouts, "end_reasons")

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 ROWS = 1024
 """Most rows of a source that are rendered."""
 SLOW_ROWS = 8
-"""The same where an environment begins each of them, or pictures are decoded."""
+"""Rows to look at if an environment begins each of them, or pictures are decoded."""
 _ANSWER = "The answer is 1."
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Prompts:
     num_rendered: int
     """Rows that were looked at."""
     num_dropped: int
-    """Those of them that are left out, since they are too long."""
+    """Number of prompts left out because they are too long."""
     longest: int | None
     """Most tokens that a prompt may have; None: any number."""
     num_other_system: int
@@ -66,7 +66,7 @@ class Prompts:
 
     @classmethod
     def of(cls, version: Version, policy: Version, system: str | None) -> Prompts:
-        """What there is to say of a version of prompts. `system`: the recipe's message."""
+        """Summarize a version of prompts. `system`: the recipe's message."""
         manifest = version.manifest
         table = version.table(["prompt_ids", "messages"])
         ids = table["prompt_ids"]
@@ -141,7 +141,7 @@ class FirstRows:
     prompts: dict[str, Prompts] = field(default_factory=dict)
     """By section: data, data.held_out."""
     answered: Answered | None = None
-    """None: nobody asked for it."""
+    """None if it was not asked for."""
 
 
 def first_rows(recipe: Recipe, folder: Path | None = None, *, is_answered: bool) -> FirstRows:

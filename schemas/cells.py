@@ -68,7 +68,7 @@ def json_array(cells: Sequence[Any]) -> pa.ChunkedArray:
 def wrap(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """`column` as `Cells` if it holds JSON or maps; else unchanged."""
     kind = column.type
-    if not holds(kind, _is_json_or_map):
+    if not holds(kind, lambda inner: isinstance(inner, pa.JsonType) or pa.types.is_map(inner)):
         return column
     chunks = column.chunks
     if isinstance(kind, pa.JsonType):  # an extension type cannot lie directly over another one
@@ -99,10 +99,6 @@ def holds(kind: pa.DataType, test: Callable[[pa.DataType], bool]) -> bool:
     """Whether `kind`, or a type inside it, passes the `test`."""
     inner = [kind.field(at).type for at in range(kind.num_fields)]
     return test(kind) or any(holds(each, test) for each in inner)
-
-
-def _is_json_or_map(kind: pa.DataType) -> bool:
-    return isinstance(kind, pa.JsonType) or pa.types.is_map(kind)
 
 
 def _to_python(cell: Any, kind: pa.DataType, *, keep_nulls: bool = True) -> Any:

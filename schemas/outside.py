@@ -94,7 +94,7 @@ def read_message(given: Any, place: str) -> Message:
     if "tool_calls" in members:
         calls = members["tool_calls"]
         if isinstance(calls, str):
-            calls = _parse(calls, f"tool_calls of {place}")
+            calls = parse(calls, f"tool_calls of {place}")
         if not isinstance(calls, list):
             raise ValueError(f"tool_calls of {place} holds {shape_of(calls)}, expected a list")
         message["tool_calls"] = [read_tool_call(call, f"a call of {place}") for call in calls]
@@ -110,7 +110,7 @@ def _say_unused(key: str) -> None:
 
 
 def _read_thinking(members: dict[Any, Any], place: str) -> str:
-    """Take the thinking out of `members`, whatever chats call it."""
+    """Take the thinking out of `members` under any of its names."""
     names = [name for name in THINKING if name in members]
     texts = {name: read_text(members.pop(name), f"{name} of {place}") for name in names}
     if len(set(texts.values())) > 1:
@@ -149,7 +149,7 @@ def read_tool_call(given: Any, place: str) -> dict[str, Any]:
     """A call of a chat as templates take it, of {"function": {"name", "arguments"}} or these two
     alone. Texts and numbers in it are such that Arrow and JSON hold them."""
     if isinstance(given, str):
-        given = _parse(given, place)
+        given = parse(given, place)
     call = given if isinstance(given, Mapping) else {}
     call = {key: member for key, member in call.items() if member not in (None, "")}
     call_id = call.pop("id", None)
@@ -192,7 +192,7 @@ def read_call(given: Any, place: str, key: str = "arguments") -> tuple[str, dict
     arguments = given.get(key, {})
     place = f'"{key}" of {printable(name)} in {place}'
     if isinstance(arguments, str):  # JSON inside JSON, as OpenAI's interface has it
-        arguments = _parse(arguments, place)
+        arguments = parse(arguments, place)
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{place} is {shape_of(arguments)}, expected a JSON object")
     arguments = dict(arguments)
@@ -212,7 +212,8 @@ def _is_readable(given: Any) -> bool:
     return not isinstance(given, int) or abs(given) < 10**MOST_DIGITS
 
 
-def _parse(text: str, place: str) -> Any:
+def parse(text: str, place: str) -> Any:
+    """What JSON text holds. ValueError names the `place`."""
     try:
         return read_json(text)
     except ValueError as error:

@@ -32,7 +32,7 @@ def read_json(raw: bytes | str) -> Any:
             object_pairs_hook=no_key_twice,
             parse_constant=no_constant,
             parse_int=_integer,
-            parse_float=_finite,
+            parse_float=finite_float,
         )
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
@@ -127,7 +127,8 @@ def _integer(text: str) -> int:
     return int(text)
 
 
-def _finite(text: str) -> float:
+def finite_float(text: str) -> float:
+    """A `parse_float` for JSON that refuses a number beyond floats, such as 1e400. ValueError."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text[:20]} is more than a float holds")

@@ -35,11 +35,11 @@ def test_the_spine_reads_from_top_to_bottom(spine):
 
 
 def test_the_product_says_what_its_names_hold(product):
-    assert product.vague_percent <= 3.1, product.vague
+    assert product.vague_percent <= 3, product.vague
 
 
 def test_the_product_is_not_made_of_helpers(product):
-    assert product.one_caller_per_1000 <= 10.5, product.one_caller
+    assert product.one_caller_per_1000 <= 10, product.one_caller
     assert [
         name for name, lines in product.function_lines.items() if lines > 90
     ] == []  # docstrings count
@@ -124,7 +124,7 @@ def test_what_the_spine_needs_says_why_one_can_go_on_without_it():
 
 def test_the_spine_is_small(spine):
     assert spine.files <= 38
-    assert spine.tokens <= 43_000
+    assert spine.tokens <= 42_500
 
 
 def test_rooms_are_all_there():

@@ -262,18 +262,13 @@ def tag(
     before = None
     with suppress(CorruptError):  # a tag and a journal that disagree: this settles it
         before = opened.tagged(target.run, name)
-    opened.tag(target.run, name, target, why=reason, about={"author": _user()})
+    author = ""
+    with suppress(OSError, KeyError):  # in some containers the account has no name
+        author = getpass.getuser()
+    opened.tag(target.run, name, target, why=reason, about={"author": author})
     if before != str(target):
         tell_moved(f"{target.run}/{target.kind}@{name}", opened.history(target.run, name)[-1])
     say({"tag": name, "ref": str(target)}, [f"{target.run}/{target.kind}@{name} is {target}"])
-
-
-def _user() -> str:
-    """The account that this command runs under; empty if it has no name, as in some containers."""
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):
-        return ""
 
 
 def report(

@@ -7,14 +7,13 @@ for line, row in json_rows(Path("rows.jsonl")):
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.schemas.plain import bad_text, no_constant, no_key_twice
+from quiver.schemas.plain import bad_text, finite_float, no_constant, no_key_twice
 
 
 def bad_source(place: object, message: str) -> ConfigError:
@@ -65,7 +64,7 @@ def parse(place: str, raw: bytes) -> Any:
             text,
             object_pairs_hook=no_key_twice,
             parse_constant=no_constant,
-            parse_float=_finite,
+            parse_float=finite_float,
         )
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
@@ -80,14 +79,6 @@ def parse(place: str, raw: bytes) -> Any:
         except RecursionError:
             raise bad_source(place, "is nested too deeply") from None
     return parsed
-
-
-def _finite(number: str) -> float:
-    """The number that is written. ValueError if no float holds it."""
-    value = float(number)
-    if math.isinf(value):
-        raise ValueError(f"{number[:40]} is beyond the largest number")
-    return value
 
 
 def _require_text(place: str, node: Any) -> None:

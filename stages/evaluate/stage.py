@@ -92,8 +92,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         metrics |= compare(config, table, inputs["baseline"])
     writer.write_table(table)
     log.info("score %(score).4f, prompts: %(n)d, answers left out: %(null)d", metrics)
-    status = {"scored": len(table) - not_scored, "not_scored": not_scored}
-    writer.finish(metrics=metrics, status=status)
+    num_scored = len(table) - not_scored
+    writer.finish(metrics=metrics, status={"scored": num_scored, "not_scored": not_scored})
 
 
 def measure(config: Config, table: pa.Table) -> dict[str, Any]:

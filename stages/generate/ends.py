@@ -6,10 +6,12 @@ Not of the spine: a set of ids, and two warnings.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Any
 
-from quiver.schemas.errors import printable
+from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.models import checkpoints
+from quiver.stages.common.models.folder import end_ids_in
 from quiver.stages.common.runtime.stage import Plan
 from quiver.stages.common.store import Version
 
@@ -20,12 +22,22 @@ log = logging.getLogger(__name__)
 
 
 def stop_ids_of(config: Config, policy: Version) -> tuple[int, ...]:
-    """Every id that ends a completion, rising. ConfigError where the model names none and
-    should."""
+    """Return every id that ends a completion, rising. Raises: ConfigError if the model names none
+    and should."""
     stop_ids = {*config.sampling.stop_token_ids}
     if not config.sampling.ignore_eos:
         stop_ids.update(checkpoints.end_token_ids(policy))
     return tuple(sorted(stop_ids))
+
+
+def more_end_ids(policy: Version) -> tuple[int, ...]:
+    """The end token ids of generation_config.json if config.json has others; else none."""
+    with suppress(ConfigError):  # the model names no end token
+        ids = checkpoints.end_token_ids(policy)
+        config = checkpoints.model_config(policy)
+        if ids != end_ids_in(config, "config.json", str(policy.ref)):
+            return tuple(ids)
+    return ()
 
 
 def unknown_end(plan: Plan, policy: Version) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def _values(source: str, name: str, column: pa.ChunkedArray) -> Iterator[Any]:
 
 
 def _type_of(scalar: pa.Scalar) -> pa.DataType:
-    """The type of a value; of a union's, that of its member."""
+    """Return the type of a value; for a union, the type of its member."""
     is_member = isinstance(scalar, pa.UnionScalar) and scalar.value is not None
     return _type_of(scalar.value) if is_member else scalar.type
 

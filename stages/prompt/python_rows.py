@@ -94,13 +94,16 @@ def _join(
 def _column(place: str, name: str, numbers: list[int], cells: list[Any]) -> pa.ChunkedArray:
     """The cells of the rows with these numbers, in a type that gives them back. ConfigError."""
     column = _infer(cells)
-    if column is None or pa.types.is_nested(column.type):
+    is_kept = column is not None and _gives_back(column, cells)
+    if not is_kept or pa.types.is_nested(column.type):
         for number, cell in zip(numbers, cells, strict=True):
-            if is_too_deep(cell):
-                raise bad_source(f"{place} {number}", f"column {printable(name)}: {TOO_DEEP}")
-    if column is not None and _gives_back(column, cells):
+            problem = f": {TOO_DEEP}" if is_too_deep(cell) else ""
+            if type(cell).__name__ in _NULLS_OF_PANDAS:
+                problem = f" holds {cell!r} of pandas, which is a null: give None"
+            if problem:
+                raise bad_source(f"{place} {number}", f"column {printable(name)}{problem}")
+    if is_kept:
         return column
-    _refuse_nulls_of_pandas(place, name, numbers, cells)
     cells = [_as_python(cell) for cell in cells]
     column = column or _infer(cells)
     if column is not None and _gives_back(column, cells):
@@ -132,15 +135,6 @@ def _column(place: str, name: str, numbers: list[int], cells: list[Any]) -> pa.C
             )
         log.warning("%s %d: column %s: %s", place, number, printable(name), change)
     return column
-
-
-def _refuse_nulls_of_pandas(place: str, name: str, numbers: list[int], cells: list[Any]) -> None:
-    for number, cell in zip(numbers, cells, strict=True):
-        if type(cell).__name__ in _NULLS_OF_PANDAS:
-            raise bad_source(
-                f"{place} {number}",
-                f"column {printable(name)} holds {cell!r} of pandas, which is a null: give None",
-            )
 
 
 def _infer(cells: list[Any]) -> pa.ChunkedArray | None:

@@ -64,7 +64,7 @@ def read_variables(name: str, cells: Mapping[str, Any], reserved: Collection[str
 
 
 def tell_unused(config: Config, columns: Collection[str]) -> None:
-    """Warn, once a source, of its columns that prompts are made of elsewhere and not here.
+    """Warn once per source about columns that other trainers make prompts of and that are not used.
     ConfigError if the column that is named for tools is missing."""
     if config.tools not in ("", "tools", *columns):
         raise ConfigError(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,7 +18,12 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.fields import required
 from quiver.schemas.outside import CHARACTERS_OF_TOKEN, count_characters
 from quiver.stages.common.chat.control_tokens import Guard, Rendering
-from quiver.stages.common.chat.generation_prompt import learn_end, learn_markup, learn_start
+from quiver.stages.common.chat.generation_prompt import (
+    learn_end,
+    learn_markup,
+    learn_start,
+    reserved_ids,
+)
 from quiver.stages.common.chat.messages import (
     as_parts,
     is_assistants,
@@ -47,10 +52,9 @@ from .messages import (
     type_name,
 )
 from .python_rows import CHUNK
+from .remarks import Remarks
 from .row_variables import ARGUMENTS, RowVariables, columns_of, read_variables
 
-_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-_CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{[^}]{0,100}['"]role['"]\s*:""")
 log = logging.getLogger(__name__)
 Prompt = dict[str, Any]
 """A row of prompts/1, but for its group and its columns."""
@@ -71,7 +75,7 @@ class Renderer:
         self.config = config
         self.tools = tools or None
         self.chat_template = ""
-        """The text of the template that is used, where one is."""
+        """Source of the chat template; empty if none is used."""
         self.have_calls: bool | None = None
         """Whether messages of the version have more than role and content. None: not known yet."""
         self._policy = policy
@@ -80,16 +84,21 @@ class Renderer:
         self._vocabulary = checkpoints.vocabulary_size(policy)
         self._own_template = template
         self._templates: dict[str, Template] = {}
-        self._told: set[str] = set()
-        """What warnings were about."""
+        self._remarks = Remarks()
         self._seen: set[str] = set()
         """Structures of chats of which it is known that the template shows them."""
         if config.has_chats:
             self.chat_template = self._template(self.tools).source
             if self.tools:
                 self._tell_of_tools(self.tools, "generate.turns")
-        renders = [template.probe for template in self._all_templates()]
-        markup = learn_markup(self._tokenizer, renders, checkpoints.reserved_ids(policy))
+        for kind in [self.tools] if self.tools else [None, [{}]]:  # rows without tools, and with
+            try:
+                self._template(kind)
+            except ConfigError:  # without chats the policy may have none
+                if config.has_chats:
+                    raise
+        renders = [template.probe for template in self._templates.values()]
+        markup = learn_markup(self._tokenizer, renders, reserved_ids(policy))
         is_encoder = checkpoints.is_encoder_decoder(policy)
         self._guard = Guard(self._tokenizer, closes=is_encoder, **markup._asdict())
         self._ends = set() if is_encoder else self._learn_ends()
@@ -130,19 +139,19 @@ class Renderer:
             messages = [read_message(name, number, message) for number, message in enumerate(cell)]
         elif config.prompt:
             text = require_text(name, cell, f"column {config.prompt}")
-            self._tell_odd_text(name, text)
+            self._remarks.on_text(name, printable(config.prompt), text)
             if config.raw_text:
                 rendering = self._guard.encode(name, (), [text], lambda texts: texts[0])
-                self._tell_spelled(name, [text], ())
+                self._remarks.on_spelled(name, self._guard.spelled_out([text]))
             else:
                 messages = [{"role": "user", "content": text}]
         else:
-            others = [id for id in cell if type(id) is not int] if isinstance(cell, list) else []
-            if not isinstance(cell, list) or others:
-                found = printable(repr(others[0]))[:40] if others else type_name(cell)
+            no_ids = [id for id in cell if type(id) is not int] if isinstance(cell, list) else []
+            if not isinstance(cell, list) or no_ids:
+                shown = printable(repr(no_ids[0]))[:40] if no_ids else type_name(cell)
                 raise bad_row(
                     name,
-                    f"column {config.prompt_ids} holds {found}, expected a list of token ids, "
+                    f"column {config.prompt_ids} holds {shown}, expected a list of token ids, "
                     "which are whole numbers",
                 )
             valid_ids = [id for id in cell if 0 <= id < self._vocabulary]
@@ -154,11 +163,10 @@ class Renderer:
             num_shown = len(pictures) - len(pictures_in(opening))
             messages = _followed_by(show_images(name, messages, num_shown), opening)
             rendering = self._render_chat(name, messages, own)
-            self._tell_odd_chat(name, messages)
+            self._remarks.on_chat(name, messages)
             if messages[-1]["role"] == "assistant":  # the policy continues it
                 messages = messages[:-1]
             messages = [{**each, "content": text_of(each["content"])} for each in messages]
-        self._tell_ended(name, rendering.ids)
         tools = self.tools or own.tools
         prompt = {
             "messages": messages and save_messages(messages),
@@ -180,7 +188,7 @@ class Renderer:
         return pictures
 
     def of_assistant(self, chats: pa.ChunkedArray) -> dict[str, Any]:
-        """Where the template begins and ends an assistant's turn, for the manifest."""
+        """Return how the template begins and ends an assistant's turn, for the manifest."""
         return {
             "assistant_starts": self.assistant_starts(chats),
             "assistant_end": self.assistant_end(chats),
@@ -222,7 +230,16 @@ class Renderer:
             try:
                 source = self._tokenizer.get_chat_template(tools=tools or None)
             except ValueError:
-                raise self._no_template() from None
+                named = self._tokenizer.chat_template
+                lack = "no chat template"
+                if isinstance(named, dict):
+                    names = ", ".join(sorted(named))
+                    lack = f"the chat templates {names}, of which none is the default"
+                raise ConfigError(
+                    str(self._policy.ref),
+                    f"the policy's tokenizer has {printable(lack)}",
+                    next="set prompt.template to a jinja file, or data.raw_text = true",
+                ) from None
         if source not in self._templates:
             variables = {
                 "tools": self.tools,
@@ -234,27 +251,6 @@ class Renderer:
             self._templates[source] = Template(source, variables, self.config.template_seconds)
         return self._templates[source]
 
-    def _all_templates(self) -> list[Template]:
-        """The templates for rows with and without tools. Without chats the policy may have none."""
-        for tools in [self.tools] if self.tools else [None, [{}]]:
-            try:
-                self._template(tools)
-            except ConfigError:
-                if self.config.has_chats:
-                    raise
-        return list(self._templates.values())
-
-    def _no_template(self) -> ConfigError:
-        named = self._tokenizer.chat_template
-        what = "no chat template"
-        if isinstance(named, dict):
-            what = f"the chat templates {', '.join(sorted(named))}, of which none is the default"
-        return ConfigError(
-            str(self._policy.ref),
-            f"the policy's tokenizer has {printable(what)}",
-            next="set prompt.template to a jinja file, or data.raw_text = true",
-        )
-
     def _tell_of_tools(self, tools: list[dict[str, Any]], whose: str) -> None:
         """Warn if the template writes the same without `tools`."""
         question = [{"role": "user", "content": "?"}]
@@ -263,7 +259,7 @@ class Renderer:
             for each in (tools, None)
         )
         if with_tools == without:
-            self._tell(
+            self._remarks.say_once(
                 "tools",
                 f"the policy's chat template does not show the tools of {whose} to it: say in "
                 "prompt.system, or in the chats, what it may call and how",
@@ -278,7 +274,8 @@ class Renderer:
         structure, texts = take_texts(messages)
         own_structure, own_texts = take_variables(own.as_variables())
         num_texts = len(texts)
-        trusted = texts_of(messages, self._is_trusted)
+        # markup stays in what the recipe or an assistant says
+        trusted = texts_of(messages, lambda each: is_assistants(each) or self._is_recipes(each))
 
         def render(texts: list[str]) -> str:
             chat = put_texts(structure, iter(texts[:num_texts]))
@@ -292,12 +289,8 @@ class Renderer:
             self._seen.add(key)
             self._require_seen(name, messages, template, own)
         rendering = self._guard.encode(name, (key,), texts + own_texts, render, trusted=trusted)
-        self._tell_spelled(name, texts + own_texts, trusted)
+        self._remarks.on_spelled(name, self._guard.spelled_out(texts + own_texts, trusted))
         return rendering
-
-    def _is_trusted(self, message: Message) -> bool:
-        """Whether markup in a message stays: it is the recipe's own, or an assistant's."""
-        return is_assistants(message) or self._is_recipes(message)
 
     def _is_recipes(self, message: Message) -> bool:
         return message["role"] == "system" and message["content"] == self.config.system
@@ -327,28 +320,35 @@ class Renderer:
                 raise _unseen(name, "prompt.system", ", or take prompt.system out")
             if n == max(users, default=-1):
                 raise _unseen(name, "the last message of the user")
-            self._tell(
+            self._remarks.say_once(
                 f"role {role}",
                 f"{name}: the policy's chat template does not show message {n}, of the role {role}"
                 f"{_IF_IT_SHOULD}",
             )
-        given = {
+        arguments = {
             **dict.fromkeys(self.config.template_arguments, "prompt.template_arguments"),
             **dict.fromkeys(own.arguments, f"column {ARGUMENTS}"),
         }
-        for argument, place in given.items():
+        for argument, place in arguments.items():
             if not re.search(rf"\b{re.escape(argument)}\b", template.source):
-                self._tell(
+                self._remarks.say_once(
                     f"argument {argument}",
                     f"{name}: the policy's chat template does not use {printable(argument)}, which "
                     f"{place} sets: correct its name, or take it out",
                 )
         text = template.render(name, messages, **variables)
         if messages[-1]["role"] != "assistant":
-            self._tell_no_turn(name, messages, text, own)
+            header = template.missing_header(name, messages, text, **variables)
+            if header:
+                self._remarks.say_once(
+                    "turn",
+                    f"{name}: nothing begins the assistant's turn in the prompt, where the "
+                    f"policy's chat template writes {printable(repr(header))} before an answer: "
+                    "let the template write it where add_generation_prompt is true",
+                )
         start = self._guard.missing_start(text)
         if start:
-            self._tell(
+            self._remarks.say_once(
                 "start",
                 f"the policy's chat template does not begin with {start}, as its tokenizer begins "
                 "a text: it is put before each prompt. A server that renders chats leaves it out, "
@@ -360,101 +360,25 @@ class Renderer:
             if not any(message.get(member) for message in messages):
                 continue
             with suppress(ConfigError):  # the template refuses the chat without it
-                if template.render(name, messages, **variables) == template.render(
-                    name, [_without(member, each) for each in messages], **variables
-                ):
-                    self._tell(
+                without = [
+                    {key: value for key, value in message.items() if key != member}
+                    for message in messages
+                ]
+                if text == template.render(name, without, **variables):
+                    self._remarks.say_once(
                         member,
                         f"{name}: the policy's chat template does not show {member} of its "
                         f"messages{_IF_IT_SHOULD}",
                     )
 
     def _learn_ends(self) -> set[int]:
-        """The ids at which an answer ends: those of the model, and the template's."""
+        """Return the ids that end an answer, by the model's configs and by the template."""
         ends = {self._tokenizer.eos_token_id}
         with suppress(ConfigError):  # the model names none
             ends.update(checkpoints.end_token_ids(self._policy))
         if self.config.has_chats:
             ends.add(self._guard.first_control(learn_end(self._probe, ["user"]).lstrip()))
         return ends - {None}
-
-    def _tell_no_turn(
-        self, name: str, messages: list[Message], text: str, own: RowVariables
-    ) -> None:
-        """Warn if the template begins no turn of the assistant in `text`, but before a message of
-        it."""
-        template = self._template(self.tools or own.tools)
-        variables = {**own.as_variables(), "add_generation_prompt": False}
-        answer = {"role": "assistant", "content": "probezanswer"}
-        with suppress(ConfigError):  # the template refuses the answer
-            answered = template.render(name, [*messages, answer], **variables)
-            before, shown, _ = answered.partition(answer["content"])
-            header = before.removeprefix(text.rstrip()).strip()
-            is_ended = text == template.render(name, messages, **variables)
-            if is_ended and shown and header and header != before.strip():
-                self._tell(
-                    "turn",
-                    f"{name}: nothing begins the assistant's turn in the prompt, where the "
-                    f"policy's chat template writes {printable(repr(header))} before an answer: "
-                    "let the template write it where add_generation_prompt is true",
-                )
-
-    def _tell_ended(self, name: str, ids: list[int]) -> None:
-        """Warn of a prompt that ends as an answer does."""
-        if ids and ids[-1] in self._ends:
-            self._tell(
-                "ended",
-                f"{name}: the prompt ends with {printable(self._guard.decode(ids[-1:]))}, at which "
-                "an answer ends: the policy is to go on behind it. If it is not meant, take it out "
-                f"of {'the chat template' if self.config.has_chats else 'the rows'}",
-            )
-
-    def _tell_odd_text(self, name: str, text: str) -> None:
-        """Warn of a question that is blank, and of a chat that is written as text."""
-        column = printable(self.config.prompt)
-        if not text.strip():
-            self._tell("blank", f"{name}: column {column} is blank, and the policy is asked it")
-        if _CHAT_AS_TEXT.match(text):
-            self._tell(
-                "chat as text",
-                f"{name}: column {column} holds a chat written as text, which the policy is shown "
-                f'as it stands. If it is JSON, set data.messages = "{column}"',
-            )
-
-    def _tell_odd_chat(self, name: str, messages: list[Message]) -> None:
-        """Warn of roles that templates are not made for, and of an answer that is in the chat."""
-        for role in sorted({each["role"] for each in messages} - _ROLES):
-            self._tell(
-                f"name {role}",
-                f"{name}: a message has the role {printable(role)}; chat templates are made for "
-                f"{', '.join(sorted(_ROLES))}",
-            )
-        if messages[-1]["role"] == "assistant":
-            self._tell(
-                "continued",
-                f"{name}: the chat ends with a message of the assistant, which the policy "
-                "continues, here and in other rows. If it is the answer to learn, take it out",
-            )
-
-    def _tell(self, about: str, message: str) -> None:
-        """Warn of something once, whatever row it was seen in first."""
-        if about not in self._told:
-            self._told.add(about)
-            log.warning("%s", message)
-
-    def _tell_spelled(self, name: str, texts: list[str], trusted: Collection[int]) -> None:
-        """Warn, once for each of them, of control tokens that were spelled out."""
-        tokens = set(self._guard.spelled_out(texts, trusted)) - self._told
-        if not tokens:
-            return
-        self._told |= tokens
-        log.warning(
-            "%s: its text holds %s, which stays text: the policy reads it in pieces, not as its "
-            "control tokens, here and in other rows. If the text was rendered with a chat template "
-            "before, give the chats in data.messages, or their ids in data.prompt_ids",
-            name,
-            printable(", ".join(sorted(tokens))),
-        )
 
     def _fits(self, name: str, ids: list[int]) -> bool:
         """Whether the prompt is short enough. ConfigError when it is wrong otherwise, or the config
@@ -470,6 +394,14 @@ class Renderer:
                 f"token id {wrong_ids[0]} is outside the model's vocabulary of {self._vocabulary}",
                 next="use the model's own tokenizer",
             )
+        if ids[-1] in self._ends:
+            end = printable(self._guard.decode(ids[-1:]))
+            where = "the chat template" if self.config.has_chats else "the rows"
+            self._remarks.say_once(
+                "ended",
+                f"{name}: the prompt ends with {end}, at which an answer ends: the policy is to go "
+                f"on behind it. If it is not meant, take it out of {where}",
+            )
         allowed = self.config.max_prompt_tokens
         if allowed is None or len(ids) <= allowed:
             return True
@@ -477,8 +409,8 @@ class Renderer:
         return False
 
     def _is_hopeless(self, name: str, cell: Any, opening: Sequence[Message]) -> bool:
-        """Whether there are more characters than the allowed tokens can stand for: such a text is
-        not rendered, which could take minutes. ConfigError as of `_fits`."""
+        """Return whether the row has more characters than the allowed tokens can stand for, so that
+        rendering it could take minutes. Raises: ConfigError, as `_fits` does."""
         allowed = self.config.max_prompt_tokens
         num_characters = count_characters(cell) + count_characters(list(opening))
         if allowed is None or num_characters <= allowed * CHARACTERS_OF_TOKEN:
@@ -507,9 +439,13 @@ def render_rows(
     openings: list[list[Message]],
     chosen: Sequence[int],
 ) -> pa.Table:
-    """Those `rows` of `source` as prompts/1, or prompts/2 where there is more than text; the ones
-    that are too long left out, where the config says so. `openings`: of each row what its
-    environment says at the start. `chosen`: all rows of the version, which has one schema."""
+    """Render `rows` of `source` as prompts/1, or as prompts/2 if there is more than text. Leave out
+    prompts that are too long if the config says so.
+
+    Args:
+        openings: For each row, what its environment says at the start.
+        chosen: All rows of the version, which has one schema.
+    """
     table = source.take(pa.array(rows, pa.int64()))
     config = renderer.config
     rendered: list[Prompt] = []
@@ -517,13 +453,13 @@ def render_rows(
     images = table.column(config.images) if config.images else None
     cells = _input_cells(config, source, rows)
     named = columns_of(config, source.column_names).items()
-    variables = {what: without_nulls(table[column]) for what, column in named}
+    variables = {role: without_nulls(table[column]) for role, column in named}
     for position, (row, cell, opening) in enumerate(zip(rows, cells, openings, strict=True)):
         group_id = group_ids[row]
         name = f"prompt {printable(group_id)} (row {row + 1} of {printable(config.source)})"
         pictures = images[position].as_py() if images else None
-        own = {what: of_rows[position] for what, of_rows in variables.items()}
-        prompt = renderer.render(name, cell, opening, pictures, own)
+        of_row = {role: column[position] for role, column in variables.items()}
+        prompt = renderer.render(name, cell, opening, pictures, of_row)
         if prompt is not None:
             rendered.append({"group_id": group_id, **prompt})
             positions.append(position)
@@ -561,11 +497,11 @@ def _input_cells(config: Config, source: pa.Table, rows: Sequence[int]) -> Itera
         cells = without_nulls(column.take(pa.array(some_rows, pa.int64())))
         for row, cell in zip(some_rows, cells, strict=True):
             place = f"{config.source} row {row + 1} column {config.messages}"
-            yield _chat(place, cell) if config.messages else cell
+            yield _read_chat(place, cell) if config.messages else cell
 
 
-def _chat(place: str, cell: Any) -> Any:
-    """A cell of messages, where it or its messages are JSON text, as that says. ConfigError."""
+def _read_chat(place: str, cell: Any) -> Any:
+    """A cell of messages, read if it or its messages are JSON text. ConfigError."""
     if isinstance(cell, str):
         cell = parse(place, cell.encode())
     if not isinstance(cell, list):
@@ -582,10 +518,6 @@ def _unseen(name: str, what: str, way_out: str = "") -> ConfigError:
         f"the policy's chat template does not show {what}, neither as text nor as a list of parts",
         next=f"set prompt.template to a template that shows it{way_out}",
     )
-
-
-def _without(member: str, message: Message) -> Message:
-    return {key: value for key, value in message.items() if key != member}
 
 
 def _followed_by(messages: list[Message], opening: Sequence[Message]) -> list[Message]:

@@ -146,8 +146,8 @@ def _check(source: str, table: pa.Table) -> None:
         if holds(field.type, pa.types.is_interval):
             raise bad_source(
                 source,
-                f"column {printable(field.name)} is of the type {field.type}, which rewards can "
-                "not be given: write it as text or as a number of days",
+                f"column {printable(field.name)} is of the type {field.type}, which rewards "
+                "cannot be given: write it as text or as a number of days",
             )
     try:
         table.validate(full=True)

@@ -116,7 +116,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             next="raise prompt.max_prompt_tokens, lower prompt.reserve_tokens, or take a model "
             "with a longer context",
         )
-    lengths = pc.list_value_length(prompts.column("prompt_ids"))
+    lengths = pc.list_value_length(prompts["prompt_ids"])
     writer.finish(
         metrics={
             "prompt_tokens": {

@@ -8,6 +8,7 @@ retry asks for those that have no reward.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -26,38 +27,49 @@ class Whole(NamedTuple):
     sizes: list[int]
     """How many rows each group has."""
     rows: list[int]
-    """Where in the batch each of those rows is."""
+    """Positions of the rows in the batch."""
 
 
 class Groups:
     """The groups of a version of rollouts; within each, rows come by their `sample_index`."""
 
     def __init__(self, rollouts: Version, prompts: Version) -> None:
-        self._rollouts = rollouts.table().combine_chunks()
-        self._prompts = prompts_of(prompts)
-        self._prompt_rows = tables.join(self._rollouts, self._prompts)
+        """The tables are read when groups are first asked for."""
+        self._versions = rollouts, prompts
+
+    @cached_property
+    def _tables(self) -> tuple[pa.Table, pa.Table]:
+        """The rollouts in one chunk, and the prompts."""
+        rollouts, prompts = self._versions
+        return rollouts.table().combine_chunks(), prompts_of(prompts)
+
+    @cached_property
+    def _prompt_rows(self) -> pa.Array:
+        """For each rollout the row of its prompt."""
+        return tables.join(*self._tables)
 
     def of(self, rollout_ids: Sequence[str]) -> Whole:
         """The whole groups of these rollouts, in the order in which they are named first."""
-        ids = self._rollouts["rollout_id"].combine_chunks()
-        groups = self._rollouts["group_id"].combine_chunks()
+        rollouts, prompts = self._tables
+        ids = rollouts["rollout_id"].combine_chunks()
+        groups = rollouts["group_id"].combine_chunks()
         asked = pc.index_in(pa.array(rollout_ids, ids.type), value_set=ids)
         named = groups.take(asked).unique()
         order = pc.index_in(groups, value_set=named)
         places = pa.table(
-            {"row": range(len(ids)), "group": order, "sample": self._rollouts["sample_index"]}
+            {"row": range(len(ids)), "group": order, "sample": rollouts["sample_index"]}
         )
         keys = [("group", "ascending"), ("sample", "ascending"), ("row", "ascending")]
         places = places.filter(pc.is_valid(order)).sort_by(keys)
         rows = places["row"].combine_chunks()
-        prompts = self._prompts.take(self._prompt_rows.take(rows))
-        batch = tables.offered(self._rollouts.take(rows), prompts)
+        prompts = prompts.take(self._prompt_rows.take(rows))
+        batch = tables.offered(rollouts.take(rows), prompts)
         sizes = pc.value_counts(places["group"]).field("counts").to_pylist()
         return Whole(batch, sizes, pc.index_in(asked.cast(rows.type), value_set=rows).to_pylist())
 
 
 def prompts_of(prompts: Version) -> pa.Table:
-    """What scorers are offered of prompts, in one chunk."""
+    """Read the columns of prompts that scorers are offered, in one chunk."""
     names = ["group_id", "messages", "prompt_text", "columns"]
     if prompts.manifest.kind_schema == "prompts/2":
         names.append(pictures.OFFERED)

@@ -136,9 +136,7 @@ def open_scorers(
     where that is known. ConfigError where one of them is not there.
     """
     with Pool(config.workers, config.max_memory_gib) as pool, ExitStack() as stack:
-        groups = None
-        if rollouts and prompts and any(one.scope == "group" for one in config.functions):
-            groups = Groups(rollouts, prompts)
+        groups = Groups(rollouts, prompts) if rollouts and prompts else None
         scorers: list[Scorer] = [
             FunctionScorer(function, pool, config.batch_rows, notice, groups)
             for function in config.functions

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -71,10 +70,13 @@ class PromptIds(Mapping[str, list[list[int]]]):
 
     def __init__(self, rollouts: pa.Table) -> None:
         self._column = rollouts.column("prompt_ids")
+        self._lists: list[list[int]] | None = None
 
     def __getitem__(self, name: str) -> list[list[int]]:
         if name != "prompt_ids":
             raise KeyError(name)
+        if self._lists is None:
+            self._lists = self._column.to_pylist()
         return self._lists
 
     def __iter__(self) -> Iterator[str]:
@@ -85,10 +87,6 @@ class PromptIds(Mapping[str, list[list[int]]]):
 
     def __contains__(self, name: object) -> bool:
         return name == "prompt_ids"
-
-    @cached_property
-    def _lists(self) -> list[list[int]]:
-        return self._column.to_pylist()
 
 
 def as_rewards(

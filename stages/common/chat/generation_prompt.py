@@ -19,12 +19,16 @@ them: `learn_markup`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.chat.template import Messages
+from quiver.stages.common.models import checkpoints
+from quiver.stages.common.store import Version
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -99,6 +103,20 @@ class Markup(NamedTuple):
     """Special tokens in pairs, such as <think> and </think>: trusted contents may hold them."""
 
 
+def reserved_ids(policy: Version) -> set[int]:
+    """Ids that a policy's configs give a use of their own: begin, end and pad tokens, and what
+    stands for a picture, a video or a sound."""
+    config = checkpoints.model_config(policy)
+    ids: set[Any] = set()
+    with suppress(ConfigError):  # the model names no end token
+        ids.update(checkpoints.end_token_ids(policy))
+    for section in (config, config.get("text_config") or {}):
+        for name, value in section.items():
+            if name.endswith(("token_id", "token_index")):
+                ids.update(value if isinstance(value, list) else [value])
+    return {id for id in ids if type(id) is int}
+
+
 def learn_markup(
     tokenizer: PreTrainedTokenizerFast, renders: Sequence[Render], reserved: Collection[int] = ()
 ) -> Markup:
@@ -121,17 +139,12 @@ def learn_markup(
     }
     texts = {token.content for token in tokens.values()}
     special = {id: token.content for id, token in tokens.items() if token.special}
+    partners = {text: text.replace("<", "</", 1) for text in texts if re.match("<[^/]", text)}
+    partners.update({closing: opening for opening, closing in partners.items()})
     return Markup(
         plain=frozenset(tokens.keys() - special.keys()),
-        markup=frozenset(id for id, text in special.items() if _partner(text) in texts),
+        markup=frozenset(id for id, text in special.items() if partners.get(text) in texts),
     )
-
-
-def _partner(tag: str) -> str:
-    """</think> for <think>, and the reverse; empty for what is no tag."""
-    if tag.startswith("</"):
-        return tag.replace("</", "<", 1)
-    return tag.replace("<", "</", 1) if tag.startswith("<") else ""
 
 
 def _borders(render: Render, token_ends: Callable[[str], list[int]]) -> list[str]:

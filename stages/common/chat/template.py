@@ -18,6 +18,7 @@ have to be JSON text then. So the form of calls is learned in the same way.
 
 from __future__ import annotations
 
+import copy
 import json
 import resource
 import signal
@@ -113,8 +114,8 @@ class Template:
         """The text of `messages`, with other `variables` for this once. ConfigError names the
         prompt and says what was raised."""
         form = self._form(name, messages, variables)
-        given = _with_parts(_with_calls(messages, form.calls), form.as_parts)
-        return self._render(name, given, variables)
+        messages = _with_parts(_with_calls(messages, form.calls), form.as_parts)
+        return self._render(name, messages, variables)
 
     def probe(self, messages: Messages, generation: bool) -> str:
         """The text of messages that are not a row's, to learn from. ConfigError."""
@@ -123,14 +124,18 @@ class Template:
     def render_to_continue(self, name: str, messages: Messages, **variables: Any) -> str:
         """The text of `messages` up to the end of the last content, which a policy is to continue;
         as transformers writes it for `continue_final_message`. ConfigError."""
-        last = messages[-1]
+        marked = copy.deepcopy(messages)
+        last = marked[-1]
         content = last["content"]
         if isinstance(content, str):
-            marked_content: Any = content + _CONTINUED
+            last["content"] = content + _CONTINUED
         else:
-            content = next((p["text"] for p in reversed(content) if "text" in p), "")
-            marked_content = _with_last_text(last["content"], content + _CONTINUED)
-        marked = [*messages[:-1], {**last, "content": marked_content}]
+            texts = [part for part in content if "text" in part]
+            if not texts:
+                texts = [{"type": "text", "text": ""}]
+                last["content"] += texts
+            content = texts[-1]["text"]
+            texts[-1]["text"] += _CONTINUED
         variables = {**variables, "add_generation_prompt": False}
         text = self.render(name, marked, **variables)
         mark = _CONTINUED.strip()
@@ -138,7 +143,7 @@ class Template:
             raise ConfigError(
                 name,
                 "the chat template does not show the last message, an assistant's, as it is, so "
-                "the policy can not continue it",
+                "the policy cannot continue it",
                 next="set prompt.template to one that does, or take the message out of the chat",
             )
         before = text[: text.rindex(mark)]
@@ -150,17 +155,33 @@ class Template:
         """Positions of the messages whose content no form of `messages` shows. ConfigError."""
         return self._form(name, messages, variables).unseen
 
+    def missing_header(self, name: str, messages: Messages, text: str, **variables: Any) -> str:
+        """What the template writes before an assistant's message behind `messages`, if it writes
+        nothing of that in their generation prompt `text`; else empty."""
+        variables = {**variables, "add_generation_prompt": False}
+        answer = {"role": "assistant", "content": "probezanswer"}
+        try:
+            before, shown, _ = self.render(name, [*messages, answer], **variables).partition(
+                answer["content"]
+            )
+            without_header = self.render(name, messages, **variables)
+        except ConfigError:  # the template refuses the answer
+            return ""
+        header = before.removeprefix(text.rstrip()).strip()
+        is_missing = text == without_header and shown and header != before.strip()
+        return header if is_missing else ""
+
     def _form(self, name: str, messages: Messages, variables: dict[str, Any]) -> _Form:
         """The form of contents in which the template shows most of `messages`; strings, if it is
         all the same."""
         shapes = tuple((message["role"], _shape(message)) for message in messages)
         key = shapes, tuple(sorted(name for name, value in variables.items() if value))
         if key not in self._forms:
-            marked = [_marked(message, f"probez{n}z") for n, message in enumerate(messages)]
-            self._forms[key] = self._learn_form(name, marked, variables)
+            self._forms[key] = self._learn_form(name, messages, variables)
         return self._forms[key]
 
-    def _learn_form(self, name: str, marked: Messages, variables: dict[str, Any]) -> _Form:
+    def _learn_form(self, name: str, messages: Messages, variables: dict[str, Any]) -> _Form:
+        marked = [_marked(message, f"probez{n}z") for n, message in enumerate(messages)]
         calls = self._learn_call_form(name, marked, variables)
         marked = _with_calls(marked, calls)
         strings = {n for n, each in enumerate(marked) if isinstance(each.get("content"), str)}
@@ -220,7 +241,11 @@ class Template:
     def _render(self, name: str, messages: Messages, variables: dict[str, Any]) -> str:
         if self._child.poll() is not None and not self._closed:
             self._start()
-        shown = [_with_thinking(message) for message in messages]
+        shown = []
+        for message in messages:
+            thinking = message.get("reasoning_content")
+            names = () if thinking is None else ("reasoning", "thinking")  # as templates read it
+            shown.append({**message, **dict.fromkeys(names, thinking)})
         return self._ask(name, {**variables, "messages": shown})
 
     def _ask(self, name: str, question: dict[str, Any]) -> str:
@@ -247,32 +272,18 @@ class Template:
         return f"its process ended with code {code} (limit: {MEMORY // 1024**2} MiB of memory)"
 
 
-def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose thinking has each name that templates read it by."""
-    thinking = message.get("reasoning_content")
-    if thinking is None:
-        return message
-    return {**message, "reasoning": thinking, "thinking": thinking}
-
-
 def _with_calls(messages: Messages, form: _CallForm) -> Messages:
     """`messages` with those that have calls in that form."""
-    return [_with_calls_of(each, form) if "tool_calls" in each else each for each in messages]
-
-
-def _with_calls_of(message: dict[str, Any], form: _CallForm) -> dict[str, Any]:
-    shown = dict(message)
-    if form.is_null and not message.get("content"):
-        shown["content"] = None
-    if form.is_text:
-        shown["tool_calls"] = [_with_text_arguments(call) for call in message["tool_calls"]]
+    shown = copy.deepcopy(messages)
+    for message in shown:
+        if "tool_calls" not in message:
+            continue
+        if form.is_null and not message.get("content"):
+            message["content"] = None
+        for call in message["tool_calls"] if form.is_text else ():
+            arguments = call["function"]["arguments"]
+            call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
     return shown
-
-
-def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    text = json.dumps(function["arguments"], ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}
 
 
 def _with_probe_calls(message: dict[str, Any]) -> dict[str, Any]:
@@ -282,10 +293,6 @@ def _with_probe_calls(message: dict[str, Any]) -> dict[str, Any]:
     function = {"name": _PROBE_TOOL, "arguments": _PROBE_ARGUMENTS}
     calls = [{**call, "function": function} for call in message["tool_calls"]]
     return {**message, "tool_calls": calls}
-
-
-def _is_text(content: Any) -> bool:
-    return isinstance(content, str) and bool(content.strip())
 
 
 def _texts(message: dict[str, Any]) -> list[str]:
@@ -308,18 +315,13 @@ def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:
     return {**message, "content": parts}
 
 
-def _with_last_text(parts: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """`parts` with another text in the last part that has one; a new part if none has."""
-    place = max((n for n, part in enumerate(parts) if "text" in part), default=len(parts))
-    return [*parts[:place], {"type": "text", "text": text}, *parts[place + 1 :]]
-
-
 def _shape(message: dict[str, Any]) -> Any:
-    """What of a message, beside its role, decides how it is read: the types of its content's parts,
-    and its other members."""
+    """Return what decides, beside the role, how a message is read: the types of its content's parts
+    and the names of its other members."""
     content = message.get("content") or ""
-    kinds = _is_text(content)
-    if not isinstance(content, str):
+    if isinstance(content, str):
+        kinds: Any = bool(content.strip())
+    else:
         kinds = tuple((part["type"], bool(part.get("text", "").strip())) for part in content)
     return kinds, tuple(name for name, member in message.items() if member)
 

@@ -13,11 +13,10 @@ every *.safetensors at the top. By choice it has no weights there, and is its ba
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,7 +26,7 @@ from pydantic import Field, model_validator
 from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.schemas.manifest import Model, digest
 from quiver.stages.common.config import Config as Base
-from quiver.stages.common.models import from_function
+from quiver.stages.common.models import from_function, named_templates
 from quiver.stages.common.models.families import require_processor, require_trainable
 from quiver.stages.common.models.folder import (
     PROCESSOR_FILES,
@@ -58,8 +57,6 @@ FILE_BYTES = 4 * 10**9
 """Most bytes of a file of tensors, unless one tensor alone has more: several files are hashed at
 once, and held in memory one after another."""
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
-_MORE_TEMPLATES = "additional_chat_templates"
-"""Folder of the templates that have names, as transformers saves them."""
 _TOKENIZER_FILES = (
     "added_tokens.json",
     "merges.txt",
@@ -172,7 +169,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             from_function.make(config.model, function, config.arguments, writer.folder)
             check_folder(writer.folder, config.model)
             files = _model_files(writer.folder)
-            _name_templates(files, writer.folder)
+            named_templates.write(files, writer.folder)
             for path in {*writer.folder.iterdir()} - {*files}:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         else:
@@ -185,7 +182,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
                 for file in files:
                     if file.parent == path:
                         shutil.copyfile(file, writer.folder / file.name)
-            _name_templates(files, writer.folder)
+            named_templates.write(files, writer.folder)
             check_folder(writer.folder, config.model)
         require_trainable(writer.folder, config.model)
         require_processor(writer.folder, config.model)
@@ -193,26 +190,6 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     if commit:
         metrics["commit"] = commit
     writer.finish(metrics=metrics)
-
-
-def _name_templates(files: Sequence[Path], folder: Path) -> None:
-    """Write the named templates among a model's `files` into the tokenizer's config in `folder`,
-    the older of two ways that transformers reads: versions have no folders within them."""
-    named = {
-        file.stem: file.read_text("utf-8") for file in files if file.parent.name == _MORE_TEMPLATES
-    }
-    if not named:
-        return
-    default = folder / "chat_template.jinja"
-    if default.is_file():
-        named = {"default": default.read_text("utf-8"), **named}
-        default.unlink()
-    path = folder / "tokenizer_config.json"
-    config = (parse_object(path.read_bytes()) if path.is_file() else None) or {}
-    config["chat_template"] = [
-        {"name": name, "template": template} for name, template in named.items()
-    ]
-    path.write_text(json.dumps(config, indent=2, ensure_ascii=False), "utf-8")
 
 
 def _require_hash(config: PolicyConfig, source_hash: str) -> None:
@@ -276,7 +253,7 @@ def _model_files(path: Path) -> list[Path]:
         for file in path.iterdir()
         if file.is_file() and (file.name in names or file.name.endswith(weights))
     )
-    return [*files, *sorted((path / _MORE_TEMPLATES).glob("*.jinja"))]
+    return files + named_templates.files_in(path)
 
 
 def find_folder(model: str, revision: str | None, field: str) -> Path:
@@ -430,23 +407,11 @@ def sees_images(version: Version) -> bool:
     )
 
 
-def reserved_ids(version: Version) -> set[int]:
-    """Ids that config.json gives a use of their own: begin, end and pad tokens, and what stands for
-    a picture, a video or a sound."""
-    config = model_config(version)
-    ids: set[Any] = set(_end_token_ids(version, "generation_config.json") or ())
-    for section in (config, config.get("text_config") or {}):
-        for name, value in section.items():
-            if name.endswith(("token_id", "token_index")):
-                ids.update(value if isinstance(value, list) else [value])
-    return {id for id in ids if type(id) is int}
-
-
 def end_token_ids(version: Version) -> list[int]:
     """Ids that end a completion, from generation_config.json or else config.json, rising.
     ConfigError when there is none."""
     for name in ("generation_config.json", "config.json"):
-        ids = _end_token_ids(version, name)
+        ids = end_ids_in(_read_json(version, name), name, str(version.ref))
         if ids is not None:
             return ids
     raise ConfigError(
@@ -454,16 +419,6 @@ def end_token_ids(version: Version) -> list[int]:
         "the model names no end token",
         next="add eos_token_id to generation_config.json",
     )
-
-
-def generation_end_token_ids(version: Version) -> list[int]:
-    """Those of generation_config.json, where config.json has others; else none."""
-    ids = _end_token_ids(version, "generation_config.json")
-    return [] if ids is None or ids == _end_token_ids(version, "config.json") else ids
-
-
-def _end_token_ids(version: Version, name: str) -> list[int] | None:
-    return end_ids_in(_read_json(version, name), name, str(version.ref))
 
 
 def load_tokenizer(version: Version) -> PreTrainedTokenizerFast:

@@ -14,7 +14,7 @@ from typing import Any
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.chat.control_tokens import Guard
-from quiver.stages.common.chat.generation_prompt import learn_markup
+from quiver.stages.common.chat.generation_prompt import learn_markup, reserved_ids
 from quiver.stages.common.chat.messages import read_messages
 from quiver.stages.common.chat.template import Template
 from quiver.stages.common.config import parse_saved
@@ -98,7 +98,7 @@ def opened(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable[..., R
         ImageCheck(limits) as check,
     ):
         _require_same_tools(prompts, pool.loaded)
-        markup = learn_markup(tokenizer, [template.probe], checkpoints.reserved_ids(setup.policy))
+        markup = learn_markup(tokenizer, [template.probe], reserved_ids(setup.policy))
         guard = Guard(tokenizer, **markup._asdict())
         bridge = Bridge(
             template,

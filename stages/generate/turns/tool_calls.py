@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.schemas.outside import read_call
+from quiver.schemas.outside import parse, read_call
 from quiver.schemas.plain import no_key_twice
 from quiver.stages.common import plugins
 from quiver.stages.common.environments.environment import Call
@@ -70,7 +70,7 @@ def parse_hermes(text: str) -> ParsedTurn:
     before = text[: marks[0].start()] if marks else text
     try:
         bodies = list(_between_tags(text, marks))
-        calls = tuple(_read_call(_as_json(body), "arguments") for body in bodies)
+        calls = tuple(_read_call(parse(body, "the call"), "arguments") for body in bodies)
     except ValueError as error:
         return ParsedTurn(before, (), str(error), isinstance(error, _Broken))
     if not marks and start and not _begins_with_thought(text):
@@ -336,14 +336,6 @@ def _without_end(text: str) -> str:
 def _read_call(members: Any, key: str) -> Call:
     """The call that {"name", key} is. ValueError."""
     return Call(*read_call(members, "the call", key))
-
-
-def _as_json(text: str) -> Any:
-    """ValueError."""
-    try:
-        return json.loads(text, object_pairs_hook=no_key_twice)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"the call is not valid JSON: {_shown(error)}") from None
 
 
 def _is_cut(body: str) -> bool:

@@ -188,7 +188,7 @@ def test_rollouts_from_before_end_tokens_were_part_of_the_key_are_found(
     policy = run_stage("policy", {"model": str(folder)}, store, into="tiny", in_process=True)
     prompts = make_prompts(store, [[5, 7, 9]])
     with monkeypatch.context() as before:
-        before.setattr(checkpoints, "generation_end_token_ids", lambda _: [])
+        before.setattr(stage, "more_end_ids", lambda _: ())
         older = run(config(), store, prompts=prompts.ref, policy=policy)
     assert run(config(), store, prompts=prompts.ref, policy=policy) == older
 

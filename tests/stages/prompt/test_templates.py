@@ -370,7 +370,7 @@ def test_a_template_that_hides_a_prefix_is_refused(policy_of):
     policy, _ = policy_of("qwen3")
     with (
         opened(policy, HIDES.replace("ROLE", "assistant")) as renderer,
-        pytest.raises(ConfigError, match="can not continue it"),
+        pytest.raises(ConfigError, match="cannot continue it"),
     ):
         renderer.render("row", [user("one?"), assistant("Let me")])
 

@@ -114,7 +114,7 @@ def test_ids_of_prompts_are_read_when_they_are_asked_for(sample):
     rollouts = sample([["1"]], {"answer": [1]}).table()
     found = tables.PromptIds(rollouts)
     assert list(found) == ["prompt_ids"] and "answer" not in found
-    assert "_lists" not in vars(found)
+    assert vars(found)["_lists"] is None
     assert found["prompt_ids"] == [[1, 5]]
     assert found["prompt_ids"] is found["prompt_ids"]
 

@@ -14,7 +14,6 @@ quiver.stages.reward.servers.dialects.strict.MalformedError: is not JSON: NaN is
 from __future__ import annotations
 
 import json
-import math
 import re
 from typing import Any, TypeVar
 
@@ -22,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from quiver.schemas.errors import printable
 from quiver.schemas.outside import LARGEST, read_number
-from quiver.schemas.plain import no_constant, no_key_twice
+from quiver.schemas.plain import finite_float, no_constant, no_key_twice
 from quiver.stages.reward.scoring import Part, as_extra
 
 _T = TypeVar("_T", bound=BaseModel)
@@ -47,7 +46,10 @@ def read_json(raw: bytes) -> Any:
             if depth > MAX_DEPTH:
                 raise ValueError(f"nested deeper than {MAX_DEPTH}")
         document = json.loads(
-            text, object_pairs_hook=no_key_twice, parse_constant=no_constant, parse_float=_finite
+            text,
+            object_pairs_hook=no_key_twice,
+            parse_constant=no_constant,
+            parse_float=finite_float,
         )
         if "\\u" in text:  # \ud800 alone is half a character: no file and no wire can hold it
             json.dumps(document, ensure_ascii=False).encode()
@@ -57,13 +59,6 @@ def read_json(raw: bytes) -> Any:
             f"is not JSON: {printable(error, 100)}: {shown!r}" if raw else "is empty"
         ) from None
     return document
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{printable(text, 20)} is beyond every float")
-    return number
 
 
 def read_as(cls: type[_T], document: Any) -> _T:
