@@ -196,7 +196,7 @@ TURNS = [{"length": 2, "observation_ids": [50]}, {"length": 1}]
     [
         ({"logprobs": [-0.3, -1.5]}, "logprobs has 2 items, completion_ids has 3"),
         ({"logprobs": [-0.3, 0.5, 0]}, "logprobs.1"),
-        ({"logprobs": [-0.3, -1e400, 0]}, "logprobs.1"),
+        ({"logprobs": [-0.3, -1e400, 0]}, "-1e400 is more than a float holds"),
         ({"logprobs": [-0.3, None, 0]}, "logprobs.1"),
         ({"logprobs": [-0.3, "-1", 0]}, "logprobs.1"),
         ({"completion_ids": [45, 320, 2]}, "completion_ids holds 320"),
