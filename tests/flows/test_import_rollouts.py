@@ -247,7 +247,7 @@ def test_a_bad_line_is_named_with_its_field_and_nothing_is_written(workplace, ch
         (
             'GOOD\n{"prompt_ids": [1], "completion_ids": [2], "logprobs": [-1.0], "turns": [{"length": 1, "tool_calls": [{"name": "f", "arguments": {"a": 1e400}}]}]}\n',
             {},
-            "line 2: turns.0.tool_calls.0",
+            "line 2: is not JSON: 1e400 is more than a float holds",
         ),
         ("GOOD\n[1]\n", {}, "line 2: expected an object, found list"),
         ("\n", {}, "has no lines"),
