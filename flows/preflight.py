@@ -11,15 +11,18 @@ first line of work. `quiver check` does it too, and then takes the first rows th
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from quiver.schemas.errors import ConfigError, QuiverError, printable, reason
+from quiver.schemas.plain import flatten
 from quiver.stages.common import plugins
 from quiver.stages.common.models.from_function import is_function
-from quiver.stages.common.runtime.runner import find
-from quiver.stages.common.runtime.stage import load
+from quiver.stages.common.runtime.runner import find, plan_of
+from quiver.stages.common.runtime.stage import Plan, load
 from quiver.stages.common.store import Store
 from quiver.stages.generate.engine import code_hash, engine_options
 from quiver.stages.prompt.stage import read_template
@@ -29,6 +32,8 @@ from quiver.stages.reward.turns import ENVIRONMENT
 from .demands import check_demands
 from .placement import check_placement, stage_call, trained_here
 from .recipe import Recipe
+
+log = logging.getLogger(__name__)
 
 
 def preflight(recipe: Recipe) -> Recipe:
@@ -98,26 +103,50 @@ def try_out(recipe: Recipe) -> list[str]:
 
 def finished(recipe: Recipe) -> dict[str, str]:
     """Which versions of the first iteration of a resolved recipe are there already, by stage: a run
-    goes on behind the last of them."""
+    goes on behind the last of them. One that is there and was made of something else is logged."""
     refs: dict[str, str] = {}
     if _store_at(recipe.store) is None:
         return refs
     chain = {
-        "policy": (recipe.policy, ()),
-        "prompt": (recipe.prompt_config(1), ("policy",)),
-        "generate": (recipe.generate_config(1), ("prompts", "policy")),
-        "reward": (recipe.reward, ("rollouts",)),
+        "policy": ("policy", recipe.policy, ()),
+        "prompt": ("prompts", recipe.prompt_config(1), ("policy",)),
+        "generate": ("rollouts", recipe.generate_config(1), ("prompts", "policy")),
+        "reward": ("rewards", recipe.reward, ("rollouts",)),
     }
-    kinds = {"policy": "policy", "prompt": "prompts", "generate": "rollouts", "reward": "rewards"}
     made: dict[str, str] = {}
-    for stage, (config, roles) in chain.items():
+    for stage, (kind, config, roles) in chain.items():
         call = stage_call(recipe, stage, config, {role: made[role] for role in roles})
         outcome = find(call.runner_call)
         if outcome is None:
+            _tell_what_differs(plan_of(call.runner_call), kind)
             break
-        made[kinds[stage]] = outcome.ref
+        made[kind] = outcome.ref
         refs[stage] = outcome.ref
     return refs
+
+
+def _tell_what_differs(plan: Plan, kind: str) -> None:
+    """Warn with the keys that differ if the run has a first version of `kind` that the plan does
+    not ask for, because the recipe changed since."""
+    numbers = plan.store.numbers(plan.run, kind)
+    if not numbers:
+        return
+    with suppress(QuiverError):  # deleted, or damaged, which is not the question here
+        version = plan.store.open(f"{plan.run}/{kind}@{numbers[0]}")
+        before = flatten(version.manifest.config)
+        asked = flatten(plan.config.key())
+        changes = [
+            f"{path} was {printable(before[path])} and is {printable(value)}"
+            for path, value in asked.items()
+            if path in before and before[path] != value
+        ]
+        log.warning(
+            "run %s has %s, which this recipe does not ask for: %s. The run makes versions of its "
+            "own beside it",
+            plan.run,
+            version.ref,
+            ", ".join(changes) or "what it was made of changed",
+        )
 
 
 def _store_at(path: str) -> Store | None:

@@ -13,6 +13,9 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.schemas.manifest import line_of
 from quiver.schemas.refs import parse
@@ -106,6 +109,7 @@ def rerun(
         policy = refs["policy"][0]
         return measure(recipe.held_out_resolved(), policy, iteration, forced, perform=perform)
     if stage == "optimize":
+        _tell_other_temperatures(recipe, store, refs["rollouts"])
         config = load(stage).resolve(recipe.optimize_config())
         section = recipe.optimize.model_copy(update=dict(config))
         recipe = recipe.model_copy(update={"optimize": section})
@@ -240,6 +244,23 @@ def _score_again(
         ]
         for role, scorers in policies.items()
     }
+
+
+def _tell_other_temperatures(recipe: Recipe, store: Store, rollouts: list[str]) -> None:
+    """Warn if rollouts were sampled at another temperature than the recipe names. The step takes
+    each row at the temperature that is stored with it."""
+    named = pa.scalar(recipe.generate.sampling.temperature, pa.float32())
+    for ref in rollouts:
+        sampled_at = pc.unique(store.open(ref).table(["temperature"])["temperature"]).to_pylist()
+        others = [f"{value:g}" for value in sorted(sampled_at) if value != named.as_py()]
+        if others:
+            log.warning(
+                "%s was sampled at temperature %s, and generate.sampling.temperature is %g: the "
+                "step uses the temperature that is stored with each rollout",
+                ref,
+                ", ".join(others[:5]),
+                recipe.generate.sampling.temperature,
+            )
 
 
 def _answer_again(

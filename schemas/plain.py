@@ -133,3 +133,17 @@ def finite_float(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text[:20]} is more than a float holds")
     return number
+
+
+def flatten(node: Any, path: str = "") -> dict[str, Any]:
+    """Return the leaves of `node` by their dotted path; an item of a list of objects that have a role
+    is named by its role."""
+    is_list = isinstance(node, list) and bool(node)
+    if is_list and all(isinstance(entry, dict) and "role" in entry for entry in node):
+        node = {entry["role"]: entry for entry in node}
+    if not isinstance(node, dict) or not node:
+        return {path: node}
+    leaves: dict[str, Any] = {}
+    for name, child in node.items():
+        leaves |= flatten(child, f"{path}.{name}" if path else name)
+    return leaves

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from quiver.schemas.errors import ConfigError, LineageError, printable
+from quiver.schemas.plain import flatten
 from quiver.schemas.refs import check_name, parse
 from quiver.stages.common.store import Store, Version
 from quiver.stages.evaluate.comparison import pair_prompts
@@ -165,7 +166,7 @@ def find_evaluation(store: Store, name: str) -> Version:
 def _changed(a: Version, b: Version) -> dict[str, list[Any]]:
     """What of their manifests differs, by its path."""
     leaves_a, leaves_b = (
-        _flatten(version.manifest.model_dump(mode="json", by_alias=True, exclude=_ALWAYS_DIFFERENT))
+        flatten(version.manifest.model_dump(mode="json", by_alias=True, exclude=_ALWAYS_DIFFERENT))
         for version in (a, b)
     )
     return {
@@ -173,16 +174,3 @@ def _changed(a: Version, b: Version) -> dict[str, list[Any]]:
         for path in sorted(leaves_a.keys() | leaves_b.keys())
         if leaves_a.get(path) != leaves_b.get(path)
     }
-
-
-def _flatten(node: Any, path: str = "") -> dict[str, Any]:
-    """Leaves by their dotted path; entries of a list that bear a role, by that."""
-    is_list = isinstance(node, list) and bool(node)
-    if is_list and all(isinstance(entry, dict) and "role" in entry for entry in node):
-        node = {entry["role"]: entry for entry in node}
-    if not isinstance(node, dict) or not node:
-        return {path: node}
-    leaves: dict[str, Any] = {}
-    for name, child in node.items():
-        leaves |= _flatten(child, f"{path}.{name}" if path else name)
-    return leaves

@@ -259,6 +259,33 @@ def test_a_function_that_makes_the_base_model_is_called_when_it_is_asked_for(fol
     assert not Path("called").exists()
 
 
+def test_a_first_iteration_of_another_recipe_is_told_with_the_keys_that_differ(folder):
+    recipe = load("recipe.toml").resolved()
+
+    def made(stage, config, **refs):
+        return run_stage(stage, config, recipe.store, **refs, in_process=True)
+
+    policy = made("policy", recipe.policy, into=recipe.run)
+    prompts = made("prompt", recipe.prompt_config(1), policy=policy)
+    made("generate", recipe.generate_config(1), prompts=prompts, policy=policy)
+    finished = {"policy": "tiny/policy@0", "prompt": "tiny/prompts@1"}
+    same = check()
+    assert same.answer["finished"] == {**finished, "generate": "tiny/rollouts@1"}
+    assert same.answer["warnings"] == []
+    cooler = check("generate.sampling.temperature=0.5")
+    assert cooler.answer["finished"] == finished
+    beside = "The run makes versions of its own beside it"
+    assert cooler.answer["warnings"] == [
+        "run tiny has tiny/rollouts@1, which this recipe does not ask for: "
+        f"sampling.temperature was 1.0 and is 0.5. {beside}"
+    ]
+    assert check("seed=8", "data.limit=2").answer["warnings"] == [
+        "run tiny has tiny/prompts@1, which this recipe does not ask for: "
+        f"limit was 4 and is 2, seed was 7 and is 8. {beside}"
+    ]
+    assert check("run='fresh'", "seed=8").answer["warnings"] == []
+
+
 # -- what the rewards say
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from quiver.flows.commands import episodes as commands
+from quiver.flows.recipe import load
+from quiver.flows.rerun import rerun
 from quiver.schemas.errors import ConfigError, NumericError, QuiverError
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.store import Store
@@ -189,6 +191,28 @@ def test_logprobs_at_another_temperature_than_is_said_are_refused(workplace):
 
 GOOD = {"prompt_ids": [1, 40], "completion_ids": [45, 46, 2], "logprobs": [-0.3, -1.5, 0.0]}
 TURNS = [{"length": 2, "observation_ids": [50]}, {"length": 1}]
+
+
+def test_a_step_on_rollouts_of_another_temperature_says_which_it_uses(workplace, caplog):
+    store = Store(workplace / "store")
+    rows = sampled(store, temperature=0.5)
+    lines = [{**line, "temperature": 0.5} for line in lines_of(rows, turns=True)]
+    write(workplace, lines)
+    take_over(workplace)
+    recipe = load(workplace / "recipe.toml", [f"store='{store.path}'"])
+    both = {"rollouts": "tiny/rollouts@1", "rewards": "tiny/rewards@1"}
+    assert rerun(recipe, "optimize", both).ref == "tiny/policy@1"
+    said = [record.getMessage() for record in caplog.records if "temperature" in record.msg]
+    assert said == [
+        "tiny/rollouts@1 was sampled at temperature 0.5, and generate.sampling.temperature is 1: "
+        "the step uses the temperature that is stored with each rollout"
+    ]
+    caplog.clear()
+    cooler = load(
+        workplace / "recipe.toml", [f"store='{store.path}'", "generate.sampling.temperature=0.5"]
+    )
+    rerun(cooler, "optimize", both)
+    assert not [record for record in caplog.records if "temperature" in record.msg]
 
 
 @pytest.mark.parametrize(
