@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import operator
 import re
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -161,7 +162,7 @@ class Joined:
                     row.update((name, cell) for name, cell in partner.items() if name not in row)
         for row in rows:
             if isinstance(row.get("advantage"), list):
-                row["advantage"] = _mean(row["advantage"])
+                row["advantage"] = statistics.fmean(row["advantage"]) if row["advantage"] else None
         return rows
 
     def tokens(self, position: int) -> Tokens:
@@ -461,10 +462,6 @@ def _made_after(store: Store, source: Version, kind: str) -> Iterator[Version]:
     for entry in reversed(store.index(run, kind).entries()):
         if not entry.error and entry.created >= source.manifest.created:
             yield store.version(Ref(run, kind, entry.number))
-
-
-def _mean(numbers: list[float]) -> float | None:
-    return sum(numbers) / len(numbers) if numbers else None
 
 
 def _list_means(column: pa.ChunkedArray) -> np.ndarray:
