@@ -85,7 +85,7 @@ def make(
     )
 
     with tempfile.TemporaryDirectory() as work:
-        source = _folder_of(model, revision, arguments or {}, Path(work), "float32")
+        source = _folder_of(model, revision, arguments or {}, Path(work))
         try:
             config = AutoConfig.from_pretrained(source)
             shrink(config.get_text_config())  # what sees must go with the processor
@@ -114,9 +114,7 @@ def import_without_weights(
     plan = checkpoints.plan(config, store, {}, into=run)
     with tempfile.TemporaryDirectory() as work, open_staging(plan) as staging:
         writer = staging.writers["policy"]
-        source = folder or _folder_of(
-            config.model, config.revision, config.arguments, Path(work), None
-        )
+        source = folder or _folder_of(config.model, config.revision, config.arguments, Path(work))
         _copy(("config.json", *CARRIED_FILES), source, writer.folder)
         save_file({"none": np.zeros(1, np.float32)}, writer.folder / "model.safetensors")
         writer.finish()
@@ -142,17 +140,15 @@ def shrink(config: PretrainedConfig) -> None:
     keep_layers(config, LAYERS)
 
 
-def _folder_of(
-    model: str, revision: str | None, arguments: dict[str, Any], work: Path, dtype: str | None
-) -> Path:
-    """The folder of the model itself; what is no folder yet is made in `work`. `dtype`: that of the
-    weights of a GGUF file; None leaves them out."""
+def _folder_of(model: str, revision: str | None, arguments: dict[str, Any], work: Path) -> Path:
+    """Return the folder of the model itself. What is no folder yet is made in `work`; of a GGUF
+    file without its weights, which need not be read."""
     if from_function.is_function(model):
         function, _ = from_function.load(model, arguments)
         from_function.make(model, function, arguments, work)
         return work
     path, _ = locate(model, revision)
     if path.is_file():
-        convert_gguf(path, work, dtype)
+        convert_gguf(path, work, None)
         return work
     return path
