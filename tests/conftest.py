@@ -2,6 +2,7 @@
 it."""
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -64,12 +65,16 @@ def search_path(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def answer_to_sigterm():
-    """What a command that ran in this process does at SIGTERM ends with its test: a fork would do
-    it, too."""
+def settings_of_a_command():
+    """What a command that ran in this process does at SIGTERM, and what it logs, ends with its
+    test: a fork would do it, too, and the next test would hear less."""
     before = signal.getsignal(signal.SIGTERM)
+    loggers = [logging.getLogger(name) for name in (None, "quiver", "quiver.stages")]
+    levels = [logger.level for logger in loggers]
     yield
     signal.signal(signal.SIGTERM, before)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session", autouse=True)
