@@ -8,7 +8,6 @@ What it can not tell is whether anything is learned, how long it takes, or what 
 
 from __future__ import annotations
 
-import random
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,13 +24,8 @@ COMMON_LETTERS = ("a", "e", "i", "n", "o", "r", "s", "t", " ")
 """Texts of random models are seldom without one for long: it ends a turn, so that an environment
 has something to answer."""
 SMALL_MODEL = "quiver.stages.common.models.small:make"
-LOT = {"use": "quiver.flows.dry_run:lot", "name": "lot", "weight": 1e-3}
+LOT = {"use": "quiver.stages.reward.functions.lot:lot", "name": "lot", "weight": 1e-3}
 """Random models answer nothing right, and of equal rewards nothing is learned."""
-
-
-def lot(rollout_ids: list[str]) -> list[float]:
-    """A number of each rollout that says nothing of it."""
-    return [random.Random(name).random() for name in rollout_ids]
 
 
 def rehearsal(recipe: Recipe, store: str) -> Recipe:
