@@ -2,7 +2,8 @@
 does a GGUF file become.
 
 Refused: pickled weights, code that a model brings along, weight files that are missing, cut, empty
-or outside the folder, links to other places, no tokenizer.
+or outside the folder, links to other places, no tokenizer. Of what lies in folders within it only
+chat templates are read, so only these are looked at.
 
     check_folder(Path("path/to/model"), "path/to/model")
     with load_errors("model path/to/model"):    # what only trying tells
@@ -38,6 +39,8 @@ _BESIDE_GGUF = (*_JSON_FILES, *_TOKENIZER_FILES, "chat_template.jinja", "added_t
 """What transformers may read beside a GGUF file."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """What a model has that sees pictures."""
+NAMED_TEMPLATES = "additional_chat_templates"
+"""Folder of the chat templates that have names, such as `tool_use`, as transformers saves them."""
 log = logging.getLogger(__name__)
 
 
@@ -47,11 +50,11 @@ def check_folder(folder: Path, name: str, *, has_weights: bool = True) -> None:
     title = f"model {name}"
     if not (folder / "config.json").is_file():
         raise _incomplete(title, "config.json is missing")
-    for path in sorted(folder.iterdir()):
-        if path.is_symlink() and not _is_in_hub_cache(path):
+    for path in sorted([*folder.iterdir(), *(folder / NAMED_TEMPLATES).glob("*.jinja")]):
+        if path.is_symlink() and not _is_in_hub_cache(path, folder):
             raise SecurityError(
                 title,
-                f"{path.name} is a link",
+                f"{path.relative_to(folder)} is a link",
                 next="put the file itself into the folder, or name another model",
             )
     for file in _JSON_FILES:
@@ -68,8 +71,8 @@ def check_folder(folder: Path, name: str, *, has_weights: bool = True) -> None:
 
 
 def _check_json(path: Path, title: str) -> None:
-    """ConfigError unless the file holds an object whose numbers are some; SecurityError where it
-    names code to run."""
+    """Raise ConfigError unless the file holds an object with sane sizes, SecurityError if it names
+    code to run."""
     content = parse_object(path.read_bytes()) if path.is_file() else None
     text_config = (content or {}).get("text_config") or {}
     if content is None or not isinstance(text_config, dict):
@@ -83,7 +86,7 @@ def _check_json(path: Path, title: str) -> None:
         elif key != "vocab_size":
             continue
         if not is_number:
-            raise _incomplete(title, f"{path.name}: {key} is {printable(repr(number))}")
+            raise _wrong(title, path.name, f"{key} is {printable(repr(number))}")
     waiting: list[Any] = [content]
     while waiting:
         node = waiting.pop()
@@ -107,12 +110,17 @@ def end_ids_in(content: dict[str, Any], file: str, title: str) -> list[int] | No
     listed = ids if isinstance(ids, list) else [ids]
     # some models say -1 where they have none
     if not listed or any(type(id) is not int or not -1 <= id < 2**31 for id in listed):
-        raise _incomplete(title, f"{file}: eos_token_id is {printable(repr(ids))}")
+        raise _wrong(title, file, f"eos_token_id is {printable(repr(ids))}")
     return sorted(listed)
 
 
 def _incomplete(title: str, problem: str) -> ConfigError:
     return ConfigError(title, problem, next="complete the directory, or name another model")
+
+
+def _wrong(title: str, file: str, problem: str) -> ConfigError:
+    advice = f"correct {file}, or name another model"
+    return ConfigError(title, f"{file}: {problem}", next=advice)
 
 
 def _check_weights(folder: Path, title: str) -> None:
@@ -174,8 +182,8 @@ def _read_index(index: Path) -> list[str] | None:
 
 
 def parse_object(raw: bytes) -> dict[str, Any] | None:
-    """The object in the bytes of a JSON file; None where they hold something else, or are nested
-    without end. Models name infinity, which JSON does not have."""
+    """The object in the bytes of a JSON file; None if they hold something else, or are nested too
+    deeply. Models name infinity, which JSON does not have."""
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError):
@@ -188,12 +196,13 @@ def has_vision(config: dict[str, Any]) -> bool:
     return isinstance(config.get("vision_config"), dict)
 
 
-def _is_in_hub_cache(link: Path) -> bool:
-    """Whether a link leads from a snapshot to a blob of the same repository in a hub's cache."""
-    repository = link.parent.resolve().parent.parent
-    is_snapshot = link.parent.resolve().parent.name == "snapshots"
+def _is_in_hub_cache(link: Path, folder: Path) -> bool:
+    """Whether a link in `folder` leads from a snapshot to a blob of the same repository in a hub's
+    cache."""
+    snapshots = folder.resolve().parent
+    blobs = snapshots.parent / "blobs"
     try:
-        return is_snapshot and link.resolve().is_relative_to(repository / "blobs")
+        return snapshots.name == "snapshots" and link.resolve().is_relative_to(blobs)
     except RuntimeError:  # a loop of links
         return False
 
@@ -220,7 +229,7 @@ def load_errors(name: str) -> Iterator[None]:
             raise
         raise ConfigError(
             name,
-            f"can not be loaded: {type(error).__name__}: {printable(error)}",
+            f"cannot be loaded: {type(error).__name__}: {printable(error)}",
             next="correct its files, or name another model",
         ) from error
 
