@@ -49,7 +49,7 @@ def check_folder(folder: Path, name: str, *, has_weights: bool = True) -> None:
     ConfigError names what is missing, SecurityError what is refused."""
     title = f"model {name}"
     if not (folder / "config.json").is_file():
-        raise _incomplete(title, "config.json is missing")
+        raise _unusable(title, "config.json is missing")
     for path in sorted([*folder.iterdir(), *(folder / NAMED_TEMPLATES).glob("*.jinja")]):
         if path.is_symlink() and not _is_in_hub_cache(path, folder):
             raise SecurityError(
@@ -63,11 +63,12 @@ def check_folder(folder: Path, name: str, *, has_weights: bool = True) -> None:
     if (folder / "tokenizer.json").is_file():
         with (folder / "tokenizer.json").open("rb") as file:  # too large to be parsed each time
             if not file.read(64).lstrip().startswith(b"{"):
-                raise _incomplete(title, "tokenizer.json is no JSON object")
+                problem = "tokenizer.json is no JSON object"
+                raise _unusable(title, problem, "correct tokenizer.json")
     if has_weights:
         _check_weights(folder, title)
     if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
-        raise _incomplete(title, "the tokenizer's files are missing")
+        raise _unusable(title, "the tokenizer's files are missing")
 
 
 def _check_json(path: Path, title: str) -> None:
@@ -76,7 +77,7 @@ def _check_json(path: Path, title: str) -> None:
     content = parse_object(path.read_bytes()) if path.is_file() else None
     text_config = (content or {}).get("text_config") or {}
     if content is None or not isinstance(text_config, dict):
-        raise _incomplete(title, f"{path.name} is no JSON object")
+        raise _unusable(title, f"{path.name} is no JSON object", f"correct {path.name}")
     for key, number in {**content, **text_config}.items():
         is_number = type(number) is int and number > 0
         if key == "max_position_embeddings":
@@ -86,7 +87,8 @@ def _check_json(path: Path, title: str) -> None:
         elif key != "vocab_size":
             continue
         if not is_number:
-            raise _wrong(title, path.name, f"{key} is {printable(repr(number))}")
+            problem = f"{path.name}: {key} is {printable(repr(number))}"
+            raise _unusable(title, problem, f"correct {path.name}")
     waiting: list[Any] = [content]
     while waiting:
         node = waiting.pop()
@@ -110,17 +112,13 @@ def end_ids_in(content: dict[str, Any], file: str, title: str) -> list[int] | No
     listed = ids if isinstance(ids, list) else [ids]
     # some models say -1 where they have none
     if not listed or any(type(id) is not int or not -1 <= id < 2**31 for id in listed):
-        raise _wrong(title, file, f"eos_token_id is {printable(repr(ids))}")
+        problem = f"{file}: eos_token_id is {printable(repr(ids))}"
+        raise _unusable(title, problem, f"correct {file}")
     return sorted(listed)
 
 
-def _incomplete(title: str, problem: str) -> ConfigError:
-    return ConfigError(title, problem, next="complete the directory, or name another model")
-
-
-def _wrong(title: str, file: str, problem: str) -> ConfigError:
-    advice = f"correct {file}, or name another model"
-    return ConfigError(title, f"{file}: {problem}", next=advice)
+def _unusable(title: str, problem: str, advice: str = "complete the directory") -> ConfigError:
+    return ConfigError(title, problem, next=f"{advice}, or name another model")
 
 
 def _check_weights(folder: Path, title: str) -> None:
@@ -129,7 +127,8 @@ def _check_weights(folder: Path, title: str) -> None:
     if index.is_file():
         shards = _read_index(index)
         if shards is None:
-            raise _incomplete(title, f"{index.name} is no index of weight files")
+            problem = f"{index.name} is no index of weight files"
+            raise _unusable(title, problem, f"correct {index.name}")
         outside = [shard for shard in shards if Path(shard).name != shard]
         if outside:
             raise SecurityError(
@@ -139,7 +138,7 @@ def _check_weights(folder: Path, title: str) -> None:
             )
         missing = [shard for shard in shards if not (folder / shard).is_file()]
         if missing:
-            raise _incomplete(
+            raise _unusable(
                 title, f"{len(missing)} of {len(shards)} weight files are missing: {missing[0]}"
             )
     elif not weights:
@@ -155,7 +154,7 @@ def _check_weights(folder: Path, title: str) -> None:
                 "it holds an adapter alone, without the weights that this goes on",
                 next='name a policy that was trained with optimize.lora.save = "merged"',
             )
-        raise _incomplete(title, "no *.safetensors")
+        raise _unusable(title, "no *.safetensors")
     for path in weights:
         if not re.fullmatch(FILE_NAME, path.name):
             raise ConfigError(
@@ -167,9 +166,9 @@ def _check_weights(folder: Path, title: str) -> None:
             with safe_open(path, "numpy") as tensors:
                 tensors.keys()
         except (SafetensorError, OSError):
-            raise _incomplete(title, f"{path.name} is cut or not a safetensors file") from None
+            raise _unusable(title, f"{path.name} is cut or not a safetensors file") from None
     if count_parameters(folder) == 0:
-        raise _incomplete(title, "its weight files hold no weights")
+        raise _unusable(title, "its weight files hold no weights")
 
 
 def _read_index(index: Path) -> list[str] | None:

@@ -243,8 +243,9 @@ def test_json_that_is_no_config_is_named(store, folder, name, text):
 def test_numbers_of_a_config_that_are_none_are_named(store, folder, fields):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | fields))
-    with pytest.raises(ConfigError, match=r"config\.json"):
+    with pytest.raises(ConfigError, match=r"config\.json") as caught:
         run(PolicyConfig(model=str(folder)), store, into="a")
+    assert caught.value.next == "correct config.json, or name another model"
 
 
 @pytest.mark.parametrize(("ids", "expected"), [([7, 2], [2, 7]), (0, [0]), (-1, [-1])])
