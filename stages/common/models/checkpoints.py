@@ -197,7 +197,7 @@ def _require_hash(config: PolicyConfig, source_hash: str) -> None:
         raise ConfigError(
             f"policy.model {printable(config.model)}",
             f"hash expected {config.source_hash[:12]}…, found {source_hash[:12]}…",
-            next="run again; if the recipe names policy.source_hash, correct it, or restore the model",
+            next="run again; if the recipe names policy.source_hash, correct it or the model",
         )
 
 
