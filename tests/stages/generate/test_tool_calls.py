@@ -334,7 +334,7 @@ def test_code_behind_the_tag_is_one_call():
 
 PIECES = st.sampled_from(
     ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "<|eom_id|>", '{"name": "a"',
-     ', "arguments": ', ', "parameters": ', "{", "}", "[", "]", '"', "\\", ";", "NaN", "1e999", "\ud800", "\0", "\n"]
+     '"name": "find"', "find(", "functions.find", "```\n", ', "arguments": ', ', "parameters": ', "{", "}", "[", "]", '"', "\\", ";", "NaN", "1e999", "\ud800", "\0", "\n"]
 )  # fmt: skip
 TEXTS = st.lists(PIECES | st.text(max_size=5), max_size=20).map("".join)
 
@@ -343,12 +343,12 @@ TEXTS = st.lists(PIECES | st.text(max_size=5), max_size=20).map("".join)
 @settings(max_examples=400, deadline=None)
 @given(text=TEXTS)
 def test_no_text_makes_a_parser_raise(name, text):
-    parsed = PARSERS[name].parse(text)
-    assert isinstance(parsed, ParsedTurn)
-    assert text.startswith(parsed.text)
-    assert not (parsed.is_broken and parsed.error is None)
-    for call in parsed.calls:
-        json.dumps(call.arguments, allow_nan=False)
+    for parsed in (PARSERS[name].parse(text), make_parser(name, tools=FIND)(text)):
+        assert isinstance(parsed, ParsedTurn)
+        assert text.startswith(parsed.text)
+        assert not (parsed.is_broken and parsed.error is None)
+        for call in parsed.calls:
+            json.dumps(call.arguments, allow_nan=False)
 
 
 JSONS = st.recursive(
