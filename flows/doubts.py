@@ -28,7 +28,7 @@ from quiver.stages.reward.preview import preview
 from .first_rows import Prompts, prompt_config
 from .recipe import Recipe
 
-_ROWS_AT_ONCE = 64
+_ROWS_AT_ONCE = 16
 """Rows whose cells are Python objects at the same time: pictures are large."""
 
 

@@ -131,8 +131,10 @@ def test_what_only_looks_like_a_control_token_stands_without_brackets(folder):
 
 def test_the_space_behind_a_control_token_is_shown():
     made, _ = mistral()
-    ids = made.convert_tokens_to_ids(["<s>", "▁s", "[INST]", "▁s"])
-    assert visible(made, ids) == "⟦<s>⟧ s⟦[INST]⟧ s"
+    ids = made.convert_tokens_to_ids(["[INST]", "▁", "s", "[/INST]", "s"])
+    assert made.unk_token_id not in ids
+    assert visible(made, ids) == "⟦[INST]⟧ s⟦[/INST]⟧s"
+    assert visible(made, ids[1:3]) == "s", "the tokenizer puts that space before a text"
 
 
 @pytest.mark.parametrize(
