@@ -3,7 +3,7 @@ random model of the same family in place of the policy, in a store that is remov
 
     answer, lines = dry_run(recipe, Path("recipe.toml"))    # its errors are those of the real run
 
-What it can not tell is whether anything is learned, how long it takes, or what fits the memory.
+What it cannot tell is whether anything is learned, how long it takes, or what fits the memory.
 """
 
 from __future__ import annotations
