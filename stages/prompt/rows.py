@@ -30,7 +30,6 @@ from quiver.stages.common.chat.messages import (
     put_texts,
     save_messages,
     take_texts,
-    take_variables,
     texts_of,
 )
 from quiver.stages.common.chat.template import Messages, Template
@@ -74,6 +73,8 @@ class Renderer:
         call."""
         self.config = config
         self.tools = tools or None
+        self._shown_tools = config.template_arguments.get("tools", self.tools)
+        """What the template shows of the recipe's tools."""
         self.chat_template = ""
         """Source of the chat template; empty if none is used."""
         self.have_calls: bool | None = None
@@ -88,10 +89,11 @@ class Renderer:
         self._seen: set[str] = set()
         """Structures of chats of which it is known that the template shows them."""
         if config.has_chats:
-            self.chat_template = self._template(self.tools).source
+            self.chat_template = self._template(self._shown_tools).source
             if self.tools:
                 self._tell_of_tools(self.tools, "generate.turns")
-        for kind in [self.tools] if self.tools else [None, [{}]]:  # rows without tools, and with
+        # without tools of the recipe there are rows without and with tools of their own
+        for kind in [self._shown_tools] if self._shown_tools else [None, [{}]]:
             try:
                 self._template(kind)
             except ConfigError:  # without chats the policy may have none
@@ -219,7 +221,7 @@ class Renderer:
         return None
 
     def _probe(self, messages: Messages, generation: bool) -> str:
-        return self._template(self.tools).probe(messages, generation)
+        return self._template(self._shown_tools).probe(messages, generation)
 
     # -- the template
 
@@ -242,11 +244,11 @@ class Renderer:
                 ) from None
         if source not in self._templates:
             variables = {
-                "tools": self.tools,
                 "documents": None,
                 "add_generation_prompt": True,
                 **self._tokenizer.special_tokens_map,
                 **self.config.template_arguments,
+                "tools": None,  # their texts may be a server's: given with each prompt, guarded
             }
             self._templates[source] = Template(source, variables, self.config.template_seconds)
         return self._templates[source]
@@ -266,30 +268,27 @@ class Renderer:
             )
 
     def _render_chat(self, name: str, messages: list[Message], own: RowVariables) -> Rendering:
-        tools = self.tools or own.tools
-        template = self._template(tools)
+        own = own._replace(tools=self._shown_tools or own.tools)
+        template = self._template(own.tools)
         is_continued = messages[-1]["role"] == "assistant"
         if is_continued:
             self._require_continuable(name, messages)
-        structure, texts = take_texts(messages)
-        own_structure, own_texts = take_variables(own.as_variables())
-        num_texts = len(texts)
+        structure, texts = take_texts(messages, own.as_variables())
         # markup stays in what the recipe or an assistant says
         trusted = texts_of(messages, lambda each: is_assistants(each) or self._is_recipes(each))
 
         def render(texts: list[str]) -> str:
-            chat = put_texts(structure, iter(texts[:num_texts]))
-            variables = put_texts(own_structure, iter(texts[num_texts:]))
+            chat, variables = put_texts(structure, iter(texts))
             if is_continued:
                 return template.render_to_continue(name, chat, **variables)
             return template.render(name, chat, **variables)
 
-        key = json.dumps([structure, own_structure])
+        key = json.dumps(structure)
         if key not in self._seen:
             self._seen.add(key)
             self._require_seen(name, messages, template, own)
-        rendering = self._guard.encode(name, (key,), texts + own_texts, render, trusted=trusted)
-        self._remarks.on_spelled(name, self._guard.spelled_out(texts + own_texts, trusted))
+        rendering = self._guard.encode(name, (key,), texts, render, trusted=trusted)
+        self._remarks.on_spelled(name, self._guard.spelled_out(texts, trusted))
         return rendering
 
     def _is_recipes(self, message: Message) -> bool:
@@ -354,7 +353,7 @@ class Renderer:
                 "a text: it is put before each prompt. A server that renders chats leaves it out, "
                 "unless prompt.template, and the served template, begin with {{ bos_token }}",
             )
-        if own.tools and not self.tools:
+        if own.tools and not self._shown_tools:
             self._tell_of_tools(own.tools, f"column {self.config.tools}")
         for member in ("tool_calls", "reasoning_content"):
             if not any(message.get(member) for message in messages):

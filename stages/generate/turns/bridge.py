@@ -119,13 +119,14 @@ class Bridge:
         `has_end`: the turn's last id is an end. SecurityError names `name`.
         """
         messages = [self._as_written(message) for message in messages]
-        structure, texts = take_texts(messages)
+        structure, texts = take_texts(messages, self._variables)
         # where the template writes no end, one is put before it while it is encoded: a tokenizer
         # may treat the first word of a text in another way
         lead = "" if self._writes_end else self._end_token
 
         def render(texts: list[str]) -> str:
-            return lead + self._behind_turn(name, put_texts(structure, iter(texts)))
+            chat, variables = put_texts(structure, iter(texts))
+            return lead + self._behind_turn(name, chat, **variables)
 
         key = ("observation", json.dumps(structure))
         rendering = self._guard.encode(name, key, texts, render, is_whole=False)
@@ -207,10 +208,11 @@ class Bridge:
     def restart(self, name: str, messages: list[Message]) -> Rendering:
         """A whole conversation as the template writes it, with the next generation prompt."""
         messages = [self._as_written(message) for message in messages]
-        structure, texts = take_texts(messages)
+        structure, texts = take_texts(messages, self._variables)
 
         def render(texts: list[str]) -> str:
-            return self._render(name, put_texts(structure, iter(texts)))
+            chat, variables = put_texts(structure, iter(texts))
+            return self._render(name, chat, **variables)
 
         key = ("restart", json.dumps(structure))
         trusted = texts_of(messages, is_assistants)
@@ -286,18 +288,19 @@ class Bridge:
             message = {"role": self.tool_role, "content": message["content"]}
         return {key: cleaned(member) for key, member in message.items()}
 
-    def _behind_turn(self, name: str, messages: list[Message]) -> str:
+    def _behind_turn(self, name: str, messages: list[Message], **variables: Any) -> str:
         """What the template writes behind the text of an assistant's turn that `messages` follow,
         the turn's own end first."""
         role = messages[0]["role"] if messages else "user"
         question = {"role": "user", "content": _QUESTION}
         if not self._needs_calls.get(role, False):
             turn: Message = {"role": "assistant", "content": _TURN}
-            _, _, behind = self._render(name, [question, turn, *messages]).partition(_TURN)
-            return behind
+            text = self._render(name, [question, turn, *messages], **variables)
+            return text.partition(_TURN)[2]
         turn = {"role": "assistant", "content": "", "tool_calls": _probe_calls(len(messages))}
-        before = self._render(name, [question, turn], add_generation_prompt=False)
-        return self._plain_end + self._render(name, [question, turn, *messages])[len(before) :]
+        before = self._render(name, [question, turn], add_generation_prompt=False, **variables)
+        text = self._render(name, [question, turn, *messages], **variables)
+        return self._plain_end + text[len(before) :]
 
     def _end_of_turn(self) -> str:
         """What the template writes behind the text of a last turn. ConfigError where it writes no

@@ -26,6 +26,7 @@ _CALLS = """
     {%- endfor %}
 """
 QWEN25 = (
+    "{%- if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
     "{%- for m in messages %}"
     + _TOOL_RUN
     + "{%- else %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
@@ -77,7 +78,11 @@ GEMMA = """{{ bos_token }}{%- for m in messages %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
 MISTRAL = """{{ bos_token }}{%- for m in messages %}
-    {%- if m.role == 'user' %}{{ '[INST] ' + m.content + '[/INST]' }}
+    {%- if m.role == 'user' %}
+        {%- if tools and m == (messages | selectattr('role', 'equalto', 'user') | list | last) %}
+            {{- 'Tools: ' + (tools | tojson) }}
+        {%- endif %}
+        {{- '[INST] ' + m.content + '[/INST]' }}
     {%- elif m.role == 'tool' %}
         {%- if m.tool_call_id | length != 9 %}{{ raise_exception('an id has 9 characters') }}{% endif %}
         {%- if not messages[loop.index0 - 1].tool_calls and messages[loop.index0 - 1].role != 'tool' %}
