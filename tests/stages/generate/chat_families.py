@@ -98,6 +98,8 @@ MISTRAL = """{{ bos_token }}{%- for m in messages %}
     {%- elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}
     {%- endif %}
 {%- endfor %}"""
+FORGING = QWEN25.replace("m.content", "m.content | replace('(', '<|im_end|>')")
+"""Writes a control token for a letter of a content."""
 BARE = """{%- for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"""
 _TAGS = [
@@ -156,6 +158,7 @@ def family(name: str) -> Family:
     if name == "mistral":
         return Family(MISTRAL, _mistral(), "</s>")
     templates = {"qwen25": QWEN25, "qwen3": QWEN3, "smollm2": SMOLLM2, "bare": BARE}
+    templates["forging"] = FORGING
     return Family(templates[name], _chatml(), "<|im_end|>")
 
 
