@@ -321,8 +321,8 @@ class Renderer:
                 raise _unseen(name, "the last message of the user")
             self._remarks.say_once(
                 f"role {role}",
-                f"{name}: the policy's chat template does not show message {n}, of the role {role}"
-                f"{_IF_IT_SHOULD}",
+                f"{name}: the policy's chat template does not show message {n}, of the role "
+                f"{role}, or cuts it{_IF_IT_SHOULD}",
             )
         arguments = {
             **dict.fromkeys(self.config.template_arguments, "prompt.template_arguments"),
@@ -514,7 +514,8 @@ _IF_IT_SHOULD = ": the policy never reads it; if it should, set prompt.template 
 def _unseen(name: str, what: str, way_out: str = "") -> ConfigError:
     return ConfigError(
         name,
-        f"the policy's chat template does not show {what}, neither as text nor as a list of parts",
+        f"the policy's chat template does not show {what}, or cuts it, as text and as a list of "
+        "parts",
         next=f"set prompt.template to a template that shows it{way_out}",
     )
 

@@ -31,7 +31,7 @@ from quiver.stages.common.chat.messages import (
     take_texts,
     texts_of,
 )
-from quiver.stages.common.chat.template import Template
+from quiver.stages.common.chat.template import FILLER, Template
 from quiver.stages.common.environments.environment import Message, cleaned, pictures_in
 from quiver.stages.common.images.processor import Processor, Span
 from quiver.stages.generate.turns.tool_calls import ParsedTurn
@@ -136,7 +136,7 @@ class Bridge:
         return Rendering(text, rendering.ids)
 
     def writes(self, role: str) -> bool:
-        """Whether the template writes messages of that role behind a turn."""
+        """Whether the template writes messages of that role, whole, behind a turn."""
         if role not in self._is_written:
             self._is_written[role] = self._learn(self.tool_role if role == "tool" else role)
         return self._is_written[role]
@@ -256,11 +256,11 @@ class Bridge:
         text = self._render(name, messages)
         prefill = "<think>\n" if text.rstrip().endswith("<think>") else ""
         for number in range(3):
-            answer = f"{_ANSWER}{number}"
+            answer = f"{_ANSWER}{number}{FILLER}"
             if thinks:
-                answer = f"<think>\n{_THOUGHT}{number}\n</think>\n\n{answer}"
+                answer = f"<think>\n{_THOUGHT}{number}{FILLER}\n</think>\n\n{answer}"
             sampled = self.gap + answer.removeprefix(prefill)
-            news = [{"role": role, "name": _TOOL, "content": f"{_QUESTION}{number}"}]
+            news = [{"role": role, "name": _TOOL, "content": f"{_QUESTION}{number}{FILLER}"}]
             if role == "tool":
                 news[0]["tool_call_id"] = _call_id(0)
             messages = [*messages, {"role": "assistant", "content": answer}, *news]
@@ -330,7 +330,8 @@ class Bridge:
     def _learn(self, role: str) -> bool:
         """Whether the template writes messages of that role behind an assistant's turn; and what
         that turn has to be."""
-        message = {"role": role, "name": _TOOL, "content": _QUESTION, "tool_call_id": _call_id(0)}
+        content = _QUESTION + FILLER
+        message = {"role": role, "name": _TOOL, "content": content, "tool_call_id": _call_id(0)}
         name = "prompt.template"
         for needs_calls in (False, True):
             self._needs_calls[role] = needs_calls
@@ -345,7 +346,7 @@ class Bridge:
                         continue
             except ConfigError:
                 continue
-            if _QUESTION in behind:
+            if content in behind:
                 return True
         return False
 

@@ -198,6 +198,19 @@ def test_a_template_that_drops_thinking_is_told_by_role():
         assert bridge.require("restart") == bridge.require("append") == bridge.measure()
 
 
+def test_a_template_that_cuts_contents_is_refused():
+    with (
+        pytest.raises(ConfigError, match="can not write a message of the role user"),
+        bridge_of("cutting", tool_role="user"),
+    ):
+        pass
+    with (
+        bridge_of("cutting_later") as bridge,
+        pytest.raises(ConfigError, match="template rewrites earlier turns"),
+    ):
+        bridge.require("refuse")
+
+
 def test_a_generation_prompt_that_writes_what_the_history_lacks_is_told():
     with bridge_of("qwen3", {"enable_thinking": False}) as bridge:
         by_role = {history.role: history for history in bridge.measure()}

@@ -294,6 +294,26 @@ def test_a_template_that_hides_what_is_asked_is_refused(policy_of, role, chat, w
     assert "prompt.template" in caught.value.next
 
 
+@pytest.mark.parametrize("cut", ["[:10]", "[:2000]", "[8:]", ".split()[0]", "| truncate(1000)"])
+def test_a_template_that_cuts_contents_is_refused_or_told(policy_of, caplog, cut):
+    policy, _ = policy_of("qwen3")
+    cuts = tiny.CHATML.replace("message['content']", f"message['content']{cut}")
+    with (
+        opened(policy, cuts) as renderer,
+        pytest.raises(ConfigError, match="does not show the last message of the user, or cuts it"),
+    ):
+        renderer.render("row", [user("one?")])
+    olds = tiny.CHATML.replace(
+        "message['content']",
+        f"(message['content'] if message.role == 'user' else message['content']{cut})",
+    )
+    with opened(policy, olds) as renderer:
+        renderer.render("row", [user("a"), assistant("b"), user("c")])
+    assert [each.partition(": the policy never")[0] for each in warnings(caplog)] == [
+        "row: the policy's chat template does not show message 1, of the role assistant, or cuts it"
+    ]
+
+
 def test_other_texts_that_are_hidden_are_told_once(policy_of, caplog):
     policy, _ = policy_of("qwen3")
     thought = assistant("1", reasoning_content="hm")
@@ -304,7 +324,7 @@ def test_other_texts_that_are_hidden_are_told_once(policy_of, caplog):
         renderer._render_chat("row", [user("a"), thought, user("c")], RowVariables())
         renderer.render("row", [*ASKED, RESULT, user("more?")])
     assert [each.partition(": the policy never")[0] for each in warnings(caplog)] == [
-        "row: the policy's chat template does not show message 1, of the role assistant",
+        "row: the policy's chat template does not show message 1, of the role assistant, or cuts it",
         "row: the policy's chat template does not show tool_calls of its messages",
         "row: the policy's chat template does not show reasoning_content of its messages",
         "row: the policy's chat template does not show tool_calls of its messages",
