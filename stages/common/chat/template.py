@@ -154,8 +154,7 @@ class Template:
         return before.rstrip()  # the template trims contents
 
     def unseen(self, name: str, messages: Messages, **variables: Any) -> frozenset[int]:
-        """Positions of the messages whose content no form of `messages` shows whole. ConfigError.
-        """
+        """Positions of the messages whose content no form of `messages` shows whole. ConfigError."""
         return self._form(name, messages, variables).unseen
 
     def missing_header(self, name: str, messages: Messages, text: str, **variables: Any) -> str:
@@ -219,15 +218,13 @@ class Template:
         return min(texts, key=badness, default=_CallForm())
 
     def _unseen(self, name: str, marked: Messages, variables: dict[str, Any]) -> set[int] | None:
-        """Positions of the messages with a mark that the rendering lacks. None: the template refuses
-        them. ConfigError if its process died."""
+        """Positions of the messages with a mark that the rendering lacks. None: the template
+        refuses them. ConfigError if its process died."""
         text = self._render_or_none(name, marked, variables)
         if text is None:
             return None
         return {
-            n
-            for n, message in enumerate(marked)
-            if not _shows(text, message.get("content") or "")
+            n for n, message in enumerate(marked) if not _shows(text, message.get("content") or "")
         }
 
     def _render_or_none(
