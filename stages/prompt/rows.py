@@ -255,17 +255,35 @@ class Renderer:
 
     def _tell_of_tools(self, tools: list[dict[str, Any]], whose: str) -> None:
         """Warn if the template writes the same without `tools`."""
-        question = [{"role": "user", "content": "?"}]
-        with_tools, without = (
-            self._template(tools).render("prompt.template", question, tools=each)
-            for each in (tools, None)
-        )
-        if with_tools == without:
+        if not self._shows(tools=tools):
             self._remarks.say_once(
                 "tools",
                 f"the policy's chat template does not show the tools of {whose} to it: say in "
                 "prompt.system, or in the chats, what it may call and how",
             )
+
+    def tell_of_documents(self) -> None:
+        """Warn, for rows that have a column `documents`, if the template would show documents."""
+        if not self.config.has_chats or "documents" in self.config.template_arguments:
+            return
+        with suppress(ConfigError):  # the template refuses such ones
+            if self._shows(documents=[{"title": "probez", "text": "probez"}]):
+                self._remarks.say_once(
+                    "documents",
+                    f"{printable(self.config.source)}: column documents is not used in prompts, "
+                    "though the policy's chat template shows documents: write them into the "
+                    "chats, or set prompt.template_arguments.documents for all rows",
+                )
+
+    def _shows(self, **variables: Any) -> bool:
+        """Whether the template writes another text without these `variables`."""
+        template = self._template(variables.get("tools"))
+        question = [{"role": "user", "content": "?"}]
+        with_them, without = (
+            template.render("prompt.template", question, **each)
+            for each in (variables, dict.fromkeys(variables))
+        )
+        return with_them != without
 
     def _render_chat(self, name: str, messages: list[Message], own: RowVariables) -> Rendering:
         own = own._replace(tools=self._shown_tools or own.tools)
@@ -452,6 +470,8 @@ def render_rows(
     images = table.column(config.images) if config.images else None
     cells = _input_cells(config, source, rows)
     named = columns_of(config, source.column_names).items()
+    if "documents" in source.column_names:
+        renderer.tell_of_documents()
     variables = {role: without_nulls(table[column]) for role, column in named}
     for position, (row, cell, opening) in enumerate(zip(rows, cells, openings, strict=True)):
         group_id = group_ids[row]

@@ -15,7 +15,7 @@ from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from quiver.stages.prompt.config import Config
 from quiver.stages.prompt.row_variables import RowVariables, tell_unused
-from quiver.stages.prompt.rows import Renderer
+from quiver.stages.prompt.rows import Renderer, render_rows
 from tests import tiny
 from tests.stages.prompt.templates import FAMILIES
 from tests.stages.reward.reward_models import Family, byte_tokenizer
@@ -512,6 +512,30 @@ def test_a_column_that_prompts_do_not_show_is_told(config, columns, told, caplog
         tell_unused(resolved, ["question", *columns])
     found = warnings(caplog)
     assert [each.partition(": column ")[2].partition(" is not used")[0] for each in found] == told
+
+
+SHOWS_DOCUMENTS = "{% for d in documents or [] %}{{ d.title + d.text }}{% endfor %}" + tiny.CHATML
+
+
+@pytest.mark.parametrize(
+    ("template", "columns", "config", "is_told"),
+    [
+        (SHOWS_DOCUMENTS, ["documents"], {}, True),
+        (SHOWS_DOCUMENTS, [], {}, False),
+        (SHOWS_DOCUMENTS, ["documents"], {"template_arguments": {"documents": []}}, False),
+        ("{# documents #}" + tiny.CHATML, ["documents"], {}, False),
+    ],
+)
+def test_a_column_of_documents_that_the_template_would_show_is_told(
+    policy_of, caplog, template, columns, config, is_told
+):
+    policy, _ = policy_of("qwen3")
+    rows = [{"messages": [user("one?")], **dict.fromkeys(columns, [{"title": "a", "text": "b"}])}]
+    with opened(policy, template, **config) as renderer:
+        for _ in range(2):
+            render_rows(pa.Table.from_pylist(rows), [0], ["g"], renderer, [[]], [0])
+    told = [each for each in warnings(caplog) if "column documents is not used" in each]
+    assert len(told) == is_told
 
 
 def test_a_column_of_tools_that_is_not_there_is_named():
