@@ -38,6 +38,8 @@ _WORKER = Path(__file__).with_name("jinja_worker.py")
 Messages = list[dict[str, Any]]
 
 
+FILLER = " probez" * 300
+"""Stands behind the marks of contents, so that a template that cuts contents does not show them."""
 _PROBE_TOOL = "probeztool"
 _PROBE_ARGUMENTS = {"probezkey": 1}
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -152,7 +154,7 @@ class Template:
         return before.rstrip()  # the template trims contents
 
     def unseen(self, name: str, messages: Messages, **variables: Any) -> frozenset[int]:
-        """Positions of the messages whose content no form of `messages` shows. ConfigError."""
+        """Positions of the messages of which no form of `messages` shows all. ConfigError."""
         return self._form(name, messages, variables).unseen
 
     def missing_header(self, name: str, messages: Messages, text: str, **variables: Any) -> str:
@@ -216,16 +218,20 @@ class Template:
         return min(texts, key=badness, default=_CallForm())
 
     def _unseen(self, name: str, marked: Messages, variables: dict[str, Any]) -> set[int] | None:
-        """Positions of the messages with a mark that the rendering lacks. None if the template
+        """Positions of the messages with a mark that the rendering lacks. None: the template
         refuses them. ConfigError if its process died."""
         text = self._render_or_none(name, marked, variables)
         if text is None:
             return None
-        return {
-            n
-            for n, message in enumerate(marked)
-            if any(mark.strip() and mark not in text for mark in _texts(message))
-        }
+        hidden = set()
+        for n, message in enumerate(marked):
+            content = message.get("content") or ""
+            parts = [{"text": content}] if isinstance(content, str) else content
+            marks = [part for part in parts if part.get("text", "").strip()]
+            # a part as Python spells it is printed by a template that takes strings alone
+            if any(part["text"] not in text or str(part) in text for part in marks):
+                hidden.add(n)
+        return hidden
 
     def _render_or_none(
         self, name: str, messages: Messages, variables: dict[str, Any]
@@ -295,21 +301,14 @@ def _with_probe_calls(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls}
 
 
-def _texts(message: dict[str, Any]) -> list[str]:
-    """The texts of a content."""
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return [content]
-    return [part["text"] for part in content if "text" in part]
-
-
 def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:
-    """A message with `mark` in place of each text of its content; blank ones stay."""
+    """A message with `mark`, and FILLER behind it, in place of each text of its content; blank ones
+    stay."""
     content = message.get("content") or ""
     if isinstance(content, str):
-        return {**message, "content": mark} if content.strip() else message
+        return {**message, "content": mark + FILLER} if content.strip() else message
     parts = [
-        {**part, "text": f"{mark}{n}z"} if part.get("text", "").strip() else part
+        {**part, "text": f"{mark}{n}z{FILLER}"} if part.get("text", "").strip() else part
         for n, part in enumerate(content)
     ]
     return {**message, "content": parts}
