@@ -95,10 +95,13 @@ def _first_home() -> Path:
 
 @cache
 def shared_api() -> str:
-    """The API of one Prefect server for all tests of this process; it ends with the process."""
+    """The API of one Prefect server for all tests of this process; it ends with the process. It
+    schedules nothing: its tests have no deployments, and its loops would poll all the time."""
     home = Path(tempfile.mkdtemp(prefix="quiver-server."))
     shutil.copytree(_first_home(), home / "prefect")
-    server = prefect_server(own_home(home), free_port())
+    services = ("SCHEDULER", "LATE_RUNS", "FOREMAN", "TRIGGERS")
+    off = {f"PREFECT_SERVER_SERVICES_{name}_ENABLED": "false" for name in services}
+    server = prefect_server({**own_home(home), **off}, free_port())
     url = server.__enter__()
     atexit.register(shutil.rmtree, home, ignore_errors=True)
     atexit.register(server.__exit__, None, None, None)
