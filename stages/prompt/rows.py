@@ -1,10 +1,9 @@
-"""Rows of a source as rows of prompts/1: each rendered, measured against the context and the
+"""Rows of a source as rows of prompts/1 or /2: each rendered, measured against the context and the
 vocabulary, its columns kept."""
 
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -35,14 +34,14 @@ from quiver.stages.common.chat.messages import (
 )
 from quiver.stages.common.chat.template import Messages, Template
 from quiver.stages.common.environments.environment import pictures_in, without_pictures
-from quiver.stages.common.json_rows import parse
+from quiver.stages.common.json_rows import parse_line
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Version
 
 from .config import Config
-from .images import Picture, Pictures
+from .images import Picture, Pictures, without_images
 from .messages import (
-    MORE,
+    MEMBERS_BEYOND_TEXT,
     Message,
     bad_row,
     read_message,
@@ -55,7 +54,6 @@ from .python_rows import CHUNK
 from .remarks import Remarks
 from .row_variables import ARGUMENTS, RowVariables, columns_of, read_variables
 
-log = logging.getLogger(__name__)
 Prompt = dict[str, Any]
 """A row of prompts/1, but for its group and its columns."""
 
@@ -76,7 +74,7 @@ class Renderer:
         self.tools = tools or None
         self.chat_template = ""
         """Source of the chat template; empty if none is used."""
-        self.have_calls: bool | None = None
+        self.has_more_members: bool | None = None
         """Whether messages of the version have more than role and content. None: not known yet."""
         self._policy = policy
         self._tokenizer = checkpoints.load_tokenizer(policy)
@@ -126,7 +124,9 @@ class Renderer:
         if self._is_hopeless(name, cell, opening):
             return None
         messages = None
-        own = read_variables(name, variables or {}, self._tokenizer.special_tokens_map)
+        pictures: list[Picture] = []
+        reserved = self._tokenizer.special_tokens_map
+        own = read_variables(name, variables or {}, reserved, config.tools)
         # TRL and verl keep chats in a column `prompt`
         is_chat = bool(config.prompt) and not config.raw_text and isinstance(cell, list)
         if config.messages or is_chat:
@@ -174,7 +174,7 @@ class Renderer:
             "prompt_ids": rendering.ids,
             "tools": tools and json.dumps(tools),
         }
-        if config.images or (messages and pictures):
+        if config.images or pictures:
             prompt |= self._pictures.expanded(name, rendering.ids, pictures)
         return prompt if self._fits(name, prompt["prompt_ids"]) else None
 
@@ -188,7 +188,7 @@ class Renderer:
         return pictures
 
     def of_assistant(self, chats: pa.ChunkedArray) -> dict[str, Any]:
-        """Return how the template begins and ends an assistant's turn, for the manifest."""
+        """How the template begins and ends an assistant's turn, for the manifest."""
         return {
             "assistant_starts": self.assistant_starts(chats),
             "assistant_end": self.assistant_end(chats),
@@ -299,8 +299,8 @@ class Renderer:
         """ConfigError unless the policy can go on with the last message, an assistant's."""
         if "tool_calls" in messages[-1]:
             problem = "ends with calls of an assistant, which no tool has answered"
-        elif len(messages) == 1:
-            problem = "has an assistant's message alone, which answers nothing"
+        elif {message["role"] for message in messages} <= {"assistant", "system", "developer"}:
+            problem = "has no question that its last message, an assistant's, answers"
         elif self.config.turns is not None:
             problem = "ends with an assistant's message, which [generate.turns] can not continue"
         else:
@@ -372,7 +372,7 @@ class Renderer:
                     )
 
     def _learn_ends(self) -> set[int]:
-        """Return the ids that end an answer, by the model's configs and by the template."""
+        """The ids that end an answer, by the model's configs and by the template."""
         ends = {self._tokenizer.eos_token_id}
         with suppress(ConfigError):  # the model names none
             ends.update(checkpoints.end_token_ids(self._policy))
@@ -381,8 +381,8 @@ class Renderer:
         return ends - {None}
 
     def _fits(self, name: str, ids: list[int]) -> bool:
-        """Whether the prompt is short enough. ConfigError when it is wrong otherwise, or the config
-        wants an error."""
+        """Whether the prompt is short enough. ConfigError if it is empty, has ids that the model
+        lacks, or is too long and `overlong` is error."""
         if not ids:
             raise ConfigError(
                 name, "the prompt is empty: it has no tokens", next="take the row out of the source"
@@ -405,25 +405,25 @@ class Renderer:
         allowed = self.config.max_prompt_tokens
         if allowed is None or len(ids) <= allowed:
             return True
-        self._refuse_long(name, f"{len(ids)} tokens, {allowed}")
+        self._refuse_long(name, f"{len(ids)} tokens")
         return False
 
     def _is_hopeless(self, name: str, cell: Any, opening: Sequence[Message]) -> bool:
-        """Return whether the row has more characters than the allowed tokens can stand for, so that
-        rendering it could take minutes. Raises: ConfigError, as `_fits` does."""
+        """Whether the row has more characters than the allowed tokens can stand for, so that
+        rendering it could take minutes. ConfigError, as `_fits` does."""
         allowed = self.config.max_prompt_tokens
         num_characters = count_characters(cell) + count_characters(list(opening))
         if allowed is None or num_characters <= allowed * CHARACTERS_OF_TOKEN:
             return False
-        self._refuse_long(name, f"{num_characters} characters, {allowed} tokens")
+        self._refuse_long(name, f"{num_characters} characters")
         return True
 
-    def _refuse_long(self, name: str, lengths: str) -> None:
+    def _refuse_long(self, name: str, length: str) -> None:
         """ConfigError if the config wants an error for a prompt that is too long."""
         if self.config.overlong == "error":
             raise ConfigError(
                 name,
-                f"the prompt has {lengths} are allowed "
+                f"the prompt has {length}, {self.config.max_prompt_tokens} tokens are allowed "
                 f"({self.config.reserve_tokens} are kept for the completion)",
                 next="shorten it (or what its environment says), lower "
                 "generate.sampling.max_tokens, raise prompt.max_prompt_tokens, or set "
@@ -443,7 +443,8 @@ def render_rows(
     prompts that are too long if the config says so.
 
     Args:
-        openings: For each row, what its environment says at the start.
+        group_ids: Of all rows of the source.
+        openings: For each of `rows`, what its environment says at the start.
         chosen: All rows of the version, which has one schema.
     """
     table = source.take(pa.array(rows, pa.int64()))
@@ -463,24 +464,23 @@ def render_rows(
         if prompt is not None:
             rendered.append({"group_id": group_id, **prompt})
             positions.append(position)
-    if config.images:  # they are a column of their own
-        table = table.drop_columns(config.images)
+    table = without_images(table, config)
     if config.turns is not None:  # with what the environment is to begin again
         texts = [json.dumps(without_pictures(each), ensure_ascii=False) for each in openings]
         table = table.append_column(prompts.OPENING, pa.array(texts, pa.string()))
     columns = table.take(pa.array(positions, pa.int64())).replace_schema_metadata(None)
     struct = columns.combine_chunks().to_struct_array().combine_chunks()
     kind_schema = prompts.SCHEMA
-    if renderer.have_calls is None:
-        renderer.have_calls = any(
-            isinstance(message, dict) and message.get(name) is not None
+    if renderer.has_more_members is None:
+        renderer.has_more_members = any(
+            isinstance(message, dict) and message.get(member) is not None
             for chat in _input_cells(config, source, chosen)
             if isinstance(chat, list)
             for message in chat
-            for name in MORE
+            for member in MEMBERS_BEYOND_TEXT
         )
     is_more = config.turns is not None or config.images or "tools" in variables
-    if is_more or renderer.have_calls:
+    if is_more or renderer.has_more_members:
         kind_schema = prompts.BEYOND_TEXT
     place = kind_schema.get_field_index("columns")
     field = required("columns", struct.type)
@@ -503,10 +503,10 @@ def _input_cells(config: Config, source: pa.Table, rows: Sequence[int]) -> Itera
 def _read_chat(place: str, cell: Any) -> Any:
     """A cell of messages, read if it or its messages are JSON text. ConfigError."""
     if isinstance(cell, str):
-        cell = parse(place, cell.encode())
+        cell = parse_line(cell.encode(), place)
     if not isinstance(cell, list):
         return cell
-    return [parse(place, each.encode()) if isinstance(each, str) else each for each in cell]
+    return [parse_line(each.encode(), place) if isinstance(each, str) else each for each in cell]
 
 
 _IF_IT_SHOULD = ": the policy never reads it; if it should, set prompt.template to another"
@@ -536,7 +536,7 @@ def _followed_by(messages: list[Message], opening: Sequence[Message]) -> list[Me
             content = [*content, *_parts(f"\n\n{added}")]
         else:
             content = [*_parts(content), *_parts("\n\n"), *added]
-        messages[-1] = {"role": "user", "content": content}
+        messages[-1] = {**last, "content": content}
     return messages
 
 

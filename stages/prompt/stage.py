@@ -2,9 +2,9 @@
 any GPU.
 
 Refused: rows without a prompt, group ids that stand twice, ids outside the vocabulary, prompts that
-leave no room for the completion (nothing is ever cut), text that would become control tokens. Every
-column of the source is kept in `columns`. The weights do not matter here: the next policy
-with the same tokenizer finds the same prompts finished.
+leave no room for the completion (nothing is ever cut), text that would become control tokens and
+that no spelling keeps apart. Every column of the source is kept in `columns`. The weights do not
+matter here: the next policy with the same tokenizer finds the same prompts finished.
 
     config = resolve(Config(source="sums.jsonl", prompt="question"))    # reads it, once a run
     ref = run_stage("prompt", config, store, policy="arith/policy@0")
@@ -93,10 +93,11 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     chosen, counts = choose_rows(config, group_ids, [*plan.inputs.values()], plan.store)
     starts = range(0, len(chosen), ROWS_PER_SHARD)
     policy = plan.store.open(plan.models[0].ref)
+    template = read_template(config, plan.models[0].template)
     with (
         writer.phase("render"),
-        Openings(config.turns) as openings,
-        closing(Renderer(config, policy, read_template(config), openings.tools)) as renderer,
+        Openings(config) as openings,
+        closing(Renderer(config, policy, template, openings.tools)) as renderer,
     ):
         for index in writer.take_shards(len(starts)):
             rows = chosen[starts[index] : starts[index] + ROWS_PER_SHARD]
@@ -150,15 +151,19 @@ def _longest_prompt(config: Config, policy: Version) -> int | None:
     return min(room, config.max_prompt_tokens or room)
 
 
-def read_template(config: Config) -> str | None:
-    """Text of the template file; None for the policy's own."""
+def read_template(config: Config, sha256: str = "") -> str | None:
+    """Text of the template file; None for the policy's own. ConfigError, also if its digest is not
+    `sha256`."""
     if config.template is None:
         return None
     try:
-        return read_file(Path(os.path.expanduser(config.template))).decode()
+        template = read_file(Path(os.path.expanduser(config.template))).decode()
+        if sha256 not in ("", digest(template)):
+            raise ValueError("it changed while the prompts were planned")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"prompt.template {printable(config.template)}",
             reason(error),
-            next="name a jinja file in UTF-8",
+            next="name a jinja file in UTF-8, and leave it as it is during a run",
         ) from None
+    return template

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.schemas.outside import parse, read_call
+from quiver.schemas.outside import read_call, read_json_text
 from quiver.schemas.plain import no_key_twice
 from quiver.stages.common import plugins
 from quiver.stages.common.environments.environment import Call
@@ -70,7 +70,7 @@ def parse_hermes(text: str) -> ParsedTurn:
     before = text[: marks[0].start()] if marks else text
     try:
         bodies = list(_between_tags(text, marks))
-        calls = tuple(_read_call(parse(body, "the call"), "arguments") for body in bodies)
+        calls = tuple(_read_call(read_json_text(body, "the call"), "arguments") for body in bodies)
     except ValueError as error:
         return ParsedTurn(before, (), str(error), isinstance(error, _Broken))
     if not marks and start and not _begins_with_thought(text):

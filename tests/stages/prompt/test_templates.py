@@ -1,6 +1,7 @@
 """Prompts as a served model reads them: ids of published templates equal those of transformers'
 `apply_chat_template`. Where the guard makes them differ, a warning names what it spelled out."""
 
+import datetime
 import json
 import logging
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from quiver.stages.common.models.checkpoints import load_tokenizer
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from quiver.stages.prompt.config import Config
-from quiver.stages.prompt.row_variables import RowVariables, tell_unused
+from quiver.stages.prompt.row_variables import ARGUMENTS, RowVariables, read_variables, tell_unused
 from quiver.stages.prompt.rows import Renderer
 from tests import tiny
 from tests.stages.prompt.templates import FAMILIES
@@ -357,13 +358,30 @@ def test_a_judge_reads_prefix_and_completion_as_one_message(policy_of, family):
     ("chat", "why"),
     [
         (ASKED, "ends with calls of an assistant, which no tool has answered"),
-        ([assistant("one")], "has an assistant's message alone"),
+        ([assistant("one")], "has no question that its last message, an assistant's, answers"),
+        ([system("Be kind."), assistant("one")], "has no question that its last message"),
     ],
 )
 def test_what_can_not_be_continued_is_refused(policy_of, chat, why):
     policy, _ = policy_of("qwen3")
     with opened(policy) as renderer, pytest.raises(ConfigError, match=why):
         renderer.render("row", chat)
+
+
+def test_the_recipes_system_message_asks_nothing(policy_of):
+    policy, _ = policy_of("qwen3")
+    with (
+        opened(policy, system="Be kind.") as renderer,
+        pytest.raises(ConfigError, match="has no question that its last message"),
+    ):
+        renderer.render("row", [assistant("one")])
+
+
+def test_who_asked_stays_known_when_an_environment_goes_on(policy_of):
+    policy, _ = policy_of("qwen3")
+    with opened(policy) as renderer:
+        prompt = renderer.render("row", [{**user("one?"), "name": "Ann"}], [user("two?")])
+    assert prompt["messages"] == [{**user("one?\n\ntwo?"), "name": "Ann"}]
 
 
 def test_a_template_that_hides_a_prefix_is_refused(policy_of):
@@ -436,7 +454,14 @@ def test_arguments_of_a_row_reach_the_template(policy_of):
 @pytest.mark.parametrize(
     ("cells", "why"),
     [
-        ({"tools": ["search"]}, "column tools is not JSON"),
+        ({"tools": ["search"]}, "column tools cannot be read: Expecting value"),
+        (
+            {"tools": '[{"name": "f", "name": "g"}]'},
+            "column tools cannot be read: a key stands twice",
+        ),
+        ({"tools": [{"name": "f", "description": "a\0b"}]}, "0.description has a NUL character"),
+        ({"tools": [{"name": "f", "since": datetime.date(2020, 1, 2)}]}, "date is not JSON"),
+        ({"arguments": '{"a": NaN}'}, f"column {ARGUMENTS} cannot be read: NaN is not JSON"),
         ({"tools": {"name": "search"}}, "expected a list of schemas"),
         ({"tools": [{"type": "function"}]}, "expected a function's schema"),
         ({"arguments": [1]}, "expected an object"),
@@ -448,6 +473,11 @@ def test_cells_that_no_template_takes_are_named(policy_of, cells, why):
     policy, _ = policy_of("qwen3")
     with opened(policy) as renderer, pytest.raises(ConfigError, match=why):
         renderer.render("row", [user("one?")], variables=cells)
+
+
+def test_a_column_of_tools_is_named_as_the_recipe_names_it():
+    with pytest.raises(ConfigError, match="column functions holds text, expected a list"):
+        read_variables("row", {"tools": '"search"'}, (), "functions")
 
 
 # -- columns with a meaning elsewhere
