@@ -46,7 +46,7 @@ EXTRAS = {
     "gpu": "the vLLM engine, on GPUs",
     "gguf": "import a .gguf file as the base model",
     "lora": "train adapters instead of all weights",
-    "rewards": "the rewards math and json_schema",
+    "rewards": "the reward math",
     "server": "serve a [reward] section over HTTP",
     "demo": "the model of the demo",
     "trackers": "optimize.trackers",

@@ -18,13 +18,19 @@ Not of the spine: to the code that reads a column its values are Python's, as th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 _CHUNK = 1024
-_LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
+_LISTS = (
+    pa.ListType,
+    pa.LargeListType,
+    pa.FixedSizeListType,
+    pa.ListViewType,
+    pa.LargeListViewType,
+)
 
 
 class CellScalar(pa.ExtensionScalar):
@@ -32,7 +38,7 @@ class CellScalar(pa.ExtensionScalar):
 
     def as_py(self, **_: Any) -> Any:
         """The Python value. ValueError, TypeError: its JSON or its map cannot be read."""
-        return None if self.value is None else _to_python(self.value.as_py(), self.type)
+        return None if self.value is None else to_python(self.value.as_py(), self.type)
 
 
 class Cells(pa.ExtensionType):
@@ -93,7 +99,7 @@ def without_nulls(column: pa.ChunkedArray) -> list[Any]:
         stored = column.to_pylist()
         if not holds(kind, pa.types.is_struct):
             return stored
-    return [_to_python(cell, kind, keep_nulls=False) for cell in stored]
+    return [to_python(cell, kind, keep_nulls=False) for cell in stored]
 
 
 def holds(kind: pa.DataType, test: Callable[[pa.DataType], bool]) -> bool:
@@ -102,8 +108,9 @@ def holds(kind: pa.DataType, test: Callable[[pa.DataType], bool]) -> bool:
     return test(kind) or any(holds(each, test) for each in inner)
 
 
-def _to_python(cell: Any, kind: pa.DataType, *, keep_nulls: bool = True) -> Any:
-    """`cell`, which Arrow's `as_py` gave of the type `kind`, as described above."""
+def to_python(cell: Any, kind: pa.DataType, *, keep_nulls: bool = True) -> Any:
+    """Return `cell`, which Arrow's `as_py` gave of the type `kind`, as described above. ValueError,
+    TypeError: its JSON or its map cannot be read."""
     is_json = isinstance(kind, pa.JsonType)
     if isinstance(kind, Cells):
         kind = kind.storage_type
@@ -113,18 +120,27 @@ def _to_python(cell: Any, kind: pa.DataType, *, keep_nulls: bool = True) -> Any:
     if is_json:
         return json.loads(cell)
     if pa.types.is_map(kind):
-        entries = {
-            key: _to_python(item, kind.item_type, keep_nulls=keep_nulls) for key, item in cell
-        }
-        if len(entries) < len(cell):
-            raise ValueError("a map has a key twice")
-        return entries
+        items = (
+            (key, to_python(item, kind.item_type, keep_nulls=keep_nulls)) for key, item in cell
+        )
+        return to_dict(items)
     if pa.types.is_struct(kind):
         return {
-            field.name: _to_python(cell[field.name], field.type, keep_nulls=keep_nulls)
+            field.name: to_python(cell[field.name], field.type, keep_nulls=keep_nulls)
             for field in kind
             if keep_nulls or cell[field.name] is not None
         }
     if isinstance(kind, _LISTS):
-        return [_to_python(item, kind.value_type, keep_nulls=keep_nulls) for item in cell]
+        return [to_python(item, kind.value_type, keep_nulls=keep_nulls) for item in cell]
     return cell
+
+
+def to_dict(entries: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Return the dict of a map's entries. ValueError, TypeError: a key is there twice, or is of a
+    type that no dict takes."""
+    read: dict[Any, Any] = {}
+    for key, item in entries:
+        if key in read:
+            raise ValueError("a map has a key twice")
+        read[key] = item
+    return read

@@ -143,11 +143,10 @@ def read_content(given: Any, place: str) -> str | list[dict[str, str]]:
             text = read_text(members["text"], f"content of {place}")
             parts.append({"type": "text", "text": text})
         else:
-            found = printable(sorted(map(str, members))) if members else shape_of(part)
             raise ValueError(
-                f"a part of {place} has {found}, expected "
-                '{type: "text", text} or {type: "image"}, whose pictures are in the column '
-                "data.images"
+                f"a part of {place} is {shape_of_part(part)}, expected "
+                '{"type": "text", "text": …} or {"type": "image"}, whose pictures are in the '
+                "column data.images"
             )
     return parts
 
@@ -290,6 +289,21 @@ def read_path(given: Any, place: str) -> str:
     if any(len(name.encode()) > _LONGEST_FILE_NAME for name in path.split("/")):
         raise ValueError(f"the {place} has a name of more than {_LONGEST_FILE_NAME} bytes")
     return path
+
+
+def shape_of_part(given: Any) -> str:
+    """What a part of a content is, for a message: its type first, of all else the names alone.
+
+    >>> shape_of_part({"video": "a.mp4", "type": "input_video"})
+    '{"type": "input_video", "video": …}'
+    """
+    if not isinstance(given, Mapping):
+        return shape_of(given)
+    kind = given.get("type")
+    shown_kind = f'"{kind}"' if isinstance(kind, str) else shape_of(kind)
+    members = {"type": shown_kind} if "type" in given else {}
+    members |= {name: "…" for name in given if name != "type" and given[name] is not None}
+    return printable("{" + ", ".join(f'"{name}": {shown}' for name, shown in members.items()) + "}")
 
 
 def shape_of(given: Any) -> str:

@@ -66,6 +66,7 @@ _QWEN4 = {
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [22, 22, 20]}
 _FOUR_LAYERS = {"num_hidden_layers": 4}
 CONFIGS = {
+    "bamba": {**_FOUR_LAYERS, "attn_layer_indices": [1, 3]},
     "cohere_compass_text": {
         **_FOUR_LAYERS,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -80,6 +81,10 @@ CONFIGS = {
         "n_group": 1,
         "topk_group": 1,
         "n_shared_experts": 1,
+    },
+    "granitemoehybrid": {
+        **_FOUR_LAYERS,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
     },
     "hunyuan_v1_dense": {"head_dim": 32},
     "hunyuan_v1_moe": {"head_dim": 32},

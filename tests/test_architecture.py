@@ -5,10 +5,15 @@ import ast
 import os
 import subprocess
 import sys
+import tomllib
 from functools import cache
+from importlib import metadata
+from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.each import check_each
 
@@ -111,6 +116,34 @@ def test_who_may_import_what(library, allowed):
     users = [NAMES[path] for path in FILES if uses(path, library)]
     assert users, f"nobody imports {library}: the rule is empty"
     assert [name for name in users if not name.startswith(allowed)] == []
+
+
+BROUGHT = {"pydantic_core": "pydantic", "triton": "torch"}
+"""Libraries that come with a declared one, in the version that it asks for."""
+UNLISTED = {"gymnasium", "mcp", "mlflow"}
+"""Those that a recipe may name, and whose lack an error tells."""
+
+
+def test_each_library_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    declared = {canonicalize_name(Requirement(text).name) for text in texts}
+    brought_by = metadata.packages_distributions() | {name: [by] for name, by in BROUGHT.items()}
+    libraries = {
+        name.partition(".")[0]: NAMES[path]
+        for path in FILES
+        if path.parent.name != "launcher"  # of the sandbox: files that import each other by name
+        for name in imported(path)
+    }
+    for own in ("quiver", *sys.stdlib_module_names):
+        libraries.pop(own, None)
+    assert libraries.keys() >= BROUGHT.keys() | UNLISTED, "nobody imports what the rule names"
+    undeclared = {
+        library: user
+        for library, user in libraries.items()
+        if declared.isdisjoint(map(canonicalize_name, brought_by.get(library, [library])))
+    }
+    assert undeclared.keys() == UNLISTED, undeclared
 
 
 def test_torch_stays_out_of_the_light_rooms():

@@ -13,6 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from quiver.schemas.errors import printable
+from quiver.schemas.manifest import Manifest
 from quiver.schemas.plain import read_json
 
 FAILURES = ("timeout", "environment_error")
@@ -34,6 +36,23 @@ def first_failure(rollouts: pa.Table) -> str | None:
     for turns in rollouts["turns"].filter(failed).slice(0, 1).to_pylist():
         return (read_json(turns[-1]["info"] or "null") or {}).get(FAILURE_INFO)
     return None
+
+
+def way_to_end(rollouts: Manifest, longest: int | None = None) -> str:
+    """Return what lets the completions of a version end that its token limit cut. `longest`: the
+    most ids that an episode has which `max_tokens` ended; None: there are no episodes."""
+    end = rollouts.metrics.get("unknown_end")
+    if isinstance(end, dict):
+        return (
+            f"set generate.sampling.stop_token_ids = [{end['id']}], since the chat template ends a "
+            f"turn with {printable(repr(end['text']))}, which ends no completion"
+        )
+    if rollouts.config_section("sampling").get("ignore_eos"):
+        return "set generate.sampling.ignore_eos = false, since with it no token ends a completion"
+    most = rollouts.config_section("turns").get("max_tokens")
+    if longest is not None and isinstance(most, int) and longest >= most:
+        return "raise generate.turns.max_tokens"
+    return "raise generate.sampling.max_tokens"  # of one turn, where there are several
 
 
 def measure(rollouts: pa.Table) -> dict[str, Any]:

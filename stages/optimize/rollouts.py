@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from quiver.schemas.errors import ConfigError, LineageError, NumericError, SchemaError, printable
-from quiver.stages.common.episodes import first_failure
+from quiver.stages.common.episodes import first_failure, way_to_end
 from quiver.stages.common.forward.layout import Sequences, prompt_numbers
 from quiver.stages.common.forward.pictures import Pictures, join_pictures
 from quiver.stages.common.images.dataset import load_pictures
@@ -286,22 +286,27 @@ def _advantages_of(
             "group",
         )
     names = [str(version.inputs["rewards"].ref) for version in joined.versions]
-    table, failure = joined.table, None
+    table, failure, longest = joined.table, None, None
     reasons = table["finish_reason"]
     if "end_reason" in table.column_names:
         failure = first_failure(table)
+        is_cut = pc.equal(table["end_reason"], "max_tokens")
+        longest = pc.max(pc.list_value_length(table["completion_ids"].filter(is_cut))).as_py()
         reasons = pc.coalesce(table["end_reason"], reasons)
     ends = Counter(reasons.to_pylist()).most_common()
     in_words = ", ".join(f"{number} by {end}" for end, number in ends)
     if failure is not None:
         in_words += f" ({printable(failure)})"
-    is_cut = any(end == "max_tokens" and number > len(rewards) / 2 for end, number in ends)
+    num_cut = sum(number for end, number in ends if end in ("length", "max_tokens"))
+    are_cut = num_cut > len(rewards) / 2
     raise NumericError(
         ", ".join(names),
         f"{num_scored} of {len(rewards)} rollouts are scored, no advantage can be computed of "
         "them; a group algorithm needs two of a prompt, a baseline its own reward; ended: "
         f"{in_words or 'none'}",
-        next="raise generate.sampling.max_tokens" if is_cut else f"quiver show {names[0]}",
+        next=way_to_end(joined.versions[0].rollouts.manifest, longest)
+        if are_cut
+        else f"quiver show {names[0]}",
     )
 
 

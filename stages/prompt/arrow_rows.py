@@ -3,7 +3,8 @@ hold.
 
 Views and runs become plain lists, texts and numbers, also inside lists and structs. So do floats of
 16 and 32 bits: 0.1 in such a column becomes 0.1, not 0.10000000149011612.
-JSON and maps get their Python values by `schemas/cells.py`.
+JSON and maps get their Python values by `schemas/cells.py`; beside or inside a union here, since
+such a column is read value by value.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def plain_table(source: str, table: pa.Table) -> pa.Table:
 
 
 def _plain_column(source: str, name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
-    if cells.holds(column.type, pa.types.is_union):
+    if _holds_union(column.type):
         rows = ({name: cell} for cell in _values(source, name, column))
         return to_table(source, "row", enumerate(rows, 1)).column(name)
     kind = _plain_type(column.type)
@@ -57,19 +58,35 @@ def _plain_column(source: str, name: str, column: pa.ChunkedArray) -> pa.Chunked
 
 
 def _values(source: str, name: str, column: pa.ChunkedArray) -> Iterator[Any]:
+    of_union = _holds_union(column.type)
     for row, scalar in enumerate(column, 1):
         try:
-            yield _as_written(scalar.as_py(), _type_of(scalar))
+            yield _of_member(scalar) if of_union else _as_written(scalar.as_py(), scalar.type)
         except _BAD_VALUES as error:
             raise bad_source(
                 f"{source} row {row}", f"column {printable(name)}: {printable(error)}"
             ) from None
 
 
-def _type_of(scalar: pa.Scalar) -> pa.DataType:
-    """Return the type of a value; for a union, the type of its member."""
-    is_member = isinstance(scalar, pa.UnionScalar) and scalar.value is not None
-    return _type_of(scalar.value) if is_member else scalar.type
+def _holds_union(kind: pa.DataType) -> bool:
+    return cells.holds(kind, pa.types.is_union)
+
+
+def _of_member(scalar: pa.Scalar) -> Any:
+    """Return the Python value of a scalar in which a union may lie at any depth: only the scalar,
+    not its type, says which member each value has. ValueError, TypeError, as of `cells`."""
+    if isinstance(scalar, pa.UnionScalar):
+        return None if scalar.value is None else _of_member(scalar.value)
+    if not _holds_union(scalar.type):
+        return cells.to_python(_as_written(scalar.as_py(), scalar.type), scalar.type)
+    if not scalar.is_valid:
+        return None
+    if isinstance(scalar, pa.StructScalar):
+        return {name: _of_member(member) for name, member in scalar.items()}
+    members = [_of_member(member) for member in scalar.values]
+    if isinstance(scalar, pa.MapScalar):
+        return cells.to_dict([tuple(entry.values()) for entry in members])
+    return members
 
 
 def _as_written(value: Any, kind: pa.DataType) -> Any:
@@ -91,7 +108,7 @@ def _as_written(value: Any, kind: pa.DataType) -> Any:
         return {field.name: _as_written(value[field.name], field.type) for field in kind}
     if pa.types.is_map(kind):
         return [(key, _as_written(item, kind.item_type)) for key, item in value]
-    if kind.num_fields and not pa.types.is_union(kind):
+    if kind.num_fields:
         return [_as_written(item, kind.value_type) for item in value]
     return value
 

@@ -29,7 +29,6 @@ from quiver.stages.common.chat.messages import (
     put_texts,
     save_messages,
     take_texts,
-    take_variables,
     texts_of,
 )
 from quiver.stages.common.chat.template import Messages, Template
@@ -72,6 +71,8 @@ class Renderer:
         call."""
         self.config = config
         self.tools = tools or None
+        self._shown_tools = config.template_arguments.get("tools", self.tools)
+        """What the template shows of the recipe's tools."""
         self.chat_template = ""
         """Source of the chat template; empty if none is used."""
         self.has_more_members: bool | None = None
@@ -86,10 +87,11 @@ class Renderer:
         self._seen: set[str] = set()
         """Structures of chats of which it is known that the template shows them."""
         if config.has_chats:
-            self.chat_template = self._template(self.tools).source
+            self.chat_template = self._template(self._shown_tools).source
             if self.tools:
                 self._tell_of_tools(self.tools, "generate.turns")
-        for kind in [self.tools] if self.tools else [None, [{}]]:  # rows without tools, and with
+        # without tools of the recipe there are rows without and with tools of their own
+        for kind in [self._shown_tools] if self._shown_tools else [None, [{}]]:
             try:
                 self._template(kind)
             except ConfigError:  # without chats the policy may have none
@@ -219,7 +221,7 @@ class Renderer:
         return None
 
     def _probe(self, messages: Messages, generation: bool) -> str:
-        return self._template(self.tools).probe(messages, generation)
+        return self._template(self._shown_tools).probe(messages, generation)
 
     # -- the template
 
@@ -242,54 +244,69 @@ class Renderer:
                 ) from None
         if source not in self._templates:
             variables = {
-                "tools": self.tools,
                 "documents": None,
                 "add_generation_prompt": True,
                 **self._tokenizer.special_tokens_map,
                 **self.config.template_arguments,
+                "tools": None,  # their texts may be a server's: given with each prompt, guarded
             }
             self._templates[source] = Template(source, variables, self.config.template_seconds)
         return self._templates[source]
 
     def _tell_of_tools(self, tools: list[dict[str, Any]], whose: str) -> None:
         """Warn if the template writes the same without `tools`."""
-        question = [{"role": "user", "content": "?"}]
-        with_tools, without = (
-            self._template(tools).render("prompt.template", question, tools=each)
-            for each in (tools, None)
-        )
-        if with_tools == without:
+        if not self._shows(tools=tools):
             self._remarks.say_once(
                 "tools",
                 f"the policy's chat template does not show the tools of {whose} to it: say in "
                 "prompt.system, or in the chats, what it may call and how",
             )
 
+    def tell_of_documents(self) -> None:
+        """Warn, for rows that have a column `documents`, if the template would show documents."""
+        if not self.config.has_chats or "documents" in self.config.template_arguments:
+            return
+        with suppress(ConfigError):  # the template refuses such ones
+            if self._shows(documents=[{"title": "probez", "text": "probez"}]):
+                self._remarks.say_once(
+                    "documents",
+                    f"{printable(self.config.source)}: column documents is not used in prompts, "
+                    "though the policy's chat template shows documents: write them into the "
+                    "chats, or set prompt.template_arguments.documents for all rows",
+                )
+
+    def _shows(self, **variables: Any) -> bool:
+        """Whether the template writes another text without these `variables`."""
+        template = self._template(variables.get("tools"))
+        question = [{"role": "user", "content": "?"}]
+        with_them, without = (
+            template.render("prompt.template", question, **each)
+            for each in (variables, dict.fromkeys(variables))
+        )
+        return with_them != without
+
     def _render_chat(self, name: str, messages: list[Message], own: RowVariables) -> Rendering:
-        tools = self.tools or own.tools
-        template = self._template(tools)
+        own = own._replace(tools=self._shown_tools or own.tools)
+        template = self._template(own.tools)
         is_continued = messages[-1]["role"] == "assistant"
         if is_continued:
             self._require_continuable(name, messages)
-        structure, texts = take_texts(messages)
-        own_structure, own_texts = take_variables(own.as_variables())
-        num_texts = len(texts)
+        structure, texts = take_texts(messages, own.as_variables())
         # markup stays in what the recipe or an assistant says
         trusted = texts_of(messages, lambda each: is_assistants(each) or self._is_recipes(each))
 
         def render(texts: list[str]) -> str:
-            chat = put_texts(structure, iter(texts[:num_texts]))
-            variables = put_texts(own_structure, iter(texts[num_texts:]))
+            chat, variables = put_texts(structure, iter(texts))
             if is_continued:
                 return template.render_to_continue(name, chat, **variables)
             return template.render(name, chat, **variables)
 
-        key = json.dumps([structure, own_structure])
+        key = json.dumps(structure)
         if key not in self._seen:
             self._seen.add(key)
             self._require_seen(name, messages, template, own)
-        rendering = self._guard.encode(name, (key,), texts + own_texts, render, trusted=trusted)
-        self._remarks.on_spelled(name, self._guard.spelled_out(texts + own_texts, trusted))
+        rendering = self._guard.encode(name, (key,), texts, render, trusted=trusted)
+        self._remarks.on_spelled(name, self._guard.spelled_out(texts, trusted))
         return rendering
 
     def _is_recipes(self, message: Message) -> bool:
@@ -322,8 +339,8 @@ class Renderer:
                 raise _unseen(name, "the last message of the user")
             self._remarks.say_once(
                 f"role {role}",
-                f"{name}: the policy's chat template does not show message {n}, of the role {role}"
-                f"{_IF_IT_SHOULD}",
+                f"{name}: the policy's chat template does not show message {n}, of the role "
+                f"{role}, or cuts it{_IF_IT_SHOULD}",
             )
         arguments = {
             **dict.fromkeys(self.config.template_arguments, "prompt.template_arguments"),
@@ -354,7 +371,7 @@ class Renderer:
                 "a text: it is put before each prompt. A server that renders chats leaves it out, "
                 "unless prompt.template, and the served template, begin with {{ bos_token }}",
             )
-        if own.tools and not self.tools:
+        if own.tools and not self._shown_tools:
             self._tell_of_tools(own.tools, f"column {self.config.tools}")
         for member in ("tool_calls", "reasoning_content"):
             if not any(message.get(member) for message in messages):
@@ -454,6 +471,8 @@ def render_rows(
     images = table.column(config.images) if config.images else None
     cells = _input_cells(config, source, rows)
     named = columns_of(config, source.column_names).items()
+    if "documents" in source.column_names:
+        renderer.tell_of_documents()
     variables = {role: without_nulls(table[column]) for role, column in named}
     for position, (row, cell, opening) in enumerate(zip(rows, cells, openings, strict=True)):
         group_id = group_ids[row]
@@ -515,7 +534,8 @@ _IF_IT_SHOULD = ": the policy never reads it; if it should, set prompt.template 
 def _unseen(name: str, what: str, way_out: str = "") -> ConfigError:
     return ConfigError(
         name,
-        f"the policy's chat template does not show {what}, neither as text nor as a list of parts",
+        f"the policy's chat template does not show {what}, or cuts it, as text and as a list of "
+        "parts",
         next=f"set prompt.template to a template that shows it{way_out}",
     )
 

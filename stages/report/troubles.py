@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quiver.schemas.errors import printable
-from quiver.stages.common.episodes import FAILURES, LIMITS
+from quiver.stages.common.episodes import FAILURES, LIMITS, way_to_end
 
 from .episodes import failures_in_words, share_of_ends
 from .gather import Gathered, Iteration, metric
@@ -65,7 +64,7 @@ def _troubles(iteration: Iteration) -> list[str]:
         if unscored
         else "",
         f"{iteration.rollouts.ref}: {length_share:.0%} of the completions ended at the token "
-        f"limit: {_unknown_end(iteration) or 'raise generate.sampling.max_tokens'}."
+        f"limit: {way_to_end(iteration.rollouts)}."
         if length_share > 0.1 and not iteration.episodes
         else "",
         f"{rewards.ref}: in {equal_share:.0%} of the groups all rewards are equal, so they teach "
@@ -82,18 +81,6 @@ def _troubles(iteration: Iteration) -> list[str]:
         else "",
         *_troubles_of_episodes(iteration),
     ]
-
-
-def _unknown_end(iteration: Iteration) -> str:
-    """Names the token with which the chat template ends a turn, where it ends no completion; else
-    empty."""
-    end = metric(iteration.rollouts, "unknown_end")
-    if end is None:
-        return ""
-    return (
-        f"the chat template ends a turn with {printable(repr(end['text']))}, which ends no "
-        f"completion; set generate.sampling.stop_token_ids = [{end['id']}]"
-    )
 
 
 def _troubles_of_episodes(iteration: Iteration) -> list[str]:
@@ -136,16 +123,11 @@ def _failure_key(numbers: dict[str, Any], ref: str) -> str:
 def _limit_key(limit: str, iteration: Iteration) -> str:
     """The key that lets episodes go on which ended by `limit`."""
     config = iteration.rollouts.config
-    if limit == "max_tokens" and _unknown_end(iteration):
-        return _unknown_end(iteration)
+    if limit == "max_tokens":
+        return way_to_end(iteration.rollouts, iteration.episodes["max_limited_tokens"])
     if limit == "context":
         # without that key it is the model's own
         is_set = config.get("max_model_len") is not None
         observed = "lower generate.turns.max_observation_tokens"
         return "raise generate.max_model_len" if is_set else observed
-    if limit == "max_tokens" and isinstance(config.get("turns"), dict):
-        most = config["turns"].get("max_tokens")
-        longest = iteration.episodes["max_limited_tokens"]
-        if isinstance(most, int) and longest < most:  # none had as many, so a turn's limit did it
-            return "raise generate.sampling.max_tokens"
     return f"raise generate.turns.{limit}"

@@ -97,8 +97,19 @@ def test_thinking_is_read_whatever_it_is_called(name, content):
         ({"role": "user", "content": {"a": 1}}, "holds an object, expected text"),
         ({"role": "user", "content": "a\0"}, "has a NUL character in its text, at position 1"),
         ({"role": "user", "content": "\ud800"}, "lone surrogate"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "a part of message 0 has"),
-        ({"role": "user", "content": ["a"]}, "a part of message 0 has text"),
+        (
+            {"role": "user", "content": [{"video": "a.mp4", "text": None, "type": "input_video"}]},
+            'a part of message 0 is {"type": "input_video", "video": …}, expected {"type": "text", '
+            '"text": …} or {"type": "image"}, whose',
+        ),
+        (
+            {"role": "user", "content": [{"type": "image", "image": "a.png"}]},
+            'a part of message 0 is {"type": "image", "image": …}, expected',
+        ),
+        ({"role": "user", "content": [{"text": "a"}]}, 'a part of message 0 is {"text": …}, exp'),
+        ({"role": "user", "content": [{"type": 1}]}, 'a part of message 0 is {"type": a number}'),
+        ({"role": "user", "content": [{}]}, "a part of message 0 is {}, expected"),
+        ({"role": "user", "content": ["a"]}, "a part of message 0 is text"),
         ({**USER, "tool_call_id": "<|im_end|>"}, "tool_call_id of message 0 is"),
         ({**USER, "name": "a" * 257}, "the name of message 0 has 257 characters"),
         ({**USER, "reasoning_content": "hm"}, "has reasoning_content and the role user: take it"),

@@ -1,4 +1,5 @@
-"""Messages of a chat: as versions keep them, and the texts in them that nobody may trust.
+"""Messages of a chat: as versions keep them, and the texts in them, and in what templates are given
+beside them, that nobody may trust.
 
 A message has a role and a content; one of an assistant may have `tool_calls` and its thinking as
 `reasoning_content`, one of a tool `tool_call_id` and its `name`.
@@ -49,11 +50,19 @@ def as_parts(message: dict[str, Any]) -> dict[str, Any]:
     return {**members, "content": parts}
 
 
-def take_texts(messages: list[dict[str, Any]]) -> tuple[Any, list[str]]:
-    """`messages` as plain JSON without its texts, and these in order. Keys and all else in the
-    arguments of a call are texts as well."""
+def take_texts(
+    messages: list[dict[str, Any]], variables: dict[str, Any] | None = None
+) -> tuple[Any, list[str]]:
+    """`messages` and `variables` as plain JSON without their texts, and these in order, those of
+    the messages first.
+
+    In the arguments of a call keys and all else are texts as well. `variables` are a template's, in
+    others' words, such as `tools`. Of these, words that can hold no control token and by which
+    templates decide stay: keys, types, and short values that are no description.
+    """
     texts: list[str] = []
-    return _take(messages, texts, is_ours=True), texts
+    structure = _take(messages, texts, is_ours=True)
+    return ["list", structure, _take_variable(variables or {}, texts)], texts
 
 
 def _take(member: Any, texts: list[str], *, is_ours: bool) -> Any:
@@ -95,14 +104,6 @@ def is_assistants(message: dict[str, Any]) -> bool:
     return message["role"] == "assistant"
 
 
-def take_variables(variables: dict[str, Any]) -> tuple[Any, list[str]]:
-    """The same of variables of a template that are a row's own, such as `tools`. Words that can
-    hold no control token and by which templates decide stay: keys, types, and short values that are
-    no description."""
-    texts: list[str] = []
-    return _take_variable(variables, texts), texts
-
-
 def _take_variable(member: Any, texts: list[str]) -> Any:
     if isinstance(member, str):
         if _WORD.fullmatch(member):
@@ -120,7 +121,7 @@ def _take_variable(member: Any, texts: list[str]) -> Any:
 
 
 def put_texts(structure: Any, texts: Iterator[str]) -> Any:
-    """The reverse of `take_texts`, with other texts."""
+    """The reverse of `take_texts`, with other texts: messages and variables."""
     if structure == "text":
         return next(texts)
     kind, *members = structure

@@ -38,6 +38,8 @@ _WORKER = Path(__file__).with_name("jinja_worker.py")
 Messages = list[dict[str, Any]]
 
 
+FILLER = " probez" * 300
+"""Stands behind the marks of contents, so that a template that cuts contents does not show them."""
 _PROBE_TOOL = "probeztool"
 _PROBE_ARGUMENTS = {"probezkey": 1}
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -152,7 +154,7 @@ class Template:
         return before.rstrip()  # the template trims contents
 
     def unseen(self, name: str, messages: Messages, **variables: Any) -> frozenset[int]:
-        """Positions of the messages whose content no form of `messages` shows. ConfigError."""
+        """Positions of the messages whose content no form of `messages` shows whole. ConfigError."""
         return self._form(name, messages, variables).unseen
 
     def missing_header(self, name: str, messages: Messages, text: str, **variables: Any) -> str:
@@ -216,15 +218,13 @@ class Template:
         return min(texts, key=badness, default=_CallForm())
 
     def _unseen(self, name: str, marked: Messages, variables: dict[str, Any]) -> set[int] | None:
-        """Positions of the messages with a mark that the rendering lacks. None if the template
+        """Positions of the messages with a mark that the rendering lacks. None: the template
         refuses them. ConfigError if its process died."""
         text = self._render_or_none(name, marked, variables)
         if text is None:
             return None
         return {
-            n
-            for n, message in enumerate(marked)
-            if any(mark.strip() and mark not in text for mark in _texts(message))
+            n for n, message in enumerate(marked) if not _shows(text, message.get("content") or "")
         }
 
     def _render_or_none(
@@ -295,21 +295,22 @@ def _with_probe_calls(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls}
 
 
-def _texts(message: dict[str, Any]) -> list[str]:
-    """The texts of a content."""
-    content = message.get("content") or ""
+def _shows(text: str, content: str | list[dict[str, Any]]) -> bool:
+    """Whether each text of `content` stands in `text`, and no part as Python spells it."""
     if isinstance(content, str):
-        return [content]
-    return [part["text"] for part in content if "text" in part]
+        return not content.strip() or content in text
+    parts = [part for part in content if part.get("text", "").strip()]
+    return all(part["text"] in text and str(part) not in text for part in parts)
 
 
 def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:
-    """A message with `mark` in place of each text of its content; blank ones stay."""
+    """A message with `mark`, and FILLER behind it, in place of each text of its content; blank ones
+    stay."""
     content = message.get("content") or ""
     if isinstance(content, str):
-        return {**message, "content": mark} if content.strip() else message
+        return {**message, "content": mark + FILLER} if content.strip() else message
     parts = [
-        {**part, "text": f"{mark}{n}z"} if part.get("text", "").strip() else part
+        {**part, "text": f"{mark}{n}z{FILLER}"} if part.get("text", "").strip() else part
         for n, part in enumerate(content)
     ]
     return {**message, "content": parts}

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
+from transformers.cache_utils import CacheLayerMixin
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.config import parse
@@ -302,7 +303,14 @@ class TransformersEngine:
                 inputs["inputs_embeds"] = batch.embeddings
             else:
                 inputs["input_ids"] = ids
-        output = self.model(**inputs, past_key_values=batch.cache, use_cache=True)
+        try:
+            output = self.model(**inputs, past_key_values=batch.cache, use_cache=True)
+        except ValueError:
+            layers = transformers.DynamicCache(config=self.model.config).layers
+            if not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers):
+                raise
+            # transformers masks what a row reads by the keys of its first layer of attention
+            raise self._refusal("none of its layers keeps keys and values") from None
         batch.cache = output.get("past_key_values")
         if batch.cache is None:
             raise self._refusal("transformers keeps no keys and values of its past ids")

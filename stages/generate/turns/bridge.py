@@ -31,7 +31,7 @@ from quiver.stages.common.chat.messages import (
     take_texts,
     texts_of,
 )
-from quiver.stages.common.chat.template import Template
+from quiver.stages.common.chat.template import FILLER, Template
 from quiver.stages.common.environments.environment import Message, cleaned, pictures_in
 from quiver.stages.common.images.processor import Processor, Span
 from quiver.stages.generate.turns.tool_calls import ParsedTurn
@@ -119,13 +119,14 @@ class Bridge:
         `has_end`: the turn's last id is an end. SecurityError names `name`.
         """
         messages = [self._as_written(message) for message in messages]
-        structure, texts = take_texts(messages)
+        structure, texts = take_texts(messages, self._variables)
         # where the template writes no end, one is put before it while it is encoded: a tokenizer
         # may treat the first word of a text in another way
         lead = "" if self._writes_end else self._end_token
 
         def render(texts: list[str]) -> str:
-            return lead + self._behind_turn(name, put_texts(structure, iter(texts)))
+            chat, variables = put_texts(structure, iter(texts))
+            return lead + self._behind_turn(name, chat, **variables)
 
         key = ("observation", json.dumps(structure))
         rendering = self._guard.encode(name, key, texts, render, is_whole=False)
@@ -135,7 +136,7 @@ class Bridge:
         return Rendering(text, rendering.ids)
 
     def writes(self, role: str) -> bool:
-        """Whether the template writes messages of that role behind a turn."""
+        """Whether the template writes messages of that role, whole, behind a turn."""
         if role not in self._is_written:
             self._is_written[role] = self._learn(self.tool_role if role == "tool" else role)
         return self._is_written[role]
@@ -207,10 +208,11 @@ class Bridge:
     def restart(self, name: str, messages: list[Message]) -> Rendering:
         """A whole conversation as the template writes it, with the next generation prompt."""
         messages = [self._as_written(message) for message in messages]
-        structure, texts = take_texts(messages)
+        structure, texts = take_texts(messages, self._variables)
 
         def render(texts: list[str]) -> str:
-            return self._render(name, put_texts(structure, iter(texts)))
+            chat, variables = put_texts(structure, iter(texts))
+            return self._render(name, chat, **variables)
 
         key = ("restart", json.dumps(structure))
         trusted = texts_of(messages, is_assistants)
@@ -254,11 +256,11 @@ class Bridge:
         text = self._render(name, messages)
         prefill = "<think>\n" if text.rstrip().endswith("<think>") else ""
         for number in range(3):
-            answer = f"{_ANSWER}{number}"
+            answer = f"{_ANSWER}{number}{FILLER}"
             if thinks:
-                answer = f"<think>\n{_THOUGHT}{number}\n</think>\n\n{answer}"
+                answer = f"<think>\n{_THOUGHT}{number}{FILLER}\n</think>\n\n{answer}"
             sampled = self.gap + answer.removeprefix(prefill)
-            news = [{"role": role, "name": _TOOL, "content": f"{_QUESTION}{number}"}]
+            news = [{"role": role, "name": _TOOL, "content": f"{_QUESTION}{number}{FILLER}"}]
             if role == "tool":
                 news[0]["tool_call_id"] = _call_id(0)
             messages = [*messages, {"role": "assistant", "content": answer}, *news]
@@ -286,18 +288,19 @@ class Bridge:
             message = {"role": self.tool_role, "content": message["content"]}
         return {key: cleaned(member) for key, member in message.items()}
 
-    def _behind_turn(self, name: str, messages: list[Message]) -> str:
+    def _behind_turn(self, name: str, messages: list[Message], **variables: Any) -> str:
         """What the template writes behind the text of an assistant's turn that `messages` follow,
         the turn's own end first."""
         role = messages[0]["role"] if messages else "user"
         question = {"role": "user", "content": _QUESTION}
         if not self._needs_calls.get(role, False):
             turn: Message = {"role": "assistant", "content": _TURN}
-            _, _, behind = self._render(name, [question, turn, *messages]).partition(_TURN)
-            return behind
+            text = self._render(name, [question, turn, *messages], **variables)
+            return text.partition(_TURN)[2]
         turn = {"role": "assistant", "content": "", "tool_calls": _probe_calls(len(messages))}
-        before = self._render(name, [question, turn], add_generation_prompt=False)
-        return self._plain_end + self._render(name, [question, turn, *messages])[len(before) :]
+        before = self._render(name, [question, turn], add_generation_prompt=False, **variables)
+        text = self._render(name, [question, turn, *messages], **variables)
+        return self._plain_end + text[len(before) :]
 
     def _end_of_turn(self) -> str:
         """What the template writes behind the text of a last turn. ConfigError where it writes no
@@ -327,7 +330,8 @@ class Bridge:
     def _learn(self, role: str) -> bool:
         """Whether the template writes messages of that role behind an assistant's turn; and what
         that turn has to be."""
-        message = {"role": role, "name": _TOOL, "content": _QUESTION, "tool_call_id": _call_id(0)}
+        content = _QUESTION + FILLER
+        message = {"role": role, "name": _TOOL, "content": content, "tool_call_id": _call_id(0)}
         name = "prompt.template"
         for needs_calls in (False, True):
             self._needs_calls[role] = needs_calls
@@ -342,7 +346,7 @@ class Bridge:
                         continue
             except ConfigError:
                 continue
-            if _QUESTION in behind:
+            if content in behind:
                 return True
         return False
 

@@ -30,8 +30,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from quiver.schemas.errors import ConfigError
-from quiver.stages.common.chat.control_tokens import Rendering
+from quiver.schemas.errors import ConfigError, SecurityError
+from quiver.schemas.outside import LARGEST
 from quiver.stages.common.environments.environment import (
     Message,
     Step,
@@ -53,6 +53,8 @@ from quiver.stages.generate.turns.config import Turns
 from quiver.stages.generate.turns.tool_calls import Parse, ParsedTurn
 
 _UNTOLD = "the engine gave this turn up"
+_REFUSED = "the policy cannot be shown its observation: {}"
+_TOO_MUCH = "the rewards of its last turn and of the whole episode add up to no float32"
 _LATE = "its observation was not read within generate.turns.{} {:g}"
 _NO_PICTURES = "it shows a picture; set generate.turns.max_images to how many an episode may show"
 State = Literal["sample", "act", "finish", "ended"]
@@ -250,7 +252,10 @@ class Episode:
         record.seconds += seconds
         if reward is not None:
             record.reward = reward + (record.reward or 0.0)
+            if abs(record.reward) > LARGEST:
+                return self.failed("environment_error", _TOO_MUCH)
         self.state = "ended"
+        return None
 
     # -- what came of it
 
@@ -297,13 +302,21 @@ class Episode:
             limit = limit or "max_images"
         if limit is not None:
             return self._end(limit)
-        fitting = self._fitting(messages)
-        if fitting is None:
-            return None
+        is_rewritten = self._is_rewritten(messages)
+        restart = None
+        try:
+            fitting = self._fitting(messages)
+            if fitting is None:
+                return None
+            if is_rewritten:
+                restart = self.setting.bridge.restart(
+                    self.name, [*self._messages, *fitting.messages]
+                )
+        except (ConfigError, SecurityError) as error:
+            return self.failed("environment_error", _REFUSED.format(error.message))
         if fitting.num_cut:
             record.info[CUT_INFO] = fitting.num_cut
             record.observation = for_people(fitting.messages)
-        restart = self._restarted(fitting)
         ids = [*self._ids, *fitting.rendering.ids] if restart is None else restart.ids
         if len(ids) >= self.setting.context:
             return self._end("context")
@@ -370,11 +383,12 @@ class Episode:
             return f"{error.object} {error.message}"
         return None
 
-    def _restarted(self, fitting: Fitting) -> Rendering | None:
-        """The whole history as the template writes it, where that is another than was read."""
-        role = fitting.messages[0]["role"] if fitting.messages else "user"
+    def _is_rewritten(self, messages: list[Message]) -> bool:
+        """Whether the template writes the history before `messages` otherwise than it was read, so
+        that a new sequence begins. ConfigError if it cannot begin."""
+        role = messages[0]["role"] if messages else "user"
         if not self.setting.rewrites(role, self._thinks):
-            return None
+            return False
         if self._messages is None:
             raise ConfigError(
                 self.name,
@@ -382,7 +396,7 @@ class Episode:
                 "none",
                 next='give prompts as messages, or set generate.turns.rewritten = "append"',
             )
-        return self.setting.bridge.restart(self.name, [*self._messages, *fitting.messages])
+        return True
 
     def _end(self, reason: str) -> None:
         self.end_reason = reason

@@ -166,15 +166,9 @@ def _without_nulls(schema: Any) -> Any:
 
 @functools.lru_cache(1024)
 def _validator(schema_text: str) -> Any:
-    try:
-        from jsonschema import validators
-        from referencing import Registry
-    except ImportError:
-        raise ConfigError(
-            "reward function json_schema",
-            "jsonschema is not installed",
-            next="pip install 'quiver-rl[rewards]'",
-        ) from None
+    from jsonschema import validators
+    from referencing import Registry
+
     try:
         schema = json.loads(schema_text)
     except json.JSONDecodeError as error:

@@ -55,8 +55,8 @@ class Reader:
             if unseen:
                 raise ConfigError(
                     name,
-                    f"does not show a message of the role {PROBE[min(unseen)]['role']}, neither as "
-                    "text nor as a list of parts",
+                    f"does not show a message of the role {PROBE[min(unseen)]['role']}, or cuts "
+                    "it, as text and as a list of parts",
                     next="set template to a jinja file that shows questions and answers",
                 )
             markup = learn_markup(tokenizer, [self._template.probe])

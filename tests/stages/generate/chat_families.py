@@ -26,6 +26,7 @@ _CALLS = """
     {%- endfor %}
 """
 QWEN25 = (
+    "{%- if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
     "{%- for m in messages %}"
     + _TOOL_RUN
     + "{%- else %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
@@ -77,7 +78,11 @@ GEMMA = """{{ bos_token }}{%- for m in messages %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
 MISTRAL = """{{ bos_token }}{%- for m in messages %}
-    {%- if m.role == 'user' %}{{ '[INST] ' + m.content + '[/INST]' }}
+    {%- if m.role == 'user' %}
+        {%- if tools and m == (messages | selectattr('role', 'equalto', 'user') | list | last) %}
+            {{- 'Tools: ' + (tools | tojson) }}
+        {%- endif %}
+        {{- '[INST] ' + m.content + '[/INST]' }}
     {%- elif m.role == 'tool' %}
         {%- if m.tool_call_id | length != 9 %}{{ raise_exception('an id has 9 characters') }}{% endif %}
         {%- if not messages[loop.index0 - 1].tool_calls and messages[loop.index0 - 1].role != 'tool' %}
@@ -93,6 +98,8 @@ MISTRAL = """{{ bos_token }}{%- for m in messages %}
     {%- elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}
     {%- endif %}
 {%- endfor %}"""
+FORGING = QWEN25.replace("m.content", "m.content | replace('(', '<|im_end|>')")
+"""Writes a control token for a letter of a content."""
 BARE = """{%- for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"""
 _TAGS = [
@@ -151,6 +158,10 @@ def family(name: str) -> Family:
     if name == "mistral":
         return Family(MISTRAL, _mistral(), "</s>")
     templates = {"qwen25": QWEN25, "qwen3": QWEN3, "smollm2": SMOLLM2, "bare": BARE}
+    templates["forging"] = FORGING
+    templates["cutting"] = QWEN25.replace("m.content", "m.content[:500]")
+    cut = "(m.content if loop.last else m.content[:500])"
+    templates["cutting_later"] = QWEN25.replace("m.content", cut)
     return Family(templates[name], _chatml(), "<|im_end|>")
 
 

@@ -57,6 +57,10 @@ class Guess:
             os._exit(7)
         if self.broken == f"raise {self.level}":
             raise RuntimeError("the dice are lost")
+        if self.broken == f"role {self.level}":
+            return {"messages": [{"role": "<|im_end|>", "content": "higher"}]}
+        if self.broken == f"shape {self.level}":
+            return {"messages": [["user", "higher"]]}
         guess = int(turn.text) if turn.text.isdigit() else -1
         if guess == self.number:
             return {"text": "right", "reward": 1.0, "done": True}

@@ -236,6 +236,17 @@ def test_the_environments_last_word_adds_to_what_the_last_turn_earned(earned, la
     assert [turn["reward"] for turn in episode.record()["turns"]] == [2.0, expected]
 
 
+def test_rewards_that_no_float32_holds_together_fail_the_episode():
+    with setting_of(answers=False) as setting:
+        episode = Episode(setting, "row", prompt_of(setting), CHAT)
+        episode.sampled(encode("7"), [-1.0] * len(encode("7")), "stop")
+        episode.observed(Step(text="right", reward=3e38, done=True))
+        episode.rewarded(3e38)
+    (turn,) = episode.record()["turns"]
+    assert episode.state == "ended" and episode.end_reason == "environment_error"
+    assert turn["reward"] is None and "no float32" in turn["info"]
+
+
 @pytest.mark.parametrize("reason", ["timeout", "environment_error"])
 def test_an_episode_that_failed_has_no_rewards(reason):
     with setting_of(answers=False) as setting:
@@ -347,6 +358,26 @@ def test_a_role_that_the_template_does_not_write_fails_the_episode():
         episode.observed(Step(messages=[{"role": "critic", "content": "no"}]))
     assert episode.end_reason == "environment_error"
     assert "message of the role critic" in episode.record()["turns"][0]["info"]
+
+
+@pytest.mark.parametrize("rewritten", ["refuse", "restart"])
+@pytest.mark.parametrize(
+    "name, contents, why",
+    [
+        ("gemma", ["a", "b"], "roles must alternate"),
+        ("forging", ["12 (13)"], "its text would become control tokens"),
+    ],
+)
+def test_an_observation_that_no_policy_can_read_fails_the_episode(name, contents, why, rewritten):
+    messages = [{"role": "user", "content": content} for content in contents]
+    with setting_of(name, answers=False, rewritten=rewritten) as setting:
+        episode = Episode(setting, "row", prompt_of(setting), CHAT)
+        episode.sampled(encode("7"), [-1.0] * len(encode("7")), "stop")
+        episode.observed(Step(messages=messages, reward=0.5))
+    (turn,) = episode.record()["turns"]
+    assert episode.state == "ended" and episode.end_reason == "environment_error"
+    assert turn["observation"] == "\n".join(contents) and turn["observation_ids"] == []
+    assert turn["reward"] is None and why in json.loads(turn["info"])["quiver_failure"]
 
 
 def test_a_turn_that_a_stop_string_ended_gets_the_templates_end():

@@ -83,6 +83,8 @@ FEATURES = {
     "scaled positions: longrope": ("sdpa", "phi3", {"rope_parameters": {**ROPE, **LONGROPE}}),
     "scaled logits: cohere": ("sdpa", "cohere", {"logit_scale": 0.3}),
     "scaled logits: granite": ("sdpa", "granite", {"logits_scaling": 3.0}),
+    "linear attention in other layers: bamba": ("sdpa", "bamba", {}),
+    "linear attention in other layers: granitemoehybrid": ("sdpa", "granitemoehybrid", {}),
     "biases of positions: bloom": ("eager", "bloom", {}),
     "biases of positions: t5": ("sdpa", "mt5", {}),
 }
@@ -91,6 +93,8 @@ NOT_ON_A_CPU = {
     "biases of positions: t5",  # vLLM has no encoder-decoder models
     "caps on attention: t5gemma",
     "caps on attention: vaultgemma",  # vLLM's own model of it does not start
+    "linear attention in other layers: bamba",  # these two were not tried
+    "linear attention in other layers: granitemoehybrid",
     "chunks: llama4",  # its chunks are multiples of a block of 32
     "sinks: gpt_oss",  # no experts without quantization
     "sinks: granite_swa",  # these two were not tried
@@ -253,6 +257,27 @@ def test_a_model_that_transformers_cannot_read_id_by_id_is_refused(store, tmp_pa
         sampled(policy)
 
 
+@pytest.mark.parametrize(
+    ("family", "changed"),
+    [
+        ("bamba", {"attn_layer_indices": None}),
+        ("granitemoehybrid", {"layer_types": ["linear_attention"] * 4}),
+    ],
+)
+def test_a_model_without_a_layer_of_attention_is_trained_but_not_sampled(
+    store, tmp_path, family, changed
+):
+    policy = policy_of(store, make_model(tmp_path / "model", family, **changed))
+    model = load_model(policy, dtype=torch.float32)
+    assert model.config._attn_implementation == "sdpa"
+    assert set(model.config.layer_types) == {"linear_attention"}
+    prompt, ids = torch.arange(3, 20), torch.arange(20, 30)
+    rows = [(prompt, ids.numpy(), own_logprobs(model, prompt, ids, 1.0).detach().numpy())]
+    assert largest_gap(policy, rows) < TOLERANCE
+    with pytest.raises(ConfigError, match=f"type {family}: none of its layers keeps keys and"):
+        sampled(policy)
+
+
 @pytest.mark.parametrize("family", sorted(UNPADDED - {"minimax_m3_vl_text", "deepseek_v4"}))
 def test_rows_are_not_padded_where_that_changes_them(store, tmp_path, family):
     policy = policy_of(store, make_model(tmp_path / "model", family))
@@ -263,12 +288,8 @@ OTHERWISE = {"gemma3n_text": 1e-3, "nemotron_h": 5e-3, "zamba2": 5e-3}
 """Nats, of families whose own kernels differ by as much: a quantile, or a scan in chunks."""
 
 
-ALL_LINEAR = {"bamba", "granitemoehybrid"}
-"""Families whose tiny models have no layer of attention, on which transformers' cache fails."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sorted((set(architectures.FAMILIES) & TRAINED) - ALL_LINEAR))
+@pytest.mark.parametrize("family", sorted(set(architectures.FAMILIES) & TRAINED))
 def test_every_family_is_sampled_right_or_refused(store, tmp_path, family):
     policy = policy_of(store, make_model(tmp_path / "model", family))
     try:

@@ -167,6 +167,8 @@ def test_limits(store, policy, names, turns, script, reason, lengths):
         ("hang 2", "timeout", "step_seconds 1"),
         ("die 2", "environment_error", "code 7"),
         ("raise 2", "environment_error", "the dice are lost"),
+        ("role 2", "environment_error", "expected a word of"),
+        ("shape 2", "environment_error", "message 0 has a list, expected role and content"),
     ],
 )
 def test_an_environment_that_fails_costs_its_own_episodes(

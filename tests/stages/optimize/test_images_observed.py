@@ -353,10 +353,17 @@ def test_parts_of_messages(content, read):
 
 
 @pytest.mark.parametrize(
-    "part", [{"type": "text", "text": 1}, {"type": "image"}, {"type": "video"}, "text", None]
+    "part, shown",
+    [
+        ({"type": "text", "text": 1}, '{"type": "text", "text": …}'),
+        ({"type": "image"}, '{"type": "image"}'),
+        ({"url": "data:" + "A" * 1000, "type": "image_url"}, '{"type": "image_url", "url": …}'),
+        ("text", "text"),
+        (None, "null"),
+    ],
 )
-def test_other_parts_are_refused(part):
-    with pytest.raises(ValueError, match="a part of a message is"):
+def test_other_parts_are_refused(part, shown):
+    with pytest.raises(ValueError, match=f"a part of a message is {shown}, expected pictures"):
         read_messages([{"role": "user", "content": [part]}])
 
 

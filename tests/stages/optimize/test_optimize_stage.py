@@ -454,6 +454,31 @@ def test_without_any_advantage_it_stops(store, policy):
     assert store.numbers("tiny", "policy") == [0]
 
 
+@pytest.mark.parametrize(
+    ("settings", "metrics", "next"),
+    [
+        ({}, {}, "raise generate.sampling.max_tokens"),
+        ({"sampling": {"ignore_eos": True}}, {}, "set generate.sampling.ignore_eos = false, since"),
+        (
+            {},
+            {"unknown_end": {"id": 7, "text": "<|eot|>"}},
+            "set generate.sampling.stop_token_ids = [7], since the chat template ends a turn with "
+            "'<|eot|>', which ends no completion",
+        ),
+    ],
+)
+def test_where_all_completions_were_cut_it_says_what_would_end_them(
+    store, policy, settings, metrics, next
+):
+    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(2), 2)
+    rows = [{**row, "finish_reason": "length"} for row in rows]
+    rollouts = world.write_rollouts(store, policy, rows, metrics=metrics, **settings)
+    made = rollouts, world.write_rewards(store, rollouts, lambda row: None)
+    with pytest.raises(NumericError, match="ended: 4 by length") as refusal:
+        _run(store, policy, made)
+    assert refusal.value.next.startswith(next)
+
+
 def test_no_rows_are_nothing_to_learn_from(store, policy):
     rollouts = world.write_rollouts(store, policy, [])
     with pytest.raises(NumericError, match="0 of 0 rollouts are scored"):

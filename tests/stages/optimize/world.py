@@ -139,6 +139,7 @@ def write_rollouts(
     rows: list[dict],
     run: str = "tiny",
     prompts: Version | None = None,
+    metrics: dict | None = None,
     **settings,
 ) -> Version:
     """rollouts/1 that say they were sampled by `policy`, of `prompts`."""
@@ -159,7 +160,8 @@ def write_rollouts(
             range(0, max(1, len(table)), half)
         ):  # several shards: columns come in chunks
             work.write(index, table.slice(start, half))
-        return work.commit(status=dict(Counter(row["finish_reason"] for row in rows)))
+        status = dict(Counter(row["finish_reason"] for row in rows))
+        return work.commit(metrics=metrics or {}, status=status)
 
 
 def write_prompts(store: Store, rows: list[dict], run: str = "tiny") -> Version:

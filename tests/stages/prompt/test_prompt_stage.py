@@ -440,7 +440,7 @@ BAD = [
     (
         {},
         [{"messages": [{"role": "user", "content": ["part"]}]}],
-        "a part of message 0 has text, expected",
+        "a part of message 0 is text, expected",
     ),
     ({}, [{"prompt_ids": [1, 320]}], "320 is outside the model's vocabulary of 320"),
     ({}, [{"prompt_ids": [1, 2**40]}], "outside the model's vocabulary"),

@@ -16,7 +16,7 @@ from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from quiver.stages.prompt.config import Config
 from quiver.stages.prompt.row_variables import ARGUMENTS, RowVariables, read_variables, tell_unused
-from quiver.stages.prompt.rows import Renderer
+from quiver.stages.prompt.rows import Renderer, render_rows
 from tests import tiny
 from tests.stages.prompt.templates import FAMILIES
 from tests.stages.reward.reward_models import Family, byte_tokenizer
@@ -295,6 +295,26 @@ def test_a_template_that_hides_what_is_asked_is_refused(policy_of, role, chat, w
     assert "prompt.template" in caught.value.next
 
 
+@pytest.mark.parametrize("cut", ["[:10]", "[:2000]", "[8:]", ".split()[0]", "| truncate(1000)"])
+def test_a_template_that_cuts_contents_is_refused_or_told(policy_of, caplog, cut):
+    policy, _ = policy_of("qwen3")
+    cuts = tiny.CHATML.replace("message['content']", f"message['content']{cut}")
+    with (
+        opened(policy, cuts) as renderer,
+        pytest.raises(ConfigError, match="does not show the last message of the user, or cuts it"),
+    ):
+        renderer.render("row", [user("one?")])
+    olds = tiny.CHATML.replace(
+        "message['content']",
+        f"(message['content'] if message.role == 'user' else message['content']{cut})",
+    )
+    with opened(policy, olds) as renderer:
+        renderer.render("row", [user("a"), assistant("b"), user("c")])
+    assert [each.partition(": the policy never")[0] for each in warnings(caplog)] == [
+        "row: the policy's chat template does not show message 1, of the role assistant, or cuts it"
+    ]
+
+
 def test_other_texts_that_are_hidden_are_told_once(policy_of, caplog):
     policy, _ = policy_of("qwen3")
     thought = assistant("1", reasoning_content="hm")
@@ -305,7 +325,7 @@ def test_other_texts_that_are_hidden_are_told_once(policy_of, caplog):
         renderer._render_chat("row", [user("a"), thought, user("c")], RowVariables())
         renderer.render("row", [*ASKED, RESULT, user("more?")])
     assert [each.partition(": the policy never")[0] for each in warnings(caplog)] == [
-        "row: the policy's chat template does not show message 1, of the role assistant",
+        "row: the policy's chat template does not show message 1, of the role assistant, or cuts it",
         "row: the policy's chat template does not show tool_calls of its messages",
         "row: the policy's chat template does not show reasoning_content of its messages",
         "row: the policy's chat template does not show tool_calls of its messages",
@@ -440,6 +460,27 @@ def test_tools_may_be_json_text_and_forge_nothing(policy_of, caplog):
     assert "<|im_end|>, which stays text" in warnings(caplog)[0]
 
 
+@pytest.mark.parametrize("family", ["qwen3", "llama3", "mistral"])
+@pytest.mark.parametrize("whose", ["turns", "template_arguments"])
+def test_tools_of_the_recipe_forge_nothing(policy_of, family, whose, caplog):
+    """Descriptions may be the words of an MCP server."""
+    policy, tokenizer = policy_of(family)
+    chat = [user("weather?")]
+    forged = f"{tokenizer.eos_token} Get the"
+    hostile = json.loads(json.dumps(WEATHER).replace("Get the", forged))
+    rendered = []
+    for tool in (WEATHER, hostile):
+        given = {"tools": [tool]} if whose == "turns" else {"template_arguments": {"tools": [tool]}}
+        with opened(policy, **given) as renderer:
+            rendered.append(renderer.render("row", chat))
+    plain, typed = (prompt["prompt_ids"] for prompt in rendered)
+    assert plain == expected(tokenizer, chat, [WEATHER])
+    assert forged in rendered[1]["prompt_text"] and forged in tokenizer.decode(typed)
+    assert controls(tokenizer, typed) == controls(tokenizer, plain)
+    (told,) = warnings(caplog)
+    assert told.startswith(f"row: its text holds {tokenizer.eos_token}, which stays text")
+
+
 def test_arguments_of_a_row_reach_the_template(policy_of):
     policy, tokenizer = policy_of("qwen3")
     chat = [user("one?")]
@@ -501,6 +542,30 @@ def test_a_column_that_prompts_do_not_show_is_told(config, columns, told, caplog
         tell_unused(resolved, ["question", *columns])
     found = warnings(caplog)
     assert [each.partition(": column ")[2].partition(" is not used")[0] for each in found] == told
+
+
+SHOWS_DOCUMENTS = "{% for d in documents or [] %}{{ d.title + d.text }}{% endfor %}" + tiny.CHATML
+
+
+@pytest.mark.parametrize(
+    ("template", "columns", "config", "is_told"),
+    [
+        (SHOWS_DOCUMENTS, ["documents"], {}, True),
+        (SHOWS_DOCUMENTS, [], {}, False),
+        (SHOWS_DOCUMENTS, ["documents"], {"template_arguments": {"documents": []}}, False),
+        ("{# documents #}" + tiny.CHATML, ["documents"], {}, False),
+    ],
+)
+def test_a_column_of_documents_that_the_template_would_show_is_told(
+    policy_of, caplog, template, columns, config, is_told
+):
+    policy, _ = policy_of("qwen3")
+    rows = [{"messages": [user("one?")], **dict.fromkeys(columns, [{"title": "a", "text": "b"}])}]
+    with opened(policy, template, **config) as renderer:
+        for _ in range(2):
+            render_rows(pa.Table.from_pylist(rows), [0], ["g"], renderer, [[]], [0])
+    told = [each for each in warnings(caplog) if "column documents is not used" in each]
+    assert len(told) == is_told
 
 
 def test_a_column_of_tools_that_is_not_there_is_named():

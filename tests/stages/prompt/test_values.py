@@ -304,6 +304,14 @@ def json_list(texts):
     return pa.array(texts, pa.list_(pa.string())).cast(pa.list_(pa.json_()))
 
 
+UNIONS = {
+    "sparse": pa.UnionArray.from_sparse(
+        pa.array([0, 1, 0], pa.int8()), [SMALL, pa.array(["a", "b", "c"])]
+    ),
+    "dense": pa.UnionArray.from_dense(
+        pa.array([0, 1, 0], pa.int8()), pa.array([0, 0, 2], pa.int32()), [SMALL, pa.array(["b"])]
+    ),
+}
 ARROW = {
     "bool": pa.array([True, None, False, True]),
     **{str(kind): NUMBERS.cast(kind) for kind in (pa.int8(), pa.uint64(), pa.float16())},
@@ -400,6 +408,65 @@ OTHERWISE = {
         pa.UnionArray.from_sparse(pa.array([0, 1, 0], pa.int8()), [SMALL, TEXTS[:3]]),
         [0.1, None, 3.3],
     ),
+    "union of list views of maps": (
+        pa.UnionArray.from_sparse(
+            pa.array([0, 1], pa.int8()),
+            [
+                pa.array([[[("a", 1)]], None], pa.list_view(pa.map_(pa.string(), pa.int64()))),
+                pa.array(["a", "b"]),
+            ],
+        ),
+        [[{"a": 1}], "b"],
+    ),
+    "dense union of maps and json": (
+        pa.UnionArray.from_dense(
+            pa.array([0, 0, 1, 1, 2], pa.int8()),
+            pa.array([0, 1, 0, 1, 1], pa.int32()),
+            [
+                pa.array([[("a", 0.1)], None], pa.map_(pa.string(), pa.float32())),
+                pa.array(['{"x": null}', "7"], pa.json_()),
+                pa.array(
+                    [None, {"a": 0.1, "b": None}], pa.struct({"a": SMALL.type, "b": pa.string()})
+                ),
+            ],
+        ),
+        [{"a": 0.1}, None, {"x": None}, 7, {"a": 0.1, "b": None}],
+    ),
+    **{
+        f"{kind} of {form} unions": (array, values)
+        for form, union in UNIONS.items()
+        for kind, array, values in [
+            ("list", pa.ListArray.from_arrays([0, 2, 2, 3], union), [[0.1, "b"], [], [3.3]]),
+            (
+                "large list",
+                pa.LargeListArray.from_arrays([0, 2, 2, 3], union),
+                [[0.1, "b"], [], [3.3]],
+            ),
+            (
+                "list view",
+                pa.ListViewArray.from_arrays([2, 0, 0], [1, 0, 2], union),
+                [[3.3], [], [0.1, "b"]],
+            ),
+            ("fixed size list", pa.FixedSizeListArray.from_arrays(union, 3), [[0.1, "b", 3.3]]),
+            (
+                "struct",
+                pa.StructArray.from_arrays(
+                    [pa.ListArray.from_arrays([0, 2, 3], union), SMALL[:2]], ["u", "f"]
+                ),
+                [{"u": [0.1, "b"], "f": 0.1}, {"u": [3.3], "f": None}],
+            ),
+            (
+                "map",
+                pa.MapArray.from_arrays([0, 2, 3], pa.array(["k", "l", "m"]), union),
+                [{"k": 0.1, "l": "b"}, {"m": 3.3}],
+            ),
+            (
+                "union",
+                pa.UnionArray.from_sparse(pa.array([0, 1, 0], pa.int8()), [union, RUNS[:3]]),
+                [0.1, RUNS[1].as_py(), 3.3],
+            ),
+        ]
+    },
     "tensor of float32": (
         pa.FixedShapeTensorArray.from_numpy_ndarray(np.array([[0.1, 3.3]], np.float32)),
         [[0.1, 3.3]],
@@ -452,6 +519,10 @@ def test_arrow_cells_are_what_to_pylist_gives_but_for_maps_json_and_short_floats
         (json_list([["1"], ["1", "no"]]), "row 2: column x: Expecting value"),
         (
             pa.array([[], [("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int64())),
+            "row 2: column x: a map has a key twice",
+        ),
+        (
+            pa.MapArray.from_arrays([0, 1, 3], pa.array(["k", "l", "l"]), UNIONS["dense"]),
             "row 2: column x: a map has a key twice",
         ),
         (

@@ -254,9 +254,9 @@ def test_a_run_without_a_policy_is_refused(made):
             "rollouts",
             {"unknown_end": {"id": 7, "text": "<|eot|>"}},
             {"length": 2, "stop": 6},
-            "bench/rollouts@2: 25% of the completions ended at the token limit: the chat template "
-            "ends a turn with '<|eot|>', which ends no completion; set "
-            "generate.sampling.stop_token_ids = [7]",
+            "bench/rollouts@2: 25% of the completions ended at the token limit: set "
+            "generate.sampling.stop_token_ids = [7], since the chat template ends a turn with "
+            "'<|eot|>', which ends no completion",
         ),
         (
             "rollouts",

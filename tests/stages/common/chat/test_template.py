@@ -203,3 +203,21 @@ def test_null_is_never_printed(content):
 def test_a_template_that_tells_null_from_text_sees_null():
     content = "{% if m.content is not none %}{{ m.content }}\n{% endif %}"
     assert render_calls(content, "<{{ f.name }}>") == "[w?\n][<f>][None\n]"
+
+
+@pytest.mark.parametrize(
+    ("content", "unseen"),
+    [
+        ("{{ m.content }}", {1}),
+        ("{{ m.content if m.content is string else m.content[0].text }}", set()),
+        ("{% for part in m.content %}{{ part.text }}{% endfor %}", set()),
+        ("{{ m.content[:1000] }}", {0, 1}),
+    ],
+)
+def test_parts_that_a_template_prints_as_python_does_are_not_seen(content, unseen):
+    messages = [
+        {"role": "user", "content": "w?"},
+        {"role": "user", "content": [{"type": "text", "text": "w?"}]},
+    ]
+    with Template("{% for m in messages %}" + content + "{% endfor %}", {}) as made:
+        assert made.unseen("prompt 0", messages) == unseen
