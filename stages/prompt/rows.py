@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -31,7 +31,7 @@ from quiver.stages.common.chat.messages import (
     take_texts,
     texts_of,
 )
-from quiver.stages.common.chat.template import Messages, Template
+from quiver.stages.common.chat.template import Template
 from quiver.stages.common.environments.environment import pictures_in, without_pictures
 from quiver.stages.common.json_rows import parse_line
 from quiver.stages.common.models import checkpoints
@@ -82,6 +82,10 @@ class Renderer:
         self._pictures = Pictures(config, policy) if config.images else None
         self._vocabulary = checkpoints.vocabulary_size(policy)
         self._own_template = template
+        self._title = "the policy's chat template"
+        """What messages call the template."""
+        if config.template is not None:
+            self._title = f"prompt.template {printable(config.template)}"
         self._templates: dict[str, Template] = {}
         self._remarks = Remarks()
         self._seen: set[str] = set()
@@ -169,7 +173,8 @@ class Renderer:
             if messages[-1]["role"] == "assistant":  # the policy continues it
                 messages = messages[:-1]
             messages = [{**each, "content": text_of(each["content"])} for each in messages]
-        tools = self.tools or own.tools
+        # those of [generate.turns] are what the policy may call, whatever it is shown
+        tools = self.tools if config.turns is not None else self._shown_tools or own.tools
         prompt = {
             "messages": messages and save_messages(messages),
             "prompt_text": rendering.text,
@@ -198,7 +203,7 @@ class Renderer:
 
     def assistant_starts(self, chats: pa.ChunkedArray) -> dict[str, str | None]:
         """For each role that a chat ends with, what stands between that message and the assistant's
-        own text; None: can not be told.
+        own text; None: it cannot be told, or differs for rows with tools and without.
 
         Whoever reads a completion as a message finds in it how much of `prompt_text` belongs to
         that message already.
@@ -207,21 +212,24 @@ class Renderer:
         for chat in chats.drop_null():
             roles = [message["role"] for message in chat.as_py()]
             if roles[-1] not in starts:
-                starts[roles[-1]] = learn_start(self._probe, roles, self._guard.token_ends)
+                starts[roles[-1]] = _only(
+                    learn_start(template.probe, roles, self._guard.token_ends)
+                    for template in self._templates.values()
+                )
         return starts
 
     def assistant_end(self, chats: pa.ChunkedArray) -> dict[str, Any] | None:
         """`id` and `text` of the control token with which the template ends an assistant's turn;
-        None: there is none, or no chat."""
+        None: there is none, or no chat, or it differs for rows with tools and without."""
         for chat in chats.drop_null().slice(0, 1):
-            roles = [message["role"] for message in chat.as_py()]
-            behind = learn_end(self._probe, roles).lstrip()
-            id = self._guard.first_control(behind)
+            id = _only(self._end_ids([message["role"] for message in chat.as_py()]))
             return None if id is None else {"id": id, "text": self._guard.decode([id])}
         return None
 
-    def _probe(self, messages: Messages, generation: bool) -> str:
-        return self._template(self._shown_tools).probe(messages, generation)
+    def _end_ids(self, roles: Sequence[str]) -> set[int]:
+        """The control ids with which a template ends an assistant's turn behind these roles."""
+        ends = (learn_end(template.probe, roles) for template in self._templates.values())
+        return {self._guard.first_control(end.lstrip()) for end in ends} - {None}
 
     # -- the template
 
@@ -250,7 +258,8 @@ class Renderer:
                 **self.config.template_arguments,
                 "tools": None,  # their texts may be a server's: given with each prompt, guarded
             }
-            self._templates[source] = Template(source, variables, self.config.template_seconds)
+            seconds = self.config.template_seconds
+            self._templates[source] = Template(source, variables, seconds, self._title)
         return self._templates[source]
 
     def _tell_of_tools(self, tools: list[dict[str, Any]], whose: str) -> None:
@@ -258,7 +267,7 @@ class Renderer:
         if not self._shows(tools=tools):
             self._remarks.say_once(
                 "tools",
-                f"the policy's chat template does not show the tools of {whose} to it: say in "
+                f"{self._title} does not show the tools of {whose} to the policy: say in "
                 "prompt.system, or in the chats, what it may call and how",
             )
 
@@ -271,7 +280,7 @@ class Renderer:
                 self._remarks.say_once(
                     "documents",
                     f"{printable(self.config.source)}: column documents is not used in prompts, "
-                    "though the policy's chat template shows documents: write them into the "
+                    f"though {self._title} shows documents: write them into the "
                     "chats, or set prompt.template_arguments.documents for all rows",
                 )
 
@@ -334,12 +343,12 @@ class Renderer:
         for n in sorted(template.unseen(name, messages, **variables)):
             role = messages[n]["role"]
             if self._is_recipes(messages[n]):
-                raise _unseen(name, "prompt.system", ", or take prompt.system out")
+                raise self._unseen(name, "prompt.system", ", or take prompt.system out")
             if n == max(users, default=-1):
-                raise _unseen(name, "the last message of the user")
+                raise self._unseen(name, "the last message of the user")
             self._remarks.say_once(
                 f"role {role}",
-                f"{name}: the policy's chat template does not show message {n}, of the role "
+                f"{name}: {self._title} does not show message {n}, of the role "
                 f"{role}, or cuts it{_IF_IT_SHOULD}",
             )
         arguments = {
@@ -350,7 +359,7 @@ class Renderer:
             if not re.search(rf"\b{re.escape(argument)}\b", template.source):
                 self._remarks.say_once(
                     f"argument {argument}",
-                    f"{name}: the policy's chat template does not use {printable(argument)}, which "
+                    f"{name}: {self._title} does not use {printable(argument)}, which "
                     f"{place} sets: correct its name, or take it out",
                 )
         text = template.render(name, messages, **variables)
@@ -367,7 +376,7 @@ class Renderer:
         if start:
             self._remarks.say_once(
                 "start",
-                f"the policy's chat template does not begin with {start}, as its tokenizer begins "
+                f"{self._title} does not begin with {start}, as its tokenizer begins "
                 "a text: it is put before each prompt. A server that renders chats leaves it out, "
                 "unless prompt.template, and the served template, begin with {{ bos_token }}",
             )
@@ -384,9 +393,16 @@ class Renderer:
                 if text == template.render(name, without, **variables):
                     self._remarks.say_once(
                         member,
-                        f"{name}: the policy's chat template does not show {member} of its "
+                        f"{name}: {self._title} does not show {member} of its "
                         f"messages{_IF_IT_SHOULD}",
                     )
+
+    def _unseen(self, name: str, what: str, way_out: str = "") -> ConfigError:
+        return ConfigError(
+            name,
+            f"{self._title} does not show {what}, or cuts it, as text and as a list of parts",
+            next=f"set prompt.template to a template that shows it{way_out}",
+        )
 
     def _learn_ends(self) -> set[int]:
         """The ids that end an answer, by the model's configs and by the template."""
@@ -394,7 +410,7 @@ class Renderer:
         with suppress(ConfigError):  # the model names none
             ends.update(checkpoints.end_token_ids(self._policy))
         if self.config.has_chats:
-            ends.add(self._guard.first_control(learn_end(self._probe, ["user"]).lstrip()))
+            ends |= self._end_ids(["user"])
         return ends - {None}
 
     def _fits(self, name: str, ids: list[int]) -> bool:
@@ -498,7 +514,8 @@ def render_rows(
             for message in chat
             for member in MEMBERS_BEYOND_TEXT
         )
-    is_more = config.turns is not None or config.images or "tools" in variables
+    has_tools = "tools" in variables or config.template_arguments.get("tools")
+    is_more = config.turns is not None or config.images or has_tools
     if is_more or renderer.has_more_members:
         kind_schema = prompts.BEYOND_TEXT
     place = kind_schema.get_field_index("columns")
@@ -531,13 +548,10 @@ def _read_chat(place: str, cell: Any) -> Any:
 _IF_IT_SHOULD = ": the policy never reads it; if it should, set prompt.template to another"
 
 
-def _unseen(name: str, what: str, way_out: str = "") -> ConfigError:
-    return ConfigError(
-        name,
-        f"the policy's chat template does not show {what}, or cuts it, as text and as a list of "
-        "parts",
-        next=f"set prompt.template to a template that shows it{way_out}",
-    )
+def _only(values: Iterable[Any]) -> Any:
+    """The one of `values` that is not None; None if there is none, or another one."""
+    different = set(values) - {None}
+    return different.pop() if len(different) == 1 else None
 
 
 def _followed_by(messages: list[Message], opening: Sequence[Message]) -> list[Message]:

@@ -436,6 +436,35 @@ def test_a_named_template_is_chosen_as_transformers_does(policy_of):
         assert renderer.render("row", chat)["prompt_ids"] == expected(tokenizer, chat, [WEATHER])
 
 
+def test_where_templates_differ_no_start_is_told(policy_of):
+    """Rows with tools are rendered by the one, rows without by the other."""
+    tokenizer = named_templates()
+    tokenizer.chat_template["tool_use"] = (
+        tiny.CHATML.replace("<|im_start|>", "<|turn|>").replace("<|im_end|>", "<|endoftext|>") + "T"
+    )
+    policy, _ = policy_of("differing", tokenizer)
+    ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    chats = pa.chunked_array([[[user("one?")]]])
+    with opened(policy) as renderer:
+        assert renderer.of_assistant(chats) == {
+            "assistant_starts": {"user": None},
+            "assistant_end": None,
+        }
+    with opened(policy, tools=[WEATHER]) as renderer:
+        assert renderer.of_assistant(chats) == {
+            "assistant_starts": {"user": "<|endoftext|>\n<|turn|>assistant\n"},
+            "assistant_end": {"id": ids[1], "text": "<|endoftext|>"},
+        }
+
+
+def test_tools_that_the_recipe_gives_the_template_are_saved(policy_of):
+    policy, _ = policy_of("qwen3")
+    rows = pa.table({"messages": [[user("one?")]]})
+    with opened(policy, template_arguments={"tools": [WEATHER]}) as renderer:
+        prompts = render_rows(rows, [0], ["g"], renderer, [[]], [0])
+    assert json.loads(prompts["tools"][0].as_py()) == [WEATHER]
+
+
 def test_templates_of_which_none_is_the_default_are_named(policy_of):
     tokenizer = byte_tokenizer(FAMILIES["qwen3"])
     tokenizer.chat_template = {"rag": tiny.CHATML, "tool_use": tiny.CHATML}
