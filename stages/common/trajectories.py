@@ -199,7 +199,7 @@ def read(source: str, sha256: str = "") -> tuple[dict[str, Trajectory], str]:
                 raise bad_source(f"{source} {place}", problem)
             lines[place] = parse(Trajectory, row, place_of(source, place))
     except OSError as error:
-        raise bad_source(source, f"can not be read: {reason(error)}") from error
+        raise bad_source(source, f"cannot be read: {reason(error)}") from error
     if not lines:
         raise bad_source(source, "has no lines")
     if sha256 not in ("", hash_now):

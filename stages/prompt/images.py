@@ -151,7 +151,7 @@ def _read_file(place: str, path: str | None, config: Config) -> bytes:
     try:
         return storage.read_file(file, config.max_image_bytes)
     except (OSError, ValueError) as error:
-        raise bad_row(place, f"{printable(file)} can not be read: {reason(error)}") from None
+        raise bad_row(place, f"{printable(file)} cannot be read: {reason(error)}") from None
 
 
 def _locate(place: str, path: str | None, config: SourceConfig) -> Path:

@@ -61,7 +61,7 @@ class Openings:
         self, source: pa.Table, rows: Sequence[int], group_ids: Sequence[str]
     ) -> list[list[Message]]:
         """What each of the `rows` of `source` begins with. `group_ids` are of all its rows.
-        ConfigError: one can not begin."""
+        ConfigError: one cannot begin."""
         openings: list[list[Message]] = []
         if self._pool is None:
             return [[] for _ in rows]
@@ -83,7 +83,7 @@ class Openings:
                     elif reply.failure is not None:
                         raise ConfigError(
                             f"generate.turns {printable(', '.join(self._config.turns.sources))}",
-                            f"can not begin with prompt {printable(group_ids[row])}: "
+                            f"cannot begin with prompt {printable(group_ids[row])}: "
                             f"{printable(reply.why)}",
                             next="correct the environment or the row; quiver check RECIPE tries "
                             "the first ones",

@@ -328,7 +328,7 @@ class Renderer:
         elif {message["role"] for message in messages} <= {"assistant", "system", "developer"}:
             problem = "has no question that its last message, an assistant's, answers"
         elif self.config.turns is not None:
-            problem = "ends with an assistant's message, which [generate.turns] can not continue"
+            problem = "ends with an assistant's message, which [generate.turns] cannot continue"
         else:
             return
         raise bad_row(name, f"the chat {problem}")

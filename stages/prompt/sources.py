@@ -185,7 +185,7 @@ def _read_file(path: Path) -> pa.Table:
                 mapped.seek(0)
                 return pa.ipc.open_stream(mapped).read_all()
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
-        raise bad_source(path, f"can not be read: {reason(error)}") from error
+        raise bad_source(path, f"cannot be read: {reason(error)}") from error
     return to_table(str(path), unit_of(path), json_rows(path))
 
 
@@ -206,6 +206,12 @@ def _read_dataset(config: SourceConfig) -> pa.Table:
                         next="set data.split to one of them",
                     )
                 dataset = dataset[config.split]
+            elif config.split not in ("train", str(dataset.split)):
+                raise ConfigError(
+                    f"data.split {printable(config.split)}",
+                    f"{printable(config.source)} has no splits, it is one dataset",
+                    next='set data.split to "train", or data.source to a folder of that split',
+                )
         else:
             dataset = datasets.load_dataset(name, config.name, split=config.split)
         return dataset.with_format("arrow")[:]

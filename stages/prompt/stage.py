@@ -13,20 +13,17 @@ matter here: the next policy with the same tokenizer finds the same prompts fini
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from contextlib import closing
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from quiver.schemas.errors import ConfigError, printable, reason
+from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import digest
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store, Version
-from quiver.stages.common.store.storage import read_file
 from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
 
 from . import sources
@@ -34,6 +31,7 @@ from .config import Config
 from .openings import Openings, identified
 from .order import choose_rows, name_rows, open_rewards
 from .row_variables import tell_unused
+from .template_file import read_template
 
 STAGE_VERSION = 1
 _MOST_LISTED = 10_000
@@ -105,8 +103,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             writer.write(index, render_rows(source.table, rows, group_ids, renderer, said, chosen))
             log.info("prompts: shard %d of %d", index + 1, len(starts))
         columns = ["group_id", "messages", "prompt_ids"]
-        shards = map(writer.read, range(len(starts)))
-        prompts = pa.concat_tables(shard.select(columns) for shard in shards)
+        prompts = pa.concat_tables(writer.read(i).select(columns) for i in range(len(starts)))
         of_assistant = renderer.of_assistant(prompts["messages"])
     rendered_ids = set(prompts["group_id"].to_pylist())
     dropped = [group_ids[row] for row in chosen if group_ids[row] not in rendered_ids]
@@ -149,21 +146,3 @@ def _longest_prompt(config: Config, policy: Version) -> int | None:
             next="lower generate.sampling.max_tokens, or prompt.reserve_tokens where it is set",
         )
     return min(room, config.max_prompt_tokens or room)
-
-
-def read_template(config: Config, sha256: str = "") -> str | None:
-    """Text of the template file; None for the policy's own. ConfigError, also if its digest is not
-    `sha256`."""
-    if config.template is None:
-        return None
-    try:
-        template = read_file(Path(os.path.expanduser(config.template))).decode()
-        if sha256 not in ("", digest(template)):
-            raise ValueError("it changed while the prompts were planned")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"prompt.template {printable(config.template)}",
-            reason(error),
-            next="name a jinja file in UTF-8, and leave it as it is during a run",
-        ) from None
-    return template

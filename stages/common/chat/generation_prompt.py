@@ -71,13 +71,14 @@ def learn_start(
                 start = start[: max(ends, default=0)]
             starts.append(start)
     start = min(starts, key=len, default=None)
+    # it must stand in the generation prompt once, at its beginning
     if start is None or tails[0].rfind(start) != 0:
         return None
     return start
 
 
 def learn_end(render: Render, roles: Sequence[str]) -> str:
-    """Returns what the template writes behind the text of an assistant's last turn; empty where it
+    """What the template writes behind the text of an assistant's last turn; empty where it
     shows no such turn."""
     prompt = [{"role": role, "content": f"probez{number}z"} for number, role in enumerate(roles)]
     try:
@@ -97,9 +98,9 @@ def prefill(prompt_text: str, start: str) -> str | None:
 class Markup(NamedTuple):
     """Ids of added tokens that are no border between messages."""
 
-    plain: frozenset[int] = frozenset()
+    anywhere: frozenset[int] = frozenset()
     """Tokens that are not special: any content may hold them."""
-    markup: frozenset[int] = frozenset()
+    trusted_only: frozenset[int] = frozenset()
     """Special tokens in pairs, such as <think> and </think>: trusted contents may hold them."""
 
 
@@ -142,8 +143,8 @@ def learn_markup(
     partners = {text: text.replace("<", "</", 1) for text in texts if re.match("<[^/]", text)}
     partners.update({closing: opening for opening, closing in partners.items()})
     return Markup(
-        plain=frozenset(tokens.keys() - special.keys()),
-        markup=frozenset(id for id, text in special.items() if partners.get(text) in texts),
+        anywhere=frozenset(tokens.keys() - special.keys()),
+        trusted_only=frozenset(id for id, text in special.items() if partners.get(text) in texts),
     )
 
 

@@ -74,6 +74,8 @@ def test_a_folder_of_datasets(tmp_path):
     assert len(found.sha256) == 64
     with pytest.raises(ConfigError, match=r"data.split train: .* has the splits test"):
         read(f"datasets:{tmp_path / 'split'}", split="train")
+    with pytest.raises(ConfigError, match=r"data.split test: .* has no splits"):
+        read(f"datasets:{tmp_path / 'one'}", split="test")
 
 
 def test_a_hub_id_without_a_network_is_a_config_error():
@@ -213,8 +215,8 @@ def test_no_rows(tmp_path, name, data):
 @pytest.mark.parametrize(
     "name, data, why",
     [
-        ("a.parquet", b"PAR1 not really", "can not be read"),
-        ("a.arrow", b"ARROW1 not really", "can not be read"),
+        ("a.parquet", b"PAR1 not really", "cannot be read"),
+        ("a.arrow", b"ARROW1 not really", "cannot be read"),
         ("a.csv", b"q,a\n1,2\n1,2,3\n", "row 2.*has 3 cells"),
         ("a.csv", b"q,q\n1,2\n", "more than once"),
         ("a.csv", b"q\nfine\n\xff\xfe\n", "row 2.*column q is not UTF-8"),
