@@ -54,8 +54,11 @@ def _number(text: str) -> int | float | None:
 
 def _bad_text(text: str) -> str:
     """What is wrong with text whose bytes that are not UTF-8 became lone surrogates."""
-    problem = bad_text(text)
-    return "is not UTF-8" if problem and "\0" not in text else problem
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "is not UTF-8"
+    return bad_text(text)
 
 
 def _problem_of_name(name: str, names: list[str]) -> str:
