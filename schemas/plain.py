@@ -144,8 +144,8 @@ def finite_float(text: str) -> float:
 
 
 def flatten(node: Any, path: str = "") -> dict[str, Any]:
-    """Return the leaves of `node` by their dotted path. Objects in a list that have a role are
-    named by it."""
+    """Return the leaves of `node` by their dotted path; an item of a list of objects that have a
+    role is named by its role."""
     is_list = isinstance(node, list) and bool(node)
     if is_list and all(isinstance(entry, dict) and "role" in entry for entry in node):
         node = {entry["role"]: entry for entry in node}

@@ -376,7 +376,8 @@ def _forget_changed(path: Path) -> None:
         _forget(
             name
             for name, module in sys.modules.items()
-            if getattr(module, "__file__", None) in paths
+            # not by getattr, at which a module may import or raise
+            if getattr(module, "__dict__", {}).get("__file__") in paths
         )
 
 

@@ -154,7 +154,7 @@ class Template:
         return before.rstrip()  # the template trims contents
 
     def unseen(self, name: str, messages: Messages, **variables: Any) -> frozenset[int]:
-        """Positions of the messages whose content no form shows whole. ConfigError."""
+        """Positions of the messages of which no form of `messages` shows all. ConfigError."""
         return self._form(name, messages, variables).unseen
 
     def missing_header(self, name: str, messages: Messages, text: str, **variables: Any) -> str:
@@ -224,9 +224,15 @@ class Template:
         text = self._render_or_none(name, marked, variables)
         if text is None:
             return None
-        return {
-            n for n, message in enumerate(marked) if not _shows(text, message.get("content") or "")
-        }
+        hidden = set()
+        for n, message in enumerate(marked):
+            content = message.get("content") or ""
+            parts = [{"text": content}] if isinstance(content, str) else content
+            marks = [part for part in parts if part.get("text", "").strip()]
+            # a part as Python spells it is printed by a template that takes strings alone
+            if any(part["text"] not in text or str(part) in text for part in marks):
+                hidden.add(n)
+        return hidden
 
     def _render_or_none(
         self, name: str, messages: Messages, variables: dict[str, Any]
@@ -294,14 +300,6 @@ def _with_probe_calls(message: dict[str, Any]) -> dict[str, Any]:
     function = {"name": _PROBE_TOOL, "arguments": _PROBE_ARGUMENTS}
     calls = [{**call, "function": function} for call in message["tool_calls"]]
     return {**message, "tool_calls": calls}
-
-
-def _shows(text: str, content: str | list[dict[str, Any]]) -> bool:
-    """Whether each text of `content` stands in `text`, and no part as Python spells it."""
-    if isinstance(content, str):
-        return not content.strip() or content in text
-    parts = [part for part in content if part.get("text", "").strip()]
-    return all(part["text"] in text and str(part) not in text for part in parts)
 
 
 def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:

@@ -589,7 +589,7 @@ def test_a_column_of_documents_that_the_template_would_show_is_told(
     policy_of, caplog, template, columns, config, is_told
 ):
     policy, _ = policy_of("qwen3")
-    rows = [{"messages": [user("one?")], **dict.fromkeys(columns, [{"title": "a", "text": "b"}])}]
+    rows = [{"messages": [user("one?")], **{name: [{"title": "a"}] for name in columns}}]
     with opened(policy, template, **config) as renderer:
         for _ in range(2):
             render_rows(pa.Table.from_pylist(rows), [0], ["g"], renderer, [[]], [0])
