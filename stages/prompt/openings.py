@@ -85,8 +85,7 @@ class Openings:
                             f"generate.turns {printable(', '.join(self._config.turns.sources))}",
                             f"cannot begin with prompt {printable(group_ids[row])}: "
                             f"{printable(reply.why)}",
-                            next="correct the environment or the row; quiver check RECIPE tries "
-                            "the first ones",
+                            next="correct the environment, or the row",
                         )
                     else:
                         messages[reply.key] = reply.step.observation()

@@ -1,6 +1,8 @@
 """Warnings about rows that may not be what their author meant: a blank question, a chat written as
-text, an answer at the end of a chat. Such rows are rendered as they stand. Each warning is given
-once, for the first row; of roles and of control tokens once each.
+text, an answer at the end of a chat.
+
+Such rows are rendered as they stand. Each warning is given once, for the first row; of roles and of
+control tokens once each.
 """
 
 from __future__ import annotations

@@ -267,7 +267,7 @@ class Renderer:
         if not self._shows(tools=tools):
             self._remarks.say_once(
                 "tools",
-                f"{self._title} does not show the tools of {whose} to the policy: say in "
+                f"{self._title} does not show the tools of {whose}: say in "
                 "prompt.system, or in the chats, what it may call and how",
             )
 
@@ -281,7 +281,7 @@ class Renderer:
                     "documents",
                     f"{printable(self.config.source)}: column documents is not used in prompts, "
                     f"though {self._title} shows documents: write them into the "
-                    "chats, or set prompt.template_arguments.documents for all rows",
+                    "chats, or set documents in prompt.template_arguments for all rows",
                 )
 
     def _shows(self, **variables: Any) -> bool:
