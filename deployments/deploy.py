@@ -135,11 +135,12 @@ def parameters_of(recipe: Recipe) -> dict[str, Any]:
 
 def flow_of(recipe: Recipe, where: Where) -> Flow:
     """`nightly` for a recipe that says when a policy is promoted, else `post-train`: as [schedule]
-    says where something starts it again and again, and else as it is."""
+    says where something starts it again and again, and else as it is. ConfigError."""
     if "promotion" in recipe.model_fields_set:
         from quiver.flows.nightly import nightly
 
         return nightly
+    recipe.data.require_filled_in()
     if where.cron or where.on or "schedule" in recipe.model_fields_set:
         check_name(recipe)
         return scheduled

@@ -267,7 +267,7 @@ def load(path: Path) -> Config:
 
 def listen(host: str, port: int, token: str) -> socket.socket:
     """A socket at `host`. SecurityError: anywhere but on loopback without a token. ConfigError: it
-    can not be had."""
+    cannot be had."""
     if not token and not is_loopback(host):
         raise SecurityError(
             f"reward server on {printable(host)}",

@@ -4,9 +4,9 @@ and no after a time.
     POST /api/flow_runs/ID/resume
     {"run_input": {"approve": true, "author": "ada", "reason": "reads well"}}
 
-The server checks the answer against the form; one that does not fit resumes nothing. An answer that
-overrides rewards has the policy trained again on a new rewards version, which says who and why, and
-is asked about what came of it. Refused: a run without a server of its own, since Prefect's embedded
+The server checks the answer against the form; one that does not fit resumes nothing. If an answer
+overrides rewards, the policy is trained again on them (the new version says who and why), and the
+question is put again. Refused: a run without a server of its own, since Prefect's embedded
 one ends with the run.
 """
 
@@ -191,6 +191,8 @@ def _question(recipe: Recipe, candidate: Candidate, before: str) -> str:
         f"`{recipe.run}/policy@{recipe.promotion.tag}`?\n\n"
         f"{warning}{candidate.judgement.why}\n\n"
         f"{compared(Store(recipe.store), candidate.evaluation)}\n\n"
-        f"Its last rewards are {rewards}: `quiver show {rewards} --store {recipe.store}`. Without "
-        f"an answer within {recipe.promotion.approval_seconds:g} s it is not promoted."
+        f"Its last rewards are {rewards}: `quiver show {rewards} --store {recipe.store}`. To "
+        "correct some, give `overrides` by rollout_id: it is then trained again on them, and this "
+        "question is put again. Without an answer within "
+        f"{recipe.promotion.approval_seconds:g} s it is not promoted."
     )

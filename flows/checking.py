@@ -1,5 +1,5 @@
 """What `quiver check` says of a recipe: what its first rows become, what its rewards say of a
-made-up answer, and what it may not mean.
+made-up answer, and settings that may be mistakes.
 
     looked = look(load("recipe.toml"), Path("recipe.toml"), is_tried=True)
     looked.answer["prompts"]["data"]["tokens"], looked.lines, looked.error
@@ -40,7 +40,7 @@ class Looked:
 
 
 def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool = False) -> Looked:
-    """Look at the recipe in `path`. Raises what a run would raise at its first rows.
+    """Look at the recipe in `path`. Raises what a run would raise before its first rollouts.
 
     Args:
         recipe: The recipe.
@@ -94,7 +94,7 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
         answer["first_prompt"] = {"text": first.first_text, "tokens": first.first_tokens}
         lines += [f"first prompt, {first.first_tokens} tokens:", first.first_text]
     lines += [f"{stage} can do its part" for stage in tried]
-    lines += [f"{stage} 1 is done: {ref}" for stage, ref in versions.items()]
+    lines += [f"iteration 1, {stage}: {ref} is there" for stage, ref in versions.items()]
     lines += [f"warning: {sentence}" for sentence in warnings]
     if error is None:
         planned = counted(recipe.iterations, "iteration")
@@ -113,7 +113,7 @@ def failure(recipe: Recipe, answered: Answered) -> ConfigError | None:
             return ConfigError(
                 name,
                 f"fails on the answer {printable(repr(answered.text))}: {printable(why, 1000)}",
-                next="quiver check RECIPE --try",
+                next="correct it, or take it out of the recipe, and check again",
             )
     return None
 

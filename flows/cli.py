@@ -138,7 +138,7 @@ def _run() -> int:
     error.next = complete(error.next, CALLED, options_in(get_command(app).commands))
     with suppress(OSError):
         print(trace + for_terminal(error), file=sys.stderr)
-    with suppress(OSError):  # that stdout can not be written to may be the error
+    with suppress(OSError):  # that stdout cannot be written to may be the error
         say({"error": error.to_dict()}, [])
     return error.exit_code
 

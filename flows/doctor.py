@@ -79,7 +79,7 @@ class Findings:
 def examine(path: str, outdated: Callable[[], list[dict[str, str | None]]]) -> Findings:
     """Look at this installation, and at the store at `path`, if there is one.
 
-    `outdated`: asks the Prefect server which deployments can not start.
+    `outdated`: asks the Prefect server which deployments cannot start.
     """
     findings = Findings()
     for check in (installation, gpu, lambda found: prefect(found, outdated)):
@@ -163,7 +163,7 @@ def gpu(findings: Findings) -> None:
         findings.problems.append(
             ResourceError(
                 "GPU",
-                f"torch {version} can not use {', '.join(facts['devices'])}: "
+                f"torch {version} cannot use {', '.join(facts['devices'])}: "
                 f"{printable(answer['reason'])}",
                 next="pip install --no-deps -r requirements-gpu.lock"
                 if is_cpu_build
@@ -287,7 +287,7 @@ def store(findings: Findings, path: str) -> None:
         findings.problems.append(
             ResourceError(
                 f"store {opened.path}",
-                "can not be written",
+                "cannot be written",
                 next="make it writable, or name another",
             )
         )

@@ -1,5 +1,5 @@
-"""What a recipe says and may not mean: a limit above the rows, a penalty that is never paid, a
-held-out file with rows of the training. A run does it all the same, so each is a warning.
+"""Settings that may be mistakes: a limit above the rows, a penalty that is never paid, a held-out
+file that asks what the training does. A run does it all the same, so each is a warning.
 
     for sentence in doubts(recipe, looked.prompts): …    # a resolved recipe, its first rows
     unused(recipe)                                       # columns that nothing reads
@@ -7,6 +7,7 @@ held-out file with rows of the training. A run does it all the same, so each is 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import unicodedata
 from collections.abc import Iterator, Mapping
@@ -16,14 +17,19 @@ from typing import Any
 import pyarrow as pa
 
 from quiver.schemas.errors import printable
+from quiver.schemas.outside import read_message
 from quiver.schemas.plain import read_json
 from quiver.stages.prompt import sources
 from quiver.stages.prompt.config import INPUTS, Config
+from quiver.stages.prompt.messages import text_of
 from quiver.stages.prompt.row_variables import columns_of
 from quiver.stages.reward.preview import preview
 
 from .first_rows import Prompts, prompt_config
 from .recipe import Recipe
+
+_ROWS_AT_ONCE = 16
+"""Rows whose cells are Python objects at the same time: pictures are large."""
 
 
 def doubts(recipe: Recipe, prompts: Mapping[str, Prompts]) -> list[str]:
@@ -42,8 +48,8 @@ def doubts(recipe: Recipe, prompts: Mapping[str, Prompts]) -> list[str]:
 
 
 def unused(recipe: Recipe) -> list[str]:
-    """The columns of the training rows that surely nothing reads, neither prompts nor rewards nor
-    an environment."""
+    """Return the columns of the training rows that neither prompts nor rewards read; none if that
+    cannot be told: a reward may read any, or answers have several turns."""
     columns = recipe.columns["data"]
     reads = preview(recipe.reward, [*columns, *recipe.offered_columns])
     if reads.may_be_all or recipe.generate.turns is not None:
@@ -64,24 +70,30 @@ def about_rows(recipe: Recipe, tables: Mapping[str, pa.Table]) -> Iterator[str]:
         config = prompt_config(recipe, section)
         asked[section] = questions(config, table)
         if config.limit is not None and config.limit > table.num_rows:
-            yield f"{section}.limit is {config.limit}, and the source has {table.num_rows} rows"
+            yield (
+                f"{section}.limit is {config.limit}, and the source has {table.num_rows} rows: all "
+                "of them are asked each time"
+            )
     num_different = len(set(asked["data"]))
     if 2 * num_different <= len(asked["data"]):
         yield (
-            f"the {len(asked['data'])} rows of data ask {num_different} different things; "
-            "generate.samples_per_prompt says how often each is answered"
+            f"the {len(asked['data'])} rows of data ask {num_different} different things: keep "
+            "each once, and set generate.samples_per_prompt to how often it is to be answered"
         )
     if "data.held_out" in asked:
         learned = set(asked["data"])
         num_learned = sum(question in learned for question in asked["data.held_out"])
         if num_learned:
             yield (
-                f"{num_learned} of the {len(asked['data.held_out'])} rows of data.held_out are "
-                "rows of data too: an evaluation does not tell what is learned from what is known "
-                "by heart"
+                f"{num_learned} of the {len(asked['data.held_out'])} rows of data.held_out ask "
+                "the same as rows of data, but for case and spacing: an evaluation does not tell "
+                "what is learned from what is known by heart"
             )
     elif recipe.evaluate.every:
-        yield "evaluate.every is set, and without data.held_out nothing is measured"
+        yield (
+            "evaluate.every is set, and without data.held_out nothing is measured: set "
+            "data.held_out"
+        )
     if recipe.data.held_out is not None and recipe.evaluate.every > recipe.iterations:
         yield (
             f"evaluate.every is {recipe.evaluate.every}, and the run has {recipe.iterations} "
@@ -100,28 +112,35 @@ def questions(config: Config, table: pa.Table) -> list[str]:
     }
     if config.turns is not None and config.turns.environment:
         shown = {name: name for name in table.column_names}
-    cells = {what: table[column].to_pylist() for what, column in shown.items() if column}
     asked = []
-    for row in zip(*cells.values(), strict=True):
-        folded = _folded(dict(zip(cells, row, strict=True)))
-        question = folded.get("question")
-        if isinstance(question, str):  # a chat of a text alone asks the same as the text
-            folded["question"] = [{"role": "user", "content": question}]
-        asked.append(json.dumps(folded, sort_keys=True, default=repr))
+    for start in range(0, table.num_rows, _ROWS_AT_ONCE):
+        rows = table.slice(start, _ROWS_AT_ONCE)
+        cells = {name: rows[column].to_pylist() for name, column in shown.items() if column}
+        for row in zip(*cells.values(), strict=True):
+            folded = _folded(dict(zip(cells, row, strict=True)))
+            question = folded.get("question")
+            if isinstance(question, str):  # a chat of a text alone asks the same as the text
+                folded["question"] = [{"role": "user", "content": question}]
+            asked.append(json.dumps(folded, sort_keys=True, default=repr))
     return asked
 
 
 def _folded(cell: Any) -> Any:
-    """`cell` with its JSON text as what that says, its other text without case, in one spelling,
-    and without what is empty in objects."""
+    """`cell` with its JSON text as what that says, messages as the policy reads them, other text
+    without case and in one spelling, bytes as their hash, and without what is empty in objects."""
     if isinstance(cell, str) and cell.lstrip()[:1] in ("[", "{"):
         with suppress(ValueError):
             cell = read_json(cell)
     if isinstance(cell, str):
         return " ".join(unicodedata.normalize("NFC", cell).casefold().split())
+    if isinstance(cell, bytes):
+        return hashlib.sha256(cell).hexdigest()
     if isinstance(cell, list):
         return [_folded(item) for item in cell]
     if isinstance(cell, dict):
+        with suppress(ValueError):  # not a message
+            cell = read_message(cell, "")
+            cell["content"] = text_of(cell["content"])
         members = {key: _folded(member) for key, member in cell.items()}
         return {key: member for key, member in members.items() if member not in (None, "", [], {})}
     return cell
@@ -131,22 +150,22 @@ def _folded(cell: Any) -> Any:
 
 
 def about_prompts(recipe: Recipe, prompts: Mapping[str, Prompts]) -> Iterator[str]:
-    """Of what is not shown to the policy."""
+    """Yield warnings about what is not shown to the policy."""
     for section, of_section in prompts.items():
         if of_section.num_dropped:
             yield (
-                f"{of_section.num_dropped} of the first {of_section.num_rendered} prompts of "
+                f"{of_section.num_dropped} of the first {of_section.num_looked_at} prompts of "
                 f"{section} are left out: they have more than {of_section.longest} tokens"
             )
         if recipe.prompt.system is not None and of_section.num_other_system:
             yield (
                 f"prompt.system is not shown in {of_section.num_other_system} of the first "
-                f"{of_section.num_rendered} prompts of {section}: they are no chats, or begin with "
-                "a system message of their own"
+                f"{of_section.num_looked_at} prompts of {section}: they are no chats, or begin "
+                "with a system message of their own"
             )
-    is_rendered = recipe.data.raw_text or recipe.data.prompt_ids
+    without_template = recipe.data.raw_text or recipe.data.prompt_ids
     for name in ("template", "template_arguments"):
-        if is_rendered and getattr(recipe.prompt, name):
+        if without_template and getattr(recipe.prompt, name):
             yield f"prompt.{name} is not used: the rows are no chats"
 
 
@@ -154,7 +173,7 @@ def about_prompts(recipe: Recipe, prompts: Mapping[str, Prompts]) -> Iterator[st
 
 
 def about_steps(recipe: Recipe, num_rows: int) -> Iterator[str]:
-    """Of the optimizer's steps."""
+    """Yield warnings about the optimizer's steps."""
     optimize = recipe.optimize
     num_groups = min(recipe.data.limit or num_rows, num_rows)
     if recipe.data.refill is not None:
@@ -174,7 +193,7 @@ def about_steps(recipe: Recipe, num_rows: int) -> Iterator[str]:
     if optimize.schedule != "constant" and optimize.total_steps < num_steps:
         yield (
             f"optimize.total_steps is {optimize.total_steps}, and the run has {num_steps} steps: "
-            "an iteration that begins behind it is refused"
+            f"iterations that begin after it fail; raise it to {num_steps}"
         )
 
 
@@ -182,7 +201,7 @@ def about_steps(recipe: Recipe, num_rows: int) -> Iterator[str]:
 
 
 def about_rewards(recipe: Recipe, table: pa.Table) -> Iterator[str]:
-    """Of what is not paid, and of what the rewards read."""
+    """Yield warnings about rewards that are never paid, and about the columns that they read."""
     reward = recipe.reward
     if not any(scorer.weight for scorer in reward.scorers) and reward.overlong is None:
         yield "every part of the reward has weight 0: nothing is learned"

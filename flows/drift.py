@@ -1,6 +1,6 @@
 """How far a candidate moved from the policy in use: what may have collapsed though the score rose.
 
-    moved(promotion, store, "arith/policy@2", "arith/policy@3", "arith/evaluations@6").watch
+    moved(promotion, store, "arith/policy@2", "arith/policy@3", "arith/evaluations@6").beyond_limits
     # ["approx. KL 4.62 nats a token (promotion.max_kl 1)"]
 
 The numbers are those of the policies' and the evaluations' manifests and of the optimizer steps, so
@@ -30,7 +30,7 @@ _TOKENS = 0.1
 class Moved(NamedTuple):
     """How far a candidate moved from the policy in use."""
 
-    watch: list[str]
+    beyond_limits: list[str]
     """A sentence for each number that is beyond its limit."""
     numbers: dict[str, Any]
     """kl; entropy, truncated and mean_length before and after. None: not finite."""
@@ -38,7 +38,7 @@ class Moved(NamedTuple):
     @property
     def in_words(self) -> str:
         """What is beyond its limit."""
-        return "; ".join(self.watch)
+        return "; ".join(self.beyond_limits)
 
 
 def moved(
@@ -75,23 +75,23 @@ def moved(
             "mean length {:.4g} → {:.4g} tokens".format(*lengths),
         ),
     }
-    watch = []
+    beyond_limits = []
     for key, (amount, words) in beyond.items():
         most = getattr(promotion, key)
         if most is not None and amount > most:
-            watch.append(f"{words} (promotion.{key} {most:g})")
+            beyond_limits.append(f"{words} (promotion.{key} {most:g})")
     numbers = {
         "kl": kl if math.isfinite(kl) else None,
         "entropy": entropy,
         "truncated": truncated,
         "mean_length": lengths,
     }
-    return Moved(watch, numbers)
+    return Moved(beyond_limits, numbers)
 
 
 def _steps(manifests: Manifests, in_use: str, candidate: str) -> Iterator[dict[str, Any]]:
-    """`approx_kl` and `entropy` of the optimizer steps since `in_use`, oldest first; of a policy
-    whose steps are gone those of its last one."""
+    """`approx_kl` and `entropy` of the optimizer steps since `in_use`, oldest first, and once more
+    each policy's last step, which its manifest keeps if its steps are deleted."""
     policies = manifests.line(manifests.open(candidate))
     since = list(takewhile(lambda policy: policy.ref != in_use, policies))
     for policy in reversed(since):

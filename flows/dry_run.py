@@ -3,12 +3,11 @@ random model of the same family in place of the policy, in a store that is remov
 
     answer, lines = dry_run(recipe, Path("recipe.toml"))    # its errors are those of the real run
 
-What it can not tell is whether anything is learned, how long it takes, or what fits the memory.
+What it cannot tell is whether anything is learned, how long it takes, or what fits the memory.
 """
 
 from __future__ import annotations
 
-import random
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,13 +24,8 @@ COMMON_LETTERS = ("a", "e", "i", "n", "o", "r", "s", "t", " ")
 """Texts of random models are seldom without one for long: it ends a turn, so that an environment
 has something to answer."""
 SMALL_MODEL = "quiver.stages.common.models.small:make"
-LOT = {"use": "quiver.flows.dry_run:lot", "name": "lot", "weight": 1e-3}
+LOT = {"use": "quiver.stages.reward.functions.lot:lot", "name": "lot", "weight": 1e-3}
 """Random models answer nothing right, and of equal rewards nothing is learned."""
-
-
-def lot(rollout_ids: list[str]) -> list[float]:
-    """A number of each rollout that says nothing of it."""
-    return [random.Random(name).random() for name in rollout_ids]
 
 
 def rehearsal(recipe: Recipe, store: str) -> Recipe:

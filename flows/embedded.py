@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 
 def guard_embedded_server() -> None:
     """Start the embedded server so; nothing where PREFECT_API_URL names a server. ResourceError
-    where Prefect can not write what it needs, or its server does not start; CorruptError."""
+    where Prefect cannot write what it needs, or its server does not start; CorruptError."""
     from prefect.settings import PREFECT_API_URL, PREFECT_HOME, get_current_settings
 
     if PREFECT_API_URL.value():
@@ -94,7 +94,7 @@ def guard_embedded_server() -> None:
 
 
 def require_writable(home: Path) -> None:
-    """ResourceError where Prefect can not keep its database; of a full disk Prefect tells only
+    """ResourceError where Prefect cannot keep its database; of a full disk Prefect tells only
     after minutes."""
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ def require_writable(home: Path) -> None:
     except OSError as error:
         raise ResourceError(
             f"PREFECT_HOME {home}",
-            f"Prefect can not keep its database there: {error.strerror}",
+            f"Prefect cannot keep its database there: {error.strerror}",
             next="export PREFECT_HOME to a folder that can be written",
         ) from None
 

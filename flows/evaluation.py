@@ -72,13 +72,14 @@ def measure(
 
 
 def require_held_out(recipe: Recipe) -> None:
-    """ConfigError where the recipe has nothing to measure on."""
+    """ConfigError if the recipe has nothing to measure on, or only a night can tell what."""
     if recipe.data.held_out is None:
         raise ConfigError(
             "data.held_out",
             "the recipe names no held-out rows",
             next="add [data.held_out] to the recipe",
         )
+    recipe.data.require_filled_in()
 
 
 def numbers(outcome: Outcome | None) -> dict[str, Any] | None:

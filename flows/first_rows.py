@@ -27,6 +27,7 @@ from quiver.stages.common.models import checkpoints, small
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import open_staging
+from quiver.stages.generate.texts import Texts
 from quiver.stages.prompt import stage as prompt_stage
 from quiver.stages.prompt.config import Config as PromptConfig
 from quiver.stages.reward.measures import failures
@@ -50,7 +51,7 @@ class Prompts:
 
     num_rows: int
     """Rows of the source."""
-    num_rendered: int
+    num_looked_at: int
     """Rows that were looked at."""
     num_dropped: int
     """Number of prompts left out because they are too long."""
@@ -75,7 +76,7 @@ class Prompts:
         chats = table["messages"].to_pylist()
         return cls(
             num_rows=manifest.metrics["source_rows"],
-            num_rendered=sum(manifest.status.values()),
+            num_looked_at=sum(manifest.status.values()),
             num_dropped=manifest.status["dropped"],
             longest=manifest.config["max_prompt_tokens"],
             num_other_system=sum(not chat or not expected <= chat[0].items() for chat in chats),
@@ -89,7 +90,7 @@ class Prompts:
         lengths = self.lengths
         return {
             "rows": self.num_rows,
-            "rendered": self.num_rendered,
+            "looked_at": self.num_looked_at,
             "dropped": self.num_dropped,
             "tokens": {"min": lengths[0], "median": median_low(lengths), "max": lengths[-1]},
             "most_tokens": self.longest,
@@ -99,8 +100,8 @@ class Prompts:
         """The same for people."""
         lengths = self.lengths
         rows = f"{self.num_rows:,} rows"
-        if self.num_rendered < self.num_rows:
-            rows = f"the first {self.num_rendered:,} of {rows}"
+        if self.num_looked_at < self.num_rows:
+            rows = f"the first {self.num_looked_at:,} of {rows}"
         allowed = "" if self.longest is None else f"; {self.longest:,} are allowed"
         return (
             f"prompts of {lengths[0]:,} to {lengths[-1]:,} tokens, median {median_low(lengths):,}, "
@@ -173,7 +174,8 @@ def prompt_config(recipe: Recipe, section: str) -> PromptConfig:
 
 
 def first_config(recipe: Recipe, section: str) -> PromptConfig:
-    """The same for the first rows that a run takes, be it in several iterations."""
+    """Return `prompt_config` limited to the first rows that the run takes over all its
+    iterations."""
     config = prompt_config(recipe, section)
     has_environment = config.turns is not None and bool(config.turns.environment)
     first = SLOW_ROWS if has_environment or config.images else ROWS
@@ -184,8 +186,8 @@ def first_config(recipe: Recipe, section: str) -> PromptConfig:
 
 
 def _render(config: PromptConfig, store: Store, policy: Version) -> Version:
-    """The prompts of the first rows. ConfigError, SecurityError; where prompts are too long it is
-    logged, how many."""
+    """Return the prompts of the first rows. If some are too long, logs how many. ConfigError,
+    SecurityError."""
     try:
         return _made("prompt", config, store, policy=policy)
     except ConfigError:
@@ -203,27 +205,27 @@ def _render(config: PromptConfig, store: Store, policy: Version) -> Version:
 
 
 def visible(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
-    """The text of a prompt, its control tokens in ⟦brackets⟧: what looks like one without them is
-    text."""
-    control = {
+    """The text of a prompt, with each added token (control tokens, `<think>`) in ⟦brackets⟧: what
+    looks like one without them is text."""
+    added = {
         id: token.content
         for id, token in tokenizer.added_tokens_decoder.items()
         if token.content.replace("▁", "").strip()
     }
     pieces = []
-    for is_control, run in itertools.groupby(ids, control.__contains__):
-        if is_control:
-            pieces += [f"⟦{control[id]}⟧" for id in run]
+    for is_added, run in itertools.groupby(ids, added.__contains__):
+        if is_added:
+            pieces += [f"⟦{added[id]}⟧" for id in run]
         else:
-            pieces.append(tokenizer.decode([*run]))
+            pieces.append(Texts(tokenizer, [], begins_text=not pieces).decode(run))
     return "".join(pieces)
 
 
 def _answer(
     recipe: Recipe, config: PromptConfig, store: Store, policy: Version, prompts: Version
 ) -> Answered:
-    """What becomes of _ANSWER to the first of the prompts, or of as much as may be answered; of a
-    whole group, where something scores groups."""
+    """Score `_ANSWER`, cut to max_tokens, as an answer to the first of the prompts; a group of them
+    if a scorer needs groups."""
     one_row = config.model_copy(update={"first": 1})
     plan = prompt_stage.plan(one_row, store, {"policy": str(policy.ref)})
     with open_staging(plan) as staging:

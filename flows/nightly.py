@@ -1,14 +1,14 @@
 """The flow `nightly`: new prompts → improve the policy in use → measure both → promote the new one,
-or keep the old.
+or reject it.
 
-A better policy that moved further than [promotion] allows waits for a person, or is kept aside. The
+A better policy that moved further than [promotion] allows waits for a person, or is rejected. The
 state of the flow run is called by the decision, and its message says why.
 
 A night starts from the policy that bears the tag, whatever became of those in between; so what was
 rejected is trained on no further, and stays in the store, named with the reason in the tag's
 journal. What is new each night: `[data]` with a `limit` gives the next rows that no decided night
 has taken; `{night}` anywhere in [data] is the night's name. A night that is started again goes on
-where it stopped; one that is decided stays so. Two that end at once can not both promote: the tag
+where it stopped; one that is decided stays so. Two that end at once cannot both promote: the tag
 moves by compare-and-swap from the policy that was compared with.
 
     nightly(recipe)                           # tonight, named by its date in UTC
@@ -51,13 +51,13 @@ class Night:
 
     name: str
     recipe: Recipe
-    """with the night's name filled in; `iterations` is the number of its last one, counted over all
-    nights"""
+    """With the night's name filled in; `iterations` is the number of its last one, counted over all
+    nights."""
     store: Store
     first: int
-    """number of its first iteration"""
+    """Number of its first iteration."""
     first_round: int
-    """number of its first round: it goes on behind the last row that a decided night asked"""
+    """Number of its first round; it continues after the rows of the last decided night."""
 
     @property
     def key(self) -> str:
@@ -92,13 +92,19 @@ def nightly(recipe: Recipe, night: str | None = None) -> Any:
 
     Returns:
         What `quiver nightly --json` prints: the night, the decision with its numbers, and its
-        iterations as `quiver run` has them. Prefect has it in a state of the decision's name.
+        iterations as `quiver run` has them; none if the night was decided before. Prefect has it in
+        a state of the decision's name.
     """
-    tonight = begin(recipe, _name(night))
+    tonight = plan_night(recipe, _name(night))
     iterations: list[Iteration] = []
     with tagged(recipe, expired=True):
         entry = entry_of(tonight.store, recipe.run, recipe.promotion, tonight.key)
         if entry is None:
+            if recipe.overlap or recipe.evaluate.every:
+                log.warning(
+                    "a night leaves overlap and evaluate.every out: it goes one iteration "
+                    "after another, and is measured at its end"
+                )
             tonight = replace(tonight, recipe=tonight.recipe.resolved())
             base = import_policy(tonight.recipe)
             in_use = _policy_in_use(tonight, base)
@@ -118,18 +124,19 @@ def nightly(recipe: Recipe, night: str | None = None) -> Any:
         **payload_of(entry),
         "iterations": [iteration.to_json() for iteration in iterations],
     }
-    # a night that kept the policy to which it had rolled back is called by that
+    # a night that rolled back and then rejected its candidate is called rolled back
     back = entry_of(tonight.store, recipe.run, recipe.promotion, tonight.rollback_key)
     decision = entry.about["decision"]
-    if back is not None and decision == "kept":
+    if back is not None and decision == "rejected":
         decision = back.about["decision"]
-        why = f"{printable(back.why, 1000)}. Then kept: {why}"
+        why = f"{printable(back.why, 1000)}. Then rejected: {why}"
     return Completed(name=decision.capitalize(), message=why, data=answer)
 
 
-def begin(recipe: Recipe, name: str) -> Night:
-    """The night `name` of `recipe`. ConfigError where there are no held-out rows, or nobody could
-    approve."""
+def plan_night(recipe: Recipe, name: str) -> Night:
+    """Plan the night `name` of `recipe`. ConfigError if there are no held-out rows, or a person is
+    to approve and there is no server to answer by."""
+    recipe = recipe.for_night(name)
     require_held_out(recipe)
     check_placement(recipe)
     if recipe.promotion.approval:
@@ -148,8 +155,7 @@ def begin(recipe: Recipe, name: str) -> Night:
         "evaluate": recipe.evaluate.model_copy(update={"every": 0}),  # the night's end is measured
         "overlap": 0,  # a night goes one iteration after another
     }
-    recipe = recipe.for_night(name).model_copy(update=update)
-    return Night(name, recipe, store, first, 1 + max(rounds, default=0))
+    return Night(name, recipe.model_copy(update=update), store, first, 1 + max(rounds, default=0))
 
 
 def _policy_in_use(night: Night, base: str) -> str:
@@ -184,7 +190,7 @@ def _policy_in_use(night: Night, base: str) -> str:
         **judgement.numbers,
     }
     why = f"{earlier} is better: {judgement.why}"
-    entry = decide(store, run, promotion, key, in_use, earlier, why, about)
+    entry = decide(store, run, promotion, key=key, before=in_use, ref=earlier, why=why, about=about)
     log.warning(
         "%-22s rolled back to %s: %s",
         f"nightly {night.name}",
@@ -206,7 +212,7 @@ def _decide(night: Night, in_use: str, baseline: str, last: Iteration) -> Entry:
         evaluation = measure(recipe, policy, recipe.iterations, baseline=baseline)
         judgement = judge(promotion, store.open(evaluation.ref).manifest.metrics)
         distance = moved(promotion, store, in_use, policy, evaluation.ref)
-        if distance.watch:
+        if distance.beyond_limits:
             name = f"nightly {night.name}"
             log.warning("%-22s %s moved far: %s", name, policy, distance.in_words)
         return Candidate(policy, rewards, evaluation.ref, judgement, distance)
@@ -215,25 +221,25 @@ def _decide(night: Night, in_use: str, baseline: str, last: Iteration) -> Entry:
     answer = None
     if candidate.judgement.better and promotion.approval:
         candidate, answer = reviewed(recipe, candidate, in_use, weigh)
-    is_near = not candidate.moved.watch
-    is_approved = answer.approve if answer else is_near and not promotion.approval
+    beyond_limits = candidate.moved.beyond_limits
+    is_approved = answer.approve if answer else not (beyond_limits or promotion.approval)
     is_promoted = candidate.judgement.better and is_approved
     about = {
         "night": night.name,
-        "decision": "promoted" if is_promoted else "kept",
+        "decision": "promoted" if is_promoted else "rejected",
         "author": answer.author if answer else "quiver",
         "candidate": candidate.policy,
         "rewards": candidate.rewards,
         "iteration": recipe.iterations,
         "evaluation": candidate.evaluation,
         **candidate.judgement.numbers,
-        "watch": candidate.moved.watch,
+        "watch": beyond_limits,
         "moved": candidate.moved.numbers,
     }
     if recipe.data.refill is not None:
         about["round"] = last.rounds[-1].round
     why = candidate.judgement.why
-    if not is_near:
+    if beyond_limits:
         held = "it moved far from the policy in use"
         if candidate.judgement.better and answer is None:
             held = f"better, and not promoted, since {held}"
@@ -242,7 +248,9 @@ def _decide(night: Night, in_use: str, baseline: str, last: Iteration) -> Entry:
         word = "yes" if answer.approve else "no"
         why = f"{answer.author} said {word}: {answer.reason}; {why}"
     ref = candidate.policy if is_promoted else in_use
-    entry = decide(store, recipe.run, promotion, night.key, in_use, ref, why, about)
+    entry = decide(
+        store, recipe.run, promotion, key=night.key, before=in_use, ref=ref, why=why, about=about
+    )
     if is_promoted:
         emit_event(**moved_event(f"{recipe.run}/policy@{promotion.tag}", entry))
     return entry

@@ -3,7 +3,7 @@ place is taken over.
 
 Prefect's workers leave their flow processes running when they are killed. A thread asks every
 second whether the parent still is the first one; when not, the flow gets SIGTERM, as on a cancel,
-and so ends its stage; if it can not end (it tells the server so first, which may be gone as well),
+and so ends its stage; if it cannot end (it tells the server so first, which may be gone as well),
 SIGKILL follows, and the stage's keeper sees its lifeline close. A worker that died before the
 thread began, while this process was still importing, no longer listens at the port that it gave
 this process for commands.

@@ -131,7 +131,7 @@ def stage_call(
 
 
 def check_placement(recipe: Recipe) -> None:
-    """ConfigError where a pool is named that can not be reached from here, or could not see the
+    """ConfigError where a pool is named that cannot be reached from here, or could not see the
     store; or an engine is asked to stay that does not."""
     if recipe.placement.resident_engine:
         _check_resident(recipe)
@@ -174,7 +174,7 @@ def _check_resident(recipe: Recipe) -> None:
 
 
 def trained_here(recipe: Recipe) -> dict[str, Config]:
-    """[optimize], where it runs under this interpreter; what another needs can not be told here."""
+    """[optimize], where it runs under this interpreter; what another needs cannot be told here."""
     is_elsewhere = "optimize" in recipe.placement.pools | recipe.placement.python
     return {} if is_elsewhere else {"optimize": recipe.optimize_config()}
 

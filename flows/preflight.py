@@ -16,10 +16,12 @@ import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from quiver.schemas.errors import ConfigError, QuiverError, printable, reason
 from quiver.schemas.plain import flatten
 from quiver.stages.common import plugins
+from quiver.stages.common.config import parse_saved
 from quiver.stages.common.models.from_function import is_function
 from quiver.stages.common.runtime.runner import find, plan_of
 from quiver.stages.common.runtime.stage import Plan, load
@@ -38,10 +40,11 @@ log = logging.getLogger(__name__)
 
 def preflight(recipe: Recipe) -> Recipe:
     """The recipe, resolved, once nothing is found to be wrong with it. ConfigError, SecurityError;
-    CorruptError, ResourceError: the store can not be used.
+    CorruptError, ResourceError: the store cannot be used.
 
     Sources are read and the model's files hashed; a hub may be asked where the recipe names one.
     """
+    recipe.data.require_filled_in()
     check_placement(recipe)
     check_demands(recipe)
     _store_at(recipe.store)
@@ -103,7 +106,8 @@ def try_out(recipe: Recipe) -> list[str]:
 
 def finished(recipe: Recipe) -> dict[str, str]:
     """Which versions of the first iteration of a resolved recipe are there already, by stage: a run
-    goes on behind the last of them. One that is there and was made of something else is logged."""
+    goes on behind the last of them. One that is there and was made of something else is logged.
+    ConflictError: the run starts from another base model."""
     refs: dict[str, str] = {}
     if _store_at(recipe.store) is None:
         return refs
@@ -133,20 +137,26 @@ def _tell_what_differs(plan: Plan, kind: str) -> None:
         return
     with suppress(QuiverError):  # deleted, or damaged, which is not the question here
         version = plan.store.open(f"{plan.run}/{kind}@{numbers[0]}")
-        before = flatten(version.manifest.config)
+        manifest = version.manifest
+        saved, _ = parse_saved(load(manifest.stage).Config, manifest.config, str(version.ref))
+        before = flatten(saved.key())
         asked = flatten(plan.config.key())
         changes = [
-            f"{path} was {printable(before[path])} and is {printable(value)}"
-            for path, value in asked.items()
-            if path in before and before[path] != value
+            f"{path} was {_in_words(before.get(path))} and is {_in_words(asked.get(path))}"
+            for path in asked | before
+            if before.get(path) != asked.get(path)
         ]
         log.warning(
             "run %s has %s, which this recipe does not ask for: %s. The run makes versions of its "
-            "own beside it",
+            "own beside it; to keep them apart, give the run another name: --set run=NAME",
             plan.run,
             version.ref,
             ", ".join(changes) or "what it was made of changed",
         )
+
+
+def _in_words(leaf: Any) -> str:
+    return "not set" if leaf is None else printable(leaf)
 
 
 def _store_at(path: str) -> Store | None:
@@ -158,14 +168,14 @@ def _store_at(path: str) -> Store | None:
         parent = next(above for above in (folder, *folder.parents) if above.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, f"nothing can be made in {parent}")
-        if not os.statvfs(parent).f_blocks:  # of /proc, say, which permits what it can not do
+        if not os.statvfs(parent).f_blocks:  # of /proc, say, which permits what it cannot do
             os.rmdir(tempfile.mkdtemp(dir=parent))
     except QuiverError:
         raise
     except (OSError, RuntimeError) as error:  # RuntimeError: pathlib's word for a home
         raise ConfigError(
             f"store {printable(path)}",
-            f"can not be used: {reason(error)}",
+            f"cannot be used: {reason(error)}",
             next="name another folder in --store",
         ) from None
     return None

@@ -1,8 +1,9 @@
 """Whether a policy takes the tag over: better than the one that bears it, on the same held-out
-prompts, by more than chance, and not collapsed.
+prompts, by more than chance.
 
 A policy that has collapsed may score better all the same, since rewards can be gamed. So one that
-moved further from the policy in use than [promotion] allows is not promoted without a person.
+moved further from the policy in use than [promotion] allows (`drift`) is not promoted without a
+person.
 
 The tag moves by compare-and-swap, and its journal (`quiver history`) keeps what was decided and on
 what, whether it moved or not. Nothing here runs a stage.
@@ -38,13 +39,13 @@ class Promotion(Config):
     max_kl: float | None = Field(default=1.0, ge=0)
     """Most KL divergence, in nats a token, between a policy of the night and the one that sampled
     for it (`approx_kl` of any optimizer step). A better policy beyond this or one of the next three
-    keys waits for a person with `approval`, and is kept aside without. None: any."""
+    keys waits for a person with `approval`, and is rejected without. None: any."""
     max_entropy_drop: float | None = Field(default=1.0, ge=0)
     """Most that the policy's entropy may fall in a night, in nats a token, from the first optimizer
     step to the last. None: any."""
     max_truncated: float | None = Field(default=0.8, ge=0, le=1)
-    """Largest share of held-out answers that a limit may cut off. It is not asked if the policy in
-    use is beyond it already. None: any."""
+    """Largest share of held-out answers that a limit may cut off. Not applied if the policy in use
+    exceeds it already. None: any."""
     max_length_change: float | None = Field(default=4.0, ge=1)
     """Largest factor by which the mean length of held-out answers may grow or shrink beside that of
     the policy in use. None: any."""
@@ -132,6 +133,7 @@ def decide(
     store: Store,
     run: str,
     promotion: Promotion,
+    *,
     key: str,
     before: str,
     ref: str,
@@ -141,7 +143,7 @@ def decide(
     """Move the tag from `before` to `ref`, or note that it stays; the entry of `key`, which may be
     another process's.
 
-    ConflictError where somebody moved the tag since: what was compared with is no longer in use.
+    ConflictError if somebody moved the tag since: what was compared with is no longer in use.
     """
     try:
         store.tag(run, promotion.tag, ref, expected=before, why=why, key=key, about=about)
@@ -149,7 +151,8 @@ def decide(
         raise ConflictError(
             error.object,
             error.message,
-            state=f"the tag stays where it was moved to; {about.get('candidate', ref)} is kept.",
+            state=f"the tag stays where it was moved to; {about.get('candidate', ref)} is still "
+            "in the store.",
             next="start the same night again: it starts from the policy that is in use now",
         ) from None
     return entry_of(store, run, promotion, key)

@@ -59,8 +59,7 @@ from .sections import (
 
 _UNBIASED_SAMPLING = {"temperature", "max_tokens", "stop_token_ids", "stop", "ignore_eos"}
 """Options of sampling for which logprobs are corrected, or that only end a completion."""
-
-
+# a key of [data] in an error's text, which may stand for one of [data.held_out]
 _KEY_OF_DATA = rf"(?<![\w./])data\.(?=({'|'.join(SourceConfig.model_fields)})\b)"
 
 
@@ -78,7 +77,7 @@ class Recipe(Config):
     overlap: int = Field(0, ge=0, le=1)
     """1: while an iteration optimizes, the next one already samples and scores, with the policy
     that is being improved; so from the second iteration on rollouts are one policy old, which their
-    saved logprobs correct. 0: one after another."""
+    saved logprobs correct. 0: one after another, as in nights, whatever is set."""
     report_url: str | None = Field(None, pattern=r"^https?://")
     """Where the store's folder is served, so that Prefect's pages can link to the run's report;
     None: a link for this host."""
@@ -214,7 +213,7 @@ class Recipe(Config):
             raise ConfigError(f"recipe {path}", printable(error), next="correct the file") from None
         except OSError as error:
             raise ConfigError(
-                f"recipe {path}", error.strerror or "can not be read", next="name a recipe file"
+                f"recipe {path}", error.strerror or "cannot be read", next="name a recipe file"
             ) from None
         for setting in settings:
             put_setting(sections, setting)
@@ -255,8 +254,8 @@ class Recipe(Config):
         return (*of_turns, pictures.OFFERED) if self.data.images else of_turns
 
     def for_night(self, name: str) -> Recipe:
-        """With the name of a night in every text of [data]; it is letters, digits, dots and dashes.
-        ConfigError where it is not."""
+        """Replace `{night}` in [data] by the night's name (letters, digits, dots, dashes).
+        ConfigError if it is another."""
         section = self.data.model_dump_json(exclude_unset=True).replace(
             NIGHT, check_name(name, "night")
         )

@@ -96,6 +96,8 @@ def rerun(
     run = partial(perform, recipe, iteration=iteration)
     if stage != "override":  # which runs here, wherever the others do
         check_placement(recipe)
+    if stage == "prompt":
+        recipe.data.require_filled_in()
     store = Store(recipe.store)
     refs = _resolve(recipe, store, stage, references)
     for role in _SEARCH_ORDER:
@@ -222,7 +224,7 @@ def _score_again(
         if recipe.reference.rule != "fixed":
             raise ConfigError(
                 "reference.rule",
-                "which policy is the reference of saved rollouts can not be told",
+                "which policy is the reference of saved rollouts cannot be told",
                 next='set reference.rule = "fixed", which is the first policy of the line',
             )
         policies["ref"] = [first_of_line(store, refs["policy"][0])] * len(refs["rollouts"])

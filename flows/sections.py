@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, Field
 
 from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.plain import flatten
 from quiver.schemas.refs import NAME
 from quiver.stages.common.config import Config, Runtime, parse
 from quiver.stages.evaluate.config import Config as ScoreConfig
@@ -82,6 +83,17 @@ class Data(SourceConfig):
         return parse(
             SourceConfig, {**train, **(self.held_out or {})}, "data.held_out", is_section=True
         )
+
+    def require_filled_in(self) -> None:
+        """ConfigError if a text holds `{night}`, which a night alone replaces by its name."""
+        leaves = flatten(self.model_dump(mode="json", exclude_unset=True), "data")
+        keys = [key for key, leaf in leaves.items() if NIGHT in f"{key} {leaf}"]
+        if keys:
+            raise ConfigError(
+                printable(keys[0]),
+                f"holds {NIGHT}, which only a night fills in; elsewhere put a value there by --set",
+                next="quiver nightly RECIPE",
+            )
 
     def check_refill(self, *, has_groups: bool) -> None:
         """ValueError where `refill` could never do what it says. `has_groups`: the algorithm
@@ -171,7 +183,8 @@ class Evaluate(ScoreConfig):
     """When and how the policy is measured on the held-out rows."""
 
     every: Runtime[int] = Field(0, ge=0)
-    """Also after every n-th iteration; 0: before the first and after the last only."""
+    """Also after every n-th iteration; 0: before the first and after the last only. A night leaves
+    it out: it measures the policy in use and what its last iteration makes."""
     generate: dict[str, Any] = Field(default_factory=dict)
     """Keys of [generate] with other values for evaluation, e.g. `{ samples_per_prompt = 1, sampling
     = { temperature = 0.0 } }`. Another `engine` begins with no options of [generate]'s."""

@@ -77,7 +77,7 @@ _RUN: ContextVar[_Run | None] = ContextVar("quiver_run", default=None)
 
 def worth_retrying(task: Task, run: TaskRun, state: State) -> bool:
     """Whether the error may be gone in a while: a server, memory or a process lost. Never for bad
-    input, nor for a store that can not be written."""
+    input, nor for a store that cannot be written."""
     error = state.data
     if not isinstance(error, QuiverError) or isinstance(error, GivenUp):
         return False

@@ -144,11 +144,11 @@ def finite_float(text: str) -> float:
 
 
 def flatten(node: Any, path: str = "") -> dict[str, Any]:
-    """Return the leaves of `node` by their dotted path; an item of a list of objects that have a
-    role is named by its role."""
-    is_list = isinstance(node, list) and bool(node)
-    if is_list and all(isinstance(entry, dict) and "role" in entry for entry in node):
-        node = {entry["role"]: entry for entry in node}
+    """Return the leaves of `node` by their dotted path. Objects in a list are named by their role
+    if they have one, else by their place."""
+    if isinstance(node, list) and node and all(isinstance(entry, dict) for entry in node):
+        by_role = {str(entry.get("role", place)): entry for place, entry in enumerate(node)}
+        node = by_role if len(by_role) == len(node) else dict(enumerate(node))
     if not isinstance(node, dict) or not node:
         return {path: node}
     leaves: dict[str, Any] = {}

@@ -1,6 +1,6 @@
 """What a shell offers for a word that is not finished: references, runs, tags, keys.
 
-A completer only reads, and offers nothing where it can not. `quiver --install-completion` makes the
+A completer only reads, and offers nothing where it cannot. `quiver --install-completion` makes the
 shell ask.
 """
 

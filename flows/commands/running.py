@@ -15,9 +15,7 @@ import typer
 from quiver.schemas.errors import ConfigError, QuiverError, for_terminal, printable
 from quiver.stages.report.words import counted
 
-from .next_step import complete, options_in
 from .shared import (
-    CALLED,
     Force,
     NamedVersion,
     NamedVersions,
@@ -63,6 +61,8 @@ def run(
     settings = settings or []
     length = [] if iterations is None else [f"iterations={iterations}"]
     loaded = read_recipe(recipe, [*settings, *length], store)
+    if dry_run:
+        loaded = loaded.for_night(_today())
     planned = counted(loaded.iterations, "iteration")
     log.info("%s: %s, in %s", loaded.run, planned, Path(loaded.store).absolute())
     from ..live import shown_live
@@ -113,7 +113,6 @@ def _warn(recipe: Recipe) -> None:
 
 
 def check(
-    context: typer.Context,
     recipe: RecipeFile,
     show: Annotated[
         bool, typer.Option("--show", help="print the first prompt as the policy reads it")
@@ -135,7 +134,6 @@ def check(
     if error is None:
         say(looked.answer, looked.lines)
         return
-    error.next = complete(error.next, CALLED, options_in(context.parent.command.commands))
     say({**looked.answer, "error": error.to_dict()}, [*looked.lines, str(error)])
     raise SystemExit(error.exit_code)
 
@@ -160,10 +158,10 @@ def nightly(
 
         from ..abandoned import crash_abandoned, shell_tag
         from ..embedded import guard_embedded_server
-        from ..nightly import begin
         from ..nightly import nightly as flow
+        from ..nightly import plan_night
 
-        begin(loaded, night or _today())
+        plan_night(loaded, night or _today())
         guard_embedded_server()
         crash_abandoned()
         with tags(shell_tag()):

@@ -308,7 +308,7 @@ def _difference(store: Store, run: str, other: str) -> list[str]:
             store, find_evaluation(store, run), find_evaluation(store, other)
         )
     except LineageError as error:
-        return [f"{other} and {run} can not be compared: {error.message}."]
+        return [f"{other} and {run} cannot be compared: {error.message}."]
     score = found["difference"]["score"]
     low, high = score["interval"] or (math.nan, math.nan)
     return [

@@ -108,7 +108,7 @@ def shape_of(config: PreTrainedConfig) -> Shape:
     if not layers:
         raise ConfigError(
             f"model {config.model_type}",
-            "its memory can not be told: it has no layers of a kind that is known here",
+            "its memory cannot be told: it has no layers of a kind that is known here",
             next="start with a low optimize.token_budget",
         )
     weights = _count(model)

@@ -1,4 +1,4 @@
-"""What can not be shown must not make a run fail: it is said once, and the run goes on."""
+"""What cannot be shown must not make a run fail: it is said once, and the run goes on."""
 
 from __future__ import annotations
 

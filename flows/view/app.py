@@ -172,7 +172,7 @@ class VersionsScreen(TableScreen):
         self.store = store
         self.run = run
         self.shown: list[Ref | QuiverError] = []
-        """What each row of the page is of: a version, or what can not be read."""
+        """What each row of the page is of: a version, or what cannot be read."""
 
     def on_mount(self) -> None:
         for name in HEADER:
@@ -301,7 +301,7 @@ class RowsScreen(TableScreen):
         self.paired = paired
         self.selection = selection or Selection()
         self.last_selection = Selection()
-        """What was shown before: it comes back where the new one can not be read."""
+        """What was shown before: it comes back where the new one cannot be read."""
         self.columns = columns_of(paired)
         self.order: Any = None
         """Positions of the rollouts that are meant; None: to be read."""

@@ -44,7 +44,7 @@ class Paired:
 
 
 def open_paired(store: Store, first: str, second: str | None) -> Paired:
-    """What is shown of one version, or of two. LineageError where they can not be paired."""
+    """What is shown of one version, or of two. LineageError where they cannot be paired."""
     return pair(store, first, second) if second else Paired(open_joined(store, first))
 
 

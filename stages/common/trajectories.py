@@ -76,8 +76,8 @@ class Trajectory(_Part):
     """Of each completion id, in the distribution that it was sampled from."""
     group_id: Text | None = Field(default=None, min_length=1)
     """None: lines with the same prompt are a group."""
-    temperature: Annotated[float, Field(strict=True, ge=0, le=1e6)] = 1.0
-    """The logits were divided by it."""
+    temperature: Annotated[float, Field(strict=True, ge=0, le=1e6)] | None = None
+    """The logits were divided by it. None: by the import's `sampling.temperature`."""
     finish_reason: FinishReason | None = None
     text: Text | None = None
     """Of the last turn."""

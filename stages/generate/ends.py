@@ -22,15 +22,15 @@ log = logging.getLogger(__name__)
 
 
 def stop_ids_of(config: Config, policy: Version) -> tuple[int, ...]:
-    """Return every id that ends a completion, rising. Raises: ConfigError if the model names none
-    and should."""
+    """Return every id that ends a completion, rising. Raises: ConfigError if the model names no end
+    token and `ignore_eos` is off."""
     stop_ids = {*config.sampling.stop_token_ids}
     if not config.sampling.ignore_eos:
         stop_ids.update(checkpoints.end_token_ids(policy))
     return tuple(sorted(stop_ids))
 
 
-def more_end_ids(policy: Version) -> tuple[int, ...]:
+def end_ids_of_generation_config(policy: Version) -> tuple[int, ...]:
     """The end token ids of generation_config.json if config.json has others; else none."""
     with suppress(ConfigError):  # the model names no end token
         ids = checkpoints.end_token_ids(policy)
@@ -42,7 +42,7 @@ def more_end_ids(policy: Version) -> tuple[int, ...]:
 
 def unknown_end(plan: Plan, policy: Version) -> dict[str, Any]:
     """`unknown_end` for the manifest: `id` and `text` of the token with which the prompts' chat
-    template ends an assistant's turn, where it ends no completion; else nothing."""
+    template ends an assistant's turn, if it ends no completion; else nothing."""
     end = _template_end(plan)
     sampling = plan.config.sampling
     if end is None or sampling.ignore_eos or end["id"] in stop_ids_of(plan.config, policy):
@@ -52,9 +52,10 @@ def unknown_end(plan: Plan, policy: Version) -> dict[str, Any]:
 
 
 def warn_of_ends(plan: Plan, policy: Version) -> None:
-    """Say which end of the template is none here, and which stop ids have a text that no reward
-    will see."""
-    for end in unknown_end(plan, policy).values():
+    """Warn if the template's end of turn ends no completion, and of stop ids whose text no reward
+    sees."""
+    end = unknown_end(plan, policy).get("unknown_end")
+    if end is not None:
         log.warning(
             "%s: its chat template ends an assistant's turn with %s, at which no completion ends: "
             "one that writes it goes on, mostly to max_tokens; set "

@@ -92,7 +92,7 @@ class Setup:
     max_model_len."""
     resident: bool = False
     """Whether the engine is asked to sleep behind its rows and to take a later policy: see
-    `Engine.sleep`. ConfigError where one that has this can not do it here."""
+    `Engine.sleep`. ConfigError where one that has this cannot do it here."""
     verified: Callable[[], object] = lambda: None
     """Waits until the model's files are checked, which goes on meanwhile: import first, call this,
     then read them. Raises what is wrong with them."""
@@ -117,7 +117,7 @@ class Engine(Protocol):
         ...
 
     def sleep(self) -> bool:
-        """Give back the device's memory until `take`. False where it can not; it is closed then.
+        """Give back the device's memory until `take`. False where it cannot; it is closed then.
 
         May be left out, with `take`: each policy has a fresh engine in a process of its own.
         """

@@ -1,10 +1,9 @@
 """imported: what another system sampled becomes rollouts, as if `generate` had made them.
 
 A file of JSON lines with ids and logprobs (see `stages/common/trajectories.py`) and the policy that
-is said to have sampled them. Lines without turns become rollouts/1, with turns rollouts/2. Every
-line is looked at before anything is written; whether the logprobs are the policy's is what the
-audit of `optimize` tells. Where lines have rewards, the stage `imported_rewards` makes a version of
-them.
+is said to have sampled them. They become rollouts/1, or rollouts/2 if a line has turns. Every line
+is looked at before anything is written; whether the logprobs are the policy's is what the audit of
+`optimize` tells. Where lines have rewards, the stage `imported_rewards` makes a version of them.
 
     config = resolve(Config(source="trajectories.jsonl"))
     ref = run_stage("imported", config, store, policy="arith/policy@0")
@@ -53,7 +52,8 @@ class Config(common.Config):
     """A file of JSON lines."""
     sampling: Sampling = Sampling()
     """How they were sampled, as far as lines do not say it. Without `max_tokens` the longest
-    completion is what was allowed; `temperature` is that of most lines."""
+    completion is what was allowed. If every line says its temperature, `temperature` becomes that
+    of most lines."""
     turns: Limits | None = None
     """Filled in by the stage, where lines have turns."""
     source_sha256: str = ""
@@ -68,8 +68,10 @@ def resolve(config: Config) -> Config:
     """`config` with what the lines say of their sampling. Reads the file. ConfigError."""
     lines, sha256 = trajectories.read(config.source, config.source_sha256)
     longest = max(1, *(len(line.completion_ids) for line in lines.values()))
-    ((temperature, _),) = Counter(line.temperature for line in lines.values()).most_common(1)
-    sampling = {**config.sampling.model_dump(), "temperature": temperature}
+    temperatures = Counter(line.temperature for line in lines.values())
+    sampling = config.sampling.model_dump()
+    if None not in temperatures:
+        sampling["temperature"] = temperatures.most_common(1)[0][0]
     if "max_tokens" not in config.sampling.model_fields_set:
         sampling["max_tokens"] = longest
     filled_in: dict[str, Any] = {
@@ -181,7 +183,8 @@ def _rows(
     plan: Plan, lines: Iterable[Trajectory], groups: Sequence[str], policy: Version
 ) -> list[dict[str, Any]]:
     """Rows of rollouts/1, or of rollouts/2 where some line has turns."""
-    end_ids = {*checkpoints.end_token_ids(policy), *plan.config.sampling.stop_token_ids}
+    sampling = plan.config.sampling
+    end_ids = {*checkpoints.end_token_ids(policy), *sampling.stop_token_ids}
     texts = Texts.of(policy, end_ids)
     counts: Counter[str] = Counter()
     rows = []
@@ -200,7 +203,7 @@ def _rows(
             "finish_reason": finish_reason,
             "stop_reason": None,
             "completion_text": turns[-1]["text"],
-            "temperature": line.temperature,
+            "temperature": sampling.temperature if line.temperature is None else line.temperature,
             "seed": 0,
         }
         if plan.config.turns is not None:

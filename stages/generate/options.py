@@ -33,7 +33,7 @@ class Sampling(Config):
     """The distribution that completions are drawn from, and where they end."""
 
     temperature: float = Field(default=1.0, ge=0)
-    """The logits are divided by it; 0 takes the likeliest id (evaluation only: such rows can not be
+    """The logits are divided by it; 0 takes the likeliest id (evaluation only: such rows cannot be
     trained on)."""
     max_tokens: int = Field(default=256, ge=1, lt=2**31)
     """Most ids of a completion, the end token included; prompt and completion must fit the context
@@ -120,7 +120,7 @@ class VllmOptions(Config):
         refused = sorted(_SET_BY_ENGINE & arguments.keys())
         if refused:
             raise ValueError(
-                f"{', '.join(refused)} can not be set here: the engine sets it, or an option of "
+                f"{', '.join(refused)} cannot be set here: the engine sets it, or an option of "
                 "its own does"
             )
         return arguments

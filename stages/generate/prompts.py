@@ -81,7 +81,7 @@ def select_prompts(
 
 
 def _require_sight(config: Config, prompts: Version, policy: Version, table: pa.Table) -> None:
-    """ConfigError where prompts, or what answers the policy, show pictures that it can not see."""
+    """ConfigError where prompts, or what answers the policy, show pictures that it cannot see."""
     max_images = config.turns.max_images if config.turns is not None else 0
     has_images = bool(most_images(table))
     if not has_images and not max_images:

@@ -29,7 +29,7 @@ from quiver.stages.common.store.writer import Writer
 
 from . import engine as engines
 from .config import Config
-from .ends import more_end_ids, stop_ids_of, unknown_end, warn_of_ends
+from .ends import end_ids_of_generation_config, stop_ids_of, unknown_end, warn_of_ends
 from .options import VllmOptions
 from .prompts import context_limit, most_pictures, select_prompts
 from .requests import Requests
@@ -37,7 +37,7 @@ from .resident import start
 from .rows import Rows
 from .shards import Shards
 from .texts import Texts
-from .turns.opening import identified, opened
+from .turns.opening import opened, with_code_hashes
 
 STAGE_VERSION = 1
 SHARED = True
@@ -58,7 +58,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     """The rollouts of `refs["policy"]` on `refs["prompts"]`. ConfigError, LineageError."""
     prompts = store.open(refs["prompts"])
     policy = store.open(refs["policy"])
-    config = identified(config, prompts)
+    config = with_code_hashes(config, prompts)
     options = engines.engine_options(config.engine, config.options)
     filled_in = {"code_sha256": engines.code_hash(config.engine, options), "end_token_ids": ()}
     older_plan = Plan(
@@ -72,7 +72,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
         models=(checkpoints.as_model("policy", policy),),
         patience_seconds=config.patience_seconds,
     )
-    end_token_ids = more_end_ids(policy)
+    end_token_ids = end_ids_of_generation_config(policy)
     if config.sampling.ignore_eos or not end_token_ids:
         return older_plan
     # Keys of earlier releases lack the end tokens. A finished version under such a key answers,
@@ -81,7 +81,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     if older is not None:
         with suppress(LineageError):
             older_policy = store.open(older.manifest.models[0].ref)
-            if more_end_ids(older_policy) == end_token_ids:
+            if end_ids_of_generation_config(older_policy) == end_token_ids:
                 return replace(older_plan, already_made=older)
     filled_in["end_token_ids"] = end_token_ids
     return replace(older_plan, config=config.model_copy(update=filled_in))

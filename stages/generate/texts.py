@@ -38,9 +38,9 @@ class Texts:
         *,
         begins_text: bool = False,
     ) -> None:
-        """`end_ids`: the model's end tokens, which the tokenizer's may not hold all. `stop_ids`:
-        ids at which sampling stops. `begins_text`: a completion follows no prompt, as in an
-        encoder-decoder model."""
+        """`end_ids`: the model's end tokens; the tokenizer may know fewer. `stop_ids`: all ids at
+        which sampling stops, those of the recipe too. `begins_text`: a completion follows no
+        prompt, as in an encoder-decoder model."""
         framing = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
         self._framing = {*end_ids, *framing}
         self._left_out = {*stop_ids, *self._framing}

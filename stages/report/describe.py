@@ -146,7 +146,7 @@ def score_line(metrics: Mapping[str, Any]) -> str:
 
 
 def tags_of(store: Store, run: str) -> dict[str, list[str]]:
-    """The tags of a run by the reference that they hold; what is damaged, or can not be read, is
+    """The tags of a run by the reference that they hold; what is damaged, or cannot be read, is
     left to `verify`."""
     tags: dict[str, list[str]] = {}
     with suppress(CorruptError, PermissionError):

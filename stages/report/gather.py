@@ -27,7 +27,7 @@ from quiver.stages.common.store import Store
 from quiver.stages.common.store.tags import Entry
 
 from .episodes import FEW_BYTES, numbers_of
-from .nights import Night, about, nights_of
+from .nights import NightRow, nights_of, read_about
 
 STEP_COLUMNS = ("loss", "grad_norm", "approx_kl", "clip_fraction", "entropy", "learning_rate")
 _UPDATES_BYTES = 4 * 1024 * 1024
@@ -110,7 +110,7 @@ class Gathered:
     iterations: list[Iteration]
     evaluations: list[Manifest]
     """Those of the run that measured what its latest one did, by number of the policy."""
-    nights: dict[str, list[Night]]
+    nights: dict[str, list[NightRow]]
     """By tag, of those that nights decide about."""
     nightly: list[Manifest]
     """The evaluations of nights whose held-out rows are others each night, by number of the policy;
@@ -226,7 +226,7 @@ def histories(store: Store, run: str) -> dict[str, list[Entry]]:
         for name in store.tag_names(run):
             with suppress(CorruptError, PermissionError):
                 entries = store.history(run, name)
-                if any(about(entry).night for entry in entries):
+                if any(read_about(entry).night for entry in entries):
                     found[name] = entries
     return found
 
@@ -277,8 +277,8 @@ def gather(store: Store, run: str) -> Gathered:
 
 def evaluations_of_nights(manifests: Manifests, entries: Iterable[Entry]) -> list[Manifest]:
     """The evaluations that nights decided on, by number of the policy, if their held-out rows are
-    not the same every night; else none, since one curve by policy tells of them then."""
-    noted = [notes for notes in map(about, entries) if notes.night and notes.evaluation]
+    not the same every night; else none: the ordinary curve shows them."""
+    noted = [notes for notes in map(read_about, entries) if notes.night and notes.evaluation]
     found = [manifests.open(notes.evaluation, "evaluations") for notes in noted]
     by_policy = {policy_number(each): each for each in found if each and each.model("policy")}
     if len({manifests.prompts_hash(each) for each in by_policy.values()}) < 2:

@@ -217,7 +217,7 @@ class Joined:
 
     def order(self, selection: Selection) -> np.ndarray | range:
         """Positions of the rollouts that are meant, in their order; those without the number that
-        is sorted by come last. ConfigError: a condition that can not be read."""
+        is sorted by come last. ConfigError: a condition that cannot be read."""
         if selection == Selection():
             return range(len(self))
         is_meant = np.ones(len(self), bool)

@@ -35,7 +35,7 @@ HEADER = Listed("version", "score or reward", "label", "size", "rows", "when")
 
 
 def listed(store: Store, entries: Iterable[tuple[Ref, IndexEntry]]) -> list[Listed | str]:
-    """A row for each version; of a torn one why it can not be read."""
+    """A row for each version; of a torn one why it cannot be read."""
     entries = list(entries)
     tags: dict[str, list[str]] = {}
     for run in {ref.run for ref, _ in entries}:

@@ -21,7 +21,7 @@ BY_HAND = "set by hand"
 _LONGEST = 1000
 
 
-class Night(NamedTuple):
+class NightRow(NamedTuple):
     """One decision in words, a cell a column. All texts may be foreign."""
 
     name: str
@@ -33,7 +33,7 @@ class Night(NamedTuple):
     candidate: str
     """The version that it was compared with, or that the tag was given to."""
     decision: str
-    """began, promoted, kept, rolled back or set by hand."""
+    """began, promoted, rejected, rolled back or set by hand."""
     difference: str
     """Candidate − in use on the same held-out rows, and its lower confidence bound."""
     watch: str
@@ -42,7 +42,7 @@ class Night(NamedTuple):
     why: str
 
 
-HEADER = Night(
+HEADER = NightRow(
     "night", "decided", "in use", "candidate", "decision", "difference", "to watch", "who", "why"
 )
 
@@ -53,7 +53,7 @@ class _Difference(BaseModel):
 
 
 class About(BaseModel):
-    """What a night notes beside its decision."""
+    """What a tag's entry says of a night."""
 
     model_config = ConfigDict(strict=True)
 
@@ -79,21 +79,21 @@ class About(BaseModel):
         return f"{words} ± {self.difference.stderr:.4f}, at least {self.bound:+.4f}"
 
 
-def about(entry: Entry) -> About:
-    """What `entry` notes; nothing if it is in another form."""
+def read_about(entry: Entry) -> About:
+    """What `entry` says of a night; nothing if it is in another form."""
     try:
         return About.model_validate(entry.about)
     except ValidationError:
         return About()
 
 
-def nights_of(entries: Iterable[Entry]) -> list[Night]:
+def nights_of(entries: Iterable[Entry]) -> list[NightRow]:
     """One row an entry of a tag's journal, oldest first."""
     rows = []
     for entry in entries:
-        notes = about(entry)
+        notes = read_about(entry)
         moved_to = entry.ref if entry.ref != entry.before else ""
-        row = Night(
+        row = NightRow(
             name=notes.night,
             decided=entry.at[:16].replace("T", " "),
             in_use=entry.before or "none",
@@ -104,11 +104,11 @@ def nights_of(entries: Iterable[Entry]) -> list[Night]:
             who=notes.author,
             why=entry.why,
         )
-        rows.append(Night(*(printable(cell, _LONGEST) for cell in row)))
+        rows.append(NightRow(*(printable(cell, _LONGEST) for cell in row)))
     return rows
 
 
-def lines_of(nights: Sequence[Night]) -> list[str]:
+def lines_of(nights: Sequence[NightRow]) -> list[str]:
     """The same as lines of text under a header."""
     rows = [HEADER, *nights]
     *padded, _ = [max(map(len, column)) for column in zip(*rows, strict=True)]

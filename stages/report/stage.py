@@ -59,7 +59,7 @@ def write(
     except OSError as error:
         raise ConfigError(
             f"report {printable(target)}",
-            f"can not be written: {error.strerror}",
+            f"cannot be written: {error.strerror}",
             next="name a file in a folder that there is",
         ) from None
     return target

@@ -66,7 +66,7 @@ def _read_by(function: FunctionConfig, about: About, columns: list[str]) -> set[
 
 def _callee(config: FunctionConfig) -> Any:
     """A function with the parameters of the one that is named, and nothing in it; a shipped one
-    itself. None where parameters can not be read."""
+    itself. None where parameters cannot be read."""
     if config.is_shipped:
         return shipped(config.use).function
     node = plugins.definition(config.use, "reward.functions.use")

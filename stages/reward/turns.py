@@ -1,13 +1,12 @@
 """What scorers are told of rollouts with turns, and what each turn earned of the reward.
 
-Offered(rollouts, prompts)["transcript"]      # the prompt's messages and those of the turns
-turn_rewards(config, rollouts, sums)          # one list a row, which add up to its reward
+Offered(rollouts, prompts)["transcript"]    # the prompt's messages and those of the turns
+turn_rewards(config, rollouts, sums)        # one list a row, which add up to its reward
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -16,6 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from quiver.schemas.outside import Message
+from quiver.schemas.plain import read_json
 from quiver.stages.common.chat.messages import read_messages
 from quiver.stages.common.episodes import FAILURES
 
@@ -25,7 +26,6 @@ from .scoring import OF_TURNS, Part
 ENVIRONMENT = "environment"
 """The shipped function that takes the rewards which the environment gave."""
 _IDS = ("observation_ids", "restart_ids")
-Message = dict[str, Any]
 
 
 def has_turns(rollouts: pa.Table) -> bool:
@@ -79,9 +79,9 @@ class Offered(Mapping[str, list[Any]]):
 
 
 def read(text: str | None) -> Any:
-    """What JSON text says; the text itself where it is none."""
+    """What JSON text says; the text itself if it cannot be read."""
     try:
-        return None if text is None else json.loads(text)
+        return None if text is None else read_json(text)
     except ValueError:
         return text
 
@@ -101,7 +101,8 @@ def messages_of(turns: Sequence[dict[str, Any]]) -> list[Message]:
         message = {"role": "assistant", "content": turn["text"]}
         messages.append(message if calls is None else {**message, "tool_calls": calls})
         if turn["observation"]:
-            role = "user" if calls is None else "tool"
+            is_tools = calls is not None or turn["parse_error"] is not None
+            role = "tool" if is_tools else "user"
             messages.append({"role": role, "content": turn["observation"]})
     return messages
 

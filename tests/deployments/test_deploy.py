@@ -312,6 +312,12 @@ def test_a_container_gets_its_image(client):
             "set data.prompt to one of them",
         ),
         (Where("box", image="quiver:cpu"), [], "--image quiver:cpu", "leave --image out"),
+        (
+            Where("box"),
+            ["data.held_out.source=rows of {night}.jsonl"],
+            "data.held_out.source",
+            "quiver nightly RECIPE",
+        ),
     ],
 )
 def test_what_can_not_work_is_refused_and_nothing_is_registered(

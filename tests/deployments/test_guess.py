@@ -189,7 +189,7 @@ def test_an_environment_is_begun_when_a_recipe_is_checked(tmp_path, monkeypatch,
     recipe = load(RECIPE, [*SMALL, *settings])
     if why is None:
         looked = look(recipe, Path(RECIPE), is_tried=True)
-        assert [each["rendered"] for each in looked.answer["prompts"].values()] == [8, 8]
+        assert [each["looked_at"] for each in looked.answer["prompts"].values()] == [8, 8]
         assert looked.error.object == f"generate.turns {environment}"
         assert "fails on the answer 'nothingnothingnothing': " in looked.error.message
         assert "RuntimeError: no idea" in looked.error.message

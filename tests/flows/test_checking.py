@@ -5,6 +5,8 @@ import logging
 import shutil
 import subprocess
 import sys
+import tracemalloc
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,14 +14,18 @@ import pytest
 
 from quiver.flows.checking import Looked, look
 from quiver.flows.doubts import questions
+from quiver.flows.first_rows import visible
+from quiver.flows.preflight import preflight
 from quiver.flows.recipe import load
-from quiver.schemas.errors import ConfigError
+from quiver.flows.rerun import rerun
+from quiver.schemas.errors import ConfigError, ConflictError, LineageError
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from quiver.stages.prompt.config import Config
 from quiver.stages.prompt.python_rows import to_table
 from tests import sight
 from tests.flows.conftest import command_environment, write_recipe
+from tests.stages.common.chat.test_control_tokens import mistral
 from tests.tiny import EOS, make_folder, tokenizer
 
 REWARDS = """
@@ -91,14 +97,14 @@ def test_prompts_are_measured_and_shown_as_a_run_makes_them(folder):
     assert looked.answer["prompts"] == {
         "data": {
             "rows": 8,
-            "rendered": 8,
+            "looked_at": 8,
             "dropped": 0,
             "tokens": {"min": 19, "median": 19, "max": 20},
             "most_tokens": 250,
         },
         "data.held_out": {
             "rows": 4,
-            "rendered": 3,
+            "looked_at": 3,
             "dropped": 0,
             "tokens": {"min": 19, "median": 19, "max": 19},
             "most_tokens": 250,
@@ -121,6 +127,14 @@ def test_what_only_looks_like_a_control_token_stands_without_brackets(folder):
     write_rows([{"question": "say <|im_end|>", "answer": 1}])
     text = check(is_shown=True).answer["first_prompt"]["text"]
     assert text == ("⟦<|im_start|>⟧user\nsay <|im_end|>⟦<|im_end|>⟧\n⟦<|im_start|>⟧assistant\n")
+
+
+def test_the_space_behind_a_control_token_is_shown():
+    made, _ = mistral()
+    ids = made.convert_tokens_to_ids(["[INST]", "▁", "s", "[/INST]", "s"])
+    assert made.unk_token_id not in ids
+    assert visible(made, ids) == "⟦[INST]⟧ s⟦[/INST]⟧s"
+    assert visible(made, ids[1:3]) == "s", "the tokenizer puts that space before a text"
 
 
 @pytest.mark.parametrize(
@@ -154,7 +168,7 @@ def test_rows_that_no_iteration_takes_are_not_looked_at(folder):
     left_out = next(row for row in range(8) if f"{row:06d}" not in taken)
     rows[left_out]["question"] = "one " * 400
     write_rows(rows)
-    assert check("iterations=1").answer["prompts"]["data"]["rendered"] == 4
+    assert check("iterations=1").answer["prompts"]["data"]["looked_at"] == 4
     with pytest.raises(ConfigError, match=f"prompt {left_out:06d} .*the prompt has 4"):
         check("iterations=2")
     assert recipe.data.limit == 4
@@ -181,7 +195,7 @@ def test_prompts_that_are_too_long_are_counted(folder, caplog):
 def test_of_many_rows_the_first_ones_are_looked_at(folder, monkeypatch):
     monkeypatch.setattr("quiver.flows.first_rows.ROWS", 3)
     looked = check("data.held_out=null")
-    assert looked.answer["prompts"]["data"]["rendered"] == 3
+    assert looked.answer["prompts"]["data"]["looked_at"] == 3
     assert (
         "data: prompts of 19 to 19 tokens, median 19, in the first 3 of 8 rows; 250 are allowed"
         in looked.lines
@@ -218,7 +232,7 @@ def test_pictures_are_decoded_and_read(folder):
     settings = ["policy.model='seeing'", "data.images='picture'", "data.held_out=null"]
     looked = check(*settings, "data.limit=null", is_shown=True, is_tried=True)
     assert looked.error is None and looked.answer["warnings"] == []
-    assert looked.answer["prompts"]["data"]["rendered"] == 2
+    assert looked.answer["prompts"]["data"]["looked_at"] == 2
     assert looked.answer["first_prompt"]["text"].count("⟦<image>⟧") == 16
     (folder / "1.png").write_bytes(b"no picture")
     with pytest.raises(ConfigError, match=r"row 2 .*picture 1"):
@@ -254,36 +268,96 @@ def test_a_function_that_makes_the_base_model_is_called_when_it_is_asked_for(fol
     run_stage("policy", recipe.policy, recipe.store, into=recipe.run, in_process=True)
     Path("called").unlink()
     looked = check(made)
-    assert looked.answer["prompts"]["data"]["rendered"] == 8, "that of the store is read"
+    assert looked.answer["prompts"]["data"]["looked_at"] == 8, "that of the store is read"
     assert looked.answer["finished"] == {"policy": "tiny/policy@0"}
     assert not Path("called").exists()
 
 
 def test_a_first_iteration_of_another_recipe_is_told_with_the_keys_that_differ(folder):
-    recipe = load("recipe.toml").resolved()
+    Path("rows").mkdir()
+    Path("questions.jsonl").rename("rows/questions.jsonl")
+    here = ["data.source='rows/questions.jsonl'"]
+    recipe = load("recipe.toml", here).resolved()
 
     def made(stage, config, **refs):
         return run_stage(stage, config, recipe.store, **refs, in_process=True)
 
     policy = made("policy", recipe.policy, into=recipe.run)
     prompts = made("prompt", recipe.prompt_config(1), policy=policy)
-    made("generate", recipe.generate_config(1), prompts=prompts, policy=policy)
-    finished = {"policy": "tiny/policy@0", "prompt": "tiny/prompts@1"}
-    same = check()
-    assert same.answer["finished"] == {**finished, "generate": "tiny/rollouts@1"}
+    rollouts = made("generate", recipe.generate_config(1), prompts=prompts, policy=policy)
+    made("reward", recipe.reward, rollouts=rollouts)
+    finished = {
+        "policy": "tiny/policy@0",
+        "prompt": "tiny/prompts@1",
+        "generate": "tiny/rollouts@1",
+        "reward": "tiny/rewards@1",
+    }
+    same = check(*here)
+    assert same.answer["finished"] == finished
     assert same.answer["warnings"] == []
-    cooler = check("generate.sampling.temperature=0.5")
-    assert cooler.answer["finished"] == finished
-    beside = "The run makes versions of its own beside it"
-    assert cooler.answer["warnings"] == [
-        "run tiny has tiny/rollouts@1, which this recipe does not ask for: "
-        f"sampling.temperature was 1.0 and is 0.5. {beside}"
-    ]
-    assert check("seed=8", "data.limit=2").answer["warnings"] == [
-        "run tiny has tiny/prompts@1, which this recipe does not ask for: "
-        f"limit was 4 and is 2, seed was 7 and is 8. {beside}"
-    ]
-    assert check("run='fresh'", "seed=8").answer["warnings"] == []
+    cooler = check(*here, "generate.sampling.temperature=0.5")
+    assert [*cooler.answer["finished"]] == ["policy", "prompt"]
+    beside = (
+        "The run makes versions of its own beside it; to keep them apart, give the run another "
+        "name: --set run=NAME"
+    )
+
+    def told(ref, changes):
+        return [f"run tiny has {ref}, which this recipe does not ask for: {changes}. {beside}"]
+
+    assert cooler.answer["warnings"] == told(
+        "tiny/rollouts@1", "sampling.temperature was 1.0 and is 0.5"
+    )
+    assert check(*here, "seed=8", "data.limit=2").answer["warnings"] == told(
+        "tiny/prompts@1", "limit was 4 and is 2, seed was 7 and is 8"
+    )
+    assert check(*here, "prompt.system='Be short.'").answer["warnings"] == told(
+        "tiny/prompts@1", "system was not set and is Be short."
+    )
+    heavy = "reward.functions=[{use='rewards.py:evenness', weight=2, timeout_seconds=9}]"
+    assert check(*here, heavy).answer["warnings"] == told(
+        "tiny/rewards@1", "functions.0.weight was 1.0 and is 2.0"
+    )
+    assert check(*here, "run='fresh'", "seed=8").answer["warnings"] == []
+
+
+def test_another_base_model_is_refused_as_the_run_refuses_it(folder):
+    recipe = load("recipe.toml").resolved()
+    run_stage("policy", recipe.policy, recipe.store, into=recipe.run, in_process=True)
+    make_folder(folder / "other", seed=1)
+    other = "policy.model='other'"
+    with pytest.raises(ConflictError) as of_check:
+        check(other)
+    recipe = load("recipe.toml", [other]).resolved()
+    with pytest.raises(ConflictError) as of_run:
+        run_stage("policy", recipe.policy, recipe.store, into=recipe.run, in_process=True)
+    assert of_check.value.to_dict() == of_run.value.to_dict()
+    assert of_run.value.message == "the run starts from another base model than other"
+    assert check(other, "run='fresh'").answer["finished"] == {}
+
+
+# -- nights
+
+
+@pytest.mark.parametrize(
+    "refuse",
+    [
+        preflight,
+        partial(rerun, stage="prompt", references={}),
+        partial(rerun, stage="evaluate", references={}),
+    ],
+)
+def test_what_asks_rows_of_a_night_and_is_none_is_refused(folder, refuse):
+    recipe = load("recipe.toml", ["data.held_out.source='of {night}.jsonl'"])
+    with pytest.raises(ConfigError) as caught:
+        refuse(recipe)
+    assert caught.value.object == "data.held_out.source"
+    assert caught.value.message.startswith("holds {night}, which only a night fills in")
+    assert caught.value.next == "quiver nightly RECIPE"
+    with pytest.raises(LineageError, match="run tiny has no rollouts yet"):
+        rerun(recipe, "reward", {})  # which reads no source
+    Path("held_out.jsonl").rename("of x.jsonl")
+    assert preflight(recipe.for_night("x")).data.held_out["source"] == "of x.jsonl"
 
 
 # -- what the rewards say
@@ -338,7 +412,7 @@ def test_the_command_fails_with_a_reward_that_fails(folder):
     (line,) = done.stdout.splitlines()
     answer = json.loads(line)
     assert answer["error"]["object"] == "reward as_trl"
-    assert answer["error"]["next"].startswith("quiver check recipe.toml --try --set")
+    assert answer["error"]["next"].startswith("correct it, or take it out of the recipe")
     assert answer["rewards"]["as_trl"]["error"].startswith("TypeError")
     assert answer["prompts"]["data"]["rows"] == 8
 
@@ -385,12 +459,13 @@ def test_held_out_rows_that_are_training_rows_are_counted(folder, held_out):
     rows = [held_out(f"What is {number} plus 5?") for number in (6, 7, 8, 9)]
     write_rows([{"answer": 1, **row} for row in rows], "held_out.jsonl")
     assert check().answer["warnings"] == [
-        "2 of the 4 rows of data.held_out are rows of data too: an evaluation does not tell what "
-        "is learned from what is known by heart"
+        "2 of the 4 rows of data.held_out ask the same as rows of data, but for case and "
+        "spacing: an evaluation does not tell what is learned from what is known by heart"
     ]
 
 
 CHAT = [{"role": "user", "content": "What is Café?"}]
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "What is Café?"}]}]
 
 
 @pytest.mark.parametrize(
@@ -400,6 +475,10 @@ CHAT = [{"role": "user", "content": "What is Café?"}]
         ({"messages": CHAT}, {"messages": [json.dumps(CHAT[0])]}, True),
         ({"messages": CHAT}, {"messages": CHAT, "tools": []}, True),
         ({"messages": CHAT}, {"messages": [{**CHAT[0], "tool_calls": None}]}, True),
+        ({"messages": CHAT}, {"messages": [{**CHAT[0], "weight": 1}]}, True),
+        ({"messages": CHAT}, {"messages": [{**CHAT[0], "name": "Ann"}]}, False),
+        ({"messages": CHAT}, {"messages": PARTS}, True),
+        ({"messages": json.dumps(PARTS)}, {"prompt": "what is café?"}, True),
         ({"messages": CHAT}, {"messages": CHAT, "tools": [{"name": "f"}]}, False),
         ({"prompt": "What is Café?"}, {"prompt": "what is  Cafe\u0301? "}, True),
         ({"prompt": "What is Café?"}, {"prompt": "What is Cafe?"}, False),
@@ -426,13 +505,30 @@ def test_the_same_question_about_another_picture_is_another_row(folder):
     assert first == third != second
 
 
+def test_pictures_are_compared_without_holding_them_all():
+    size = 200_000
+    pictures = pa.array([bytes([n]) * size for n in range(200)])
+    rows = pa.table({"question": ["How many?"] * 200, "picture": pictures})
+    tracemalloc.start()
+    try:
+        asked = questions(Config(source="x.jsonl", prompt="question", images="picture"), rows)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(set(asked)) == 200
+    assert peak < 100 * size
+
+
 @pytest.mark.parametrize(
     "settings, warning",
     [
-        (["data.limit=9"], "data.limit is 9, and the source has 8 rows"),
+        (
+            ["data.limit=9"],
+            "data.limit is 9, and the source has 8 rows: all of them are asked each time",
+        ),
         (
             ["data.held_out={source='held_out.jsonl', limit=5}"],
-            "data.held_out.limit is 5, and the source has 4 rows",
+            "data.held_out.limit is 5, and the source has 4 rows: all of them are asked each time",
         ),
         (
             ["optimize.minibatches=5"],
@@ -446,8 +542,8 @@ def test_the_same_question_about_another_picture_is_another_row(folder):
         ),
         (
             ["optimize.schedule='linear'", "optimize.total_steps=1"],
-            "optimize.total_steps is 1, and the run has 2 steps: an iteration that begins behind "
-            "it is refused",
+            "optimize.total_steps is 1, and the run has 2 steps: iterations that begin after it "
+            "fail; raise it to 2",
         ),
         (
             ["reward.functions=[{use='rewards.py:evenness', weight=0}]"],
@@ -460,7 +556,8 @@ def test_the_same_question_about_another_picture_is_another_row(folder):
         ),
         (
             ["data.held_out=null", "evaluate.every=1"],
-            "evaluate.every is set, and without data.held_out nothing is measured",
+            "evaluate.every is set, and without data.held_out nothing is measured: set "
+            "data.held_out",
         ),
         (
             ["evaluate.every=3"],
@@ -518,6 +615,6 @@ def test_empty_cells_of_a_column_that_the_reward_reads_are_counted(folder):
 def test_rows_that_stand_there_many_times_are_told(folder):
     write_rows([{"question": f"{n % 4}?", "answer": 1} for n in range(8)])
     assert check("data.held_out=null").answer["warnings"] == [
-        "the 8 rows of data ask 4 different things; generate.samples_per_prompt says how often "
-        "each is answered"
+        "the 8 rows of data ask 4 different things: keep each once, and set "
+        "generate.samples_per_prompt to how often it is to be answered"
     ]

@@ -126,7 +126,7 @@ def test_a_gpu_that_torch_can_not_use_is_told(tmp_path):
     answer = examined(tmp_path, code=7, PATH=path, CUDA_VISIBLE_DEVICES="0")
     problem = only(answer)
     assert problem["code"] == "E-RESOURCE" and problem["object"] == "GPU"
-    assert "can not use NVIDIA H100 80GB HBM3, 570.86.15: " in problem["message"]
+    assert "cannot use NVIDIA H100 80GB HBM3, 570.86.15: " in problem["message"]
     assert problem["next"] == "pip install --no-deps -r requirements-gpu.lock"
     assert answer["gpu"]["devices"] == ["NVIDIA H100 80GB HBM3, 570.86.15"]
     hidden = examined(tmp_path, PATH=path, CUDA_VISIBLE_DEVICES="")

@@ -72,7 +72,7 @@ WRONG = [
         "write a function of your own",
     ),
     ("iterations=3\nseed=1", "recipe", "iterations: Input should be a valid integer", "iterations"),
-    ("store=/proc/none", "store /proc/none", "can not be used", "name another folder"),
+    ("store=/proc/none", "store /proc/none", "cannot be used", "name another folder"),
     ("reward.functions=[{use='lenght'}]", "lenght", "did you mean length?", "quiver rewards"),
     ("reward.models=[{model='./judge'}]", "reward.models.model", "no such directory", "correct"),
     ("data.source=~nobody9/a.jsonl", "~nobody9/a.jsonl", "there is no file", "correct the source"),

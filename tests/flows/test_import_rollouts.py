@@ -216,6 +216,26 @@ def test_a_step_on_rollouts_of_another_temperature_says_which_it_uses(workplace,
 
 
 @pytest.mark.parametrize(
+    ("temperatures", "settings", "expected", "of_the_whole"),
+    [
+        ([None, None, None], [], [1.0, 1.0, 1.0], 1.0),
+        ([None, None, None], ["sampling.temperature=0.5"], [0.5, 0.5, 0.5], 0.5),
+        ([0.25, None, 0.25], ["sampling.temperature=0.5"], [0.25, 0.5, 0.25], 0.5),
+        ([0.25, 2.0, 0.25], ["sampling.temperature=0.5"], [0.25, 2.0, 0.25], 0.25),
+    ],
+)
+def test_lines_that_say_no_temperature_have_that_of_the_import(
+    workplace, temperatures, settings, expected, of_the_whole
+):
+    lines = [{**GOOD, "temperature": temperature} for temperature in temperatures]
+    write(workplace, [{k: v for k, v in line.items() if v is not None} for line in lines])
+    take_over(workplace, settings=settings)
+    rollouts = Store(workplace / "store").open("tiny/rollouts@1")
+    assert rollouts.table()["temperature"].to_pylist() == expected
+    assert rollouts.manifest.config["sampling"]["temperature"] == of_the_whole
+
+
+@pytest.mark.parametrize(
     "changed, words",
     [
         ({"logprobs": [-0.3, -1.5]}, "logprobs has 2 items, completion_ids has 3"),

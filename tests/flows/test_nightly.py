@@ -1,4 +1,4 @@
-"""Nights on a tiny model: what is better is promoted, what is not is kept out of the way, and every
+"""Nights on a tiny model: what is better is promoted, what is not is rejected, and every
 decision can be read later.
 
 The stages are the real ones, in this process instead of children of it; Prefect's server is a real
@@ -103,7 +103,7 @@ def test_what_is_better_is_promoted_and_what_is_worse_is_not(store, nights):
         "tiny/policy@1",
     )
     assert (worse["decision"], worse["before"], worse["in_use"]) == (
-        "kept",
+        "rejected",
         "tiny/policy@1",
         "tiny/policy@1",
     )
@@ -173,7 +173,7 @@ def test_a_flow_run_ends_in_a_state_of_the_decisions_name(nights, server):
     ended = states(server)
     better, worse = nights
     assert ended["tiny · nightly one"] == ("Promoted", better["why"])
-    assert ended["tiny · nightly two"] == ("Kept", worse["why"])
+    assert ended["tiny · nightly two"] == ("Rejected", worse["why"])
 
 
 def test_the_table_of_nights_is_on_prefects_pages_and_in_the_history(store, nights, folder, server):
@@ -184,14 +184,14 @@ def test_the_table_of_nights_is_on_prefects_pages_and_in_the_history(store, nigh
     assert told[:3] == [
         ("one", "none", "tiny/policy@0", "began", "quiver"),
         ("one", "tiny/policy@0", "tiny/policy@1", "promoted", "quiver"),
-        ("two", "tiny/policy@1", "tiny/policy@2", "kept", "quiver"),
+        ("two", "tiny/policy@1", "tiny/policy@2", "rejected", "quiver"),
     ]
     assert [row["why"] for row in rows[1:3]] == [night["why"] for night in nights]
     body = {"artifacts": {"key": {"any_": ["nights-tiny"]}}, "sort": "ID_DESC"}
     pages = httpx.post(f"{server}/artifacts/filter", json=body).json()
-    page = next(page for page in pages if "| kept |" in page["data"])
+    page = next(page for page in pages if "| rejected |" in page["data"])
     shown = [line for line in page["data"].splitlines() if line.startswith(("| one |", "| two |"))]
-    assert [line.split(" | ")[4] for line in shown] == ["kept", "promoted", "began"]
+    assert [line.split(" | ")[4] for line in shown] == ["rejected", "promoted", "began"]
 
 
 def test_tasks_of_a_measurement_name_the_policy(nights, server):
@@ -205,17 +205,27 @@ def test_tasks_of_a_measurement_name_the_policy(nights, server):
     } <= names
 
 
-def test_a_better_policy_that_moved_too_far_is_kept_with_the_reason(store, nights, server, caplog):
+def test_a_better_policy_that_moved_too_far_is_rejected_with_the_reason(
+    store, nights, server, caplog
+):
     done = spend("one", [*BETTER, "promotion.max_kl=0"], "far")
-    assert (done["decision"], done["in_use"]) == ("kept", "tiny/policy@0")
+    assert (done["decision"], done["in_use"]) == ("rejected", "tiny/policy@0")
     assert done["bound"] >= 0.02, "by the score it would have been promoted"
     (watch,) = done["watch"]
     assert re.fullmatch(r"approx. KL \S+ nats a token \(promotion.max_kl 0\)", watch)
     why = f"better, and not promoted, since it moved far from the policy in use: {watch}; score +"
     assert done["why"].startswith(why)
     assert store.history("tiny", "far")[-1].why == done["why"]
-    assert states(server)["tiny · nightly one"] == ("Kept", done["why"])
+    assert states(server)["tiny · nightly one"] == ("Rejected", done["why"])
     assert f"tiny/policy@1 moved far: {watch}" in caplog.text
+
+
+def test_a_key_that_a_night_leaves_out_is_told(store, nights, caplog):
+    spend("one", [*BETTER, "evaluate.every=1"], "every")
+    told = [each for each in caplog.messages if each.startswith("a night leaves overlap and")]
+    assert len(told) == 1
+    spend("one", BETTER, "never")
+    assert caplog.messages.count(told[0]) == 1
 
 
 def test_each_night_has_rows_of_its_own(store, nights):
@@ -234,7 +244,7 @@ def test_a_night_that_is_decided_stays_so(store, nights):
 
 
 def test_a_crash_before_the_promotion_and_the_same_night_again(store, monkeypatch):
-    def dies(*_):
+    def dies(*_, **__):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -251,10 +261,10 @@ def test_of_two_nights_at_once_one_promotes(store, monkeypatch):
     """When one has measured and is about to decide, another one promotes."""
     decide = nightly.decide
 
-    def late(*arguments):
+    def late(*arguments, **decision):
         monkeypatch.setattr(nightly, "decide", decide)
         assert spend("other", BETTER, "race")["decision"] == "promoted"
-        return decide(*arguments)
+        return decide(*arguments, **decision)
 
     monkeypatch.setattr(nightly, "decide", late)
     with pytest.raises(
@@ -388,10 +398,10 @@ def test_no_is_no_and_silence_is_no(store, server, monkeypatch):
     monkeypatch.setattr(approval, "POLL_SECONDS", 0.1)
     Reviewer(server, [{"approve": False, "author": "bob", "reason": "reads badly"}])
     refused = spend("bob", APPROVAL, "refused")
-    assert (refused["decision"], refused["in_use"]) == ("kept", "tiny/policy@0")
+    assert (refused["decision"], refused["in_use"]) == ("rejected", "tiny/policy@0")
     assert refused["why"].startswith("bob said no: reads badly; score +")
     silent = spend("nobody", [*APPROVAL, "promotion.approval_seconds=1"], "silent")
-    assert (silent["decision"], silent["in_use"]) == ("kept", "tiny/policy@0")
+    assert (silent["decision"], silent["in_use"]) == ("rejected", "tiny/policy@0")
     assert silent["why"].startswith("quiver said no: nobody answered within 1 s")
     names = {"any_": ["tiny · nightly bob", "tiny · nightly nobody"]}
     runs = httpx.post(f"{server}/flow_runs/filter", json={"flow_runs": {"name": names}}).json()
@@ -404,9 +414,9 @@ def test_what_can_not_work_is_refused_before_anything_is_made(store, folder, emb
         temporary_settings(restore_defaults={PREFECT_API_URL}),
         pytest.raises(ConfigError, match="needs a Prefect server"),
     ):
-        nightly.begin(load("recipe.toml", ["promotion.approval=true"]), "x")
+        nightly.plan_night(load("recipe.toml", ["promotion.approval=true"]), "x")
     with pytest.raises(ConfigError, match="names no held-out rows"):
-        nightly.begin(load("recipe.toml", ["data.held_out=null"]), "x")
+        nightly.plan_night(load("recipe.toml", ["data.held_out=null"]), "x")
     for wrong, told in (
         ("tag=latest", "not tags"),
         ("by=pass@4", "evaluate.k"),
@@ -425,7 +435,7 @@ def test_nights_clean_up_and_the_policy_in_use_stays_one_to_go_on_from(store):
     """So does the one that a rollback would go back to; what was rejected is only the newest."""
     tidy = ["run=tidy", "retention={keep=1, moments=1, grace_hours=0}", "promotion.rollback=true"]
     better, worse = spend("one", [*BETTER, *tidy]), spend("two", [*WORSE, *tidy])
-    assert (better["decision"], worse["decision"]) == ("promoted", "kept")
+    assert (better["decision"], worse["decision"]) == ("promoted", "rejected")
     left = {name for name in names(store) if name.startswith("tidy/")}
     policies = [f"tidy/policy@{number}" for number in (0, 1, 2)]
     assert {name for name in left if "policy" in name} == set(policies)
@@ -442,7 +452,7 @@ def test_nights_clean_up_and_the_policy_in_use_stays_one_to_go_on_from(store):
 def test_the_name_of_the_night_reaches_the_rows():
     settings = ["data.source='prompts/{night}.jsonl'", "data.held_out.source='mine.py:rows'"]
     settings += ["data.held_out.arguments={seed='{night}',n=3}"]
-    data = nightly.begin(load("recipe.toml", settings), "2026-11-20").recipe.data
+    data = nightly.plan_night(load("recipe.toml", settings), "2026-11-20").recipe.data
     assert data.source == "prompts/2026-11-20.jsonl"
     assert data.for_evaluation().arguments == {"seed": "2026-11-20", "n": 3}
 

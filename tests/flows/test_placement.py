@@ -149,7 +149,7 @@ def test_what_a_new_policy_is_asked_first(recipe, settings, iteration, sampled_f
 
 
 def test_a_night_is_measured_at_its_end_alone(recipe, tmp_path):
-    night = nightly.begin(
+    night = nightly.plan_night(
         recipe("iterations=2", "evaluate.every=1", f"store={str(tmp_path / 'store')!r}"), "one"
     )
     assert [night.recipe.is_measured(iteration) for iteration in (1, 2)] == [False, True]

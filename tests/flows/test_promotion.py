@@ -84,15 +84,19 @@ def test_a_decision_is_made_once_and_only_on_what_was_compared_with(store):
     a, b, c = (str(commit(store, Settings(seed=seed)).ref) for seed in range(3))
     promotion = Promotion()
     store.tag("a", "prod", a)
-    first = decide(store, "a", promotion, "night 1", a, b, "better", {"candidate": b})
+
+    def decided(key, before, ref, why, **about):
+        return decide(store, "a", promotion, key=key, before=before, ref=ref, why=why, about=about)
+
+    first = decided("night 1", a, b, "better", candidate=b)
     assert (first.before, first.ref, first.why, first.about) == (a, b, "better", {"candidate": b})
-    assert decide(store, "a", promotion, "night 1", a, c, "mine", {}) == first
+    assert decided("night 1", a, c, "mine") == first
     with pytest.raises(ConflictError, match=f"expected {a}, found {b}") as caught:
-        decide(store, "a", promotion, "night 2", a, c, "better", {"candidate": c})
-    assert c in caught.value.state
+        decided("night 2", a, c, "better", candidate=c)
+    assert caught.value.state.endswith(f"{c} is still in the store.")
     assert entry_of(store, "a", promotion, "night 2") is None
-    kept = decide(store, "a", promotion, "night 3", b, b, "no better", {})
-    assert kept.before == kept.ref == b
+    rejected = decided("night 3", b, b, "no better")
+    assert rejected.before == rejected.ref == b
 
 
 def test_who_is_asked_sees_the_comparison_and_the_answers_that_changed_most(tmp_path):
@@ -189,7 +193,7 @@ def evaluated_rows():
 
 
 @pytest.mark.parametrize(
-    ("about", "options", "watch"),
+    ("about", "options", "beyond_limits"),
     [
         ({}, {}, []),
         (
@@ -241,8 +245,8 @@ def evaluated_rows():
         ({"before": {"length": 10.0}, "after": {"length": 0.0}}, {"max_length_change": None}, []),
     ],
 )  # fmt: skip
-def test_what_is_beyond_its_limit_is_told_with_its_key(store, about, options, watch):
-    assert moved_by(store, **about, **options).watch == watch
+def test_what_is_beyond_its_limit_is_told_with_its_key(store, about, options, beyond_limits):
+    assert moved_by(store, **about, **options).beyond_limits == beyond_limits
 
 
 def test_how_far_it_moved_is_told_in_any_case(store):

@@ -71,4 +71,4 @@ def test_a_store_that_can_not_be_written_is_read_and_says_what_it_is(tmp_path):
         error = answer["error"]
         assert (code, error["code"]) == (7, "E-RESOURCE"), (command, error)
         assert "make the store writable" in error["next"]
-    assert "can not be written" in [problem["message"] for problem in doctor["problems"]]
+    assert "cannot be written" in [problem["message"] for problem in doctor["problems"]]

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from quiver.flows import post_train
-from quiver.flows.nightly import begin
+from quiver.flows.nightly import plan_night
 from quiver.flows.pages.iterations import page
 from quiver.flows.placement import stage_call
 from quiver.flows.recipe import load
@@ -241,10 +241,10 @@ def test_a_night_goes_on_behind_the_last_round_of_a_decided_one(folder, done, mo
     settings = [SETTINGS[1], "data.held_out={source='questions.jsonl',split='test'}", "run=night"]
     recipe = load("recipe.toml", settings)
     store = Store(recipe.store)
-    assert (begin(recipe, "1").first, begin(recipe, "1").first_round) == (1, 1)
-    about = {"decision": "kept", "iteration": 2, "round": 5}
+    assert (plan_night(recipe, "1").first, plan_night(recipe, "1").first_round) == (1, 1)
+    about = {"decision": "rejected", "iteration": 2, "round": 5}
     store.tag("night", "prod", "tiny/policy@0", expected=None, why="no", key="night 1", about=about)
-    assert (begin(recipe, "2").first, begin(recipe, "2").first_round) == (3, 6)
+    assert (plan_night(recipe, "2").first, plan_night(recipe, "2").first_round) == (3, 6)
     iterations = improve(monkeypatch, folder, "run=night", "iterations=3", first=3, first_round=6)
     assert iterations[0]["rounds"][0]["round"] == 6
 

@@ -7,6 +7,7 @@ import pytest
 
 from quiver.schemas.errors import CorruptError
 from quiver.schemas.manifest import FileEntry, Manifest, canonical, content_hash, digest, from_json
+from quiver.schemas.plain import flatten
 
 SHA = "0" * 64
 
@@ -129,3 +130,19 @@ def test_the_content_hash_tells_of_content_only():
         )
         == 3
     )
+
+
+def test_leaves_have_paths_that_two_manifests_share():
+    """Tables in a list are named by their role, or by their place; no two are taken for one."""
+    assert flatten({"inputs": [{"role": "policy", "ref": "a"}], "k": []}) == {
+        "inputs.policy.role": "policy",
+        "inputs.policy.ref": "a",
+        "k": [],
+    }
+    assert flatten({"functions": [{"use": "f"}, {"use": "g"}]}) == {
+        "functions.0.use": "f",
+        "functions.1.use": "g",
+    }
+    chat = [{"role": "user", "content": text} for text in ("one", "two")]
+    assert flatten(chat, "chat")["chat.1.content"] == "two"
+    assert flatten([1, {"a": 2}], "mixed") == {"mixed": [1, {"a": 2}]}

@@ -168,9 +168,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             log.info("making the base model by %s, once", printable(config.model))
             from_function.make(config.model, function, config.arguments, writer.folder)
             check_folder(writer.folder, config.model)
-            files = _model_files(writer.folder)
-            named_templates.write(files, writer.folder)
-            for path in {*writer.folder.iterdir()} - {*files}:
+            named_templates.move_into_config(writer.folder, writer.folder)
+            for path in {*writer.folder.iterdir()} - {*_model_files(writer.folder)}:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         else:
             path, commit = locate(config.model, config.revision)
@@ -182,7 +181,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
                 for file in files:
                     if file.parent == path:
                         shutil.copyfile(file, writer.folder / file.name)
-            named_templates.write(files, writer.folder)
+            named_templates.move_into_config(path, writer.folder)
             check_folder(writer.folder, config.model)
         require_trainable(writer.folder, config.model)
         require_processor(writer.folder, config.model)
@@ -198,7 +197,7 @@ def _require_hash(config: PolicyConfig, source_hash: str) -> None:
         raise ConfigError(
             f"policy.model {printable(config.model)}",
             f"hash expected {config.source_hash[:12]}…, found {source_hash[:12]}…",
-            next="restore the model, or take source_hash out of the recipe",
+            next="run again; if the recipe names policy.source_hash, correct it or the model",
         )
 
 
@@ -230,7 +229,7 @@ def locate(name: str, revision: str | None, field: str = "policy.model") -> tupl
     patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except Exception as error:  # the client raises many types; each means: it can not be had
+    except Exception as error:  # the client raises many types; each means: it cannot be had
         raise ConfigError(
             f"{field} {name}",
             f"no such directory, and the hub gives no such model ({type(error).__name__})",

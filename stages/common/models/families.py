@@ -55,7 +55,7 @@ def types_of(config: Any) -> set[str]:
 
 
 def require_processor(folder: Path, name: str) -> None:
-    """ConfigError where the model sees pictures, and what prepares them for it can not be loaded
+    """ConfigError where the model sees pictures, and what prepares them for it cannot be loaded
     here: many want torchvision."""
     if any((folder / file).is_file() for file in PROCESSOR_FILES):
         load_folders_processor(folder, name)
@@ -80,7 +80,7 @@ def load_folders_processor(folder: Path, name: str) -> ProcessorMixin:
 
 
 def require_trainable(folder: Path, name: str) -> None:
-    """ConfigError where a model of this architecture can not be trained: told at its import, not
+    """ConfigError where a model of this architecture cannot be trained: told at its import, not
     after its rollouts were paid for."""
     about = parse_object((folder / "config.json").read_bytes()) or {}
     if str(about.get("model_type")) in {

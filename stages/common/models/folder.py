@@ -2,7 +2,8 @@
 does a GGUF file become.
 
 Refused: pickled weights, code that a model brings along, weight files that are missing, cut, empty
-or outside the folder, links to other places, no tokenizer.
+or outside the folder, links to other places, no tokenizer. Of what lies in folders within it only
+chat templates are read, so only these are looked at.
 
     check_folder(Path("path/to/model"), "path/to/model")
     with load_errors("model path/to/model"):    # what only trying tells
@@ -38,6 +39,8 @@ _BESIDE_GGUF = (*_JSON_FILES, *_TOKENIZER_FILES, "chat_template.jinja", "added_t
 """What transformers may read beside a GGUF file."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """What a model has that sees pictures."""
+NAMED_TEMPLATES = "additional_chat_templates"
+"""Folder of the chat templates that have names, such as `tool_use`, as transformers saves them."""
 log = logging.getLogger(__name__)
 
 
@@ -46,12 +49,12 @@ def check_folder(folder: Path, name: str, *, has_weights: bool = True) -> None:
     ConfigError names what is missing, SecurityError what is refused."""
     title = f"model {name}"
     if not (folder / "config.json").is_file():
-        raise _incomplete(title, "config.json is missing")
-    for path in sorted(folder.iterdir()):
-        if path.is_symlink() and not _is_in_hub_cache(path):
+        raise _unusable(title, "config.json is missing")
+    for path in sorted([*folder.iterdir(), *(folder / NAMED_TEMPLATES).glob("*.jinja")]):
+        if path.is_symlink() and not _is_in_hub_cache(path, folder):
             raise SecurityError(
                 title,
-                f"{path.name} is a link",
+                f"{path.relative_to(folder)} is a link",
                 next="put the file itself into the folder, or name another model",
             )
     for file in _JSON_FILES:
@@ -60,20 +63,21 @@ def check_folder(folder: Path, name: str, *, has_weights: bool = True) -> None:
     if (folder / "tokenizer.json").is_file():
         with (folder / "tokenizer.json").open("rb") as file:  # too large to be parsed each time
             if not file.read(64).lstrip().startswith(b"{"):
-                raise _incomplete(title, "tokenizer.json is no JSON object")
+                problem = "tokenizer.json is no JSON object"
+                raise _unusable(title, problem, "correct tokenizer.json")
     if has_weights:
         _check_weights(folder, title)
     if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
-        raise _incomplete(title, "the tokenizer's files are missing")
+        raise _unusable(title, "the tokenizer's files are missing")
 
 
 def _check_json(path: Path, title: str) -> None:
-    """ConfigError unless the file holds an object whose numbers are some; SecurityError where it
-    names code to run."""
+    """Raise ConfigError unless the file holds an object with sane sizes, SecurityError if it names
+    code to run."""
     content = parse_object(path.read_bytes()) if path.is_file() else None
     text_config = (content or {}).get("text_config") or {}
     if content is None or not isinstance(text_config, dict):
-        raise _incomplete(title, f"{path.name} is no JSON object")
+        raise _unusable(title, f"{path.name} is no JSON object", f"correct {path.name}")
     for key, number in {**content, **text_config}.items():
         is_number = type(number) is int and number > 0
         if key == "max_position_embeddings":
@@ -83,7 +87,8 @@ def _check_json(path: Path, title: str) -> None:
         elif key != "vocab_size":
             continue
         if not is_number:
-            raise _incomplete(title, f"{path.name}: {key} is {printable(repr(number))}")
+            problem = f"{path.name}: {key} is {printable(repr(number))}"
+            raise _unusable(title, problem, f"correct {path.name}")
     waiting: list[Any] = [content]
     while waiting:
         node = waiting.pop()
@@ -107,12 +112,13 @@ def end_ids_in(content: dict[str, Any], file: str, title: str) -> list[int] | No
     listed = ids if isinstance(ids, list) else [ids]
     # some models say -1 where they have none
     if not listed or any(type(id) is not int or not -1 <= id < 2**31 for id in listed):
-        raise _incomplete(title, f"{file}: eos_token_id is {printable(repr(ids))}")
+        problem = f"{file}: eos_token_id is {printable(repr(ids))}"
+        raise _unusable(title, problem, f"correct {file}")
     return sorted(listed)
 
 
-def _incomplete(title: str, problem: str) -> ConfigError:
-    return ConfigError(title, problem, next="complete the directory, or name another model")
+def _unusable(title: str, problem: str, advice: str = "complete the directory") -> ConfigError:
+    return ConfigError(title, problem, next=f"{advice}, or name another model")
 
 
 def _check_weights(folder: Path, title: str) -> None:
@@ -121,7 +127,8 @@ def _check_weights(folder: Path, title: str) -> None:
     if index.is_file():
         shards = _read_index(index)
         if shards is None:
-            raise _incomplete(title, f"{index.name} is no index of weight files")
+            problem = f"{index.name} is no index of weight files"
+            raise _unusable(title, problem, f"correct {index.name}")
         outside = [shard for shard in shards if Path(shard).name != shard]
         if outside:
             raise SecurityError(
@@ -131,7 +138,7 @@ def _check_weights(folder: Path, title: str) -> None:
             )
         missing = [shard for shard in shards if not (folder / shard).is_file()]
         if missing:
-            raise _incomplete(
+            raise _unusable(
                 title, f"{len(missing)} of {len(shards)} weight files are missing: {missing[0]}"
             )
     elif not weights:
@@ -147,7 +154,7 @@ def _check_weights(folder: Path, title: str) -> None:
                 "it holds an adapter alone, without the weights that this goes on",
                 next='name a policy that was trained with optimize.lora.save = "merged"',
             )
-        raise _incomplete(title, "no *.safetensors")
+        raise _unusable(title, "no *.safetensors")
     for path in weights:
         if not re.fullmatch(FILE_NAME, path.name):
             raise ConfigError(
@@ -159,9 +166,9 @@ def _check_weights(folder: Path, title: str) -> None:
             with safe_open(path, "numpy") as tensors:
                 tensors.keys()
         except (SafetensorError, OSError):
-            raise _incomplete(title, f"{path.name} is cut or not a safetensors file") from None
+            raise _unusable(title, f"{path.name} is cut or not a safetensors file") from None
     if count_parameters(folder) == 0:
-        raise _incomplete(title, "its weight files hold no weights")
+        raise _unusable(title, "its weight files hold no weights")
 
 
 def _read_index(index: Path) -> list[str] | None:
@@ -174,8 +181,8 @@ def _read_index(index: Path) -> list[str] | None:
 
 
 def parse_object(raw: bytes) -> dict[str, Any] | None:
-    """The object in the bytes of a JSON file; None where they hold something else, or are nested
-    without end. Models name infinity, which JSON does not have."""
+    """The object in the bytes of a JSON file; None if they hold something else, or are nested too
+    deeply. Models name infinity, which JSON does not have."""
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError):
@@ -188,12 +195,13 @@ def has_vision(config: dict[str, Any]) -> bool:
     return isinstance(config.get("vision_config"), dict)
 
 
-def _is_in_hub_cache(link: Path) -> bool:
-    """Whether a link leads from a snapshot to a blob of the same repository in a hub's cache."""
-    repository = link.parent.resolve().parent.parent
-    is_snapshot = link.parent.resolve().parent.name == "snapshots"
+def _is_in_hub_cache(link: Path, folder: Path) -> bool:
+    """Whether a link in `folder` leads from a snapshot to a blob of the same repository in a hub's
+    cache."""
+    snapshots = folder.resolve().parent
+    blobs = snapshots.parent / "blobs"
     try:
-        return is_snapshot and link.resolve().is_relative_to(repository / "blobs")
+        return snapshots.name == "snapshots" and link.resolve().is_relative_to(blobs)
     except RuntimeError:  # a loop of links
         return False
 
@@ -220,7 +228,7 @@ def load_errors(name: str) -> Iterator[None]:
             raise
         raise ConfigError(
             name,
-            f"can not be loaded: {type(error).__name__}: {printable(error)}",
+            f"cannot be loaded: {type(error).__name__}: {printable(error)}",
             next="correct its files, or name another model",
         ) from error
 

@@ -186,7 +186,7 @@ def check_rows(
     table: pa.Table, name: str, version: Version, *, with_next_state: bool = False
 ) -> None:
     """Refuse rollouts `name` with rows that have no probability (greedy ones: ConfigError) or that
-    the model of `version` can not read (SchemaError). `with_next_state`: the state after the last
+    the model of `version` cannot read (SchemaError). `with_next_state`: the state after the last
     id is asked for too."""
     if not len(table):
         return

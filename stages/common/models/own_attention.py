@@ -1,5 +1,5 @@
-"""The attention of transformers that a model computes with, whoever runs it: trainer, engine,
-reference, reward models.
+"""Which attention of transformers a model needs: one for trainer, engine, reference and reward
+models alike.
 
     take_own_attention(model)
     model.config._attn_implementation       # "sdpa", or "eager" for a model with logit caps
@@ -32,7 +32,7 @@ def own_attention(model: PreTrainedModel) -> str:
 
 
 def take_own_attention(model: PreTrainedModel) -> None:
-    """Have `model` compute with its own attention."""
+    """Set the attention that `model` needs."""
     own = own_attention(model)
     if model.config._attn_implementation != own:
         model.set_attn_implementation(own)

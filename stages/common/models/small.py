@@ -75,7 +75,7 @@ def make(
     arguments: dict[str, Any] | None = None,
 ) -> None:
     """Write a small model of the family of `model`, which is named as in policy.model. ConfigError
-    where its family can not be made small."""
+    where its family cannot be made small."""
     import torch
     from transformers import (
         AutoConfig,

@@ -104,7 +104,7 @@ def prepare(who: str, device: str = "auto", *, batch_invariant: bool = False) ->
 
 
 def require_reload(who: str) -> None:
-    """ConfigError where an engine can not take the weights of another checkpoint."""
+    """ConfigError where an engine cannot take the weights of another checkpoint."""
     if find_build(who).cpu:
         raise ConfigError(
             who,

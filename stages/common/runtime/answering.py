@@ -28,13 +28,13 @@ from typing import Any
 
 @contextmanager
 def no_copies() -> Iterator[None]:
-    """Ends a copy of this process that the block leaves behind, as a user's code does that forks
-    and raises in the child: only the process that entered the block leaves it."""
-    process = os.getpid()
+    """End a forked child that would leave the block, such as one in which a user's code raises:
+    only the process that entered the block leaves it."""
+    pid = os.getpid()
     try:
         yield
     finally:
-        if os.getpid() != process:
+        if os.getpid() != pid:
             os._exit(0)
 
 
@@ -44,7 +44,7 @@ def main() -> None:
     os.set_inheritable(connection.fileno(), False)
     # what a process printed before it was killed is to be seen
     sys.stdout.reconfigure(line_buffering=True)
-    process = os.getpid()
+    pid = os.getpid()
     host: Any = None
     while True:
         try:
@@ -58,7 +58,7 @@ def main() -> None:
         envelope = {"key": message["key"], "number": message["number"], "piece": 0}
 
         def send(answer: dict[str, Any], envelope: dict[str, Any] = envelope) -> None:
-            if os.getpid() != process:  # a copy that goes on in an event loop, say
+            if os.getpid() != pid:  # a copy that goes on in an event loop, say
                 os._exit(0)
             connection.send_bytes(json.dumps({**envelope, "answer": answer}).encode())
             envelope["piece"] += 1

@@ -102,10 +102,17 @@ def find(call: Call, *, expired: bool = False) -> Outcome | None:
 
 
 def find_version(plan: Plan) -> Version | None:
-    """The finished version that answers the plan. Raises what the stage's `accept` raises."""
+    """The finished version that answers the plan. ConflictError if another one has the only number
+    that it may have; and what the stage's `accept` raises."""
     version = plan.already_made or plan.store.find(plan.run, plan.kinds[-1], plan.run_key)
-    accept = getattr(load(plan.stage), "accept", None)
-    if version is not None and accept is not None:
+    if version is None:
+        if plan.only_number in plan.store.numbers(plan.run, plan.kinds[-1]):
+            raise ConflictError(
+                f"{plan.name}@{plan.only_number}",
+                plan.if_number_taken,
+                next="choose another name for the run",
+            )
+    elif accept := getattr(load(plan.stage), "accept", None):
         accept(plan, version)
     return version
 
@@ -148,12 +155,6 @@ def make(plan: Plan, *, force: bool = False, share: bool = False) -> Version:
         return _make_without_writers(stage, plan, force)
     with open_staging(plan, force=force, share=share) as staging:
         if staging.committed is None:
-            if plan.only_number in plan.store.numbers(plan.run, plan.kinds[-1]):
-                raise ConflictError(
-                    f"{plan.name}@{plan.only_number}",
-                    plan.if_number_taken,
-                    next="choose another name for the run",
-                )
             stage.make(plan, staging.writers)
             staging.publish()
     return staging.committed

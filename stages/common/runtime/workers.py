@@ -1,7 +1,8 @@
 """A worker process that runs a user's code: requests go out, answers and printed text come in, each
 wait has an end.
 
-    worker = Worker(module, share_of_memory(workers=2), allowance="4 GiB, reward.max_memory_gib")
+    limit = share_of_memory(workers=2)
+    worker = Worker(module, limit, name="a worker", allowance="4 GiB", lower="reward.workers")
     worker.ask({"key": 1, "load": {…}}, 60, Loaded)    # or Late, Ended
     worker.end()                                # it, and all that it started, is gone
 
@@ -27,7 +28,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from quiver.schemas.errors import ResourceError, shortage
+from quiver.schemas.errors import ResourceError
 from quiver.stages.common.runtime import answering
 from quiver.stages.common.runtime.subprocesses import Process
 from quiver.stages.common.store.failpoints import failpoint
@@ -144,7 +145,7 @@ class Worker(Process):
                 raise Killed(f"by {signal.Signals(-code).name}") from None
             raise Ended(f"with exit code {code}") from None
         except (ValueError, RecursionError):
-            raise Ended("after an answer that can not be read") from None
+            raise Ended("after an answer that cannot be read") from None
         finally:
             watchdog.cancel()
             self._drain()
@@ -174,11 +175,6 @@ class Worker(Process):
             room = max(0, PRINTED_BYTES - len(self._text))
             self._text += chunk[:room]
             self._dropped_bytes += max(0, len(chunk) - room)
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether Python, the system or torch could get no more memory."""
-    return shortage(error) is not None
 
 
 def memory_limit() -> int | None:

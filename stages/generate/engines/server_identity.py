@@ -252,7 +252,7 @@ def _not_by_path(served: dict[str, Any], started: float | None, expected: Expect
                     problem = f", and {printable(place)} was moved or changed after its start"
                     break
     except (OSError, ValueError) as error:  # a link that goes away, a path that is none
-        problem = f", which can not be read: {printable(error)}"
+        problem = f", which cannot be read: {printable(error)}"
     return problem and printable(root) + problem
 
 

@@ -7,7 +7,7 @@ a row does not depend on its batch-mates. An engine that fails is never used aga
 wedged, so the error is final for this process. Refused: encoder-decoder models.
 
 On a CPU the engine lives in this process, eager and without compilation (it starts in seconds).
-Chunked prefill is off there: the CPU build can not put back the random numbers that a seeded,
+Chunked prefill is off there: the CPU build cannot put back the random numbers that a seeded,
 half-read prompt drew. Prompts that do not fit one step wait for the next.
 
 On a GPU it may sleep, with no weights and no cache, and take the next checkpoint's weights into the

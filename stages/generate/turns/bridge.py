@@ -82,7 +82,7 @@ class Bridge:
     ) -> None:
         """`end_token`: the text of an end that the policy samples. `tool_role`: whose message a
         tool's output is, see `Turns`. `processor`: of a policy that is shown pictures. ConfigError
-        where the template can not write such messages."""
+        where the template cannot write such messages."""
         self._template = template
         self._guard = guard
         self._processor = processor
@@ -101,7 +101,7 @@ class Bridge:
             if not self._learn(role):
                 raise ConfigError(
                     "generate.turns",
-                    f"the policy's chat template can not write a message of the role {role} after "
+                    f"the policy's chat template cannot write a message of the role {role} after "
                     "an assistant's",
                     next='set prompt.template to one that can, or generate.turns.tool_role = "user"'
                     if role == "tool"

@@ -79,7 +79,7 @@ class Setting:
     answers: bool
     """Whether a turn without calls is the policy's answer, and ends the episode."""
     check_picture: Callable[[str, bytes], object] = lambda name, content: None
-    """ConfigError about the name where the content can not be decoded, within limits."""
+    """ConfigError about the name where the content cannot be decoded, within limits."""
     histories: Sequence[History] = ()
     """What the template does with earlier turns."""
 
@@ -370,10 +370,10 @@ class Episode:
             record.info[CUT_INFO] = num_cut
 
     def _refusal(self, messages: list[Message], pictures: list[bytes]) -> str | None:
-        """Why the policy can not be shown these messages; None: it can."""
+        """Why the policy cannot be shown these messages; None: it can."""
         for role in dict.fromkeys(message["role"] for message in messages):
             if not self.setting.bridge.writes(role):
-                return f"the policy's chat template can not write a message of the role {role} here"
+                return f"the policy's chat template cannot write a message of the role {role} here"
         if pictures and not self.setting.limits.max_images:
             return _NO_PICTURES
         try:

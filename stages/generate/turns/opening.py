@@ -1,7 +1,7 @@
 """From a plan to its episodes: the environments, the chat template, and how each prompt begins.
 
-config = identified(config, prompts)                   # at planning; runs none of a user's code
-with opened(plan, writer, setup) as new_requests:      # `Requests` without [generate.turns]
+config = with_code_hashes(config, prompts)         # at planning; runs none of a user's code
+with opened(plan, writer, setup) as new_requests:  # `Requests` without [generate.turns]
     requests = new_requests(rows=rows, …)
 """
 
@@ -39,7 +39,7 @@ from .saved import beginning_of
 from .tool_calls import make_parser
 
 
-def identified(config: Config, prompts: Version) -> Config:
+def with_code_hashes(config: Config, prompts: Version) -> Config:
     """`config` with the hashes of the code that [generate.turns] names. ConfigError where `prompts`
     were rendered for another environment."""
     if config.turns is None:

@@ -173,7 +173,7 @@ def _saved_episodes(
     store: Store, rollouts: Version, prompts: Version, report: Report, rows: int | None
 ) -> Iterator[_Saved]:
     """Row after row, up to `rows` that did not fail; counted in the report. LineageError: a prompt
-    is not there; SchemaError: calls can not be read."""
+    is not there; SchemaError: calls cannot be read."""
     asked = prompts.table(["group_id", "messages", "columns"])
     places = {group: place for place, group in enumerate(asked["group_id"].to_pylist())}
     before_calls = text_before_calls(store, rollouts)

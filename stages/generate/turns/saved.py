@@ -73,7 +73,7 @@ class Beginning(NamedTuple):
 
 
 def beginning_of(group_id: str, columns: Mapping[str, Any]) -> Beginning:
-    """Of the prompt with these columns. SchemaError where the turns before it can not be read."""
+    """Of the prompt with these columns. SchemaError where the turns before it cannot be read."""
     row = dict(columns)
     saved_turns, group, opening = (row.pop(name, None) for name in OURS)
     try:

@@ -8,8 +8,8 @@ No parser raises, whatever the policy wrote. A call that is not of its format (o
 say) is an `error` and is not made: its text is for the policy, which may try again. Broken framing
 (a tag that is opened and never closed, say) is `is_broken`: there is nothing that an answer could
 stand behind. Thinking before `</think>` holds no calls, and a tag in a string of a call's JSON is
-text. A known tool that is called in another format is an `error` too: the text would count as the
-answer otherwise.
+text. For the parsers of `PARSERS` a known tool that is called in another format is an `error` too:
+the text would count as the answer otherwise.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from quiver.schemas import outside
 from quiver.schemas.errors import ConfigError, printable
-from quiver.schemas.outside import read_call, read_json_text
 from quiver.schemas.plain import no_key_twice
 from quiver.stages.common import plugins
 from quiver.stages.common.environments.environment import Call
@@ -35,11 +35,42 @@ _THOUGHT_START = "<think>"
 _THOUGHT_END = "</think>"
 _CALL_TAGS = (_OPEN, _CLOSE)
 _NO_CALLS = "thinking holds no calls, write it behind the thinking"
-_MARK = re.compile("|".join(map(re.escape, (*_CALL_TAGS, _THOUGHT_END, PYTHON_TAG))))
-_MARK_OR_STRING = re.compile(rf'"(?:[^"\\\n]|\\.)*+"|\\.|{_MARK.pattern}')
-"""A mark, or a string of JSON, in which marks are text."""
-_ARGUMENTS_KEY = re.compile(r"""(["'])(?:arguments|parameters)\1\s*:""")
+_TAG = re.compile("|".join(map(re.escape, (*_CALL_TAGS, _THOUGHT_END, PYTHON_TAG))))
+_STRING = r'"(?:[^"\\\n]|\\.)*+"'
+_TAG_OR_STRING = re.compile(rf"{_STRING}|\\.|{_TAG.pattern}")
+"""A tag, or a string of JSON, in which tags are text. A backslash outside of strings hides the
+quote behind it."""
 _OBJECT = re.compile(r"\s*\{")
+_PYTHON_START = r"(?:\A|```\w*+\n|<tool_call>|<\|\w++\|>)\s*+"
+_PYTHON_ARGUMENTS = r"(?:(?!```|<tool_call>|<\|).)*"
+_PYTHON_END = r"\s*+(?:```|<|\Z)"
+_FORMS = (
+    # Qwen3-Coder's <function=NAME>, MiniMax's <invoke name="NAME">
+    r"""<\w+(?:=|\s+name\s*=\s*)["']?(NAME)["']?\s*>""",
+    # GLM
+    r"<tool_call>\s*(NAME)\s*<",
+    # newer Mistral models
+    r"\[TOOL_CALLS\]\s*(NAME)\s*[\[{]",
+    # DeepSeek
+    r"<｜tool▁(?:call▁begin|sep)｜>\s*(NAME)(?![\w.-])",
+    # gpt-oss, Kimi
+    r"(?:\bto=|>)functions\.(NAME)(?![\w.-])",
+    # FunctionGemma
+    r"<start_function_call>\s*call:(NAME)\{",
+    # Python's syntax, as Llama 4 and Gemma write it
+    rf"{_PYTHON_START}\[\s*+(NAME)\({_PYTHON_ARGUMENTS}\)\s*+\]{_PYTHON_END}",
+    rf"{_PYTHON_START}(?:print\()?(NAME)"
+    rf"""\((?:\s*+(?:\w++\s*+=|["']){_PYTHON_ARGUMENTS})?\){_PYTHON_END}""",
+)
+"""How models write calls, beside JSON objects; NAME stands for the names of tools."""
+_OF_OBJECTS = (
+    r"""(["'])(?:name|function|tool_name)\1\s*+:\s*+(["'])(?P<tool>NAME)\2"""
+    r"""|(["'])(?P<key>arguments|parameters|description)\4\s*+:"""
+    rf"|{_STRING}|\\.|[{{}}]"
+)
+"""What tells a JSON object that is a call: braces, and the keys of calls and of schemas."""
+_WORD_BEFORE = re.compile(r"\w[ \t`(\[]*\Z")
+_WORD_BEHIND = re.compile(r"[]})`]*[.,;:!?]*[ \t]+\w")
 _ENDS = ("<|eom_id|>", "<|eot_id|>")
 
 
@@ -50,7 +81,7 @@ class ParsedTurn(NamedTuple):
     """What stands before the first call; without calls all of it."""
     calls: tuple[Call, ...] = ()
     error: str | None = None
-    """Why a call can not be read; none of the turn's calls is to be made then."""
+    """Why a call cannot be read; none of the turn's calls is to be made then."""
     is_broken: bool = False
     """Whether the error is one of framing, so that nothing can follow this turn."""
 
@@ -66,14 +97,16 @@ def parse_hermes(text: str) -> ParsedTurn:
     """Calls as Qwen and Hermes models write them: `<tool_call>{"name", "arguments"}</tool_call>`,
     any number of them."""
     start = _end_of_thought(text, _CALL_TAGS)
-    marks = [mark for mark in _marks(text, start) if mark[0] in _CALL_TAGS]
-    before = text[: marks[0].start()] if marks else text
+    tags = [tag for tag in _tags(text, start) if tag[0] in _CALL_TAGS]
+    before = text[: tags[0].start()] if tags else text
     try:
-        bodies = list(_between_tags(text, marks))
-        calls = tuple(_read_call(read_json_text(body, "the call"), "arguments") for body in bodies)
+        bodies = list(_between_tags(text, tags))
+        calls = tuple(
+            _read_call(outside.read_json_text(body, "the call"), "arguments") for body in bodies
+        )
     except ValueError as error:
         return ParsedTurn(before, (), str(error), isinstance(error, _Broken))
-    if not marks and start and not _begins_with_thought(text):
+    if not tags and start and not _begins_with_thought(text):
         # the prompt may have begun the thinking, or nothing has: only the policy can tell
         ahead = parse_hermes(text[: start - len(_THOUGHT_END)])
         if ahead.calls:
@@ -102,33 +135,36 @@ def parse_llama(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedTurn:
     """Calls as Llama 3 models write them: the whole turn is `{"name", "parameters"}`, several with
     `;` or white space between them, with or without `<|python_tag|>` before.
 
-    After that tag anything else is code for the tool `python`. Without the tag a JSON object is a
-    call if it has these keys or the name of one of the `tools`, else it is an answer.
+    A JSON object is a call if it has these keys or the name of one of the `tools`; behind the tag
+    if it has a name at all. Anything else is an answer, or code for the tool `python` behind the
+    tag.
     """
-    start, before, tag, tagged = _split_at_python_tag(text)
-    body = _without_end(tagged if tag else before)
+    before, tag, behind = _split_at_python_tag(text)
+    body = _without_end(behind)
     if not body.startswith("{"):
         return parse_python_tag(text)
     names = [tool["function"]["name"] for tool in tools]
-    before = text[:start] + (before if tag else "")
     calls: list[Call] = []
+    # of an object that cannot be read, its text alone tells
+    is_call = all(key in body for key in ('"name"', '"parameters"')) or any(
+        re.search(rf'"name"\s*:\s*"{re.escape(name)}"', body) for name in names
+    )
     try:
         while body:
             members, end = _read_object(body)
             is_call = members.keys() >= {"name", "parameters"} or members.get("name") in names
-            if not (calls or tag or is_call):
-                return ParsedTurn(text)
+            is_call |= bool(tag) and "name" in members
+            if not (calls or is_call):
+                return parse_python_tag(text)
             call = _read_call(members, "parameters")
             if "parameters" not in members:
                 raise ValueError(f'the call of {printable(call.name)} lacks "parameters"')
             calls.append(call)
             body = body[end:].lstrip().removeprefix(";").lstrip()
     except ValueError as error:
-        keys = ('"name"', '"parameters"')
-        is_call = all(key in body for key in keys) or any(f'"{name}"' in body for name in names)
-        if calls or tag or is_call:
-            return ParsedTurn(before, (), str(error), isinstance(error, _Broken))
-        return ParsedTurn(text)
+        if not (calls or is_call):
+            return parse_python_tag(text)
+        return ParsedTurn(before, (), str(error), isinstance(error, _Broken))
     return ParsedTurn(before, tuple(calls))
 
 
@@ -147,11 +183,10 @@ def _read_object(body: str) -> tuple[dict[str, Any], int]:
 
 def parse_python_tag(text: str) -> ParsedTurn:
     """Code behind `<|python_tag|>`, to the end of the turn: one call of the tool `python`."""
-    start, before, tag, code = _split_at_python_tag(text)
+    before, tag, behind = _split_at_python_tag(text)
     if not tag:
         return ParsedTurn(text)
-    before = text[:start] + before
-    code = _without_end(code)
+    code = _without_end(behind)
     if not code:
         return ParsedTurn(before, (), f"there is no code behind {PYTHON_TAG}")
     return ParsedTurn(before, (Call(PYTHON_TOOL, {"code": code}),))
@@ -165,7 +200,7 @@ def parse_response(text: str, *, tokenizer: Any, prefix: str, tools: list[dict])
         functions = [entry["function"] for entry in message.get("tool_calls") or []]
         content = str(message.get("content") or "")
     except Exception as error:  # a template's expressions may raise anything
-        return ParsedTurn(text, (), f"the turn can not be read: {_shown(error)}")
+        return ParsedTurn(text, (), f"the turn cannot be read: {_shown(error)}")
     try:
         calls = tuple(_read_call(function, "arguments") for function in functions)
     except ValueError as error:
@@ -190,32 +225,43 @@ def parse_known(text: str, *, parse: Parse, form: str, tools: Sequence[ToolSchem
     """Calls by `parse`. Without any, a call of one of `tools` in another format is an error; `form`
     says how it should be written."""
     parsed = parse(text)
-    if parsed.calls or parsed.error:
+    if parsed.calls or parsed.is_broken or not tools:
         return parsed
+    names = [tool["function"]["name"] for tool in tools]
     said = text[_end_of_thought(text, _CALL_TAGS) :]
-    for tool in tools:
-        name = tool["function"]["name"]
-        if _calls_otherwise(name, said):
-            why = f"{printable(name)} is called in another format than {form}"
-            return ParsedTurn(text, (), why)
+    name = _called_otherwise(names, said, in_objects=parsed.error is None)
+    if name:
+        error = f"{printable(name)} is called in another format than {form}"
+        return parsed._replace(error=error)
     return parsed
 
 
-def _calls_otherwise(name: str, said: str) -> bool:
-    """Whether a text calls a tool, in any format that models are trained on."""
-    name = re.escape(name)
-    is_named = re.search(rf"""(["'])(?:name|function)\1\s*:\s*(["']){name}\2""", said)
-    if is_named and _ARGUMENTS_KEY.search(said):
-        return True
-    forms = (
-        # <function=NAME> and <invoke name="NAME">
-        rf"""<\w+(?:=|\s+name\s*=\s*)["']?{name}["']?\s*>""",
-        # newer Mistral models
-        rf"\[TOOL_CALLS\]\s*{name}\s*[\[{{]",
-        # Python's syntax, as Llama 4 writes it
-        rf"\A\s*\[\s*{name}\(.*\)\s*\]\s*\Z",
-    )
-    return any(re.search(form, said, re.DOTALL) for form in forms)
+def _called_otherwise(names: Sequence[str], said: str, *, in_objects: bool) -> str:
+    """The tool of these names that a text calls in one of `_FORMS` or, if `in_objects`, by a JSON
+    object; else empty. An object that has a description is a schema, and one in the midst of a
+    sentence is quoted."""
+    alternatives = "|".join(map(re.escape, names))
+    for form in _FORMS:
+        if match := re.search(form.replace("NAME", alternatives), said, re.DOTALL):
+            return match[1]
+    opened: list[dict[str, Any]] = []
+    tokens = re.finditer(_OF_OBJECTS.replace("NAME", alternatives), said) if in_objects else ()
+    for token in tokens:
+        if token[0] == "{":
+            opened.append({"start": token.start()})
+        elif opened and token[0] == "}":
+            members = opened.pop()
+            is_call = members.keys() & {"arguments", "parameters"} and "tool" in members
+            if is_call and "description" not in members:
+                start = (opened or [members])[0]["start"]
+                if not (
+                    _WORD_BEFORE.search(said, max(start - 9, 0), start)
+                    and _WORD_BEHIND.match(said, token.end())
+                ):
+                    return members["tool"]
+        elif opened and (token["tool"] or token["key"]):
+            opened[-1][token["key"] or "tool"] = token["tool"]
+    return ""
 
 
 class Entry(NamedTuple):
@@ -293,37 +339,38 @@ def _end_of_thought(text: str, call_tags: Sequence[str]) -> int:
     if _begins_with_thought(text):
         end = text.find(_THOUGHT_END)
         return len(text) if end < 0 else end + len(_THOUGHT_END)
-    for mark in _marks(text):
-        if mark[0] == _THOUGHT_END:
-            return mark.end()
-        if mark[0] == PYTHON_TAG and PYTHON_TAG in call_tags:
+    for tag in _tags(text):
+        if tag[0] == _THOUGHT_END:
+            return tag.end()
+        if tag[0] == PYTHON_TAG and PYTHON_TAG in call_tags:
             return 0  # all behind it is code
     return 0
 
 
-def _marks(text: str, start: int = 0) -> Iterator[re.Match]:
-    """The marks in `text`, but not those in the strings of a JSON object that `text` or a mark
+def _tags(text: str, start: int = 0) -> Iterator[re.Match]:
+    """The tags in `text`, but not those in the strings of a JSON object that `text` or a tag
     begins. Elsewhere quotes are prose."""
     position = start
-    pattern = _MARK_OR_STRING if _begins_object(text, start) else _MARK
+    pattern = _TAG_OR_STRING if _begins_object(text, start) else _TAG
     while match := pattern.search(text, position):
         position = match.end()
-        if _MARK.fullmatch(match[0]):
+        if _TAG.fullmatch(match[0]):
             yield match
-            pattern = _MARK_OR_STRING if _begins_object(text, position) else _MARK
+            pattern = _TAG_OR_STRING if _begins_object(text, position) else _TAG
 
 
 def _begins_object(text: str, position: int) -> bool:
     return _OBJECT.match(text, position) is not None
 
 
-def _split_at_python_tag(text: str) -> tuple[int, str, str, str]:
-    """Where thinking ends; then what is before the tag, the tag, and what is behind it."""
+def _split_at_python_tag(text: str) -> tuple[str, str, str]:
+    """What is before `<|python_tag|>`, the tag, and what is behind it; without one what is thought,
+    an empty tag, and what is said."""
     start = _end_of_thought(text, (PYTHON_TAG,))
-    for mark in _marks(text, start):
-        if mark[0] == PYTHON_TAG:
-            return start, text[start : mark.start()], PYTHON_TAG, text[mark.end() :]
-    return start, text[start:], "", ""
+    for tag in _tags(text, start):
+        if tag[0] == PYTHON_TAG:
+            return text[: tag.start()], PYTHON_TAG, text[tag.end() :]
+    return text[:start], "", text[start:]
 
 
 def _without_end(text: str) -> str:
@@ -335,7 +382,7 @@ def _without_end(text: str) -> str:
 
 def _read_call(members: Any, key: str) -> Call:
     """The call that {"name", key} is. ValueError."""
-    return Call(*read_call(members, "the call", key))
+    return Call(*outside.read_call(members, "the call", key))
 
 
 def _is_cut(body: str) -> bool:

@@ -58,7 +58,7 @@ def exact_match(
     fold = str.casefold if ignore_case else str
 
     def score(text: str, right: Any) -> float:
-        answers.as_text(right)  # one that can not be compared is an error, whatever the completion
+        answers.as_text(right)  # one that cannot be compared is an error, whatever the completion
         extracted = extractors[extract](text)
         if extracted is None:
             return 0.0

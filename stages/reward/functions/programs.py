@@ -72,14 +72,14 @@ def code(
     sandbox here could run programs, and whether there is a token for a server.
 
     What can be gamed. Expected outputs are kept out of the sandbox, or in a process that the
-    program can not read: leaving early, patching builtins, printing a verdict or overriding == wins
+    program cannot read: leaving early, patching builtins, printing a verdict or overriding == wins
     nothing. But a program may answer just the inputs that it is given; a test that hands what it
     expects to the program (`f(x).startswith("a")` where f returns an object of its own, `a == b` of
     two such objects) has the program's word for it; and isolation "process" keeps no program from
     reading the tests out of the judge's memory. Tests that need a class of the program as a base or
     in `isinstance`, or hand it objects of their own classes, fail.
 
-    Raises ValueError for tests that can not be read, SecurityError and ResourceError of the
+    Raises ValueError for tests that cannot be read, SecurityError and ResourceError of the
     sandbox, RemoteError of the server.
 
     >>> tests = ["assert double(2) == 4", "assert double(1) == 3"]

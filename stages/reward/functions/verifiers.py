@@ -43,8 +43,8 @@ def math(completions: Sequence[str], answer: Sequence[Any]) -> list[float | None
     side are one answer, so \boxed{1}\boxed{2} is 1, 2 and not 2. Where both sides are one number
     alone, they are compared as `numeric` does; the same text is equal, whatever it means.
 
-    An answer without LaTeX marks is read as a formula. A null answer gives None, one that can not
-    be read (a list, a date) is an error of the row; a completion that can not be read is wrong, 0.
+    An answer without LaTeX marks is read as a formula. A null answer gives None, one that cannot
+    be read (a list, a date) is an error of the row; a completion that cannot be read is wrong, 0.
     Units are not compared. Formulas that take sympy for ever end by the row's time limit.
 
     Reference: https://github.com/huggingface/Math-Verify

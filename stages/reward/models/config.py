@@ -105,7 +105,7 @@ class ModelConfig(ScorerConfig):
         names = sorted(_SET_BY_FIELDS & arguments.keys())
         if names:
             raise ValueError(
-                f"{', '.join(names)} can not be set here: it follows from the model and its other "
+                f"{', '.join(names)} cannot be set here: it follows from the model and its other "
                 "fields"
             )
         return arguments
@@ -183,7 +183,7 @@ def check(config: ModelConfig) -> ModelFolder:
         }
         labels = [str(label_of[number]) for number in sorted(label_of, key=int)]
     except (TypeError, ValueError, KeyError) as error:
-        problem = f"config.json: its labels can not be told: {printable(error)}"
+        problem = f"config.json: its labels cannot be told: {printable(error)}"
         raise ConfigError(config.title, problem, next="name another model") from None
     if config.engine == "vllm":
         vllm_env.find_build(config.title)

@@ -2,7 +2,7 @@
 allows it.
 
 A decoder reads the inputs of one prompt as one packed row in which their common beginning stands
-once (`shared`), or packed one after another (`packed`); where its attention can not be cut into
+once (`shared`), or packed one after another (`packed`); where its attention cannot be cut into
 blocks, inputs of similar length are padded to the longest (`padded`). What counts is the hidden
 state of an input's last id, told by its length: never by the pad id, which may be an end token. A
 way is used only when it agrees with the model's own pass over one input at a time (`single`).

@@ -38,7 +38,7 @@ class Reader:
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, template: str, config: ModelConfig
     ) -> None:
-        """What a judge reads ends with a generation prompt. ConfigError where the template can not
+        """What a judge reads ends with a generation prompt. ConfigError where the template cannot
         render an answer."""
         variables = {
             "tools": None,
@@ -70,7 +70,7 @@ class Reader:
         self._template.close()
 
     def read(self, name: str, messages: Messages) -> list[int]:
-        """The ids of `messages`. ConfigError or SecurityError about `name` where they can not be
+        """The ids of `messages`. ConfigError or SecurityError about `name` where they cannot be
         rendered."""
         roles = tuple(message["role"] for message in messages)
 
@@ -131,7 +131,7 @@ def _prefill(prompts: Version, row: dict[str, Any], starts: Mapping[str, str | N
     if beginning is None:
         raise ConfigError(
             f"{prompts.ref} prompt {printable(row['group_id'])}",
-            "can not tell how much of its text is the beginning of the answer: its template shows "
+            "cannot tell how much of its text is the beginning of the answer: its template shows "
             "no turn of an assistant, or the prompts were rendered before that was noted",
             next='set prefill of the reward model or server: "" where the policy was given '
             "nothing to continue",

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, printable, shortage
 from quiver.stages.common import plugins
 from quiver.stages.common.plugins import did_you_mean
 from quiver.stages.common.runtime.answering import no_copies
-from quiver.stages.common.runtime.workers import is_out_of_memory, memory_limit
+from quiver.stages.common.runtime.workers import memory_limit
 from quiver.stages.reward.functions import shipped
 from quiver.stages.reward.pool.habits import LOGS, adapted
 from quiver.stages.reward.scoring import LARGEST, Part, as_extra
@@ -67,7 +67,7 @@ def load(
     style: str = "quiver",
     scope: str = "row",
 ) -> Function:
-    """The function that a recipe names. ConfigError: there is none of that name, or it can not take
+    """The function that a recipe names. ConfigError: there is none of that name, or it cannot take
     the arguments."""
     source = ""
     if ":" in use:
@@ -86,7 +86,7 @@ def load(
 def describe(
     function: Callable[..., Any], name: str, arguments: dict[str, Any], fingerprint: str = ""
 ) -> About:
-    """How `function` is called. ConfigError where it can not take the arguments."""
+    """How `function` is called. ConfigError where it cannot take the arguments."""
     is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -241,7 +241,7 @@ def _raised(error: BaseException, source: str = "") -> Part:
     try:
         text = "".join(traceback.format_exception_only(error)).strip()
     except BaseException as worse:
-        text = f"{type(error).__name__}, whose text can not be had: {type(worse).__name__}"
+        text = f"{type(error).__name__}, whose text cannot be had: {type(worse).__name__}"
     text = printable(text[:1000])  # cut first: it may be of any length
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -251,7 +251,7 @@ def _raised(error: BaseException, source: str = "") -> Part:
     if isinstance(error, TypeError) and "string indices must be integers" in text:
         place += '; with completions = "messages" a completion is [{"role", "content"}], not text'
     limit = memory_limit()
-    if limit is not None and is_out_of_memory(error):
+    if limit is not None and shortage(error) is not None:
         return Part(error=f"{text}{place}: {memory_allowance(limit)}")
     return Part(error=text + place)
 

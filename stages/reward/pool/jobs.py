@@ -125,7 +125,7 @@ class Job:
             self._alone.extend(self._calls_alone(rows))
 
     def is_alone(self, rows: range) -> bool:
-        """Whether a call on them can not be parted further: one row, or one group."""
+        """Whether a call on them cannot be parted further: one row, or one group."""
         return self._of_groups or len(rows) == 1
 
     def _calls_alone(self, rows: range) -> list[range]:

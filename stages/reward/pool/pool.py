@@ -76,7 +76,7 @@ class Pool:
         self.close()
 
     def describe(self, function: Function) -> About:
-        """What `function` takes. ConfigError where it can not be loaded, ResourceError where no
+        """What `function` takes. ConfigError where it cannot be loaded, ResourceError where no
         process can be started, or none lives long enough."""
         if function.about is None:
             while function.about is None:
@@ -97,7 +97,7 @@ class Pool:
         form, where each call has one of them. Its `notice` hears of each error at once, from
         another thread, but of rows without an id; what it raises, this does.
 
-        ConfigError where the function can not be loaded, ResourceError where no process can be
+        ConfigError where the function cannot be loaded, ResourceError where no process can be
         started, none lives long enough to load it, or the pool is closed.
         """
         job = Job(function, columns, rollout_ids, sizes)
@@ -255,7 +255,7 @@ class Pool:
             patience = BATCH_SECONDS if beats else deadline - time.monotonic()
             answer = process.ask(request, patience, Answer)
             if any(row >= len(rows) for row, *_ in answer.parts):
-                raise Ended("after an answer that can not be read")
+                raise Ended("after an answer that cannot be read")
             for row, *part in answer.parts:
                 job.put(rows[row], Part(*part))
             seconds_of_call = answer.seconds

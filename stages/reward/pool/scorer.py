@@ -28,7 +28,7 @@ class FunctionScorer(Function):
         groups: Groups | None = None,
     ) -> None:
         """`rows`: most rows a call; `groups`: for a function of scope `group`. ConfigError where
-        a shipped function of that name is not there or can not be called so."""
+        a shipped function of that name is not there or cannot be called so."""
         super().__init__(config, rows, notice)
         self.name = config.name
         self._pool = pool
@@ -45,7 +45,7 @@ class FunctionScorer(Function):
         require(self.config, about.needs, columns)
         if self.config.is_shipped:
             function = shipped(self.config.use).function
-            try:  # on no rows: what can not work here is told before anything is generated
+            try:  # on no rows: what cannot work here is told before anything is generated
                 function(**dict.fromkeys(about.needs, ()), **self.config.arguments)
             except QuiverError:
                 raise

@@ -42,7 +42,7 @@ class Host:
 
 
 def _load(functions: dict[int, Any], key: int, use: str, name: str, **options: Any) -> dict:
-    from quiver.schemas.errors import ConfigError, QuiverError, ResourceError, printable
+    from quiver.schemas.errors import ConfigError, QuiverError, ResourceError, printable, shortage
     from quiver.stages.common.runtime import workers
     from quiver.stages.reward.pool import calls
 
@@ -51,7 +51,7 @@ def _load(functions: dict[int, Any], key: int, use: str, name: str, **options: A
         return {"about": functions[key].about, "error": None}
     except QuiverError as error:
         refusal = error
-        if workers.is_out_of_memory(error.__cause__):
+        if shortage(error.__cause__) is not None:
             limit = workers.memory_limit()
             refusal = ResourceError(
                 f"reward function {name}",
@@ -62,7 +62,7 @@ def _load(functions: dict[int, Any], key: int, use: str, name: str, **options: A
     except BaseException as error:  # SystemExit, say
         refusal = ConfigError(
             f"reward function {name}",
-            f"can not be loaded: {type(error).__name__}: {printable(error)}",
+            f"cannot be loaded: {type(error).__name__}: {printable(error)}",
             next=f"see what importing {use} does",
         )
     return {"about": None, "error": refusal.to_dict()}

@@ -8,7 +8,7 @@ config; nothing is loaded for it.
 `ServerConfig` refuses what can be told from the text alone. A token is named, as `env:NAME`, never
 written, and no message here shows what was written in its place.
 
-What the config can not see is the model behind a URL: raise `revision` when it changes, so that
+What the config cannot see is the model behind a URL: raise `revision` when it changes, so that
 rewards are made anew.
 """
 

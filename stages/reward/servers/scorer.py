@@ -189,7 +189,7 @@ class ServerScorer:
         try:
             body = to_json(self._dialect.encode(rows, self.config)).encode()
         except (ValueError, TypeError) as error:
-            cause = self._not_sent(rows[0]) or f"can not be sent: {printable(error, 120)}"
+            cause = self._not_sent(rows[0]) or f"cannot be sent: {printable(error, 120)}"
         else:
             # the same for each attempt at these rows and texts, another for any other: a server may
             # know a repetition by it
@@ -218,7 +218,7 @@ class ServerScorer:
             if name != pictures.OFFERED:
                 key = _NAMED_IN.get(self.config.dialect, "label")
                 return (
-                    f"column {printable(name)} can not be sent: {problem}; leave it out of "
+                    f"column {printable(name)} cannot be sent: {problem}; leave it out of "
                     f"reward.servers.{key}, or make it text or a number in the rows"
                 )
         return ""

@@ -6,7 +6,7 @@ wrong on a wire, in one place.
 * Retries, with exponential back-off and full jitter, for what may pass: no connection, resets,
   time-outs, answers that are not of the dialect, 408, 409, 425, 429 and 5xx (not 501 and 505).
   Retry-After is kept; a 429 costs time, not a retry.
-* What can not pass ends everything at once with RemoteError: redirects (never followed), 401, 403,
+* What cannot pass ends everything at once with RemoteError: redirects (never followed), 401, 403,
   404, 422 and their like. 400 and 413 are about the rows asked.
 * A host that fails several times in a row rests; after a while one request tries it, and the others
   wait for how that ends.
@@ -61,7 +61,7 @@ class FailedError(Exception):
     cause: str
     """The last one."""
     is_refused: bool = False
-    """The server says that it can not take these rows."""
+    """The server says that it cannot take these rows."""
     is_answered: bool = True
     """It is a server that gave the cause."""
     after: float = 0.0
@@ -307,7 +307,7 @@ class Transport:
         return self._final(request, cause, hints.get(status, otherwise))
 
     def _final(self, request: httpx.Request, cause: str, next: str) -> RemoteError:
-        """The error for what can not pass."""
+        """The error for what cannot pass."""
         return RemoteError(
             f"reward server {self.config.name}",
             f"{request.url}: {cause}",

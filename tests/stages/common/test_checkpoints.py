@@ -20,7 +20,7 @@ from quiver.schemas.errors import (
 )
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.checkpoints import PolicyConfig, as_model, save_policy
-from quiver.stages.common.models.folder import PROCESSOR_FILES
+from quiver.stages.common.models.folder import NAMED_TEMPLATES, PROCESSOR_FILES
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import storage
@@ -176,6 +176,21 @@ def test_links_in_a_model_folder_are_refused(store, folder, tmp_path, name):
         run(PolicyConfig(model=str(folder)), store, into="a")
 
 
+def test_named_templates_are_files_of_the_folder_in_utf_8(store, folder, tmp_path):
+    """A linked file's text was copied into the store."""
+    template = folder / NAMED_TEMPLATES / "tool_use.jinja"
+    template.parent.mkdir()
+    (tmp_path / "secret").write_text("secret")
+    template.symlink_to(tmp_path / "secret")
+    with pytest.raises(SecurityError, match=f"{NAMED_TEMPLATES}/tool_use.jinja is a link"):
+        run(PolicyConfig(model=str(folder)), store, into="a")
+    template.unlink()
+    template.write_text("é", "latin-1")
+    with pytest.raises(ConfigError, match=r"chat template tool_use\.jinja.*utf-8"):
+        run(PolicyConfig(model=str(folder)), store, into="a")
+    assert list(store.versions()) == []
+
+
 def test_links_inside_a_repository_of_a_hubs_cache_are_its_files(store, folder, tmp_path):
     repository = tmp_path / "models--someone--tiny"
     snapshot = repository / "snapshots/abc"
@@ -184,6 +199,9 @@ def test_links_inside_a_repository_of_a_hubs_cache_are_its_files(store, folder, 
     for path in folder.iterdir():
         path.rename(repository / "blobs" / path.name)
         (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    (repository / "blobs/template").write_text("{{ messages }}")
+    (snapshot / NAMED_TEMPLATES).mkdir()
+    (snapshot / NAMED_TEMPLATES / "tool_use.jinja").symlink_to("../../../blobs/template")
     run(PolicyConfig(model=str(snapshot)), store, into="a")
     assert not store.open("a/policy@0").files.path("config.json").is_symlink()
     (tmp_path / "secret").write_text("secret")
@@ -225,8 +243,9 @@ def test_json_that_is_no_config_is_named(store, folder, name, text):
 def test_numbers_of_a_config_that_are_none_are_named(store, folder, fields):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | fields))
-    with pytest.raises(ConfigError, match=r"config\.json"):
+    with pytest.raises(ConfigError, match=r"config\.json") as caught:
         run(PolicyConfig(model=str(folder)), store, into="a")
+    assert caught.value.next == "correct config.json, or name another model"
 
 
 @pytest.mark.parametrize(("ids", "expected"), [([7, 2], [2, 7]), (0, [0]), (-1, [-1])])
@@ -251,9 +270,9 @@ def test_a_config_may_lack_what_only_some_stages_need(store, folder):
     ("changes", "said"),
     [
         ({"num_hidden_layers": 3}, "weights are missing, which would be random: model.layers.2"),
-        ({"hidden_size": "wide"}, "can not be loaded"),
-        ({"model_type": "no such"}, "can not be loaded"),
-        ({"hidden_act": None}, "can not be loaded"),
+        ({"hidden_size": "wide"}, "cannot be loaded"),
+        ({"model_type": "no such"}, "cannot be loaded"),
+        ({"hidden_act": None}, "cannot be loaded"),
     ],
 )
 def test_a_config_that_is_not_that_of_its_weights_is_told(store, folder, changes, said):

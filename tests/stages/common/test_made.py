@@ -1,6 +1,7 @@
 """A base model that a function of the user's makes: once, told by its file and arguments; whatever
 it does wrong is named."""
 
+import json
 import re
 
 import pytest
@@ -58,6 +59,22 @@ def test_it_is_made_once_and_holds_what_makes_a_model(store, source, tmp_path):
     for name in names:
         assert (version.files.folder / name).read_bytes() == (folder / name).read_bytes()
     assert version.manifest.config["arguments"] == {"seed": 3}
+
+
+def test_named_templates_need_no_config_of_the_tokenizer(store, source):
+    """That is written for them."""
+    source.write_text(
+        source.read_text()
+        + """
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
+"""
+    )
+    files = store.open(run(_config(source), store, into="a")).files
+    written = json.loads(files.path("tokenizer_config.json").read_bytes())
+    assert written["chat_template"][-1] == {"name": "tool_use", "template": "{{ messages }}"}
+    assert not (files.folder / "additional_chat_templates").exists()
 
 
 def test_other_code_or_arguments_are_another_base(store, source):

@@ -267,7 +267,7 @@ def test_templates_that_can_not_go_on_are_refused():
         Bridge(template, Guard(tokenizer), end_token="<|im_end|>")
     with (
         bridge_of("gemma", tool_role="user"),
-        pytest.raises(ConfigError, match="can not write a message of the role tool"),
+        pytest.raises(ConfigError, match="cannot write a message of the role tool"),
         bridge_of("gemma", tool_role="tool"),
     ):
         pass

@@ -188,7 +188,7 @@ def test_rollouts_from_before_end_tokens_were_part_of_the_key_are_found(
     policy = run_stage("policy", {"model": str(folder)}, store, into="tiny", in_process=True)
     prompts = make_prompts(store, [[5, 7, 9]])
     with monkeypatch.context() as before:
-        before.setattr(stage, "more_end_ids", lambda _: ())
+        before.setattr(stage, "end_ids_of_generation_config", lambda _: ())
         older = run(config(), store, prompts=prompts.ref, policy=policy)
     assert run(config(), store, prompts=prompts.ref, policy=policy) == older
 
@@ -452,7 +452,7 @@ def test_a_stop_token_outside_the_vocabulary(store, policy, token):
     "name", ["trust_remote_code", "logprobs_mode", "skip_tokenizer_init", "enable_chunked_prefill"]
 )
 def test_engine_args_can_not_replace_what_the_engine_sets(name):
-    with pytest.raises(ConfigError, match=f"{name} can not be set here"):
+    with pytest.raises(ConfigError, match=f"{name} cannot be set here"):
         config(engine="vllm", options={"engine_args": {name: True, "quantization": "fp8"}})
     assert config(engine="vllm", options={"engine_args": {"quantization": "fp8"}})
 

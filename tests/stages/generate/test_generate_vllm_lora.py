@@ -157,5 +157,5 @@ def test_a_model_that_vllm_has_no_adapters_for_is_told(tmp_path):
 
 @pytest.mark.parametrize("name", ["enable_lora", "max_lora_rank"])
 def test_vllms_own_arguments_for_it_are_refused(name):
-    with pytest.raises(ConfigError, match=f"{name} can not be set here"):
+    with pytest.raises(ConfigError, match=f"{name} cannot be set here"):
         parse(GenerateConfig, {"options": {"engine_args": {name: 8}}}, "generate")

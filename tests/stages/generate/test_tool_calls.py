@@ -191,11 +191,29 @@ def test_llama_knows_a_call_by_the_name_of_a_tool():
     assert parse('{"name": "Ann", "a').error is None
 
 
-def test_llama_tells_bad_json_of_a_call_and_takes_other_code_for_python():
-    assert "not valid JSON" in parse_llama('{"name": "add", "parameters": {a: 1}}').error
-    assert parse_llama("<|python_tag|>print(1)<|eom_id|>").calls == (
-        Call("python", {"code": "print(1)"}),
-    )
+def test_llama_tells_bad_json_of_a_call():
+    for tag in ("", PYTHON_TAG):
+        assert "not valid JSON" in parse_llama(tag + '{"name": "add", "parameters": {a: 1}}').error
+    parsed = parse_llama(PYTHON_TAG + '{"type": "function", "name": "now"}')
+    assert parsed.error.startswith('the call of now has the key "type"') and not parsed.is_broken
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "print(1)",
+        "{1, 2}",
+        "{k: k*k for k in range(3)}",
+        '{"a": 1}["a"]',
+        '{"find": 1}.get(2)',
+        "{}",
+        "{'a': [1,",
+    ],
+)
+def test_what_is_no_call_behind_the_tag_is_code_for_llama_too(code):
+    parse = make_parser("llama", tools=FIND)
+    parsed = ParsedTurn("<think>{</think>So.", (Call("python", {"code": code}),))
+    assert parse(f"{parsed.text}{PYTHON_TAG}{code}<|eom_id|>") == parsed
 
 
 FORMS = {
@@ -225,6 +243,19 @@ FIND = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
         "Sure: {'name': 'find', 'arguments': {}}",
         '[find(city="Rome")]',
         '<think>I find</think>[find(city="Rome"), find()]\n',
+        'find(city="Rome")',
+        "find('Rome')\nfind()",
+        'Sure.\n```python\nfind(city="Rome")\n```\nI wait.',
+        '```tool_code\nprint(find(city="Rome"))\n```',
+        '<|python_start|>[find(city="Rome")]<|python_end|>',
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n{}\n```",
+        "<｜tool▁call▁begin｜>find<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+        "<|channel|>commentary to=functions.find <|constrain|>json<|message|>{}<|call|>",
+        "<|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        "<start_function_call>call:find{city:<escape>Rome<escape>}<end_function_call>",
+        'I ask:\n{"name": "find", "id": 7, "arguments": {"text": "a } or a {"}}\nand wait.',
+        'Sure [{"name": "other", "arguments": {}}, {"name": "find", "arguments": "{}"}]',
+        '{"tool_calls": [{"tool_name": "find", "parameters": {}}]} is my call.',
     ],
 )
 def test_a_known_tool_that_is_called_in_another_format_is_an_error(name, text):
@@ -244,10 +275,55 @@ def test_a_known_tool_that_is_called_in_another_format_is_an_error(name, text):
         '<think>{"name": "find", "arguments": {}}',
         '{"tools": ["find"], "parameters": {}}',
         "<find>Rome</find>",
+        'The schema is {"name": "find", "parameters": {}}. My answer is 5.',
+        'It is `[{"type": "function", "function": {"name": "find", "parameters": {}}}]`, I read.',
+        'I have\n{"name": "find", "description": "Finds", "parameters": {"type": "object"}}',
+        'I\'d call {"name": "find" with "arguments": nothing',
+        'Either {"name": "find"} or {"arguments": {}}',
+        "find(x) = find(3)",
+        '```python\nx = 3\n```\nfind(city="Rome") is 5.',
+        "The recipient is functions.find, to=functions.finder.",
     ],
 )
 def test_an_answer_that_names_a_tool_is_no_call(name, text):
     assert make_parser(name, tools=FIND)(text) == ParsedTurn(text)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "<function=find>\n<parameter=city>\nRome\n</parameter>\n</function>",
+        "find\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>",
+        'find(city="Rome")',
+    ],
+)
+def test_a_call_of_another_format_between_the_tags_is_told_as_such(body):
+    text = f"So: <tool_call>\n{body}\n</tool_call>"
+    parsed = make_parser("hermes", tools=FIND)(text)
+    error = f"find is called in another format than {FORMS['hermes']}"
+    assert parsed == ParsedTurn("So: ", (), error)
+    other = make_parser("hermes", tools=FIND)(text.replace("find", "finder"))
+    assert "not valid JSON" in other.error
+    unclosed = make_parser("hermes", tools=FIND)(text.removesuffix("</tool_call>"))
+    assert unclosed.is_broken
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        '<|a|>[find("',
+        "```\nfind(a=)",
+        '\\"',
+        '{"name": "find", ',
+        '"arguments": {',
+        "find() ",
+        "<tool_call>find(",
+        "to=",
+    ],
+)
+def test_long_text_is_looked_through_once(piece):
+    parse = make_parser("python_tag", tools=FIND)
+    assert parse(piece * 20_000 + " x").calls == ()
 
 
 def test_code_behind_the_tag_is_one_call():
@@ -258,7 +334,7 @@ def test_code_behind_the_tag_is_one_call():
 
 PIECES = st.sampled_from(
     ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "<|eom_id|>", '{"name": "a"',
-     ', "arguments": ', ', "parameters": ', "{", "}", "[", "]", '"', "\\", ";", "NaN", "1e999", "\ud800", "\0", "\n"]
+     '"name": "find"', "find(", "functions.find", "```\n", ', "arguments": ', ', "parameters": ', "{", "}", "[", "]", '"', "\\", ";", "NaN", "1e999", "\ud800", "\0", "\n"]
 )  # fmt: skip
 TEXTS = st.lists(PIECES | st.text(max_size=5), max_size=20).map("".join)
 
@@ -267,12 +343,12 @@ TEXTS = st.lists(PIECES | st.text(max_size=5), max_size=20).map("".join)
 @settings(max_examples=400, deadline=None)
 @given(text=TEXTS)
 def test_no_text_makes_a_parser_raise(name, text):
-    parsed = PARSERS[name].parse(text)
-    assert isinstance(parsed, ParsedTurn)
-    assert text.startswith(parsed.text)
-    assert not (parsed.is_broken and parsed.error is None)
-    for call in parsed.calls:
-        json.dumps(call.arguments, allow_nan=False)
+    for parsed in (PARSERS[name].parse(text), make_parser(name, tools=FIND)(text)):
+        assert isinstance(parsed, ParsedTurn)
+        assert text.startswith(parsed.text)
+        assert not (parsed.is_broken and parsed.error is None)
+        for call in parsed.calls:
+            json.dumps(call.arguments, allow_nan=False)
 
 
 JSONS = st.recursive(

@@ -69,5 +69,5 @@ def test_what_another_quiver_wrote_is_refused(store, note):
 
 
 def test_a_file_that_is_missing_is_an_error(store):
-    with pytest.raises(ConfigError, match="can not be loaded"):
+    with pytest.raises(ConfigError, match="cannot be loaded"):
         state_folder.read(commit(store, 1240, files=4), "extra", of="test")

@@ -6,7 +6,7 @@ from quiver.stages.common.store.tags import Entry
 from quiver.stages.evaluate.stage import Config
 from quiver.stages.report import stage as report
 from quiver.stages.report.gather import gather
-from quiver.stages.report.nights import Night, lines_of, nights_of
+from quiver.stages.report.nights import NightRow, lines_of, nights_of
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, tiny_policy
 from tests.benchmarks.made import write_version as write
 from tests.stages.report.test_report import CONFIG, Page, as_model, evaluate, optimize
@@ -27,7 +27,7 @@ ENTRIES = [
     ),
     entry(
         "a/policy@1", "a/policy@1", "no better",
-        night="two", decision="kept", candidate="a/policy@2", author="quiver",
+        night="two", decision="rejected", candidate="a/policy@2", author="quiver",
         watch=["approx. KL 4.62", "entropy 2.65 → 0.99"], **{**NUMBERS, "by": "pass@4"},
     ),
     entry("a/policy@1", "a/policy@2", "reads better"),
@@ -44,14 +44,14 @@ def test_a_row_a_decision_and_rejected_nights_are_rows_too():
     zero, one, two = (f"a/policy@{number}" for number in range(3))
     told = "+0.0500 ± 0.0200, at least +0.0171"
     assert nights_of(ENTRIES) == [
-        Night("one", when, "none", zero, "began", "", "", "quiver", "the base model"),
-        Night("one", when, zero, one, "promoted", told, "", "ada", "ada said yes: good"),
-        Night(
-            "two", when, one, two, "kept", f"pass@4 {told}",
+        NightRow("one", when, "none", zero, "began", "", "", "quiver", "the base model"),
+        NightRow("one", when, zero, one, "promoted", told, "", "ada", "ada said yes: good"),
+        NightRow(
+            "two", when, one, two, "rejected", f"pass@4 {told}",
             "approx. KL 4.62; entropy 2.65 → 0.99", "quiver", "no better",
         ),
-        Night("", when, one, two, "set by hand", "", "", "", "reads better"),
-        Night(
+        NightRow("", when, one, two, "set by hand", "", "", "", "reads better"),
+        NightRow(
             "three", when, two, one, "rolled back", "+0.5000, of one prompt", "", "quiver",
             "the one before is better",
         ),
@@ -63,7 +63,7 @@ def test_lines_stand_in_columns():
     assert len(lines) == 5 and header.split()[:2] == ["night", "decided"]
     place = header.index("decision")
     words = [line[place:].split("  ")[0] for line in lines]
-    assert words == ["began", "promoted", "kept", "set by hand", "rolled back"]
+    assert words == ["began", "promoted", "rejected", "set by hand", "rolled back"]
 
 
 @pytest.mark.parametrize(

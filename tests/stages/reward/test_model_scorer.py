@@ -442,7 +442,7 @@ def test_kinds_are_not_mixed_up(model, tmp_path):
         ({"engine_args": {"max_num_seqs": 8}}, "engine_args are for engine 'vllm'"),
         (
             {"engine": "vllm", "engine_args": {"hf_overrides": {}}},
-            "hf_overrides can not be set here",
+            "hf_overrides cannot be set here",
         ),
         ({"engine": "vllm", "kind": "token"}, "a judge on vLLM needs against"),
         ({"activation": "tanh"}, "activation"),

@@ -160,7 +160,7 @@ def test_a_named_column_without_json_is_the_row_s_error(dialect, key, name):
         (part,) = client.score(batch(1, **{name: [NO_JSON[name]]}))
         client.close()
     assert part.value is None
-    assert part.error.startswith(f"column {name} can not be sent: ")
+    assert part.error.startswith(f"column {name} cannot be sent: ")
     assert f"leave it out of reward.servers.{key}, or make it text or a number" in part.error
     assert server.asked == []
 
@@ -480,7 +480,7 @@ def test_a_row_that_spoils_its_request_is_found(answer):
 def test_a_column_that_json_can_not_hold_costs_its_row(value):
     with FakeServer(lambda asked: reply(scored(asked))) as server:
         parts = scorer(server.url, columns=["answer"]).score(batch(4, answer=[1, value, 3, 4]))
-    assert [part.value for part in parts] == [0.5, None, 0.5, 0.5] and "can not be sent" in parts[
+    assert [part.value for part in parts] == [0.5, None, 0.5, 0.5] and "cannot be sent" in parts[
         1
     ].error
 

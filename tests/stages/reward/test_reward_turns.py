@@ -16,7 +16,7 @@ from quiver.stages.evaluate.stage import Config as EvaluateConfig
 from quiver.stages.logprobs.stage import Config as LogprobsConfig
 from quiver.stages.reward.override import Config as OverrideConfig
 from quiver.stages.reward.stage import Config
-from quiver.stages.reward.turns import with_rest
+from quiver.stages.reward.turns import messages_of, read, with_rest
 from tests import episodes
 from tests.episodes import turn
 from tests.stages.optimize import world
@@ -139,6 +139,20 @@ def test_a_function_may_ask_for_what_was_said(store, rollouts, tmp_path):
     assert parts[0]["info"] == {"n": 1} and parts[1]["tool_calls"] == json.loads(CALL)
     assert not any("ids" in name for name in parts[0])
     assert set(reasons) == {"environment", "environment_error"}
+
+
+def test_the_refusal_of_a_turn_that_could_not_be_read_is_a_tools():
+    """As the policy reads it."""
+    refused = turn(1, text="<tool_call>", parse_error="no JSON", observation="Error: no JSON")
+    assert messages_of([refused]) == [
+        {"role": "assistant", "content": "<tool_call>"},
+        {"role": "tool", "content": "Error: no JSON"},
+    ]
+
+
+def test_what_is_nested_too_deeply_to_be_read_stays_text():
+    text = "[" * 100_000 + "]" * 100_000
+    assert read(text) == text and read('{"n": [1]}') == {"n": [1]} and read(None) is None
 
 
 def test_nothing_is_known_of_an_episode_that_failed_whatever_scores_it(store, rollouts):

@@ -277,7 +277,7 @@ COSTS = {
     "kills_group": Part(error=f"{ENDED}by SIGKILL"),
     "kills_keeper": Part(error=f"{ENDED}by SIGKILL"),
     "closes": Part(error=f"{ENDED}with exit code 1"),
-    "scribbles": Part(error=f"{ENDED}after an answer that can not be read"),
+    "scribbles": Part(error=f"{ENDED}after an answer that cannot be read"),
     "forks": Part(1.0),
     "forks_raising": Part(1.0),
     "moves": Part(1.0),

@@ -108,7 +108,7 @@ def to_json(cell: Any) -> str:
 
 
 def without_json(cells: Mapping[str, Any]) -> dict[str, str]:
-    """Why cells can not be sent, by the names of those that have no JSON.
+    """Why cells cannot be sent, by the names of those that have no JSON.
 
     >>> without_json({"answer": 7, "picture": b"7", "rate": float("nan")})
     {'picture': 'bytes has no JSON', 'rate': 'NaN and infinite numbers have no JSON'}
