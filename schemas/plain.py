@@ -21,17 +21,23 @@ MOST_LEVELS = 100
 _MOST_OF_PATH = 60
 MOST_DIGITS = 300
 """Most digits of a whole number: a float ends at 1e308."""
+_DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
+_BAD_ESCAPE = re.compile(r"\\u(?:0000|[dD][89a-fA-F])")
+"""Alone can say a NUL character, or half of a pair of surrogates."""
 _BAD_CHARACTER = re.compile("[\0\ud800-\udfff]")
 
 
 def read_json(raw: bytes | str) -> Any:
     """What JSON text holds. ValueError says what is wrong with it."""
+    text = raw if isinstance(raw, str) else raw.decode(json.detect_encoding(raw), "surrogatepass")
+    zeros = text.encode(errors="surrogatepass").translate(_DIGITS_AS_ZEROS)
+    has_long_number = b"0" * (MOST_DIGITS + 1) in zeros  # looked for since a hook is slow
     try:
         content = json.loads(
-            raw,
+            text,
             object_pairs_hook=no_key_twice,
             parse_constant=no_constant,
-            parse_int=_integer,
+            parse_int=_integer if has_long_number else int,
             parse_float=finite_float,
         )
     except RecursionError:
@@ -45,7 +51,7 @@ def read_clean_json(text: str) -> Any:
     """The same of what goes to templates and tables. ValueError also for a NUL character or a lone
     surrogate in one of its texts."""
     content = read_json(text)
-    problem = problem_of(content) if "\\u" in text else ""  # only an escape can say one
+    problem = problem_of(content) if _BAD_ESCAPE.search(text) else ""
     if problem:
         raise ValueError(problem)
     return content

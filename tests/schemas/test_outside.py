@@ -237,6 +237,7 @@ def test_names_and_paths():
 
 ENTRANCES = {
     "read_message": {
+        "flows.doubts",
         "stages.common.environments.environment",
         "stages.prompt.messages",
         "stages.reward.servers.dialects.quiver",
@@ -273,6 +274,7 @@ def test_no_other_module_looks_for_a_role_that_may_not_be_there():
     found = {NAMES[path] for path in FILES if pattern.search(path.read_text())}
     assert found == {
         "quiver.schemas.outside",
+        "quiver.schemas.plain",  # the role of an input in a manifest
         "quiver.stages.generate.turns.tool_calls",  # what a tokenizer's response template gave
         "quiver.stages.optimize.rollouts",  # the role of a model in a manifest
     }
