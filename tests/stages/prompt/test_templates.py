@@ -286,9 +286,12 @@ HIDES = "{% for m in messages if m.role != 'ROLE' %}<|im_start|>{{ m.role }}\n{{
 )
 def test_a_template_that_hides_what_is_asked_is_refused(policy_of, role, chat, what):
     policy, _ = policy_of("qwen3")
+    config = {"system": "Be kind.", "template": "own.jinja"}
     with (
-        opened(policy, HIDES.replace("ROLE", role), system="Be kind.") as renderer,
-        pytest.raises(ConfigError, match=f"does not show {what}") as caught,
+        opened(policy, HIDES.replace("ROLE", role), **config) as renderer,
+        pytest.raises(
+            ConfigError, match=rf"prompt.template own.jinja does not show {what}"
+        ) as caught,
     ):
         renderer.render("prompt 000000", chat)
     assert caught.value.object == "prompt 000000"
