@@ -4,7 +4,7 @@
 import datetime
 import json
 import logging
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pyarrow as pa
 import pytest
@@ -286,16 +286,23 @@ HIDES = "{% for m in messages if m.role != 'ROLE' %}<|im_start|>{{ m.role }}\n{{
 )
 def test_a_template_that_hides_what_is_asked_is_refused(policy_of, role, chat, what):
     policy, _ = policy_of("qwen3")
-    config = {"system": "Be kind.", "template": "own.jinja"}
     with (
-        opened(policy, HIDES.replace("ROLE", role), **config) as renderer,
-        pytest.raises(
-            ConfigError, match=rf"prompt.template own.jinja does not show {what}"
-        ) as caught,
+        opened(policy, HIDES.replace("ROLE", role), system="Be kind.") as renderer,
+        pytest.raises(ConfigError, match=f"does not show {what}") as caught,
     ):
         renderer.render("prompt 000000", chat)
     assert caught.value.object == "prompt 000000"
     assert "prompt.template" in caught.value.next
+
+
+def test_messages_name_the_template_of_the_recipe(policy_of):
+    policy, _ = policy_of("qwen3")
+    config = Config(source="rows.jsonl", messages="messages", template="own.jinja")
+    with (
+        closing(Renderer(config, policy, HIDES.replace("ROLE", "user"))) as renderer,
+        pytest.raises(ConfigError, match=r"prompt.template own.jinja does not show the last"),
+    ):
+        renderer.render("row", [user("one?")])
 
 
 @pytest.mark.parametrize("cut", ["[:10]", "[:2000]", "[8:]", ".split()[0]", "| truncate(1000)"])
