@@ -293,7 +293,7 @@ def test_each_picture_has_as_many_ids_as_it_is_large(store, tmp_path):
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
-            'expected {"type": "text", "text": …} or {"type": "image"}',
+            '{"type": "video"}, expected {"type": "text", "text": …} or {"type": "image"}',
         ),
     ],
 )
