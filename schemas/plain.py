@@ -48,7 +48,7 @@ def read_json(raw: bytes | str) -> Any:
 
 
 def read_clean_json(text: str) -> Any:
-    """The same of what goes to templates and tables. ValueError also for a NUL character or a lone
+    """As `read_json`, of what goes to templates and tables. ValueError also for a NUL or a lone
     surrogate in one of its texts."""
     content = read_json(text)
     problem = problem_of(content) if _BAD_ESCAPE.search(text) else ""
