@@ -27,7 +27,7 @@ from quiver.flows.recipe import NIGHT, Recipe
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.config import parse
 from quiver.stages.common.environments.adapters import ENVIRONMENTS, TOOLS
-from quiver.stages.prompt.sources import SUFFIXES
+from quiver.stages.prompt.config import SUFFIXES
 
 Paths = dict[str, Path]
 """Absolute paths by the key that names them, such as `data.source`."""

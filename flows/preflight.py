@@ -27,7 +27,7 @@ from quiver.stages.common.runtime.runner import find, plan_of
 from quiver.stages.common.runtime.stage import Plan, load
 from quiver.stages.common.store import Store
 from quiver.stages.generate.engine import code_hash, engine_options
-from quiver.stages.prompt.stage import read_template
+from quiver.stages.prompt.template_file import read_template
 from quiver.stages.reward.preview import preview
 from quiver.stages.reward.turns import ENVIRONMENT
 

@@ -7,7 +7,7 @@
 | struct | a dict with each key of the type; a null is None |
 
 `to_pylist` and `as_py` of such a column give these values wherever a version is read, also inside
-the struct `columns` of prompts. Columns without JSON and maps keep their own type.
+the struct `columns` of prompts. Columns without JSON or maps keep their own type.
 
     column = json_array([7, 2.5, {"a": None}])     # an Arrow type would make 7 a float
     column.to_pylist()                             # [7, 2.5, {"a": None}]
@@ -34,7 +34,7 @@ _LISTS = (
 
 
 class CellScalar(pa.ExtensionScalar):
-    """One cell."""
+    """A cell; `as_py` gives its Python value."""
 
     def as_py(self, **_: Any) -> Any:
         """The Python value. ValueError, TypeError: its JSON or its map cannot be read."""
@@ -42,7 +42,7 @@ class CellScalar(pa.ExtensionScalar):
 
 
 class Cells(pa.ExtensionType):
-    """Over the type that a column has. Over strings: each cell is JSON text."""
+    """An extension type over a column's storage type. Over strings, each cell is JSON text."""
 
     def __init__(self, storage: pa.DataType) -> None:
         super().__init__(storage, "quiver.cells")
@@ -62,7 +62,8 @@ pa.register_extension_type(Cells(pa.string()))
 
 
 def json_array(cells: Sequence[Any]) -> pa.ChunkedArray:
-    """Cells kept as JSON text. TypeError, ValueError: JSON cannot hold one."""
+    """Cells kept as JSON text. NaN and infinity are kept, though JSON has no word for them.
+    TypeError, ValueError: JSON cannot hold one."""
     kind = Cells(pa.string())
     texts = [None if cell is None else json.dumps(cell, ensure_ascii=False) for cell in cells]
     # in short chunks, since an array of strings holds 2 GB at most

@@ -11,7 +11,7 @@
   ├── RemoteError         E-REMOTE           6 ConnectionError a server failed
   ├── ResourceError       E-RESOURCE         7 OSError         disk, memory, GPU, a dead child
   ├── NumericError        E-NUMERIC          8 ArithmeticError NaN, inf, an audit beyond its limit
-  ├── OutcomeUnknownError E-OUTCOME-UNKNOWN  9 RuntimeError    done or not done: can not be told
+  ├── OutcomeUnknownError E-OUTCOME-UNKNOWN  9 RuntimeError    it is unknown whether it was done
   └── SecurityError       E-SECURITY        10 PermissionError refused on purpose
 
 Every error carries `code`, `object` (what it is about), `message` (expected and found), `state`

@@ -1,6 +1,6 @@
 """Fields that several kinds share, and the one comparison of a table with its schema.
 
-Ids and logprobs are lists with items that can not be null: an Arrow list column is values +
+Ids and logprobs are lists with items that cannot be null: an Arrow list column is values +
 offsets, and so is every tensor made of it, without a copy.
 
 Not of the spine: that columns are what a kind's schema says is all that the spine needs of it.

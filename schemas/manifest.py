@@ -218,7 +218,7 @@ def from_json(raw: bytes, name: str) -> Manifest:
         checksum = data.pop("checksum", None)
         found = digest(data)
     except ValueError as error:
-        raise corrupt(f"manifest.json can not be read: {printable(error)}") from None
+        raise corrupt(f"manifest.json cannot be read: {printable(error)}") from None
     if checksum != found:
         raise corrupt(f"manifest.json: checksum expected {printable(checksum)}, found {found}")
     features = data.get("required_features", [])

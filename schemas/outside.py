@@ -11,6 +11,7 @@ text says what came and what was expected; the entrance adds where it came from.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
@@ -19,22 +20,22 @@ from functools import cache
 from typing import Any
 
 from quiver.schemas.errors import printable
-from quiver.schemas.plain import MOST_DIGITS, bad_text, is_too_deep, problem_of, read_json
+from quiver.schemas.plain import bad_text, problem_of, read_json
 
 Message = dict[str, Any]
 """`role` and `content`; `name`, `tool_call_id`, `tool_calls` and `reasoning_content` if given."""
 MORE = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 """Members that a message may have beside role and content."""
 CHARACTERS_OF_TOKEN = 128
-"""Most characters that one token stands for: longer ones are runs of white space alone. Text above
-this is cut or refused before it is encoded, which would take minutes."""
+"""Most characters that one token stands for: longer ones are runs of white space alone. Text longer
+than this many characters a token is cut or refused unencoded: encoding it could take minutes."""
 LARGEST = 3.4028234663852886e38
 """The largest number of a float32."""
 THINKING = ("reasoning_content", "reasoning", "thinking")
 """Names of an assistant's thinking in chats."""
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _UNUSED = frozenset({"annotations", "id", "refusal", "train", "weight"})
-"""Members of a message that change nothing of a prompt."""
+"""Members of a message that change nothing of a prompt; a refusal, if there is a content."""
 _REFUSED = {
     "audio": "no model here hears; take it out",
     "from": "rename `from` to role and `value` to content",
@@ -44,7 +45,8 @@ _REFUSED = {
     "value": "rename `from` to role and `value` to content",
 }
 """Members of a message that are not read, and what to do about each."""
-_WORD = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+_LONGEST_WORD = 64
+_WORD = re.compile(rf"[A-Za-z0-9_.:-]{{1,{_LONGEST_WORD}}}")
 _LONGEST_NAME = 256
 _LONGEST_PATH = 4096
 _LONGEST_FILE_NAME = 255
@@ -64,26 +66,33 @@ log = logging.getLogger(__name__)
 
 
 def read_message(given: Any, place: str) -> Message:
-    """A message of a chat. Members that are null or empty count as absent."""
+    """A message of a chat. Null members are absent, and so are empty ones, except content."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{place} has {shape_of(given)}, expected role and content")
+    content = given.get("content")
     members = {key: member for key, member in given.items() if member not in _EMPTY}
-    for key in _UNUSED & members.keys() if given.get("content") is not None else ():
+    for key in (_UNUSED - {"refusal"} if content is None else _UNUSED) & members.keys():
         _say_unused(key)
         del members[key]
+    for_assistants = [name for name in (*THINKING, "tool_calls") if name in members]
     thinking = _read_thinking(members, place)
-    content = given.get("content")
     if content is None and (members.get("tool_calls") or thinking):
         content = ""
     unknown = sorted(map(str, members.keys() - {"role", "content", *MORE}))
     if unknown or "role" not in members or content is None:
-        found = sorted(map(str, members.keys()))
+        shown = sorted(map(str, members.keys()))
+        lack = " and a content that is null" if content is None and "content" in given else ""
         hint = next((f": {_REFUSED[key]}" for key in unknown if key in _REFUSED), "")
         raise ValueError(
-            f"{place} has {printable(found)}, expected role and content "
+            f"{place} has {printable(shown)}{lack}, expected role and content "
             f"(and {', '.join(MORE)}){hint}"
         )
     role = read_word(members["role"], f"role of {place}")
+    if for_assistants and role != "assistant":
+        raise ValueError(
+            f"{place} has {for_assistants[0]} and the role {role}: take it out, or set role "
+            "assistant"
+        )
     message: Message = {"role": role, "content": read_content(content, place)}
     if "name" in members:
         message["name"] = read_name(members["name"], f"name of {place}")
@@ -94,19 +103,20 @@ def read_message(given: Any, place: str) -> Message:
     if "tool_calls" in members:
         calls = members["tool_calls"]
         if isinstance(calls, str):
-            calls = parse(calls, f"tool_calls of {place}")
+            calls = read_json_text(calls, f"tool_calls of {place}")
         if not isinstance(calls, list):
             raise ValueError(f"tool_calls of {place} holds {shape_of(calls)}, expected a list")
         message["tool_calls"] = [read_tool_call(call, f"a call of {place}") for call in calls]
-    for key in ("reasoning_content", "tool_calls"):
-        if key in message and role != "assistant":
-            raise ValueError(f"{place} has {key} and the role {role}, expected role assistant")
     return message
 
 
 @cache
 def _say_unused(key: str) -> None:
-    log.warning("messages have a member %s: it is not used", key)
+    log.warning(
+        "messages have a member %s, which is not used: take it out. Only what the policy samples "
+        "is trained",
+        key,
+    )
 
 
 def _read_thinking(members: dict[Any, Any], place: str) -> str:
@@ -146,11 +156,12 @@ def read_content(given: Any, place: str) -> str | list[dict[str, str]]:
 
 def read_tool_call(given: Any, place: str) -> dict[str, Any]:
     """A call of a chat as templates take it, of {"function": {"name", "arguments"}} or these two
-    alone. Texts and numbers in it are such that Arrow and JSON hold them."""
+    alone. ValueError if Arrow or JSON cannot store a text or number in it."""
     if isinstance(given, str):
-        given = parse(given, place)
-    call = given if isinstance(given, Mapping) else {}
-    call = {key: member for key, member in call.items() if member not in (None, "")}
+        given = read_json_text(given, place)
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{place} is {shape_of(given)}, expected {{name, arguments}}")
+    call = {key: member for key, member in given.items() if member not in (None, "")}
     call_id = call.pop("id", None)
     kind = call.pop("type", "function")
     call.pop("index", None)  # a place in a stream
@@ -158,7 +169,8 @@ def read_tool_call(given: Any, place: str) -> dict[str, Any]:
     if function is None:
         function = call
     elif call:
-        raise ValueError(f"{place} has {printable(sorted(map(str, call)))} beside its function")
+        extra = printable(sorted(map(str, call)))
+        raise ValueError(f"{place} has {extra} beside its function: take it out")
     if kind != "function":
         raise ValueError(f"{place} has the type {printable(kind)}, expected function")
     if isinstance(function, Mapping):  # some write "" or null if there are no arguments
@@ -175,13 +187,12 @@ def read_tool_call(given: Any, place: str) -> dict[str, Any]:
 
 def read_call(given: Any, place: str, key: str = "arguments") -> tuple[str, dict[str, Any]]:
     """Name and arguments of a call {"name": …, key: {…}}, which has no other member. Arguments may
-    be the text of a JSON object; without any there are none."""
+    be the text of a JSON object; no arguments mean {}."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{place} is {shape_of(given)}, expected a JSON object")
-    name = given.get("name")
-    if not isinstance(name, str) or not name:
+    if given.get("name") in (None, ""):
         raise ValueError(f'{place} lacks "name"')
-    name = read_name(name, f"name of {place}")
+    name = read_name(given["name"], f"name of {place}")
     unknown = sorted(map(str, given.keys() - {"name", key}))
     if unknown:
         raise ValueError(
@@ -191,27 +202,21 @@ def read_call(given: Any, place: str, key: str = "arguments") -> tuple[str, dict
     arguments = given.get(key, {})
     place = f'"{key}" of {printable(name)} in {place}'
     if isinstance(arguments, str):  # JSON inside JSON, as OpenAI's interface has it
-        arguments = parse(arguments, place)
+        arguments = read_json_text(arguments, place)
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{place} is {shape_of(arguments)}, expected a JSON object")
     arguments = dict(arguments)
-    if is_too_deep(arguments) or not _is_readable(arguments):
-        raise ValueError(f"{place} is no plain JSON: {problem_of(arguments)}")
+    problem = problem_of(arguments, with_texts=False)
+    if problem:
+        raise ValueError(f"{place} is no plain JSON: {problem}")
+    try:
+        json.dumps(arguments)
+    except TypeError as error:  # a date of Arrow, an object of a user's function
+        raise ValueError(f"{place} is no plain JSON: {printable(error)}") from None
     return name, arguments
 
 
-def _is_readable(given: Any) -> bool:
-    """Whether all numbers in plain content can be read again from JSON."""
-    if isinstance(given, dict):
-        given = list(given.values())
-    if isinstance(given, list):
-        return all(map(_is_readable, given))
-    if isinstance(given, float):
-        return math.isfinite(given)
-    return not isinstance(given, int) or abs(given) < 10**MOST_DIGITS
-
-
-def parse(text: str, place: str) -> Any:
+def read_json_text(text: str, place: str) -> Any:
     """What JSON text holds. ValueError names the `place`."""
     try:
         return read_json(text)
@@ -251,7 +256,8 @@ def read_word(given: Any, place: str) -> str:
     """A role or an id: templates write it as it is, so it must not spell a control token."""
     if not isinstance(given, str) or not _WORD.fullmatch(given):
         raise ValueError(
-            f"{place} is {printable(repr(given))}, expected a word of A-Z a-z 0-9 _ . : -"
+            f"{place} is {printable(repr(given))}, expected a word of A-Z a-z 0-9 _ . : - of at "
+            f"most {_LONGEST_WORD} characters"
         )
     return given
 

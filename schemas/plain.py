@@ -1,9 +1,9 @@
-"""Plain JSON, read strictly: no key twice, no NaN, no number that a float can not hold, no nesting
-without end.
+"""Plain JSON, read strictly: no key twice, no NaN, no number beyond a float's range, at most 100
+levels of nesting.
 
     fields = read_json(raw)     # ValueError, whatever is wrong
 
-Not of the spine: it is `json.loads`, which refuses more.
+Not of the spine: it is a stricter `json.loads`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,24 @@ MOST_LEVELS = 100
 """Of nesting. Libraries give up at some hundreds, each at another depth."""
 _MOST_OF_PATH = 60
 MOST_DIGITS = 300
-"""Of a number: a float holds 308."""
+"""Most digits of a whole number: a float ends at 1e308."""
+_DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
+_BAD_ESCAPE = re.compile(r"\\u(?:0000|[dD][89a-fA-F])")
+"""Alone can say a NUL character, or half of a pair of surrogates."""
 _BAD_CHARACTER = re.compile("[\0\ud800-\udfff]")
 
 
 def read_json(raw: bytes | str) -> Any:
     """What JSON text holds. ValueError says what is wrong with it."""
+    text = raw if isinstance(raw, str) else raw.decode(json.detect_encoding(raw), "surrogatepass")
+    zeros = text.encode(errors="surrogatepass").translate(_DIGITS_AS_ZEROS)
+    has_long_number = b"0" * (MOST_DIGITS + 1) in zeros  # looked for since a hook is slow
     try:
         content = json.loads(
-            raw,
+            text,
             object_pairs_hook=no_key_twice,
             parse_constant=no_constant,
-            parse_int=_integer,
+            parse_int=_integer if has_long_number else int,
             parse_float=finite_float,
         )
     except RecursionError:
@@ -41,13 +47,23 @@ def read_json(raw: bytes | str) -> Any:
     return content
 
 
+def read_clean_json(text: str) -> Any:
+    """As `read_json`, of what goes to templates and tables. ValueError also for a NUL or a lone
+    surrogate in one of its texts."""
+    content = read_json(text)
+    problem = problem_of(content) if _BAD_ESCAPE.search(text) else ""
+    if problem:
+        raise ValueError(problem)
+    return content
+
+
 TOO_DEEP = f"it is nested more than {MOST_LEVELS} levels deep"
 
 
 def is_too_deep(content: Any) -> bool:
     """Whether lists and objects in it hold one another on more than `MOST_LEVELS` levels."""
     containers = [content]
-    for _ in range(MOST_LEVELS + 1):
+    for _ in range(MOST_LEVELS):
         containers = [
             child
             for parent in containers
@@ -60,9 +76,14 @@ def is_too_deep(content: Any) -> bool:
     return True
 
 
-def problem_of(content: Any) -> str:
-    """What stands in plain Python content that JSON, or a reader of it, could not take, and where;
-    empty where there is nothing."""
+def problem_of(content: Any, *, bits: int = 0, with_texts: bool = True) -> str:
+    """The first text, number or depth in plain Python content that `read_json`, or what takes its
+    texts, would refuse, and where; empty if there is none. Types are not looked at.
+
+    Args:
+        bits: Most bits of a whole number, with its sign; 0: `MOST_DIGITS` digits.
+        with_texts: Whether texts are looked at. JSON has escapes for what they may not hold.
+    """
     waiting = [("", content, 0)]
     while waiting:
         path, node, level = waiting.pop()
@@ -73,26 +94,18 @@ def problem_of(content: Any) -> str:
         elif isinstance(node, list | tuple):
             children = enumerate(node)
         elif isinstance(node, str):
-            problem = _problem_of_text(node)
-        elif isinstance(node, int) and abs(node) >= 2**63:
-            problem = "is a number of more than 64 bits"
+            problem = bad_text(node) if with_texts else ""
+        elif isinstance(node, int) and bits and abs(node) >= 2 ** (bits - 1):
+            problem = f"is a number of more than {bits} bits"
+        elif isinstance(node, int) and abs(node) >= 10**MOST_DIGITS:
+            problem = f"is a number of more than {MOST_DIGITS} digits"
         elif isinstance(node, float) and not math.isfinite(node):
             problem = "is no finite number"
-        if level > MOST_LEVELS:
+        if level >= MOST_LEVELS and isinstance(node, dict | list | tuple):
             problem = f"is nested more than {MOST_LEVELS} levels deep"
         if problem:
             return f"{printable(path, _MOST_OF_PATH) or 'it'} {problem}"
         waiting += [(f"{path}.{key}".strip("."), child, level + 1) for key, child in children]
-    return ""
-
-
-def _problem_of_text(text: str) -> str:
-    if "\0" in text:
-        return "holds a NUL character"
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return "is no text: it holds half a character"
     return ""
 
 
@@ -122,8 +135,9 @@ def no_constant(name: str) -> float:
 
 
 def _integer(text: str) -> int:
-    if len(text) > MOST_DIGITS:
-        raise ValueError(f"a number has {len(text)} digits, at most {MOST_DIGITS} are read")
+    digits = len(text.lstrip("-"))
+    if digits > MOST_DIGITS:
+        raise ValueError(f"a number has {digits} digits, at most {MOST_DIGITS} are read")
     return int(text)
 
 

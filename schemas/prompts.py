@@ -3,7 +3,7 @@
 | column | type | meaning |
 |---|---|---|
 | group_id | string | the prompt; all rollouts of one prompt are a group |
-| messages | list<struct<role, content>>, null | the chat, where one was given |
+| messages | list<struct<role, content>>, null | the chat that the template was given, if one was |
 | prompt_text | string | the rendered text, for people |
 | prompt_ids | list<int32> | what the engine gets; exactly one BOS where the model has one |
 | columns | struct | the user's own columns; rewards get their values by name (`cells.py`) |
@@ -12,10 +12,13 @@
     "<|im_start|>user…",
      "prompt_ids": [1, 4093, …], "columns": {"answer": 7}}
 
-prompts/2 are written if chats have more than roles and contents, rows show pictures, or an
-environment answers. Messages have four fields more, strings or null: `tool_calls` (JSON), an
-assistant's thinking as `reasoning_content`, and of what a tool answered `tool_call_id` and the
-tool's `name`. There are three columns more:
+`messages` begin with the recipe's system message, end with what an environment says at the start,
+and lack a last message of the assistant, which the policy continues.
+
+prompts/2 are written if chats have more than roles and contents, rows show pictures, the template
+is given tools, or an environment answers. Messages have four fields more, strings or null:
+`tool_calls` (JSON), an assistant's thinking as `reasoning_content`, and of what a tool answered
+`tool_call_id` and the tool's `name`. There are three columns more:
 
 | column | type | meaning |
 |---|---|---|
@@ -31,9 +34,11 @@ A prompt may be the beginning of a saved episode, up to a turn that is to be sam
 
 | in `columns` | meaning |
 |---|---|
-| quiver_turns | JSON of the turns that it had answered, and of what it said: [{text, calls: [{name,
-arguments}], observation, cut, reward}]; `cut` characters of the observation are left out |
+| quiver_turns | JSON of the turns that it had answered, and of what it said |
 | quiver_group | the group_id of the episode, which gives the environment's seed |
+
+A turn of `quiver_turns` is {text, calls: [{name, arguments}], observation, cut, reward}; `cut`
+characters of the observation are left out.
 """
 
 import pyarrow as pa

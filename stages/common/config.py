@@ -71,8 +71,9 @@ class Config(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _is_plain(cls, fields: Any) -> Any:
-        """Values that go anywhere, such as a function's arguments, go into a manifest too."""
-        problem = problem_of(fields)
+        """Values that go anywhere, such as a function's arguments, go into a manifest too. Whole
+        numbers go to libraries that hold 64 bits of them."""
+        problem = problem_of(fields, bits=64)
         if problem:
             raise ValueError(printable(problem))
         return fields

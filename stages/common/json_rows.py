@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.schemas.plain import bad_text, finite_float, no_constant, no_key_twice
+from quiver.schemas.plain import read_clean_json
 
 
 def bad_source(place: object, message: str) -> ConfigError:
@@ -23,21 +23,26 @@ def bad_source(place: object, message: str) -> ConfigError:
     )
 
 
-def json_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """(line, row): of JSON lines, or of one array of objects (then `line` counts its items)."""
+def unit_of(path: Path) -> str:
+    """What `json_rows` counts in a file: "item" if it holds one array, else "line"."""
     with open(path, "rb") as file:
         beginning = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
         while not beginning and (chunk := file.read(1 << 16)):
             beginning = chunk.lstrip()
-        if beginning.startswith(b"["):
-            yield from enumerate(parse(f"{path}", path.read_bytes()), 1)
-            return
-        file.seek(0)
+    return "item" if beginning.startswith(b"[") else "line"
+
+
+def json_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """(number, row): of JSON lines, or of the items of one array (`unit_of`)."""
+    if unit_of(path) == "item":
+        yield from enumerate(parse_line(path.read_bytes(), f"{path}"), 1)
+        return
+    with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                row = parse(f"{path} line {number}", line)
+                row = parse_line(line, f"{path} line {number}")
             except ConfigError:
                 if not _is_object(line) and _is_object(path.read_bytes()):
                     raise bad_source(
@@ -55,39 +60,15 @@ def _is_object(text: bytes) -> bool:
     return False
 
 
-def parse(place: str, raw: bytes) -> Any:
-    """Strict JSON: UTF-8, no NaN, no number beyond floats, no key twice, no NUL and no lone
-    surrogate in any text. ConfigError names `place`."""
+def parse_line(raw: bytes, place: str) -> Any:
+    """Strict JSON in UTF-8 (`read_clean_json`). ConfigError names `place`."""
     try:
-        text = raw.decode("utf-8-sig")
-        parsed = json.loads(
-            text,
-            object_pairs_hook=no_key_twice,
-            parse_constant=no_constant,
-            parse_float=finite_float,
-        )
+        return read_clean_json(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
-        raise bad_source(
-            place, f"is not UTF-8: byte {byte:#04x} at position {error.start}"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise bad_source(place, f"is not JSON: {printable(error)}") from None
-    if "\\u" in text:
-        try:
-            _require_text(place, parsed)
-        except RecursionError:
-            raise bad_source(place, "is nested too deeply") from None
-    return parsed
-
-
-def _require_text(place: str, node: Any) -> None:
-    if isinstance(node, str):
-        problem = bad_text(node)
-        if problem:
-            raise bad_source(place, problem)
-    elif isinstance(node, list):
-        for child in node:
-            _require_text(place, child)
-    elif isinstance(node, dict):
-        _require_text(place, [*node, *node.values()])
+        problem = f"is not UTF-8: byte {byte:#04x} at position {error.start}"
+    except json.JSONDecodeError as error:
+        problem = f"is not JSON: {printable(error)}"
+    except ValueError as error:
+        problem = f"cannot be read: {printable(error)}"
+    raise bad_source(place, problem)

@@ -69,7 +69,7 @@ KEYS = {
     "vllm_importance_sampling_correction": "logprobs.prox",
     "vllm_tensor_parallel_size": "generate.options.tensor_parallel_size",
 }
-"""As the table in deployments/docs/coming-from.md has them, those whose name is no key's here."""
+"""As the table in deployments/docs/coming-from.md has them, but for names that are keys here."""
 IN_SECTIONS = {"model.path": "policy.model", "rollout.name": "generate.engine"}
 """The same of names that mean something else without verl's section."""
 
@@ -82,12 +82,12 @@ COLUMNS = {
     "videos": "take it out of the source: no policy is shown videos here",
     "audio": "take it out of the source: no policy is given sounds here",
     "audios": "take it out of the source: no policy is given sounds here",
-    "tools": 'set data.tools = "tools", for rows that the chat template renders',
+    "tools": 'rows that the chat template renders show it if data.tools = "tools"',
     "chat_template_kwargs": "give rows that the chat template renders, or set "
     "prompt.template_arguments for all of them",
     "agent_name": "set [generate.turns] for rows that are more than one turn",
-    "completion": "take it out of the source: answers are sampled, not read",
-    "chosen": "take it out of the source: answers are sampled, not read",
-    "rejected": "take it out of the source: answers are sampled, not read",
+    "completion": "answers are sampled, so prompts do not show it; a reward may read it",
+    "chosen": "answers are sampled, so prompts do not show it; a reward may read it",
+    "rejected": "answers are sampled, so prompts do not show it; a reward may read it",
 }
 """Columns that prompts are made of elsewhere: what to do about each if it is not used here."""

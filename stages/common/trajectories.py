@@ -22,7 +22,7 @@ from quiver.schemas import outside
 from quiver.schemas.errors import ConfigError, printable, reason
 from quiver.schemas.outside import LARGEST
 from quiver.stages.common.config import parse
-from quiver.stages.common.json_rows import bad_source, json_rows
+from quiver.stages.common.json_rows import bad_source, json_rows, unit_of
 from quiver.stages.common.store import storage
 
 _ROUNDING = 1e-4
@@ -182,22 +182,24 @@ class Trajectory(_Part):
         return lengths
 
 
-def read(source: str, sha256: str = "") -> tuple[dict[int, Trajectory], str]:
-    """All lines, by their number, and the hash of the file's bytes. ConfigError names line and
-    field, or says that the hash is not `sha256`."""
+def read(source: str, sha256: str = "") -> tuple[dict[str, Trajectory], str]:
+    """All lines, by their place ("line 7"), and the hash of the file's bytes. ConfigError names
+    line and field, or says that the hash is not `sha256`."""
     path = Path(os.path.expanduser(source))
     if not path.is_file():
         raise bad_source(source, f"there is no file {path.absolute()}")
     try:
         hash_now = storage.sha256(path)
+        unit = unit_of(path)
         lines = {}
         for number, row in json_rows(path):
+            place = f"{unit} {number}"
             if not isinstance(row, dict):
                 problem = f"expected an object, found {type(row).__name__}"
-                raise bad_source(f"{source} line {number}", problem)
-            lines[number] = parse(Trajectory, row, place_of(source, number))
+                raise bad_source(f"{source} {place}", problem)
+            lines[place] = parse(Trajectory, row, place_of(source, place))
     except OSError as error:
-        raise bad_source(source, f"can not be read: {reason(error)}") from error
+        raise bad_source(source, f"cannot be read: {reason(error)}") from error
     if not lines:
         raise bad_source(source, "has no lines")
     if sha256 not in ("", hash_now):
@@ -209,6 +211,6 @@ def read(source: str, sha256: str = "") -> tuple[dict[int, Trajectory], str]:
     return lines, hash_now
 
 
-def place_of(source: str, number: int) -> str:
+def place_of(source: str, place: str) -> str:
     """What errors call a line."""
-    return f"source {printable(source)} line {number}"
+    return f"source {printable(source)} {place}"

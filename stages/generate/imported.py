@@ -125,13 +125,13 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     )
 
 
-def _require_readable(config: Config, lines: Mapping[int, Trajectory], policy: Version) -> None:
+def _require_readable(config: Config, lines: Mapping[str, Trajectory], policy: Version) -> None:
     """ConfigError for a line that the policy could not have read or sampled."""
     vocabulary = checkpoints.vocabulary_size(policy)
     context = checkpoints.context_length(policy)
     is_encoder_decoder = checkpoints.is_encoder_decoder(policy)
     allowed = config.sampling.max_tokens
-    for number, line in lines.items():
+    for place, line in lines.items():
         problem = ""
         for field, ids in line.ids.items():
             if ids and max(ids) >= vocabulary:
@@ -151,11 +151,11 @@ def _require_readable(config: Config, lines: Mapping[int, Trajectory], policy: V
             )
         if problem:
             raise ConfigError(
-                place_of(config.source, number), problem, next="correct the source and run again"
+                place_of(config.source, place), problem, next="correct the source and run again"
             )
 
 
-def _groups(config: Config, lines: Mapping[int, Trajectory], prompts: Version | None) -> list[str]:
+def _groups(config: Config, lines: Mapping[str, Trajectory], prompts: Version | None) -> list[str]:
     """The group of each line. ConfigError for one that has another prompt than its group has."""
     prompts_by_group: dict[str, list[int]] = {}
     if prompts is not None:
@@ -163,7 +163,7 @@ def _groups(config: Config, lines: Mapping[int, Trajectory], prompts: Version | 
         pairs = (table[name].to_pylist() for name in ("group_id", "prompt_ids"))
         prompts_by_group = dict(zip(*pairs, strict=True))
     groups = []
-    for number, line in lines.items():
+    for place, line in lines.items():
         group = line.group_id or digest(line.prompt_ids)[:16]
         problem = ""
         if prompts is not None and group not in prompts_by_group:
@@ -173,7 +173,7 @@ def _groups(config: Config, lines: Mapping[int, Trajectory], prompts: Version | 
             problem = f"prompt_ids: group {printable(group)} has others in {others}"
         if problem:
             raise ConfigError(
-                place_of(config.source, number), problem, next="correct the source and run again"
+                place_of(config.source, place), problem, next="correct the source and run again"
             )
         groups.append(group)
     return groups

@@ -1,5 +1,5 @@
-"""Arrow columns as others write them, in types of which every later step can take rows, and whose
-values Python can hold.
+"""Arrow columns as others write them, in types that `take` supports and whose values Python can
+hold.
 
 Views and runs become plain lists, texts and numbers, also inside lists and structs. So do floats of
 16 and 32 bits: 0.1 in such a column becomes 0.1, not 0.10000000149011612.
@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from quiver.schemas import cells
 from quiver.schemas.errors import printable
+from quiver.schemas.plain import read_clean_json
 from quiver.stages.common.json_rows import bad_source
 
 from .python_rows import CHUNK, to_table
@@ -47,11 +48,13 @@ def _plain_column(source: str, name: str, column: pa.ChunkedArray) -> pa.Chunked
             raise bad_source(
                 source, f"column {printable(name)} of type {column.type}: {printable(error)}"
             ) from None
-    column = cells.wrap(column)
-    if isinstance(column.type, cells.Cells) or cells.holds(column.type, pa.types.is_temporal):
-        for _ in _values(source, name, column):
+    wrapped = cells.wrap(column)
+    is_temporal = cells.holds(column.type, pa.types.is_temporal)
+    # a value that cannot be read is named by its row now
+    for unread in [column, wrapped] if wrapped is not column else [column] * is_temporal:
+        for _ in _values(source, name, unread):
             pass
-    return column
+    return wrapped
 
 
 def _values(source: str, name: str, column: pa.ChunkedArray) -> Iterator[Any]:
@@ -88,7 +91,10 @@ def _of_member(scalar: pa.Scalar) -> Any:
 
 def _as_written(value: Any, kind: pa.DataType) -> Any:
     """`value`, which Arrow's `as_py` gave of the type `kind`, with its short floats as the shortest
-    decimals that stand for them. Whole numbers stay, since the type holds them exactly."""
+    decimals that stand for them. Whole numbers stay, since the type holds them exactly. ValueError
+    if it is JSON that cannot be read."""
+    if isinstance(kind, pa.JsonType) and value is not None:
+        read_clean_json(value)
     if isinstance(kind, pa.BaseExtensionType) and not isinstance(kind, cells.Cells):
         kind = kind.storage_type
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):

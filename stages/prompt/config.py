@@ -16,6 +16,8 @@ from quiver.stages.common.config import Config as Base
 from quiver.stages.common.environments.config import EnvironmentConfig
 
 INPUTS = ("messages", "prompt", "prompt_ids")
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".feather")
+"""Of the files that a source may be."""
 
 
 class Curriculum(Base):
@@ -32,8 +34,8 @@ class Curriculum(Base):
     """Rows with a higher one are too easy."""
     iterations: Runtime[int] = Field(ge=1)
     """How many earlier iterations of the run are looked at. What a row measured before them is
-    forgotten, so a row that was too hard gets its turn again: two epochs (2 · rows / limit) let it
-    miss one."""
+    forgotten, so a row that was too hard gets its turn again: with two epochs (2 · rows / limit) it
+    rests for one."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -65,12 +67,13 @@ class SourceConfig(Base):
     """Column with token ids, given to the engine as they are."""
     images: Added[str | None] = None
     """Column with a prompt's pictures, for a policy that sees them: one or a list, each as
-    `datasets.Image` stores it, as bytes, or as a path below the source's folder. They are shown
-    where the chat has parts of type image, else before its first user message's text."""
+    `datasets.Image` stores it, as bytes, as base64 or a data URL, or as a path below the source's
+    folder. They are shown where the chat has parts of type image, else before its first user
+    message's text."""
     tools: Added[str] = "tools"
     """Column with a row's own tools, if the source has it: a list of JSON schemas of functions, or
-    JSON text of it. The chat template shows them for that row, unless [generate.turns] has tools.
-    Empty: they are not shown."""
+    JSON text of it. The chat template shows them for that row, unless [generate.turns] or
+    prompt.template_arguments say what may be called. Empty: they are not shown."""
     raw_text: bool = False
     """Take the text of `prompt` as the whole prompt, without a chat template. Control tokens typed
     in it stay text."""
@@ -129,7 +132,7 @@ class TemplateConfig(Base):
     template_arguments: dict[str, Any] = Field(default_factory=dict)
     """More variables for the template, such as enable_thinking."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Longest prompt. The model's context less `reserve_tokens` holds besides."""
+    """Most tokens of a prompt. It must also fit the model's context with `reserve_tokens` free."""
     reserve_tokens: int = Field(default=0, ge=0)
     """Room for the completion: prompt and this many tokens must fit the model's context (an
     encoder's: the prompt alone)."""
@@ -158,7 +161,7 @@ class Config(SourceConfig, TemplateConfig):
     """The environment or the tools of [generate.turns], of which prompts show the opening and the
     schemas."""
     first: Added[int | None] = Field(default=None, ge=1)
-    """Of these rows the first so many alone, which `quiver check` looks at. None: all."""
+    """Render only the first so many of these rows, which `quiver check` looks at. None: all."""
 
     def key(self) -> dict[str, Any]:
         """As the source has it; a template's hash is that of the model that it stands in for."""

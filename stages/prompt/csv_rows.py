@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quiver.schemas.errors import printable
-from quiver.stages.common.chat.template import bad_text
+from quiver.schemas.plain import bad_text
 from quiver.stages.common.json_rows import bad_source
 
 Cell = str | int | float | None
@@ -54,11 +54,14 @@ def _number(text: str) -> int | float | None:
 
 def _bad_text(text: str) -> str:
     """What is wrong with text whose bytes that are not UTF-8 became lone surrogates."""
-    problem = bad_text(text)
-    return problem if "NUL" in problem or not problem else "is not UTF-8"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "is not UTF-8"
+    return bad_text(text)
 
 
-def _problem(name: str, names: list[str]) -> str:
+def _problem_of_name(name: str, names: list[str]) -> str:
     """What is wrong with the name of a column."""
     if names.count(name) > 1:
         return "stands more than once"
@@ -76,7 +79,7 @@ def _text_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
             filled = (cells for cells in reader if cells)  # without empty lines
             names = next(filled, [])
             for name in names:
-                if problem := _problem(name, names):
+                if problem := _problem_of_name(name, names):
                     raise bad_source(path, f"column {printable(name)} {problem}")
             for number, cells in enumerate(filled, 1):
                 place = f"{path} row {number} (line {reader.line_num})"

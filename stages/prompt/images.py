@@ -26,7 +26,7 @@ from quiver.stages.common.images.checking import ImageCheck, ImageLimits
 from quiver.stages.common.images.processor import load_processor
 from quiver.stages.common.store import Version, storage
 
-from .config import Config, SourceConfig
+from .config import SUFFIXES, Config, SourceConfig
 from .messages import bad_row, type_name
 
 _SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*", b"MM\0*")
@@ -62,8 +62,8 @@ class Pictures:
         return pictures
 
     def expanded(self, name: str, ids: list[int], pictures: list[Picture]) -> dict[str, Any]:
-        """`prompt_ids`, the `ids` of a prompt with all that the policy reads in place of each
-        picture's one; `images`; and `image_spans`, where they stand. ConfigError."""
+        """The `ids` of a prompt with each picture's placeholder expanded (`prompt_ids`), the
+        pictures (`images`), and where they stand (`image_spans`). ConfigError."""
         contents = [picture["bytes"] for picture in pictures]
         prompt_ids, spans = self._processor.expand(name, ids, contents)
         image_spans = [span._asdict() for span in spans]
@@ -75,13 +75,16 @@ def read_cell(name: str, cell: Any, config: Config) -> list[Picture]:
     pictures = []
     for number, picture in enumerate(_listed(cell)):
         place = f"{name}: picture {number + 1}"
-        content = _content(place, picture)
-        path = picture.get("path") if isinstance(picture, dict) else None
+        content, path = _content_and_path(place, picture)
         if content is None:
-            path = path or picture
             content = _read_file(place, path, config)
         pictures.append({"bytes": content, "path": path})
     return pictures
+
+
+def without_images(table: pa.Table, config: SourceConfig) -> pa.Table:
+    """The columns of rows that stay: pictures become a column of their own."""
+    return table.drop_columns(config.images) if config.images else table
 
 
 def hash_with_files(table: pa.Table, config: SourceConfig, sha256: str) -> str:
@@ -100,8 +103,9 @@ def _paths(column: pa.ChunkedArray, config: SourceConfig) -> Iterator[tuple[str,
         for row, scalar in enumerate(chunk):
             place = f"row {row + 1} of {printable(config.source)}"
             for picture in _listed(scalar.as_py()):
-                if _content(place, picture) is None:
-                    yield place, picture if isinstance(picture, str) else picture.get("path")
+                content, path = _content_and_path(place, picture)
+                if content is None:
+                    yield place, path
 
 
 def _listed(cell: Any) -> list[Any]:
@@ -110,24 +114,24 @@ def _listed(cell: Any) -> list[Any]:
     return cell if isinstance(cell, list) else [cell]
 
 
-def _content(place: str, picture: Any) -> bytes | None:
-    """The bytes of a picture; None where it is in a file."""
+def _content_and_path(place: str, picture: Any) -> tuple[bytes | None, str | None]:
+    """The bytes of a picture, or None if it is in a file; and the path that its cell names."""
     if isinstance(picture, bytes):
-        return picture
+        return picture, None
     if isinstance(picture, dict) and {"bytes", "path"} >= picture.keys():
         content = picture.get("bytes")
         if isinstance(content, str):  # JSON has no bytes; `quiver show --json` writes them so
             content = _decoded(content) or content
         if content is None or isinstance(content, bytes):
-            return content
+            return content, picture.get("path")
         raise bad_row(place, f"bytes holds {type_name(content)}, expected bytes, or base64")
     if isinstance(picture, str):
         content = _decoded(picture)
         if content is not None and content.startswith(_SIGNATURES):
-            return content
+            return content, None
         if picture.startswith("data:"):
             raise bad_row(place, "is a data URL, and holds no picture in base64")
-        return None
+        return None, picture
     raise bad_row(place, f"holds {type_name(picture)}, expected bytes, a path, or {{bytes, path}}")
 
 
@@ -147,7 +151,7 @@ def _read_file(place: str, path: str | None, config: Config) -> bytes:
     try:
         return storage.read_file(file, config.max_image_bytes)
     except (OSError, ValueError) as error:
-        raise bad_row(place, f"{printable(file)} can not be read: {reason(error)}") from None
+        raise bad_row(place, f"{printable(file)} cannot be read: {reason(error)}") from None
 
 
 def _locate(place: str, path: str | None, config: SourceConfig) -> Path:
@@ -159,11 +163,11 @@ def _locate(place: str, path: str | None, config: SourceConfig) -> Path:
     except ValueError as error:
         problem = f"{error}, and is no picture (PNG, JPEG, WebP) in base64"
         raise bad_row(place, problem) from None
-    source = config.source
-    if source.startswith("datasets:"):
-        folder = Path(os.path.expanduser(source.removeprefix("datasets:")))
-    else:
-        folder = Path(os.path.expanduser(source.rpartition(":")[0] or source)).parent
+    source = os.path.expanduser(config.source.removeprefix("datasets:"))
+    folder = Path(source)
+    if not config.source.startswith("datasets:"):
+        is_file = folder.suffix in SUFFIXES  # else file.py:function
+        folder = Path(source if is_file else source.rpartition(":")[0] or source).parent
     folder = folder.resolve()
     try:
         file = (folder / path.removeprefix("file://")).resolve()

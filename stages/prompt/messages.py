@@ -1,4 +1,4 @@
-"""Messages of a row of a source: they are read by the gate for all that comes from outside
+"""Messages of a row of a source: they are read by the entrance for all that comes from outside
 (`schemas/outside.py`), and errors name the row."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from quiver.schemas import outside
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.outside import Message
 
-MORE = frozenset((*outside.MORE, *outside.THINKING))
+MEMBERS_BEYOND_TEXT = frozenset((*outside.MORE, *outside.THINKING))
 """What a message may have beside role and content."""
 
 
@@ -42,8 +42,11 @@ def show_images(name: str, messages: list[Message], count: int) -> list[Message]
             return [{**each, "content": text_of(each["content"])} for each in messages]
         return messages
     place = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
-    if shown or place is None:
+    if shown:
         raise bad_row(name, f"shows {shown} pictures, and the row has {count}")
+    if place is None:
+        problem = f"has {count} pictures and no message of a user that could show them"
+        raise bad_row(name, f'{problem}: add parts {{type: "image"}}')
     message = messages[place]
     parts = message["content"]
     if isinstance(parts, str):

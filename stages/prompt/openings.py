@@ -2,7 +2,7 @@
 group shares it.
 
     config = identified(config)                            # at planning; runs none of a user's code
-    with Openings(config.turns) as openings:
+    with Openings(config) as openings:
         messages = openings.of(source, rows, group_ids)    # of each row; none without environment
 """
 
@@ -15,11 +15,11 @@ from typing import Any
 import pyarrow as pa
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common.environments.config import EnvironmentConfig
 from quiver.stages.common.environments.environment import Message, environment_seed
 from quiver.stages.common.environments.pool import EnvironmentPool
 
 from .config import Config
+from .images import without_images
 
 _MOST_OPEN = 256
 """Environments that are begun at once."""
@@ -42,15 +42,15 @@ def identified(config: Config) -> Config:
 class Openings:
     """The environments of [generate.turns], begun and ended again. `tools`: what they offer."""
 
-    def __init__(self, turns: EnvironmentConfig | None) -> None:
+    def __init__(self, config: Config) -> None:
         self.tools: list[dict[str, Any]] = []
-        self._turns = turns
+        self._config = config
         self._stack = ExitStack()
         self._pool: EnvironmentPool | None = None
 
     def __enter__(self) -> Openings:
-        if self._turns is not None:
-            self._pool = self._stack.enter_context(EnvironmentPool(self._turns))
+        if self._config.turns is not None:
+            self._pool = self._stack.enter_context(EnvironmentPool(self._config.turns))
             self.tools = self._pool.loaded.tools
         return self
 
@@ -60,13 +60,15 @@ class Openings:
     def of(
         self, source: pa.Table, rows: Sequence[int], group_ids: Sequence[str]
     ) -> list[list[Message]]:
-        """What each of the `rows` of `source` begins with. ConfigError: one can not begin."""
+        """What each of the `rows` of `source` begins with. `group_ids` are of all its rows.
+        ConfigError: one cannot begin."""
         openings: list[list[Message]] = []
         if self._pool is None:
             return [[] for _ in rows]
         for start in range(0, len(rows), _MOST_OPEN):
             some_rows = rows[start : start + _MOST_OPEN]
-            columns = source.take(pa.array(some_rows, pa.int64())).to_pylist()
+            chunk = source.take(pa.array(some_rows, pa.int64()))
+            columns = without_images(chunk, self._config).to_pylist()
             keys = [
                 self._pool.open(row_columns, environment_seed(group_ids[row]))
                 for row, row_columns in zip(some_rows, columns, strict=True)
@@ -76,14 +78,14 @@ class Openings:
             while len(messages) < len(keys):
                 for reply in self._pool.replies(wait=None):
                     row = row_of_key.get(reply.key)
-                    if reply.key in messages or row is None:  # it was ended
+                    if reply.key in messages or row is None:  # its environment has ended
                         self._pool.forget(reply.key)
                     elif reply.failure is not None:
                         raise ConfigError(
-                            f"generate.turns {printable(', '.join(self._turns.sources))}",
-                            f"can not begin with prompt {printable(group_ids[row])}: "
+                            f"generate.turns {printable(', '.join(self._config.turns.sources))}",
+                            f"cannot begin with prompt {printable(group_ids[row])}: "
                             f"{printable(reply.why)}",
-                            next="see why it does not begin, or correct the row",
+                            next="correct the environment, or the row",
                         )
                     else:
                         messages[reply.key] = reply.step.observation()

@@ -60,9 +60,9 @@ def choose(rows: int, limit: int | None, seed: int, iteration: int) -> list[int]
 def _shuffled(rows: int, size: int, seed: int, length: int) -> list[int]:
     """At least `length` positions of shuffles that follow one another, each of all rows.
 
-    Where an iteration of `size` rows goes over the end of an epoch, the next shuffle's first rows
-    are those that it does not hold yet. The generator is numpy's legacy one, whose stream is
-    frozen: the same seed means the same rows on every version.
+    If an iteration of `size` rows spans two epochs, the second shuffle begins with rows that it
+    does not have yet. The generator is numpy's legacy one, whose stream is frozen: the same seed
+    means the same rows on every version.
     """
     order: list[int] = []
     for epoch in range(length // rows + 1):
@@ -79,9 +79,9 @@ def _shuffled(rows: int, size: int, seed: int, length: int) -> list[int]:
 def choose_rows(
     config: Config, group_ids: Sequence[str], rewards: Sequence[Version], store: Store
 ) -> tuple[list[int], dict[str, int]]:
-    """Positions that the iteration of `config` takes of the rows with these ids; and of how many of
-    them the curriculum says what, nothing without one. `rewards`: what earlier rounds measured,
-    oldest first. LineageError where these are of another source.
+    """Positions that the iteration of `config` takes of the rows with these ids; and how many of
+    them were not asked, within and outside, empty without a curriculum. `rewards`: what earlier
+    iterations measured, oldest first. LineageError where these are of another source.
 
     First come rows that none of the `rewards` has, in the order of `choose`, beginning with those
     that it takes; then rows whose last mean reward lies within the curriculum's bounds, and last
@@ -118,8 +118,8 @@ def open_rewards(config: Config, store: Store, refs: str | list[str] | None) -> 
     if names and config.curriculum is None:
         raise ConfigError(
             "data.curriculum",
-            "rewards are given, and nothing says which rows they make right",
-            next="quiver keys data.curriculum",
+            "rewards are given, and the recipe has no data.curriculum that would use them",
+            next="add data.curriculum, or leave --rewards out",
         )
     return {
         f"rewards.{number}" if number > 1 else "rewards": store.open(name)

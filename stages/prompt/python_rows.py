@@ -20,12 +20,12 @@ import pyarrow as pa
 
 from quiver.schemas.cells import Cells, holds, json_array
 from quiver.schemas.errors import printable
-from quiver.schemas.plain import TOO_DEEP, is_too_deep
+from quiver.schemas.plain import TOO_DEEP, bad_text, is_too_deep
 from quiver.stages.common.json_rows import bad_source
 
 CHUNK = 1024
 _DISAGREEMENTS = (pa.ArrowException, ValueError, OverflowError, TypeError)
-_NULLS_OF_PANDAS = ("NaTType", "NAType")  # Arrow makes the first day of the calendar of one
+_NULLS_OF_PANDAS = ("NaTType", "NAType")  # Arrow would turn NaT into 0001-01-01
 log = logging.getLogger(__name__)
 
 
@@ -35,6 +35,7 @@ def to_table(source: str, unit: str, rows: Iterable[tuple[int, Any]]) -> pa.Tabl
     place = f"{source} {unit}"
     chunks: list[dict[str, pa.ChunkedArray]] = []
     numbers: list[list[int]] = []
+    warnings: dict[str, str] = {}
     rows = iter(rows)
     while chunk := list(islice(rows, CHUNK)):
         for number, row in chunk:
@@ -44,9 +45,16 @@ def to_table(source: str, unit: str, rows: Iterable[tuple[int, Any]]) -> pa.Tabl
                 )
         numbers.append([number for number, _ in chunk])
         names = dict.fromkeys(name for _, row in chunk for name in row)
+        for name in names:
+            problem = bad_text(name) if isinstance(name, str) else "is no text"
+            if problem:
+                number = next(number for number, row in chunk if name in row)
+                raise bad_source(f"{place} {number}", f"the key {printable(repr(name))} {problem}")
         chunks.append(
             {
-                name: _column(place, name, numbers[-1], [row.get(name) for _, row in chunk])
+                name: _column(
+                    place, name, numbers[-1], [row.get(name) for _, row in chunk], warnings
+                )
                 for name in names
             }
         )
@@ -58,12 +66,18 @@ def to_table(source: str, unit: str, rows: Iterable[tuple[int, Any]]) -> pa.Tabl
             chunk[name] if name in chunk else pa.chunked_array([pa.nulls(len(rows))])
             for chunk, rows in zip(chunks, numbers, strict=True)
         ]
-        columns[name] = _join(place, name, [*chain(*numbers)], parts)
+        columns[name] = _join(place, name, [*chain(*numbers)], parts, warnings)
+    for warning in warnings.values():
+        log.warning("%s", warning)
     return pa.table(columns)
 
 
 def _join(
-    place: str, name: str, numbers: list[int], parts: list[pa.ChunkedArray]
+    place: str,
+    name: str,
+    numbers: list[int],
+    parts: list[pa.ChunkedArray],
+    warnings: dict[str, str],
 ) -> pa.ChunkedArray:
     """The parts of a column in one type."""
     kinds: list[pa.DataType] = []
@@ -81,7 +95,8 @@ def _join(
             ]
             return pa.chunked_array(arrays)
     if len(kinds) > 1:
-        return _column(place, name, numbers, [cell for part in parts for cell in part.to_pylist()])
+        cells = [cell for part in parts for cell in part.to_pylist()]
+        return _column(place, name, numbers, cells, warnings)
     kind = kinds[0] if kinds else pa.null()
     arrays = [
         pa.nulls(len(array), kind) if array.type != kind else array
@@ -91,8 +106,11 @@ def _join(
     return pa.chunked_array(arrays, kind)
 
 
-def _column(place: str, name: str, numbers: list[int], cells: list[Any]) -> pa.ChunkedArray:
-    """The cells of the rows with these numbers, in a type that gives them back. ConfigError."""
+def _column(
+    place: str, name: str, numbers: list[int], cells: list[Any], warnings: dict[str, str]
+) -> pa.ChunkedArray:
+    """The cells of the rows with these numbers, in a type that gives them back. `warnings`, by
+    column, gets what changed. ConfigError."""
     column = _infer(cells)
     is_kept = column is not None and _gives_back(column, cells)
     if not is_kept or pa.types.is_nested(column.type):
@@ -133,7 +151,7 @@ def _column(place: str, name: str, numbers: list[int], cells: list[Any]) -> pa.C
                 f"{place} {number}",
                 f"column {printable(name)}: {change}: its rows need values of one type",
             )
-        log.warning("%s %d: column %s: %s", place, number, printable(name), change)
+        warnings.setdefault(name, f"{place} {number}: column {printable(name)}: {change}")
     return column
 
 
@@ -149,10 +167,11 @@ def _infer(cells: list[Any]) -> pa.ChunkedArray | None:
 
 def _gives_back(column: pa.ChunkedArray, cells: list[Any]) -> bool:
     kind = column.type
-    while pa.types.is_list(kind):
+    if pa.types.is_list(kind):
         kind = kind.value_type
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_string(kind):
-        # Arrow infers these only of values that it gives back, but takes a set for a list
+        # Arrow infers these only of values that it gives back, but takes a set for a list, at any
+        # depth: lists of lists are compared
         return not any(isinstance(cell, set | frozenset) for cell in cells)
     kept = column.to_pylist()
     try:

@@ -1,6 +1,8 @@
 """Warnings about rows that may not be what their author meant: a blank question, a chat written as
-text, an answer at the end of a chat. Such rows are rendered as they stand. Each warning is given
-once, for the first row.
+text, an answer at the end of a chat.
+
+Such rows are rendered as they stand. Each warning is given once, for the first row; of roles and of
+control tokens once each.
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ class Remarks:
     def on_text(self, name: str, column: str, text: str) -> None:
         """Warn of a blank question of row `name`, and of a chat that is written as text."""
         if not text.strip():
-            self.say_once("blank", f"{name}: column {column} is blank, and the policy is asked it")
+            self.say_once(
+                "blank",
+                f"{name}: column {column} is blank, and the policy is asked it: correct the row, "
+                "or take it out of the source",
+            )
         if _CHAT_AS_TEXT.match(text):
             self.say_once(
                 "chat as text",
@@ -49,7 +55,7 @@ class Remarks:
             self.say_once(
                 f"role {role} as such",
                 f"{name}: a message has the role {printable(role)}; chat templates are made for "
-                f"{', '.join(ROLES)}",
+                f"{', '.join(ROLES)}: rename it, or set prompt.template to one that shows it",
             )
         if messages[-1]["role"] == "assistant":
             self.say_once(

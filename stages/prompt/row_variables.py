@@ -12,11 +12,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.plain import problem_of, read_clean_json
 from quiver.stages.common.names_elsewhere import COLUMNS
 from quiver.stages.common.plugins import did_you_mean
 
 from .config import Config
-from .messages import require_text, type_name
+from .messages import type_name
 
 ARGUMENTS = "chat_template_kwargs"
 """Column with a row's own arguments for the template."""
@@ -48,19 +49,22 @@ def columns_of(config: Config, columns: Iterable[str]) -> dict[str, str]:
     return {what: column for what, column in named.items() if column in columns}
 
 
-def read_variables(name: str, cells: Mapping[str, Any], reserved: Collection[str]) -> RowVariables:
-    """The cells of `columns_of` of row `name`. `reserved`: names of the template that are no
-    arguments. ConfigError."""
+def read_variables(
+    name: str, cells: Mapping[str, Any], reserved: Collection[str], tools_column: str = "tools"
+) -> RowVariables:
+    """The cells of `columns_of` of row `name`. `reserved`: variables that a row may not set.
+    ConfigError."""
     arguments = _parsed(name, ARGUMENTS, cells.get("arguments")) or {}
     if not isinstance(arguments, dict):
         raise _bad_cell(name, ARGUMENTS, f"holds {type_name(arguments)}, expected an object")
     for argument in arguments:
         if argument in _NOT_ARGUMENTS or argument in reserved:
             raise _bad_cell(name, ARGUMENTS, f"sets {argument}, which is no argument of a row")
-    tools = _parsed(name, "tools", cells.get("tools")) or []
+    tools = _parsed(name, tools_column, cells.get("tools")) or []
     if not isinstance(tools, list):
-        raise _bad_cell(name, "tools", f"holds {type_name(tools)}, expected a list of schemas")
-    return RowVariables([_read_tool(name, tool) for tool in tools] or None, arguments)
+        problem = f"holds {type_name(tools)}, expected a list of schemas"
+        raise _bad_cell(name, tools_column, problem)
+    return RowVariables([_read_tool(name, tools_column, tool) for tool in tools] or None, arguments)
 
 
 def tell_unused(config: Config, columns: Collection[str]) -> None:
@@ -78,7 +82,7 @@ def tell_unused(config: Config, columns: Collection[str]) -> None:
         if column not in COLUMNS or column in used:
             continue
         if column == config.tools and _recipe_has_tools(config):
-            what_to_do = "the recipe says what the policy may call, for all rows"
+            what_to_do = "the recipe says what the policy may call: take the column out"
         else:
             what_to_do = COLUMNS[column]
         _warn(config.source, column, what_to_do)
@@ -96,13 +100,13 @@ def _recipe_has_tools(config: Config) -> bool:
     return config.turns is not None or "tools" in config.template_arguments
 
 
-def _read_tool(name: str, tool: Any) -> dict[str, Any]:
+def _read_tool(name: str, column: str, tool: Any) -> dict[str, Any]:
     """A schema as transformers takes it: of a function, with or without what wraps it."""
-    tool = _parsed(name, "tools", tool)
+    tool = _parsed(name, column, tool)
     function = tool.get("function", tool) if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise _bad_cell(
-            name, "tools", f"has {printable(json.dumps(tool))[:80]}, expected a function's schema"
+            name, column, f"has {printable(json.dumps(tool))[:80]}, expected a function's schema"
         )
     return tool
 
@@ -110,16 +114,20 @@ def _read_tool(name: str, tool: Any) -> dict[str, Any]:
 def _parsed(name: str, column: str, cell: Any) -> Any:
     """What JSON text says; anything else as it is. ConfigError unless JSON can say it."""
     try:
-        parsed = json.loads(cell) if isinstance(cell, str) and cell else cell
-        text = json.dumps(parsed, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise _bad_cell(name, column, f"is not JSON: {printable(error)}") from None
-    require_text(name, text, f"column {column}")
+        parsed = read_clean_json(cell) if isinstance(cell, str) and cell else cell
+        problem = problem_of(parsed)
+        if not problem:
+            json.dumps(parsed)
+    except (TypeError, ValueError) as error:
+        problem = printable(error)
+    if problem:
+        raise _bad_cell(name, column, f"cannot be read: {problem}")
     return parsed
 
 
 def _bad_cell(name: str, column: str, problem: str) -> ConfigError:
     way_out = ""
-    if column == "tools":
+    if column != ARGUMENTS:
         way_out = ', or set data.tools = "" if the column is for something else'
-    return ConfigError(name, f"column {column} {problem}", next=f"correct the row{way_out}")
+    problem = f"column {printable(column)} {problem}"
+    return ConfigError(name, problem, next=f"correct the row{way_out}")

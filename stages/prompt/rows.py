@@ -1,12 +1,11 @@
-"""Rows of a source as rows of prompts/1: each rendered, measured against the context and the
+"""Rows of a source as rows of prompts/1 or /2: each rendered, measured against the context and the
 vocabulary, its columns kept."""
 
 from __future__ import annotations
 
 import json
-import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -32,16 +31,16 @@ from quiver.stages.common.chat.messages import (
     take_texts,
     texts_of,
 )
-from quiver.stages.common.chat.template import Messages, Template
+from quiver.stages.common.chat.template import Template
 from quiver.stages.common.environments.environment import pictures_in, without_pictures
-from quiver.stages.common.json_rows import parse
+from quiver.stages.common.json_rows import parse_line
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Version
 
 from .config import Config
-from .images import Picture, Pictures
+from .images import Picture, Pictures, without_images
 from .messages import (
-    MORE,
+    MEMBERS_BEYOND_TEXT,
     Message,
     bad_row,
     read_message,
@@ -54,7 +53,6 @@ from .python_rows import CHUNK
 from .remarks import Remarks
 from .row_variables import ARGUMENTS, RowVariables, columns_of, read_variables
 
-log = logging.getLogger(__name__)
 Prompt = dict[str, Any]
 """A row of prompts/1, but for its group and its columns."""
 
@@ -77,13 +75,17 @@ class Renderer:
         """What the template shows of the recipe's tools."""
         self.chat_template = ""
         """Source of the chat template; empty if none is used."""
-        self.have_calls: bool | None = None
+        self.has_more_members: bool | None = None
         """Whether messages of the version have more than role and content. None: not known yet."""
         self._policy = policy
         self._tokenizer = checkpoints.load_tokenizer(policy)
         self._pictures = Pictures(config, policy) if config.images else None
         self._vocabulary = checkpoints.vocabulary_size(policy)
         self._own_template = template
+        self._title = "the policy's chat template"
+        """What messages call the template."""
+        if config.template is not None:
+            self._title = f"prompt.template {printable(config.template)}"
         self._templates: dict[str, Template] = {}
         self._remarks = Remarks()
         self._seen: set[str] = set()
@@ -128,7 +130,9 @@ class Renderer:
         if self._is_hopeless(name, cell, opening):
             return None
         messages = None
-        own = read_variables(name, variables or {}, self._tokenizer.special_tokens_map)
+        pictures: list[Picture] = []
+        reserved = self._tokenizer.special_tokens_map
+        own = read_variables(name, variables or {}, reserved, config.tools)
         # TRL and verl keep chats in a column `prompt`
         is_chat = bool(config.prompt) and not config.raw_text and isinstance(cell, list)
         if config.messages or is_chat:
@@ -169,14 +173,15 @@ class Renderer:
             if messages[-1]["role"] == "assistant":  # the policy continues it
                 messages = messages[:-1]
             messages = [{**each, "content": text_of(each["content"])} for each in messages]
-        tools = self.tools or own.tools
+        # those of [generate.turns] are what the policy may call, whatever it is shown
+        tools = self.tools if config.turns is not None else self._shown_tools or own.tools
         prompt = {
             "messages": messages and save_messages(messages),
             "prompt_text": rendering.text,
             "prompt_ids": rendering.ids,
             "tools": tools and json.dumps(tools),
         }
-        if config.images or (messages and pictures):
+        if config.images or pictures:
             prompt |= self._pictures.expanded(name, rendering.ids, pictures)
         return prompt if self._fits(name, prompt["prompt_ids"]) else None
 
@@ -190,7 +195,7 @@ class Renderer:
         return pictures
 
     def of_assistant(self, chats: pa.ChunkedArray) -> dict[str, Any]:
-        """Return how the template begins and ends an assistant's turn, for the manifest."""
+        """How the template begins and ends an assistant's turn, for the manifest."""
         return {
             "assistant_starts": self.assistant_starts(chats),
             "assistant_end": self.assistant_end(chats),
@@ -198,7 +203,7 @@ class Renderer:
 
     def assistant_starts(self, chats: pa.ChunkedArray) -> dict[str, str | None]:
         """For each role that a chat ends with, what stands between that message and the assistant's
-        own text; None: can not be told.
+        own text; None: it cannot be told, or differs for rows with tools and without.
 
         Whoever reads a completion as a message finds in it how much of `prompt_text` belongs to
         that message already.
@@ -207,21 +212,24 @@ class Renderer:
         for chat in chats.drop_null():
             roles = [message["role"] for message in chat.as_py()]
             if roles[-1] not in starts:
-                starts[roles[-1]] = learn_start(self._probe, roles, self._guard.token_ends)
+                starts[roles[-1]] = _only(
+                    learn_start(template.probe, roles, self._guard.token_ends)
+                    for template in self._templates.values()
+                )
         return starts
 
     def assistant_end(self, chats: pa.ChunkedArray) -> dict[str, Any] | None:
         """`id` and `text` of the control token with which the template ends an assistant's turn;
-        None: there is none, or no chat."""
+        None: there is none, or no chat, or it differs for rows with tools and without."""
         for chat in chats.drop_null().slice(0, 1):
-            roles = [message["role"] for message in chat.as_py()]
-            behind = learn_end(self._probe, roles).lstrip()
-            id = self._guard.first_control(behind)
+            id = _only(self._end_ids([message["role"] for message in chat.as_py()]))
             return None if id is None else {"id": id, "text": self._guard.decode([id])}
         return None
 
-    def _probe(self, messages: Messages, generation: bool) -> str:
-        return self._template(self._shown_tools).probe(messages, generation)
+    def _end_ids(self, roles: Sequence[str]) -> set[int]:
+        """The control ids with which a template ends an assistant's turn behind these roles."""
+        ends = (learn_end(template.probe, roles) for template in self._templates.values())
+        return {self._guard.first_control(end.lstrip()) for end in ends} - {None}
 
     # -- the template
 
@@ -250,7 +258,8 @@ class Renderer:
                 **self.config.template_arguments,
                 "tools": None,  # their texts may be a server's: given with each prompt, guarded
             }
-            self._templates[source] = Template(source, variables, self.config.template_seconds)
+            seconds = self.config.template_seconds
+            self._templates[source] = Template(source, variables, seconds, self._title)
         return self._templates[source]
 
     def _tell_of_tools(self, tools: list[dict[str, Any]], whose: str) -> None:
@@ -258,7 +267,7 @@ class Renderer:
         if not self._shows(tools=tools):
             self._remarks.say_once(
                 "tools",
-                f"the policy's chat template does not show the tools of {whose} to it: say in "
+                f"{self._title} does not show the tools of {whose}: say in "
                 "prompt.system, or in the chats, what it may call and how",
             )
 
@@ -271,8 +280,8 @@ class Renderer:
                 self._remarks.say_once(
                     "documents",
                     f"{printable(self.config.source)}: column documents is not used in prompts, "
-                    "though the policy's chat template shows documents: write them into the "
-                    "chats, or set prompt.template_arguments.documents for all rows",
+                    f"though {self._title} shows documents: write them into the "
+                    "chats, or set documents in prompt.template_arguments for all rows",
                 )
 
     def _shows(self, **variables: Any) -> bool:
@@ -316,10 +325,10 @@ class Renderer:
         """ConfigError unless the policy can go on with the last message, an assistant's."""
         if "tool_calls" in messages[-1]:
             problem = "ends with calls of an assistant, which no tool has answered"
-        elif len(messages) == 1:
-            problem = "has an assistant's message alone, which answers nothing"
+        elif {message["role"] for message in messages} <= {"assistant", "system", "developer"}:
+            problem = "has no question that its last message, an assistant's, answers"
         elif self.config.turns is not None:
-            problem = "ends with an assistant's message, which [generate.turns] can not continue"
+            problem = "ends with an assistant's message, which [generate.turns] cannot continue"
         else:
             return
         raise bad_row(name, f"the chat {problem}")
@@ -334,12 +343,12 @@ class Renderer:
         for n in sorted(template.unseen(name, messages, **variables)):
             role = messages[n]["role"]
             if self._is_recipes(messages[n]):
-                raise _unseen(name, "prompt.system", ", or take prompt.system out")
+                raise self._unseen(name, "prompt.system", ", or take prompt.system out")
             if n == max(users, default=-1):
-                raise _unseen(name, "the last message of the user")
+                raise self._unseen(name, "the last message of the user")
             self._remarks.say_once(
                 f"role {role}",
-                f"{name}: the policy's chat template does not show message {n}, of the role "
+                f"{name}: {self._title} does not show message {n}, of the role "
                 f"{role}, or cuts it{_IF_IT_SHOULD}",
             )
         arguments = {
@@ -350,7 +359,7 @@ class Renderer:
             if not re.search(rf"\b{re.escape(argument)}\b", template.source):
                 self._remarks.say_once(
                     f"argument {argument}",
-                    f"{name}: the policy's chat template does not use {printable(argument)}, which "
+                    f"{name}: {self._title} does not use {printable(argument)}, which "
                     f"{place} sets: correct its name, or take it out",
                 )
         text = template.render(name, messages, **variables)
@@ -367,7 +376,7 @@ class Renderer:
         if start:
             self._remarks.say_once(
                 "start",
-                f"the policy's chat template does not begin with {start}, as its tokenizer begins "
+                f"{self._title} does not begin with {start}, as its tokenizer begins "
                 "a text: it is put before each prompt. A server that renders chats leaves it out, "
                 "unless prompt.template, and the served template, begin with {{ bos_token }}",
             )
@@ -384,22 +393,29 @@ class Renderer:
                 if text == template.render(name, without, **variables):
                     self._remarks.say_once(
                         member,
-                        f"{name}: the policy's chat template does not show {member} of its "
+                        f"{name}: {self._title} does not show {member} of its "
                         f"messages{_IF_IT_SHOULD}",
                     )
 
+    def _unseen(self, name: str, what: str, way_out: str = "") -> ConfigError:
+        return ConfigError(
+            name,
+            f"{self._title} does not show {what}, or cuts it, as text and as a list of parts",
+            next=f"set prompt.template to a template that shows it{way_out}",
+        )
+
     def _learn_ends(self) -> set[int]:
-        """Return the ids that end an answer, by the model's configs and by the template."""
+        """The ids that end an answer, by the model's configs and by the template."""
         ends = {self._tokenizer.eos_token_id}
         with suppress(ConfigError):  # the model names none
             ends.update(checkpoints.end_token_ids(self._policy))
         if self.config.has_chats:
-            ends.add(self._guard.first_control(learn_end(self._probe, ["user"]).lstrip()))
+            ends |= self._end_ids(["user"])
         return ends - {None}
 
     def _fits(self, name: str, ids: list[int]) -> bool:
-        """Whether the prompt is short enough. ConfigError when it is wrong otherwise, or the config
-        wants an error."""
+        """Whether the prompt is short enough. ConfigError if it is empty, has ids that the model
+        lacks, or is too long and `overlong` is error."""
         if not ids:
             raise ConfigError(
                 name, "the prompt is empty: it has no tokens", next="take the row out of the source"
@@ -422,25 +438,25 @@ class Renderer:
         allowed = self.config.max_prompt_tokens
         if allowed is None or len(ids) <= allowed:
             return True
-        self._refuse_long(name, f"{len(ids)} tokens, {allowed}")
+        self._refuse_long(name, f"{len(ids)} tokens")
         return False
 
     def _is_hopeless(self, name: str, cell: Any, opening: Sequence[Message]) -> bool:
-        """Return whether the row has more characters than the allowed tokens can stand for, so that
-        rendering it could take minutes. Raises: ConfigError, as `_fits` does."""
+        """Whether the row has more characters than the allowed tokens can stand for, so that
+        rendering it could take minutes. ConfigError, as `_fits` does."""
         allowed = self.config.max_prompt_tokens
         num_characters = count_characters(cell) + count_characters(list(opening))
         if allowed is None or num_characters <= allowed * CHARACTERS_OF_TOKEN:
             return False
-        self._refuse_long(name, f"{num_characters} characters, {allowed} tokens")
+        self._refuse_long(name, f"{num_characters} characters")
         return True
 
-    def _refuse_long(self, name: str, lengths: str) -> None:
+    def _refuse_long(self, name: str, length: str) -> None:
         """ConfigError if the config wants an error for a prompt that is too long."""
         if self.config.overlong == "error":
             raise ConfigError(
                 name,
-                f"the prompt has {lengths} are allowed "
+                f"the prompt has {length}, {self.config.max_prompt_tokens} tokens are allowed "
                 f"({self.config.reserve_tokens} are kept for the completion)",
                 next="shorten it (or what its environment says), lower "
                 "generate.sampling.max_tokens, raise prompt.max_prompt_tokens, or set "
@@ -460,7 +476,8 @@ def render_rows(
     prompts that are too long if the config says so.
 
     Args:
-        openings: For each row, what its environment says at the start.
+        group_ids: Of all rows of the source.
+        openings: For each of `rows`, what its environment says at the start.
         chosen: All rows of the version, which has one schema.
     """
     table = source.take(pa.array(rows, pa.int64()))
@@ -482,24 +499,24 @@ def render_rows(
         if prompt is not None:
             rendered.append({"group_id": group_id, **prompt})
             positions.append(position)
-    if config.images:  # they are a column of their own
-        table = table.drop_columns(config.images)
+    table = without_images(table, config)
     if config.turns is not None:  # with what the environment is to begin again
         texts = [json.dumps(without_pictures(each), ensure_ascii=False) for each in openings]
         table = table.append_column(prompts.OPENING, pa.array(texts, pa.string()))
     columns = table.take(pa.array(positions, pa.int64())).replace_schema_metadata(None)
     struct = columns.combine_chunks().to_struct_array().combine_chunks()
     kind_schema = prompts.SCHEMA
-    if renderer.have_calls is None:
-        renderer.have_calls = any(
-            isinstance(message, dict) and message.get(name) is not None
+    if renderer.has_more_members is None:
+        renderer.has_more_members = any(
+            isinstance(message, dict) and message.get(member) is not None
             for chat in _input_cells(config, source, chosen)
             if isinstance(chat, list)
             for message in chat
-            for name in MORE
+            for member in MEMBERS_BEYOND_TEXT
         )
-    is_more = config.turns is not None or config.images or "tools" in variables
-    if is_more or renderer.have_calls:
+    has_tools = "tools" in variables or config.template_arguments.get("tools")
+    is_more = config.turns is not None or config.images or has_tools
+    if is_more or renderer.has_more_members:
         kind_schema = prompts.BEYOND_TEXT
     place = kind_schema.get_field_index("columns")
     field = required("columns", struct.type)
@@ -522,22 +539,19 @@ def _input_cells(config: Config, source: pa.Table, rows: Sequence[int]) -> Itera
 def _read_chat(place: str, cell: Any) -> Any:
     """A cell of messages, read if it or its messages are JSON text. ConfigError."""
     if isinstance(cell, str):
-        cell = parse(place, cell.encode())
+        cell = parse_line(cell.encode(), place)
     if not isinstance(cell, list):
         return cell
-    return [parse(place, each.encode()) if isinstance(each, str) else each for each in cell]
+    return [parse_line(each.encode(), place) if isinstance(each, str) else each for each in cell]
 
 
 _IF_IT_SHOULD = ": the policy never reads it; if it should, set prompt.template to another"
 
 
-def _unseen(name: str, what: str, way_out: str = "") -> ConfigError:
-    return ConfigError(
-        name,
-        f"the policy's chat template does not show {what}, or cuts it, as text and as a list of "
-        "parts",
-        next=f"set prompt.template to a template that shows it{way_out}",
-    )
+def _only(values: Iterable[Any]) -> Any:
+    """The one of `values` that is not None; None if there is none, or another one."""
+    different = set(values) - {None}
+    return different.pop() if len(different) == 1 else None
 
 
 def _followed_by(messages: list[Message], opening: Sequence[Message]) -> list[Message]:
@@ -556,7 +570,7 @@ def _followed_by(messages: list[Message], opening: Sequence[Message]) -> list[Me
             content = [*content, *_parts(f"\n\n{added}")]
         else:
             content = [*_parts(content), *_parts("\n\n"), *added]
-        messages[-1] = {"role": "user", "content": content}
+        messages[-1] = {**last, "content": content}
     return messages
 
 

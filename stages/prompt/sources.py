@@ -13,12 +13,12 @@ A cell has the Python value that its file says:
 * Parquet, Arrow, Feather, `datasets`: what Arrow's `to_pylist` gives; a map is a dict, the JSON of
   `datasets.Json` is parsed, and a float of 16 or 32 bits is its shortest decimal. A struct has all
   keys of its type there, those that are null too: whether its row had them is not known. Only in
-  chats such keys are left out.
+  chats, tools and arguments of a template such keys are left out.
 
-Bad text (bytes that are not UTF-8, NUL, lone surrogates), broken JSON, keys that stand twice and
-values that cannot be kept are ConfigErrors with file and line; no row is left out in silence. Arrow
-files are mapped into memory; the others are held as Arrow, and become Python objects a shard at a
-time.
+Bytes that are not UTF-8, broken JSON, keys that stand twice and values that cannot be kept are
+ConfigErrors with file and line; no row is left out in silence. So are NUL and lone surrogates in
+JSON and CSV; NUL in other text is looked for only in what becomes a prompt. Arrow files are mapped
+into memory; the others are held as Arrow, and become Python objects a shard at a time.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ import pyarrow as pa
 from quiver.schemas.cells import holds
 from quiver.schemas.errors import ConfigError, printable, reason
 from quiver.stages.common import plugins
-from quiver.stages.common.json_rows import bad_source, json_rows
+from quiver.stages.common.config import parse
+from quiver.stages.common.json_rows import bad_source, json_rows, unit_of
 from quiver.stages.common.plugins import did_you_mean
 from quiver.stages.common.store import storage
 
 from .arrow_rows import plain_table
-from .config import INPUTS, Config, SourceConfig
+from .config import INPUTS, SUFFIXES, Config, SourceConfig
 from .csv_rows import csv_rows
 from .images import hash_with_files
 from .python_rows import CHUNK, to_table
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".feather")
 _MOST_LEVELS = 60  # Arrow files are read to 64
 
 
@@ -78,8 +78,8 @@ def read(config: SourceConfig) -> Source:
     else:
         raise bad_source(
             source,
-            f"expected a file ({', '.join(SUFFIXES)}), datasets:NAME, module:function or "
-            "file.py:function",
+            f"expected a file ({', '.join(SUFFIXES)}, in lower case and unpacked), datasets:NAME, "
+            "module:function or file.py:function",
         )
     _check(source, table)
     table = plain_table(source, table)
@@ -96,16 +96,19 @@ def fill_in(config: Config, source: Source) -> Config:
         raise ConfigError(
             f"data.source {printable(config.source)}",
             f"sha256 expected {config.source_sha256[:12]}…, found {source.sha256[:12]}…",
-            next="restore the source, or take data.source_sha256 out of the recipe",
+            next="restore the source as it was when the run began, or begin a new run; if the "
+            "recipe names data.source_sha256, correct it",
         )
     columns = source.table.column_names
     column_list = printable(", ".join(columns))
-    input_name = config.input or next((name for name in INPUTS if name in columns), None)
+    inputs = ("prompt",) if config.raw_text else INPUTS
+    input_name = config.input or next((name for name in inputs if name in columns), None)
     if input_name is None:
+        keys = " or ".join(f"data.{name}" for name in inputs)
         raise ConfigError(
             f"source {printable(config.source)}",
-            f"has none of the columns {', '.join(INPUTS)}; it has {column_list}",
-            next="set data.messages, data.prompt or data.prompt_ids to one of them",
+            f"has no column {' or '.join(inputs)}; it has {column_list}",
+            next=f"set {keys} to one of them",
         )
     column = getattr(config, input_name) or input_name
     named = {input_name: column, "group_id": config.group_id, "images": config.images}
@@ -117,7 +120,8 @@ def fill_in(config: Config, source: Source) -> Config:
                 f"{did_you_mean(name, columns)}",
                 next=f"set data.{field} to one of them",
             )
-    return config.model_copy(update={input_name: column, "source_sha256": source.sha256})
+    filled_in = {input_name: column, "source_sha256": source.sha256}
+    return parse(type(config), {**dict(config), **filled_in}, "data")
 
 
 def hash_rows(table: pa.Table) -> str:
@@ -181,8 +185,8 @@ def _read_file(path: Path) -> pa.Table:
                 mapped.seek(0)
                 return pa.ipc.open_stream(mapped).read_all()
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
-        raise bad_source(path, f"can not be read: {reason(error)}") from error
-    return to_table(str(path), "line", json_rows(path))
+        raise bad_source(path, f"cannot be read: {reason(error)}") from error
+    return to_table(str(path), unit_of(path), json_rows(path))
 
 
 def _read_dataset(config: SourceConfig) -> pa.Table:
@@ -194,9 +198,24 @@ def _read_dataset(config: SourceConfig) -> pa.Table:
         if any((folder / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
             dataset = datasets.load_from_disk(str(folder))
             if isinstance(dataset, datasets.DatasetDict):
+                if config.split not in dataset:
+                    splits = printable(", ".join(dataset))
+                    raise ConfigError(
+                        f"data.split {printable(config.split)}",
+                        f"{printable(config.source)} has the splits {splits}",
+                        next="set data.split to one of them",
+                    )
                 dataset = dataset[config.split]
+            elif config.split not in ("train", str(dataset.split)):
+                raise ConfigError(
+                    f"data.split {printable(config.split)}",
+                    f"{printable(config.source)} has no splits, it is one dataset",
+                    next='set data.split to "train", or data.source to a folder of that split',
+                )
         else:
             dataset = datasets.load_dataset(name, config.name, split=config.split)
         return dataset.with_format("arrow")[:]
+    except ConfigError:
+        raise
     except Exception as error:  # the library raises many types; each means: no rows
         raise bad_source(config.source, f"{type(error).__name__}: {printable(error)}") from error

@@ -2,9 +2,9 @@
 any GPU.
 
 Refused: rows without a prompt, group ids that stand twice, ids outside the vocabulary, prompts that
-leave no room for the completion (nothing is ever cut), text that would become control tokens. Every
-column of the source is kept in `columns`. The weights do not matter here: the next policy
-with the same tokenizer finds the same prompts finished.
+leave no room for the completion (nothing is ever cut), text that would become control tokens and
+that no spelling keeps apart. Every column of the source is kept in `columns`. The weights do not
+matter here: the next policy with the same tokenizer finds the same prompts finished.
 
     config = resolve(Config(source="sums.jsonl", prompt="question"))    # reads it, once a run
     ref = run_stage("prompt", config, store, policy="arith/policy@0")
@@ -13,20 +13,17 @@ with the same tokenizer finds the same prompts finished.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from contextlib import closing
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from quiver.schemas.errors import ConfigError, printable, reason
+from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import digest
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store, Version
-from quiver.stages.common.store.storage import read_file
 from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
 
 from . import sources
@@ -34,6 +31,7 @@ from .config import Config
 from .openings import Openings, identified
 from .order import choose_rows, name_rows, open_rewards
 from .row_variables import tell_unused
+from .template_file import read_template
 
 STAGE_VERSION = 1
 _MOST_LISTED = 10_000
@@ -93,10 +91,11 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     chosen, counts = choose_rows(config, group_ids, [*plan.inputs.values()], plan.store)
     starts = range(0, len(chosen), ROWS_PER_SHARD)
     policy = plan.store.open(plan.models[0].ref)
+    template = read_template(config, plan.models[0].template)
     with (
         writer.phase("render"),
-        Openings(config.turns) as openings,
-        closing(Renderer(config, policy, read_template(config), openings.tools)) as renderer,
+        Openings(config) as openings,
+        closing(Renderer(config, policy, template, openings.tools)) as renderer,
     ):
         for index in writer.take_shards(len(starts)):
             rows = chosen[starts[index] : starts[index] + ROWS_PER_SHARD]
@@ -104,8 +103,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             writer.write(index, render_rows(source.table, rows, group_ids, renderer, said, chosen))
             log.info("prompts: shard %d of %d", index + 1, len(starts))
         columns = ["group_id", "messages", "prompt_ids"]
-        shards = map(writer.read, range(len(starts)))
-        prompts = pa.concat_tables(shard.select(columns) for shard in shards)
+        prompts = pa.concat_tables(writer.read(i).select(columns) for i in range(len(starts)))
         of_assistant = renderer.of_assistant(prompts["messages"])
     rendered_ids = set(prompts["group_id"].to_pylist())
     dropped = [group_ids[row] for row in chosen if group_ids[row] not in rendered_ids]
@@ -148,17 +146,3 @@ def _longest_prompt(config: Config, policy: Version) -> int | None:
             next="lower generate.sampling.max_tokens, or prompt.reserve_tokens where it is set",
         )
     return min(room, config.max_prompt_tokens or room)
-
-
-def read_template(config: Config) -> str | None:
-    """Text of the template file; None for the policy's own."""
-    if config.template is None:
-        return None
-    try:
-        return read_file(Path(os.path.expanduser(config.template))).decode()
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"prompt.template {printable(config.template)}",
-            reason(error),
-            next="name a jinja file in UTF-8",
-        ) from None

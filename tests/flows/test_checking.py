@@ -208,7 +208,7 @@ def test_what_a_template_does_with_tools_is_told_once_and_in_the_answer(folder):
     )
     looked = check("generate.turns={tools=['tools.py:find']}")
     assert [each for each in looked.answer["warnings"] if "does not show the tools" in each] == [
-        "the policy's chat template does not show the tools of generate.turns to it: say in "
+        "the policy's chat template does not show the tools of generate.turns: say in "
         "prompt.system, or in the chats, what it may call and how"
     ]
 

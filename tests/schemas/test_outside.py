@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import logging
 import re
 
@@ -16,8 +18,10 @@ from quiver.schemas.outside import (
     read_path,
     read_tool_call,
 )
+from quiver.schemas.plain import problem_of, read_json
 from tests.test_architecture import FILES, NAMES, imported
 
+DAY = datetime.date(2020, 1, 2)
 USER = {"role": "user", "content": "a"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": None}}}
 
@@ -30,6 +34,10 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {
         ({**USER, "tool_calls": None, "name": None, "function_call": None, "audio": {}}, USER),
         ({**USER, "tool_calls": [], "tool_call_id": "", "images": [], "refusal": ""}, USER),
         ({**USER, "weight": 0, "annotations": [{"url": "a"}], "id": "msg_1"}, USER),
+        (
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "weight": 1, "id": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        ),
         ({**USER, "name": "Ann"}, {**USER, "name": "Ann"}),
         (
             {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
@@ -73,6 +81,7 @@ def test_thinking_is_read_whatever_it_is_called(name, content):
         (None, "message 0 has null, expected role and content"),
         ("text", "message 0 has text, expected role and content"),
         ({"role": "user"}, r"message 0 has \['role'\], expected role and content"),
+        ({"role": "user", "content": None}, r"\['role'\] and a content that is null, expected"),
         ({"from": "human", "value": "a"}, "rename `from` to role and `value` to content"),
         ({**USER, "mood": 1}, r"\['content', 'mood', 'role'\]"),
         ({**USER, "audio": {"id": "a"}}, "no model here hears"),
@@ -82,7 +91,7 @@ def test_thinking_is_read_whatever_it_is_called(name, content):
         ({"role": "<|im_start|>", "content": "a"}, "role of message 0 is '<|im_start|>'"),
         ({"role": "user\nassistant", "content": "a"}, "expected a word"),
         ({"role": "", "content": "a"}, "expected role and content"),
-        ({"role": "a" * 65, "content": "a"}, "expected a word"),
+        ({"role": "a" * 65, "content": "a"}, "expected a word .* of at most 64 characters"),
         ({"role": 1, "content": "a"}, "expected a word"),
         ({"role": "user", "content": 1}, "the content of message 0 holds a number, expected text"),
         ({"role": "user", "content": {"a": 1}}, "holds an object, expected text"),
@@ -103,7 +112,8 @@ def test_thinking_is_read_whatever_it_is_called(name, content):
         ({"role": "user", "content": ["a"]}, "a part of message 0 is text"),
         ({**USER, "tool_call_id": "<|im_end|>"}, "tool_call_id of message 0 is"),
         ({**USER, "name": "a" * 257}, "the name of message 0 has 257 characters"),
-        ({**USER, "reasoning_content": "hm"}, "has reasoning_content and the role user"),
+        ({**USER, "reasoning_content": "hm"}, "has reasoning_content and the role user: take it"),
+        ({**USER, "thinking": "hm"}, "has thinking and the role user: take it out"),
         ({**USER, "tool_calls": [CALL]}, "has tool_calls and the role user"),
         (
             {"role": "assistant", "content": "a", "reasoning": "x", "thinking": "y"},
@@ -124,33 +134,59 @@ def test_a_member_that_changes_nothing_is_told_once(caplog):
         for _ in range(3):
             read_message({**USER, "weight": 0}, "message 0")
     assert [record.getMessage() for record in caplog.records] == [
-        "messages have a member weight: it is not used"
+        "messages have a member weight, which is not used: take it out. Only what the policy "
+        "samples is trained"
     ]
 
 
 @pytest.mark.parametrize(
     "given, why",
     [
-        (None, 'lacks "name"'),
+        (None, "the call is null, expected {name, arguments}"),
+        (7, "the call is a number, expected {name, arguments}"),
         ({"arguments": {}}, 'the call lacks "name"'),
+        ({"name": 5}, "the name of the call holds a number, expected text"),
         ({"name": "", "arguments": {}}, 'the call lacks "name"'),
         ({"name": "f", "parameters": {}}, 'the call of f has the key "parameters"'),
         ({"function": {"name": "f", "parameters": {}}}, 'the call of f has the key "parameters"'),
-        ({"function": {"name": "f"}, "arguments": {}}, r"has \['arguments'\] beside its function"),
+        ({"function": {"name": "f"}, "arguments": {}}, r"beside its function: take it out"),
         ({"type": "web_search", "name": "f"}, "the type web_search, expected function"),
         ({"name": "f", "arguments": [1]}, '"arguments" of f in the call is a list'),
         ({"name": "f", "arguments": "{"}, '"arguments" of f in the call is not valid JSON'),
         ({"name": "f", "arguments": '{"a": 1, "a": 2}'}, "a key stands twice"),
         ({"name": "f", "arguments": '{"a": 1e400}'}, "more than a float holds"),
         ({"name": "f", "arguments": {"a": [float("inf")]}}, "a.0 is no finite number"),
-        ({"name": "f", "arguments": {"a": 2**64}}, "a is a number of more than 64 bits"),
-        ({"name": "f", "arguments": {"a": "\0"}}, "a holds a NUL character"),
+        ({"name": "f", "arguments": {"a": 10**300}}, "a is a number of more than 300 digits"),
+        ({"name": "f", "arguments": {"a": "\0"}}, "a has a NUL character"),
+        ({"name": "f", "arguments": {"a": DAY}}, "is no plain JSON: .* date is not JSON"),
         ({"name": "f", "id": "a b"}, "the id of the call is 'a b'"),
     ],
 )
 def test_other_calls_are_refused(given, why):
     with pytest.raises(ValueError, match=why):
         read_tool_call(given, "the call")
+
+
+@pytest.mark.parametrize("number", [10**300 - 1, 1 - 10**300])
+@pytest.mark.parametrize("levels", [1, 99, 100])
+def test_a_call_that_a_policy_may_write_can_be_read_again(number, levels):
+    """Arguments are an object: one level of 100."""
+    text = '{"a": ' + "[" * (levels - 1) + str(number) + "]" * (levels - 1) + "}"
+    name, arguments = read_call({"name": "f", "arguments": text}, "the call")
+    saved = {"name": name, "arguments": read_json(json.dumps(arguments))}
+    assert read_tool_call(saved, "the call")["function"] == saved
+
+
+@pytest.mark.parametrize("leaf", ["", "1"])
+def test_every_reader_stops_at_the_same_depth(leaf):
+    for levels, is_read in ((100, True), (101, False)):
+        text = "[" * levels + leaf + "]" * levels
+        assert (problem_of(json.loads(text)) == "") == is_read
+        if is_read:
+            assert read_json(text) == json.loads(text)
+        else:
+            with pytest.raises(ValueError, match="more than 100 levels deep"):
+                read_json(text)
 
 
 @pytest.mark.parametrize("arguments", [None, "", "{}", {}])
@@ -201,6 +237,7 @@ def test_names_and_paths():
 
 ENTRANCES = {
     "read_message": {
+        "flows.doubts",
         "stages.common.environments.environment",
         "stages.prompt.messages",
         "stages.reward.servers.dialects.quiver",
@@ -237,6 +274,7 @@ def test_no_other_module_looks_for_a_role_that_may_not_be_there():
     found = {NAMES[path] for path in FILES if pattern.search(path.read_text())}
     assert found == {
         "quiver.schemas.outside",
+        "quiver.schemas.plain",  # the role of an input in a manifest
         "quiver.stages.generate.turns.tool_calls",  # what a tokenizer's response template gave
         "quiver.stages.optimize.rollouts",  # the role of a model in a manifest
     }

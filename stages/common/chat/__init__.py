@@ -1,2 +1,2 @@
-"""Messages to token ids: chat templates in a sandbox of their own, and text that can not forge
+"""Messages to token ids: chat templates in a sandbox of their own, and text that cannot forge
 control ids."""

@@ -10,9 +10,9 @@ names the prompt.
 
 Control ids are those of all added tokens, special or not. Left out are tokens of white space alone
 (some tokenizers spell indentation with them), the id for "unknown" where the tokenizer needs it for
-text that it can not spell, and ids that the caller lets stand for their text: `plain` ones in any
-content, `markup` in contents that are trusted (the recipe's and the policy's own). Which ids these
-are, `generation_prompt.learn_markup` tells of a template.
+text that it cannot spell, and ids that the caller lets stand for their text: those that may stand
+`anywhere`, and in contents that are trusted (the recipe's and the policy's own) `trusted_only`.
+Which ids these are, `generation_prompt.learn_markup` tells of a template.
 """
 
 from __future__ import annotations
@@ -51,26 +51,28 @@ class Guard:
         tokenizer: PreTrainedTokenizerFast,
         *,
         closes: bool = False,
-        plain: Collection[int] = (),
-        markup: Collection[int] = (),
+        anywhere: Collection[int] = (),
+        trusted_only: Collection[int] = (),
     ) -> None:
         """`closes`: prompts end as the tokenizer's post-processor ends them (encoder-decoder models
-        read whole sequences). `plain`: added tokens that any content may hold. `markup`: more of
-        them, which trusted contents may hold."""
+        read whole sequences). `anywhere`: added tokens that any content may hold. `trusted_only`:
+        more of them, which trusted contents may hold."""
         self._json = tokenizer.backend_tokenizer.to_str()
         self._encoder = self._new_encoder()
         self._unknown = {tokenizer.unk_token_id}.intersection(_ids(self._encoder, _RARE))
         added_tokens = {
             id: token.content
             for id, token in self._encoder.get_added_tokens_decoder().items()
-            if token.content.replace("▁", "").strip() and id not in plain
+            if token.content.replace("▁", "").strip() and id not in anywhere
         }
         self._control_ids = set(added_tokens) - self._unknown
         self._token = _matching(added_tokens.values())
         """Matches the first character of a control token's text, which is its group 1."""
-        self._forbidden = _matching(text for id, text in added_tokens.items() if id not in markup)
+        self._forbidden = _matching(
+            text for id, text in added_tokens.items() if id not in trusted_only
+        )
         """The same for tokens that no trusted content may hold."""
-        texts = sorted((added_tokens[id] for id in markup if id in added_tokens), key=len)
+        texts = sorted((added_tokens[id] for id in trusted_only if id in added_tokens), key=len)
         self._markup = re.compile("|".join(map(re.escape, reversed(texts))) or r"(?!)")
         self._neutral_controls: dict[tuple, list[int]] = {}
         # what the post-processor puts before and after a text
@@ -84,7 +86,7 @@ class Guard:
     def encode(
         self,
         name: str,
-        roles: tuple[str, ...],
+        shape: tuple[str, ...],
         contents: list[str],
         render: Render,
         *,
@@ -92,9 +94,16 @@ class Guard:
         is_whole: bool = True,
     ) -> Rendering:
         """`render(contents)` as ids with the control ids of a neutral rendering, no others.
-        SecurityError names the prompt. `trusted`: which contents keep their markup. `is_whole`: as
-        a sequence with its start and end; False: a piece of one, as it is."""
+        SecurityError names the prompt.
+
+        Args:
+            shape: What `render` puts round the contents: with the same shape, equal neutral
+                contents are rendered equally.
+            trusted: Which contents keep their markup.
+            is_whole: As a sequence with its start and end; False: a piece of one, as it is.
+        """
         frame = self.framed if is_whole else list
+        # trusted contents without markup are treated as all others
         keeping = {n for n in trusted if self._markup.search(contents[n])}
         # equal contents stay equal and others differ, since templates may compare messages
         words = {content: f"x{n or ''}" for n, content in enumerate(dict.fromkeys(contents))}
@@ -102,7 +111,7 @@ class Guard:
             self._neutral(content, words[content], n in keeping)
             for n, content in enumerate(contents)
         ]
-        key = (roles, *neutral)
+        key = (shape, *neutral)
         if key not in self._neutral_controls:
             self._neutral_controls[key] = self._controls(_ids(self._encoder, render(neutral)))
         expected = self._neutral_controls[key]
@@ -117,8 +126,8 @@ class Guard:
         for spelled in self._spellings(contents, render, text, keeping):
             if self._controls(spelled.ids) == expected:
                 return Rendering(spelled.text, frame(spelled.ids))
-        if keeping:  # its markup can not be kept beside what has to be spelled
-            return self.encode(name, roles, contents, render, is_whole=is_whole)
+        if keeping:  # its markup cannot be kept beside what has to be spelled
+            return self.encode(name, shape, contents, render, is_whole=is_whole)
         raise SecurityError(
             name,
             "its text would become control tokens of the template, and no spelling was found that "
@@ -165,7 +174,7 @@ class Guard:
 
     def framed(self, ids: list[int]) -> list[int]:
         """`ids` with exactly one start (BOS) where the tokenizer puts one by itself, whether or not
-        the template wrote it."""
+        the template wrote it, and with its end if the guard `closes`."""
         while self._start and ids[: len(self._start)] == self._start:
             ids = ids[len(self._start) :]
         if self._end and ids[-len(self._end) :] == self._end:

@@ -47,21 +47,14 @@ def learn_start(
     into an earlier one (an empty `<think>` block), so both are tried and the shorter header counts.
     None where the template shows no turn of an assistant.
     """
-
-    def rendered(messages: Messages, generation: bool) -> str:
-        try:
-            return render(messages, generation)
-        except ConfigError:  # the template refuses these roles
-            return ""
-
-    prompt = [{"role": role, "content": f"probez{number}z"} for number, role in enumerate(roles)]
+    prompt = _probe_chat(roles)
     answer = {"role": "assistant", "content": _ANSWER}
     follow_up = {"role": "user", "content": "probezfollows"}
     last = prompt[-1]["content"]
-    _, *tails = rendered(prompt, True).split(last)
+    _, *tails = _rendered(render, prompt, generation=True).split(last)
     starts = []  # what generation prompt and assistant's turn have in common
     for messages in ([*prompt, answer], [*prompt, answer, follow_up]):
-        turn, *after = rendered(messages, False).split(_ANSWER)
+        turn, *after = _rendered(render, messages).split(_ANSWER)
         _, *headers = turn.split(last)
         if len(tails) == len(headers) == len(after) == 1:
             start = commonprefix([tails[0], headers[0]])  # noqa: RUF071  characters are meant
@@ -71,20 +64,28 @@ def learn_start(
                 start = start[: max(ends, default=0)]
             starts.append(start)
     start = min(starts, key=len, default=None)
+    # it must stand in the generation prompt once, at its beginning
     if start is None or tails[0].rfind(start) != 0:
         return None
     return start
 
 
 def learn_end(render: Render, roles: Sequence[str]) -> str:
-    """Returns what the template writes behind the text of an assistant's last turn; empty where it
+    """What the template writes behind the text of an assistant's last turn; empty where it
     shows no such turn."""
-    prompt = [{"role": role, "content": f"probez{number}z"} for number, role in enumerate(roles)]
+    chat = [*_probe_chat(roles), {"role": "assistant", "content": _ANSWER}]
+    return _rendered(render, chat).partition(_ANSWER)[2]
+
+
+def _probe_chat(roles: Sequence[str]) -> Messages:
+    return [{"role": role, "content": f"probez{number}z"} for number, role in enumerate(roles)]
+
+
+def _rendered(render: Render, messages: Messages, *, generation: bool = False) -> str:
     try:
-        text = render([*prompt, {"role": "assistant", "content": _ANSWER}], False)
+        return render(messages, generation)
     except ConfigError:  # the template refuses these roles
         return ""
-    return text.partition(_ANSWER)[2]
 
 
 def prefill(prompt_text: str, start: str) -> str | None:
@@ -97,9 +98,9 @@ def prefill(prompt_text: str, start: str) -> str | None:
 class Markup(NamedTuple):
     """Ids of added tokens that are no border between messages."""
 
-    plain: frozenset[int] = frozenset()
+    anywhere: frozenset[int] = frozenset()
     """Tokens that are not special: any content may hold them."""
-    markup: frozenset[int] = frozenset()
+    trusted_only: frozenset[int] = frozenset()
     """Special tokens in pairs, such as <think> and </think>: trusted contents may hold them."""
 
 
@@ -142,39 +143,32 @@ def learn_markup(
     partners = {text: text.replace("<", "</", 1) for text in texts if re.match("<[^/]", text)}
     partners.update({closing: opening for opening, closing in partners.items()})
     return Markup(
-        plain=frozenset(tokens.keys() - special.keys()),
-        markup=frozenset(id for id, text in special.items() if partners.get(text) in texts),
+        anywhere=frozenset(tokens.keys() - special.keys()),
+        trusted_only=frozenset(id for id, text in special.items() if partners.get(text) in texts),
     )
 
 
 def _borders(render: Render, token_ends: Callable[[str], list[int]]) -> list[str]:
     """What a template writes between the messages of a conversation, without what it writes into
     a message itself. Pieces that it does not show are left out."""
-
-    def rendered(messages: Messages, generation: bool = False) -> str:
-        try:
-            return render(messages, generation)
-        except ConfigError:  # the template refuses these roles
-            return ""
-
     system, question, answer, more, result = (
         {"role": role, "content": f"probez{role}{n}z"}
         for n, role in enumerate(("system", "user", "assistant", "user", "tool"))
     )
-    chat = rendered([question, answer, more])
+    chat = _rendered(render, [question, answer, more])
     behind_answer = _between(chat, answer, more)
     if not behind_answer:  # it shows no conversation: all that it writes counts
-        return [rendered([question], generation=True)]
+        return [_rendered(render, [question], generation=True)]
     start = learn_start(render, ["user"], token_ends)
     before_answer = _between(chat, question, answer) if start is None else start
-    with_system = rendered([system, question])
+    with_system = _rendered(render, [system, question])
     before_system = with_system.partition(system["content"])[0]
     borders = [before_answer, behind_answer, _between(with_system, system, question)]
     borders.append(before_system if before_system != with_system else "")
     result = {**result, "name": "probeztool", "tool_call_id": "call00000"}
     for turn in (answer, _CALL):
-        before = rendered([question, turn])
-        whole = rendered([question, turn, result])
+        before = _rendered(render, [question, turn])
+        whole = _rendered(render, [question, turn, result])
         if before and result["content"] in whole:
             borders.append(whole[len(commonprefix([before, whole])) :])  # noqa: RUF071
     return borders

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _WORD = re.compile(r"\w[\w$.-]{0,63}|\$\w{1,30}")
+"""Taken to hold no control token: an added token whose text is such a word keeps its id in the
+variables of a template."""
 _NO_TEXTS = frozenset({"role", "type", "id", "tool_call_id"})
-"""Members of a message that are the system's own words."""
+"""Members of a message whose values are words that Quiver allows (`read_word`)."""
 
 
 def read_messages(saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -66,20 +68,20 @@ def take_texts(
 
 
 def _take(member: Any, texts: list[str], *, is_ours: bool) -> Any:
-    """`is_ours`: the keys are the system's own words."""
+    """`is_ours`: the keys are Quiver's own words."""
     if isinstance(member, str):
         texts.append(member)
         return "text"
     if isinstance(member, list):
         return ["list", *(_take(below, texts, is_ours=is_ours) for below in member)]
     if not isinstance(member, dict):
-        return ["own", member]
+        return ["kept", member]
     pairs = []
     for key, below in member.items():
         if is_ours and key in _NO_TEXTS:
-            pairs.append([["own", key], ["own", below]])
+            pairs.append([["kept", key], ["kept", below]])
         else:
-            shown_key = ["own", key] if is_ours else _take(key, texts, is_ours=False)
+            shown_key = ["kept", key] if is_ours else _take(key, texts, is_ours=False)
             is_below_ours = is_ours and key != "arguments"
             pairs.append([shown_key, _take(below, texts, is_ours=is_below_ours)])
     return ["dict", *pairs]
@@ -107,13 +109,13 @@ def is_assistants(message: dict[str, Any]) -> bool:
 def _take_variable(member: Any, texts: list[str]) -> Any:
     if isinstance(member, str):
         if _WORD.fullmatch(member):
-            return ["own", member]
+            return ["kept", member]
         texts.append(member)
         return "text"
     if isinstance(member, list):
         return ["list", *(_take_variable(below, texts) for below in member)]
     if not isinstance(member, dict):
-        return ["own", member]
+        return ["kept", member]
     pairs = [
         [_take_variable(key, texts), _take_variable(below, texts)] for key, below in member.items()
     ]
@@ -125,7 +127,7 @@ def put_texts(structure: Any, texts: Iterator[str]) -> Any:
     if structure == "text":
         return next(texts)
     kind, *members = structure
-    if kind == "own":
+    if kind == "kept":
         return members[0]
     if kind == "list":
         return [put_texts(below, texts) for below in members]

@@ -158,8 +158,8 @@ class Template:
         return self._form(name, messages, variables).unseen
 
     def missing_header(self, name: str, messages: Messages, text: str, **variables: Any) -> str:
-        """What the template writes before an assistant's message behind `messages`, if it writes
-        nothing of that in their generation prompt `text`; else empty."""
+        """What the template writes before an assistant's message behind `messages`; empty if the
+        generation prompt `text` already has part of it."""
         variables = {**variables, "add_generation_prompt": False}
         answer = {"role": "assistant", "content": "probezanswer"}
         try:
@@ -174,9 +174,10 @@ class Template:
         return header if is_missing else ""
 
     def _form(self, name: str, messages: Messages, variables: dict[str, Any]) -> _Form:
-        """The form of contents in which the template shows most of `messages`; strings, if it is
-        all the same."""
+        """The form of contents in which the template shows most of `messages`; plain strings if
+        both show as much."""
         shapes = tuple((message["role"], _shape(message)) for message in messages)
+        # templates ask whether a variable is there; its value is taken to change no form
         key = shapes, tuple(sorted(name for name, value in variables.items() if value))
         if key not in self._forms:
             self._forms[key] = self._learn_form(name, messages, variables)
@@ -274,7 +275,7 @@ class Template:
     def _death(self) -> str:
         code = self._child.wait()
         if code == -signal.SIGALRM:
-            return f"it did not end within {self._template['seconds']:g} seconds"
+            return f"it did not end within {self._template['seconds']:g} seconds (template_seconds)"
         return f"its process ended with code {code} (limit: {MEMORY // 1024**2} MiB of memory)"
 
 

@@ -101,7 +101,9 @@ def parse_hermes(text: str) -> ParsedTurn:
     before = text[: tags[0].start()] if tags else text
     try:
         bodies = list(_between_tags(text, tags))
-        calls = tuple(_read_call(outside.parse(body, "the call"), "arguments") for body in bodies)
+        calls = tuple(
+            _read_call(outside.read_json_text(body, "the call"), "arguments") for body in bodies
+        )
     except ValueError as error:
         return ParsedTurn(before, (), str(error), isinstance(error, _Broken))
     if not tags and start and not _begins_with_thought(text):

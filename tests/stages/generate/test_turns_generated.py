@@ -320,7 +320,7 @@ def test_edited_code_is_another_environment(store, policy, tmp_path):
 
 
 def test_a_prompt_that_can_not_begin_is_named(store, policy, names):
-    with pytest.raises(QuiverError, match="can not begin with prompt 000003: ValueError"):
+    with pytest.raises(QuiverError, match="cannot begin with prompt 000003: ValueError"):
         guessing.render(store, policy, names, arguments={"broken": "reset 3"})
 
 

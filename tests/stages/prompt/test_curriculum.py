@@ -149,7 +149,7 @@ def test_rewards_of_other_rows_are_refused(store, policy, source, tmp_path):
         prompts_of(store, other, 1, scored)
     with pytest.raises(LineageError, match="measured rows of"):
         prompts_of(store, source, 1, scored, group_prefix="b-")
-    with pytest.raises(ConfigError, match="nothing says which rows they make right"):
+    with pytest.raises(ConfigError, match=r"has no data.curriculum that would use them"):
         prompts_of(store, source, 1, scored, curriculum=None)
 
 

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from quiver.schemas.errors import ConfigError
+from quiver.schemas.prompts import OURS
 from quiver.stages.common.images.checking import ImageCheck, ImageLimits
 from quiver.stages.common.images.decoder import open_image
 from quiver.stages.common.images.processor import load_processor
@@ -210,6 +211,7 @@ def test_what_takes_too_long_to_decode_is_refused(store, policy, tmp_path):
         ("gone.png", "there is no file"),
         ({"bytes": "no base64!", "path": None}, "bytes holds text, expected bytes, or base64"),
         ({"bytes": None, "path": None}, "has neither bytes nor a path"),
+        ({"path": 7}, "the path holds a number, expected text"),
         (7, "holds a number, expected bytes, a path"),
     ],
 )
@@ -220,6 +222,26 @@ def test_pictures_lie_below_the_folder_of_the_source(store, policy, tmp_path, pa
     (folder / "link.png").symlink_to(tmp_path / "outside.png")
     with pytest.raises(ConfigError, match=message):
         render(store, folder, [{"prompt": "one", "images": [path]}])
+
+
+def test_an_environment_begins_with_the_columns_that_it_begins_again_with(store, policy, tmp_path):
+    (tmp_path / "tells.py").write_text(TELLS)
+    (tmp_path / "0.png").write_bytes(sight.png(0))
+    turns = {"environment": f"{tmp_path}/tells.py:Tells"}
+    version = render(store, tmp_path, [{"prompt": "one", "n": 1, "images": "0.png"}], turns=turns)
+    (row,) = version.table().to_pylist()
+    saved = sorted(row["columns"].keys() - set(OURS))
+    assert row["messages"][0]["content"] == f"one\n\n{' '.join(saved)}" == "one\n\nn prompt"
+
+
+TELLS = """
+class Tells:
+    def reset(self, seed, **columns):
+        return " ".join(sorted(columns))
+
+    def step(self, turn):
+        return None
+"""
 
 
 def test_another_picture_under_the_same_name_is_another_source(store, policy, tmp_path):
@@ -265,7 +287,10 @@ def test_each_picture_has_as_many_ids_as_it_is_large(store, tmp_path):
     "row, message",
     [
         ({"messages": [{"role": "user", "content": [{"type": "image"}] * 2}]}, "shows 2 pictures"),
-        ({"messages": [{"role": "system", "content": "one"}]}, "shows 0 pictures"),
+        (
+            {"messages": [{"role": "system", "content": "one"}]},
+            "has 1 pictures and no message of a user that could show them",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
             '{"type": "video"}, expected {"type": "text", "text": …} or {"type": "image"}',
@@ -432,6 +457,20 @@ def test_text_that_is_neither_path_nor_picture_is_refused(tmp_path, text, messag
     with pytest.raises(ConfigError) as caught:
         read_cell("row 1", [text], config_of(tmp_path))
     assert (caught.value.object, caught.value.message) == ("row 1: picture 1", message)
+
+
+def test_a_picture_without_anything_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="has neither bytes nor a path"):
+        read_cell("row 1", {"bytes": None, "path": None}, config_of(tmp_path))
+
+
+@pytest.mark.parametrize("source", ["run:3/rows.jsonl", "run:3/rows.py:rows"])
+def test_a_folder_may_have_a_colon_in_its_name(tmp_path, source):
+    (tmp_path / "run:3").mkdir()
+    (tmp_path / "run:3" / "0.png").write_bytes(sight.png(0))
+    config = Config(source=str(tmp_path / source), prompt="prompt", images="images")
+    (picture,) = read_cell("row 1", "0.png", config)
+    assert picture == {"bytes": sight.png(0), "path": "0.png"}
 
 
 def test_files_are_read_up_to_the_limit_of_the_recipe(tmp_path):

@@ -291,6 +291,29 @@ def test_a_changed_source_or_template_is_another_version(store, policy, source, 
     assert texts == ["Q: What is 0 plus 5?\nA:", "shout: What is 0 plus 5?"]
 
 
+WRITES = """
+def rows(template):
+    with open(template, "a") as file:
+        file.write("!")
+    yield {"prompt": "a"}
+"""
+
+
+def test_a_template_that_changes_behind_the_plan_is_refused(store, policy, tmp_path):
+    """Rows are read once to plan and once to make."""
+    (tmp_path / "writes.py").write_text(WRITES)
+    template = tmp_path / "own.jinja"
+    template.write_text("Q: {{ messages[0].content }}\nA:")
+    config = Config(
+        source=f"{tmp_path}/writes.py:rows",
+        arguments={"template": str(template)},
+        template=str(template),
+    )
+    with pytest.raises(ConfigError, match=r"own.jinja: it changed while the prompts were planned"):
+        run(config, store, policy=policy.ref)
+    assert template.read_text().endswith("A:!!")
+
+
 def test_a_resolved_config_is_planned_and_found_without_its_source(store, policy, source):
     config = Config(source=source, group_id="key", prompt="question", limit=3)
     resolved = resolve(config)
@@ -311,10 +334,18 @@ def test_what_is_resolved_is_the_hash_and_the_column(source, tmp_path):
     assert resolved == expected == resolve(resolved)
 
 
+def test_raw_text_is_of_the_column_prompt(store, policy, tmp_path):
+    path = write(tmp_path, [{"messages": [{"role": "user", "content": "no"}], "prompt": "a"}])
+    config = resolve(Config(source=path, raw_text=True))
+    assert (config.input, config.messages) == ("prompt", None)
+    (row,) = rows(store, run(Config(source=path, raw_text=True), store, policy=policy.ref))
+    assert (row["messages"], row["prompt_text"]) == (None, "a")
+
+
 def test_finished_shards_are_taken_up(store, policy, tmp_path):
     many = [{"prompt": f"say {n}"} for n in range(ROWS_PER_SHARD)] + [{"prompt": "x" * 400}]
     config = Config(source=write(tmp_path, many), max_prompt_tokens=200)
-    with pytest.raises(ConfigError, match=r"has \d+ tokens, 200 are allowed"):
+    with pytest.raises(ConfigError, match=r"has \d+ tokens, 200 tokens are allowed"):
         run(config, store, policy=policy.ref)
     parts = list((store.path / "tiny" / "prompts" / ".staging").glob("*/part-*.arrow"))
     assert [part.name for part in parts] == ["part-00000.arrow"]
@@ -329,7 +360,7 @@ def test_finished_shards_are_taken_up(store, policy, tmp_path):
 
 def test_too_long_is_an_error_with_the_numbers(store, policy, source):
     with pytest.raises(
-        ConfigError, match=r"prompt 000000 .*has \d+ tokens, 6 are allowed"
+        ConfigError, match=r"prompt 000000 .*has \d+ tokens, 6 tokens are allowed"
     ) as caught:
         run(Config(source=source, prompt="question", reserve_tokens=250), store, policy=policy.ref)
     assert "drop" in caught.value.next
@@ -386,7 +417,9 @@ def test_a_text_that_no_room_is_for_is_not_encoded(store, policy, tmp_path, colu
 BAD = [
     ({"prompt": "quesion"}, [{"question": "a", "n": 1}], "question, n; did you mean question"),
     ({"group_id": "id"}, [{"prompt": "a", "idx": 1}], "did you mean idx"),
-    ({}, [{"question": "a"}], "none of the columns messages, prompt, prompt_ids; it has question"),
+    ({}, [{"question": "a"}], "no column messages or prompt or prompt_ids; it has question"),
+    ({"raw_text": True}, [{"messages": []}], "no column prompt; it has messages"),
+    ({"images": "image"}, [{"prompt_ids": [1], "image": ""}], "leave raw_text, prompt_ids out"),
     (
         {"group_id": "k"},
         [{"prompt": "a", "k": "x"}, {"prompt": "b", "k": "x"}],
@@ -593,7 +626,7 @@ def test_chats_without_calls_have_none_in_whatever_column(store, policy, tmp_pat
 
 def test_text_that_is_no_chat_is_named(store, policy, tmp_path):
     (tmp_path / "rows.csv").write_text("messages\nhi\n")
-    with pytest.raises(ConfigError, match=r"rows.csv row 1 column messages: is not JSON"):
+    with pytest.raises(ConfigError, match=r"rows.csv row 1 column messages: is not JSON: Exp"):
         run(Config(source=str(tmp_path / "rows.csv")), store, policy="tiny/policy@0")
 
 

@@ -10,6 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from quiver.schemas.errors import ConfigError
+from quiver.stages.common import trajectories
 from quiver.stages.prompt import sources
 
 
@@ -71,8 +72,10 @@ def test_a_folder_of_datasets(tmp_path):
     found = read(f"datasets:{tmp_path / 'split'}", split="test")
     assert found.table.to_pylist() == ROWS[::-1]
     assert len(found.sha256) == 64
-    with pytest.raises(ConfigError, match="KeyError"):
+    with pytest.raises(ConfigError, match=r"data.split train: .* has the splits test"):
         read(f"datasets:{tmp_path / 'split'}", split="train")
+    with pytest.raises(ConfigError, match=r"data.split test: .* has no splits"):
+        read(f"datasets:{tmp_path / 'one'}", split="test")
 
 
 def test_a_hub_id_without_a_network_is_a_config_error():
@@ -91,6 +94,13 @@ def breaks():
 
 def lists():
     yield [1]
+
+def numbered():
+    yield {"prompt": "a"}
+    yield {"prompt": "a", 1: 2}
+
+def broken():
+    yield {"a\\0b": 1}
 """
 
 
@@ -116,6 +126,8 @@ def test_a_generator_is_hashed_by_its_rows(tmp_path, monkeypatch):
         ("made.py:sum", "did you mean sums"),
         ("made.py:breaks", "KeyError: 'gone'"),
         ("made.py:lists", "row 1: expected an object, found list"),
+        ("made.py:numbered", "made.py:numbered row 2: the key 1 is no text"),
+        ("made.py:broken", "made.py:broken row 1: the key .* has a NUL character"),
         ("made.py:sums", "missing 1 required positional argument"),
         ("none.py:sums", "there is no file"),
         ("no_such_module:sums", "ModuleNotFoundError"),
@@ -135,19 +147,22 @@ def test_what_is_not_there_is_named(tmp_path, monkeypatch, source, why):
 GOOD = b'{"q": "fine"}\n'
 BAD_LINES = [
     (b'{"q": "\xff"}', "line 2.*not UTF-8: byte 0xff"),
-    (b'{"q": "a\\u0000b"}', "line 2.*NUL"),
+    (b'{"q": {"a": ["a\\u0000b"]}}', "line 2: cannot be read: q.a.0 has a NUL character"),
     (b'{"q": "a\x00b"}', "line 2.*not JSON"),
     (b'{"q": "\\ud800"}', "line 2.*lone surrogate"),
     (b'{"q": {"deep": ["\\udfff"]}}', "line 2.*lone surrogate"),
     (b'{"\\ud801": 1}', "line 2.*lone surrogate"),
     (b'{"q": "cut', "line 2.*not JSON"),
-    (b'{"q": 1, "q": 2}', "line 2.*a key stands twice: q"),
+    (b'{"q": 1, "q": 2}', "line 2: cannot be read: a key stands twice: q"),
     (b'{"q": NaN}', "line 2.*NaN"),
     (b'{"q": -1e400}', "line 2.*-1e400 is more than a float holds"),
     (b"[1, 2]", "line 2.*expected an object, found list"),
-    (b"[" * 200_000, "line 2.*not JSON"),
-    (b'{"q": ' + b"[" * 900 + b'"\\u0041"' + b"]" * 900 + b"}", "line 2"),
-    (b'{"n": ' + b"9" * 5000 + b"}", "line 2"),
+    (b"[" * 200_000, "line 2.*nested more than 100 levels deep"),
+    (b'{"q": ' + b"[" * 900 + b'"\\u0041"' + b"]" * 900 + b"}", "line 2.*100 levels deep"),
+    (
+        b'{"n": -' + b"9" * 301 + b"}",
+        "line 2: cannot be read: a number has 301 digits, at most 300",
+    ),
 ]
 
 
@@ -157,6 +172,15 @@ def test_a_bad_line_is_named(tmp_path, line, why):
     path.write_bytes(GOOD + line + b"\n" + GOOD)
     with pytest.raises(ConfigError, match=why):
         read(str(path))
+
+
+def test_an_item_of_an_array_is_no_line(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text('[\n {"q": 1},\n\n\n {"q": 2},\n 7]')
+    with pytest.raises(ConfigError, match="item 3: expected an object, found int"):
+        read(str(path))
+    with pytest.raises(ConfigError, match="item 1: prompt_ids is missing"):
+        trajectories.read(str(path))
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
@@ -191,12 +215,13 @@ def test_no_rows(tmp_path, name, data):
 @pytest.mark.parametrize(
     "name, data, why",
     [
-        ("a.parquet", b"PAR1 not really", "can not be read"),
-        ("a.arrow", b"ARROW1 not really", "can not be read"),
+        ("a.parquet", b"PAR1 not really", "cannot be read"),
+        ("a.arrow", b"ARROW1 not really", "cannot be read"),
         ("a.csv", b"q,a\n1,2\n1,2,3\n", "row 2.*has 3 cells"),
         ("a.csv", b"q,q\n1,2\n", "more than once"),
         ("a.csv", b"q\nfine\n\xff\xfe\n", "row 2.*column q is not UTF-8"),
         ("a.json", b'[{"q": 1}', "not JSON"),
+        ("a.JSON", b"[]", r"expected a file \(.*, in lower case and unpacked\)"),
     ],
 )
 def test_a_torn_file(tmp_path, name, data, why):
@@ -228,10 +253,14 @@ def test_intervals_are_refused(tmp_path):
 
 def test_nesting_that_arrow_files_do_not_carry(tmp_path):
     path = tmp_path / "rows.jsonl"
-    for levels, deep in ((50, False), (65, True), (900, True)):
+    for levels, why in (
+        (50, ""),
+        (65, "column q is nested more than 60 levels deep"),
+        (900, "line 1: cannot be read: it is nested more than 100 levels deep"),
+    ):
         path.write_text('{"q": ' + "[" * levels + "1" + "]" * levels + "}")
-        if deep:
-            with pytest.raises(ConfigError, match=r"column q.* is nested more than"):
+        if why:
+            with pytest.raises(ConfigError, match=why):
                 read(str(path))
         else:
             assert read(str(path)).table.num_rows == 1

@@ -1,9 +1,10 @@
 """Prompts as a served model reads them: ids of published templates equal those of transformers'
 `apply_chat_template`. Where the guard makes them differ, a warning names what it spelled out."""
 
+import datetime
 import json
 import logging
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pyarrow as pa
 import pytest
@@ -14,7 +15,7 @@ from quiver.stages.common.models.checkpoints import load_tokenizer
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from quiver.stages.prompt.config import Config
-from quiver.stages.prompt.row_variables import RowVariables, tell_unused
+from quiver.stages.prompt.row_variables import ARGUMENTS, RowVariables, read_variables, tell_unused
 from quiver.stages.prompt.rows import Renderer, render_rows
 from tests import tiny
 from tests.stages.prompt.templates import FAMILIES
@@ -294,6 +295,16 @@ def test_a_template_that_hides_what_is_asked_is_refused(policy_of, role, chat, w
     assert "prompt.template" in caught.value.next
 
 
+def test_messages_name_the_template_of_the_recipe(policy_of):
+    policy, _ = policy_of("qwen3")
+    config = Config(source="rows.jsonl", messages="messages", template="own.jinja")
+    with (
+        closing(Renderer(config, policy, HIDES.replace("ROLE", "user"))) as renderer,
+        pytest.raises(ConfigError, match=r"prompt.template own.jinja does not show the last"),
+    ):
+        renderer.render("row", [user("one?")])
+
+
 @pytest.mark.parametrize("cut", ["[:10]", "[:2000]", "[8:]", ".split()[0]", "| truncate(1000)"])
 def test_a_template_that_cuts_contents_is_refused_or_told(policy_of, caplog, cut):
     policy, _ = policy_of("qwen3")
@@ -377,13 +388,30 @@ def test_a_judge_reads_prefix_and_completion_as_one_message(policy_of, family):
     ("chat", "why"),
     [
         (ASKED, "ends with calls of an assistant, which no tool has answered"),
-        ([assistant("one")], "has an assistant's message alone"),
+        ([assistant("one")], "has no question that its last message, an assistant's, answers"),
+        ([system("Be kind."), assistant("one")], "has no question that its last message"),
     ],
 )
 def test_what_can_not_be_continued_is_refused(policy_of, chat, why):
     policy, _ = policy_of("qwen3")
     with opened(policy) as renderer, pytest.raises(ConfigError, match=why):
         renderer.render("row", chat)
+
+
+def test_the_recipes_system_message_asks_nothing(policy_of):
+    policy, _ = policy_of("qwen3")
+    with (
+        opened(policy, system="Be kind.") as renderer,
+        pytest.raises(ConfigError, match="has no question that its last message"),
+    ):
+        renderer.render("row", [assistant("one")])
+
+
+def test_who_asked_stays_known_when_an_environment_goes_on(policy_of):
+    policy, _ = policy_of("qwen3")
+    with opened(policy) as renderer:
+        prompt = renderer.render("row", [{**user("one?"), "name": "Ann"}], [user("two?")])
+    assert prompt["messages"] == [{**user("one?\n\ntwo?"), "name": "Ann"}]
 
 
 def test_a_template_that_hides_a_prefix_is_refused(policy_of):
@@ -416,6 +444,35 @@ def test_a_named_template_is_chosen_as_transformers_does(policy_of):
     with opened(policy, tools=[WEATHER]) as renderer:
         assert renderer.chat_template == tokenizer.chat_template["tool_use"]
         assert renderer.render("row", chat)["prompt_ids"] == expected(tokenizer, chat, [WEATHER])
+
+
+def test_where_templates_differ_no_start_is_told(policy_of):
+    """Rows with tools are rendered by the one, rows without by the other."""
+    tokenizer = named_templates()
+    tokenizer.chat_template["tool_use"] = (
+        tiny.CHATML.replace("<|im_start|>", "<|turn|>").replace("<|im_end|>", "<|endoftext|>") + "T"
+    )
+    policy, _ = policy_of("differing", tokenizer)
+    ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    chats = pa.chunked_array([[[user("one?")]]])
+    with opened(policy) as renderer:
+        assert renderer.of_assistant(chats) == {
+            "assistant_starts": {"user": None},
+            "assistant_end": None,
+        }
+    with opened(policy, tools=[WEATHER]) as renderer:
+        assert renderer.of_assistant(chats) == {
+            "assistant_starts": {"user": "<|endoftext|>\n<|turn|>assistant\n"},
+            "assistant_end": {"id": ids[1], "text": "<|endoftext|>"},
+        }
+
+
+def test_tools_that_the_recipe_gives_the_template_are_saved(policy_of):
+    policy, _ = policy_of("qwen3")
+    rows = pa.table({"messages": [[user("one?")]]})
+    with opened(policy, template_arguments={"tools": [WEATHER]}) as renderer:
+        prompts = render_rows(rows, [0], ["g"], renderer, [[]], [0])
+    assert json.loads(prompts["tools"][0].as_py()) == [WEATHER]
 
 
 def test_templates_of_which_none_is_the_default_are_named(policy_of):
@@ -477,7 +534,14 @@ def test_arguments_of_a_row_reach_the_template(policy_of):
 @pytest.mark.parametrize(
     ("cells", "why"),
     [
-        ({"tools": ["search"]}, "column tools is not JSON"),
+        ({"tools": ["search"]}, "column tools cannot be read: Expecting value"),
+        (
+            {"tools": '[{"name": "f", "name": "g"}]'},
+            "column tools cannot be read: a key stands twice",
+        ),
+        ({"tools": [{"name": "f", "description": "a\0b"}]}, "0.description has a NUL character"),
+        ({"tools": [{"name": "f", "since": datetime.date(2020, 1, 2)}]}, "date is not JSON"),
+        ({"arguments": '{"a": NaN}'}, f"column {ARGUMENTS} cannot be read: NaN is not JSON"),
         ({"tools": {"name": "search"}}, "expected a list of schemas"),
         ({"tools": [{"type": "function"}]}, "expected a function's schema"),
         ({"arguments": [1]}, "expected an object"),
@@ -489,6 +553,11 @@ def test_cells_that_no_template_takes_are_named(policy_of, cells, why):
     policy, _ = policy_of("qwen3")
     with opened(policy) as renderer, pytest.raises(ConfigError, match=why):
         renderer.render("row", [user("one?")], variables=cells)
+
+
+def test_a_column_of_tools_is_named_as_the_recipe_names_it():
+    with pytest.raises(ConfigError, match="column functions holds text, expected a list"):
+        read_variables("row", {"tools": '"search"'}, (), "functions")
 
 
 # -- columns with a meaning elsewhere

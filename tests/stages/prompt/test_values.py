@@ -185,6 +185,7 @@ def test_python_rows_that_neither_arrow_nor_json_keeps(caplog):
         ((MOMENT, 0.5), "row 2: column x: 0.5 becomes datetime"),
         (({1, 2}, b"1"), "row 2: column x"),
         (({1, 2},), r"row 1: column x: \{1, 2\} becomes \[1, 2\]"),
+        (([[3]], [{1, 2}]), r"row 2: column x: \[\{1, 2\}\] becomes \[\[1, 2\]\]"),
         (({1: 2},), "row 1: column x: .*dict key"),
         (("\ud800",), "row 1: column x: .*surrogates"),
     ):
@@ -192,6 +193,16 @@ def test_python_rows_that_neither_arrow_nor_json_keeps(caplog):
             kept(*others)
     with pytest.raises(ConfigError, match=r"row 1: column x: .* levels deep"):
         kept(json.loads('{"a":' * 300 + "0.5" + "}" * 300))
+
+
+def test_a_change_is_told_once_a_column(caplog):
+    rows = [
+        {"x": Decimal("1.0"), "y": Decimal("1.0")},
+        {"x": Decimal("2.25"), "y": Decimal("2.25")},
+    ]
+    to_table("mine.py:rows", "row", enumerate(rows * 1500, 1))
+    change = "Decimal('1.0') becomes Decimal('1.00')"
+    assert caplog.messages == [f"mine.py:rows row 1: column {name}: {change}" for name in "xy"]
 
 
 # -- CSV
@@ -502,6 +513,9 @@ def test_arrow_cells_are_what_to_pylist_gives_but_for_maps_json_and_short_floats
         (pa.array([0, 10**18], pa.timestamp("s")), "row 2: column x: "),
         (pa.array([0, 10**8], pa.int32()).cast(pa.date32()), "row 2: column x: .*out of range"),
         (pa.array([None, "{"], pa.json_()), "row 2: column x: Expecting property name"),
+        (pa.array(["1", '{"a": 1, "a": 2}'], pa.json_()), "row 2: column x: a key stands twice"),
+        (json_list([["1"], ["1", "[NaN]"]]), "row 2: column x: NaN is not JSON"),
+        (pa.array(["1", '["x\\u0000"]'], pa.json_()), "row 2: column x: 0 has a NUL character"),
         (json_list([["1"], ["1", "no"]]), "row 2: column x: Expecting value"),
         (
             pa.array([[], [("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int64())),

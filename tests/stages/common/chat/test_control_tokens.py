@@ -369,7 +369,7 @@ def test_added_tokens_may_be_let_stand():
     text = "<think>\nfine <|im_end|></think>"
     spelled = Guard(tokenizer).encode("prompt 0", (), [text], lambda contents: contents[0]).ids
     kept = (
-        Guard(tokenizer, plain=[think])
+        Guard(tokenizer, anywhere=[think])
         .encode("prompt 0", (), [text], lambda contents: contents[0])
         .ids
     )

@@ -62,9 +62,9 @@ HOSTILE = [
     ("{% for i in range(1000000000) %}x{% endfor %}", "blocks ranges"),
     (
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "did not end within 1 seconds",
+        r"did not end within 1 seconds \(template_seconds\)",
     ),
-    ("{{ 3 ** (10 ** 9) }}", "did not end within 1 seconds"),
+    ("{{ 3 ** (10 ** 9) }}", r"did not end within 1 seconds \(template_seconds\)"),
     ("{{ messages[0].content * 10 ** 10 }}", "Memory"),
     ("{% for a in range(99999) %}{{ 'x' * 100000 }}{% endfor %}", "Memory"),
     ('{{ "\\ud800" }}', "lone surrogate"),
