@@ -39,11 +39,11 @@ class RowVariables(NamedTuple):
 
 def columns_of(config: Config, columns: Iterable[str]) -> dict[str, str]:
     """The columns of a source that the template is given, by what they are: `tools` and
-    `arguments`."""
-    if not config.has_chats:
+    `arguments`. None with [generate.turns], which renders later turns without the row."""
+    if not config.has_chats or config.turns is not None:
         return {}
     named = {"arguments": ARGUMENTS}
-    if config.tools and not _recipe_has_tools(config):
+    if config.tools and "tools" not in config.template_arguments:
         named["tools"] = config.tools
     columns = set(columns) - {getattr(config, config.input)}
     return {what: column for what, column in named.items() if column in columns}
@@ -81,8 +81,13 @@ def tell_unused(config: Config, columns: Collection[str]) -> None:
     for column in columns:
         if column not in COLUMNS or column in used:
             continue
-        if column == config.tools and _recipe_has_tools(config):
+        if column == config.tools and (config.turns or "tools" in config.template_arguments):
             what_to_do = "the recipe says what the policy may call: take the column out"
+        elif column == ARGUMENTS and config.turns:
+            what_to_do = (
+                "later turns are rendered without it, so set prompt.template_arguments, and take "
+                "the column out"
+            )
         else:
             what_to_do = COLUMNS[column]
         _warn(config.source, column, what_to_do)
@@ -94,10 +99,6 @@ def _warn(source: str, column: str, what_to_do: str) -> None:
     log.warning(
         "%s: column %s is not used in prompts: %s", printable(source), printable(column), what_to_do
     )
-
-
-def _recipe_has_tools(config: Config) -> bool:
-    return config.turns is not None or "tools" in config.template_arguments
 
 
 def _read_tool(name: str, column: str, tool: Any) -> dict[str, Any]:

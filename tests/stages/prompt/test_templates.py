@@ -572,6 +572,7 @@ def test_a_column_of_tools_is_named_as_the_recipe_names_it():
         ({"tools": ""}, ["tools"], ["tools"]),
         ({"raw_text": True}, ["tools", "chat_template_kwargs"], ["tools", "chat_template_kwargs"]),
         ({"template_arguments": {"tools": []}}, ["tools"], ["tools"]),
+        ({"turns": {"tools": ["python"]}}, ["tools", "chat_template_kwargs"], ["tools", "chat_template_kwargs"]),
         ({"raw_text": True}, ["messages", "videos"], ["messages", "videos"]),
     ],
 )
