@@ -141,7 +141,7 @@ def _folded(cell: Any) -> Any:
         with suppress(ValueError):  # not a message
             cell = read_message(cell, "")
             cell["content"] = text_of(cell["content"])
-        members = {key: _folded(member) for key, member in cell.items()}
+        members = {str(key): _folded(member) for key, member in cell.items()}
         return {key: member for key, member in members.items() if member not in (None, "", [], {})}
     return cell
 

@@ -21,6 +21,7 @@ from quiver.flows.rerun import rerun
 from quiver.schemas.errors import ConfigError, ConflictError, LineageError
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
+from quiver.stages.prompt.arrow_rows import plain_table
 from quiver.stages.prompt.config import Config
 from quiver.stages.prompt.python_rows import to_table
 from tests import sight
@@ -503,6 +504,16 @@ def test_the_same_question_about_another_picture_is_another_row(folder):
     )
     first, second, third = questions(config, rows)
     assert first == third != second
+
+
+def test_maps_with_keys_of_any_type_are_compared():
+    turns = {"environment": "env.py:Env"}
+    config = Config(source="x.jsonl", prompt="question", turns=turns)
+    for kind, keys in [(pa.date32(), [1, 2, 1]), (pa.binary(), [b"a", b"b", b"a"])]:
+        maps = pa.array([[(key, 1)] for key in keys], pa.map_(kind, pa.int64()))
+        rows = plain_table("x.arrow", pa.table({"question": ["a"] * 3, "map": maps}))
+        first, second, third = questions(config, rows)
+        assert first == third != second
 
 
 def test_pictures_are_compared_without_holding_them_all():
