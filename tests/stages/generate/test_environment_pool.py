@@ -249,7 +249,8 @@ def test_what_an_environment_prints_goes_to_the_log(game, caplog):
     assert "seen in the log" in caplog.text
 
 
-def test_what_it_prints_before_its_process_ends_goes_to_the_log(game, caplog):
+def test_what_it_prints_before_its_process_ends_goes_to_the_log(game, caplog, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     caplog.set_level("INFO", "quiver.stages")
     with EnvironmentPool(Turns(environment=game, processes=1)) as pool:
         (key,) = begin(pool, 1)
