@@ -12,9 +12,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from quiver.flows.checking import Looked, look
+from quiver.flows.checking import Looked, failure, look
 from quiver.flows.doubts import questions
-from quiver.flows.first_rows import visible
+from quiver.flows.first_rows import Answered, Score, visible
 from quiver.flows.preflight import preflight
 from quiver.flows.recipe import load
 from quiver.flows.rerun import rerun
@@ -322,6 +322,17 @@ def test_a_first_iteration_of_another_recipe_is_told_with_the_keys_that_differ(f
     assert check(*here, "run='fresh'", "seed=8").answer["warnings"] == []
 
 
+def test_a_key_that_the_first_iteration_had_and_the_recipe_has_not_is_told(folder):
+    before = load("recipe.toml", ["data.curriculum={low=0.2, high=0.8, iterations=1}"]).resolved()
+    policy = run_stage("policy", before.policy, before.store, into=before.run, in_process=True)
+    for iteration in (1, 2):
+        config = before.prompt_config(iteration)
+        run_stage("prompt", config, before.store, policy=policy, in_process=True)
+    (told,) = check().answer["warnings"]
+    changes = "curriculum.low was 0.2 and is not set, curriculum.high was 0.8 and is not set"
+    assert f"tiny/prompts@1, which this recipe does not ask for: {changes}. The run" in told
+
+
 def test_another_base_model_is_refused_as_the_run_refuses_it(folder):
     recipe = load("recipe.toml").resolved()
     run_stage("policy", recipe.policy, recipe.store, into=recipe.run, in_process=True)
@@ -393,6 +404,13 @@ def test_a_reward_that_fails_on_it_is_an_error(folder):
     assert not any("can run" in line for line in looked.lines)
     as_messages = "reward.functions=[{use='rewards.py:as_trl', completions='messages'}]"
     assert check(as_messages, is_tried=True).answer["rewards"]["as_trl"]["error"] is None
+
+
+def test_an_environment_that_fails_is_told_before_the_rewards_of_it(folder):
+    recipe = load("recipe.toml", ["generate.turns={tools=['python']}"])
+    scores = {"evenness": Score([None], error="nothing was answered")}
+    told = failure(recipe, Answered("1", failure="no python here", scores=scores))
+    assert told.object == "generate.turns python" and "no python here" in told.message
 
 
 def test_a_server_that_is_not_there_is_an_error(folder):

@@ -13,6 +13,7 @@ from quiver.flows.promotion import Promotion, decide, entry_of, judge
 from quiver.schemas import evaluations
 from quiver.schemas.errors import ConflictError
 from quiver.stages.common.config import Config
+from quiver.stages.common.episodes import LIMITS
 from quiver.stages.common.store import Store
 from tests.benchmarks.made import rollouts_table
 from tests.stages.common.store.test_store import Settings, commit
@@ -155,12 +156,13 @@ def noted(store, kind, name, *, inputs=None, **about):
         return work.commit(**about)
 
 
-def answers(store, name, *, cut=0, of_turns=False, length=10.0):
-    """Rollouts of ten answers, `cut` of them cut off by a limit, of this mean length."""
+def answers(store, name, *, cut=0, limit="", length=10.0):
+    """Rollouts of ten answers, `cut` of them cut off by a limit, of this mean length. `limit`: the
+    one of episodes that cut them off."""
     told = {"mean_completion_tokens": length}
     status = {"length": cut, "stop": 10 - cut}
-    if of_turns:
-        told["end_reasons"] = {"max_turns": cut, "answered": 10 - cut}
+    if limit:
+        told["end_reasons"] = {limit: cut, "answered": 10 - cut}
         status = {"stop": 10}
     rows = rollouts_table(10, 10, 2, 1)
     return noted(store, "rollouts", name, rows=rows, metrics=told, status=status)
@@ -225,7 +227,7 @@ def evaluated_rows():
             ["20% → 100% of the held-out answers cut off by a limit (promotion.max_truncated 0.8)"],
         ),
         (
-            {"before": {"cut": 0, "of_turns": True}, "after": {"cut": 1, "of_turns": True}},
+            {"before": {"cut": 0, "limit": "context"}, "after": {"cut": 1, "limit": "context"}},
             {"max_truncated": 0.0},
             ["0% → 10% of the held-out answers cut off by a limit (promotion.max_truncated 0)"],
         ),
@@ -258,3 +260,9 @@ def test_how_far_it_moved_is_told_in_any_case(store):
         "truncated": [0.1, 0.3],
         "mean_length": [10.0, 12.0],
     }
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_each_limit_of_an_episode_cuts_its_answer_off(store, limit):
+    cut_off = {"cut": 4, "limit": limit}
+    assert moved_by(store, before=cut_off, after=cut_off).numbers["truncated"] == [0.4, 0.4]

@@ -19,8 +19,10 @@ class Planted:
     """The tests that are to notice it, each `FILE::FUNCTION`."""
 
 
+CHAT = "tests/stages/common/chat"
 GENERATE = "tests/stages/generate"
 OPTIMIZE = "tests/stages/optimize"
+PROMPT = "tests/stages/prompt"
 PLANTED = (
     Planted(
         "opo_counts_unscored",
@@ -160,5 +162,234 @@ PLANTED = (
         '"ratio_max": float(self.accelerator.gather(log_ratio_max.exp()[None]).max()),',
         '"ratio_max": float(log_ratio_max.exp()),',
         (f"{OPTIMIZE}/test_optimize_dist.py::test_two_ranks_train_as_one",),
+    ),
+    Planted(
+        "unused_beside_no_text",
+        "schemas/outside.py",
+        'if given.get("content") is not None else ():',
+        'if given.get("content") else ():',
+        ("tests/schemas/test_outside.py::test_messages_are_read",),
+    ),
+    Planted(
+        "thinking_once",
+        "schemas/outside.py",
+        "if len(set(texts.values())) > 1:",
+        "if len(texts) > 1:",
+        ("tests/schemas/test_outside.py::test_the_same_thinking_may_have_several_names",),
+    ),
+    Planted(
+        "nulls_in_a_part",
+        "schemas/outside.py",
+        "for key, member in members.items() if member is not None}\n        if members ==",
+        "for key, member in members.items()}\n        if members ==",
+        ("tests/schemas/test_outside.py::test_messages_are_read",),
+    ),
+    Planted(
+        "empty_id_of_a_call",
+        "schemas/outside.py",
+        'call = {key: member for key, member in call.items() if member not in (None, "")}',
+        "call = {key: member for key, member in call.items() if member is not None}",
+        ("tests/schemas/test_outside.py::test_an_empty_id_of_a_call_is_none",),
+    ),
+    Planted(
+        "nan_of_csv_is_a_number",
+        "stages/prompt/csv_rows.py",
+        "if str(number) == text and math.isfinite(number):",
+        "if str(number) == text:",
+        (f"{PROMPT}/test_values.py::test_csv_cells_that_no_json_number_says_are_text",),
+    ),
+    Planted(
+        "first_change_alone",
+        "stages/prompt/python_rows.py",
+        "in sorted(changed, key=lambda each: _is_equal(*each[1:]))[:1]:",
+        "in changed[:1]:",
+        (f"{PROMPT}/test_values.py::test_python_rows_that_neither_arrow_nor_json_keeps",),
+    ),
+    Planted(
+        "notes_of_a_table_are_hashed",
+        "stages/prompt/sources.py",
+        "table = table.replace_schema_metadata(None).combine_chunks()",
+        "table = table.combine_chunks()",
+        (
+            f"{PROMPT}/test_sources.py::"
+            "test_the_hash_of_rows_does_not_depend_on_their_chunks_or_notes",
+        ),
+    ),
+    Planted(
+        "one_odd_role_is_told",
+        "stages/prompt/remarks.py",
+        'f"role {role} as such",',
+        '"role as such",',
+        (
+            f"{PROMPT}/test_templates.py::"
+            "test_a_chat_that_holds_its_answer_and_each_odd_role_are_told_once",
+        ),
+    ),
+    Planted(
+        "unknown_is_typed",
+        "stages/common/chat/control_tokens.py",
+        "if self._controls(ids) == expected and not (typed and self._unknown):",
+        "if self._controls(ids) == expected:",
+        (f"{CHAT}/test_control_tokens.py::test_the_token_for_unknown_text_can_not_be_typed",),
+    ),
+    Planted(
+        "second_start_stays",
+        "stages/common/chat/control_tokens.py",
+        "        while self._start and ids[",
+        "        if self._start and ids[",
+        (f"{CHAT}/test_control_tokens.py::test_of_several_bos_of_a_template_one_stays",),
+    ),
+    Planted(
+        "form_of_contents_without_tools",
+        "stages/common/chat/template.py",
+        "key = shapes, tuple(sorted(name for name, value in variables.items() if value))",
+        "key = shapes, ()",
+        (
+            f"{CHAT}/test_template.py::"
+            "test_the_form_of_contents_is_that_of_a_chat_with_tools_or_without",
+        ),
+    ),
+    Planted(
+        "continued_at_the_first_mark",
+        "stages/common/chat/template.py",
+        "before = text[: text.rindex(mark)]",
+        "before = text[: text.index(mark)]",
+        (
+            f"{CHAT}/test_template.py::"
+            "test_what_is_continued_ends_behind_its_last_message_whatever_others_hold",
+        ),
+    ),
+    Planted(
+        "thought_behind_a_line_break",
+        "stages/generate/turns/tool_calls.py",
+        "return text.lstrip().startswith(_THOUGHT_START)",
+        "return text.startswith(_THOUGHT_START)",
+        (f"{GENERATE}/test_tool_calls.py::test_a_turn_without_calls_is_text",),
+    ),
+    Planted(
+        "broken_framing_is_another_format",
+        "stages/generate/turns/tool_calls.py",
+        "if parsed.calls or parsed.is_broken or not tools:",
+        "if parsed.calls or not tools:",
+        (
+            f"{GENERATE}/test_tool_calls.py::"
+            "test_a_call_of_another_format_between_the_tags_is_told_as_such",
+        ),
+    ),
+    Planted(
+        "content_without_calls",
+        "stages/generate/turns/tool_calls.py",
+        "return ParsedTurn(content if calls else text, calls)",
+        "return ParsedTurn(content, calls)",
+        (f"{GENERATE}/test_tool_calls.py::test_the_tokenizers_own_response_template_reads_calls",),
+    ),
+    Planted(
+        "stop_string_is_the_whole_end",
+        "stages/generate/ends.py",
+        'is_stop = any(string in end["text"] for string in sampling.stop)',
+        'is_stop = end["text"] in sampling.stop',
+        (
+            f"{GENERATE}/test_generate_stage.py::"
+            "test_a_template_whose_end_ends_no_completion_is_told",
+        ),
+    ),
+    Planted(
+        "end_of_the_template_is_lost",
+        "stages/generate/ends.py",
+        'if text and id != template_end.get("id"):',
+        "if text:",
+        (f"{GENERATE}/test_texts.py::test_the_templates_end_of_a_turn_is_no_text_that_is_lost",),
+    ),
+    Planted(
+        "worst_above_zero",
+        "stages/evaluate/unscored.py",
+        "number = min([number, *(score for score in lowest if score is not None)])",
+        "number = min((score for score in lowest if score is not None), default=number)",
+        ("tests/stages/evaluate/test_evaluate_stage.py::test_the_worst_score_is_at_most_zero",),
+    ),
+    Planted(
+        "another_scorer_failed",
+        "stages/evaluate/unscored.py",
+        'if score in ("reward", name):',
+        "if True:",
+        (
+            "tests/stages/evaluate/test_evaluate_stage.py::"
+            "test_an_error_of_another_scorer_leaves_no_cut_answer_out",
+        ),
+    ),
+    Planted(
+        "why_alone_is_printable",
+        "stages/report/nights.py",
+        "rows.append(NightRow(*(printable(cell, _LONGEST) for cell in row)))",
+        "rows.append(row._replace(why=printable(entry.why, _LONGEST)))",
+        ("tests/stages/report/test_nights.py::test_no_cell_of_a_night_writes_control_characters",),
+    ),
+    Planted(
+        "one_limit_of_episodes",
+        "flows/drift.py",
+        "return sum(ends.get(reason, 0) for reason in LIMITS) / rollouts.rows",
+        'return ends.get("max_turns", 0) / rollouts.rows',
+        ("tests/flows/test_promotion.py::test_each_limit_of_an_episode_cuts_its_answer_off",),
+    ),
+    Planted(
+        "keys_that_are_gone",
+        "flows/preflight.py",
+        "for path in asked | before",
+        "for path in asked",
+        (
+            "tests/flows/test_checking.py::"
+            "test_a_key_that_the_first_iteration_had_and_the_recipe_has_not_is_told",
+        ),
+    ),
+    Planted(
+        "changes_since_the_last_iteration",
+        "flows/preflight.py",
+        "@{numbers[0]}",
+        "@{numbers[-1]}",
+        (
+            "tests/flows/test_checking.py::"
+            "test_a_key_that_the_first_iteration_had_and_the_recipe_has_not_is_told",
+        ),
+    ),
+    Planted(
+        "rewards_before_the_environment",
+        "flows/checking.py",
+        'problems = {f"generate.turns {sources}": answered.failure, **problems}',
+        'problems = {**problems, f"generate.turns {sources}": answered.failure}',
+        (
+            "tests/flows/test_checking.py::"
+            "test_an_environment_that_fails_is_told_before_the_rewards_of_it",
+        ),
+    ),
+    Planted(
+        "keys_are_not_looked_at",
+        "schemas/plain.py",
+        'children = [*node.items(), *(("a key", name) for name in node)]',
+        "children = node.items()",
+        ("tests/schemas/test_outside.py::test_other_calls_are_refused",),
+    ),
+    Planted(
+        "bound_is_taken_for_granted",
+        "stages/report/nights.py",
+        "if self.difference.stderr is None or self.bound is None:",
+        "if self.difference.stderr is None:",
+        ("tests/stages/report/test_nights.py::test_a_difference_without_a_bound_names_none",),
+    ),
+    Planted(
+        "last_words_are_lost",
+        "stages/common/runtime/answering.py",
+        "    sys.stdout.reconfigure(line_buffering=True)\n",
+        "",
+        (
+            f"{GENERATE}/test_environment_pool.py::"
+            "test_what_it_prints_before_its_process_ends_goes_to_the_log",
+        ),
+    ),
+    Planted(
+        "nulls_of_structs_in_maps",
+        "schemas/cells.py",
+        "(key, to_python(item, kind.item_type, keep_nulls=keep_nulls)) for key, item in cell",
+        "(key, to_python(item, kind.item_type)) for key, item in cell",
+        (f"{PROMPT}/test_values.py::test_a_struct_inside_a_map_has_no_null_of_another_rows_key",),
     ),
 )

@@ -38,10 +38,15 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {
             {"role": "assistant", "content": None, "tool_calls": [CALL], "weight": 1, "id": "a"},
             {"role": "assistant", "content": "", "tool_calls": [CALL]},
         ),
+        ({**USER, "content": "", "weight": 1}, {**USER, "content": ""}),
         ({**USER, "name": "Ann"}, {**USER, "name": "Ann"}),
         (
             {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
             {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
+        ),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a", "image_url": None}]},
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
         ),
         (
             {"role": "tool", "content": "7", "tool_call_id": "functions.f:0", "name": "f"},
@@ -72,6 +77,13 @@ def test_messages_are_read(given, read):
 def test_thinking_is_read_whatever_it_is_called(name, content):
     given = {"role": "assistant", "content": content, name: "hm"}
     read = {"role": "assistant", "content": content or "", "reasoning_content": "hm"}
+    assert read_message(given, "message 0") == read
+
+
+def test_the_same_thinking_may_have_several_names():
+    """As servers write it whose clients read the older name or the newer one."""
+    given = {"role": "assistant", "content": "1", "reasoning_content": "hm", "reasoning": "hm"}
+    read = {"role": "assistant", "content": "1", "reasoning_content": "hm"}
     assert read_message(given, "message 0") == read
 
 
@@ -159,6 +171,7 @@ def test_a_member_that_changes_nothing_is_told_once(caplog):
         ({"name": "f", "arguments": {"a": 10**300}}, "a is a number of more than 300 digits"),
         ({"name": "f", "arguments": {"a": "\0"}}, "a has a NUL character"),
         ({"name": "f", "arguments": {"a": DAY}}, "is no plain JSON: .* date is not JSON"),
+        ({"name": "f", "arguments": {"b": {"\0": 1}}}, "b.a key has a NUL character"),
         ({"name": "f", "id": "a b"}, "the id of the call is 'a b'"),
     ],
 )
@@ -194,6 +207,11 @@ def test_a_call_of_a_chat_may_have_no_arguments(arguments):
     read = {"type": "function", "function": {"name": "f", "arguments": {}}}
     assert read_tool_call({"name": "f", "arguments": arguments}, "the call") == read
     assert read_tool_call({"function": {"name": "f"}}, "the call") == read
+
+
+def test_an_empty_id_of_a_call_is_none():
+    read = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    assert read_tool_call({"id": "", "name": "f"}, "the call") == read
 
 
 def test_a_call_has_the_keys_of_its_format():

@@ -349,6 +349,28 @@ def test_where_every_answer_is_cut_off_the_score_is_that_of_the_rule(store, scor
         run(Config(unscored="leave_out"), store, **refs)
 
 
+def test_the_worst_score_is_at_most_zero(store, scored):
+    versions = scored({"a": [1.0, None], "b": [0.5]}, cut=("a-1",))
+    refs = {"rollouts": versions[0].ref, "rewards": versions[1].ref}
+    version = store.open(run(Config(unscored="worst"), store, **refs))
+    assert version.table()["score"].to_pylist() == [1.0, 0.0, 0.5]
+
+
+def test_an_error_of_another_scorer_leaves_no_cut_answer_out(store, scored):
+    """Only of the part that is evaluated; the reward is of both."""
+    sampled, paid = scored({"a": [None, 1.0]}, cut=("a-0",))
+    rows = paid.table().to_pylist()
+    for row in rows:
+        row["parts"]["style"] = None
+        row["errors"]["style"] = "ValueError"
+    table = pa.Table.from_pylist(rows, schema=rewards.schema_for(["right", "style"]))
+    refs = {"rollouts": sampled.ref}
+    refs["rewards"] = write(store, "rewards", table, {"rollouts": sampled}).ref
+    for score, limited in (("right", 1), ("reward", 0)):
+        metrics = store.open(run(Config(score=score), store, **refs)).manifest.metrics
+        assert (metrics["limited"], metrics["null"]) == (limited, 1 - limited)
+
+
 def test_a_policy_that_is_cut_off_more_often_is_not_better(store, scored):
     """All pairs count, so n is the number of prompts; the worst score is never better than that of
     the baseline."""

@@ -200,7 +200,7 @@ def test_a_template_that_drops_thinking_is_told_by_role():
 
 def test_a_template_that_cuts_contents_is_refused():
     with (
-        pytest.raises(ConfigError, match="can not write a message of the role user"),
+        pytest.raises(ConfigError, match="cannot write a message of the role user"),
         bridge_of("cutting", tool_role="user"),
     ):
         pass

@@ -37,6 +37,9 @@ class Game:
             return "waited"
         if word == "die":
             os._exit(3)
+        if word == "exclaim":
+            print("seen before the end")
+            os._exit(3)
         if word == "eat":
             hoard = bytearray(4 << 30)
         if word == "raise":
@@ -244,6 +247,15 @@ def test_what_an_environment_prints_goes_to_the_log(game, caplog):
         (key,) = begin(pool, 1)
         ask(pool, key, "print")
     assert "seen in the log" in caplog.text
+
+
+def test_what_it_prints_before_its_process_ends_goes_to_the_log(game, caplog, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    caplog.set_level("INFO", "quiver.stages")
+    with EnvironmentPool(Turns(environment=game, processes=1)) as pool:
+        (key,) = begin(pool, 1)
+        assert ask(pool, key, "exclaim").failure is not None
+    assert "seen before the end" in caplog.text
 
 
 @pytest.mark.parametrize(

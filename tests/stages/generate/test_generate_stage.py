@@ -89,6 +89,7 @@ def test_text_is_decoded_without_control_tokens(store, policy):
         ({}, True),
         ({"stop_token_ids": [1]}, False),
         ({"stop": ["<|im_start|>"]}, False),
+        ({"stop": ["im_start"]}, False),
         ({"ignore_eos": True}, False),
     ],
 )

@@ -116,14 +116,16 @@ def test_ids_that_the_tokenizer_does_not_know_have_no_text():
 # -- one text, whoever made it
 
 
-def scripted(store: Store, policy: Version, ids: list[int], **sampling) -> dict:
+def scripted(
+    store: Store, policy: Version, ids: list[int], prompts: Version | None = None, **sampling
+) -> dict:
     config = {
         "engine": "scripted",
         "samples_per_prompt": 1,
         "options": {"script": "fixed", "completion_ids": ids},
         "sampling": {"max_tokens": 40, **sampling},
     }
-    prompts = make_prompts(store, [[5]])
+    prompts = prompts or make_prompts(store, [[5]])
     ref = run(config, store, prompts=prompts.ref, policy=policy.ref)
     return store.open(ref).table().to_pylist()[0]
 
@@ -161,6 +163,16 @@ def test_a_stop_id_is_an_end_and_its_text_is_said_to_be_lost(store, policy, capl
     assert row["completion_text"] == "<think>three</think><answer>7"
     (told,) = [message for message in caplog.messages if "stop_token_ids" in message]
     assert f"{end} ends a completion, so its text '</answer>' is no part" in told
+
+
+def test_the_templates_end_of_a_turn_is_no_text_that_is_lost(store, policy, caplog):
+    *_, end = ids_of("</answer>")
+    prompts = make_prompts(store, [[5]], assistant_end={"id": end, "text": "</answer>"})
+    row = scripted(
+        store, policy, ids_of(WRITTEN)[:-1], prompts, stop_token_ids=[end], ignore_eos=True
+    )
+    assert row["completion_ids"][-1] == end
+    assert [message for message in caplog.messages if "stop_token_ids" in message] == []
 
 
 def test_the_models_own_other_ends_are_left_out(store, tmp_path):

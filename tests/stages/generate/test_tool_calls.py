@@ -46,6 +46,7 @@ def test_hermes_reads_every_call_and_the_text_before():
         (parse_hermes, "The answer is 12."),
         (parse_hermes, "<think>I could use <tool_call></think>No tool is needed."),
         (parse_hermes, "<think>cut while I think of <tool_call>"),
+        (parse_hermes, "\n<think>cut while I think of <tool_call>"),
         (parse_llama, "The answer is {12}."),
         (parse_llama, '{"answer": 12}'),
         (parse_llama, '{"answer": 5, "name": "Ann"}'),
@@ -305,7 +306,7 @@ def test_a_call_of_another_format_between_the_tags_is_told_as_such(body):
     other = make_parser("hermes", tools=FIND)(text.replace("find", "finder"))
     assert "not valid JSON" in other.error
     unclosed = make_parser("hermes", tools=FIND)(text.removesuffix("</tool_call>"))
-    assert unclosed.is_broken
+    assert unclosed == ParsedTurn("So: ", (), "<tool_call> is never closed", is_broken=True)
 
 
 @pytest.mark.parametrize(
@@ -393,7 +394,7 @@ def test_the_tokenizers_own_response_template_reads_calls():
     parse = make_parser("tokenizer", tokenizer, prefix="<|im_start|>assistant\n")
     parsed = parse("So.<call>" + json.dumps(ADD) + "</call><|im_end|>")
     assert parsed == ParsedTurn("So.", (Call("add", ADD["arguments"]),))
-    assert parse("It is 12.<|im_end|>").calls == ()
+    assert parse("It is 12.<|im_end|>") == ParsedTurn("It is 12.<|im_end|>")
     assert parse("So.<call>oh</call>").error
 
 

@@ -167,11 +167,10 @@ CASES = {
         "E-NUMERIC", 8, "optimize audit", ["max_mean_gap = 0.1", "another temperature"], "the very checkpoint", rows=heated
     ),
     "no scored rollout": Case(
-        "E-NUMERIC", 8, "tiny/rewards@1", ["0 of 16 rollouts are scored"], "quiver show tiny/rewards@1", score=lambda row: None
+        "E-NUMERIC", 8, "tiny/rewards@1", ["0 of 16 rollouts are scored"], "raise generate.sampling.max_tokens", score=lambda row: None
     ),
     "one scored rollout": Case(
-        "E-NUMERIC", 8, "tiny/rewards@1", ["1 of 16 rollouts are scored"], "quiver show "
-                                                                           "tiny/rewards@1",
+        "E-NUMERIC", 8, "tiny/rewards@1", ["1 of 16 rollouts are scored"], "raise generate.sampling.max_tokens",
         {"algorithm": "reinforce_pp"}, score=lambda row: 1.0 if row["rollout_id"] == "r-000-0" else None,
     ),
     "NaN from the first step on": poisoned(0),

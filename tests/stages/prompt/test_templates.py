@@ -133,14 +133,18 @@ def warnings(caplog):
     return [message for message in told if not message.startswith(CONTINUED)]
 
 
-def test_a_chat_that_holds_its_answer_and_an_odd_role_are_told_once(policy_of, caplog):
+def test_a_chat_that_holds_its_answer_and_each_odd_role_are_told_once(policy_of, caplog):
     policy, _ = policy_of("qwen3")
     with opened(policy) as renderer:
         for _ in range(2):
             renderer.render("row", [user("2+2?"), assistant("It is 4.")])
-            renderer.render("row", [user("2+2?"), {"role": "human", "content": "3?"}])
-    odd = "row: a message has the role human; chat templates are made for assistant"
-    for start in (CONTINUED, odd):
+            for role in ("human", "ipython"):
+                renderer.render("row", [user("2+2?"), {"role": role, "content": "3?"}])
+    odd = [
+        f"row: a message has the role {role}; chat templates are made for assistant"
+        for role in ("human", "ipython")
+    ]
+    for start in (CONTINUED, *odd):
         assert sum(message.startswith(start) for message in caplog.messages) == 1
 
 

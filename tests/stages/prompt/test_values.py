@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quiver.schemas.cells import without_nulls, wrap
 from quiver.schemas.errors import ConfigError
 from quiver.stages.prompt import sources
 from quiver.stages.prompt.csv_rows import csv_rows
@@ -186,6 +187,10 @@ def test_python_rows_that_neither_arrow_nor_json_keeps(caplog):
         (({1, 2}, b"1"), "row 2: column x"),
         (({1, 2},), r"row 1: column x: \{1, 2\} becomes \[1, 2\]"),
         (([[3]], [{1, 2}]), r"row 2: column x: \[\{1, 2\}\] becomes \[\[1, 2\]\]"),
+        (
+            ({"a": Decimal("1.0"), "b": b"1"}, {"a": Decimal("2.25"), "b": "2"}),
+            r"row 2: column x: .*: its rows need values of one type",
+        ),
         (({1: 2},), "row 1: column x: .*dict key"),
         (("\ud800",), "row 1: column x: .*surrogates"),
     ):
@@ -253,6 +258,13 @@ def test_csv_columns_are_numbers_only_if_every_cell_is_one(tmp_path):
             "empty": ["", "", ""],
         }
     )
+
+
+def test_csv_cells_that_no_json_number_says_are_text(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("none,large\nnan,inf\n1.5,-inf\n")
+    expected = {"none": ["nan", "1.5"], "large": ["inf", "-inf"]}
+    assert exact(offered(read(path))) == exact(expected)
 
 
 def test_a_csv_cell_may_be_as_long_as_memory(tmp_path):
@@ -535,6 +547,12 @@ def test_arrow_cells_that_python_cannot_hold_are_named(tmp_path, array, why):
     write_arrow(tmp_path / "rows.arrow", pa.table({"x": array}), "arrow")
     with pytest.raises(ConfigError, match=why):
         read(tmp_path / "rows.arrow")
+
+
+def test_a_struct_inside_a_map_has_no_null_of_another_rows_key():
+    kind = pa.map_(pa.string(), pa.struct({"a": pa.int64(), "b": pa.int64()}))
+    column = pa.chunked_array([[[("x", {"a": 1, "b": None}), ("y", None)]]], kind)
+    assert without_nulls(wrap(column)) == [{"x": {"a": 1}, "y": None}]
 
 
 def test_a_folder_of_datasets_gives_what_datasets_gives(tmp_path):

@@ -75,6 +75,19 @@ def test_notes_in_another_form_are_left_out(about):
     assert night.decision == "set by hand" and night.why == "why\\x1b[0m"
 
 
+def test_no_cell_of_a_night_writes_control_characters():
+    foreign = "a\x1b[31m\n"
+    about = dict.fromkeys(("night", "decision", "candidate", "author"), foreign)
+    numbers = {**NUMBERS, "by": foreign, "watch": [foreign]}
+    (night,) = nights_of([entry(foreign, foreign, foreign, **about, **numbers)])
+    assert [cell for cell in night if not cell.isprintable()] == []
+
+
+def test_a_difference_without_a_bound_names_none():
+    (night,) = nights_of([entry("a/policy@1", "a/policy@2", "why", difference=DIFFERENCE)])
+    assert night.difference == "+0.0500, of one prompt"
+
+
 @pytest.fixture
 def spent(store):
     """Two nights of a tiny model; each measured the policy in use and the candidate on rows that

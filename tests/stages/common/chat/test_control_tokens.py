@@ -275,6 +275,13 @@ def test_typed_tokens_still_read_as_typed(name):
         assert text in guard.decode(encode(name, ["be kind", text]).ids)
 
 
+def test_the_token_for_unknown_text_can_not_be_typed():
+    """This tokenizer needs it, so it is no control token; text that can be spelled is spelled."""
+    tokenizer, _, _ = family("gemma")
+    assert tokenizer.unk_token_id in encode("gemma", ["be kind", "漢"]).ids
+    assert tokenizer.unk_token_id not in encode("gemma", ["be kind", "say <unk> now"]).ids
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_text_without_tokens_is_encoded_as_transformers_does(name):
     tokenizer, _, render = family(name)
@@ -299,6 +306,14 @@ def test_exactly_one_bos_where_the_tokenizer_puts_one(name, bos, typed):
     )  # a "template" that writes no BOS
     assert without.ids.count(bos) == 1
     assert without.ids[0] == bos
+
+
+@pytest.mark.parametrize("name, bos", [("llama3", 0), ("mistral", 1), ("gemma", 2)])
+def test_of_several_bos_of_a_template_one_stays(name, bos):
+    tokenizer, guard, _ = family(name)
+    start = tokenizer.decode([bos])
+    ids = guard.encode("prompt 0", (), ["hello"], lambda contents: start * 2 + contents[0]).ids
+    assert (ids[0], ids.count(bos)) == (bos, 1)
 
 
 def test_the_template_decides_where_the_tokenizer_puts_none():

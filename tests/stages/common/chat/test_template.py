@@ -130,6 +130,21 @@ def test_one_bad_row_does_not_stop_the_others():
         assert made.render("prompt 1", CHAT[:1]) == "<b>be</b> kind"
 
 
+def test_the_form_of_contents_is_that_of_a_chat_with_tools_or_without():
+    content = "{{ m.content[0].text if tools else m.content }}"
+    with Template("{% for m in messages %}[" + content + "]{% endfor %}", {"tools": None}) as made:
+        chat = [{"role": "user", "content": "Which?"}]
+        texts = [made.render("row", chat, tools=tools) for tools in (None, [{"name": "f"}], None)]
+    assert texts == ["[Which?]"] * 3
+
+
+def test_what_is_continued_ends_behind_its_last_message_whatever_others_hold():
+    user = {"role": "user", "content": "What is CONTINUE_FINAL_MESSAGE_TAG ?"}
+    with Template("{% for m in messages %}[{{ m.content }}]{% endfor %}", {}) as made:
+        text = made.render_to_continue("row", [user, {"role": "assistant", "content": "It is"}])
+    assert text == "[What is CONTINUE_FINAL_MESSAGE_TAG ?][It is"
+
+
 CALLS = [
     {"role": "user", "content": "w?"},
     {
