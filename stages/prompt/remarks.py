@@ -15,8 +15,8 @@ from quiver.schemas.errors import printable
 
 from .messages import Message
 
-ROLES = ("assistant", "developer", "system", "tool", "user")
-"""The roles that chat templates are made for."""
+ROLES = ("assistant", "system", "tool", "user")
+"""The roles that chat templates are made for; some know `developer` too, and name it."""
 _CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{[^}]{0,100}['"]role['"]\s*:""")
 log = logging.getLogger(__name__)
 
@@ -49,13 +49,30 @@ class Remarks:
                 f'as it stands. If it is JSON, set data.messages = "{column}"',
             )
 
-    def on_chat(self, name: str, messages: list[Message]) -> None:
-        """Warn of roles that templates are not made for, and of an answer that is in the chat."""
-        for role in sorted({message["role"] for message in messages}.difference(ROLES)):
+    def on_chat(self, name: str, messages: list[Message], template: str) -> None:
+        """Warn of roles that the `template` (its text) is not made for, of a blank question, and of
+        an answer that is in the chat."""
+        content = messages[-1]["content"]
+        as_shown = content if isinstance(content, str) else "parts"
+        roles = {*ROLES, *(["developer"] if "developer" in template else [])}
+        for role in sorted({message["role"] for message in messages} - roles):
             self.say_once(
                 f"role {role} as such",
-                f"{name}: a message has the role {printable(role)}; chat templates are made for "
-                f"{', '.join(ROLES)}: rename it, or set prompt.template to one that shows it",
+                f"{name}: a message has the role {printable(role)}; the chat template is made for "
+                f"{', '.join(sorted(roles))}: rename it, or set prompt.template to one that shows "
+                "it",
+            )
+        if messages[-1]["role"] == "user" and not as_shown.strip():
+            self.say_once(
+                "blank",
+                f"{name}: the last message of the chat is blank, and the policy is asked it: "
+                "correct the row, or take it out of the source",
+            )
+        if all(message["role"] in ("system", "developer") for message in messages):
+            self.say_once(
+                "no question",
+                f"{name}: the chat asks nothing, its messages are the system's alone: correct the "
+                "row, or take it out of the source",
             )
         if messages[-1]["role"] == "assistant":
             self.say_once(

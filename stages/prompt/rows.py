@@ -169,7 +169,6 @@ class Renderer:
             num_shown = len(pictures) - len(pictures_in(opening))
             messages = _followed_by(show_images(name, messages, num_shown), opening)
             rendering = self._render_chat(name, messages, own)
-            self._remarks.on_chat(name, messages)
             if messages[-1]["role"] == "assistant":  # the policy continues it
                 messages = messages[:-1]
             messages = [{**each, "content": text_of(each["content"])} for each in messages]
@@ -300,6 +299,7 @@ class Renderer:
         is_continued = messages[-1]["role"] == "assistant"
         if is_continued:
             self._require_continuable(name, messages)
+        self._remarks.on_chat(name, messages, template.source)
         structure, texts = take_texts(messages, own.as_variables())
         # markup stays in what the recipe or an assistant says
         trusted = texts_of(messages, lambda each: is_assistants(each) or self._is_recipes(each))

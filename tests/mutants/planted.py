@@ -166,8 +166,8 @@ PLANTED = (
     Planted(
         "unused_beside_no_text",
         "schemas/outside.py",
-        'if given.get("content") is not None else ():',
-        'if given.get("content") else ():',
+        '(_UNUSED - {"refusal"} if content is None else _UNUSED)',
+        '(_UNUSED if content else _UNUSED - {"refusal", "weight"})',
         ("tests/schemas/test_outside.py::test_messages_are_read",),
     ),
     Planted(
@@ -187,8 +187,8 @@ PLANTED = (
     Planted(
         "empty_id_of_a_call",
         "schemas/outside.py",
-        'call = {key: member for key, member in call.items() if member not in (None, "")}',
-        "call = {key: member for key, member in call.items() if member is not None}",
+        'call = {key: member for key, member in given.items() if member not in (None, "")}',
+        "call = {key: member for key, member in given.items() if member is not None}",
         ("tests/schemas/test_outside.py::test_an_empty_id_of_a_call_is_none",),
     ),
     Planted(

@@ -141,7 +141,7 @@ def test_a_chat_that_holds_its_answer_and_each_odd_role_are_told_once(policy_of,
             for role in ("human", "ipython"):
                 renderer.render("row", [user("2+2?"), {"role": role, "content": "3?"}])
     odd = [
-        f"row: a message has the role {role}; chat templates are made for assistant"
+        f"row: a message has the role {role}; the chat template is made for assistant"
         for role in ("human", "ipython")
     ]
     for start in (CONTINUED, *odd):
@@ -161,6 +161,34 @@ def test_a_question_that_is_blank_or_a_chat_is_told(policy_of, text, told, caplo
     policy, _ = policy_of("qwen3")
     with opened(policy, messages=None, prompt="question") as renderer:
         renderer.render("row", text)
+    assert [
+        message[: len(start)] for message, start in zip(warnings(caplog), told, strict=True)
+    ] == told
+
+
+SYSTEM = {"role": "system", "content": "Be kind."}
+DEVELOPER = {"role": "developer", "content": "Be kind."}
+NAMES_DEVELOPER = "{# developer #}" + tiny.CHATML
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "told"),
+    [
+        (None, [user(" \n")], ["row: the last message of the chat is blank"]),
+        (None, [SYSTEM, user("")], ["row: the last message of the chat is blank"]),
+        (None, [SYSTEM], ["row: the chat asks nothing"]),
+        (None, [SYSTEM, user("2+2?")], []),
+        (tiny.CHATML, [DEVELOPER, user("2+2?")], ["row: a message has the role developer"]),
+        (NAMES_DEVELOPER, [DEVELOPER, user("2+2?")], []),
+    ],
+)
+def test_a_chat_without_a_question_or_with_a_role_of_others_is_told(
+    policy_of, template, messages, told, caplog
+):
+    policy, _ = policy_of("qwen3")
+    with opened(policy, template) as renderer:
+        for _ in range(2):
+            renderer.render("row", messages)
     assert [
         message[: len(start)] for message, start in zip(warnings(caplog), told, strict=True)
     ] == told
@@ -576,7 +604,11 @@ def test_a_column_of_tools_is_named_as_the_recipe_names_it():
         ({"tools": ""}, ["tools"], ["tools"]),
         ({"raw_text": True}, ["tools", "chat_template_kwargs"], ["tools", "chat_template_kwargs"]),
         ({"template_arguments": {"tools": []}}, ["tools"], ["tools"]),
-        ({"turns": {"tools": ["python"]}}, ["tools", "chat_template_kwargs"], ["tools", "chat_template_kwargs"]),
+        (
+            {"turns": {"tools": ["python"]}},
+            ["tools", "chat_template_kwargs"],
+            ["tools", "chat_template_kwargs"],
+        ),
         ({"raw_text": True}, ["messages", "videos"], ["messages", "videos"]),
     ],
 )
