@@ -4,8 +4,9 @@ what `quiver compare` is given."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import pyarrow as pa
@@ -15,7 +16,7 @@ from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.schemas.plain import flatten
 from quiver.schemas.refs import check_name, parse
 from quiver.stages.common.store import Store, Version
-from quiver.stages.evaluate.comparison import pair_prompts
+from quiver.stages.evaluate.comparison import pair_prompts, prompts_of
 from quiver.stages.report.words import number
 from quiver.stages.reward.measures import changes
 
@@ -132,16 +133,32 @@ def _samples(table: pa.Table, names: Mapping[str, str]) -> pa.Array:
     )
 
 
-def find_evaluation(store: Store, name: str) -> Version:
-    """The evaluation that `name` means: itself, the newest of a policy, or the newest of a run.
-    LineageError where there is none."""
+def find_evaluations(store: Store, first: str, second: str) -> tuple[Version, Version]:
+    """Return the evaluations that two names mean: each itself, one of a policy, or the newest of a
+    run. A policy that was measured several times is compared by its newest evaluation on prompts
+    that the other was measured on too; by its newest one if there is none. LineageError if one has
+    no evaluation."""
+    named = [list(_newest_first(store, name)) for name in (first, second)]
+    for pair in product(*named):
+        with suppress(LineageError):  # its prompts are deleted
+            prompts_a, prompts_b = (prompts_of(store, version).manifest for version in pair)
+            are_two = pair[0].ref != pair[1].ref
+            if are_two and prompts_a.content_hash == prompts_b.content_hash:
+                return pair
+    return named[0][0], named[1][0]
+
+
+def _newest_first(store: Store, name: str) -> Iterator[Version]:
+    """Yield the evaluations that `name` means, one at least. LineageError."""
     if "/" not in name:
         if numbers := store.numbers(check_name(name, "run"), "evaluations"):
-            return store.open(f"{name}/evaluations@{numbers[-1]}")
+            yield store.open(f"{name}/evaluations@{numbers[-1]}")
+            return
         raise LineageError(f"run {name}", "has no evaluation yet", next="quiver evaluate RECIPE")
     ref = parse(name)
     if ref.kind == "evaluations":
-        return store.open(ref)
+        yield store.open(ref)
+        return
     if ref.kind != "policy":
         raise ConfigError(
             str(ref),
@@ -160,7 +177,7 @@ def find_evaluation(store: Store, name: str) -> Version:
             "has no evaluation yet",
             next=f"quiver evaluate RECIPE --policy {policy}",
         )
-    return max(evaluations, key=lambda version: version.manifest.created)
+    yield from sorted(evaluations, key=lambda each: each.manifest.created, reverse=True)
 
 
 def _changed(a: Version, b: Version) -> dict[str, list[Any]]:

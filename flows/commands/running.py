@@ -70,11 +70,12 @@ def run(
     with shown_live():
         from quiver.stages.common.store import Store
 
-        from ..preflight import preflight
+        from ..preflight import finished, preflight
 
         loaded = preflight(loaded)  # what is refused is refused before a server is started
         if not dry_run:
             Store(loaded.store)
+            finished(loaded)  # warns if another recipe began this run
         from prefect import tags
 
         from ..abandoned import crash_abandoned, shell_tag

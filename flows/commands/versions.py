@@ -182,10 +182,10 @@ def compare(
     from quiver.stages.evaluate.comparison import compare as compare_evaluations
     from quiver.stages.report.words import unscored_of
 
-    from .compare import find_evaluation
+    from .compare import find_evaluations
 
     opened = open_store(store)
-    a, b = find_evaluation(opened, first), find_evaluation(opened, second)
+    a, b = find_evaluations(opened, first, second)
     answer = compare_evaluations(opened, a, b)
     lines = []
     for letter in "ab":
@@ -301,12 +301,10 @@ def _difference(store: Store, run: str, other: str) -> list[str]:
     """How the last evaluation of `other` compares with that of `run`, over the same prompts."""
     from quiver.stages.evaluate.comparison import compare as compare_evaluations
 
-    from .compare import find_evaluation
+    from .compare import find_evaluations
 
     try:
-        found = compare_evaluations(
-            store, find_evaluation(store, run), find_evaluation(store, other)
-        )
+        found = compare_evaluations(store, *find_evaluations(store, run, other))
     except LineageError as error:
         return [f"{other} and {run} cannot be compared: {error.message}."]
     score = found["difference"]["score"]

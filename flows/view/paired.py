@@ -20,7 +20,7 @@ from quiver.stages.common.store import Store
 from quiver.stages.evaluate.comparison import pair_prompts
 from quiver.stages.report.joined import Joined, open_joined
 
-from ..commands.compare import find_evaluation
+from ..commands.compare import find_evaluations
 
 
 @dataclass
@@ -50,10 +50,11 @@ def open_paired(store: Store, first: str, second: str | None) -> Paired:
 
 def pair(store: Store, first: str, second: str) -> Paired:
     """Pair two versions by the ids of their rollouts; where they have none in common, by prompt and
-    sample. Policies are shown by the newest evaluation of each. LineageError: nothing pairs."""
+    sample. Policies are shown by their evaluations, as `quiver compare` chooses them. LineageError:
+    nothing pairs."""
     refs: list[Ref] = [store.resolve(ref) for ref in (first, second)]
     if all(ref.kind == "policy" for ref in refs):
-        refs = [find_evaluation(store, str(ref)).ref for ref in refs]
+        refs = [version.ref for version in find_evaluations(store, *map(str, refs))]
     a, b = (open_joined(store, ref) for ref in refs)
     places = b.rollouts.find_all(a.rollouts.column("rollout_id"))
     if not np.any(places >= 0):

@@ -96,8 +96,8 @@ def pair_prompts(
     name. Else it is the prompt's content: the chat, or the text where there is none; the second of
     two equal prompts is another one.
     """
-    prompts_a = _prompts_of(store, a)
-    prompts_b = _prompts_of(store, b)
+    prompts_a = prompts_of(store, a)
+    prompts_b = prompts_of(store, b)
     if prompts_a.manifest.content_hash == prompts_b.manifest.content_hash:
         groups = prompts_a.table(["group_id"])["group_id"].to_pylist()
         same = _Names(prompts_a, dict(zip(groups, groups, strict=True)))
@@ -120,7 +120,7 @@ class _Names(dict[str, str]):
         )
 
 
-def _prompts_of(store: Store, version: Version) -> Version:
+def prompts_of(store: Store, version: Version) -> Version:
     """The prompts that a version was made of, by way of its rollouts."""
     entry = version.manifest.input("prompts")
     if entry is None:

@@ -9,6 +9,7 @@ import pytest
 from typer.main import get_command
 
 from quiver.flows.cli import app
+from quiver.flows.commands.compare import find_evaluations
 from quiver.schemas import prompts, rewards, rollouts
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.stages.common import config as common
@@ -164,6 +165,18 @@ def test_compare_through_the_command_line(store, evaluated, capsys):
     assert caught.value.next == "quiver evaluate RECIPE"
     with pytest.raises(ConfigError, match="expected a version of evaluations or policy"):
         command("compare", "first", "first.eval/rollouts@1", *in_store)
+
+
+def test_a_policy_measured_twice_is_compared_on_the_prompts_of_the_other(store, evaluated):
+    """Not by its newest evaluation, which asked something else."""
+    evaluated("first", BEFORE)
+    evaluated("same", dict.fromkeys(BEFORE, [1.0]))
+    evaluated("second", AFTER, prefix="q")
+    for names, expected in [
+        (("first", "tiny/policy@0"), ["first/evaluations@1", "same/evaluations@1"]),
+        (("tiny/policy@0", "first"), ["same/evaluations@1", "first/evaluations@1"]),
+    ]:
+        assert [str(each.ref) for each in find_evaluations(store, *names)] == expected
 
 
 def test_a_diff_pairs_the_samples_of_a_prompt_where_no_id_is_the_same(store, evaluated, capsys):
