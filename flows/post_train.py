@@ -127,9 +127,9 @@ def _run_iterations(recipe: Recipe, forced: Collection[str]) -> dict[str, Any]:
         printed.append(iteration.to_json())
         curve.show(printed, baseline, last=number == recipe.iterations)
 
-    improve(recipe, base, base, forced=forced, prompts=prompts, finish=finish)
+    iterations = improve(recipe, base, base, forced=forced, prompts=prompts, finish=finish)
     link_report(recipe)
-    clean_up(recipe.store, recipe.run, recipe.retention)
+    clean_up(recipe.store, recipe.run, recipe.retention, iterations[-1].policy)
     return {"run": recipe.run, "baseline": baseline, "iterations": printed}
 
 
@@ -172,7 +172,7 @@ def improve(
             iterations.append(iteration)
             finish(iteration)
             if not is_last:
-                clean_up(recipe.store, recipe.run, recipe.retention)
+                clean_up(recipe.store, recipe.run, recipe.retention, iteration.policy)
             if ahead is not None:
                 sampled = ahead.result()
             elif not is_last:

@@ -10,10 +10,11 @@ Not of the spine: a run does the same with and without it, and keeps more.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
 from pydantic import Field
 
-from quiver.schemas.errors import QuiverError, unexpected
+from quiver.schemas.errors import CorruptError, QuiverError, unexpected
 from quiver.stages.common.config import Config
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.collection import Rule, collect
@@ -38,14 +39,25 @@ class Retention(Config):
     is deleted at once."""
 
 
-def clean_up(path: str, run: str, retention: Retention) -> None:
-    """Clean up `run` in the store at `path`. Never raises."""
+def clean_up(path: str, run: str, retention: Retention, policy: str | None = None) -> None:
+    """Clean up `run` in the store at `path`. Never raises.
+
+    `policy`, which the run goes on from, stays with its optimizer state, however many were trained
+    by hand beside it. If another was trained from it already, a finished run is being gone through
+    again, and nothing is cleaned up before its end.
+    """
     if retention.keep is None and retention.moments is None:
         return
     runs = (run, *(run + ending for ending in SIDE_RUNS))
-    rule = Rule(retention.keep, retention.moments, retention.grace_hours * 3600, runs)
+    spared = () if policy is None else (policy,)
+    rule = Rule(retention.keep, retention.moments, retention.grace_hours * 3600, runs, spared)
     try:
         store = Store(path, create=False)
+        for version in store.versions(run, "policy"):
+            with suppress(CorruptError):  # which is not the question here
+                parent = version.manifest.input("policy")
+                if parent is not None and parent.ref == policy:
+                    return
         collected = collect(store, rule, apply=True)
         if not retention.grace_hours:  # the next one deletes what this one took
             collected.deleted_bytes += collect(store, rule, apply=True).deleted_bytes

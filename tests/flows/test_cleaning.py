@@ -21,6 +21,7 @@ from quiver.stages.common.verification import verify
 from quiver.stages.report.gather import gather
 from quiver.stages.report.stage import render
 from tests.flows.conftest import quiver, write_recipe
+from tests.stages.common.store import histories
 from tests.stages.common.store.test_store import Settings, table
 from tests.writing import begin
 
@@ -218,6 +219,23 @@ def test_the_runs_that_belong_to_it_are_cleaned_with_it(tmp_path):
                 work.commit()
     clean_up(str(store.path), "a", Retention(keep=1, grace_hours=0))
     assert [store.numbers(run, "logprobs") for run in (*runs, "ab")] == [[2]] * 4 + [[1, 2]]
+
+
+def test_what_is_trained_by_hand_beside_a_run_takes_no_state_from_it(tmp_path):
+    """policy@3 is an experiment, from policy@0; the run goes on from policy@2."""
+    store = Store(tmp_path / "store")
+    base = histories.make_policy(store, 0, state=False)
+    first = histories.make_policy(store, 1, inputs={"policy": base})
+    second = histories.make_policy(store, 2, inputs={"policy": first})
+    histories.make_policy(store, 3, inputs={"policy": base})
+    rules = Retention(keep=1, moments=1, grace_hours=0)
+    clean_up(str(store.path), "a", rules, str(first.ref))
+    assert histories.with_state(store) == ["a/policy@1", "a/policy@2", "a/policy@3"]
+    clean_up(str(store.path), "a", rules, str(second.ref))
+    assert histories.with_state(store) == ["a/policy@2", "a/policy@3"]
+    assert store.exists(second.ref)
+    clean_up(str(store.path), "a", rules)
+    assert histories.with_state(store) == ["a/policy@3"]
 
 
 def test_what_goes_wrong_with_cleaning_is_a_warning(tmp_path, caplog):

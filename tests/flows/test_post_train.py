@@ -116,6 +116,7 @@ def test_again_is_already_done(workplace, result, tmp_path):
     )
     assert names(Store(workplace / "store")) == before
     assert done.stderr.count("already done") == 1 + 4 + 2 * 4 + 4, done.stderr
+    assert "does not ask for" not in done.stderr
     without_seconds = [
         [{**each, "seconds": None} for each in run["iterations"]]
         for run in (result, json.loads(done.stdout))
@@ -473,6 +474,20 @@ def test_an_error_of_a_stage_is_three_lines(workplace, result):
         "State:",
         "Next:",
     ]
+
+
+def test_a_run_that_another_recipe_began_is_told_with_the_keys_that_differ(workplace, result):
+    nowhere = [f"--set=placement.python.{stage}='/nonexistent'" for stage in ("prompt", "evaluate")]
+    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", "--set=seed=8"]
+    env = command_environment(workplace)
+    done = subprocess.run(
+        [*command, *nowhere], cwd=workplace, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert (
+        "run tiny has tiny/prompts@1, which this recipe does not ask for: seed was 7 and is 8."
+        in " ".join(done.stderr.split())
+    )
 
 
 def test_the_store_explains_itself(workplace, result):

@@ -49,6 +49,8 @@ class Rule:
     """How long a version lies in the trash, and how long staged work waits for who goes on."""
     runs: Collection[str] | None = None
     """Runs that are cleaned. None: all. What stays is asked of all in either case."""
+    spared: tuple[str, ...] = ()
+    """Versions that stay as if a tag named them."""
 
     def runs_of(self, store: Store) -> Collection[str]:
         """Names of the runs that are cleaned."""
@@ -106,7 +108,7 @@ def collect(store: Store, rule: Rule, *, apply: bool = False) -> Collected:
     storage = store.storage
     for key in folders_of(store):
         storage.list(key)
-    kept = find_kept(store, rule.keep, rule.moments)
+    kept = find_kept(store, rule.keep, rule.moments, rule.spared)
     places = [trash.places_of(storage, ref) for ref in kept.in_use if not store.exists(ref)]
     needed = tuple(place for of_one in places for place in of_one)
     old = []
@@ -195,7 +197,7 @@ def _candidate(version: Version, folder: str, deleted_why: str | None) -> Candid
 
 def _take(store: Store, rule: Rule, turn: trash.Trash) -> list[Candidate]:
     """Move what is to go into the trash: tombstones, another look at what stays, the moves."""
-    kept = find_kept(store, rule.keep, rule.moments)
+    kept = find_kept(store, rule.keep, rule.moments, rule.spared)
     candidates = _candidates(store, rule, kept)
     taken = []
     with storage_errors("gc"):
@@ -216,7 +218,7 @@ def _take(store: Store, rule: Rule, turn: trash.Trash) -> list[Candidate]:
                 if not candidates:
                     raise
                 break
-        kept = find_kept(store, rule.keep, rule.moments)
+        kept = find_kept(store, rule.keep, rule.moments, rule.spared)
         still = {(candidate.ref, candidate.folder) for candidate in _candidates(store, rule, kept)}
         for candidate in candidates:
             is_to_go = (candidate.ref, candidate.folder) in still

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
@@ -102,16 +102,18 @@ def folders_of(store: Store) -> Iterator[str]:
             yield from (f"{run}/{kind}{name}" for name in ("", "/.ledger", "/.staging", "/.index"))
 
 
-def find_kept(store: Store, keep: int | None, moments: int | None) -> Kept:
+def find_kept(
+    store: Store, keep: int | None, moments: int | None, spared: Collection[str] = ()
+) -> Kept:
     """What stays, with the last `keep` versions of each kind of each run, and the state of the last
-    `moments` policies; None for all of them. CorruptError where a tag, or the manifest of a
-    version that stays, can not be read: then nobody can tell."""
+    `moments` policies; None for all of them. `spared` stay as what a tag names does. CorruptError
+    if a tag, or the manifest of a version that stays, cannot be read: then it cannot be told."""
     kept = Kept()
     # first who is at work: whoever has finished before that has published what it made
     for stage in list(stages_at_work(store)):
         kept.run_keys.add(stage.run_key)
         kept.in_use.update(filter(None, map(as_version, stage.refs)))
-    roots = set()
+    roots = set(map(parse, spared))
     for run in store.runs():
         for name in store.tag_names(run):
             refs = (store.tagged(run, name), tags.previous(store.history(run, name)))

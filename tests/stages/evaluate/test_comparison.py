@@ -170,7 +170,7 @@ def test_compare_through_the_command_line(store, evaluated, capsys):
 def test_a_policy_measured_twice_is_compared_on_the_prompts_of_the_other(store, evaluated):
     """Not by its newest evaluation, which asked something else."""
     evaluated("first", BEFORE)
-    evaluated("same", dict.fromkeys(BEFORE, [1.0]))
+    evaluated("same", {question: [1.0] for question in BEFORE})
     evaluated("second", AFTER, prefix="q")
     for names, expected in [
         (("first", "tiny/policy@0"), ["first/evaluations@1", "same/evaluations@1"]),
