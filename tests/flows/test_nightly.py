@@ -275,7 +275,7 @@ def test_of_two_nights_at_once_one_promotes(store, monkeypatch):
     assert [entry.key for entry in store.history("tiny", "race")] == ["base", "night other"]
 
 
-def test_the_policy_in_use_goes_back_when_the_one_before_is_better(store):
+def test_the_policy_in_use_goes_back_when_the_one_before_is_better(store, server):
     """Somebody gave the tag to the worse policy by hand; the next night gives it back, and starts
     from what is in use then."""
     store.tag("tiny", "prod", "tiny/policy@2", why="by hand")
@@ -289,6 +289,9 @@ def test_the_policy_in_use_goes_back_when_the_one_before_is_better(store):
     assert decided.before == "tiny/policy@1"
     assert store.open(done["candidate"]).manifest.input("policy").ref == "tiny/policy@1"
     assert done["iteration"] == 3
+    # what came last is told; a rejection behind it leaves the policy in use the one gone back to
+    named = {"promoted": "Promoted", "rejected": "Rolled back"}[decided.about["decision"]]
+    assert states(server)["tiny · nightly three"][0] == named
 
 
 class Reviewer(threading.Thread):
