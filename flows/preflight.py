@@ -139,8 +139,10 @@ def _tell_what_differs(plan: Plan, kind: str) -> None:
         version = plan.store.open(f"{plan.run}/{kind}@{numbers[0]}")
         manifest = version.manifest
         saved, _ = parse_saved(load(manifest.stage).Config, manifest.config, str(version.ref))
-        before = flatten(saved.key())
-        asked = flatten(plan.config.key())
+        before, asked = (  # an empty table is told by the keys that it lacks
+            {path: leaf for path, leaf in flatten(config.key()).items() if leaf != {}}
+            for config in (saved, plan.config)
+        )
         changes = [
             f"{path} was {_in_words(before.get(path))} and is {_in_words(asked.get(path))}"
             for path in asked | before

@@ -323,13 +323,20 @@ def test_a_first_iteration_of_another_recipe_is_told_with_the_keys_that_differ(f
 
 
 def test_a_key_that_the_first_iteration_had_and_the_recipe_has_not_is_told(folder):
-    before = load("recipe.toml", ["data.curriculum={low=0.2, high=0.8, iterations=1}"]).resolved()
+    settings = [
+        "data.curriculum={low=0.2, high=0.8, iterations=1}",
+        "prompt.template_arguments.a=1",
+    ]
+    before = load("recipe.toml", settings).resolved()
     policy = run_stage("policy", before.policy, before.store, into=before.run, in_process=True)
     for iteration in (1, 2):
         config = before.prompt_config(iteration)
         run_stage("prompt", config, before.store, policy=policy, in_process=True)
     (told,) = check().answer["warnings"]
-    changes = "curriculum.low was 0.2 and is not set, curriculum.high was 0.8 and is not set"
+    changes = (
+        "template_arguments.a was 1 and is not set, curriculum.low was 0.2 and is not set, "
+        "curriculum.high was 0.8 and is not set"
+    )
     assert f"tiny/prompts@1, which this recipe does not ask for: {changes}. The run" in told
 
 
