@@ -64,6 +64,7 @@ FORWARD = "tests/stages/common/forward"
 OPTIMIZE = "tests/stages/optimize"
 REWARD = "tests/stages/reward"
 GENERATE_STAGE = "tests/stages/generate/test_generate_stage.py"
+ANSWERED = "tests/stages/generate/test_images_answered.py"
 TURNS = "tests/stages/generate/test_turns_generated.py"
 TARGETS = (
     Target(
@@ -135,6 +136,7 @@ TARGETS = (
             f"{FORWARD}/test_layout.py",
             f"{FORWARD}/test_turn_passes.py",
             f"{FORWARD}/test_policy.py",
+            f"{OPTIMIZE}/test_images_trained.py",
         ),
     ),
     Target(
@@ -150,7 +152,16 @@ TARGETS = (
         (GENERATE_STAGE, f"{TURNS}::test_no_episode_is_a_version_with_turns_all_the_same"),
     ),
     Target("stages/generate/shards.py", (GENERATE_STAGE,)),
-    Target("stages/generate/prompts.py", (GENERATE_STAGE,)),
+    Target(
+        "stages/generate/prompts.py",
+        (
+            GENERATE_STAGE,
+            f"{ANSWERED}::test_rows_of_one_batch_do_not_look_at_each_others_pictures",
+            f"{ANSWERED}::test_a_row_may_be_null_where_others_have_pictures",
+            f"{ANSWERED}::test_an_engine_is_told_of_the_pictures_of_prompts_and_of_turns",
+            f"{OPTIMIZE}/test_images_observed.py::test_who_sees_nothing_is_not_asked",
+        ),
+    ),
     Target("stages/generate/requests.py", (GENERATE_STAGE,)),
     Target("stages/generate/stage.py", (GENERATE_STAGE,)),
 )
@@ -165,6 +176,7 @@ TOO_LONG = (
 """Tests that are left out: each takes ten seconds or more, and others see the same bugs."""
 
 EQUIVALENT = {
+    "ragged:_repeat:name:2": "a GPU alone takes that line: tests/gpu",
     "tables:offered:one:1": "messages of prompts/1 are the same after reading",
     "trainer:Trainer._step:name:4": "where a share of the tokens learns, every member is active",
     "advantages:group_sums:one:0": "one more sum, of a group that no rollout is in",

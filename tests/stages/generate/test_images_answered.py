@@ -2,6 +2,7 @@
 the model's own pass; with turns; and what is refused."""
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
@@ -9,6 +10,8 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
+from quiver.stages.generate.config import Config
+from quiver.stages.generate.prompts import most_pictures, pictures_of
 from tests import sight, tiny
 
 ROWS = [
@@ -72,6 +75,21 @@ def test_rows_of_one_batch_do_not_look_at_each_others_pictures(store):
     )
     ids = [store.open(each).table()["completion_ids"].to_pylist() for each in (together, alone)]
     assert ids[0] == ids[1]
+
+
+def test_an_engine_is_told_of_the_pictures_of_prompts_and_of_turns(store):
+    table = store.open(sight.REFS["prompts"]).table()
+    turns = {"tools": ["python"], "max_images": 3}
+    most = [
+        most_pictures(Config(**sight.GENERATE, **options), table)
+        for options in ({}, {"turns": turns})
+    ]
+    assert most == [2, 5]
+
+
+def test_a_row_may_be_null_where_others_have_pictures():
+    null = pa.nulls(1, pa.list_(pa.null()))
+    assert pictures_of(pa.table({"images": null, "image_spans": null}), 0) == ()
 
 
 def test_vllm_gives_the_models_own_logprobs(tmp_path):

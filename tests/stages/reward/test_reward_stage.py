@@ -113,7 +113,7 @@ def test_functions_are_offered_the_prompt_s_ids_and_text(store, sample, tmp_path
 def test_ids_of_prompts_are_read_when_they_are_asked_for(sample):
     rollouts = sample([["1"]], {"answer": [1]}).table()
     found = tables.PromptIds(rollouts)
-    assert list(found) == ["prompt_ids"] and "answer" not in found
+    assert list(found) == ["prompt_ids"] and "answer" not in found and len(found) == 1
     assert vars(found)["_lists"] is None
     assert found["prompt_ids"] == [[1, 5]]
     assert found["prompt_ids"] is found["prompt_ids"]
