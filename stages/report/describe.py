@@ -98,7 +98,7 @@ def asked_lines(row: Mapping[str, Any], width: int, most_lines: int) -> list[str
     for line in lines_of(row.get("images") or ()):
         lines += piece("picture", line)
     lines += piece("reference", reference)
-    return lines + piece("columns", _named_cells(others))
+    return lines + piece("columns", _named_cells(others, in_words=False))
 
 
 def part_lines(part: Part, width: int, most_lines: int) -> list[str]:
@@ -114,7 +114,7 @@ def outcome_lines(row: Mapping[str, Any], width: int, most_lines: int) -> list[s
     lines += piece("score", _cell(row["score"]) if "score" in row else None)
     if "reward" in row:
         lines += piece("reward", _cell(row["reward"]))
-        lines += piece("parts", _named_cells(row.get("parts") or {}))
+        lines += piece("parts", _named_cells(row.get("parts") or {}, in_words=False))
     for name, message in (row.get("errors") or {}).items():
         lines += piece("error", f"{name}: {message}" if message is not None else None)
     if "kept" in row:
@@ -225,10 +225,11 @@ def _table(rows: list[dict[str, Any]], columns: list[str]) -> list[str]:
     return lines + ["".join(f"{_cell(row[name]):>14}" for name in columns) for row in rows]
 
 
-def _named_cells(cells: Mapping[str, Any]) -> str:
-    """`mean 0.25 · std 0.125`; nothing of lists that are empty."""
+def _named_cells(cells: Mapping[str, Any], *, in_words: bool = True) -> str:
+    """`mean 0.25 · std 0.125`; nothing of lists that are empty. Names that a recipe may hold, as
+    those of columns, are not put `in_words`."""
     return " · ".join(
-        f"{str(name).replace('_', ' ')} {_cell(cell)}"
+        f"{str(name).replace('_', ' ') if in_words else name} {_cell(cell)}"
         for name, cell in cells.items()
         if cell not in ([], {})
     )

@@ -13,7 +13,7 @@ from quiver.flows.commands import versions
 from quiver.flows.commands.compare import diff
 from quiver.schemas.manifest import from_json
 from quiver.stages.common.store import Store
-from quiver.stages.report.describe import score_line
+from quiver.stages.report.describe import asked_lines, outcome_lines, score_line
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
 from tests.flows.conftest import quiver_each
 
@@ -61,6 +61,12 @@ def test_show_joins_what_is_told_of_a_row(store, capsys):
         "  reward      4",
         "  parts       sometimes 4",
     ]
+
+
+def test_columns_and_parts_are_shown_by_the_names_that_a_recipe_takes():
+    row = {"prompt": "1+1=", "columns": {"extra_info": 7}, "reward": 1.0, "parts": {"as_is": 1.0}}
+    assert asked_lines(row, 80, 3)[-1].split(None, 1) == ["columns", "extra_info 7"]
+    assert outcome_lines(row, 80, 3)[-1].split(None, 1) == ["parts", "as_is 1"]
 
 
 def test_show_tells_a_policys_steps_and_an_evaluations_interval(store, capsys):
