@@ -21,13 +21,13 @@ from typing import Any
 from quiver.schemas.errors import ConfigError, QuiverError, printable, reason
 from quiver.schemas.plain import flatten
 from quiver.stages.common import plugins
+from quiver.stages.common.chat.template_file import read_template
 from quiver.stages.common.config import parse_saved
 from quiver.stages.common.models.from_function import is_function
 from quiver.stages.common.runtime.runner import find, plan_of
 from quiver.stages.common.runtime.stage import Plan, load
 from quiver.stages.common.store import Store
 from quiver.stages.generate.engine import code_hash, engine_options
-from quiver.stages.prompt.template_file import read_template
 from quiver.stages.reward.preview import preview
 from quiver.stages.reward.turns import ENVIRONMENT
 
@@ -48,7 +48,7 @@ def preflight(recipe: Recipe) -> Recipe:
     check_placement(recipe)
     check_demands(recipe)
     _store_at(recipe.store)
-    read_template(recipe.prompt_config(1))
+    read_template(recipe.prompt.template, "prompt.template")
     if is_function(recipe.policy.model):
         plugins.definition(recipe.policy.model, "policy.model")
     for evaluation in {False, recipe.data.held_out is not None}:

@@ -42,22 +42,23 @@ class Retention(Config):
 def clean_up(path: str, run: str, retention: Retention, policy: str | None = None) -> None:
     """Clean up `run` in the store at `path`. Never raises.
 
-    `policy`, which the run goes on from, stays with its optimizer state, however many were trained
-    by hand beside it. If another was trained from it already, a finished run is being gone through
-    again, and nothing is cleaned up before its end.
+    `policy`, which the run goes on from, and what was trained from it stay with their optimizer
+    states, however many were trained by hand beside them. So a finished run that is gone through
+    again keeps what its later iterations made.
     """
     if retention.keep is None and retention.moments is None:
         return
     runs = (run, *(run + ending for ending in SIDE_RUNS))
-    spared = () if policy is None else (policy,)
-    rule = Rule(retention.keep, retention.moments, retention.grace_hours * 3600, runs, spared)
+    spared = set() if policy is None else {policy}
     try:
         store = Store(path, create=False)
-        for version in store.versions(run, "policy"):
+        for version in store.versions(run, "policy"):  # by number: parents first
             with suppress(CorruptError):  # which is not the question here
                 parent = version.manifest.input("policy")
-                if parent is not None and parent.ref == policy:
-                    return
+                if parent is not None and parent.ref in spared:
+                    spared.add(str(version.ref))
+        seconds = retention.grace_hours * 3600
+        rule = Rule(retention.keep, retention.moments, seconds, runs, tuple(spared))
         collected = collect(store, rule, apply=True)
         if not retention.grace_hours:  # the next one deletes what this one took
             collected.deleted_bytes += collect(store, rule, apply=True).deleted_bytes

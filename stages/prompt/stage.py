@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import digest
+from quiver.stages.common.chat.template_file import read_template
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store, Version
@@ -31,7 +32,6 @@ from .config import Config
 from .openings import Openings, identified
 from .order import choose_rows, name_rows, open_rewards
 from .row_variables import tell_unused
-from .template_file import read_template
 
 STAGE_VERSION = 1
 _MOST_LISTED = 10_000
@@ -63,7 +63,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     if config.limit is None:
         filled_in |= {"iteration": 0, "seed": 0}
     changed = {"weights": ""}  # other weights make the same prompts
-    template = read_template(config)
+    template = read_template(config.template, "prompt.template")
     if template is not None:
         changed["template"] = digest(template)
     model = checkpoints.as_model("policy", policy).model_copy(update=changed)
@@ -91,7 +91,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     chosen, counts = choose_rows(config, group_ids, [*plan.inputs.values()], plan.store)
     starts = range(0, len(chosen), ROWS_PER_SHARD)
     policy = plan.store.open(plan.models[0].ref)
-    template = read_template(config, plan.models[0].template)
+    template = read_template(config.template, "prompt.template", plan.models[0].template)
     with (
         writer.phase("render"),
         Openings(config) as openings,

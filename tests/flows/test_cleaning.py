@@ -234,8 +234,11 @@ def test_what_is_trained_by_hand_beside_a_run_takes_no_state_from_it(tmp_path):
     clean_up(str(store.path), "a", rules, str(second.ref))
     assert histories.with_state(store) == ["a/policy@2", "a/policy@3"]
     assert store.exists(second.ref)
+    histories.make_policy(store, 4, inputs={"policy": second})
+    clean_up(str(store.path), "a", rules, str(second.ref))
+    assert histories.with_state(store) == ["a/policy@2", "a/policy@4"], "the run's, and the newest"
     clean_up(str(store.path), "a", rules)
-    assert histories.with_state(store) == ["a/policy@3"]
+    assert histories.with_state(store) == ["a/policy@4"]
 
 
 def test_what_goes_wrong_with_cleaning_is_a_warning(tmp_path, caplog):

@@ -11,7 +11,6 @@ chosen.
 from __future__ import annotations
 
 import math
-import os
 import re
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,10 +19,10 @@ from pydantic import Field, field_validator, model_validator
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import Model, digest
+from quiver.stages.common.chat.template_file import read_template
 from quiver.stages.common.config import Runtime
 from quiver.stages.common.models import checkpoints, vllm_env
 from quiver.stages.common.models.folder import parse_object
-from quiver.stages.common.store.storage import read_file
 from quiver.stages.reward.scoring import ScorerConfig
 
 _SET_BY_FIELDS = {
@@ -187,16 +186,7 @@ def check(config: ModelConfig) -> ModelFolder:
         raise ConfigError(config.title, problem, next="name another model") from None
     if config.engine == "vllm":
         vllm_env.find_build(config.title)
-    template = None
-    if config.template is not None:
-        try:
-            template = read_file(Path(os.path.expanduser(config.template))).decode()
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{config.title}: template {printable(config.template)}",
-                printable(error),
-                next="name a jinja file in UTF-8",
-            ) from None
+    template = read_template(config.template, f"{config.title}: template")
     return ModelFolder(
         folder,
         labels,

@@ -309,7 +309,7 @@ def test_a_template_that_changes_behind_the_plan_is_refused(store, policy, tmp_p
         arguments={"template": str(template)},
         template=str(template),
     )
-    with pytest.raises(ConfigError, match=r"own.jinja: it changed while the prompts were planned"):
+    with pytest.raises(ConfigError, match=r"own.jinja: it changed since it was planned"):
         run(config, store, policy=policy.ref)
     assert template.read_text().endswith("A:!!")
 

@@ -1,4 +1,4 @@
-"""The file that `prompt.template` names."""
+"""A file that holds a chat template, as a key of a recipe names it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from quiver.schemas.errors import ConfigError, printable, reason
 from quiver.schemas.manifest import digest
 from quiver.stages.common.store.storage import read_file
 
-from .config import TemplateConfig
 
-
-def read_template(config: TemplateConfig, sha256: str = "") -> str | None:
-    """Text of the template file; None for the policy's own. ConfigError, also if its digest is not
-    `sha256`."""
-    if config.template is None:
+def read_template(path: str | None, key: str, sha256: str = "") -> str | None:
+    """Return the text of the template file that `key` names; None for the model's own template.
+    ConfigError, also if its digest is not `sha256`."""
+    if path is None:
         return None
     try:
-        template = read_file(Path(os.path.expanduser(config.template))).decode()
+        template = read_file(Path(os.path.expanduser(path))).decode()
         if sha256 not in ("", digest(template)):
-            raise ValueError("it changed while the prompts were planned")
+            raise ValueError("it changed since it was planned")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"prompt.template {printable(config.template)}",
+            f"{key} {printable(path)}",
             reason(error),
             next="name a jinja file in UTF-8, and leave it as it is during a run",
         ) from None
