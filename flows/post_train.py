@@ -128,8 +128,9 @@ def _run_iterations(recipe: Recipe, forced: Collection[str]) -> dict[str, Any]:
         curve.show(printed, baseline, last=number == recipe.iterations)
 
     iterations = improve(recipe, base, base, forced=forced, prompts=prompts, finish=finish)
-    link_report(recipe)
-    clean_up(recipe.store, recipe.run, recipe.retention, iterations[-1].policy)
+    policy = iterations[-1].policy
+    link_report(recipe, policy)
+    clean_up(recipe.store, recipe.run, recipe.retention, policy)
     return {"run": recipe.run, "baseline": baseline, "iterations": printed}
 
 

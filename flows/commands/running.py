@@ -96,17 +96,18 @@ def run(
         say(answer, lines)
         return
     say(outcome, summary(loaded, recipe, settings, outcome))
-    _warn(loaded)
+    _warn(loaded, outcome["iterations"][-1]["policy"])
 
 
-def _warn(recipe: Recipe) -> None:
-    """Repeat the warnings of the run's report, in colour where the terminal has it."""
+def _warn(recipe: Recipe, policy: str) -> None:
+    """Repeat the warnings of the report on the run that ended at `policy`, in colour where the
+    terminal has it."""
     from quiver.stages.common.store import Store
     from quiver.stages.report.gather import gather
     from quiver.stages.report.troubles import warnings
 
     try:
-        sentences = warnings(gather(Store(recipe.store), recipe.run))
+        sentences = warnings(gather(Store(recipe.store), recipe.run, policy))
     except QuiverError as error:  # the run is finished, and this is only a look back
         sentences = [f"{error.object}: {error.message}"]
     for sentence in sentences:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quiver.schemas.errors import CorruptError, LineageError, printable
+from quiver.schemas.errors import ConfigError, CorruptError, LineageError, printable
 from quiver.schemas.refs import Ref, check_name, parse
 
 from . import completion
@@ -24,6 +24,7 @@ from .shared import (
     StorePath,
     answers_in_json,
     open_store,
+    or_latest,
     say,
 )
 
@@ -272,7 +273,13 @@ def tag(
 
 
 def report(
-    run: Annotated[str, typer.Argument(help="the run", autocompletion=completion.runs)],
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="the run; RUN/policy@N: the line of its policies that ends there",
+            autocompletion=completion.runs_and_references,
+        ),
+    ],
     beside: Annotated[
         str | None,
         typer.Argument(
@@ -292,8 +299,18 @@ def report(
     from quiver.stages.report.stage import write
 
     opened = open_store(store)
+    policy = None
+    if "/" in run:
+        ref = opened.resolve(or_latest(run))
+        if ref.kind != "policy":
+            raise ConfigError(
+                str(ref), "a report is of a run or of the line of a policy", next="quiver ls"
+            )
+        policy, run = str(ref), ref.run
+        # that of the run itself stays
+        output = output or opened.path / run / f"report-{ref.kind}-{ref.version}.html"
     sentences = [] if beside is None else _difference(opened, run, check_name(beside, "run"))
-    path = write(opened, check_name(run, "run"), output, beside, sentences)
+    path = write(opened, check_name(run, "run"), output, beside, sentences, policy)
     say({"run": run, "file": str(path), "bytes": path.stat().st_size}, [str(path)])
 
 

@@ -29,15 +29,15 @@ from .views import VIEWS
 _MOST_NIGHTS = 100
 
 
-def link_report(recipe: Recipe) -> None:
-    """Bring the report of the run up to date, and link to it from the page of the flow run. Never
-    raises."""
+def link_report(recipe: Recipe, policy: str | None = None) -> None:
+    """Bring the report of the run up to date, of the line that ends at `policy` (None: of the run's
+    own), and link to it from the page of the flow run. Never raises."""
     run = recipe.run
     with attempt(f"the report of {run}"):
         store = Store(recipe.store, create=False)
         path = report.path_of(store, run)
-        if not report.is_current(store, run):
-            report.write(store, run)
+        if not report.is_current(store, run, policy):
+            report.write(store, run, policy=policy)
         link = path.as_uri()
         if recipe.report_url:
             link = f"{recipe.report_url.rstrip('/')}/{run}/{report.FILE}"

@@ -1,9 +1,9 @@
 """What is told of a run, read from its versions: the line of policies, what each learned from, and
 how they were measured. The HTML file and Prefect's pages render it.
 
-The line ends at the run's latest policy and goes back to the base model, into other runs where the
-run is a fork. Of versions whose files expired the manifest is told; those that are gone otherwise
-are left out; both are counted.
+The line ends at a policy that is named, else where the run's own line ends (`ends_of`), and goes
+back to the base model, into other runs where the run is a fork. Of versions whose files expired the
+manifest is told; those that are gone otherwise are left out; both are counted.
 
     gathered = gather(store, "arith")
     gathered.iterations[-1].rewards.metrics["reward_mean"]
@@ -119,6 +119,8 @@ class Gathered:
     """References that are named and no longer there."""
     expired: list[str]
     """Those of which the manifest alone is left."""
+    branches: list[str]
+    """The policies of the run that end other lines than the one that is told of."""
     newest: str
     """What `latest` said of the run."""
 
@@ -207,15 +209,30 @@ class Manifests:
         return prompts.content_hash if prompts else None
 
 
-def latest(store: Store, run: str) -> str:
-    """The newest policy, evaluation and decisions of a run: what a report over it must know.
-    LineageError: it has no policy."""
-    policies = list(store.refs(run, "policy"))
-    evaluations = list(store.refs(run, "evaluations"))
-    if not policies:
+def ends_of(store: Store, run: str) -> list[str]:
+    """The policies of a run that none of its others was trained from, that of the run's own line
+    first: of the longest line, and of two that are as long the older, since what was trained by
+    hand came later. Where nights decide, the newest is first. CorruptError; LineageError: the run
+    has no policy."""
+    visible = set(map(str, store.refs(run, "policy")))
+    lengths: dict[str, int] = {}
+    for version in store.with_expired().versions(run, "policy"):  # by number: parents first
+        parent = version.manifest.input("policy")
+        if parent and parent.ref in lengths and str(version.ref) in visible:
+            visible.discard(parent.ref)
+        lengths[str(version.ref)] = lengths.get(parent.ref, 0) + 1 if parent else 0
+    ends = [ref for ref in lengths if ref in visible]
+    if not ends:
         raise LineageError(f"run {run}", "has no policy to tell of", next="quiver ls")
+    return ends[::-1] if histories(store, run) else sorted(ends, key=lambda ref: -lengths[ref])
+
+
+def latest(store: Store, run: str, policy: str) -> str:
+    """The policy that a line ends at, and the newest policy, evaluation and decisions of a run:
+    what a report over it must know."""
+    newest = [*store.refs(run, "policy")][-1:] + [*store.refs(run, "evaluations")][-1:]
     decisions = [f"{tag}:{len(entries)}" for tag, entries in histories(store, run).items()]
-    return " ".join(map(str, [policies[-1], *evaluations[-1:], *decisions]))
+    return " ".join(map(str, [policy, *newest, *decisions]))
 
 
 def histories(store: Store, run: str) -> dict[str, list[Entry]]:
@@ -231,11 +248,14 @@ def histories(store: Store, run: str) -> dict[str, list[Entry]]:
     return found
 
 
-def gather(store: Store, run: str) -> Gathered:
-    """Read it all. LineageError: the run has no policy."""
-    newest = latest(store, run)
+def gather(store: Store, run: str, end: str | None = None) -> Gathered:
+    """Read it all, of the line that ends at the policy `end`; None: of the run's own (`ends_of`).
+    LineageError: the run has no policy."""
+    ends = ends_of(store, run)
+    end = end or ends[0]
     manifests = Manifests(store)
-    policies = list(manifests.line(store.open(f"{run}/policy@latest").manifest))
+    policies = list(manifests.line(manifests.store.open(end).manifest))
+    line = {manifest.ref for manifest in policies}
     iterations = []
     learned_from: set[str] = set()
     for policy in reversed(policies):
@@ -264,14 +284,24 @@ def gather(store: Store, run: str) -> Gathered:
                 episodes=manifests.episodes(rollouts),
             )
             iterations.append(iteration)
-    evaluations = _evaluations(manifests, run)
     journals = histories(store, run)
+    # nights measure what they reject, too
+    evaluations = _evaluations(manifests, run, None if journals else line)
     nights = {tag: nights_of(entries) for tag, entries in journals.items()}
     nightly = evaluations_of_nights(manifests, chain.from_iterable(journals.values()))
     gone = sorted(manifests.gone)
     expired = sorted(manifests.expired)
     return Gathered(
-        run, policies[-1], iterations, evaluations, nights, nightly, gone, expired, newest
+        run,
+        policies[-1],
+        iterations,
+        evaluations,
+        nights,
+        nightly,
+        gone,
+        expired,
+        branches=[ref for ref in ends if ref not in line],
+        newest=latest(store, run, end),
     )
 
 
@@ -286,10 +316,14 @@ def evaluations_of_nights(manifests: Manifests, entries: Iterable[Entry]) -> lis
     return [by_policy[number] for number in sorted(by_policy)]
 
 
-def _evaluations(manifests: Manifests, run: str) -> list[Manifest]:
-    """Those that measured what the latest one did; of each policy the newest."""
-    versions = manifests.store.versions(run, "evaluations")
-    measured = [version.manifest for version in versions if version.manifest.model("policy")]
+def _evaluations(manifests: Manifests, run: str, line: set[str] | None) -> list[Manifest]:
+    """Those of the policies in `line` (None: of all) that measured what the latest one did; of each
+    policy the newest."""
+    measured = []
+    for version in manifests.store.versions(run, "evaluations"):
+        model = version.manifest.model("policy")
+        if model and (line is None or model.ref in line):
+            measured.append(version.manifest)
     if not measured:
         return []
     *earlier, last = measured

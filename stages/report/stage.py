@@ -6,6 +6,7 @@ look at, then curves, iterations, answers before and after, and what everything 
 Refused: a run without a policy.
 
     path = write(Store("store"), "arith")            # store/arith/report.html
+    write(Store("store"), "arith", policy="arith/policy@3")    # another line than the run's own
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from quiver.schemas.errors import ConfigError, LineageError, QuiverError, printa
 from quiver.stages.common.store import Store, storage
 
 from . import samples, templates
-from .gather import STEP_COLUMNS, Gathered, gather, latest, metric, policy_number
+from .gather import STEP_COLUMNS, Gathered, ends_of, gather, latest, metric, policy_number
 from .nights import HEADER
 from .plots import Panel, draw, night_panel, score_panel, step_panels
 from .troubles import warnings
@@ -42,13 +43,15 @@ def write(
     path: Path | str | None = None,
     beside: str | None = None,
     difference: Sequence[str] = (),
+    policy: str | None = None,
 ) -> Path:
     """Write the report of `run` to `path`, whole or not at all; None: `path_of`. `beside`: another
     run whose curves and iterations stand beside them, `difference`: sentences on how the two
-    compare. ConfigError, LineageError, ResourceError."""
+    compare. `policy`: where the line ends that is told of; None: where the run's own does.
+    ConfigError, CorruptError, LineageError, ResourceError."""
     target = Path(path) if path else path_of(store, run)
     other = gather(store, beside) if beside else None
-    content = render(store, gather(store, run), other, difference).encode()
+    content = render(store, gather(store, run, policy), other, difference).encode()
     try:
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -65,13 +68,15 @@ def write(
     return target
 
 
-def is_current(store: Store, run: str) -> bool:
-    """Whether the report in the run's folder tells of its newest versions."""
+def is_current(store: Store, run: str, policy: str | None = None) -> bool:
+    """Whether the report in the run's folder tells of its newest versions, and of the line that
+    `write` would take."""
     path = path_of(store, run)
     if not path.is_file():
         return False
+    newest = latest(store, run, policy or ends_of(store, run)[0])
     with path.open("rb") as file:
-        return f'content="{latest(store, run)}"'.encode() in file.read(_HEAD_BYTES)
+        return f'content="{newest}"'.encode() in file.read(_HEAD_BYTES)
 
 
 def render(

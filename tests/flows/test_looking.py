@@ -11,6 +11,7 @@ import pytest
 
 from quiver.flows.commands import versions
 from quiver.flows.commands.compare import diff
+from quiver.schemas.errors import ConfigError
 from quiver.schemas.manifest import from_json
 from quiver.stages.common.store import Store
 from quiver.stages.report.describe import asked_lines, outcome_lines, score_line
@@ -88,6 +89,20 @@ def test_show_prints_the_manifest_where_it_is_asked_for(store, capsys):
     path = Store(store).open("golden/rewards@1").files.path("manifest.json")
     written = from_json(path.read_bytes(), "golden/rewards@1")
     assert fields == written.model_dump(mode="json", by_alias=True)
+
+
+def test_the_report_of_a_policys_line_lies_beside_that_of_the_run(store, tmp_path, capsys):
+    shutil.copytree(store, tmp_path / "store")
+    for named in ("golden", "golden/policy@1"):
+        versions.report(named, None, None, str(tmp_path / "store"))
+    of_run, of_policy = map(Path, capsys.readouterr().out.split())
+    assert [of_run.name, of_policy.name] == ["report.html", "report-policy-1.html"]
+    assert "golden/policy@0 to golden/policy@2." in of_run.read_text()
+    assert "golden/policy@0 to golden/policy@1." in of_policy.read_text()
+    assert "Not shown" not in of_run.read_text()
+    assert "Not shown: golden/policy@2, which" in of_policy.read_text()
+    with pytest.raises(ConfigError, match="a report is of a run or of the line of a policy"):
+        versions.report("golden/rewards@1", None, None, str(tmp_path / "store"))
 
 
 @pytest.fixture(scope="module")

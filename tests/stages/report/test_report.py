@@ -14,6 +14,7 @@ import pytest
 from quiver.schemas.errors import LineageError
 from quiver.stages.common.models.checkpoints import as_model
 from quiver.stages.common.store import Store
+from quiver.stages.common.store.retention import remove
 from quiver.stages.common.verification import verify
 from quiver.stages.evaluate.stage import Config as EvaluateConfig
 from quiver.stages.optimize.stage import Config as OptimizeConfig
@@ -354,3 +355,44 @@ def test_numbers_that_no_plot_can_hold_are_left_out(extreme, is_error):
     for points in ([(0, 0.0, 0.0), strange], [strange, strange], [(0, 1e308, 0.0), strange]):
         picture = draw([Panel("loss", points)], "step")
         assert picture is None or ("nan" not in picture.svg and "inf" not in picture.svg)
+
+
+def test_the_line_of_the_run_is_told_of_and_others_are_named(store):
+    """What was trained by hand beside a run hides nothing of it, whether it is as long or
+    shorter, and measured or not."""
+    for version, policy in ((1, "bench/policy@0"), (2, "bench/policy@1")):
+        refs = {"rollouts": f"bench/rollouts@{version}", "rewards": f"bench/rewards@{version}"}
+        optimize(CONFIG.model_copy(update={"seed": 7}), store, policy=policy, **refs)
+    sampled(store, store.open("bench/policy@3"), store.open("bench/prompts@1"))
+    found = gather(store, "bench")
+    assert [each.policy.ref for each in found.iterations] == ["bench/policy@1", "bench/policy@2"]
+    assert found.branches == ["bench/policy@4", "bench/policy@3"]
+    assert [each.model("policy").ref for each in found.evaluations] == [
+        "bench/policy@0",
+        "bench/policy@1",
+    ]
+    page = Page(report.render(store, found))
+    assert "Not shown: bench/policy@4, bench/policy@3, which" in page.words
+    other = gather(store, "bench", "bench/policy@3")
+    assert [each.policy.ref for each in other.iterations] == ["bench/policy@3"]
+    assert other.branches == ["bench/policy@2", "bench/policy@4"]
+    assert [each.model("policy").ref for each in other.evaluations] == [
+        "bench/policy@0",
+        "bench/policy@3",
+    ]
+    report.write(store, "bench")
+    assert report.is_current(store, "bench")
+    assert not report.is_current(store, "bench", "bench/policy@4")
+
+
+def test_a_line_that_was_deleted_is_not_followed(store):
+    refs = {"rollouts": "bench/rollouts@2", "rewards": "bench/rewards@2"}
+    longer = CONFIG.model_copy(update={"seed": 7, "max_staleness": 2})
+    for policy in ("bench/policy@1", "bench/policy@3"):
+        optimize(longer, store, policy=policy, **refs)
+    assert gather(store, "bench").iterations[-1].policy.ref == "bench/policy@4"
+    for version in (4, 3):
+        remove(store, f"bench/policy@{version}")
+    found = gather(store, "bench")
+    assert [each.policy.ref for each in found.iterations] == ["bench/policy@1", "bench/policy@2"]
+    assert found.branches == []
