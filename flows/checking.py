@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, printable, quoted_name
 from quiver.stages.common.models.from_function import is_function
 from quiver.stages.common.store import Store
 from quiver.stages.report.words import counted
@@ -78,10 +78,13 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
         "finished": versions,
         "warnings": [*warnings],
     }
-    lines = [f"{section}: {', '.join(names)}" for section, names in recipe.columns.items()]
+    lines = [
+        f"{section}: {', '.join(map(quoted_name, names))}"
+        for section, names in recipe.columns.items()
+    ]
     lines += [f"{section}: {prompts.in_words()}" for section, prompts in rows.prompts.items()]
     if without_use:
-        lines.append(f"nothing reads {', '.join(without_use)}")
+        lines.append(f"nothing reads {', '.join(map(quoted_name, without_use))}")
     lines.append(f"scored by {', '.join(recipe.reward.part_names)}")
     if rows.answered is not None:
         scores = rows.answered.scores

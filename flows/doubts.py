@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from quiver.schemas.errors import printable
+from quiver.schemas.errors import quoted_name
 from quiver.schemas.outside import read_message
 from quiver.schemas.plain import read_json
 from quiver.stages.prompt import sources
@@ -218,6 +218,6 @@ def about_rewards(recipe: Recipe, table: pa.Table) -> Iterator[str]:
         num_empty = table.column(name).null_count
         if num_empty:
             yield (
-                f"column {printable(name)}, which the reward reads, is empty in {num_empty} of "
+                f"column {quoted_name(name)}, which the reward reads, is empty in {num_empty} of "
                 f"{table.num_rows} rows"
             )

@@ -103,6 +103,7 @@ def rerun(
     for role in _SEARCH_ORDER:
         if role in ROLES[stage] and role not in refs and (stage, role) != ("prompt", "rewards"):
             refs[role] = find_refs(recipe, store, stage, role, refs, run)
+    log.info("%-22s %s", f"{stage} of", ", ".join(ref for role in refs.values() for ref in role))
     if stage == "evaluate":
         from .evaluation import measure, require_held_out
 

@@ -29,7 +29,9 @@ Not of the spine: one reads it when an error is raised.
 
 from __future__ import annotations
 
+import difflib
 import errno
+from collections.abc import Iterable
 
 SYSTEM_REASONS = {
     errno.ENOSPC: "the disk is full",
@@ -57,6 +59,23 @@ def printable(text: object, limit: int = 200) -> str:
     characters."""
     escaped = "".join(map(_escaped, str(text)[: limit + 1]))
     return escaped if len(escaped) <= limit else escaped[: limit - 1] + "…"
+
+
+def quoted_name(name: object) -> str:
+    """A user's name of a column, made safe as by `printable`; in quotation marks if the eye would
+    miss it, or a space of it.
+
+    >>> quoted_name("answer"), quoted_name("answer "), quoted_name("")
+    ('answer', '"answer "', '""')
+    """
+    shown = printable(name)
+    return shown if shown and shown == shown.strip() else f'"{shown}"'
+
+
+def did_you_mean(name: str, choices: Iterable[str], otherwise: str = "") -> str:
+    """The end of a message about an unknown `name`: the choice that is spelled most like it."""
+    near = difflib.get_close_matches(name, choices, 1, 0.5)
+    return f"; did you mean {quoted_name(near[0])}?" if near else otherwise
 
 
 def reason(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from .errors import ConfigError, printable
+from .errors import ConfigError, did_you_mean, printable
 
 KINDS = (
     "prompts",
@@ -77,7 +77,8 @@ def parse(text: str | Ref, run: str | None = None) -> Ref:
     if not at or not version or kind not in KINDS or not name:
         raise ConfigError(
             f"reference {printable(repr(text))}",
-            f"expected run/kind@version with kind one of {', '.join(KINDS)}",
+            f"expected run/kind@version with kind one of {', '.join(KINDS)}"
+            f"{'' if kind in KINDS else did_you_mean(kind, KINDS)}",
             next="quiver ls",
         )
     check_name(name, "run")

@@ -14,7 +14,6 @@ Not of the spine: to those who call it, a plugin is a function and a hash.
 from __future__ import annotations
 
 import ast
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -31,7 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, did_you_mean, printable
 from quiver.stages.common.store import storage
 from quiver.stages.common.threads import parse_python
 
@@ -170,12 +169,6 @@ def fingerprint(path: Path) -> str:
         return hashes[path]
     names = {os.path.relpath(source, path.parent): sha256 for source, sha256 in hashes.items()}
     return hashlib.sha256(json.dumps(names, sort_keys=True).encode()).hexdigest()
-
-
-def did_you_mean(name: str, choices: Iterable[str], otherwise: str = "") -> str:
-    """The end of a message about an unknown `name`: the choice that is spelled most like it."""
-    near = difflib.get_close_matches(name, choices, 1, 0.5)
-    return f"; did you mean {near[0]}?" if near else otherwise
 
 
 # -- where a module is

@@ -24,9 +24,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from quiver.schemas import evaluations
-from quiver.schemas.errors import ConfigError, LineageError, NumericError, printable
+from quiver.schemas.errors import ConfigError, LineageError, NumericError, did_you_mean, printable
 from quiver.schemas.metrics import score_numbers
-from quiver.stages.common.plugins import did_you_mean
 from quiver.stages.common.runtime.stage import Plan, Refs, is_made_alike
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import Writer

@@ -27,10 +27,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from quiver.schemas import fields, rewards
-from quiver.schemas.errors import ConfigError, LineageError, printable
+from quiver.schemas.errors import ConfigError, LineageError, did_you_mean, printable
 from quiver.schemas.manifest import Model, line_of
 from quiver.stages.common.models import checkpoints
-from quiver.stages.common.plugins import did_you_mean
 from quiver.stages.common.store import Store, Version
 
 if TYPE_CHECKING:

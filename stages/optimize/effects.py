@@ -9,10 +9,10 @@ No torch is loaded here, and no code of a user's runs.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable, Mapping
 
+from quiver.schemas.errors import did_you_mean
 from quiver.stages.common import plugins
 
 from .algorithms import ALGORITHMS, OPTIONS, Algorithm
@@ -47,11 +47,9 @@ def check_name(name: str) -> str:
     """`name` if it is in the table or a dotted path; ValueError naming the nearest otherwise."""
     if name in ALGORITHMS or ":" in name:
         return name
-    nearest = difflib.get_close_matches(name, ALGORITHMS, 1, 0.5)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ""
     raise ValueError(
         "expected a name that quiver algorithms lists, or module:NAME or file.py:NAME of your own"
-        f"{hint}"
+        f"{did_you_mean(name, ALGORITHMS)}"
     )
 
 

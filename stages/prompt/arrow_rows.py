@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from quiver.schemas import cells
-from quiver.schemas.errors import printable
+from quiver.schemas.errors import printable, quoted_name
 from quiver.schemas.plain import read_clean_json
 from quiver.stages.common.json_rows import bad_source
 
@@ -46,7 +46,7 @@ def _plain_column(source: str, name: str, column: pa.ChunkedArray) -> pa.Chunked
             column = _rebuilt(kind, _values(source, name, column))
         except pa.ArrowException as error:
             raise bad_source(
-                source, f"column {printable(name)} of type {column.type}: {printable(error)}"
+                source, f"column {quoted_name(name)} of type {column.type}: {printable(error)}"
             ) from None
     wrapped = cells.wrap(column)
     is_temporal = cells.holds(column.type, pa.types.is_temporal)
@@ -64,7 +64,7 @@ def _values(source: str, name: str, column: pa.ChunkedArray) -> Iterator[Any]:
             yield _of_member(scalar) if of_union else _as_written(scalar.as_py(), scalar.type)
         except _BAD_VALUES as error:
             raise bad_source(
-                f"{source} row {row}", f"column {printable(name)}: {printable(error)}"
+                f"{source} row {row}", f"column {quoted_name(name)}: {printable(error)}"
             ) from None
 
 

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from quiver.schemas.errors import printable
+from quiver.schemas.errors import quoted_name
 from quiver.schemas.plain import bad_text
 from quiver.stages.common.json_rows import bad_source
 
@@ -80,7 +80,7 @@ def _text_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
             names = next(filled, [])
             for name in names:
                 if problem := _problem_of_name(name, names):
-                    raise bad_source(path, f"column {printable(name)} {problem}")
+                    raise bad_source(path, f"column {quoted_name(name)} {problem}")
             for number, cells in enumerate(filled, 1):
                 place = f"{path} row {number} (line {reader.line_num})"
                 if len(cells) != len(names):
@@ -90,7 +90,7 @@ def _text_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
                     )
                 for name, text in zip(names, cells, strict=True):
                     if problem := _bad_text(text):
-                        raise bad_source(place, f"column {printable(name)} {problem}")
+                        raise bad_source(place, f"column {quoted_name(name)} {problem}")
                 yield number, dict(zip(names, cells, strict=True))
         except csv.Error as error:
             raise bad_source(f"{path} line {reader.line_num}", f"is not CSV: {error}") from None

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from quiver.schemas.cells import Cells, holds, json_array
-from quiver.schemas.errors import printable
+from quiver.schemas.errors import printable, quoted_name
 from quiver.schemas.plain import TOO_DEEP, bad_text, is_too_deep
 from quiver.stages.common.json_rows import bad_source
 
@@ -119,7 +119,7 @@ def _column(
             if type(cell).__name__ in _NULLS_OF_PANDAS:
                 problem = f" holds {cell!r} of pandas, which is a null: give None"
             if problem:
-                raise bad_source(f"{place} {number}", f"column {printable(name)}{problem}")
+                raise bad_source(f"{place} {number}", f"column {quoted_name(name)}{problem}")
     if is_kept:
         return column
     cells = [_as_python(cell) for cell in cells]
@@ -136,7 +136,7 @@ def _column(
                 pa.array(cells[:end])
             except _DISAGREEMENTS as error:
                 raise bad_source(
-                    f"{place} {number}", f"column {printable(name)}: {printable(error)}"
+                    f"{place} {number}", f"column {quoted_name(name)}: {printable(error)}"
                 ) from None
     changed = [
         (number, cell, kept)
@@ -149,9 +149,9 @@ def _column(
         if not _is_equal(cell, kept):
             raise bad_source(
                 f"{place} {number}",
-                f"column {printable(name)}: {change}: its rows need values of one type",
+                f"column {quoted_name(name)}: {change}: its rows need values of one type",
             )
-        warnings.setdefault(name, f"{place} {number}: column {printable(name)}: {change}")
+        warnings.setdefault(name, f"{place} {number}: column {quoted_name(name)}: {change}")
     return column
 
 

@@ -78,7 +78,8 @@ class Remarks:
             self.say_once(
                 "continued",
                 f"{name}: the chat ends with a message of the assistant, which the policy "
-                "continues, here and in other rows. If it is the answer to learn, take it out",
+                "continues, here and in other rows. Reward functions see what comes after it, and "
+                "prompt_text has the beginning. If it is the answer to learn, take it out",
             )
 
     def on_spelled(self, name: str, tokens: Collection[str]) -> None:

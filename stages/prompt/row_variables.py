@@ -11,10 +11,9 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, did_you_mean, printable, quoted_name
 from quiver.schemas.plain import problem_of, read_clean_json
 from quiver.stages.common.names_elsewhere import COLUMNS
-from quiver.stages.common.plugins import did_you_mean
 
 from .config import Config
 from .messages import type_name
@@ -72,9 +71,10 @@ def tell_unused(config: Config, columns: Collection[str]) -> None:
     ConfigError if the column that is named for tools is missing."""
     if config.tools not in ("", "tools", *columns):
         raise ConfigError(
-            f"data.tools {printable(config.tools)}",
+            f"data.tools {quoted_name(config.tools)}",
             f"{printable(config.source)} has no such column; it has "
-            f"{printable(', '.join(columns))}{did_you_mean(config.tools, columns)}",
+            f"{printable(', '.join(map(quoted_name, columns)))}"
+            f"{did_you_mean(config.tools, columns)}",
             next="set data.tools to one of them",
         )
     used = {getattr(config, config.input), config.images, *columns_of(config, columns).values()}
@@ -130,5 +130,5 @@ def _bad_cell(name: str, column: str, problem: str) -> ConfigError:
     way_out = ""
     if column != ARGUMENTS:
         way_out = ', or set data.tools = "" if the column is for something else'
-    problem = f"column {printable(column)} {problem}"
+    problem = f"column {quoted_name(column)} {problem}"
     return ConfigError(name, problem, next=f"correct the row{way_out}")

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from quiver.schemas import prompts
 from quiver.schemas.cells import without_nulls
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, printable, quoted_name
 from quiver.schemas.fields import required
 from quiver.schemas.outside import CHARACTERS_OF_TOKEN, count_characters
 from quiver.stages.common.chat.control_tokens import Guard, Rendering
@@ -52,7 +52,15 @@ from .messages import (
 from .python_rows import CHUNK
 from .remarks import Remarks
 from .row_variables import ARGUMENTS, RowVariables, columns_of, read_variables
+from .sources import lacks
 
+_EXPECTED = {
+    "messages": "a list of {role, content}",
+    "prompt": "text",
+    "prompt_ids": "a list of token ids, which are whole numbers",
+}
+"""What the cells of each input column are."""
+_MOST_LISTED = 5
 Prompt = dict[str, Any]
 """A row of prompts/1, but for its group and its columns."""
 
@@ -136,15 +144,9 @@ class Renderer:
         # TRL and verl keep chats in a column `prompt`
         is_chat = bool(config.prompt) and not config.raw_text and isinstance(cell, list)
         if config.messages or is_chat:
-            if not isinstance(cell, list) or not cell:
-                raise bad_row(
-                    name,
-                    f"column {config.messages or config.prompt} holds {type_name(cell)}, expected "
-                    "a list of {role, content}",
-                )
             messages = [read_message(name, number, message) for number, message in enumerate(cell)]
         elif config.prompt:
-            text = require_text(name, cell, f"column {config.prompt}")
+            text = require_text(name, cell, f"column {quoted_name(config.prompt)}")
             self._remarks.on_text(name, printable(config.prompt), text)
             if config.raw_text:
                 rendering = self._guard.encode(name, (), [text], lambda texts: texts[0])
@@ -152,13 +154,12 @@ class Renderer:
             else:
                 messages = [{"role": "user", "content": text}]
         else:
-            no_ids = [id for id in cell if type(id) is not int] if isinstance(cell, list) else []
-            if not isinstance(cell, list) or no_ids:
-                shown = printable(repr(no_ids[0]))[:40] if no_ids else type_name(cell)
+            no_ids = [id for id in cell if type(id) is not int]
+            if no_ids:
                 raise bad_row(
                     name,
-                    f"column {config.prompt_ids} holds {shown}, expected a list of token ids, "
-                    "which are whole numbers",
+                    f"column {quoted_name(config.prompt_ids)} holds "
+                    f"{printable(repr(no_ids[0]))[:40]}, expected {_EXPECTED['prompt_ids']}",
                 )
             valid_ids = [id for id in cell if 0 <= id < self._vocabulary]
             rendering = Rendering(self._guard.decode(valid_ids), cell)
@@ -495,6 +496,8 @@ def render_rows(
         name = f"prompt {printable(group_id)} (row {row + 1} of {printable(config.source)})"
         pictures = images[position].as_py() if images else None
         of_row = {role: column[position] for role, column in variables.items()}
+        if not is_input(config, cell):
+            raise bad_cell(config, source, row, name, cell)
         prompt = renderer.render(name, cell, opening, pictures, of_row)
         if prompt is not None:
             rendered.append({"group_id": group_id, **prompt})
@@ -522,6 +525,37 @@ def render_rows(
     field = required("columns", struct.type)
     prompts_table = pa.Table.from_pylist(rendered, kind_schema.remove(place))
     return prompts_table.add_column(place, field, struct)
+
+
+def is_input(config: Config, cell: Any) -> bool:
+    """Whether a cell is of the kind that the input column is to hold."""
+    if isinstance(cell, str):
+        return bool(config.prompt)
+    if not isinstance(cell, list) or (config.prompt and config.raw_text):
+        return False
+    return bool(cell or config.prompt_ids)
+
+
+def bad_cell(config: Config, source: pa.Table, row: int, name: str, cell: Any) -> ConfigError:
+    """The error of a cell that is no input, with the other rows of the source that have none."""
+    column = getattr(config, config.input)
+    others = []
+    for start in range(0, source.num_rows, CHUNK):
+        cells = without_nulls(source.column(column).slice(start, CHUNK))
+        for index, other in enumerate(cells, start):
+            with suppress(ConfigError):  # another error, which it gets in its turn
+                chat = _read_chat("", other) if config.messages else other
+                if index != row and not is_input(config, chat):
+                    others.append(index + 1)
+    holds = f"holds {type_name(cell) if cell != [] else 'an empty list'}"
+    if cell is None and lacks(config, row, column):
+        holds = "is missing"
+    more = ", ".join(map(str, others[:_MOST_LISTED])) + ", …" * (len(others) > _MOST_LISTED)
+    rows = "row" if len(others) == 1 else "rows"
+    also = f"; so in {len(others)} more: {rows} {more}" if others else ""
+    return bad_row(
+        name, f"column {quoted_name(column)} {holds}, expected {_EXPECTED[config.input]}{also}"
+    )
 
 
 def _input_cells(config: Config, source: pa.Table, rows: Sequence[int]) -> Iterator[Any]:

@@ -24,17 +24,17 @@ into memory; the others are held as Arrow, and become Python objects a shard at 
 from __future__ import annotations
 
 import os
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
 
 from quiver.schemas.cells import holds
-from quiver.schemas.errors import ConfigError, printable, reason
+from quiver.schemas.errors import ConfigError, did_you_mean, printable, quoted_name, reason
 from quiver.stages.common import plugins
 from quiver.stages.common.config import parse
 from quiver.stages.common.json_rows import bad_source, json_rows, unit_of
-from quiver.stages.common.plugins import did_you_mean
 from quiver.stages.common.store import storage
 
 from .arrow_rows import plain_table
@@ -44,6 +44,8 @@ from .images import hash_with_files
 from .python_rows import CHUNK, to_table
 
 _MOST_LEVELS = 60  # Arrow files are read to 64
+_QUESTIONS = ("question", "prompt", "problem", "query", "instruction")
+"""What columns with a question are called, the commonest first."""
 
 
 class Source(NamedTuple):
@@ -100,28 +102,52 @@ def fill_in(config: Config, source: Source) -> Config:
             "recipe names data.source_sha256, correct it",
         )
     columns = source.table.column_names
-    column_list = printable(", ".join(columns))
+    column_list = printable(", ".join(map(quoted_name, columns)))
     inputs = ("prompt",) if config.raw_text else INPUTS
     input_name = config.input or next((name for name in inputs if name in columns), None)
+    column = (input_name and getattr(config, input_name)) or input_name
+    by_name = {name.strip().lower(): name for name in columns}
+    likely = [by_name[name] for name in _QUESTIONS if name in by_name]
+    hint = f'; did you mean data.prompt = "{printable(likely[0])}"?' if likely else ""
+    for name in [column] if column in columns else [] if likely else columns:
+        cell = source.table.column(name)[0].as_py()
+        message = cell[0] if isinstance(cell, list) and cell else None
+        if isinstance(message, dict) and {"from", "value"} <= message.keys():
+            raise ConfigError(
+                f"source {printable(config.source)}",
+                f"column {quoted_name(name)} has chats in the form of ShareGPT, lists of {{from, "
+                "value}; expected lists of {role, content}",
+                next='read it by a generator, such as the one under "Chats in ShareGPT\'s form" '
+                "in deployments/docs/recipes.md",
+            )
     if input_name is None:
         keys = " or ".join(f"data.{name}" for name in inputs)
         raise ConfigError(
             f"source {printable(config.source)}",
-            f"has no column {' or '.join(inputs)}; it has {column_list}",
+            f"has no column {' or '.join(inputs)}; it has {column_list}{hint}",
             next=f"set {keys} to one of them",
         )
-    column = getattr(config, input_name) or input_name
     named = {input_name: column, "group_id": config.group_id, "images": config.images}
     for field, name in named.items():
         if name is not None and name not in columns:
             raise ConfigError(
-                f"data.{field} {printable(name)}",
+                f"data.{field} {quoted_name(name)}",
                 f"{printable(config.source)} has no such column; it has {column_list}"
-                f"{did_you_mean(name, columns)}",
+                f"{did_you_mean(name, columns, hint if field == input_name else '')}",
                 next=f"set data.{field} to one of them",
             )
     filled_in = {input_name: column, "source_sha256": source.sha256}
     return parse(type(config), {**dict(config), **filled_in}, "data")
+
+
+def lacks(config: SourceConfig, row: int, column: str) -> bool:
+    """Whether a row of a JSON file, numbered from 0, is written without this key. Other formats do
+    not tell that from a null: False."""
+    path = Path(os.path.expanduser(config.source))
+    if path.suffix not in (".jsonl", ".json") or not path.is_file():
+        return False
+    _, fields = next(islice(json_rows(path), row, None))
+    return column not in fields
 
 
 def hash_rows(table: pa.Table) -> str:
@@ -140,17 +166,17 @@ def _check(source: str, table: pa.Table) -> None:
     names = table.column_names
     for name in sorted(names):
         if names.count(name) > 1:
-            raise bad_source(source, f"column {printable(name)} stands more than once")
+            raise bad_source(source, f"column {quoted_name(name)} stands more than once")
     for field in table.schema:
         if _is_deeper(field.type, _MOST_LEVELS):
             raise bad_source(
                 source,
-                f"column {printable(field.name)} is nested more than {_MOST_LEVELS} levels deep",
+                f"column {quoted_name(field.name)} is nested more than {_MOST_LEVELS} levels deep",
             )
         if holds(field.type, pa.types.is_interval):
             raise bad_source(
                 source,
-                f"column {printable(field.name)} is of the type {field.type}, which rewards "
+                f"column {quoted_name(field.name)} is of the type {field.type}, which rewards "
                 "cannot be given: write it as text or as a number of days",
             )
     try:

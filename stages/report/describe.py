@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from quiver.schemas.errors import CorruptError, LineageError, printable
+from quiver.schemas.errors import CorruptError, LineageError, printable, quoted_name
 from quiver.schemas.manifest import Manifest
 from quiver.schemas.metrics import score_numbers
 from quiver.stages.common.store import Store, Version
@@ -229,7 +229,7 @@ def _named_cells(cells: Mapping[str, Any], *, in_words: bool = True) -> str:
     """`mean 0.25 · std 0.125`; nothing of lists that are empty. Names that a recipe may hold, as
     those of columns, are not put `in_words`."""
     return " · ".join(
-        f"{str(name).replace('_', ' ') if in_words else name} {_cell(cell)}"
+        f"{str(name).replace('_', ' ') if in_words else quoted_name(name)} {_cell(cell)}"
         for name, cell in cells.items()
         if cell not in ([], {})
     )

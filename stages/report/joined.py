@@ -28,7 +28,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from quiver.schemas.errors import ConfigError, LineageError, printable
+from quiver.schemas.errors import ConfigError, LineageError, printable, quoted_name
 from quiver.schemas.manifest import Manifest
 from quiver.schemas.prompts import OURS
 from quiver.schemas.refs import Ref
@@ -39,7 +39,8 @@ from .episodes import told_of_turns
 from .shards import Shards, columns_of
 
 ANSWERS = ("answer", "reference", "solution", "target", "label", "ground_truth", "expected")
-"""Columns of the user's that hold the reference answer; the first that there is."""
+"""Columns of the user's that hold the reference answer; the first that there is. Without them it is
+the field `ground_truth` of a column `reward_model`, where rows in verl's layout have it."""
 _CONDITION = re.compile(r"\s*([\w.\- ]+?)\s*(<=|>=|!=|=|<|>)\s*(.+?)\s*")
 _COMPARE = {
     "<": operator.lt,
@@ -207,7 +208,7 @@ class Joined:
         of its tokens, `change` |log mean_ratio|: how far training moved it. ConfigError."""
         if name not in self.numbers:
             raise ConfigError(
-                f"column {printable(name)}",
+                f"column {quoted_name(name)}",
                 f"expected one of {', '.join(self.numbers)}",
                 next="name one of these",
             )
@@ -366,6 +367,8 @@ def told_of_prompt(row: dict[str, Any]) -> dict[str, Any]:
     name = next((name for name in ANSWERS if columns.get(name) is not None), None)
     if name is not None:
         told["reference"] = columns[name]
+    elif isinstance(columns.get("reward_model"), dict):
+        told["reference"] = columns["reward_model"].get("ground_truth")
     if row.get("images"):
         told["images"] = row["images"]
     return told

@@ -15,9 +15,8 @@ from typing import Annotated, Any, NamedTuple, Protocol
 
 from pydantic import AfterValidator, Field
 
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, did_you_mean, printable, quoted_name
 from quiver.stages.common.config import Config
-from quiver.stages.common.plugins import did_you_mean
 
 OFFERED = (
     "prompts",
@@ -132,8 +131,8 @@ def require_columns(owner: str, needs: Iterable[str], columns: Iterable[str]) ->
             )
         raise ConfigError(
             owner,
-            f"needs {printable(missing)}, which is neither a column of the prompts "
-            f"({printable(', '.join(columns)) or 'none'}) nor one of "
+            f"needs {quoted_name(missing)}, which is neither a column of the prompts "
+            f"({printable(', '.join(map(quoted_name, columns))) or 'none'}) nor one of "
             f"{', '.join(OFFERED)}{did_you_mean(missing, [*columns, *OFFERED])}",
             next="rename the column, or correct what asks for it in the recipe or the function",
         )

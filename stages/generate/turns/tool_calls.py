@@ -21,12 +21,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from quiver.schemas import outside
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, did_you_mean, printable
 from quiver.schemas.plain import no_key_twice
 from quiver.stages.common import plugins
 from quiver.stages.common.environments.environment import Call
 from quiver.stages.common.environments.tool_schemas import PYTHON_TOOL, ToolSchema
-from quiver.stages.common.plugins import did_you_mean
 
 PYTHON_TAG = "<|python_tag|>"
 _OPEN = "<tool_call>"

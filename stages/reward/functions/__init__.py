@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, did_you_mean, printable
 from quiver.stages.common.episodes import FAILURES
-from quiver.stages.common.plugins import did_you_mean
 
 from . import answers, verifiers
 from .embedding import model_hash, similarity

@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from quiver.schemas.errors import ConfigError, printable, shortage
+from quiver.schemas.errors import ConfigError, did_you_mean, printable, shortage
 from quiver.stages.common import plugins
-from quiver.stages.common.plugins import did_you_mean
 from quiver.stages.common.runtime.answering import no_copies
 from quiver.stages.common.runtime.workers import memory_limit
 from quiver.stages.reward.functions import shipped

@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from quiver.schemas.errors import ResourceError, printable
+from quiver.schemas.errors import ResourceError, printable, quoted_name
 from quiver.stages.common.servers import secret
 from quiver.stages.reward import pictures
 from quiver.stages.reward.scoring import OFFERED, Batch, Notice, Part, require_columns
@@ -218,7 +218,7 @@ class ServerScorer:
             if name != pictures.OFFERED:
                 key = _NAMED_IN.get(self.config.dialect, "label")
                 return (
-                    f"column {printable(name)} cannot be sent: {problem}; leave it out of "
+                    f"column {quoted_name(name)} cannot be sent: {problem}; leave it out of "
                     f"reward.servers.{key}, or make it text or a number in the rows"
                 )
         return ""

@@ -417,7 +417,19 @@ def test_a_text_that_no_room_is_for_is_not_encoded(store, policy, tmp_path, colu
 BAD = [
     ({"prompt": "quesion"}, [{"question": "a", "n": 1}], "question, n; did you mean question"),
     ({"group_id": "id"}, [{"prompt": "a", "idx": 1}], "did you mean idx"),
-    ({}, [{"question": "a"}], "no column messages or prompt or prompt_ids; it has question"),
+    (
+        {},
+        [{"query": "b", "Question ": "a"}],
+        'prompt_ids; it has query, "Question "; did you mean data.prompt = "Question "',
+    ),
+    (
+        {"messages": "chat"},
+        [{"problem": "a"}],
+        'column; it has problem; .* data.prompt = "problem"',
+    ),
+    ({"prompt": "Question"}, [{"": 1, "Question ": "a"}], 'has "", "Question "; .* "Question "'),
+    ({}, [{"id": 1, "talk": [{"from": "human", "value": "a"}]}], "column talk .*ShareGPT"),
+    ({"messages": "talk"}, [{"talk": [{"from": "human", "value": "a"}]}], "ShareGPT"),
     ({"raw_text": True}, [{"messages": []}], "no column prompt; it has messages"),
     ({"images": "image"}, [{"prompt_ids": [1], "image": ""}], "leave raw_text, prompt_ids out"),
     (
@@ -428,6 +440,17 @@ BAD = [
     ({"group_id": "k"}, [{"prompt": "a", "k": 1}, {"prompt": "b", "k": None}], "row 2.*is empty"),
     ({}, [{"prompt": "a"}, {"prompt": None}], "000001.*holds null, expected text"),
     ({}, [{"prompt": 5}], "holds a number, expected text"),
+    (
+        {},
+        [{"prompt": "a"}, {"n": 1}, *[{"prompt": each} for each in (None, 5, "b", [], 1, 2, 3)]],
+        "row 2 .*column prompt is missing, expected text; so in 6 more: rows 3, 4, 6, 7, 8, …",
+    ),
+    (
+        {},
+        [{"messages": None}, {"messages": "[]"}, {"messages": [{"role": "user", "content": "a"}]}],
+        "row 1 .*messages holds null, expected a list of .role, content.; so in 1 more: row 2",
+    ),
+    ({}, [{"prompt_ids": [5]}, {"prompt_ids": None}], "holds null, expected a list of token ids"),
     ({"raw_text": True}, [{"prompt": ""}], "no tokens"),
     ({}, [{"messages": []}], "expected a list of"),
     ({}, [{"messages": [{"role": "user", "content": "a", "mood": 1}]}], "content.*mood.*role"),

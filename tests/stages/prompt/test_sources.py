@@ -3,6 +3,8 @@ line."""
 
 import hashlib
 import json
+import re
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.feather
@@ -287,3 +289,32 @@ def test_the_hash_of_rows_does_not_depend_on_their_chunks_or_notes():
     assert sources.hash_rows(whole) != sources.hash_rows(
         whole.rename_columns(["q", "answer", "notes"])
     )
+
+
+def test_the_documents_generator_reads_chats_of_sharegpt(tmp_path):
+    document = Path(sources.__file__).parents[2] / "deployments/docs/recipes.md"
+    (code,) = re.findall(
+        r"```python\n(\"{3}Chats in ShareGPT.*?)```", document.read_text(), re.DOTALL
+    )
+    (tmp_path / "sharegpt.py").write_text(code)
+    said = [("system", "Be terse."), ("human", "1 + 1?"), ("gpt", "2"), ("human", "Sure?")]
+    chats = [
+        {"id": id, "conversations": [{"from": who, "value": text} for who, text in said[:count]]}
+        for id, count in (("a", 3), ("b", 4))
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    asked = [
+        {"role": "system", "content": "Be terse."},
+        {"role": "user", "content": "1 + 1?"},
+    ]
+    again = [{"role": "assistant", "content": "2"}, {"role": "user", "content": "Sure?"}]
+    expected = [
+        {"messages": asked, "answer": "2"},
+        {"messages": asked + again, "answer": None},
+    ]
+    for kind, text in (("jsonl", path.read_text()), ("json", json.dumps(chats))):
+        path = tmp_path / f"chats.{kind}"
+        path.write_text(text)
+        read_rows = read(f"{tmp_path}/sharegpt.py:rows", arguments={"path": str(path)})
+        assert read_rows.table.to_pylist() == expected

@@ -12,10 +12,9 @@ import importlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, did_you_mean, printable
 from quiver.stages.common import plugins
 from quiver.stages.common.environments.environment import Factory
-from quiver.stages.common.plugins import did_you_mean
 
 _HERE = "quiver.stages.common.environments.adapters"
 
