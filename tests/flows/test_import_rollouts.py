@@ -201,7 +201,9 @@ def test_a_step_on_rollouts_of_another_temperature_says_which_it_uses(workplace,
     take_over(workplace)
     recipe = load(workplace / "recipe.toml", [f"store='{store.path}'"])
     both = {"rollouts": "tiny/rollouts@1", "rewards": "tiny/rewards@1"}
+    caplog.set_level("INFO", "quiver")
     assert rerun(recipe, "optimize", both).ref == "tiny/policy@1"
+    assert "optimize of            tiny/rewards@1, tiny/rollouts@1, tiny/policy@0" in caplog.text
     said = [record.getMessage() for record in caplog.records if "temperature" in record.msg]
     assert said == [
         "tiny/rollouts@1 was sampled at temperature 0.5, and generate.sampling.temperature is 1: "

@@ -90,6 +90,11 @@ def test_hostile_references_are_refused(text):
         refs.parse(text)
 
 
+def test_a_misspelt_kind_is_told():
+    with pytest.raises(ConfigError, match=r"kind one of .*policy; did you mean rollouts\?"):
+        refs.parse("a/rolouts@1")
+
+
 @pytest.mark.parametrize("version", ["-1", "9" * 20, "٣"])
 def test_a_version_of_another_form_is_told(version):
     with pytest.raises(ConfigError) as caught:

@@ -146,6 +146,7 @@ def test_a_chat_that_holds_its_answer_and_each_odd_role_are_told_once(policy_of,
     ]
     for start in (CONTINUED, *odd):
         assert sum(message.startswith(start) for message in caplog.messages) == 1
+    assert "see what comes after it, and prompt_text has the beginning" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -287,6 +287,16 @@ def test_the_config_and_the_lineage_are_there(made):
     assert made_of[2] == "policy bench/policy@1, rollouts bench/rollouts@2, rewards bench/rewards@2"
 
 
+def test_the_reference_of_verls_layout_is_shown():
+    def reference(**columns):
+        row = {"columns": columns, "messages": None, "prompt_text": "1+1="}
+        return told_of_prompt(row).get("reference")
+
+    assert reference(reward_model={"style": "rule", "ground_truth": "2"}) == "2"
+    assert reference(reward_model={"ground_truth": "2"}, answer="3") == "3"
+    assert reference(reward_model="a name") is None
+
+
 def test_best_and_worst_are_of_different_prompts_with_their_references(store):
     """Ten places and twelve prompts of two answers each: the best answer of five of them, the worst
     of five others; a prompt with all of its answers, from the best mean to the worst."""

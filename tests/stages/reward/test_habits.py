@@ -39,7 +39,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
     if data_source != "openai/gsm8k":
         raise NotImplementedError(data_source)
     score = bonus + float(solution_str.split("####")[-1].strip() == ground_truth)
-    return {"score": score, "index": extra_info["index"]}
+    return {"score": score, "acc": score > bonus, "index": extra_info["index"]}
 
 def compute_number(data_source, solution_str, ground_truth, **kwargs):
     return float(solution_str == ground_truth) if not kwargs["extra_info"] else sorted(kwargs)
@@ -113,7 +113,10 @@ def test_a_score_function_of_verls_reads_its_layout(store, sample):
     assert scored(store, ref) == {"0-0": 1.5, "0-1": 0.5, "1-0": 1.5, "2-0": None}
     errors = scored(store, ref, "errors")
     assert errors["2-0"]["compute_score"] == "NotImplementedError: other (theirs.py:23)"
-    assert json.loads(scored(store, ref, "extra")["1-0"]["compute_score"]) == {"index": 1}
+    extra = json.loads(scored(store, ref, "extra")["1-0"]["compute_score"])
+    assert extra == {"acc": True, "index": 1}
+    (means,) = store.open(ref).manifest.metrics["extra"].values()
+    assert means["acc"] == pytest.approx(2 / 3)
 
 
 def test_a_plain_column_comes_before_verls_layout(store, sample):
