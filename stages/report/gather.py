@@ -109,7 +109,8 @@ class Gathered:
     base: Manifest
     iterations: list[Iteration]
     evaluations: list[Manifest]
-    """Those of the run that measured what its latest one did, by number of the policy."""
+    """Those of the line that measured what the latest one of its newest policy did, by number of
+    the policy."""
     nights: dict[str, list[NightRow]]
     """By tag, of those that nights decide about."""
     nightly: list[Manifest]
@@ -317,8 +318,8 @@ def evaluations_of_nights(manifests: Manifests, entries: Iterable[Entry]) -> lis
 
 
 def _evaluations(manifests: Manifests, run: str, line: set[str] | None) -> list[Manifest]:
-    """Those of the policies in `line` (None: of all) that measured what the latest one did; of each
-    policy the newest."""
+    """Those of the policies in `line` (None: of all) that measured what the latest one of the
+    newest policy did; of each policy the newest."""
     measured = []
     for version in manifests.store.versions(run, "evaluations"):
         model = version.manifest.model("policy")
@@ -326,7 +327,7 @@ def _evaluations(manifests: Manifests, run: str, line: set[str] | None) -> list[
             measured.append(version.manifest)
     if not measured:
         return []
-    *earlier, last = measured
+    *earlier, last = sorted(measured, key=lambda each: (policy_number(each), each.version))
     shown = [*manifests.comparable(last, earlier), last]
     by_policy = {evaluation.model("policy").ref: evaluation for evaluation in shown}
     return sorted(by_policy.values(), key=policy_number)
