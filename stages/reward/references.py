@@ -61,8 +61,9 @@ def refusals(config: Config, rows: pa.Table) -> dict[int, tuple[str, str, str]]:
                 "completions": [_COMPLETION] * rows.num_rows,
                 "rollout_ids": [None] * rows.num_rows,
             }
-            parts = FunctionScorer(alone, pool, config.batch_rows).score(batch)
-            for row, part in enumerate(parts):
+            scorer = FunctionScorer(alone, pool, config.batch_rows)
+            scorer.is_told = True  # the errors are returned, so the log need not have them
+            for row, part in enumerate(scorer.score(batch)):
                 if part.error is not None:
                     refused.setdefault(row, (function.name, column, part.error))
     return refused
