@@ -1,5 +1,5 @@
 """What `quiver check` says of a recipe: what its first rows become, what its rewards say of a
-made-up answer, and settings that may be mistakes.
+made-up answer and of the right one, and settings that may be mistakes.
 
     looked = look(load("recipe.toml"), Path("recipe.toml"), is_tried=True)
     looked.answer["prompts"]["data"]["tokens"], looked.lines, looked.error
@@ -15,16 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, printable, quoted_name
+from quiver.stages.common.environments import pool as environment_pool
 from quiver.stages.common.models.from_function import is_function
-from quiver.stages.common.store import Store
 from quiver.stages.report.words import counted
+from quiver.stages.reward.pool import pool as function_pool
 
 from .doubts import doubts, unused
-from .first_rows import Answered, FirstRows, first_rows
-from .preflight import finished, preflight, try_out
+from .first_rows import Answered, FirstRows, first_rows, require_references
+from .preflight import finished, made_policy, preflight, try_out
 from .recipe import Recipe
 
 log = logging.getLogger(__name__)
+SHOWN = (log, environment_pool.log, function_pool.log)
+"""Loggers whose lines are no warnings and are shown: what this module does, and what code prints
+that the recipe names."""
 
 
 @dataclass
@@ -36,7 +40,7 @@ class Looked:
     lines: list[str]
     """For people."""
     error: ConfigError | None
-    """The first failure on the made-up answer, if any."""
+    """The first failure on an answer, if any."""
 
 
 def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool = False) -> Looked:
@@ -46,25 +50,31 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
         recipe: The recipe.
         path: Its file.
         is_shown: Say how the policy reads the first prompt.
-        is_tried: Start what scores, and let it score a made-up answer.
+        is_tried: Start what scores, and let it score answers to the first prompt.
     """
     with heard_warnings() as warnings:
         recipe = preflight(recipe)
         versions = finished(recipe)
+        require_references(recipe)
         rows = FirstRows()
-        if "policy" in versions:
-            folder = Store(recipe.store).open(versions["policy"]).files.folder
+        policy = made_policy(recipe)
+        must_make = policy is None and is_function(recipe.policy.model)
+        if is_shown or is_tried or not must_make:
+            if must_make:
+                log.info(
+                    "policy.model is a function: it makes the base model now, which takes as long "
+                    "as in a run; without --show and --try all is looked at that needs no model"
+                )
+            folder = policy and policy.files.folder
             rows = first_rows(recipe, folder, is_answered=is_tried)
-        elif is_shown or is_tried or not is_function(recipe.policy.model):
-            rows = first_rows(recipe, is_answered=is_tried)
         else:
             log.warning(
                 "prompts are not looked at: policy.model is a function, which the first run calls "
                 "to make the base model; --show and --try call it, too"
             )
-        error = rows.answered and failure(recipe, rows.answered)
+        error = next(filter(None, (failure(recipe, each) for each in rows.answers)), None)
         tried = try_out(recipe) if is_tried and error is None else []
-        for sentence in doubts(recipe, rows.prompts):
+        for sentence in doubts(recipe, rows):
             log.warning("%s", sentence)
     without_use = unused(recipe)
     answer = {
@@ -86,12 +96,12 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
     if without_use:
         lines.append(f"nothing reads {', '.join(map(quoted_name, without_use))}")
     lines.append(f"scored by {', '.join(recipe.reward.part_names)}")
-    if rows.answered is not None:
-        scores = rows.answered.scores
-        answer["answer"] = rows.answered.text
-        answer["rewards"] = {name: asdict(score) for name, score in scores.items()}
-        lines.append(f"of the answer {printable(repr(rows.answered.text))}")
-        lines += [f"  {name}: {score.in_words()}" for name, score in scores.items()]
+    keys = (("answer", "rewards"), ("reference", "reference_rewards"))
+    for (key, of_key), answered in zip(keys, rows.answers, strict=False):
+        answer[key] = answered.text
+        answer[of_key] = {name: asdict(score) for name, score in answered.scores.items()}
+        lines.append(f"of the {key} {printable(repr(answered.text))}")
+        lines += [f"  {name}: {score.in_words()}" for name, score in answered.scores.items()]
     if is_shown:
         first = rows.prompts["data"]
         answer["first_prompt"] = {"text": first.first_text, "tokens": first.first_tokens}
@@ -106,7 +116,7 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
 
 
 def failure(recipe: Recipe, answered: Answered) -> ConfigError | None:
-    """Return the first failure on the made-up answer, the environment first; None if none."""
+    """Return the first failure on an answer, the environment first; None if none."""
     problems = {f"reward {name}": score.error for name, score in answered.scores.items()}
     if recipe.generate.turns is not None:
         sources = printable(", ".join(recipe.generate.turns.sources))
@@ -124,21 +134,33 @@ def failure(recipe: Recipe, answered: Answered) -> ConfigError | None:
 @contextmanager
 def heard_warnings() -> Iterator[dict[str, None]]:
     """The warnings that are logged inside, each once, in place of the log. Where the block raises,
-    the log has them after all."""
+    the log has them after all. What the recipe's code prints, and the lines of this module, are
+    logged at once; other lines that are no warnings are not."""
     heard: dict[str, None] = {}
-    logger = logging.getLogger("quiver")
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: heard.setdefault(record.getMessage())
-    propagates = logger.propagate
-    logger.propagate = False
-    logger.addHandler(handler)
+
+    def hear(record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            heard.setdefault(record.getMessage())
+        elif record.name in {logger.name for logger in SHOWN}:
+            logging.getLogger().handle(record)
+
+    root = logging.getLogger("quiver")
+    handler = logging.Handler(logging.INFO)
+    handler.emit = hear
+    before = root.propagate, [logger.level for logger in SHOWN]
+    root.propagate = False
+    for logger in SHOWN:
+        logger.setLevel(logging.INFO)
+    root.addHandler(handler)
     is_done = False
     try:
         yield heard
         is_done = True
     finally:
-        logger.removeHandler(handler)
-        logger.propagate = propagates
+        root.removeHandler(handler)
+        root.propagate, levels = before
+        for logger, level in zip(SHOWN, levels, strict=True):
+            logger.setLevel(level)
         if not is_done:
             for sentence in heard:
                 log.warning("%s", sentence)

@@ -86,7 +86,8 @@ for _command in COMMANDS:
 def _say_stopped() -> None:
     """Say what a command that was told to stop leaves, and what goes on from there."""
     text = "stopped"
-    if CALLED.recipe is not None and "--dry-run" not in sys.argv:
+    writes_nothing = sys.argv[1:2] in (["check"], ["fit"]) or "--dry-run" in sys.argv
+    if CALLED.recipe is not None and not writes_nothing:
         versions = {0: "", 1: "one new version and "}.get(
             CALLED.num_made, f"{CALLED.num_made} new versions and "
         )

@@ -1,7 +1,7 @@
 """Settings that may be mistakes: a limit above the rows, a penalty that is never paid, a held-out
 file that asks what the training does. A run does it all the same, so each is a warning.
 
-    for sentence in doubts(recipe, looked.prompts): …    # a resolved recipe, its first rows
+    for sentence in doubts(recipe, rows): …              # a resolved recipe, its first rows
     unused(recipe)                                       # columns that nothing reads
 """
 
@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
 
-from quiver.schemas.errors import quoted_name
+from quiver.schemas.errors import printable, quoted_name
 from quiver.schemas.outside import read_message
 from quiver.schemas.plain import read_json
 from quiver.stages.prompt import sources
@@ -25,25 +25,26 @@ from quiver.stages.prompt.messages import text_of
 from quiver.stages.prompt.row_variables import columns_of
 from quiver.stages.reward.preview import preview
 
-from .first_rows import Prompts, prompt_config
+from .first_rows import Answered, FirstRows, Prompts, prompt_config
 from .recipe import Recipe
 
 _ROWS_AT_ONCE = 16
 """Rows whose cells are Python objects at the same time: pictures are large."""
 
 
-def doubts(recipe: Recipe, prompts: Mapping[str, Prompts]) -> list[str]:
-    """Sentences on a resolved recipe. `prompts`: what its first rows became, by section, where they
-    were rendered. Reads the sources again."""
+def doubts(recipe: Recipe, rows: FirstRows) -> list[str]:
+    """Sentences on a resolved recipe. `rows`: what its first rows became, where they were rendered.
+    Reads the sources again."""
     tables = {
         section: sources.read(prompt_config(recipe, section)).table for section in recipe.columns
     }
     num_rows = tables["data"].num_rows
     return [
         *about_rows(recipe, tables),
-        *about_prompts(recipe, prompts),
+        *about_prompts(recipe, rows.prompts),
         *about_steps(recipe, num_rows),
         *about_rewards(recipe, tables["data"]),
+        *about_answers(recipe, rows.answers),
     ]
 
 
@@ -185,6 +186,12 @@ def about_steps(recipe: Recipe, num_rows: int) -> Iterator[str]:
             "prompts, of which each step takes one at least: there are no more steps than prompts"
         )
     num_steps = recipe.iterations * optimize.epochs * min(optimize.minibatches, num_groups)
+    if optimize.learning_rate >= (0.1 if optimize.lora else 0.01):
+        yield (
+            f"optimize.learning_rate is {optimize.learning_rate:g}: AdamW moves each weight by "
+            "about so much a step, which unlearns all that a policy knew; 1e-6 to 1e-5 are usual, "
+            "with optimize.lora 1e-5 to 1e-4"
+        )
     if optimize.warmup_steps >= num_steps:
         yield (
             f"optimize.warmup_steps is {optimize.warmup_steps}, and the run has {num_steps} "
@@ -221,3 +228,23 @@ def about_rewards(recipe: Recipe, table: pa.Table) -> Iterator[str]:
                 f"column {quoted_name(name)}, which the reward reads, is empty in {num_empty} of "
                 f"{table.num_rows} rows"
             )
+
+
+def about_answers(recipe: Recipe, answers: Sequence[Answered]) -> Iterator[str]:
+    """Yield a warning if no function pays more for the reference than for what is made up.
+    `answers`: the made-up one and, where there is one, the reference."""
+    if len(answers) < 2 or answers[1].text in answers[0].text:
+        return
+    made_up, right = (
+        [
+            function.weight * (answer.scores[function.name].values[0] or 0.0)
+            for function in recipe.reward.functions
+        ]
+        for answer in answers
+    )
+    if not any(more > less for less, more in zip(made_up, right, strict=True)):
+        yield (
+            f"no reward function pays more for the first row's own answer, "
+            f"{printable(repr(answers[1].text))}, than for {printable(repr(answers[0].text))}: "
+            "unless it lacks a form that is asked for, a box or tags say, no right answer is paid"
+        )

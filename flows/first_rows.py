@@ -1,10 +1,11 @@
 """The first rows of a recipe, taken through its own stages in a store that is removed: the prompts
-that they become, and what the rewards say to an answer that is made up.
+that they become, and what the rewards say to an answer that is made up, and to the right one.
 
 No engine is started and no weights are read. Errors are those that a run would give.
 
-    rows = first_rows(recipe, is_answered=True)    # a resolved recipe
-    rows.prompts["data"].lengths, rows.answered.scores["accuracy"].values
+    require_references(recipe)                     # a resolved recipe; needs no model
+    rows = first_rows(recipe, is_answered=True)
+    rows.prompts["data"].lengths, rows.answers[0].scores["accuracy"].values
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from quiver.schemas.errors import ConfigError, printable
@@ -28,9 +30,16 @@ from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import open_staging
 from quiver.stages.generate.texts import Texts
+from quiver.stages.prompt import sources
 from quiver.stages.prompt import stage as prompt_stage
 from quiver.stages.prompt.config import Config as PromptConfig
+from quiver.stages.prompt.order import choose
+from quiver.stages.report.joined import ANSWERS
+from quiver.stages.reward.functions.answers import as_text
 from quiver.stages.reward.measures import failures
+from quiver.stages.reward.pool.habits import column_of, given
+from quiver.stages.reward.preview import preview
+from quiver.stages.reward.references import refusals
 
 from .recipe import Recipe
 
@@ -125,7 +134,7 @@ class Score:
 
 @dataclass
 class Answered:
-    """What became of a made-up answer to the first prompt."""
+    """What became of one answer to the first prompt."""
 
     text: str
     """The answer; of an episode the last one."""
@@ -141,8 +150,9 @@ class FirstRows:
 
     prompts: dict[str, Prompts] = field(default_factory=dict)
     """By section: data, data.held_out."""
-    answered: Answered | None = None
-    """None if it was not asked for."""
+    answers: list[Answered] = field(default_factory=list)
+    """The made-up one, if it was asked for, and the row's reference, if it has one that a function
+    reads; only functions score that."""
 
 
 def first_rows(recipe: Recipe, folder: Path | None = None, *, is_answered: bool) -> FirstRows:
@@ -152,7 +162,7 @@ def first_rows(recipe: Recipe, folder: Path | None = None, *, is_answered: bool)
     Args:
         recipe: What to look at.
         folder: The base model, where it has been made already.
-        is_answered: Score a made-up answer to the first row, too.
+        is_answered: Score answers to the first row, too.
     """
     rows = FirstRows()
     with tempfile.TemporaryDirectory(prefix="quiver-check-") as work:
@@ -163,8 +173,31 @@ def first_rows(recipe: Recipe, folder: Path | None = None, *, is_answered: bool)
             version = _render(config, store, policy)
             rows.prompts[section] = Prompts.of(version, policy, recipe.prompt.system)
             if section == "data" and is_answered:
-                rows.answered = _answer(recipe, config, store, policy, version)
+                rows.answers = _answers(recipe, config, store, policy, version)
     return rows
+
+
+def require_references(recipe: Recipe) -> None:
+    """ConfigError if shipped functions cannot read the references of more of the first rows that a
+    resolved recipe takes than its reward.max_invalid allows; up to there, a warning."""
+    for section in recipe.columns:
+        config = first_config(recipe, section)
+        table = sources.read(config).table
+        chosen = choose(table.num_rows, config.limit, config.seed, config.iteration)[:ROWS]
+        refused = refusals(recipe.reward, table.take(pa.array(chosen, pa.int64())))
+        if not refused:
+            continue
+        position, (name, column, problem) = next(iter(sorted(refused.items())))
+        error = ConfigError(
+            f"{printable(config.source)} row {chosen[position] + 1}",
+            f"column {printable(column)}: the reward function {name} cannot read it: {problem}; "
+            f"that is so of {len(refused)} of the first {len(chosen)} rows of {section}",
+            next="correct the row, or take it out of the source; or name another column under "
+            "columns of that function",
+        )
+        if len(refused) > recipe.reward.max_invalid * len(chosen):
+            raise error
+        log.warning("%s: %s", error.object, error.message)
 
 
 def prompt_config(recipe: Recipe, section: str) -> PromptConfig:
@@ -221,11 +254,11 @@ def visible(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
     return "".join(pieces)
 
 
-def _answer(
+def _answers(
     recipe: Recipe, config: PromptConfig, store: Store, policy: Version, prompts: Version
-) -> Answered:
-    """Score `_ANSWER`, cut to max_tokens, as an answer to the first of the prompts; a group of them
-    if a scorer needs groups."""
+) -> list[Answered]:
+    """Score `_ANSWER`, cut to max_tokens, as an answer to the first of the prompts, and then its
+    reference if that is short enough; a group of them if a scorer needs groups."""
     one_row = config.model_copy(update={"first": 1})
     plan = prompt_stage.plan(one_row, store, {"policy": str(policy.ref)})
     with open_staging(plan) as staging:
@@ -234,29 +267,56 @@ def _answer(
         writer.finish(metrics=prompts.manifest.metrics)
         prompt = staging.publish()
     generate = recipe.generate_config(1)
-    scopes = {getattr(scorer, "scope", "row") for scorer in recipe.reward.scorers}
-    ids = checkpoints.load_tokenizer(policy).encode(_ANSWER, add_special_tokens=False)
     room = max(1, generate.sampling.max_tokens - 1)  # one is the end token's
-    changes = {
-        "engine": "scripted",
-        "options": {"script": "fixed", "completion_ids": ids[:room]},
-        "samples_per_prompt": generate.samples_per_prompt if "group" in scopes else 1,
-    }
-    version = _made(
-        "generate", generate.model_copy(update=changes), store, prompts=prompt, policy=policy
-    )
-    rollouts = version.table()
-    lenient = recipe.reward.model_copy(update={"max_invalid": 1.0})
-    rewards = _made("reward", lenient, store, rollouts=version).table()
-    parts = rewards["parts"].combine_chunks()
-    scores = {name: Score(parts.field(name).to_pylist()) for name in recipe.reward.part_names}
-    for name, _, error in failures(rewards):
-        scores[name].error = scores[name].error or error
-    return Answered(
-        text=rollouts["completion_text"][0].as_py(),
-        failure=first_failure(rollouts) if generate.turns is not None else None,
-        scores=scores,
-    )
+    tokenizer = checkpoints.load_tokenizer(policy)
+    ids = tokenizer.encode(_ANSWER, add_special_tokens=False)[:room]
+    tries = [(ids, recipe.reward.model_copy(update={"max_invalid": 1.0}))]
+    reference = reference_of(recipe, prompts.table(["columns"])["columns"][0].as_py())
+    if reference is not None and generate.turns is None:
+        ids = tokenizer.encode(reference, add_special_tokens=False)
+        if 0 < len(ids) <= room:
+            tries.append((ids, tries[0][1].model_copy(update={"models": (), "servers": ()})))
+    answers = []
+    for ids, reward in tries:
+        scopes = {getattr(scorer, "scope", "row") for scorer in reward.scorers}
+        changes = {
+            "engine": "scripted",
+            "options": {"script": "fixed", "completion_ids": ids},
+            "samples_per_prompt": generate.samples_per_prompt if "group" in scopes else 1,
+        }
+        scripted = generate.model_copy(update=changes)
+        version = _made("generate", scripted, store, prompts=prompt, policy=policy)
+        rollouts = version.table()
+        rewards = _made("reward", reward, store, rollouts=version).table()
+        parts = rewards["parts"].combine_chunks()
+        scores = {name: Score(parts.field(name).to_pylist()) for name in reward.part_names}
+        for name, _, error in failures(rewards):
+            scores[name].error = scores[name].error or error
+        answers.append(
+            Answered(
+                text=rollouts["completion_text"][0].as_py(),
+                failure=first_failure(rollouts) if generate.turns is not None else None,
+                scores=scores,
+            )
+        )
+    return answers
+
+
+def reference_of(recipe: Recipe, row: dict[str, Any]) -> str | None:
+    """Return the right answer that a reward function of a resolved recipe reads in a row of the
+    source, as text. None if there is no text or number of that name that one reads."""
+    offered = [*recipe.columns["data"], *recipe.offered_columns]
+    batch = {name: [cell] for name, cell in row.items()}
+    for function in recipe.reward.functions:
+        only = {"functions": (function,), "models": (), "servers": ()}
+        reads = preview(recipe.reward.model_copy(update=only), offered)
+        for name in ANSWERS:
+            column = column_of(name, function, row)
+            if reads.may_be_all or column.partition(".")[0] in reads.by_name:
+                for (cell,) in given(function, [name], batch).values():
+                    with suppress(ValueError):  # neither text nor a number
+                        return as_text(cell)
+    return None
 
 
 def _made(stage: str, config: Config, store: Store, **inputs: Version) -> Version:

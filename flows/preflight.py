@@ -26,7 +26,7 @@ from quiver.stages.common.config import parse_saved
 from quiver.stages.common.models.from_function import is_function
 from quiver.stages.common.runtime.runner import find, plan_of
 from quiver.stages.common.runtime.stage import Plan, load
-from quiver.stages.common.store import Store
+from quiver.stages.common.store import Store, Version
 from quiver.stages.generate.engine import code_hash, engine_options
 from quiver.stages.reward.preview import preview
 from quiver.stages.reward.turns import ENVIRONMENT
@@ -127,6 +127,17 @@ def finished(recipe: Recipe) -> dict[str, str]:
         made[kind] = outcome.ref
         refs[stage] = outcome.ref
     return refs
+
+
+def made_policy(recipe: Recipe) -> Version | None:
+    """Return the base model of a resolved recipe if a run in its store has made it. None if it is
+    still to be made."""
+    store = _store_at(recipe.store)
+    if store is None:
+        return None
+    plan = plan_of(stage_call(recipe, "policy", recipe.policy, {}).runner_call)
+    policies = (store.find(run, "policy", plan.run_key) for run in [plan.run, *store.runs()])
+    return next(filter(None, policies), None)
 
 
 def _tell_what_differs(plan: Plan, kind: str) -> None:

@@ -121,7 +121,7 @@ def check(
     ] = False,
     try_out: Annotated[
         bool,
-        typer.Option("--try", help="also start what scores, and let it score a made-up answer"),
+        typer.Option("--try", help="also start what scores, and let it score two answers"),
     ] = False,
     store: StorePath = None,
     settings: Settings = None,

@@ -48,8 +48,9 @@ class SourceConfig(Base):
     """Rows: where they come from, and which columns matter."""
 
     source: str = Field(min_length=1)
-    """A .jsonl, .json, .csv, .parquet, .arrow or .feather file; `datasets:NAME`; or a generator of
-    rows, `module:function` or `file.py:function`."""
+    """A .jsonl, .json, .csv, .parquet, .arrow or .feather file; `datasets:NAME`, or `datasets:PATH`
+    of a folder that `save_to_disk` wrote; or a generator of rows, `module:function` or
+    `file.py:function`."""
     split: str = "train"
     """Which split of `datasets:NAME`."""
     name: str | None = None

@@ -3,7 +3,7 @@
 | source | read as |
 |---|---|
 | PATH.jsonl, .json, .csv, .parquet, .arrow, .feather | a file; the hash is that of its bytes |
-| datasets:NAME | a hub id, or a folder that `save_to_disk` wrote |
+| datasets:NAME, datasets:PATH | a hub id, or a folder that `save_to_disk` wrote |
 | module:function, file.py:function | a generator of rows (dicts), called with `arguments` |
 
 A cell has the Python value that its file says:
@@ -81,7 +81,7 @@ def read(config: SourceConfig) -> Source:
         raise bad_source(
             source,
             f"expected a file ({', '.join(SUFFIXES)}, in lower case and unpacked), datasets:NAME, "
-            "module:function or file.py:function",
+            "datasets:PATH (a folder that save_to_disk wrote), module:function or file.py:function",
         )
     _check(source, table)
     table = plain_table(source, table)

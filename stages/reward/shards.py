@@ -20,6 +20,7 @@ from . import pictures, tables, turns
 from .config import SCORERS
 from .groups import prompts_of
 from .measures import failures
+from .references import column_of_reference, source_row
 from .retry import aligned, merged
 from .scoring import OF_TURNS, OFFERED, Batch, Part, Scorer
 from .together import Allowance, TooMany, score_all
@@ -40,6 +41,7 @@ class Shards:
         self._allowance = allowance
         self._rollouts = plan.inputs["rollouts"].table()
         self._prompts = prompts_of(plan.inputs["prompts"])
+        self._prompts_config = plan.inputs["prompts"].manifest.config
         self._prompt_rows = tables.join(self._rollouts, self._prompts)
         earlier = plan.inputs["retry"].table() if "retry" in plan.inputs else None
         earlier_extras = [] if earlier is None else names_of(earlier, "extra")
@@ -145,19 +147,28 @@ class Shards:
         """The error for more failed rows than are allowed; it shows the first."""
         failed = dict(self._allowance.failed)  # scorers that still run may add to it
         rollout_id, (name, error) = next(iter(failed.items()))
-        kinds = {
-            scorer.name: kind.removesuffix("s")
+        scorers = {
+            scorer.name: (kind.removesuffix("s"), scorer)
             for kind in SCORERS
             for scorer in getattr(self._config, kind)
         }
-        kind = kinds[name]
+        kind, scorer = scorers[name]
+        column = None
+        if kind == "function":
+            columns = [field.name for field in self._prompts.schema.field("columns").type]
+            column = column_of_reference(scorer, columns)
+        correct = (
+            kind if column is None else f"column {printable(column)} of that row, or the {kind},"
+        )
+        row = self._rollouts["rollout_id"].index(rollout_id).as_py()
+        place = source_row(self._prompts_config, self._rollouts["group_id"][row].as_py())
         finished = sum(self._writer.has(index) for index in range(len(self._starts)))
         return RewardError(
             f"{self._writer.run}/rewards",
             f"{len(failed)} of {self._rollouts.num_rows} rows failed so far, "
             f"more than reward.max_invalid allows; first: {kind} {name}, rollout "
-            f"{printable(rollout_id)}: {error}",
+            f"{printable(rollout_id)} of {place}: {error}",
             state=f"{finished} finished shards are kept, and taken up where [reward] and its code "
             "stay as they are; no version was written.",
-            next=f"correct the {kind} and run again, or raise reward.max_invalid",
+            next=f"correct {correct} and run again, or raise reward.max_invalid",
         )

@@ -45,6 +45,11 @@ def none(completions):
     return [None for _ in completions]
 
 
+def exact(completions, answer):
+    print("asked about", completions, answer)
+    return [float(text == str(right)) for text, right in zip(completions, answer)]
+
+
 def strict(completions, *, answer, level):
     return [float(answer[0] == 5)] * len(completions)
 """
@@ -232,7 +237,8 @@ def test_pictures_are_decoded_and_read(folder):
         (folder / f"{number}.png").write_bytes(sight.png(number))
     settings = ["policy.model='seeing'", "data.images='picture'", "data.held_out=null"]
     looked = check(*settings, "data.limit=null", is_shown=True, is_tried=True)
-    assert looked.error is None and looked.answer["warnings"] == []
+    assert looked.error is None
+    assert [each for each in looked.answer["warnings"] if "pays more" not in each] == []
     assert looked.answer["prompts"]["data"]["looked_at"] == 2
     assert looked.answer["first_prompt"]["text"].count("⟦<image>⟧") == 16
     (folder / "1.png").write_bytes(b"no picture")
@@ -271,7 +277,18 @@ def test_a_function_that_makes_the_base_model_is_called_when_it_is_asked_for(fol
     looked = check(made)
     assert looked.answer["prompts"]["data"]["looked_at"] == 8, "that of the store is read"
     assert looked.answer["finished"] == {"policy": "tiny/policy@0"}
+    looked = check(made, "run='second'", is_shown=True)
+    assert looked.answer["first_prompt"]["tokens"] == 19, "and that of another run"
+    assert looked.answer["finished"] == {}
     assert not Path("called").exists()
+
+
+def test_it_is_told_before_a_function_makes_the_base_model(folder, caplog):
+    Path("base.py").write_text("def make(folder):\n    raise ValueError('not today')\n")
+    with caplog.at_level(logging.INFO), pytest.raises(ConfigError, match="not today"):
+        check("policy.model='base.py:make'", is_shown=True)
+    (line,) = caplog.messages
+    assert line.startswith("policy.model is a function: it makes the base model now")
 
 
 def test_a_first_iteration_of_another_recipe_is_told_with_the_keys_that_differ(folder):
@@ -397,6 +414,92 @@ def test_a_made_up_answer_is_scored(folder):
     assert looked.error is None
     start = looked.lines.index("of the answer 'The answer'")
     assert looked.lines[start + 2 : start + 4] == ["  none: no number", "  numeric: 0"]
+
+
+def test_the_row_s_own_answer_is_scored_too(folder):
+    """As text, by functions alone: a server is asked about the made-up answer only."""
+    settings = [rewarded("numeric"), "data.limit=null", "data.held_out=null"]
+    write_rows([{"question": "3 + 4", "answer": 7}])
+    looked = check(*settings, is_tried=True)
+    assert looked.answer["rewards"]["numeric"]["values"] == [0.0]
+    assert looked.answer["reference"] == "7"
+    assert looked.answer["reference_rewards"] == {"numeric": {"values": [1.0], "error": None}}
+    start = looked.lines.index("of the reference '7'")
+    assert looked.lines[start + 1] == "  numeric: 1"
+    assert looked.answer["warnings"] == []
+    write_rows([{"question": "3 + 4", "solution": {"of": "7"}, "answer": "none"}])
+    nested = "reward.functions=[{use='numeric', columns={answer='solution.of'}}]"
+    assert check(nested, *settings[1:], is_tried=True).answer["reference"] == "7"
+    write_rows([{"question": "3 + 4", "answer": "seven " * 9}])
+    long = check(rewarded("exact_match"), *settings[1:], is_tried=True)
+    assert "reference" not in long.answer, "an answer of max_tokens cannot say it"
+
+
+@pytest.mark.parametrize(
+    ("function", "is_doubted"),
+    [
+        ("{use='rewards.py:exact'}", False),
+        ("{use='exact_match', arguments={extract='boxed'}}", True),
+        ("{use='rewards.py:exact', weight=-1}", True),
+        ("{use='rewards.py:letters'}", False),
+    ],
+)
+def test_a_reward_that_never_pays_the_right_answer_is_doubted(folder, function, is_doubted):
+    write_rows([{"question": "3 + 4", "answer": 7}])
+    one_row = ["data.limit=null", "data.held_out=null"]
+    looked = check(f"reward.functions=[{function}]", *one_row, is_tried=True)
+    begun = "no reward function pays more for the first row's own answer, '7', than for 'The answer"
+    assert [each.startswith(begun) for each in looked.answer["warnings"]] == [True] * is_doubted
+
+
+def test_what_a_reward_prints_is_shown(folder, caplog):
+    with caplog.at_level(logging.INFO):
+        check(rewarded("rewards.py:exact"), is_tried=True)
+    assert [line for line in caplog.messages if "asked" in line] == [
+        "exact: asked about ['The answer'] [6]",
+        "exact: asked about ['6'] [6]",
+    ]
+
+
+def test_an_answer_that_a_shipped_function_cannot_read_is_an_error(folder):
+    """Told with its row in the source, whichever rows the run takes first."""
+    Path("bad.csv").write_text("question,answer\n1+1,2\n2+2,4\n3+3,NaN\n4+4,n/a\n5+5,10\n")
+    settings = ["data.source='bad.csv'", "data.held_out=null", rewarded("numeric")]
+    with pytest.raises(ConfigError) as caught:
+        check(*settings, "data.limit=null")
+    assert caught.value.object == "bad.csv row 3"
+    assert caught.value.message == (
+        "column answer: the reward function numeric cannot read it: ValueError: the answer 'NaN' "
+        "holds no number; that is so of 2 of the first 5 rows of data"
+    )
+    with pytest.raises(ConfigError, match="row 3: column answer"):
+        check(*settings, "data.limit=3", "iterations=9")
+    (warning,) = check(*settings, "data.limit=null", "reward.max_invalid=0.4").answer["warnings"]
+    assert warning == f"bad.csv row 3: {caught.value.message}"
+    own = [*settings[:2], rewarded("rewards.py:exact"), "data.limit=null"]
+    assert check(*own).error is None, "a user's function is asked by --try alone"
+    held_out = ["data.held_out={source='bad.csv'}", rewarded("numeric")]
+    with pytest.raises(ConfigError, match=r"bad.csv row 3.*2 of the first 5 rows of data.held_out"):
+        check(*held_out)
+
+
+@pytest.mark.parametrize(
+    ("function", "answer"),
+    [
+        ("use='math'", "2024-01-05"),
+        ("use='choice'", "E"),
+        ("use='exact_match'", ["7"]),
+        ("use='json_schema', columns={schema='answer'}", '{"type": "nonsense"}'),
+    ],
+)
+def test_each_function_that_compares_is_asked(folder, function, answer):
+    write_rows([{"question": "one", "answer": answer}])
+    settings = ["data.limit=null", "data.held_out=null"]
+    with pytest.raises(ConfigError, match=r"questions\.jsonl row 1: column answer"):
+        check(f"reward.functions=[{{{function}}}]", *settings)
+    null = [{"question": "one", "answer": None}]
+    write_rows(null)
+    assert check(f"reward.functions=[{{{function}}}]", *settings).error is None
 
 
 def test_a_reward_that_fails_on_it_is_an_error(folder):
@@ -577,6 +680,12 @@ def test_pictures_are_compared_without_holding_them_all():
             "0.001",
         ),
         (
+            ["optimize.learning_rate=0.01"],
+            "optimize.learning_rate is 0.01: AdamW moves each weight by about so much a step, "
+            "which unlearns all that a policy knew; 1e-6 to 1e-5 are usual, with optimize.lora "
+            "1e-5 to 1e-4",
+        ),
+        (
             ["optimize.schedule='linear'", "optimize.total_steps=1"],
             "optimize.total_steps is 1, and the run has 2 steps: iterations that begin after it "
             "fail; raise it to 2",
@@ -619,6 +728,7 @@ def test_what_a_recipe_may_not_mean_is_a_warning(folder, settings, warning):
         ["optimize.minibatches=8", "optimize.replay=1", "optimize.max_staleness=1"],
         ["optimize.minibatches=8", "data.refill={groups=4, max_rounds=2}"],
         ["optimize.warmup_steps=1"],
+        ["optimize.learning_rate=0.01", "optimize.lora={rank=2}"],
         ["optimize.schedule='linear'", "optimize.total_steps=2"],
         ["reward.overlong={max_tokens=6, cache=2}"],
         ["evaluate.every=2"],

@@ -137,11 +137,13 @@ def evenness(completion_ids, **_):
 """
 
 
-def begun(folder, *settings: str, file: str = "begun") -> subprocess.Popen:
-    """A run that has come to what `file` says."""
+def begun(
+    folder, *settings: str, file: str = "begun", command: tuple[str, ...] = ("run",)
+) -> subprocess.Popen:
+    """A run (or another command) that has come to what `file` says."""
     options = [word for setting in settings for word in ("--set", setting)]
     running = subprocess.Popen(
-        [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", *SCRIPTED, *options],
+        [sys.executable, "-m", "quiver.flows.cli", *command, "recipe.toml", *SCRIPTED, *options],
         cwd=folder,
         env=command_environment(folder),
         stderr=subprocess.PIPE,
@@ -195,6 +197,19 @@ def test_a_stage_in_the_middle_of_a_step_ends_with_the_command(workplace):
     )
     command = shlex.split(next_step.removeprefix("go on from there: "))
     assert command == ["quiver", *running.args[3:]]
+
+
+def test_a_check_that_is_stopped_does_not_say_that_something_is_kept(workplace):
+    (workplace / "base.py").write_text(
+        "import pathlib, time\n\n"
+        "def make(folder):\n    pathlib.Path('making').touch()\n    time.sleep(600)\n"
+    )
+    settings = ["policy.model='base.py:make'", "run='other'"]
+    running = begun(workplace, *settings, file="making", command=("check", "--show"))
+    running.terminate()
+    _, stderr = running.communicate(timeout=120)
+    assert running.returncode == 143
+    assert stderr.splitlines()[-1] == "stopped"
 
 
 @pytest.mark.parametrize("place", ["commit.staged", "commit.renamed", "commit.noted"])

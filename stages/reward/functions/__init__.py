@@ -276,6 +276,11 @@ class Shipped(NamedTuple):
     memory is enough comes second."""
     columns: tuple[str, ...] = ()
     """Columns that it takes beside those that it needs."""
+    reference: str = ""
+    """The parameter with what a row's completions are compared with; one that it cannot read is an
+    error of the row. Empty: none."""
+    is_quick: bool = True
+    """Whether a call runs no program and no model."""
 
     def fingerprint(self, arguments: dict[str, Any], *, remembered: bool = True) -> str:
         """What decides the numbers: its version, and the hash of those files where it has any."""
@@ -294,24 +299,28 @@ FUNCTIONS: dict[str, Shipped] = {
         "1 where the completion says the column `answer`",
         {"extract": "text, tag or boxed", "ignore_case": "false"},
         version=3,
+        reference="answer",
     ),
     "numeric": Shipped(
         numeric,
         "1 where the completion's number is the column `answer`",
         {"tolerance": "relative, 0 is exact"},
         version=2,
+        reference="answer",
     ),
     "math": Shipped(
         verifiers.math,
         "1 where the completion's mathematical answer equals the column `answer`",
         {},
         version=2,
+        reference="answer",
     ),
     "choice": Shipped(
         choice,
         "1 where the completion chooses the letter in the column `answer`",
         {"choices": "the letters, ABCD"},
         version=4,
+        reference="answer",
     ),
     "format": Shipped(
         format,
@@ -342,6 +351,8 @@ FUNCTIONS: dict[str, Shipped] = {
         verifiers.json_schema,
         "1 where the completion is JSON that the column or argument `schema` allows",
         {"schema": "JSON text or a table", "find": "auto, text or fenced"},
+        version=2,
+        reference="schema",
     ),
     "similarity": Shipped(
         similarity,
@@ -352,6 +363,8 @@ FUNCTIONS: dict[str, Shipped] = {
             "cut": "true: read long texts in part",
         },
         hash_files=model_hash,
+        reference="answer",
+        is_quick=False,
     ),
     "code": Shipped(
         code,
@@ -368,6 +381,8 @@ FUNCTIONS: dict[str, Shipped] = {
             "sandbox_token": "env:NAME",
         },
         columns=("entry", "language"),
+        reference="tests",
+        is_quick=False,
     ),
 }
 

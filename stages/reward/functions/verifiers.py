@@ -139,6 +139,8 @@ def json_schema(
 
 
 def _json(text: str, schema: Any, find: str) -> float:
+    schema = schema if isinstance(schema, str) else json.dumps(_without_nulls(schema))
+    validator = _validator(schema)  # a schema that is none is an error, whatever the completion
     blocks = _FENCED.findall(text) if find != "text" else []
     if find == "fenced" and not blocks:
         return 0.0
@@ -150,9 +152,8 @@ def _json(text: str, schema: Any, find: str) -> float:
         )
     except (ValueError, RecursionError):
         return 0.0
-    schema = schema if isinstance(schema, str) else json.dumps(_without_nulls(schema))
     try:
-        return float(_validator(schema).is_valid(document))
+        return float(validator.is_valid(document))
     except RecursionError:
         return 0.0
 

@@ -135,6 +135,7 @@ def test_a_generator_is_hashed_by_its_rows(tmp_path, monkeypatch):
         ("no_such_module:sums", "ModuleNotFoundError"),
         ("broken.py:sums", "SyntaxError"),
         ("rows.txt", "expected a file"),
+        ("folder", r"datasets:PATH \(a folder that save_to_disk wrote\)"),
         ("none.jsonl", "there is no file"),
     ],
 )

@@ -130,6 +130,8 @@ def test_schemas_by_row_and_schemas_that_are_none():
     for wrong in ('{"type": "nonsense"}', "{", '{"$ref": "http://127.0.0.1:9/schema"}'):
         with pytest.raises(Exception, match=r"nonsense|not JSON|Unresolvable"):
             verifiers.json_schema(["1"], [wrong])
+    with pytest.raises(Exception, match="nonsense"):  # whatever the completion is
+        verifiers.json_schema(["no JSON"], ['{"type": "nonsense"}'])
 
 
 def test_repetition_counts_tokens():

@@ -15,6 +15,7 @@ from quiver.stages.common.store.writer import ROWS_PER_SHARD
 from quiver.stages.reward import tables
 from quiver.stages.reward.functions import overlong_penalty
 from quiver.stages.reward.functions.config import FunctionConfig
+from quiver.stages.reward.references import source_row
 from quiver.stages.reward.scoring import Part
 from quiver.stages.reward.stage import Config, check
 from quiver.stages.reward.tables import weigh
@@ -245,6 +246,28 @@ def test_equal_rewards_are_counted(store, sample):
     assert store.open(ref).manifest.metrics["groups"] == {
         "count": 4, "too_small": 1, "incomplete": 0, "zero_variance": pytest.approx(2 / 3),
     }  # fmt: skip
+
+
+def test_an_answer_that_cannot_be_read_is_named_with_its_row(store, sample):
+    rollouts = sample([["7", "8"], ["9", "9"]], {"answer": ["7", "NaN"]})
+    with pytest.raises(
+        RewardError,
+        match=r"function numeric, rollout \S+ of prompts, group sum-1: ValueError: the answer 'NaN'",
+    ) as caught:
+        run(config("numeric"), store, rollouts=rollouts.ref)
+    assert caught.value.next.startswith("correct column answer of that row, or the function, and")
+
+
+@pytest.mark.parametrize(
+    ("named", "group_id", "place"),
+    [
+        ({"group_id": None, "group_prefix": ""}, "000002", "sums.csv row 3"),
+        ({"group_id": None, "group_prefix": "a-"}, "a-000002", "sums.csv row 3"),
+        ({"group_id": "id", "group_prefix": ""}, "17", "sums.csv, group 17"),
+    ],
+)
+def test_the_row_of_a_group(named, group_id, place):
+    assert source_row({"source": "sums.csv", **named}, group_id) == place
 
 
 def test_failed_rows_stop_the_stage_unless_allowed(store, sample):
