@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quiver.stages.common.config import parse
+from quiver.stages.common.runtime.prewarm import in_one_process
 
 from .post_train import post_train
 from .recipe import Recipe
@@ -84,7 +85,7 @@ def rehearsal(recipe: Recipe, store: str) -> Recipe:
 def dry_run(recipe: Recipe, path: Path) -> tuple[dict[str, Any], list[str]]:
     """What is answered of the recipe in `path` after its rehearsal, in JSON and in lines; the store
     is gone then."""
-    with tempfile.TemporaryDirectory(prefix="quiver-dry-run-") as store:
+    with tempfile.TemporaryDirectory(prefix="quiver-dry-run-") as store, in_one_process():
         outcome = post_train(rehearsal(recipe, store))
     seconds: dict[str, float] = {}
     for iteration in outcome["iterations"]:
