@@ -108,6 +108,7 @@ class StageProcess:
                 compiled = os.path.join(cache, "quiver", "torchinductor")
                 variables.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
                 variables["TMPDIR"] = str(folder)
+            self.stage = stage
             self.has_stayed = False
             """Whether it has answered an earlier call."""
             self._may_stay = False
@@ -134,7 +135,7 @@ class StageProcess:
     def send(self, call: dict[str, Any], *, stay: bool = False) -> None:
         """The call: the only one, or where it is to `stay`, one of several."""
         self._may_stay = stay
-        self.stage = call["stage"]
+        self.stage = call.get("stage", self.stage)
         self._answer_path.unlink(missing_ok=True)
         self._call_path.write_text(json.dumps({**call, "stay": True} if stay else call))
         with suppress(BrokenPipeError):  # it died meanwhile, and `follow` says how
