@@ -134,6 +134,13 @@ def test_what_the_system_refuses_is_no_defect_of_ours():
         refused = told(error)
     assert refused.code == "E-RESOURCE"
     assert refused.message.startswith("ImportError: libopenblas.so.0: failed to map segment")
+    # numpy repeats the cause's line under a page of advice; and somebody may have kept the page
+    page = "\n\nIMPORTANT: PLEASE READ THIS\n\n{}\nOriginal error was: {}\n"
+    line = "libx.so: failed to map segment from shared object"
+    repeated = ImportError(page.format("and check " * 90, line))
+    assert told(repeated).message == f"ImportError: Original error was: {line}"
+    repeated.__cause__ = ImportError(line)
+    assert told(repeated).message == f"ImportError: {line}"
     assert told(RuntimeError("can't start new thread")).code == "E-RESOURCE"
     assert "ulimit" in refused.next
     assert told(OSError(errno.ENAMETOOLONG, "File name too long")).code == "E-CONFIG"

@@ -3,6 +3,7 @@ MCP and OpenEnv."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 import threading
@@ -30,6 +31,7 @@ from quiver.stages.common.store import Store
 from quiver.stages.generate.turns.config import Turns
 from quiver.stages.generate.turns.tool_calls import Call
 from tests import sight
+from tests.stages.reward.fake_server import FakeServer, Flood
 from tests.tiny import CHATML, make_policy
 from tests.writing import run_here
 
@@ -475,6 +477,26 @@ def test_episodes_on_a_server_that_speaks_openenv(openenv_url):
     text_only = open_source(openenv_url, [], {"text_key": "echo"}).make()
     text_only.reset({"answer": "elk"}, 7)
     assert text_only.step(Turn("owl")).text == "owl"
+
+
+PACKED = gzip.compress(bytes(2**20))
+
+
+@pytest.mark.parametrize(
+    "flood, problem",
+    [
+        (Flood(b"[" * 2**16), "/reset: its answer has more than 16777216 bytes"),
+        (Flood(b"[" * 2**16, 2**19), "/reset: no JSON, it is nested more than 100 levels deep"),
+        (Flood(PACKED, len(PACKED), Content_Encoding="gzip"), "/reset: no JSON"),
+    ],
+    ids=["large", "deep", "packed"],
+)
+def test_a_flood_of_an_openenv_server_is_read_to_a_limit_and_never_unpacked(flood, problem):
+    with FakeServer(flood) as server:
+        episode = open_source(f"openenv:{server.url}", [], {}).make()
+        with pytest.raises(RuntimeError, match=problem):
+            episode.reset({"answer": "elk"}, 7)
+    assert 0 < flood.bytes_sent < 2**25
 
 
 # -- the section
