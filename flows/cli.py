@@ -42,7 +42,7 @@ from .commands import (
 )
 from .commands.next_step import command_line, complete, options_in
 from .commands.shared import CALLED, keep_stdout, nobody_reads, say, with_options
-from .stopping import leave_if_told, watch_signals
+from .stopping import leave_if_told, require_thread, watch_signals
 
 _UsageError = typer.BadParameter.__base__  # of the click that typer brings along
 COMMANDS = (
@@ -101,17 +101,23 @@ def _run() -> int:
     these can be written to."""
     trace = ""
     try:
+        watch_signals()
         odd = [word for word in sys.argv[1:] if word.encode(errors="ignore").decode() != word]
         if odd:
             problem = f"{printable(odd[0])} is not UTF-8"
             raise ConfigError("command line", problem, next="quiver --help")
         code = get_command(app).main(standalone_mode=False) or 0
         if code == 128 + signal.SIGINT:  # typer's answer to Ctrl-C inside a command
-            _say_stopped()
+            raise KeyboardInterrupt
         return code
     except (typer.Abort, KeyboardInterrupt):
-        _say_stopped()
-        return 128 + signal.SIGINT
+        try:
+            require_thread()
+        except RuntimeError as refusal:
+            error = unexpected("quiver", refusal)
+        else:
+            _say_stopped()
+            return 128 + signal.SIGINT
     except SystemExit as leaving:
         if leaving.code == 128 + signal.SIGTERM:
             _say_stopped()
@@ -187,7 +193,6 @@ def main() -> None:
         # Prefect logs a stage's error with its traceback; the error is printed once, at the end
         os.environ.setdefault("PREFECT_LOGGING_LOGGERS_PREFECT_FLOW_RUNS_LEVEL", "CRITICAL")
         os.environ.setdefault("PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL", "CRITICAL")
-    watch_signals()
     try:
         sys.exit(_run())
     except KeyboardInterrupt:

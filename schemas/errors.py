@@ -47,6 +47,7 @@ _SHORTAGES = (
     "allocate memory",
     "failed to map segment",  # of a shared library
     "can't start new thread",
+    "Resource temporarily unavailable",  # a process, beyond `ulimit -u`
 )
 UNCHANGED = "nothing was changed."
 """The state of an error that says nothing else of it: it was found before anything was done."""
@@ -202,7 +203,8 @@ def shortage(error: BaseException | None) -> BaseException | None:
     it, the first that did; None if there is none. Libraries have several types and texts for it."""
     first = None
     while error is not None:
-        text = str(error) if isinstance(error, OSError | ImportError | RuntimeError) else ""
+        is_known = isinstance(error, OSError | ImportError | RuntimeError)
+        text = str(error) if is_known or type(error).__name__ == "ArrowException" else ""
         if isinstance(error, MemoryError) or any(word in text for word in _SHORTAGES):
             first = error
         error = error.__cause__ or error.__context__

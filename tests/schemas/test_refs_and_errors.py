@@ -4,6 +4,7 @@ boundary."""
 import errno
 import pickle
 
+import pyarrow as pa
 import pytest
 
 from quiver.schemas import errors, refs
@@ -142,6 +143,10 @@ def test_what_the_system_refuses_is_no_defect_of_ours():
     repeated.__cause__ = ImportError(line)
     assert told(repeated).message == f"ImportError: {line}"
     assert told(RuntimeError("can't start new thread")).code == "E-RESOURCE"
+    refusal = "Resource temporarily unavailable"
+    assert told(BlockingIOError(errno.EAGAIN, refusal)).code == "E-RESOURCE"
+    arrow = pa.ArrowException(f"Unknown error: Failed to launch worker thread: {refusal}")
+    assert told(arrow).code == "E-RESOURCE"
     assert "ulimit" in refused.next
     assert told(OSError(errno.ENAMETOOLONG, "File name too long")).code == "E-CONFIG"
     defect = told(KeyError("x"))
