@@ -42,7 +42,7 @@ from .commands import (
 )
 from .commands.next_step import command_line, complete, options_in
 from .commands.shared import CALLED, keep_stdout, nobody_reads, say, with_options
-from .stopping import leave_if_told, require_thread, watch_signals
+from .stopping import leave_if_told, refused_thread, watch_signals
 
 _UsageError = typer.BadParameter.__base__  # of the click that typer brings along
 COMMANDS = (
@@ -111,13 +111,11 @@ def _run() -> int:
             raise KeyboardInterrupt
         return code
     except (typer.Abort, KeyboardInterrupt):
-        try:
-            require_thread()
-        except RuntimeError as refusal:
-            error = unexpected("quiver", refusal)
-        else:
+        refusal = refused_thread()
+        if refusal is None:
             _say_stopped()
             return 128 + signal.SIGINT
+        error = unexpected("quiver", refusal)
     except SystemExit as leaving:
         if leaving.code == 128 + signal.SIGTERM:
             _say_stopped()
@@ -129,10 +127,10 @@ def _run() -> int:
         trace = traceback.format_exc()  # of another pipe, with which typer ends in silence too
         error = unexpected("quiver", pipe)
     except _UsageError as usage_error:
-        words = ["quiver", "--help"]
-        if usage_error.ctx and usage_error.ctx.parent:
-            words.insert(1, usage_error.ctx.info_name)
+        context = usage_error.ctx
+        command = [context.info_name] if context and context.parent else []
         message = usage_error.format_message()
+        words = ["quiver", *command, "--help"]
         error = ConfigError("command line", message, next=" ".join(words))
     except Exception as caught:
         error = caught if isinstance(caught, QuiverError) else unexpected("quiver", caught)

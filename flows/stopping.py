@@ -38,14 +38,15 @@ def watch_signals() -> None:
     threading.Thread(target=_watch, args=(reader,), daemon=True, name="stop-watch").start()
 
 
-def require_thread() -> None:
-    """RuntimeError where this process can start no thread. What interrupts it then is OpenBLAS, as
-    it is imported: that signal tells nobody to stop, and counts no more."""
+def refused_thread() -> RuntimeError | None:
+    """The error where this process can start no thread. What interrupts it then is OpenBLAS, as it
+    is imported: that signal tells nobody to stop, and counts no more."""
     try:
         threading.Thread(target=int, daemon=True).start()
-    except RuntimeError:
+    except RuntimeError as error:
         _lacks_threads.set()
-        raise
+        return error
+    return None
 
 
 def leave_if_told() -> None:

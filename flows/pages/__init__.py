@@ -31,8 +31,8 @@ _MOST_NIGHTS = 100
 
 
 def link_report(recipe: Recipe) -> None:
-    """Bring the report of the run up to date, and link to it from the page of the flow run, if there
-    is one. Never raises."""
+    """Bring the report of the run up to date, and link to it from the page of the flow run, where
+    there is one. Never raises."""
     run = recipe.run
     with attempt(f"the report of {run}"):
         store = Store(recipe.store, create=False)

@@ -297,7 +297,9 @@ def test_a_limit_on_the_size_of_files_is_told_before_prefects_database_is_made(t
 @pytest.mark.parametrize("threads", [1, 2], ids=["ours", "OpenBLAS's"])
 def test_a_limit_on_threads_is_no_interrupt(tmp_path, threads):
     """OpenBLAS interrupts a process in which it can start none: as Ctrl-C does."""
-    command = ["prlimit", f"--nproc={threads}", REAL_PYTHON, "-m", "quiver.flows.cli", "ls"]
+    recipe = Path("deployments/recipes/demo.toml").absolute()
+    command = ["prlimit", f"--nproc={threads}", REAL_PYTHON, "-m", "quiver.flows.cli"]
+    command += ["check", str(recipe)]
     if os.geteuid() == 0:  # whom no such limit binds
         if shutil.which("setpriv") is None:
             pytest.skip("needs setpriv")
