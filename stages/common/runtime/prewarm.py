@@ -64,8 +64,8 @@ HINT_NAME = "hint.json"
 """Beside the call: the config, or as much of it as says what to import."""
 _Key = tuple[str | None, str | None, bool, frozenset[tuple[str, str]]]
 _waiting: dict[_Key, StageProcess] = {}
-"""By stage (None: all), interpreter, whether it is online, and what was put over its environment: a process is
-no use where devices are others."""
+"""By stage (None: all), interpreter, whether it is online, and what was put over its environment: a
+process is no use where devices are others."""
 _IN_ONE_PROCESS: ContextVar[bool] = ContextVar("quiver_in_one_process", default=False)
 log = logging.getLogger(__name__)
 told = logging.getLogger("quiver")
@@ -84,8 +84,8 @@ class StageProcess:
         env: Mapping[str, str] | None = None,
         hint: dict[str, Any] | None = None,
     ) -> None:
-        """`stage`: None for calls of any. `online`: it may reach a model hub. `env` is put over its environment. `hint`: the config
-        for which it imports what is needed before its call."""
+        """`stage`: None for calls of any. `online`: it may reach a model hub. `env` is put over its
+        environment. `hint`: the config for which it imports what is needed before its call."""
         self._hint = hint
         sweep_folders()
         with ExitStack() as stack:

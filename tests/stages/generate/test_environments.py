@@ -27,10 +27,12 @@ from quiver.stages.common.environments.environment import (
     read_opening,
     read_step,
 )
+from quiver.stages.common.environments.pool import EnvironmentPool
 from quiver.stages.common.store import Store
 from quiver.stages.generate.turns.config import Turns
 from quiver.stages.generate.turns.tool_calls import Call
 from tests import sight
+from tests.stages.generate.test_environment_pool import next_replies
 from tests.stages.reward.fake_server import FakeServer, Flood
 from tests.tiny import CHATML, make_policy
 from tests.writing import run_here
@@ -383,7 +385,7 @@ def test_without_gymnasium_it_is_said_how_to_get_it(monkeypatch):
 # -- servers
 
 MCP_SERVER = '''
-import base64
+import base64, os
 from mcp.server import MCPServer
 from mcp.types import ImageContent
 
@@ -402,6 +404,12 @@ def look(thing: str) -> list:
     data = base64.b64encode(thing.encode()).decode()
     return [thing, ImageContent(type="image", data=data, mime_type="image/png")]
 
+@server.tool()
+def flood() -> str:
+    """What nobody can read to its end."""
+    while True:
+        os.write(1, b"[" * 2**16)
+
 server.run()
 '''
 
@@ -419,6 +427,17 @@ def test_the_tools_of_a_server_that_speaks_mcp(tmp_path):
     assert answers[0] == "6 for bread" and answers[1].startswith("Error: RuntimeError")
     (message,) = environment.step(Turn("", (Call("look", {"thing": "bread"}),))).messages
     assert message["content"] == "bread" and pictures_in([message]) == [b"bread"]
+
+
+def test_a_flood_of_an_mcp_server_ends_with_the_time_of_a_turn(tmp_path):
+    pytest.importorskip("mcp")
+    command = f"{sys.executable} {write(tmp_path, MCP_SERVER)}"
+    config = Turns(tools=[f"mcp:{command}"], processes=1, max_memory_gib=1.0, step_seconds=2.0)
+    with EnvironmentPool(config) as pool:
+        key = pool.open({}, 1)
+        assert next_replies(pool, 1)[key].failure is None
+        pool.step(key, Turn("", (Call("flood", {}),)))
+        assert next_replies(pool, 1)[key].failure == "timeout"
 
 
 def test_a_server_that_does_not_start_is_told():
