@@ -229,7 +229,9 @@ def test_a_child_with_an_environment_of_its_own_is_started_for_it(store, monkeyp
         prewarm.end_waiting()
 
 
-def test_one_process_does_the_calls_of_all_stages_until_one_fails(tmp_path, monkeypatch):
+def test_one_process_does_the_calls_of_all_stages_until_one_fails(
+    tmp_path, monkeypatch, nothing_is_found
+):
     """What fails in it is done once more, in a fresh one: that is what the call says."""
     make_folder(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text('{"question": "What is 1 plus 5?"}\n')
