@@ -42,7 +42,7 @@ from .commands import (
 )
 from .commands.next_step import command_line, complete, options_in
 from .commands.shared import CALLED, keep_stdout, nobody_reads, say, with_options
-from .stopping import leave_if_told, watch_signals
+from .stopping import leave_if_told, refused_thread, watch_signals
 
 _UsageError = typer.BadParameter.__base__  # of the click that typer brings along
 COMMANDS = (
@@ -102,17 +102,21 @@ def _run() -> int:
     these can be written to."""
     trace = ""
     try:
+        watch_signals()
         odd = [word for word in sys.argv[1:] if word.encode(errors="ignore").decode() != word]
         if odd:
             problem = f"{printable(odd[0])} is not UTF-8"
             raise ConfigError("command line", problem, next="quiver --help")
         code = get_command(app).main(standalone_mode=False) or 0
         if code == 128 + signal.SIGINT:  # typer's answer to Ctrl-C inside a command
-            _say_stopped()
+            raise KeyboardInterrupt
         return code
     except (typer.Abort, KeyboardInterrupt):
-        _say_stopped()
-        return 128 + signal.SIGINT
+        refusal = refused_thread()
+        if refusal is None:
+            _say_stopped()
+            return 128 + signal.SIGINT
+        error = unexpected("quiver", refusal)
     except SystemExit as leaving:
         if leaving.code == 128 + signal.SIGTERM:
             _say_stopped()
@@ -124,10 +128,10 @@ def _run() -> int:
         trace = traceback.format_exc()  # of another pipe, with which typer ends in silence too
         error = unexpected("quiver", pipe)
     except _UsageError as usage_error:
-        words = ["quiver", "--help"]
-        if usage_error.ctx and usage_error.ctx.parent:
-            words.insert(1, usage_error.ctx.info_name)
+        context = usage_error.ctx
+        command = [context.info_name] if context and context.parent else []
         message = usage_error.format_message()
+        words = ["quiver", *command, "--help"]
         error = ConfigError("command line", message, next=" ".join(words))
     except Exception as caught:
         error = caught if isinstance(caught, QuiverError) else unexpected("quiver", caught)
@@ -188,7 +192,6 @@ def main() -> None:
         # Prefect logs a stage's error with its traceback; the error is printed once, at the end
         os.environ.setdefault("PREFECT_LOGGING_LOGGERS_PREFECT_FLOW_RUNS_LEVEL", "CRITICAL")
         os.environ.setdefault("PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL", "CRITICAL")
-    watch_signals()
     try:
         sys.exit(_run())
     except KeyboardInterrupt:

@@ -3,6 +3,8 @@ random model of the same family in place of the policy, in a store that is remov
 
     answer, lines = dry_run(recipe, Path("recipe.toml"))    # its errors are those of the real run
 
+Prefect is not told of it: its pages would show versions that are gone.
+
 What it cannot tell is whether anything is learned, how long it takes, or what fits the memory.
 """
 
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quiver.stages.common.config import parse
+from quiver.stages.common.runtime.prewarm import in_one_process
 
 from .post_train import post_train
 from .recipe import Recipe
@@ -84,8 +87,8 @@ def rehearsal(recipe: Recipe, store: str) -> Recipe:
 def dry_run(recipe: Recipe, path: Path) -> tuple[dict[str, Any], list[str]]:
     """What is answered of the recipe in `path` after its rehearsal, in JSON and in lines; the store
     is gone then."""
-    with tempfile.TemporaryDirectory(prefix="quiver-dry-run-") as store:
-        outcome = post_train(rehearsal(recipe, store))
+    with tempfile.TemporaryDirectory(prefix="quiver-dry-run-") as store, in_one_process():
+        outcome = post_train.fn(rehearsal(recipe, store))
     seconds: dict[str, float] = {}
     for iteration in outcome["iterations"]:
         for stage, spent in iteration["seconds"].items():

@@ -26,6 +26,7 @@ _told: list[int] = []
 _resent = threading.Event()
 """A signal that was caught before has been sent again, by this process itself."""
 _unwinding = threading.Event()
+_lacks_threads = threading.Event()
 
 
 def watch_signals() -> None:
@@ -37,10 +38,21 @@ def watch_signals() -> None:
     threading.Thread(target=_watch, args=(reader,), daemon=True, name="stop-watch").start()
 
 
+def refused_thread() -> RuntimeError | None:
+    """The error where this process can start no thread. What interrupts it then is OpenBLAS, as it
+    is imported: that signal tells nobody to stop, and counts no more."""
+    try:
+        threading.Thread(target=int, daemon=True).start()
+    except RuntimeError as error:
+        _lacks_threads.set()
+        return error
+    return None
+
+
 def leave_if_told() -> None:
     """End the process where a signal told it to, once it has unwound. Python would take it apart,
     for seconds, in which no thread watches any more."""
-    if _told:
+    if _told and not _lacks_threads.is_set():
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

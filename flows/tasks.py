@@ -25,7 +25,7 @@ from types import MappingProxyType
 from prefect import Task, tags, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
-from prefect.context import TagsContext
+from prefect.context import FlowRunContext, TagsContext
 
 from quiver.schemas.errors import SYSTEM_REASONS, LineageError, QuiverError
 from quiver.schemas.manifest import digest
@@ -136,7 +136,7 @@ def perform(
     readable: bool = False,
 ) -> Outcome:
     """Run `stage` of `recipe` as a task, where and as long as [placement] says; the line that a
-    person reads is logged.
+    person reads is logged. Outside a flow run no server is asked, and nothing is tried again.
 
     Args:
         recipe: Whose run, store and placement are meant.
@@ -173,9 +173,11 @@ def perform(
     placement = recipe.placement
     retries = 0 if force else placement.retries
     delays = [placement.retry_seconds * 3**attempt for attempt in range(retries)]
-    run_task = stage_task.with_options(retries=retries, retry_delay_seconds=delays)
-    # Prefect numbers the runs of a key, and does not expect two threads
-    run_task.task_key = f"{run_task.task_key}-{label}"
+    run_task = stage_task.fn
+    if FlowRunContext.get() is not None:
+        run_task = stage_task.with_options(retries=retries, retry_delay_seconds=delays)
+        # Prefect numbers the runs of a key, and does not expect two threads
+        run_task.task_key = f"{run_task.task_key}-{label}"
     upcoming = tuple(
         stage_call(recipe, name, following, {})
         for name, following in next_configs.items()

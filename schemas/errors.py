@@ -49,6 +49,7 @@ _SHORTAGES = (
     "allocate memory",
     "failed to map segment",  # of a shared library
     "can't start new thread",
+    "Resource temporarily unavailable",  # a process, beyond `ulimit -u`
 )
 UNCHANGED = "nothing was changed."
 """The state of an error that says nothing else of it: it was found before anything was done."""
@@ -198,7 +199,11 @@ def unexpected(object: str, error: BaseException) -> QuiverError:
     reason = SYSTEM_REASONS.get(error.errno) if isinstance(error, OSError) else None
     refused = shortage(error)
     if refused is not None:
-        problem = f"{type(refused).__name__}: {printable(refused)}"
+        # numpy, for one, has a page of advice around the line that says it
+        lines = [
+            line for line in str(refused).splitlines() if any(map(line.__contains__, _SHORTAGES))
+        ]
+        problem = f"{type(refused).__name__}: {printable(lines[0] if lines else refused)}"
         next = "free memory, or raise the limits that `ulimit -a` shows, then run again"
         return ResourceError(object, problem, state=state, next=next)
     if reason:
@@ -214,13 +219,15 @@ def unexpected(object: str, error: BaseException) -> QuiverError:
 
 def shortage(error: BaseException | None) -> BaseException | None:
     """The error that says that the system gave no memory or no thread, be it `error` or what led to
-    it; None if there is none. Libraries have several types and texts for it."""
+    it, the first that did; None if there is none. Libraries have several types and texts for it."""
+    first = None
     while error is not None:
-        text = str(error) if isinstance(error, OSError | ImportError | RuntimeError) else ""
+        is_known = isinstance(error, OSError | ImportError | RuntimeError)
+        text = str(error) if is_known or type(error).__name__ == "ArrowException" else ""
         if isinstance(error, MemoryError) or any(word in text for word in _SHORTAGES):
-            return error
+            first = error
         error = error.__cause__ or error.__context__
-    return None
+    return first
 
 
 def from_dict(data: dict[str, str]) -> QuiverError:

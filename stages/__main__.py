@@ -1,4 +1,4 @@
-"""One stage, one process: python -m quiver.stages NAME --call call.json --answer answer.json
+"""One stage, one process: python -m quiver.stages [NAME] --call call.json --answer answer.json
 
 Where the call asks for several ranks this process starts them (`ranks`), each by the same command
 with `--rank`, and its answer is theirs.
@@ -9,7 +9,8 @@ on stdout as they like: {"ref", "cached", "rows", "seconds", "metrics"}, or {"er
 "object", "message", "next"}}, with the version of Quiver.
 
 A call that says "stay" lets the process wait for another call in the same way, where its stage kept
-something for that (`staying`). The answer then says "stays".
+something for that (`staying`), or it was started without NAME: it then does what each call says, of
+whatever stage. The answer then says "stays".
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m quiver.stages", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("stage", choices=sorted(MODULES))
+    parser.add_argument("stage", nargs="?", choices=sorted(MODULES), help="default: as calls say")
     parser.add_argument("--call", type=Path, required=True)
     parser.add_argument("--answer", type=Path, required=True)
     parser.add_argument("--rank", action="store_true", help="one of several, as RANK says")
@@ -57,16 +58,19 @@ def main() -> int:
         answer_path = ranks.answer_of(arguments.answer, os.environ["RANK"])
         if os.environ["RANK"] != "0":  # what rank 0 says goes for all
             logging.getLogger("quiver.stages").setLevel(logging.ERROR)
-        return serve(arguments.stage, json.loads(arguments.call.read_text()), answer_path)
-    import_beforehand(arguments.stage, arguments.call.with_name(HINT_NAME))
+        return serve(json.loads(arguments.call.read_text()), answer_path)
+    if arguments.stage:
+        import_beforehand(arguments.stage, arguments.call.with_name(HINT_NAME))
+    else:
+        staying.serve_all()
     code = 0
     try:
         while sys.stdin.readline():  # else nobody needs it, or nobody needs it any more
             call = json.loads(arguments.call.read_text())
-            if ranks.needed(arguments.stage, call["config"]) > 1:
+            if ranks.needed(call["stage"], call["config"]) > 1:
                 command = [sys.executable, "-u", "-P", "-m", "quiver.stages", *sys.argv[1:]]
                 return ranks.launch([*command, "--rank"], arguments.answer, call)
-            code = serve(arguments.stage, call, arguments.answer)
+            code = serve(call, arguments.answer)
             if not staying.keeps():
                 break
             print(flush=True)  # whoever waits for the answer reads what is printed
@@ -79,10 +83,10 @@ def main() -> int:
     return code
 
 
-def serve(stage: str, call: dict, answer_path: Path) -> int:
+def serve(call: dict, answer_path: Path) -> int:
     """Do what the call says, and write the answer to `answer_path`; the exit code."""
     staying.ask(call.pop("stay", False))
-    answer, code = answer_call(stage, call)
+    answer, code = answer_call(call)
     if code or not staying.is_asked():
         staying.close()
     if staying.keeps():
@@ -108,13 +112,13 @@ def import_beforehand(name: str, hint: Path) -> None:
         log.debug("%s could not prepare: %s", name, error)
 
 
-def answer_call(name: str, fields: dict) -> tuple[dict, int]:
+def answer_call(fields: dict) -> tuple[dict, int]:
     """What to answer a call in plain JSON, and the exit code."""
     try:
         return asdict(perform(Call.from_json(fields))), 0
     except Exception as error:
         is_expected = isinstance(error, QuiverError)
-        reported = error if is_expected else unexpected(f"stage {name}", error)
+        reported = error if is_expected else unexpected(f"stage {fields['stage']}", error)
         if os.environ.get("QUIVER_DEBUG") or reported.code == "E-INTERNAL":
             traceback.print_exc()
         return {"error": reported.to_dict()}, reported.exit_code

@@ -73,30 +73,29 @@ def run(
         from ..preflight import finished, preflight
 
         loaded = preflight(loaded)  # what is refused is refused before a server is started
-        if not dry_run:
+        if dry_run:
+            from ..dry_run import dry_run as rehearse
+
+            answer, lines = rehearse(loaded, recipe)
+        else:
+            from prefect import tags
+
+            from ..abandoned import crash_abandoned, shell_tag
+            from ..embedded import guard_embedded_server
+            from ..post_train import post_train
+            from ..tasks import tagged
+            from .summary import summary
+
             Store(loaded.store)
             finished(loaded)  # warns if another recipe began this run
-        from prefect import tags
-
-        from ..abandoned import crash_abandoned, shell_tag
-        from ..dry_run import dry_run as rehearse
-        from ..embedded import guard_embedded_server
-        from ..post_train import post_train
-        from ..tasks import tagged
-        from .summary import summary
-
-        guard_embedded_server()
-        crash_abandoned()
-        with tagged(loaded), tags(shell_tag()):
-            if dry_run:
-                answer, lines = rehearse(loaded, recipe)
-            else:
-                outcome = post_train(loaded, first)
-    if dry_run:
-        say(answer, lines)
-        return
-    say(outcome, summary(loaded, recipe, settings, outcome))
-    _warn(loaded, outcome["iterations"][-1]["policy"])
+            guard_embedded_server()
+            crash_abandoned()
+            with tagged(loaded), tags(shell_tag()):
+                answer = post_train(loaded, first)
+            lines = summary(loaded, recipe, settings, answer)
+    say(answer, lines)
+    if not dry_run:
+        _warn(loaded, answer["iterations"][-1]["policy"])
 
 
 def _warn(recipe: Recipe, policy: str) -> None:

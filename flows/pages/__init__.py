@@ -9,6 +9,7 @@ dataset are read from its first shards alone.
 from __future__ import annotations
 
 from prefect.artifacts import LinkArtifact, MarkdownArtifact
+from prefect.context import FlowRunContext
 from prefect.events import emit_event
 
 from quiver.flows.recipe import Recipe
@@ -31,7 +32,7 @@ _MOST_NIGHTS = 100
 
 def link_report(recipe: Recipe, policy: str | None = None) -> None:
     """Bring the report of the run up to date, of the line that ends at `policy` (None: of the run's
-    own), and link to it from the page of the flow run. Never raises."""
+    own), and link to it from the page of the flow run, where there is one. Never raises."""
     run = recipe.run
     with attempt(f"the report of {run}"):
         store = Store(recipe.store, create=False)
@@ -41,6 +42,8 @@ def link_report(recipe: Recipe, policy: str | None = None) -> None:
         link = path.as_uri()
         if recipe.report_url:
             link = f"{recipe.report_url.rstrip('/')}/{run}/{report.FILE}"
+        if FlowRunContext.get() is None:
+            return
         LinkArtifact(
             key=key("report", run),
             link=link,
@@ -69,11 +72,11 @@ def show_nights(recipe: Recipe) -> None:
 
 def publish(call: Call, outcome: Outcome) -> None:
     """Leave what there is to see of `outcome` with the task that runs now; nothing for a version
-    that was there already.
+    that was there already, nor outside a run.
 
     Never raises: what could not be shown is logged.
     """
-    if outcome.cached:
+    if outcome.cached or FlowRunContext.get() is None:
         return
     with attempt(f"the event of {outcome.ref}"):
         for event in version_events(call, outcome):

@@ -17,6 +17,7 @@ from uuid import UUID
 from prefect.artifacts import MarkdownArtifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.context import FlowRunContext
 
 from quiver.stages.report.plots import Panel, score_panel
 from quiver.stages.report.templates import page as render
@@ -43,10 +44,10 @@ class Curve:
         *,
         last: bool = False,
     ) -> None:
-        """Show `iterations` (as `post_train` returns them) and the evaluation before the first one.
-        Never raises."""
+        """Show `iterations` (as `post_train` returns them) and the evaluation before the first one;
+        nothing outside a flow run. Never raises."""
         too_soon = not last and time.monotonic() - self._last_shown < SECONDS_BETWEEN
-        if not iterations or too_soon:
+        if not iterations or too_soon or FlowRunContext.get() is None:
             return
         with attempt(f"the curve of {self._run}"):
             artifact = MarkdownArtifact(**page(self._run, iterations, baseline))

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from transformers import AutoConfig, AutoTokenizer, GPT2Config, Qwen3Config, T5Config
 
 from quiver.flows.commands.running import run
@@ -19,23 +20,25 @@ from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from tests import sight
-from tests.flows.conftest import write_recipe
+from tests.flows.conftest import free_port, write_recipe
 from tests.flows.test_cleaning import QUICK, stay_here
 from tests.tiny import make_folder, tokenizer
 
 SETTINGS = [*QUICK, "data.held_out=null"]
 
 
-@pytest.mark.prefect
-def test_a_recipe_is_tried_from_end_to_end_and_nothing_is_kept(api, tmp_path, monkeypatch, capfd):
+def test_a_recipe_is_tried_from_end_to_end_and_nothing_is_kept(tmp_path, monkeypatch, capfd):
+    """Not even on Prefect's pages: no server is asked."""
     stay_here(write_recipe(tmp_path), monkeypatch, [])
     before = sorted(path.name for path in Path().iterdir())
-    run(Path("recipe.toml"), iterations=1, dry_run=True, settings=SETTINGS)
-    said = capfd.readouterr().out
-    assert "recipe.toml runs from end to end" in said
-    Path("rewards.py").write_text("def evenness(completions):\n    return completions[0].x\n")
-    with pytest.raises(RewardError, match="'str' object has no attribute 'x'"):
+    with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{free_port()}/api"}):
         run(Path("recipe.toml"), iterations=1, dry_run=True, settings=SETTINGS)
+        said = capfd.readouterr()
+        assert "recipe.toml runs from end to end" in said.out
+        assert "not on Prefect's pages" not in said.err
+        Path("rewards.py").write_text("def evenness(completions):\n    return completions[0].x\n")
+        with pytest.raises(RewardError, match="'str' object has no attribute 'x'"):
+            run(Path("recipe.toml"), iterations=1, dry_run=True, settings=SETTINGS)
     assert sorted(path.name for path in Path().iterdir()) == before
 
 
@@ -98,8 +101,7 @@ def test_a_family_that_can_not_be_made_small_is_named(tmp_path):
         small.make(tmp_path, model=str(tmp_path))
 
 
-@pytest.mark.prefect
-def test_an_environment_is_asked_for_answers(api, tmp_path, monkeypatch):
+def test_an_environment_is_asked_for_answers(tmp_path, monkeypatch):
     """Random models end their turns too seldom to be answered; here they do."""
     stay_here(write_recipe(tmp_path), monkeypatch, [])
     Path("game.py").write_text(

@@ -4,6 +4,7 @@ them."""
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,11 +20,12 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from quiver.deployments.server import check_api
 from quiver.flows import server_url
 from quiver.flows.abandoned import crash_abandoned
-from quiver.schemas.errors import ConfigError, RemoteError
+from quiver.schemas.errors import ConfigError, RemoteError, ResourceError
 from quiver.stages.common.store import Store
-from tests.flows.conftest import RECIPE, command_environment
+from tests.flows.conftest import RECIPE, command_environment, own_home
 from tests.stages.common.store.histories import make_table
 from tests.tiny import make_folder
+from tests.warm import REAL_PYTHON
 
 
 @pytest.fixture
@@ -290,6 +292,29 @@ def test_a_limit_on_the_size_of_files_is_told_before_prefects_database_is_made(t
     )
     assert b"E-RESOURCE PREFECT_HOME home: Prefect" in done.stderr
     assert b"ulimit -f allows no file of its size" in done.stderr
+
+
+@pytest.mark.parametrize("threads", [1, 2], ids=["ours", "OpenBLAS's"])
+def test_a_limit_on_threads_is_no_interrupt(tmp_path, threads):
+    """OpenBLAS interrupts a process in which it can start none: as Ctrl-C does."""
+    recipe = Path("deployments/recipes/demo.toml").absolute()
+    command = ["prlimit", f"--nproc={threads}", REAL_PYTHON, "-m", "quiver.flows.cli"]
+    command += ["check", str(recipe)]
+    if os.geteuid() == 0:  # whom no such limit binds
+        if shutil.which("setpriv") is None:
+            pytest.skip("needs setpriv")
+        reads_all = "-all,+dac_override,+dac_read_search"
+        kinds = ("--inh-caps", "--ambient-caps", "--bounding-set")
+        capabilities = [word for kind in kinds for word in (kind, reads_all)]
+        another = ["setpriv", "--reuid", "54321", "--clear-groups"]
+        another += ["--securebits", "+no_setuid_fixup"]  # or os.access would say no
+        command = [*another, *capabilities, *command]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=own_home(tmp_path), capture_output=True, check=False
+    )
+    assert b"E-RESOURCE quiver: RuntimeError: can't start new thread" in done.stderr
+    assert b"`ulimit -a`" in done.stderr and b"stopped" not in done.stderr
+    assert done.returncode == ResourceError.exit_code
 
 
 LOGINS = {

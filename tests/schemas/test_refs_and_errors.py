@@ -4,6 +4,7 @@ boundary."""
 import errno
 import pickle
 
+import pyarrow as pa
 import pytest
 
 from quiver.schemas import errors, refs
@@ -139,7 +140,18 @@ def test_what_the_system_refuses_is_no_defect_of_ours():
         refused = told(error)
     assert refused.code == "E-RESOURCE"
     assert refused.message.startswith("ImportError: libopenblas.so.0: failed to map segment")
+    # numpy repeats the cause's line under a page of advice; and somebody may have kept the page
+    page = "\n\nIMPORTANT: PLEASE READ THIS\n\n{}\nOriginal error was: {}\n"
+    line = "libx.so: failed to map segment from shared object"
+    repeated = ImportError(page.format("and check " * 90, line))
+    assert told(repeated).message == f"ImportError: Original error was: {line}"
+    repeated.__cause__ = ImportError(line)
+    assert told(repeated).message == f"ImportError: {line}"
     assert told(RuntimeError("can't start new thread")).code == "E-RESOURCE"
+    refusal = "Resource temporarily unavailable"
+    assert told(BlockingIOError(errno.EAGAIN, refusal)).code == "E-RESOURCE"
+    arrow = pa.ArrowException(f"Unknown error: Failed to launch worker thread: {refusal}")
+    assert told(arrow).code == "E-RESOURCE"
     assert "ulimit" in refused.next
     assert told(OSError(errno.ENAMETOOLONG, "File name too long")).code == "E-CONFIG"
     defect = told(KeyError("x"))

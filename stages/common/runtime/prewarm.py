@@ -10,6 +10,9 @@ imported what the stage will need, or one that stayed behind an earlier call, wi
         code, last_lines = child.follow(on_line)
         answer = child.answer()
 
+    with in_one_process():    # one for the calls of all stages
+        answer = ask("prompt", call)
+
 A process decides nothing before its call. Where one that waits is gone, or was not needed, no harm
 is done; and what fails in one that stayed is done once more, in a fresh one.
 
@@ -26,8 +29,9 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 from quiver.schemas.errors import ResourceError, printable
@@ -58,29 +62,30 @@ _LONGEST_TEMPORARY_PATH = 70
 """A socket's path has 107 bytes at most, and vLLM's are named by 36 of them."""
 HINT_NAME = "hint.json"
 """Beside the call: the config, or as much of it as says what to import."""
-_Key = tuple[str, str | None, bool, frozenset[tuple[str, str]]]
+_Key = tuple[str | None, str | None, bool, frozenset[tuple[str, str]]]
 _waiting: dict[_Key, StageProcess] = {}
-"""By stage, interpreter, whether it is online, and what was put over its environment: a process is
-no use where devices are others."""
+"""By stage (None: all), interpreter, whether it is online, and what was put over its environment: a
+process is no use where devices are others."""
+_IN_ONE_PROCESS: ContextVar[bool] = ContextVar("quiver_in_one_process", default=False)
 log = logging.getLogger(__name__)
 told = logging.getLogger("quiver")
 """What whoever runs a recipe reads."""
 
 
 class StageProcess:
-    """`python -m quiver.stages STAGE`, started and waiting for its call; a context manager that
+    """`python -m quiver.stages [STAGE]`, started and waiting for its call; a context manager that
     ends it with all that it started, and removes what it left in its folder for temporary files."""
 
     def __init__(
         self,
-        stage: str,
+        stage: str | None,
         python: str | None = None,
         online: bool = False,
         env: Mapping[str, str] | None = None,
         hint: dict[str, Any] | None = None,
     ) -> None:
-        """`online`: it may reach a model hub. `env` is put over its environment. `hint`: the config
-        for which it imports what is needed before its call."""
+        """`stage`: None for calls of any. `online`: it may reach a model hub. `env` is put over its
+        environment. `hint`: the config for which it imports what is needed before its call."""
         self._hint = hint
         sweep_folders()
         with ExitStack() as stack:
@@ -90,7 +95,8 @@ class StageProcess:
             if hint is not None:
                 (folder / HINT_NAME).write_text(json.dumps(hint))
             # -P: no module of the working folder may stand in for one of ours or of a library
-            command = [python or sys.executable, "-u", "-P", "-m", "quiver.stages", stage]
+            command = [python or sys.executable, "-u", "-P", "-m", "quiver.stages"]
+            command += [stage] if stage else []
             command += ["--call", str(self._call_path), "--answer", str(self._answer_path)]
             offline = {} if online else {"HF_HUB_OFFLINE": "1"}
             variables = {**os.environ, **ENVIRONMENT, **allocator_environment(), **offline}
@@ -129,6 +135,7 @@ class StageProcess:
     def send(self, call: dict[str, Any], *, stay: bool = False) -> None:
         """The call: the only one, or where it is to `stay`, one of several."""
         self._may_stay = stay
+        self.stage = call.get("stage", self.stage)
         self._answer_path.unlink(missing_ok=True)
         self._call_path.write_text(json.dumps({**call, "stay": True} if stay else call))
         with suppress(BrokenPipeError):  # it died meanwhile, and `follow` says how
@@ -194,7 +201,9 @@ def ask(
     `stay`: it may wait for the next such call, with what its stage keeps for that, until
     `end_waiting`.
     """
-    key = _key(stage, python, online, env)
+    is_shared = _IN_ONE_PROCESS.get()
+    stay = stay or is_shared
+    key = _key(None if is_shared else stage, python, online, env)
     child = _waiting.pop(key, None)
     is_dead = child is not None and child.process.poll() is not None  # while nobody looked
     if child is not None and (is_dead or not child.is_for(call["config"])):
@@ -203,7 +212,7 @@ def ask(
     started_at = time.monotonic()
     while True:
         with ExitStack() as stack:
-            child = stack.enter_context(child or StageProcess(stage, python, online, env))
+            child = stack.enter_context(child or StageProcess(key[0], python, online, env))
             child.send(call, stay=stay)
             code, last_lines = child.follow(on_line, timeout, stopped)
             answer = child.answer()
@@ -231,12 +240,24 @@ def ask(
         child = None
 
 
+@contextmanager
+def in_one_process() -> Iterator[None]:
+    """What is asked inside is done by one process, whatever its stage, as long as none fails: for
+    work so small that what a process imports would be most of it."""
+    token = _IN_ONE_PROCESS.set(True)
+    try:
+        yield
+    finally:
+        _IN_ONE_PROCESS.reset(token)
+
+
 def prewarm(
     stage: str, config: dict[str, Any], python: str | None = None, online: bool = False
 ) -> None:
-    """Start a process that imports what `stage` needs for `config`, unless one waits already."""
+    """Start a process that imports what `stage` needs for `config`, unless one waits already, or
+    one does for all stages."""
     key = _key(stage, python, online)
-    if key not in _waiting:
+    if key not in _waiting and not _IN_ONE_PROCESS.get():
         child = StageProcess(stage, python, online, hint=config)
         if _waiting.setdefault(key, child) is not child:  # another thread was faster
             child.__exit__(None, None, None)
@@ -251,7 +272,7 @@ def end_waiting() -> None:
 
 
 def _key(
-    stage: str, python: str | None, online: bool, env: Mapping[str, str] | None = None
+    stage: str | None, python: str | None, online: bool, env: Mapping[str, str] | None = None
 ) -> _Key:
     return stage, python, online, frozenset((env or {}).items())
 

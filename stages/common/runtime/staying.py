@@ -30,12 +30,18 @@ class _Process:
     """This process, as its caller wants it."""
 
     is_asked = False
+    serves_all = False
     sleeper: Closable | None = None
 
 
 def ask(stay: bool) -> None:
     """Say whether the caller asks this process to stay behind the answer to its present call."""
     _Process.is_asked = stay
+
+
+def serve_all() -> None:
+    """Have this process stay behind each answer that is no error, for calls of any stage."""
+    _Process.serves_all = True
 
 
 def is_asked() -> bool:
@@ -49,8 +55,8 @@ def keep(sleeper: Closable) -> None:
 
 
 def keeps() -> bool:
-    """Whether there is something for the next call."""
-    return _Process.sleeper is not None
+    """Whether this process waits for the next call."""
+    return _Process.serves_all or _Process.sleeper is not None
 
 
 def take() -> Any | None:
@@ -61,7 +67,8 @@ def take() -> Any | None:
 
 
 def close() -> None:
-    """Close what was kept and nobody took."""
+    """Close what was kept and nobody took; this process waits for no other call."""
+    _Process.serves_all = False
     sleeper = take()
     if sleeper is not None:
         try:

@@ -28,7 +28,8 @@ from quiver.stages.generate.options import VllmServerOptions
 for _chatty in ("httpx", "httpcore"):  # at DEBUG they write headers, and so tokens
     logging.getLogger(_chatty).setLevel(logging.WARNING)
 _MAY_PASS = {408, 409, 425, 429, *range(500, 600)} - {501, 505}
-_MOST_BYTES = 256 * 2**20  # of an answer: 100 bytes a token
+_MOST_BYTES = 4 * 2**20  # of an answer beside its tokens; once read, JSON may be twenty times that
+_TOKEN_BYTES = 1024  # for each token that was asked for; most have 100
 # made once: loading the certificates takes longer than many requests
 _tls = functools.cache(httpx.create_ssl_context)
 
@@ -76,18 +77,20 @@ class Wire:
     ) -> bytes:
         """The bytes of a good answer. FailedError, RefusedError."""
         content = b"" if body is None else json.dumps(body).encode()
+        num_tokens = 0 if body is None else body["sampling_params"]["max_tokens"]
+        most_bytes = _MOST_BYTES + _TOKEN_BYTES * num_tokens
         headers = self._headers | ({"Content-Type": "application/json"} if content else {})
         is_kept = self._connection is not None
         try:
             async with asyncio.timeout(seconds):
                 try:
-                    return await self._send(method, path, headers, content)
+                    return await self._send(method, path, headers, content, most_bytes)
                 except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
                     if not is_kept:
                         raise
                 # servers close a connection that was idle for a while, perhaps just now
                 await self.close()
-                return await self._send(method, path, headers, content)
+                return await self._send(method, path, headers, content, most_bytes)
         except TimeoutError:
             await self.close()
             raise FailedError(f"no whole answer within {seconds:g} s") from None
@@ -99,7 +102,9 @@ class Wire:
             await self.close()
             raise
 
-    async def _send(self, method: str, path: str, headers: dict[str, str], content: bytes) -> bytes:
+    async def _send(
+        self, method: str, path: str, headers: dict[str, str], content: bytes, most_bytes: int
+    ) -> bytes:
         if self._connection is None:
             limits = httpx.Limits(max_connections=1)
             self._connection = httpx.AsyncHTTPTransport(
@@ -122,8 +127,8 @@ class Wire:
         ):
             async for chunk in chunks:
                 received += chunk
-                if len(received) > _MOST_BYTES:
-                    raise FailedError(f"its answer has more than {_MOST_BYTES} bytes")
+                if len(received) > most_bytes:
+                    raise FailedError(f"its answer has more than {most_bytes} bytes")
         if response.status_code == 200:
             return bytes(received)
         words = self._words(received)

@@ -3,6 +3,7 @@ MCP and OpenEnv."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 import threading
@@ -26,10 +27,13 @@ from quiver.stages.common.environments.environment import (
     read_opening,
     read_step,
 )
+from quiver.stages.common.environments.pool import EnvironmentPool
 from quiver.stages.common.store import Store
 from quiver.stages.generate.turns.config import Turns
 from quiver.stages.generate.turns.tool_calls import Call
 from tests import sight
+from tests.stages.generate.test_environment_pool import next_replies
+from tests.stages.reward.fake_server import FakeServer, Flood
 from tests.tiny import CHATML, make_policy
 from tests.writing import run_here
 
@@ -381,7 +385,7 @@ def test_without_gymnasium_it_is_said_how_to_get_it(monkeypatch):
 # -- servers
 
 MCP_SERVER = '''
-import base64
+import base64, os
 from mcp.server import MCPServer
 from mcp.types import ImageContent
 
@@ -400,6 +404,12 @@ def look(thing: str) -> list:
     data = base64.b64encode(thing.encode()).decode()
     return [thing, ImageContent(type="image", data=data, mime_type="image/png")]
 
+@server.tool()
+def flood() -> str:
+    """What nobody can read to its end."""
+    while True:
+        os.write(1, b"[" * 2**16)
+
 server.run()
 '''
 
@@ -417,6 +427,17 @@ def test_the_tools_of_a_server_that_speaks_mcp(tmp_path):
     assert answers[0] == "6 for bread" and answers[1].startswith("Error: RuntimeError")
     (message,) = environment.step(Turn("", (Call("look", {"thing": "bread"}),))).messages
     assert message["content"] == "bread" and pictures_in([message]) == [b"bread"]
+
+
+def test_a_flood_of_an_mcp_server_ends_with_the_time_of_a_turn(tmp_path):
+    pytest.importorskip("mcp")
+    command = f"{sys.executable} {write(tmp_path, MCP_SERVER)}"
+    config = Turns(tools=[f"mcp:{command}"], processes=1, max_memory_gib=1.0, step_seconds=2.0)
+    with EnvironmentPool(config) as pool:
+        key = pool.open({}, 1)
+        assert next_replies(pool, 1)[key].failure is None
+        pool.step(key, Turn("", (Call("flood", {}),)))
+        assert next_replies(pool, 1)[key].failure == "timeout"
 
 
 def test_a_server_that_does_not_start_is_told():
@@ -475,6 +496,26 @@ def test_episodes_on_a_server_that_speaks_openenv(openenv_url):
     text_only = open_source(openenv_url, [], {"text_key": "echo"}).make()
     text_only.reset({"answer": "elk"}, 7)
     assert text_only.step(Turn("owl")).text == "owl"
+
+
+PACKED = gzip.compress(bytes(2**20))
+
+
+@pytest.mark.parametrize(
+    "flood, problem",
+    [
+        (Flood(b"[" * 2**16), "/reset: its answer has more than 16777216 bytes"),
+        (Flood(b"[" * 2**16, 2**19), "/reset: no JSON, it is nested more than 100 levels deep"),
+        (Flood(PACKED, len(PACKED), Content_Encoding="gzip"), "/reset: no JSON"),
+    ],
+    ids=["large", "deep", "packed"],
+)
+def test_a_flood_of_an_openenv_server_is_read_to_a_limit_and_never_unpacked(flood, problem):
+    with FakeServer(flood) as server:
+        episode = open_source(f"openenv:{server.url}", [], {}).make()
+        with pytest.raises(RuntimeError, match=problem):
+            episode.reset({"answer": "elk"}, 7)
+    assert 0 < flood.bytes_sent < 2**25
 
 
 # -- the section

@@ -30,6 +30,7 @@ from quiver.stages.generate.options import Sampling
 from tests.stages.generate import guessing
 from tests.stages.generate.fake_vllm import WORDS, FakeVllm, completion
 from tests.stages.generate.making import random_prompts
+from tests.stages.reward.fake_server import FakeServer, Flood
 from tests.tiny import make_policy
 
 
@@ -179,10 +180,31 @@ def test_a_row_that_takes_too_long_is_given_up(store, policy, server):
 
 
 def test_an_answer_without_an_end_is_given_up(store, policy, server, monkeypatch):
+    """One may have so much for each token that was asked for."""
     monkeypatch.setattr(server_wire, "_MOST_BYTES", 2000)
-    server.says = lambda answer, count: {**answer, "padding": "x" * 2000}
-    with pytest.raises(ResourceError, match="its answer has more than 2000 bytes"):
+    longer = {True: "x" * 8 * 1024, False: "x" * (8 * 1024 + 2000)}
+    server.says = lambda answer, count: {**answer, "padding": longer[count < 12]}
+    with pytest.raises(ResourceError, match="its answer has more than 10192 bytes"):
         sample(store, policy, [server], retries=0)
+    assert server.num_rows > 12
+
+
+@pytest.mark.parametrize(
+    "flood, problem",
+    [
+        (Flood(b"[" * 2**16), "its answer has more than 4194304 bytes"),
+        (Flood(b"[" * 2**16, 2**21), "its answer is no JSON"),
+        (Flood(b" ", seconds_between=0.05), "no whole answer within 0.5 s"),
+    ],
+    ids=["large", "deep", "slow"],
+)
+def test_a_server_that_floods_what_it_is_asked_first_is_none(
+    store, policy, monkeypatch, flood, problem
+):
+    monkeypatch.setattr(server_identity, "_SECONDS", 0.5 if flood.seconds_between else 30.0)
+    with FakeServer(flood) as server, pytest.raises(ResourceError, match=problem):
+        sample(store, policy, [server.url])
+    assert 0 < flood.bytes_sent < 2**24
 
 
 @pytest.mark.parametrize("says", ["404", "the new name"])

@@ -66,8 +66,10 @@ class FakeServer:
                     name.lower(): text
                     for name, _, text in (line.partition(": ") for line in head[1:] if line)
                 }
-                body = await reader.readexactly(int(headers["content-length"]))
-                asked = Asked(len(self.asked), head[0].split()[1], headers, json.loads(body))
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                asked = Asked(
+                    len(self.asked), head[0].split()[1], headers, json.loads(body or b"null")
+                )
                 self.asked.append(asked)
                 answer = self.behave(asked)
                 if not await self._send(
@@ -117,3 +119,29 @@ def scored(asked: Asked, reward: float = 0.5) -> dict[str, Any]:
         "format": 1,
         "rows": [{"id": row["id"], "reward": reward} for row in asked.body["rows"]],
     }
+
+
+class Flood:
+    """An answer that has no end before `bytes_at_most`, in pieces of `piece`, with pauses between
+    them; `bytes_sent` says how much of it went out."""
+
+    def __init__(
+        self, piece: bytes, bytes_at_most: int = 2**26, seconds_between: float = 0.0, **headers: str
+    ) -> None:
+        self.piece, self.bytes_at_most, self.seconds_between = piece, bytes_at_most, seconds_between
+        self.headers = headers
+        self.bytes_sent = 0
+
+    async def __call__(self, asked: Asked) -> AsyncIterator[bytes]:
+        """To each request the same."""
+        return self._pieces()
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        length = b"Content-Length: %d" % self.bytes_at_most
+        if "Transfer_Encoding" in self.headers:
+            length = b"Server: flood"
+        yield reply(b"", **self.headers).replace(b"Content-Length: 0", length)
+        for _ in range(self.bytes_at_most // len(self.piece)):
+            yield self.piece
+            self.bytes_sent += len(self.piece)
+            await asyncio.sleep(self.seconds_between)

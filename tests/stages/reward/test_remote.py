@@ -22,7 +22,7 @@ from quiver.schemas.errors import RemoteError, ResourceError
 from quiver.stages.reward.scoring import Part
 from quiver.stages.reward.servers.config import ServerConfig, fingerprint
 from quiver.stages.reward.servers.scorer import ServerScorer
-from tests.stages.reward.fake_server import FakeServer, reply, scored
+from tests.stages.reward.fake_server import FakeServer, Flood, reply, scored
 from tests.stages.reward.test_dialects import mutated
 
 CANARY = "sk-canary-5f1d"
@@ -369,23 +369,21 @@ def test_text_is_no_number_and_costs_its_row_alone():
     assert parts == [Part(0.5), Part(error="gave text, expected a number"), Part(0.5)]
 
 
-def test_an_endless_body_is_read_to_the_limit_only():
-    sent = []
-
-    async def flood(asked):
-        async def chunks():
-            yield b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-            for _ in range(16_000):
-                sent.append(65536)
-                yield b"10000\r\n" + b" " * 65536 + b"\r\n"
-
-        return chunks()
-
+@pytest.mark.parametrize(
+    "flood, problem",
+    [
+        (Flood(b"[" * 2**16), "bytes, more than max_bytes"),
+        (Flood(b"[" * 2**16, 2**19), "is not JSON: it is nested more than 100 levels deep"),
+        (Flood(b" ", 1000, seconds_between=0.05), "no whole answer within 1 s"),
+        (Flood(b"10000\r\n" + b" " * 2**16 + b"\r\n", Transfer_Encoding="chunked"), "max_bytes"),
+    ],
+    ids=["large", "deep", "slow", "endless"],
+)
+def test_a_flood_is_read_to_the_limits_only(flood, problem):
     with FakeServer(flood) as server:
-        (part,) = scorer(
-            server.url, retries=0, max_bytes=1_000_000, read_seconds=30, total_seconds=30
-        ).score(batch(1))
-    assert "more than max_bytes" in part.error and sum(sent) < 50_000_000
+        options = {"max_bytes": 1_000_000, "read_seconds": 1 if flood.seconds_between else 30}
+        (part,) = scorer(server.url, retries=0, total_seconds=30, **options).score(batch(1))
+    assert problem in part.error and flood.bytes_sent < 50_000_000
 
 
 def test_a_gzip_bomb_is_never_unpacked():

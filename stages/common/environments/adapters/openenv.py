@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 
 from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.plain import read_json
 from quiver.stages.common.environments.environment import (
     Factory,
     Message,
@@ -74,12 +75,21 @@ class OpenEnvironment:
     def _ask(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
         """RuntimeError where the server refuses, or answers no observation."""
         request = {**request, "episode_id": self._episode_id}
-        response = self._client.post(f"/{verb}", json=request)
-        if response.status_code != 200 or len(response.content) > _MOST_BYTES:
-            raise RuntimeError(f"/{verb}: {response.status_code} {printable(response.text)}")
-        answer = response.json()
+        received = bytearray()
+        with self._client.stream("POST", f"/{verb}", json=request) as response:
+            for chunk in response.iter_raw():  # never unpacked: a little may unfold into a lot
+                received += chunk
+                if len(received) > _MOST_BYTES:
+                    raise RuntimeError(f"/{verb}: its answer has more than {_MOST_BYTES} bytes")
+        text = printable(received.decode(errors="replace"))
+        if response.status_code != 200:
+            raise RuntimeError(f"/{verb}: {response.status_code} {text}")
+        try:
+            answer = read_json(received)
+        except ValueError as error:
+            raise RuntimeError(f"/{verb}: no JSON, {printable(error)}: {text}") from None
         if not isinstance(answer, dict) or not isinstance(answer.get("observation"), dict):
-            raise RuntimeError(f"/{verb}: no observation in {printable(response.text)}")
+            raise RuntimeError(f"/{verb}: no observation in {text}")
         return answer
 
     def _text_of(self, observation: dict[str, Any]) -> str:
@@ -103,7 +113,12 @@ def open_environment(name: str, arguments: dict[str, Any]) -> Factory:
             next="correct generate.turns",
         )
     # no proxy or password of this machine's environment, and no redirects to elsewhere
-    client = httpx.Client(base_url=name.rstrip("/"), timeout=_LONGEST_SECONDS, trust_env=False)
+    client = httpx.Client(
+        base_url=name.rstrip("/"),
+        headers={"Accept-Encoding": "identity"},
+        timeout=_LONGEST_SECONDS,
+        trust_env=False,
+    )
     action_key = arguments.get("action_key", "message")
     text_key = arguments.get("text_key")
     return Factory(lambda: OpenEnvironment(client, action_key, text_key), [], False)

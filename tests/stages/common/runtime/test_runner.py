@@ -15,6 +15,7 @@ from quiver.schemas.errors import ConfigError, LineageError, ResourceError
 from quiver.stages.common.runtime import prewarm, runner
 from quiver.stages.common.runtime.runner import Call, find, perform, quiver_version, run_call
 from quiver.stages.common.runtime.stage import Plan, is_made_alike
+from quiver.stages.common.store import Store
 from tests.stages.common.store.test_store import Settings, commit
 from tests.tiny import make_folder
 
@@ -226,3 +227,40 @@ def test_a_child_with_an_environment_of_its_own_is_started_for_it(store, monkeyp
         assert not prewarm._waiting
     finally:
         prewarm.end_waiting()
+
+
+def test_one_process_does_the_calls_of_all_stages_until_one_fails(
+    tmp_path, monkeypatch, nothing_is_found
+):
+    """What fails in it is done once more, in a fresh one: that is what the call says."""
+    make_folder(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text('{"question": "What is 1 plus 5?"}\n')
+    store = Store(tmp_path / "store")
+    policy = Call("policy", {"model": str(tmp_path / "model")}, store.path, into="a")
+    config = {"source": str(tmp_path / "rows.jsonl"), "prompt": "question"}
+    refs = {"policy": "a/policy@0"}
+    prompt = Call("prompt", config, store.path, refs, into="a", force=True)
+    started = []
+    process = prewarm.StageProcess
+
+    def start(*given, **options):
+        started.append(process(*given, **options))
+        return started[-1]
+
+    monkeypatch.setattr(prewarm, "StageProcess", start)
+    try:
+        with prewarm.in_one_process():
+            outcomes = [run_call(policy).ref, run_call(prompt).ref]
+            prewarm.prewarm("generate", {"engine": "scripted"})
+            outcomes.append(run_call(prompt).ref)
+            assert outcomes == ["a/policy@0", "a/prompts@1", "a/prompts@2"]
+            assert len(started) == 1
+            with pytest.raises(ConfigError, match="there is no such"):
+                run_call(Call("policy", {"model": str(tmp_path / "none")}, store.path, into="b"))
+            assert (len(started), prewarm._waiting) == (2, {})
+            run_call(prompt)
+        assert run_call(prompt).ref == "a/prompts@4"
+        assert len(started) == 4
+    finally:
+        prewarm.end_waiting()
+    assert not [child for child in started if child.process.poll() is None]
