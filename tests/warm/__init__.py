@@ -5,8 +5,8 @@ of what the tests run.
     use_warm_python()      # sys.executable is the stand-in, here and in all that is started by it
     REAL_PYTHON            # a fresh interpreter, for tests about signals, streams, memory, imports
 
-`sys.executable -m quiver.…`, a test's own `…_checks` and vLLM's API server are handed to a server
-(`server.py`), which forks; everything else is run by the real interpreter, also the flows that a
+`sys.executable -m quiver.…`, a test's own `…_checks`, Prefect's server and vLLM's are handed to a
+server (`server.py`), which forks; everything else is run by the real interpreter, also the flows that a
 Prefect worker starts, which watch their parent.
 The fork gets the caller's arguments, environment, working folder and standard streams; its exit
 code becomes the stand-in's, and it is killed when the stand-in is. A caller whose search path,
@@ -39,7 +39,8 @@ _HERE = Path(__file__).parent
 _STAND_IN = """#!/bin/bash
 case "$* " in
 "-m quiver.flows.cli "* | "-P -m quiver.flows.cli "* | "-m quiver.stages "* | "-u -P -m quiver.stages "* | \\
-"-m tests.stages."*_checks\\ * | "-m vllm.entrypoints.openai.api_server "*)
+"-m tests.stages."*_checks\\ * | "-m vllm.entrypoints.openai.api_server "* | "-m uvicorn "* | \\
+"-m prefect server start "*)
     exec {real} -I -S {client} {folder} "$@" ;;
 *) exec -a "$0" {real} "$@" ;;
 esac

@@ -44,7 +44,8 @@ def main() -> None:
     if known["world"] != world() or not _all_streams_open():
         os.execv(known["python"], [f"{folder}/bin/python", *command])
     module = command[at + 1]
-    kind = "flows" if module.startswith("quiver.flows") else os.environ.get("WARM", "stages")
+    is_flow = module.startswith(("quiver.flows", "uvicorn", "prefect"))
+    kind = "flows" if is_flow else os.environ.get("WARM", "stages")
     request = {
         "python": f"{folder}/bin/python",
         "module": module,

@@ -54,6 +54,10 @@ _STAGES = (
 IMPORTS = {
     "flows": (
         "prefect.main",
+        "prefect.server.api.server",
+        "prefect.cli.server",
+        "prefect.cli._server_utils",
+        "uvicorn.main",
         "quiver.flows.cli",
         "quiver.flows.post_train",
         "quiver.flows.nightly",
