@@ -6,7 +6,8 @@ of what the tests run.
     REAL_PYTHON            # a fresh interpreter, for tests about signals, streams, memory, imports
 
 `sys.executable -m quiver.…`, a test's own `…_checks`, Prefect's server and vLLM's are handed to a
-server (`server.py`), which forks; everything else is run by the real interpreter, also the flows that a
+server (`server.py`), which forks; so are workers with a user's code, where such a stage starts them,
+with the limits of their memory. Everything else is run by the real interpreter, also the flows that a
 Prefect worker starts, which watch their parent.
 The fork gets the caller's arguments, environment, working folder and standard streams; its exit
 code becomes the stand-in's, and it is killed when the stand-in is. A caller whose search path,
@@ -40,7 +41,7 @@ _STAND_IN = """#!/bin/bash
 case "$* " in
 "-m quiver.flows.cli "* | "-P -m quiver.flows.cli "* | "-m quiver.stages "* | "-u -P -m quiver.stages "* | \\
 "-m tests.stages."*_checks\\ * | "-m vllm.entrypoints.openai.api_server "* | "-m uvicorn "* | \\
-"-m prefect server start "*)
+"-m prefect server start "* | "-P "*/runtime/answering.py\\ *)
     exec {real} -I -S {client} {folder} "$@" ;;
 *) exec -a "$0" {real} "$@" ;;
 esac
@@ -73,7 +74,7 @@ def use_warm_python() -> None:
         (programs / name).chmod(0o755)
     known = {"python": REAL_PYTHON, "world": world()}
     (folder / "caller.json").write_text(json.dumps(known))
-    for kind in ("flows", "stages", "vllm"):
+    for kind in ("flows", "stages", "vllm", "workers"):
         _start_server(folder, kind)
     sys.executable = str(programs / "python")
 
