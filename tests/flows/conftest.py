@@ -215,6 +215,14 @@ def processes(folder: Path) -> list[str]:
     return found
 
 
+@pytest.fixture(scope="module", autouse=True)
+def warm_workers():
+    """Workers with reward functions start as forks, too, where a test runs stages in its process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WARM_WORKERS", "1")
+        yield
+
+
 @pytest.fixture
 def embedded_server(monkeypatch):
     """Runs start Prefect's embedded server, as they do where PREFECT_API_URL names no other."""

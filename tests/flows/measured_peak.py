@@ -1,19 +1,15 @@
-"""Run by test_fit.py in a process of its own: the most memory that a stage's process had at once.
-
-python -m tests.flows.measured_peak FOLDER SIZE STAGE CONFIG        # prints bytes
-"""
+"""The most memory that a stage's process had at once, for test_fit.py."""
 
 from __future__ import annotations
 
 import json
 import random
-import resource
+import subprocess
 import sys
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store, Version
 from tests.stages.generate.making import make_prompts
 from tests.stages.optimize import world
@@ -32,6 +28,13 @@ SIZES = {
 }  # fmt: skip
 """16 and 74 million weights."""
 PROMPTS, SAMPLES, PROMPT, COMPLETION = 3, 8, 128, 64
+_RUN = """
+import json, resource, sys
+from quiver import run_stage
+call, refs = map(json.loads, sys.argv[1:])
+run_stage(*call, **refs)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
+"""
 
 
 def make_rollouts(store: Store, policy: Version) -> tuple[Version, Version]:
@@ -60,8 +63,8 @@ def make_rollouts(store: Store, policy: Version) -> tuple[Version, Version]:
     return rollouts, world.write_rewards(store, rollouts, lambda row: draw.random(), run="tiny")
 
 
-def main() -> None:
-    place, size, stage, config = Path(sys.argv[1]), *sys.argv[2:4], json.loads(sys.argv[4])
+def prepare(place: Path, size: str, stage: str) -> tuple[Store, dict[str, str]]:
+    """A store in `place` with a policy of that size, and the refs of what the stage reads."""
     folder = make_folder(place / "model")
     AutoModelForCausalLM.from_config(SIZES[size]).save_pretrained(folder)
     store = Store(place / "store")
@@ -75,9 +78,12 @@ def main() -> None:
         rollouts, rewards = make_rollouts(store, policy)
         refs |= {"rollouts": rollouts.ref}
         refs |= {"rewards": rewards.ref} if stage == "optimize" else {}
-    run_stage(stage, config, store, **refs)
-    print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
+    return store, {role: str(ref) for role, ref in refs.items()}
 
 
-if __name__ == "__main__":
-    main()
+def measure(store: Store, stage: str, config: dict, refs: dict[str, str]) -> int:
+    """The most bytes that the stage's process had at once: a small one starts it, and measures."""
+    call = json.dumps([stage, config, str(store.path)])
+    command = [sys.executable, "-c", _RUN, call, json.dumps(refs)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[-1])

@@ -69,8 +69,8 @@ def server_pids(folder) -> list[int]:
                 home = f"PREFECT_HOME={folder / 'prefect'}".encode() in file.read().split(b"\0")
         except OSError:
             continue
-        is_python = words[0].endswith((b"python", b"python3")) and words[1:3] == [b"-m", b"uvicorn"]
-        if home and is_python:
+        is_python = words[0].endswith((b"python", b"python3"))  # no keeper of it
+        if home and is_python and b"uvicorn" in words[1:7]:
             pids.append(int(name))
     return pids
 

@@ -1,9 +1,5 @@
 """`quiver fit`: what it tells is what stages take. Memory of a CPU is a process's own peak, measured;
-bytes of a GPU are those that are counted on meta tensors."""
-
-import json
-import subprocess
-import sys
+bytes of a GPU are held to those that are counted on meta tensors in test_bytes_moved.py."""
 
 import pytest
 from transformers import GPT2Config, LlamaConfig, OpenAIGPTConfig, Qwen2MoeConfig
@@ -65,33 +61,14 @@ def test_memory_is_within_a_fifth_of_what_a_process_took(fresh_python, tmp_path,
     if stage == "generate":
         sampled = {"engine": "vllm", "sampling": {"max_tokens": COMPLETION, "ignore_eos": True}}
         asked = {**settings, **sampled}
-    command = [sys.executable, "-m", measured_peak.__name__]
-    command += [str(tmp_path), size, stage, json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    peak = int(done.stdout.split()[-1])
+    store, refs = measured_peak.prepare(tmp_path, size, stage)
+    peak = measured_peak.measure(store, stage, asked, refs)
     sections = {"optimize": {**SETTINGS["optimize"], "kl_coef": 0.1}, stage: asked}
     if stage == "optimize":
         sections["optimize"] = {**asked, "kl_coef": 0.1}
     needs = needs_of(recipe(tmp_path, **sections), shape_of(SIZES[size]), WORK, this_host())
     (need,) = [need for need in needs if need.stage.startswith(stage)]
     assert need.bytes == pytest.approx(peak, rel=0.2)
-
-
-@pytest.mark.parametrize("name", counted.MODELS)
-def test_bytes_on_a_gpu_are_within_a_fifth_of_those_counted(name, monkeypatch):
-    """Of one micro-batch without the gradients of an earlier one; 5 % of them are of small parts."""
-    counter = counted.micro_batch(counted.MODELS[name], monkeypatch, fused=True)
-    shape = shape_of(counted.MODELS[name])
-    work = Workload(
-        counted.GROUPS, counted.COPIES, counted.PROMPT, counted.COMPLETION, 240, "the test"
-    )
-    assert work.passed_tokens == 8073
-    need = training(shape, Config(kl_coef=0.1, token_budget=8073), work, H100)
-    held = sum(need.parts.values()) - need.parts["libraries"]
-    held -= 0.5 * need.parts["gradients"]  # in the middle of the backward pass
-    assert held == pytest.approx(counter.peak, rel=0.2)
-    moved = Pass(shape, work, H100, is_narrow=True).moved_by_micro_batch(8073)
-    assert moved == pytest.approx(counter.moved + counter.moved_by_products, rel=0.2)
 
 
 SEVEN = shape_of(counted.MODELS["7B"])

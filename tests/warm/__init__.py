@@ -5,8 +5,9 @@ of what the tests run.
     use_warm_python()      # sys.executable is the stand-in, here and in all that is started by it
     REAL_PYTHON            # a fresh interpreter, for tests about signals, streams, memory, imports
 
-`sys.executable -m quiver.…`, a test's own `…_checks` and vLLM's API server are handed to a server
-(`server.py`), which forks; everything else is run by the real interpreter, also the flows that a
+`sys.executable -m quiver.…`, a test's own `…_checks`, Prefect's server and vLLM's are handed to a
+server (`server.py`), which forks; so are workers with a user's code, where such a stage starts them,
+with the limits of their memory. Everything else is run by the real interpreter, also the flows that a
 Prefect worker starts, which watch their parent.
 The fork gets the caller's arguments, environment, working folder and standard streams; its exit
 code becomes the stand-in's, and it is killed when the stand-in is. A caller whose search path,
@@ -39,13 +40,14 @@ _HERE = Path(__file__).parent
 _STAND_IN = """#!/bin/bash
 case "$* " in
 "-m quiver.flows.cli "* | "-P -m quiver.flows.cli "* | "-m quiver.stages "* | "-u -P -m quiver.stages "* | \\
-"-m tests.stages."*_checks\\ * | "-m vllm.entrypoints.openai.api_server "*)
+"-m tests.stages."*_checks\\ * | "-m vllm.entrypoints.openai.api_server "* | "-m uvicorn "* | \\
+"-m prefect server start "* | "-P -m prefect server start "* | "-P "*/runtime/answering.py\\ *)
     exec {real} -I -S {client} {folder} "$@" ;;
 *) exec -a "$0" {real} "$@" ;;
 esac
 """
-_QUIVER = """#!/bin/sh
-exec {python} -P -m quiver.flows.cli "$@"
+_PROGRAM = """#!/bin/sh
+exec {python} -P -m {module} "$@"
 """
 _servers: list[subprocess.Popen] = []
 
@@ -60,19 +62,22 @@ def use_warm_python() -> None:
     programs = folder / "bin"  # a virtual environment with the libraries of the real one
     programs.mkdir()
     for program in Path(REAL_PYTHON).parent.iterdir():
-        if not program.name.startswith(("python", "quiver")):
+        if not program.name.startswith(("python", "quiver", "prefect")):
             (programs / program.name).symlink_to(program)
     (folder / "lib").symlink_to(Path(sys.prefix) / "lib")
     shutil.copy(Path(sys.prefix) / "pyvenv.cfg", folder)
     words = {"real": REAL_PYTHON, "client": _HERE / "client.py", "folder": folder}
     words["python"] = programs / "python"
     quoted = {name: shlex.quote(str(value)) for name, value in words.items()}
-    for name, text in (("python", _STAND_IN), ("quiver", _QUIVER)):
-        (programs / name).write_text(text.format(**quoted))
+    texts = {"python": _STAND_IN.format(**quoted)}
+    for name, module in (("quiver", "quiver.flows.cli"), ("prefect", "prefect")):
+        texts[name] = _PROGRAM.format(**quoted, module=module)
+    for name, text in texts.items():
+        (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     known = {"python": REAL_PYTHON, "world": world()}
     (folder / "caller.json").write_text(json.dumps(known))
-    for kind in ("flows", "stages", "vllm"):
+    for kind in ("flows", "stages", "vllm", "workers"):
         _start_server(folder, kind)
     sys.executable = str(programs / "python")
 

@@ -1,6 +1,7 @@
 """Hands a command to the server that forks for it, and behaves as the command does until it ends.
 
     python -I -S client.py FOLDER [PYTHON OPTIONS] -m MODULE ARGUMENTS
+    python -I -S client.py FOLDER -P …/answering.py CONNECTION
 
 FOLDER holds the servers' sockets and `caller.json`: the path of the real interpreter, and the world
 that the servers were started in. A command of another world (search path, network, capabilities,
@@ -22,14 +23,15 @@ _OF_THE_INTERPRETER = ("PYTHON", "LC_", "LANG", "LD_PRELOAD")
 
 def world() -> dict:
     """What an interpreter takes from its surroundings as it starts, and a fork cannot change."""
-    limits = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+    names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    limits = sorted({getattr(resource, name) for name in names})
     return {
         "variables": {
             name: value
             for name, value in os.environ.items()
             if name.startswith(_OF_THE_INTERPRETER) and name != "PYTHONWARNINGS"
         },
-        "limits": [list(resource.getrlimit(limit)) for limit in limits],
+        "limits": [[limit, *resource.getrlimit(limit)] for limit in limits],
         "network": os.readlink("/proc/self/ns/net"),
         "powers": [line for line in open("/proc/self/status") if line.startswith("Cap")],
         "user": [os.geteuid(), os.getegid()],
@@ -38,28 +40,42 @@ def world() -> dict:
 
 def main() -> None:
     folder, *command = sys.argv[1:]
-    at = command.index("-m")
-    with open(f"{folder}/caller.json") as file:
-        known = json.load(file)
-    if known["world"] != world() or not _all_streams_open():
+    is_worker = "-m" not in command  # python -P answering.py CONNECTION
+    at = command.index("-P" if is_worker else "-m")
+    with open(f"{folder}/caller.json") as file, open("/proc/self/oom_score_adj") as score:
+        known, oom_score = json.load(file), score.read()
+    here = world()
+    limits = here["limits"]
+    if is_worker:
+        here["limits"] = known["world"]["limits"]
+    is_fresh = is_worker and "WARM_WORKERS" not in os.environ
+    if is_fresh or known["world"] != here or not _all_streams_open():
         os.execv(known["python"], [f"{folder}/bin/python", *command])
-    module = command[at + 1]
-    kind = "flows" if module.startswith("quiver.flows") else os.environ.get("WARM", "stages")
+    module = "quiver.stages.common.runtime.answering" if is_worker else command[at + 1]
+    is_flow = module.startswith(("quiver.flows", "uvicorn", "prefect"))
+    kind = "flows" if is_flow else os.environ.get("WARM", "stages")
+    passed = [0, 1, 2]
+    if is_worker:
+        kind = "workers"
+        passed.append(int(command[-1]))
     request = {
         "python": f"{folder}/bin/python",
         "module": module,
         "arguments": command[at + 2 :],
-        "options": command[:at],
+        "options": command[: at + is_worker],
         "environment": dict(os.environ),
         "folder": os.getcwd(),
         "cores": sorted(os.sched_getaffinity(0)),
         "mask": _umask(),
+        "handles": passed,
+        "limits": limits if is_worker else [],
+        "oom_score": oom_score,
     }
     server = socket.socket(socket.AF_UNIX)
     server.connect(f"{folder}/{kind}")
     text = json.dumps(request).encode()
     lifeline, _ = os.pipe()  # its other end closes with this process
-    streams = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", (0, 1, 2, lifeline)))
+    streams = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", (*passed, lifeline)))
     server.sendmsg([len(text).to_bytes(4, "big")], [streams])
     server.sendall(text)
     # a signal that comes before the fork is known waits for it

@@ -7,6 +7,7 @@ It imports when the first command comes, and ends when its standard input does.
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import importlib.abc
@@ -54,6 +55,10 @@ _STAGES = (
 IMPORTS = {
     "flows": (
         "prefect.main",
+        "prefect.server.api.server",
+        "prefect.cli.server",
+        "prefect.cli._server_utils",
+        "uvicorn.main",
         "quiver.flows.cli",
         "quiver.flows.post_train",
         "quiver.flows.nightly",
@@ -76,6 +81,14 @@ IMPORTS = {
         "vllm.engine.arg_utils",
         "vllm.v1.engine.llm_engine",
         "vllm.entrypoints.openai.api_server",
+    ),
+    "workers": (
+        "multiprocessing.connection",
+        "quiver.stages.common.runtime.answering",
+        "quiver.stages.common.environments.worker",
+        "quiver.stages.reward.pool.calls",
+        "quiver.stages.reward.pool.worker",
+        "quiver.stages.common.runtime.workers",
     ),
 }
 
@@ -124,18 +137,23 @@ class Server:
         if not self._is_warm:
             self._warm()
         connection = self._listener.accept()[0]
-        length, (*streams, lifeline), *_ = socket.recv_fds(connection, 4, 4)
+        length, (*streams, lifeline), *_ = socket.recv_fds(connection, 4, 5)
         text = connection.recv(int.from_bytes(length, "big"), socket.MSG_WAITALL)
         fork = os.fork()
         if fork == 0:
             self._leave_to_the_parent(connection)
-            for number, stream in enumerate(streams):
+            request = json.loads(text)
+            lowest = max(request["handles"]) + 1
+            above = [fcntl.fcntl(each, fcntl.F_DUPFD, lowest) for each in (*streams, lifeline)]
+            for handle in (*streams, lifeline):
+                os.close(handle)
+            for number, stream in zip(request["handles"], above, strict=False):
                 os.dup2(stream, number)
                 os.close(stream)
             if self._kind != "flows":
-                keep(lifeline)
-            os.close(lifeline)
-            return json.loads(text)
+                keep(above[-1])
+            os.close(above[-1])
+            return request
         for handle in (*streams, lifeline):
             os.close(handle)
         self._callers[fork] = connection
@@ -216,7 +234,6 @@ class _Restored(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, path: object = None, target: object = None) -> object:
         if name != "prefect":
             return None
-        sys.meta_path.remove(self)
         self._spec = self._modules["prefect"].__spec__
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
@@ -224,6 +241,7 @@ class _Restored(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return self._modules["prefect"]
 
     def exec_module(self, module: object) -> None:
+        sys.meta_path.remove(self)  # now, since runpy asks for the spec twice
         module.__spec__ = self._spec
         sys.modules.update(self._modules)
         sys.modules["prefect.context"].refresh_global_settings_context()
@@ -238,9 +256,15 @@ def run(request: dict) -> None:
         os.setsid()
     os.environ.clear()
     os.environ.update(request["environment"])
+    if request["module"] == "quiver.stages":
+        os.environ["WARM_WORKERS"] = "1"
     os.chdir(request["folder"])
     os.umask(request["mask"])
     os.sched_setaffinity(0, request["cores"])
+    with open("/proc/self/oom_score_adj", "w") as score:
+        score.write(request["oom_score"])
+    for limit, *numbers in request["limits"]:
+        resource.setrlimit(limit, tuple(numbers))
     time.tzset()
     tempfile.tempdir = None
     for stream in (sys.stdout, sys.stderr):

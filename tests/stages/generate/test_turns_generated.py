@@ -1,10 +1,9 @@
 """generate with an environment: what the engine reads, whose seeds, faults, restarts, order."""
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from functools import partial
@@ -346,36 +345,35 @@ def test_transformers_samples_from_all_that_stood_before_each_turn(store, policy
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.torture)])
-def test_kill_9_changes_no_row(policy, store, names, tmp_path, kills):
+def test_kill_9_changes_no_row(policy, store, names, kills):
     slow = {"arguments": {"seconds": 0.05}}
     prompts = guessing.render(store, policy, names, **slow)
     stage = {"rows_per_shard": 3, "samples_per_prompt": 3 * kills, "turns": slow}
     calm = run(config(names, **stage), store, prompts=prompts.ref, policy=policy.ref, into="calm")
-    command = [
-        sys.executable,
-        "-c",
-        "import json, sys; from quiver import run_stage; fields, store, refs = map(json.loads, "
-        "sys.argv[1:]); run_stage('generate', fields, store, in_process=True, **refs)",
-        config(names, **stage).model_dump_json(),
-        json.dumps(str(store.path)),
-        json.dumps(
-            {"prompts": str(prompts.ref), "policy": str(policy.ref), "into": f"killed-{kills}"}
-        ),
-    ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    settings = config(names, **stage)
+    refs = {"prompts": prompts.ref, "policy": policy.ref, "into": f"killed-{kills}"}
+    fork = multiprocessing.get_context("fork")
     staging = store.path / f"killed-{kills}/rollouts/.staging"
     for seconds in np.random.default_rng(0).uniform(0, 0.5, kills):
         found = shards_in(staging)
-        child = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True)
-        while child.poll() is None and shards_in(staging) == found:
+        child = fork.Process(target=in_a_group_of_its_own, args=(settings, store.path, refs))
+        child.start()
+        while child.is_alive() and shards_in(staging) == found:
             time.sleep(0.01)
         time.sleep(seconds)
         os.killpg(child.pid, signal.SIGKILL)
-        assert child.wait() == -signal.SIGKILL
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+    run_stage("generate", settings, Store(store.path), in_process=True, **refs)
     tables = [store.open(ref).table() for ref in (calm, f"killed-{kills}/rollouts@1")]
     rows, rows_of_killed = ([untimed(row) for row in table.to_pylist()] for table in tables)
     assert rows_of_killed == rows
+
+
+def in_a_group_of_its_own(settings, path: Path, refs: dict) -> None:
+    """Generate; what it starts is killed with it."""
+    os.setsid()
+    run_stage("generate", settings, Store(path), in_process=True, **refs)
 
 
 def shards_in(staging: Path) -> int:

@@ -129,17 +129,28 @@ def _die_after_six(store, refs, chosen):
     run_stage("optimize", chosen, store, in_process=True, into="killed", **refs)
 
 
-@pytest.mark.parametrize("damage", [None, "flip", "note", "gone"])
-def test_after_kill_9_a_state_that_is_not_whole_is_made_again(store, policy, made, steps, damage):
-    chosen = config(**TEN_STEPS)
-    whole = trained(store, policy, made, chosen, into="whole")
+@pytest.fixture(scope="module")
+def died(tmp_path_factory):
+    """A store in which a training was made, and another died after its sixth step, the policy and
+    what they are made of."""
+    store = Store(tmp_path_factory.mktemp("died") / "store")
+    policy = make_policy(store)
+    made = world.make(store, policy, world.even_share)
+    trained(store, policy, made, config(**TEN_STEPS), into="whole")
     refs = {"policy": policy.ref, "rollouts": made[0].ref, "rewards": made[1].ref}
-    process = multiprocessing.get_context("spawn").Process(
-        target=_die_after_six, args=(Store(store.path), refs, chosen)
+    process = multiprocessing.get_context("fork").Process(
+        target=_die_after_six, args=(Store(store.path), refs, config(**TEN_STEPS))
     )
     process.start()
     process.join()
     assert process.exitcode == 9
+    return store.path, policy.ref, made
+
+
+@pytest.mark.parametrize("damage", [None, "flip", "note", "gone"])
+def test_after_kill_9_a_state_that_is_not_whole_is_made_again(died, tmp_path, steps, damage):
+    path, policy, made = died
+    store = Store(shutil.copytree(path, tmp_path / "store"))
     folder = next(store.path.glob("killed/policy/.staging/*.resume"))
     state, note = next(folder.glob("*.safetensors")), folder / "progress"
     if damage == "flip":
@@ -150,10 +161,9 @@ def test_after_kill_9_a_state_that_is_not_whole_is_made_again(store, policy, mad
         note.write_text(note.read_text().replace('"minibatch": 1', '"minibatch": 0'))
     elif damage == "gone":
         state.unlink()
-    steps.count = 0
-    resumed = trained(store, policy, made, chosen, into="killed")
+    resumed = trained(store, store.open(policy), made, config(**TEN_STEPS), into="killed")
     assert steps.count == (5 if damage is None else 10)
-    assert_equal(store, whole, resumed)
+    assert_equal(store, store.open("whole/policy@1"), resumed)
 
 
 def _resealed(note, **changes) -> None:
