@@ -33,8 +33,7 @@ class Algorithm:
     name: str
     advantage: str | Callable[..., Any]
     """(rewards [B], groups [B]) -> advantages [B]; where it names them, with `lengths` [B] in
-    tokens, `baselines` [B], the rewards of the greedy answers to the same prompts, and `parts` and
-    `part_weights` [B, P] of the rewards"""
+    tokens, and `parts` and `part_weights` [B, P] of the rewards"""
     surrogate: str | Callable[..., Any]
     """(Tokens, **options) -> loss [N], at_bound [N] bool"""
     aggregation: str | Callable[..., Any]
@@ -49,9 +48,6 @@ class Algorithm:
     selection: str | Callable[..., Any] | None = None
     """(Tokens of the whole step, generator, **options) -> selected [N] bool, which the surrogate
     finds in its Tokens. It costs a pass more before each step."""
-    baseline: bool = False
-    """`advantage` needs `baselines`: greedy answers to the same prompts, generated and scored
-    beside the rollouts, and never trained on."""
     to_go: bool = False
     """`advantage` is of tokens, without a critic: (rewards [N], offsets [B+1], *, gamma) ->
     advantages [N], which are then whitened over the batch."""
@@ -281,16 +277,6 @@ ALGORITHMS = {
             "a baseline for each token, weighted by what the tokens up to it weigh in the gradient",
             zero_is_idle=False,
             collisions=True,
-        ),
-        Algorithm(
-            "remax",
-            "over_baseline",
-            "reinforce",
-            "token_mean",
-            {},
-            "https://arxiv.org/abs/2310.10505",
-            "reward minus that of the greedy answer; one rollout a prompt is enough",
-            baseline=True,
         ),
         Algorithm(
             "ppo",

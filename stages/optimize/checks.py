@@ -123,40 +123,6 @@ def _in_order(
     return pa.chunked_array(chunks, column.type)
 
 
-def baselines(version: Sampled) -> pa.Array:
-    """[B] for each rollout the reward of the greedy answer to its prompt; null where that was not
-    scored, or the engine gave up. LineageError unless these are greedy, one of each prompt."""
-    greedy = Sampled(
-        {
-            "rollouts": version.inputs["baseline"],
-            "rewards": version.inputs["baseline_rewards"],
-        }
-    )
-    table = greedy.table
-    groups = table["group_id"].combine_chunks()
-    places = pc.index_in(version.table["group_id"], value_set=groups)
-    prompts = version.table["prompt_ids"]
-    problem = None
-    if (warm := pc.max(table["temperature"]).as_py()) != 0:
-        problem = f"sampled at temperature {warm:g}, expected 0: a baseline is the greedy answer"
-    elif len(groups.unique()) != len(groups):
-        problem = "several answers to one prompt, expected one"
-    elif places.null_count:
-        problem = f"no answer to the prompts of {places.null_count} rollouts"
-    elif not _in_order(table["prompt_ids"], places, prompts).equals(prompts):
-        problem = "other prompt_ids under the same group_id"
-    if problem:
-        raise LineageError(
-            str(greedy.rollouts.ref),
-            problem,
-            next=f"generate with temperature 0 and one sample from the prompts of "
-            f"{version.rollouts.ref}",
-        )
-    is_answer = pc.not_equal(table["finish_reason"], "abort")
-    rewards = pc.if_else(is_answer, greedy.column("rewards", "reward"), None)
-    return rewards.take(places).combine_chunks()
-
-
 def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
     """Refuse rollouts of a policy that is too old or foreign, proximal logprobs of another policy
     than `prox_of` says, biased sampling without leave or without proximal logprobs.

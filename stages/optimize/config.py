@@ -37,7 +37,7 @@ Advantage = Literal[
     "batch_normalized_baseline",
     "length_weighted",
 ]
-"""Those of rollouts that need no greedy answers."""
+"""Those of rollouts."""
 TIGHT_CLIP = 0.05
 """Clip bounds below this are met by the engine's noise alone, in place of the policy's change."""
 _DecayRate = Annotated[float, Field(ge=0, lt=1)]
@@ -100,12 +100,12 @@ class Config(base.Config):
     algorithm: Annotated[str, AfterValidator(effects.check_name)] = "grpo"
     """grpo, bnpo, dapo, dr_grpo, gdpo, pass_at_k, rloo, gspo, cispo, sapo, reinforce_pp,
     reinforce_pp_baseline, reinforce_pp_to_go, dppo, dppo_kl, gmpo, luspo, clip_cov, kl_cov, opo,
-    otb, remax, ppo, or `module:NAME` of an `Algorithm` of your own."""
+    otb, ppo, or `module:NAME` of an `Algorithm` of your own."""
     advantage: Added[Advantage | None] = None
     """What a rollout is worth against the others, in place of the algorithm's own: a function of
     `advantages.py` or `estimators.py`. TRL's `scale_rewards` "group", "batch" and "none" are
     group_normalized, batch_scaled and group_centered; its "normalize_then_sum" is part_normalized.
-    Not for ppo, otb, reinforce_pp_to_go and remax. None: the algorithm's."""
+    Not for ppo, otb and reinforce_pp_to_go. None: the algorithm's."""
     advantage_epsilon: Added[float | None] = Field(default=None, gt=0)
     """Added to the standard deviation that an advantage is divided by, in its unit. None: the
     advantage's own, 1e-4 of a group, 1e-8 of the batch and of pass_at_k; of batch_scaled 1e-4."""
@@ -431,10 +431,10 @@ class Config(base.Config):
     def _check_row(self, row: algorithms.Algorithm) -> None:
         """ValueError for a field that has no effect on `row`."""
         effects.check_effect(row, self._defaults_of_changed())
-        if self.advantage and (row.of_tokens or row.baseline):
-            needs = "greedy answers" if row.baseline else "advantages of tokens"
+        if self.advantage and row.of_tokens:
             raise ValueError(
-                f"advantage would leave algorithm {row.name!r} without its {needs}: leave it out"
+                f"advantage would leave algorithm {row.name!r} without its advantages of tokens: "
+                "leave it out"
             )
         self._check_credit(row)
         advantage = self.turn_advantage or self.advantage or row.advantage
@@ -464,7 +464,7 @@ class Config(base.Config):
         token_form = {**row.defaults, **self.surrogate_options()}.get("token_form")
         if row.critic:
             problem = f"algorithm {row.name!r} has advantages of tokens: take credit = 'gae'"
-        elif (row.of_tokens and not row.of_turns) or row.baseline:
+        elif row.of_tokens and not row.of_turns:
             problem = f"algorithm {row.name!r} has a baseline of its own: take grpo or rloo"
         elif row.surrogate == "geometric_clipped" or (
             row.surrogate == "sequence_clipped" and not token_form

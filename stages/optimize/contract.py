@@ -19,7 +19,7 @@ from typing import Any
 
 from quiver.schemas.errors import ConfigError
 
-ADVANTAGE_COLUMNS = ("lengths", "baselines", "parts", "part_weights")
+ADVANTAGE_COLUMNS = ("lengths", "parts", "part_weights")
 """What an advantage of rollouts is given besides, where it names it."""
 _COLUMNS = {"advantage": ADVANTAGE_COLUMNS, "aggregation": ("groups",)}
 GROUP_ADVANTAGES = {

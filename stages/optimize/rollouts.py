@@ -5,8 +5,8 @@ Joins go by `rollout_id`; what has no partner, or belongs to other rollouts, is 
 versions of rollouts each is checked and joined by itself, each row keeps its own old logprobs and
 temperature, and groups never mix: the same prompt in two versions is two groups, because other
 policies answered it. The reasons, in this order: `abort` (the engine gave up), `not_scored` (null
-reward), `small_group` (fewer than two scored; with greedy answers for a baseline `no_baseline`: not
-scored), `zero_variance`, `length` (masked), `empty` (no token).
+reward), `small_group` (fewer than two scored), `zero_variance`, `length` (masked), `empty` (no
+token).
 
     loaded = load(config, algorithm, store, {"policy": …, "rollouts": …, "rewards": …})
     loaded.batch; loaded.reasons; loaded.summary["dropped"]
@@ -42,7 +42,7 @@ from . import reward_scaling
 from .advantages import group_centered, zero_variance
 from .algorithms import Algorithm, find_function
 from .batch import Batch
-from .checks import Sampled, baselines, biases, check_lineage, require_own_ids
+from .checks import Sampled, biases, check_lineage, require_own_ids
 from .config import Config
 from .contract import ADVANTAGE_COLUMNS
 from .credit import turn_rewards, with_turns
@@ -86,8 +86,6 @@ class _Joined:
     """[B] float32; NaN: not scored, or the engine gave up."""
     groups: Tensor
     """[B] int64, numbered in order of first appearance, those of each version apart."""
-    baselines: Tensor | None
-    """[B] float32: rewards of the greedy answers to the same prompts, where they are given."""
     turns: Turns | None
     """Where some rollouts have several, or turns have rewards."""
     pictures: Pictures | None
@@ -196,17 +194,11 @@ def _join(config: Config, store: Store, versions: list[Sampled]) -> _Joined:
         tables.append(table)
     table = pa.concat_tables(tables, promote_options="default")  # /1 and /2: null where it is not
     rewards = torch.where(_ended_by(table, "abort"), torch.nan, rewards)
-    baseline_rewards = [
-        torch.from_numpy(np.array(baselines(version), dtype=np.float32))
-        for version in versions
-        if "baseline" in version.inputs
-    ]
     return _Joined(
         versions,
         table,
         rewards,
         torch.cat(groups),
-        torch.cat(baseline_rewards) if baseline_rewards else None,
         Turns.of_table(table, _lengths(table)),
         join_pictures([_pictures(store, version) for version in versions]),
         Ragged.from_arrow(table["turn_rewards"]) if config.credit != "rollout" else None,
@@ -257,27 +249,18 @@ def _advantages_of(
             token_kl = log_ratio(old.values, Ragged.from_arrow(joined.table["ref"]).values)
             rewards = rewards - config.kl_coef * old.with_values(token_kl).segment_sum()
         function = find_function("advantages", algorithm.advantage)
-        columns = {
-            "lengths": _lengths(joined.table),
-            "baselines": joined.baselines,
-        }
+        columns = {"lengths": _lengths(joined.table)}
         parameters = inspect.signature(function).parameters
         if {"parts", "part_weights"} & set(parameters):
             columns |= _parts(config, joined.versions)
         columns = {name: columns[name] for name in ADVANTAGE_COLUMNS if name in parameters}
-        if any(column is None for column in columns.values()):
-            raise ConfigError(
-                f"optimize.algorithm {config.algorithm}",
-                "needs greedy answers to the same prompts and their rewards, and none are given",
-                next="name baseline_rollouts and baseline_rewards",
-            )
         advantages = function(rewards, joined.groups, **columns, **config.advantage_options())
     if algorithm.collisions:
         advantages = group_centered(rewards, joined.groups)  # for who has one; they come later
     if not bool(advantages.isnan().all()):
         return rewards, advantages
     num_scored = int((~joined.rewards.isnan()).sum())
-    if joined.baselines is None and num_scored >= 2 and int(joined.groups.bincount().max()) < 2:
+    if num_scored >= 2 and int(joined.groups.bincount().max()) < 2:
         raise ConfigError(
             f"optimize.algorithm {config.algorithm}",
             "needs two rollouts of a prompt at least, found one of each of "
@@ -302,8 +285,7 @@ def _advantages_of(
     raise NumericError(
         ", ".join(names),
         f"{num_scored} of {len(rewards)} rollouts are scored, no advantage can be computed of "
-        "them; a group algorithm needs two of a prompt, a baseline its own reward; ended: "
-        f"{in_words or 'none'}",
+        f"them; a group algorithm needs two of a prompt; ended: {in_words or 'none'}",
         next=way_to_end(joined.versions[0].rollouts.manifest, longest)
         if are_cut
         else f"quiver show {names[0]}",
@@ -362,7 +344,7 @@ def _drop_reasons(
     holds = {
         "abort": _ended_by(joined.table, "abort"),
         "not_scored": shaped_rewards.isnan(),
-        "no_baseline" if joined.baselines is not None else "small_group": advantages.isnan(),
+        "small_group": advantages.isnan(),
         "zero_variance": is_equal & bool(config.drop_zero_variance),
         "length": _ended_by(joined.table, "length") & (config.on_length == "mask"),
         "empty": _lengths(joined.table) == 0,

@@ -114,10 +114,6 @@ def trace(algorithm: str, **options: Any) -> dict[str, Any]:
             met = MET.get(algorithm, {})
             config = Config(algorithm=algorithm, **{**OPTIONS, **met, **options})
             refs = {"policy": policy.ref, "rollouts": sampled.ref, "rewards": rewards.ref}
-            if ALGORITHMS[algorithm].baseline:
-                greedy = world.write_greedy(store, sampled, policy, world.even_share)
-                refs["baseline_rollouts"] = greedy["baseline"].ref
-                refs["baseline_rewards"] = greedy["baseline_rewards"].ref
             ref = run_stage("optimize", config, store, in_process=True, **refs)
             metrics = store.open(ref).manifest.metrics
             steps = store.open(metrics["updates"]).table().to_pylist()

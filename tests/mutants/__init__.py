@@ -100,7 +100,6 @@ TARGETS = (
         "stages/optimize/rollouts.py",
         (
             f"{OPTIMIZE}/test_parts.py",
-            f"{OPTIMIZE}/test_baseline.py",
             f"{OPTIMIZE}/test_replay.py",
             f"{OPTIMIZE}/test_optimize_stage.py",
             f"{OPTIMIZE}/test_bad_input.py",

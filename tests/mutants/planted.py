@@ -129,13 +129,6 @@ PLANTED = (
         (f"{OPTIMIZE}/test_credit_of_turns.py::test_a_turn_without_a_reward_earned_nothing",),
     ),
     Planted(
-        "baseline_by_position",
-        "stages/optimize/checks.py",
-        'rewards = pc.if_else(is_answer, greedy.column("rewards", "reward"), None)',
-        'rewards = pc.if_else(is_answer, greedy.inputs["rewards"].table()["reward"], None)',
-        (f"{OPTIMIZE}/test_baseline.py::test_rewards_of_greedy_answers_are_joined_by_id",),
-    ),
-    Planted(
         "entropy_target_of_kl",
         "stages/optimize/trainer.py",
         'self.last_entropy = update["entropy"]',

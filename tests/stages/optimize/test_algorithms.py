@@ -429,7 +429,6 @@ def test_an_advantage_that_is_not_chosen_is_in_no_key():
     "given, said",
     [
         ({"algorithm": "ppo", "advantage": "group_centered"}, "without its advantages of tokens"),
-        ({"algorithm": "remax", "advantage": "group_centered"}, "without its greedy answers"),
         (
             {"algorithm": "rloo", "advantage_epsilon": 0.1},
             "advantage_epsilon would have no effect: the advantage is 'leave_one_out'",

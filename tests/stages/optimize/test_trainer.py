@@ -94,7 +94,6 @@ def _trainer(
             "part_weights": torch.ones(len(rows), 1),
         },
         "pass_at_k": {"k": 2},
-        "over_baseline": {"baselines": torch.tensor([r["group"] / 10 for r in rows])},
     }.get(row.advantage, {})
     weights = find_function("advantages", row.advantage)(
         torch.tensor([r["reward"] for r in rows]), torch.tensor(groups), **columns
@@ -172,7 +171,6 @@ def _expected(
             "pass_at_k": _of_pairs(row["reward"], peers),
             "rloo": row["reward"] - (sum(peers) - row["reward"]) / (len(peers) - 1),
             "opo": row["reward"] - weighted,
-            "remax": row["reward"] - (row["group"] / 10 if algorithm == "remax" else 0),
             "reinforce_pp": (row["reward"] - fmean(everyone)) / (stdev(everyone) + 1e-8),
             "reinforce_pp_baseline": (row["reward"] - mean) / (stdev(centered) + 1e-8),
         }.get(algorithm, (row["reward"] - mean) / (std + 1e-4))
@@ -199,7 +197,7 @@ def _expected(
             cost = -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
             if algorithm == "cispo":
                 cost = -min(ratio.item(), 5.0) * advantage * now
-            if algorithm in ("opo", "remax"):
+            if algorithm == "opo":
                 cost = -advantage * now
             if algorithm == "gmpo":
                 sign = 1 if advantage > 0 else -1
