@@ -45,9 +45,6 @@ class Algorithm:
     zero_is_idle: bool = True
     """A token of advantage 0 has no gradient, so rollouts with advantage 0 need no pass (they still
     count in the denominators)."""
-    selection: str | Callable[..., Any] | None = None
-    """(Tokens of the whole step, generator, **options) -> selected [N] bool, which the surrogate
-    finds in its Tokens. It costs a pass more before each step."""
     to_go: bool = False
     """`advantage` is of tokens, without a critic: (rewards [N], offsets [B+1], *, gamma) ->
     advantages [N], which are then whitened over the batch."""
@@ -231,34 +228,6 @@ ALGORITHMS = {
             "as gspo, but a completion weighs by its length",
         ),
         Algorithm(
-            "clip_cov",
-            "group_normalized",
-            "covariance_clipped",
-            "token_mean",
-            {
-                "clip_low": 1.0,
-                "clip_high": 1.0,
-                "cov_share": 2e-4,
-                "cov_low": 1.0,
-                "cov_high": 5.0,
-            },
-            "https://arxiv.org/abs/2505.22617",
-            "a few tokens that would take entropy away are left out, by chance",
-            zero_is_idle=False,
-            selection="covariance_within",
-        ),
-        Algorithm(
-            "kl_cov",
-            "group_normalized",
-            "covariance_penalised",
-            "token_mean",
-            {"cov_share": 2e-3, "cov_kl_coef": 1.0},
-            "https://arxiv.org/abs/2505.22617",
-            "tokens that take most entropy away are held where they were",
-            zero_is_idle=False,
-            selection="covariance_highest",
-        ),
-        Algorithm(
             "opo",
             "length_weighted",
             "reinforce",
@@ -306,13 +275,9 @@ OPTIONS = {
         "drift_coef",
     ),
     "geometric_clipped": ("clip_low", "clip_high"),
-    "covariance_clipped": ("clip_low", "clip_high"),
-    "covariance_within": ("cov_share", "cov_low", "cov_high"),
-    "covariance_penalised": ("cov_kl_coef",),
-    "covariance_highest": ("cov_share",),
     "reinforce": (),
 }
-"""What each surrogate and selection takes, so that a recipe is checked without loading torch."""
+"""What each surrogate takes, so that a recipe is checked without loading torch."""
 _MORE = {"advantages": "estimators", "losses": "surrogates"}
 """Where the functions lie that are not in the first."""
 
@@ -324,7 +289,7 @@ def resolve(name: str) -> Algorithm:
         return ALGORITHMS[name]
     row, _ = plugins.load(name, "optimize.algorithm", Algorithm)
     functions = {}
-    for role in ("advantage", "surrogate", "aggregation", "selection"):
+    for role in ("advantage", "surrogate", "aggregation"):
         function = getattr(row, role)
         if callable(function):
             kind = role

@@ -99,8 +99,8 @@ class Config(base.Config):
 
     algorithm: Annotated[str, AfterValidator(effects.check_name)] = "grpo"
     """grpo, bnpo, dapo, dr_grpo, gdpo, pass_at_k, rloo, gspo, cispo, sapo, reinforce_pp,
-    reinforce_pp_baseline, reinforce_pp_to_go, dppo, dppo_kl, gmpo, luspo, clip_cov, kl_cov, opo,
-    otb, ppo, or `module:NAME` of an `Algorithm` of your own."""
+    reinforce_pp_baseline, reinforce_pp_to_go, dppo, dppo_kl, gmpo, luspo, opo, otb, ppo, or
+    `module:NAME` of an `Algorithm` of your own."""
     advantage: Added[Advantage | None] = None
     """What a rollout is worth against the others, in place of the algorithm's own: a function of
     `advantages.py` or `estimators.py`. TRL's `scale_rewards` "group", "batch" and "none" are
@@ -158,15 +158,6 @@ class Config(base.Config):
     """dppo, dppo_kl: largest weight of a token. None: off."""
     drift_coef: Added[float | None] = Field(default=None, ge=0)
     """dppo, dppo_kl: weight of (log r)² of every token; prime-rl takes 0.001. None: off."""
-    cov_share: Added[float | None] = Field(default=None, ge=0, le=1)
-    """clip_cov, kl_cov: share of the step's tokens that are selected. None: the algorithm's."""
-    cov_low: Added[float | None] = None
-    """clip_cov: lower bound of the covariance of a token that may be selected. None: the
-    algorithm's."""
-    cov_high: Added[float | None] = None
-    """clip_cov: upper bound of the same. None: the algorithm's."""
-    cov_kl_coef: Added[float | None] = Field(default=None, ge=0)
-    """kl_cov: weight of |log r| of a selected token. None: the algorithm's."""
     options: dict[str, Any] = Field(default_factory=dict)
     """More options for the surrogate of your own algorithm, by name."""
     aggregation: (

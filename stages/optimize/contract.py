@@ -54,11 +54,9 @@ _ROLES = {
     "of_turns": ("(rewards, offsets, groups)", 3, {}, ("advantages",)),
     "surrogate": ("(tokens, **options)", 1, {}, ("loss", "clipped")),
     "aggregation": ("(lengths, max_completion_tokens)", 2, {}, ("weights",)),
-    "selection": ("(tokens, generator, **options)", 2, {}, ("selected",)),
 }
 """By role: what a function takes, as text, as the number of its arguments and as its options; and
-the tensors that it answers, [B], [T] or [N]; `clipped` and `selected` are bool and the others
-float."""
+the tensors that it answers, [B], [T] or [N]; `clipped` is bool and the others float."""
 
 
 def checked(name: str, role: str, function: Callable) -> Callable:
@@ -67,7 +65,7 @@ def checked(name: str, role: str, function: Callable) -> Callable:
     form, num_arguments, options, contents = _ROLES[role]
     signature = inspect.signature(function)
     # which options these take is checked with those that the config gives them
-    bind = signature.bind_partial if role in ("surrogate", "selection") else signature.bind
+    bind = signature.bind_partial if role == "surrogate" else signature.bind
     if role in _COLUMNS:
         options = {name: 0 for name in _COLUMNS[role] if name in signature.parameters}
     try:
@@ -89,10 +87,9 @@ def checked(name: str, role: str, function: Callable) -> Callable:
         if role == "aggregation":
             shape = [int(first.sum())]
         else:
-            of_tokens = role in ("surrogate", "selection")
-            shape = list((first.logprobs if of_tokens else first).shape)
+            shape = list((first.logprobs if role == "surrogate" else first).shape)
         for content, tensor in zip(contents, tensors, strict=True):
-            kind = "bool" if content in ("clipped", "selected") else "float"
+            kind = "bool" if content == "clipped" else "float"
             fits = isinstance(tensor, torch.Tensor) and list(tensor.shape) == shape
             if not (fits and kind in str(tensor.dtype)):
                 raise _wrong(

@@ -64,9 +64,9 @@ def source_hash(name: str) -> str:
 
 
 def check_options(row: Algorithm, options: Iterable[str]) -> None:
-    """ValueError for an option that neither surrogate nor selection of `row`, one of the table,
-    takes. The options of a user's own algorithm are checked when its surrogate is loaded."""
-    accepted = OPTIONS[row.surrogate] + OPTIONS.get(row.selection, ())
+    """ValueError for an option that the surrogate of `row`, one of the table, does not take. The
+    options of a user's own algorithm are checked when its surrogate is loaded."""
+    accepted = OPTIONS[row.surrogate]
     unknown = sorted(set(options) - set(accepted))
     if unknown:
         raise ValueError(

@@ -134,7 +134,7 @@ def first_clip_fraction(trainer: Trainer) -> float | None:
     """
     batch = trainer.batch
     from_start = trainer.config.prox_of == "start" and batch.prox_logprobs is not None
-    if not trainer.updates or trainer.objective.selection or (batch.has_stale and not from_start):
+    if not trainer.updates or (batch.has_stale and not from_start):
         return None
     share = trainer.updates[0]["clip_fraction"]
     if share > 0:

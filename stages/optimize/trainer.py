@@ -238,14 +238,10 @@ class Trainer(SavedState):
         """The rollouts of each mini-batch of the epoch that begins with `step`: groups shuffled by
         seed and step, each group whole."""
         num_groups = max(self.batch.groups, default=-1) + 1
-        order = torch.randperm(num_groups, generator=self._chance(step)).tolist()
+        chance = torch.Generator().manual_seed((self.config.seed * 1_000_003 + step) % 2**63)
+        order = torch.randperm(num_groups, generator=chance).tolist()
         shuffled = [order[group] for group in self.batch.groups]
         return minibatches(shuffled, self.config.minibatches)
-
-    def _chance(self, step: int) -> torch.Generator:
-        """The same numbers wherever this step is taken."""
-        seed = (self.config.seed * 1_000_003 + step) % 2**63
-        return torch.Generator().manual_seed(seed)
 
     def free(self) -> None:
         """Give back the memory of model, critic and moments, of which nothing is needed any more;
@@ -369,8 +365,7 @@ class Trainer(SavedState):
         return layout, positions, part, step.at(positions, device)
 
     def _step(self, members: list[int], active: list[int]) -> Step:
-        """What tokens are in the step. Where they are compared with one another, all of them are
-        scored first."""
+        """What tokens are in the step. Where a share of them learns, all are scored first."""
         weights = self.objective.weights(self.batch, members)
         coef = entropy.bonus(self.config, self.entropy_coef, self.last_entropy)
         step = Step(
@@ -380,18 +375,13 @@ class Trainer(SavedState):
             nll_weights=imitation.weights(self.config, self.batch, members),
         )
         share = self.config.entropy_share
-        if self.objective.selection is None and share == 1:
+        if share == 1:
             return step
-        logprobs, _, entropies = self._score_and_judge(active, self.batch.sequences)
-        selected = learns = None
-        if self.objective.selection:
-            chance = self._chance(self.step)
-            selected = self.objective.select(self.batch, logprobs, active, chance)
-        if share < 1:
-            positions = self.batch.positions(active)
-            learns = torch.zeros(len(entropies), dtype=torch.bool)
-            learns[positions] = entropy.uncertain(entropies[positions], share)
-        return replace(step, selected=selected, learns=learns)
+        entropies = self._score_and_judge(active, self.batch.sequences)[2]
+        positions = self.batch.positions(active)
+        learns = torch.zeros(len(entropies), dtype=torch.bool)
+        learns[positions] = entropy.uncertain(entropies[positions], share)
+        return replace(step, learns=learns)
 
     def _sum_gradients(self) -> None:
         """Sum the step's gradient over ranks, in float32 whatever the weights are. A weight has a

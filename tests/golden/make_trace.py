@@ -42,8 +42,6 @@ METRICS = ("reward_mean", "reward_std", "rollouts", "kept", "zero_advantage", "d
 MET = {
     "dppo": {"divergence_low": 1e-3, "divergence_high": 1e-3},
     "dppo_kl": {"divergence_low": 1e-4, "divergence_high": 1e-4},
-    "clip_cov": {"cov_share": 0.1, "cov_low": 0.0},
-    "kl_cov": {"cov_share": 0.1},
     "pass_at_k": {"pass_k": 2},
 }
 """Bounds that are met where the tiny policy's probabilities, of 1/300, meet none of the default's;

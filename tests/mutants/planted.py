@@ -42,16 +42,6 @@ PLANTED = (
         ),
     ),
     Planted(
-        "covariance_uncentred",
-        "stages/optimize/surrogates.py",
-        "return (logprobs - logprobs.mean()) * (advantages - advantages.mean())",
-        "return (logprobs - logprobs.mean()) * advantages",
-        (
-            f"{OPTIMIZE}/test_peer_losses.py::"
-            "test_a_covariance_is_of_both_distances_from_their_means",
-        ),
-    ),
-    Planted(
         "collision_stays",
         "stages/optimize/trainer.py",
         "self.policy.collision = False",

@@ -29,11 +29,6 @@ def test_every_row_names_what_exists_and_says_what_it_is(row):
     surrogate = find_function("losses", row.surrogate)
     tokens = losses.Tokens(*[torch.zeros(3)] * 3, torch.tensor([0, 3]))
     options = {name: value for name, value in row.defaults.items() if name != "drop_zero_variance"}
-    if row.selection:
-        names = algorithms.OPTIONS[row.selection]
-        chosen = {name: options.pop(name) for name in names}
-        selected = find_function("losses", row.selection)(tokens, torch.Generator(), **chosen)
-        tokens = tokens._replace(selected=selected)
     loss, clipped = surrogate(tokens, **options)
     assert loss.shape == clipped.shape == (3,)
     assert row.reference.startswith("https://") and row.description
@@ -65,7 +60,6 @@ def test_rows(name, advantage, aggregation, low, high):
         ("sapo", "sapo", "sequence_mean", {"tau_positive": 1.0, "tau_negative": 1.05}),
         ("gmpo", "geometric_clipped", "sequence_mean", {"clip_low": 0.4, "clip_high": 0.4}),
         ("luspo", "sequence_clipped", "sequence_sum", {"clip_low": 2e-3, "clip_high": 2.5e-3}),
-        ("kl_cov", "covariance_penalised", "token_mean", {"cov_share": 2e-3, "cov_kl_coef": 1.0}),
     ],
 )
 def test_rows_with_a_surrogate_of_their_own(name, surrogate, aggregation, defaults):

@@ -148,8 +148,6 @@ def _expected(
         "luspo": (2e-3, 2.5e-3),
         "dppo": (math.inf, math.inf),  # no probability of the tiny policy can move by 0.15
         "dppo_kl": (math.inf, math.inf),
-        "clip_cov": (1.0, 1.0),  # of so few tokens none is selected
-        "kl_cov": (math.inf, math.inf),
     }.get(algorithm, (0.2, 0.2))
     everyone = [r["reward"] for r in rows]
     centered = [
