@@ -261,7 +261,7 @@ class Config(base.Config):
     save_dtype: Added[Literal["float32", "bfloat16"]] = "float32"
     """What the policy's weights are on disk. bfloat16: half the bytes for every reader, rounded to
     nearest; the float32 weights, with which the next iteration goes on, are in the optimizer's
-    state. With a precision of bf16_master or bf16_stochastic they are bfloat16 in any case."""
+    state. With precision bf16_stochastic they are bfloat16 in any case."""
     load_optimizer: bool = True
     """Take up the moments that the starting checkpoint holds, if any."""
     drop_zero_variance: bool | None = None
@@ -291,14 +291,10 @@ class Config(base.Config):
     seed: int = Field(default=0, ge=0)
     """Decides which groups go into which mini-batch, what new adapters start from, and how
     bf16_stochastic rounds."""
-    precision: Literal["auto", "fp32", "fp32_fast", "bf16", "bf16_master", "bf16_stochastic"] = (
-        "auto"
-    )
+    precision: Literal["auto", "fp32", "bf16", "bf16_stochastic"] = "auto"
     """Of passes and weights; AdamW's moments are float32 always. auto: bf16 on a GPU, fp32 on a
-    CPU. fp32_fast: products as fast as float32 can have them here (TF32 on a GPU; oneDNN on a CPU,
-    whose factors may be bfloat16). bf16: autocast, weights in float32. bf16_master: weights in
-    bfloat16, with float32 ones in the optimizer's state. bf16_stochastic: weights in bfloat16
-    alone, rounded by chance after each step."""
+    CPU. bf16: autocast, weights in float32. bf16_stochastic: weights in bfloat16 alone, rounded by
+    chance after each step."""
     packing: Runtime[Literal["shared", "packed", "single"]] = "shared"
     """Most that is packed together: prompts shared by a group, whole rollouts, or nothing. A
     simpler one is taken when it must be."""
@@ -343,25 +339,20 @@ class Config(base.Config):
             raise ValueError(
                 "adapters are of the language model alone: leave train_vision out, or lora"
             )
-        if self.precision.startswith("bf16_") and (self.lora or self.critic == "model"):
+        is_narrow = self.precision == "bf16_stochastic"
+        if is_narrow and (self.lora or self.critic == "model"):
             conflicting = "lora" if self.lora else "critic = 'model'"
             raise ValueError(
                 f"precision {self.precision!r} does not go with {conflicting}: take 'bf16', or "
                 f"leave {conflicting} out"
             )
-        if self.precision == "bf16_master" and not (self.save_optimizer and self.load_optimizer):
-            raise ValueError(
-                "precision 'bf16_master' keeps its float32 weights in the optimizer's state, so "
-                "save_optimizer and load_optimizer must be true: set them, or take "
-                "'bf16_stochastic'"
-            )
-        saves_rounded = self.save_dtype == "bfloat16" and self.precision != "bf16_stochastic"
+        saves_rounded = self.save_dtype == "bfloat16" and not is_narrow
         if saves_rounded and not (self.lora or self.save_optimizer):
             raise ValueError(
                 "save_dtype 'bfloat16' keeps the float32 weights in the optimizer's state, so "
                 "save_optimizer must be true: set it, or take 'float32'"
             )
-        if saves_rounded and self.precision != "bf16_master" and self.needs_prox:
+        if saves_rounded and self.needs_prox:
             raise ValueError(
                 "save_dtype 'bfloat16' does not go with bounds this tight, or with prox_of = "
                 "'start', since rounding the saved weights moves a ratio further: take 'float32'"
@@ -371,7 +362,7 @@ class Config(base.Config):
                 "save_dtype is of merged weights, and lora.save = 'adapter' saves none: leave one "
                 "out"
             )
-        if self.shard and self.precision.startswith("bf16_"):
+        if self.shard and is_narrow:
             raise ValueError(
                 f"precision {self.precision!r} does not go with shard: take 'bf16', whose weights "
                 "are float32 and sharded"

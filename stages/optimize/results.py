@@ -19,7 +19,7 @@ from quiver.stages.common.models.loading import restore_dropout
 from quiver.stages.common.store import Version, storage
 from quiver.stages.common.store.writer import Writer
 
-from . import adapters, bf16, optimizer, state_folder, value_head
+from . import adapters, optimizer, state_folder, value_head
 from .losses import log_ratio
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def save(parent: Version, trainer: Trainer, writer: Writer | None) -> None:
             adapters.save(model, writer.folder)
         if config.lora and not is_adapter_alone:
             adapters.merge(model)
-        if config.save_dtype == "bfloat16" and trainer.precision not in bf16.PRECISIONS:
+        if config.save_dtype == "bfloat16" and trainer.precision != "bf16_stochastic":
             masters = narrow(model)
             if not config.lora:
                 state |= optimizer.masters(model, masters)

@@ -1,9 +1,9 @@
 """The optimizer's loop: epochs of mini-batches (a step each) of micro-batches (a pass each).
 
 Every token's weight is made for the whole step at once, so neither micro-batches nor ranks change
-loss or gradient. Weights stay in float32, unless the precision is one of bf16.py. A step whose loss
-or gradient is not finite is left out on every rank; three in a row stop the stage. Before the first
-update the logprobs are audited against the engine's. Nothing here knows of the store.
+loss or gradient. Weights stay in float32, or are as bf16.py has them. A step whose loss or gradient
+is not finite is left out on every rank; three in a row stop the stage. Before the first update the
+logprobs are audited against the engine's. Nothing here knows of the store.
 
     trainer = Trainer(config, model, batch, algorithm, make_accelerator(config))
     trainer.prepare()              # a critic's values, the audit
@@ -31,7 +31,7 @@ from quiver.stages.common.forward.policy import Policy, score_and_judge, token_b
 from quiver.stages.common.forward.precision import narrow, resolve
 from quiver.stages.common.forward.verify import choose_kernel, choose_mode
 
-from . import bf16, critic, entropy, imitation, kl_control
+from . import critic, entropy, imitation, kl_control
 from .adapters import narrow_frozen
 from .algorithms import Algorithm, find_function
 from .audit import audit
@@ -131,7 +131,6 @@ class Trainer(SavedState):
         self.policy = self.make_policy(
             self.model,
             autocast=self.precision == "bf16",
-            fast=self.precision == "fp32_fast",
             value_head=value_head,
             value_trunk=value_trunk,
         )
@@ -144,7 +143,8 @@ class Trainer(SavedState):
             self.mode = choose_mode(
                 self.policy, sequences, self.batch.prompt_numbers, config.packing
             )
-        masters = narrow(self.model) if self.precision in bf16.PRECISIONS else None
+        if self.precision == "bf16_stochastic":
+            narrow(self.model)
         if config.lora and self.precision == "bf16":
             narrow_frozen(self.model)
         self.policy.entropy_gradient = self.objective.has_bonus
@@ -154,9 +154,7 @@ class Trainer(SavedState):
         if self.active:
             longest = self._microbatches(self.active, sequences)[0]
             self.kernel = choose_kernel(self.policy, longest, sequences)
-        self.optimizer = make_optimizer(
-            config, self.model, self.critic, wide=masters, step=self.step
-        )
+        self.optimizer = make_optimizer(config, self.model, self.critic, step=self.step)
         modules = [self.policy] if value_trunk is None else [self.model, self.critic]
         self.clip_groups = [
             [p for p in module.parameters() if p.requires_grad] for module in modules
