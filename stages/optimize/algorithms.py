@@ -17,7 +17,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common import plugins
@@ -44,26 +44,22 @@ class Algorithm:
     description: str = ""
     zero_is_idle: bool = True
     """A token of advantage 0 has no gradient, so rollouts with advantage 0 need no pass (they still
-    count in the denominators)."""
-    to_go: bool = False
-    """`advantage` is of tokens, without a critic: (rewards [N], offsets [B+1], *, gamma) ->
-    advantages [N], which are then whitened over the batch."""
-    collisions: bool = False
-    """`advantage` is of tokens, from a pass before the first step: (rewards [N], offsets [B+1],
-    groups [B], logprobs [N], collisions [N]) -> advantages [N]; collisions are Σ p² over the
-    vocabulary."""
-    of_turns: bool = False
-    """`advantage` is of turns, for `optimize.credit = "turn"`: (rewards [T], offsets [B+1], groups
-    [B]) -> advantages [T]."""
-    critic: bool = False
-    """A value head learns beside the policy, and `advantage` is of tokens: (rewards [N], values
-    [N], offsets [B+1], *, gamma, gae_lambda, last_values [B] or None) -> advantages [N], returns
-    [N]."""
+    count in the denominators). False: your surrogate has a term beside the advantage."""
+    advantage_of: Literal["rollouts", "turns", "tokens"] = "rollouts"
+    """What has an advantage of its own. turns, for `optimize.credit = "turn"`: `advantage` is
+    (rewards [T], offsets [B+1], groups [B]) -> advantages [T]. tokens: (rewards [N], offsets [B+1])
+    -> advantages [N], with what it names of `groups` [B], `gamma` and `gae_lambda`, and with the
+    `columns`; they are then whitened over the batch, unless it compares groups."""
+    columns: tuple[str, ...] = ()
+    """What one pass before the first step gives `advantage`, of tokens, by name: `logprobs` [N];
+    `collisions` [N], Σ p² over the vocabulary; `values` [N], of a value head that learns beside the
+    policy, and then the answer is advantages [N] and returns [N]; `last_values` [B], of the states
+    after the last tokens."""
 
     @property
-    def of_tokens(self) -> bool:
-        """Each token has an advantage of its own."""
-        return self.critic or self.to_go or self.collisions or self.of_turns
+    def critic(self) -> bool:
+        """A value head learns beside the policy."""
+        return "values" in self.columns
 
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.2}
@@ -188,8 +184,7 @@ ALGORITHMS = {
             _CLIP,
             "https://arxiv.org/abs/2501.03262",
             "as reinforce_pp, but a token answers for the KL and the reward that come after it",
-            zero_is_idle=False,
-            to_go=True,
+            advantage_of="tokens",
         ),
         Algorithm(
             "dppo",
@@ -244,8 +239,8 @@ ALGORITHMS = {
             _CLIP,
             "https://arxiv.org/abs/2602.07078",
             "a baseline for each token, weighted by what the tokens up to it weigh in the gradient",
-            zero_is_idle=False,
-            collisions=True,
+            advantage_of="tokens",
+            columns=("logprobs", "collisions"),
         ),
         Algorithm(
             "ppo",
@@ -255,8 +250,8 @@ ALGORITHMS = {
             _CLIP,
             "https://arxiv.org/abs/1707.06347",
             "a value head judges every token; one rollout a prompt is enough",
-            zero_is_idle=False,
-            critic=True,
+            advantage_of="tokens",
+            columns=("values", "last_values"),
         ),
     )
 }
@@ -288,15 +283,20 @@ def resolve(name: str) -> Algorithm:
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     row, _ = plugins.load(name, "optimize.algorithm", Algorithm)
+    known = contract.PASS_COLUMNS if row.advantage_of == "tokens" else ()
+    if not set(row.columns) <= set(known):
+        raise ConfigError(
+            f"optimize.algorithm {name}",
+            f"expected columns of {', '.join(contract.PASS_COLUMNS)} for an advantage of tokens, "
+            f"found {printable(row.columns)} for one of {printable(row.advantage_of)}",
+            next="correct the algorithm's row",
+        )
     functions = {}
     for role in ("advantage", "surrogate", "aggregation"):
         function = getattr(row, role)
         if callable(function):
-            kind = role
-            if role == "advantage" and row.of_tokens:
-                flags = ("critic", "to_go", "collisions", "of_turns")
-                kind = next(flag for flag in flags if getattr(row, flag))
-            functions[role] = contract.checked(f"{name} {role}", kind, function)
+            kind = row.advantage_of if role == "advantage" else role
+            functions[role] = contract.checked(f"{name} {role}", kind, function, row.columns)
     return dataclasses.replace(row, **functions)
 
 

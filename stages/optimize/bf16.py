@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.adamw import adamw
 
 _CHUNK = 1 << 20
@@ -73,18 +73,15 @@ class Bf16AdamW(torch.optim.AdamW):
                     eps=group["eps"],
                     maximize=False,
                 )
-                if parameter.dtype == torch.bfloat16:
-                    self._round(parameter, wide, index)
+                if parameter.dtype != torch.bfloat16:
+                    continue
+                seed = np.random.SeedSequence([self.seed, self.number, index]).generate_state(1)[0]
+                generator = torch.Generator(parameter.device)
+                generator.manual_seed(int(seed))
+                chunks = (tensor.view(-1).split(_CHUNK) for tensor in (parameter, wide))
+                for narrow_chunk, wide_chunk in zip(*chunks, strict=True):
+                    narrow_chunk.copy_(round_by_chance(wide_chunk, generator))
         self.number += 1
-
-    def _round(self, parameter: nn.Parameter, wide: Tensor, index: int) -> None:
-        """Round `wide` into parameter number `index`, by chance."""
-        seed = np.random.SeedSequence([self.seed, self.number, index]).generate_state(1)[0]
-        generator = torch.Generator(parameter.device)
-        generator.manual_seed(int(seed))
-        chunks = zip(parameter.view(-1).split(_CHUNK), wide.view(-1).split(_CHUNK), strict=True)
-        for narrow_chunk, wide_chunk in chunks:
-            narrow_chunk.copy_(round_by_chance(wide_chunk, generator))
 
 
 def round_by_chance(values: Tensor, generator: torch.Generator) -> Tensor:

@@ -413,10 +413,10 @@ class Config(base.Config):
     def _check_row(self, row: algorithms.Algorithm) -> None:
         """ValueError for a field that has no effect on `row`."""
         effects.check_effect(row, self._defaults_of_changed())
-        if self.advantage and row.of_tokens:
+        if self.advantage and row.advantage_of != "rollouts":
             raise ValueError(
-                f"advantage would leave algorithm {row.name!r} without its advantages of tokens: "
-                "leave it out"
+                f"advantage would leave algorithm {row.name!r} without its advantages of "
+                f"{row.advantage_of}: leave it out"
             )
         self._check_credit(row)
         advantage = self.turn_advantage or self.advantage or row.advantage
@@ -437,7 +437,7 @@ class Config(base.Config):
                 "ppo, or credit = 'turn'"
             )
         if self.credit != "turn":
-            if row.of_turns:
+            if row.advantage_of == "turns":
                 raise ValueError(
                     f"algorithm {row.name!r} has advantages of turns: set credit = 'turn'"
                 )
@@ -446,7 +446,7 @@ class Config(base.Config):
         token_form = {**row.defaults, **self.surrogate_options()}.get("token_form")
         if row.critic:
             problem = f"algorithm {row.name!r} has advantages of tokens: take credit = 'gae'"
-        elif row.of_tokens and not row.of_turns:
+        elif row.advantage_of == "tokens":
             problem = f"algorithm {row.name!r} has a baseline of its own: take grpo or rloo"
         elif row.surrogate == "geometric_clipped" or (
             row.surrogate == "sequence_clipped" and not token_form
@@ -520,8 +520,8 @@ class Config(base.Config):
     def row(self) -> algorithms.Algorithm:
         """The algorithm, with the advantage that is set here. ConfigError."""
         row = algorithms.resolve(self.algorithm)
-        if self.turn_advantage and not row.of_turns:
-            return dataclasses.replace(row, advantage=self.turn_advantage, of_turns=True)
+        if self.turn_advantage and row.advantage_of != "turns":
+            return dataclasses.replace(row, advantage=self.turn_advantage, advantage_of="turns")
         return dataclasses.replace(row, advantage=self.advantage) if self.advantage else row
 
     def require_source(self) -> str:

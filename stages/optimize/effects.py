@@ -92,7 +92,7 @@ def check_effect(row: Algorithm, changed: Mapping[str, object]) -> None:
     `changed` maps each of the `CRITIC_OPTIONS` that differs from its default to that default, so a
     recipe may go through all algorithms with the defaults written out.
     """
-    if row.to_go:
+    if row.advantage_of == "tokens" and not row.columns:
         changed = {name: value for name, value in changed.items() if name != "gamma"}
     if row.critic or not changed:
         return

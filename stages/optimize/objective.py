@@ -45,7 +45,7 @@ class Objective:
         self.options = {**algorithm.defaults, **config.surrogate_options()}
         self.options.pop("drop_zero_variance", None)
         self.zero_is_idle = not (
-            (algorithm.of_tokens and not algorithm.of_turns)
+            algorithm.advantage_of == "tokens"
             or not algorithm.zero_is_idle
             or config.terms_beside_rewards()
             or config.kl_target

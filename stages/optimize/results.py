@@ -161,7 +161,7 @@ def advantages_table(loaded: Loaded, trainer: Trainer) -> pa.Table:
     places = pc.if_else(dropped.is_null(), places, None)
     schema = advantages_kind.SCHEMA
     advantages = pa.array(batch.advantages.numpy())
-    if trainer.algorithm.of_tokens:
+    if trainer.algorithm.advantage_of != "rollouts":
         schema = advantages_kind.PER_TOKEN
         advantages = completions.with_values(batch.advantages).to_arrow()
         advantages = advantages.cast(schema.field("advantage").type)

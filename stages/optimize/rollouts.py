@@ -46,7 +46,6 @@ from .checks import Sampled, biases, check_lineage, require_own_ids
 from .config import Config
 from .contract import ADVANTAGE_COLUMNS
 from .credit import turn_rewards, with_turns
-from .critic import with_rewards_to_go
 from .inputs import sets
 from .losses import log_ratio
 
@@ -103,7 +102,7 @@ def load(
     allowed_biases = [b for version in versions for b in check_lineage(config, store, version)]
     joined = _join(config, store, versions)
     turn_advantages = None
-    if algorithm.of_turns:
+    if algorithm.advantage_of == "turns":
         function = find_function("advantages", algorithm.advantage)
         earned = joined.turn_rewards
         turn_advantages = earned.with_values(function(earned.values, earned.offsets, joined.groups))
@@ -125,10 +124,7 @@ def load(
         before = inputs["policy"].manifest.metrics.get("reward_moments")
         moments = reward_scaling.go_on(before, joined.rewards)
         batch = replace(batch, reward_scale=reward_scaling.scale(moments))
-    if algorithm.to_go:
-        function = find_function("advantages", algorithm.advantage)
-        batch = with_rewards_to_go(config, function, batch)
-    is_known = algorithm.of_turns or not algorithm.of_tokens
+    is_known = algorithm.advantage_of != "tokens"
     num_idle = int((advantages[is_kept] == 0).sum()) if is_known else 0
     all_zero = num_idle == num_kept
     other_terms = _other_terms(config, batch) if all_zero and num_kept else []
@@ -240,22 +236,22 @@ def _advantages_of(
     where of tokens, which come later, the rewards."""
     rewards = joined.rewards
     advantages = rewards
+    function = find_function("advantages", algorithm.advantage)
+    parameters = inspect.signature(function).parameters
     if turn_advantages is not None:
         sizes = turn_advantages.with_values(turn_advantages.values.abs())
         advantages = sizes.segment_sum()
-    elif not algorithm.of_tokens:
+    elif algorithm.advantage_of == "rollouts":
         if config.kl_in_reward:
             old = Ragged.from_arrow(joined.table["old_logprobs"])
             token_kl = log_ratio(old.values, Ragged.from_arrow(joined.table["ref"]).values)
             rewards = rewards - config.kl_coef * old.with_values(token_kl).segment_sum()
-        function = find_function("advantages", algorithm.advantage)
         columns = {"lengths": _lengths(joined.table)}
-        parameters = inspect.signature(function).parameters
         if {"parts", "part_weights"} & set(parameters):
             columns |= _parts(config, joined.versions)
         columns = {name: columns[name] for name in ADVANTAGE_COLUMNS if name in parameters}
         advantages = function(rewards, joined.groups, **columns, **config.advantage_options())
-    if algorithm.collisions:
+    elif "groups" in parameters:
         advantages = group_centered(rewards, joined.groups)  # for who has one; they come later
     if not bool(advantages.isnan().all()):
         return rewards, advantages
@@ -339,7 +335,7 @@ def _drop_reasons(
     """[B] why each rollout is left out: the first reason that holds, None for none."""
     everyone = torch.ones(len(advantages), dtype=torch.bool)
     is_equal = zero_variance(shaped_rewards, joined.groups)
-    if algorithm.advantage == "part_normalized" or algorithm.of_turns:
+    if algorithm.advantage == "part_normalized" or algorithm.advantage_of == "turns":
         is_equal &= advantages == 0  # equal sums of other parts are something to compare
     holds = {
         "abort": _ended_by(joined.table, "abort"),
@@ -378,7 +374,7 @@ def _make_batch(
         return Mapped.from_arrow(table[logprobs]).take(rows).values
 
     old_logprobs = take("old_logprobs")
-    if algorithm.of_tokens:
+    if algorithm.advantage_of != "rollouts":
         advantages = torch.full_like(old_logprobs, torch.nan)
     else:
         advantages = advantages[rows]

@@ -33,7 +33,7 @@ from quiver.stages.common.forward.verify import choose_kernel, choose_mode
 
 from . import critic, entropy, imitation, kl_control
 from .adapters import narrow_frozen
-from .algorithms import Algorithm, find_function
+from .algorithms import Algorithm
 from .audit import audit
 from .batch import Batch, Part, Step
 from .config import Config
@@ -169,45 +169,38 @@ class Trainer(SavedState):
         return self.algorithm.critic and self.step < self.config.critic_warmup_steps
 
     def prepare(self) -> None:
-        """What must be known before the first update: a critic's values, and the audit. Where there
-        is no critic the audit waits for the first step, whose pass gives the logprobs of its
-        rollouts before any weight changes; those of an older policy are all looked at, though.
-        NumericError."""
+        """What must be known before the first update: advantages of tokens, and the audit. Where
+        the algorithm asks for no pass the audit waits for the first step, whose pass gives the
+        logprobs of its rollouts before any weight changes; those of an older policy are all looked
+        at, though. NumericError."""
         if not self.active:
             return
         audits = self.config.audit.enabled
-        if self.algorithm.critic:
-            logprobs = self._take_values()
-        elif self.algorithm.collisions:
-            self.policy.collision = True
-            logprobs, _, collisions = self._score_and_judge(self.active, self.batch.sequences)
-            self.policy.collision = False
-            advantage = find_function("advantages", self.algorithm.advantage)
-            self.batch = critic.with_token_baselines(
-                self.config, advantage, self.batch, logprobs, collisions
+        columns = self._columns() if self.algorithm.columns else {}
+        if self.algorithm.advantage_of == "tokens":
+            self.batch = critic.with_token_advantages(
+                self.config, self.algorithm, self.batch, columns
             )
+        if audits and columns:
+            self.audit_report = audit(self.objective, self.batch, columns["logprobs"], self.active)
         elif audits and self.batch.has_stale and self.config.minibatches > 1:
             logprobs = self.score(self.active)
-        else:
-            return
-        if audits:
             self.audit_report = audit(self.objective, self.batch, logprobs, self.active)
 
-    def _take_values(self) -> Tensor:
-        """Give the batch the critic's value of every token, and the advantages that follow; [N]
-        logprobs, which the same pass gives."""
+    def _columns(self) -> dict[str, Tensor]:
+        """What one pass says of the policy as it is, for `Algorithm.columns`."""
         sequences = self.batch.sequences
         sampled = torch.ones(len(self.batch.old_logprobs), dtype=torch.bool)
         cut = self.batch.cut & self.config.bootstrap_length
         if bool(cut.any()):
             sequences, sampled = critic.with_next_state(sequences, cut)
-        logprobs, values, _ = self._score_and_judge(self.active, sequences)
-        last_values = torch.zeros(len(cut)).index_copy(0, cut.nonzero()[:, 0], values[~sampled])
-        advantage = find_function("advantages", self.algorithm.advantage)
-        self.batch = critic.with_values(
-            self.config, advantage, self.batch, values[sampled], last_values
-        )
-        return logprobs[sampled]
+        self.policy.collision = True
+        passed = self._score_and_judge(self.active, sequences)
+        self.policy.collision = False
+        columns = dict(zip(("logprobs", "values", "collisions"), passed[:, sampled], strict=True))
+        last_values = torch.zeros(len(cut))
+        last_values[cut] = passed[1, ~sampled]
+        return {**columns, "last_values": last_values}
 
     def train(self, progress: Progress | None = None) -> None:
         """Run all epochs, from where `progress` says that an earlier attempt came to. NumericError

@@ -329,11 +329,11 @@ def test_an_option_of_a_critic_is_refused_where_there_is_none(name, tmp_path):
         ConfigError, match=rf"{name} would have no effect: algorithm 'grpo' has no critic.*: ppo"
     ):
         parse(Config, given, "optimize")
-    row = "Algorithm('mine', 'gae', 'clipped', 'token_mean', critic={})"
     source = (
-        "from quiver.stages.optimize.algorithms import Algorithm\nNONE, OWN = "
-        f"{row.format(False)}, "
-        f"{row.format(True)}\n"
+        "from quiver.stages.optimize.algorithms import Algorithm\n"
+        "NONE = Algorithm('mine', 'reward_to_go', 'reinforce', 'token_mean')\n"
+        "OWN = Algorithm('mine', 'gae', 'clipped', 'token_mean', advantage_of='tokens', "
+        "columns=('values', 'last_values'))\n"
     )
     (tmp_path / "rows.py").write_text(source)
     assert Config(algorithm=f"{tmp_path}/rows.py:OWN", **given).resolved()

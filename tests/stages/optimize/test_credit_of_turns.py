@@ -326,7 +326,7 @@ def advantage(rewards, offsets, groups):
     return 2 * rewards
 
 ALGORITHM = Algorithm("own", advantage, "clipped", "token_mean",
-                      {"clip_low": 0.2, "clip_high": 0.2}, of_turns=True)
+                      {"clip_low": 0.2, "clip_high": 0.2}, advantage_of="turns")
 """
 
 

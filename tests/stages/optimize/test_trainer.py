@@ -41,7 +41,7 @@ import_policy = partial(run_here, "policy")
 
 MOST = 11
 OF_ROLLOUTS = [
-    name for name, row in ALGORITHMS.items() if not row.of_tokens
+    name for name, row in ALGORITHMS.items() if row.advantage_of == "rollouts"
 ]  # a critic's step: test_critic.py; of rewards to go: test_to_go.py
 
 
