@@ -101,14 +101,13 @@ def with_token_advantages(
         token_advantages, returns = token_advantages
         if config.critic_lambda is not None:
             _, returns = estimate(**{**chosen, "gae_lambda": config.critic_lambda})
-        batch = dataclasses.replace(
-            batch,
-            old_values=columns["values"],
-            returns=torch.zeros(len(batch.old_logprobs)).index_copy(0, positions, returns),
-        )
+        of_all = torch.zeros(len(batch.old_logprobs))
+        of_all[positions] = returns
+        batch = dataclasses.replace(batch, old_values=columns["values"], returns=of_all)
     if "groups" not in named:
         token_advantages = advantages.whitened(token_advantages)
-    of_all = torch.zeros(len(batch.old_logprobs)).index_copy(0, positions, token_advantages)
+    of_all = torch.zeros(len(batch.old_logprobs))
+    of_all[positions] = token_advantages
     return dataclasses.replace(batch, advantages=of_all)
 
 
