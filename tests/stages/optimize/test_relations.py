@@ -91,7 +91,7 @@ def trainer(world_of, algorithm: str, inputs=None, **config) -> Trainer:
     if made.critic:
         with torch.no_grad():
             made.policy.value_head.weight.copy_(torch.linspace(-0.3, 0.3, 32))
-    if row.columns:
+    if row.advantage_of == "tokens":
         made.prepare()
     return made
 
