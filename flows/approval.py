@@ -48,8 +48,6 @@ _REF_ROLES = {
     "rewards": "rewards",
     "ref": "ref_logprobs",
     "prox": "prox_logprobs",
-    "baseline": "baseline_rollouts",
-    "baseline_rewards": "baseline_rewards",
 }
 """Roles of a call of optimize, beside its policy, by those of its manifest."""
 _SPARE_SECONDS = 300  # Prefect's own limit fails a run that nobody resumed, so ours comes first

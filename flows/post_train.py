@@ -42,7 +42,6 @@ from quiver.stages.reward.stage import pinned
 from .ahead import run_ahead
 from .curriculum import measured_before
 from .evaluation import measure, numbers
-from .greedy import answer_greedily
 from .pages import link_report
 from .pages.iterations import Curve
 from .placement import STAGES, check_placement, stage_call, trained_here
@@ -54,7 +53,7 @@ from .retention import clean_up
 from .sampled import Sampled
 from .tasks import check_stages, perform, tagged
 
-_LEARNED_FROM = ("rollouts", "rewards", "prox_logprobs", "baseline_rollouts", "baseline_rewards")
+_LEARNED_FROM = ("rollouts", "rewards", "prox_logprobs")
 """What optimize is given of `Sampled`, under the same names."""
 
 
@@ -71,7 +70,7 @@ class Iteration(Sampled):
 
     def to_json(self) -> dict[str, Any]:
         """As `quiver run --json` prints it: what nobody asked for is left out."""
-        optional = ("prox_logprobs", "ref_logprobs", "baseline_rollouts", "baseline_rewards")
+        optional = ("prox_logprobs", "ref_logprobs")
         fields = {
             name: field
             for name, field in asdict(self).items()
@@ -247,7 +246,7 @@ def sample_round(
     prompts: Outcome | None = None,
 ) -> Sampled:
     """One round by `policy`: prompts (unless they are there already), rollouts, rewards and, where
-    the recipe asks for them, proximal logprobs and a baseline."""
+    the recipe asks for them, proximal logprobs."""
     run = partial(perform, iteration=iteration, round=round)
     prompts = prompts or make_prompts(recipe, policy, iteration, forced, round, earlier)
     rollouts = run(
@@ -260,10 +259,8 @@ def sample_round(
     )
     refs = {"rollouts": rollouts.ref}
     rewards = run(recipe, "reward", recipe.reward, refs, force="reward" in forced)
-    outcomes = {"prompt": prompts, "generate": rollouts, "reward": rewards}
     prox = score_behaviour(recipe, rollouts.ref, policy, run, forced)
-    greedy = answer_greedily(recipe, prompts.ref, policy, run)
-    outcomes |= prox | greedy
+    outcomes = {"prompt": prompts, "generate": rollouts, "reward": rewards, **prox}
     return Sampled(
         iteration=iteration,
         round=round,
@@ -271,8 +268,6 @@ def sample_round(
         rollouts=rollouts.ref,
         rewards=rewards.ref,
         prox_logprobs=prox["logprobs prox"].ref if prox else None,
-        baseline_rollouts=greedy["generate greedy"].ref if greedy else None,
-        baseline_rewards=greedy["reward greedy"].ref if greedy else None,
         reward_mean=rewards.metrics.get("reward_mean"),
         seconds={name: outcome.seconds for name, outcome in outcomes.items()},
         contrast_groups=None,

@@ -21,8 +21,6 @@ from quiver.stages.optimize.checks import biases
 
 from .recipe import Recipe
 
-_PASS_PRECISION = {"bf16_master": "bf16_pure", "bf16_stochastic": "bf16_pure"}
-"""What [logprobs] calls the pass of a precision of [optimize], where the names differ."""
 _Source = TypeVar("_Source")
 
 
@@ -38,7 +36,7 @@ def proximal_config(
     changes: dict[str, Any] = {"prox_of": recipe.optimize.prox_of}
     if needed and config.precision == "auto":
         precision = recipe.optimize.precision
-        changes["precision"] = _PASS_PRECISION.get(precision, precision)
+        changes["precision"] = "bf16_pure" if precision == "bf16_stochastic" else precision
     return config.model_copy(update=changes)
 
 

@@ -307,16 +307,6 @@ class Recipe(Config):
             is_section=True,
         )
 
-    def greedy_config(self) -> GenerateConfig | None:
-        """The generate stage's config of the greedy answers that the algorithm compares with; None
-        where it asks for none. Nothing is drawn, so that every iteration has the same."""
-        algorithm = ALGORITHMS.get(self.optimize.algorithm)
-        if algorithm is None or not algorithm.baseline:
-            return None
-        section = self.generate.model_dump(exclude_defaults=True)
-        greedy = {"samples_per_prompt": 1, "sampling": {"temperature": 0.0}}
-        return parse(GenerateConfig, merge(section, greedy), "generate")
-
     def is_measured(self, iteration: int) -> bool:
         """Whether the policy that iteration `iteration` makes is measured on the held-out rows."""
         if self.data.held_out is None:

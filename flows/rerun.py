@@ -28,7 +28,6 @@ from quiver.stages.common.store import Store
 from .by_hand import tell_version
 from .commands.shared import CALLED
 from .dispatch import run_at
-from .greedy import answer_greedily
 from .placement import check_placement, stage_call
 from .proximal import proximal_config
 from .recipe import Recipe
@@ -117,7 +116,6 @@ def rerun(
         section = recipe.optimize.model_copy(update=dict(config))
         recipe = recipe.model_copy(update={"optimize": section})
         refs |= _score_again(recipe, store, refs, run)
-        refs |= _answer_again(recipe, store, refs, partial(perform, iteration=iteration))
     elif stage == "override":
         del refs["rollouts"]
         config = overrides
@@ -264,23 +262,6 @@ def _tell_other_temperatures(recipe: Recipe, store: Store, rollouts: list[str]) 
                 ", ".join(others[:5]),
                 recipe.generate.sampling.temperature,
             )
-
-
-def _answer_again(
-    recipe: Recipe, store: Store, refs: RefLists, perform: Callable[..., Outcome]
-) -> RefLists:
-    """The greedy answers and their rewards that the recipe's algorithm compares with, if any; made
-    now where they are not there yet."""
-    if recipe.greedy_config() is None:
-        return {}
-    pairs = []
-    for ref in refs["rollouts"]:
-        manifest = store.open(ref).manifest
-        policy = manifest.model("policy").ref
-        outcomes = answer_greedily(recipe, manifest.require_input("prompts").ref, policy, perform)
-        pairs.append([outcome.ref for outcome in outcomes.values()])
-    rollouts, rewards = (list(dict.fromkeys(column)) for column in zip(*pairs, strict=True))
-    return {"baseline_rollouts": rollouts, "baseline_rewards": rewards}
 
 
 def sampling_policy(store: Store, rollouts: str) -> str:

@@ -1,8 +1,7 @@
 """[retention]: a run cleans up after itself, by the rules of `quiver gc`.
 
-It does so after each iteration and at its end, in its own versions, its evaluations', its moving
-reference's and its greedy answers'. What goes wrong with that is a warning, and never the run's
-error.
+It does so after each iteration and at its end, in its own versions, its evaluations' and its moving
+reference's. What goes wrong with that is a warning, and never the run's error.
 
 Not of the spine: a run does the same with and without it, and keeps more.
 """

@@ -25,10 +25,6 @@ class Sampled:
     prox_logprobs: str | None
     """With the trainer's numerics, for the ratio's denominator (see `proximal`). None: nothing asks
     for them, or not yet."""
-    baseline_rollouts: str | None
-    """Greedy answers of the sampling policy (see `greedy`). None: the algorithm asks for none."""
-    baseline_rewards: str | None
-    """Of these."""
     reward_mean: float | None
     seconds: dict[str, float]
     """By stage."""

@@ -26,9 +26,9 @@ from quiver.stages.prompt.config import SourceConfig, TemplateConfig
 
 NIGHT = "{night}"
 """In [data]: the name of a night, which a nightly run puts in."""
-SIDE_RUNS = (".eval", ".ref", ".greedy")
+SIDE_RUNS = (".eval", ".ref")
 """What the name of a run is followed by where the flow puts what no iteration trains on: its
-evaluations, its moving average, its greedy answers."""
+evaluations, its moving average."""
 
 
 def _free_name(run: str) -> str:

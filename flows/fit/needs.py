@@ -167,7 +167,7 @@ def training(shape: Shape, config: OptimizeConfig, work: Workload, machine: Mach
     if precision == "auto":
         precision = "bf16" if kind == "gpu" else "fp32"
     ranks = config.processes or 1
-    is_pure = precision in ("bf16_master", "bf16_stochastic")
+    is_pure = precision == "bf16_stochastic"
     steps = config.epochs * config.minibatches
     passes = Pass(shape, work, machine, precision.startswith("bf16"), is_pure)
     in_step = work.passed_tokens / config.minibatches
@@ -225,9 +225,7 @@ def _held_by_training(shape: Shape, config: OptimizeConfig, precision: str) -> d
     narrow = shape.in_layers + (0 if shape.is_tied else shape.head)
     weights = {
         "fp32": 4 * shape.weights,
-        "fp32_fast": 4 * shape.weights,
         "bf16": 4 * shape.weights + 2 * (shape.in_layers + shape.head),
-        "bf16_master": 6 * shape.weights,
         "bf16_stochastic": 2 * shape.weights,
     }[precision]
     if config.lora and precision == "bf16":

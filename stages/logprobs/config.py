@@ -16,11 +16,9 @@ from quiver.stages.common.config import Config as Base
 class PassConfig(Base):
     """How the pass over the saved completions is made."""
 
-    precision: Literal["auto", "fp32", "fp32_fast", "bf16", "bf16_pure"] = "auto"
-    """Of the pass, as optimize has it. auto: bf16 on a GPU, fp32 on a CPU. fp32_fast: products as
-    fast as float32 can have them here (TF32 on a GPU; oneDNN on a CPU, whose factors may be
-    bfloat16). bf16: autocast, weights in float32. bf16_pure: weights in bfloat16 too, the pass of
-    bf16_master and bf16_stochastic."""
+    precision: Literal["auto", "fp32", "bf16", "bf16_pure"] = "auto"
+    """Of the pass, as optimize has it. auto: bf16 on a GPU, fp32 on a CPU. bf16: autocast, weights
+    in float32. bf16_pure: weights in bfloat16 too, the pass of bf16_stochastic."""
     packing: Runtime[Literal["shared", "packed", "single"]] = "shared"
     """Most that is packed together; a simpler way is taken when the model needs it."""
     token_budget: Runtime[int | None] = Field(default=None, ge=1)

@@ -37,7 +37,6 @@ class Scorer:
         self._policy = Policy(
             load_model(model, dtype=torch.float32, device=self.device, base=base),
             autocast=precision == "bf16",
-            fast=precision == "fp32_fast",
         )
 
     def score(self, rollouts: pa.Table, pictures: Pictures | None = None) -> pa.Table:

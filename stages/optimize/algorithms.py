@@ -17,7 +17,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common import plugins
@@ -33,8 +33,7 @@ class Algorithm:
     name: str
     advantage: str | Callable[..., Any]
     """(rewards [B], groups [B]) -> advantages [B]; where it names them, with `lengths` [B] in
-    tokens, `baselines` [B], the rewards of the greedy answers to the same prompts, and `parts` and
-    `part_weights` [B, P] of the rewards"""
+    tokens, and `parts` and `part_weights` [B, P] of the rewards"""
     surrogate: str | Callable[..., Any]
     """(Tokens, **options) -> loss [N], at_bound [N] bool"""
     aggregation: str | Callable[..., Any]
@@ -45,32 +44,22 @@ class Algorithm:
     description: str = ""
     zero_is_idle: bool = True
     """A token of advantage 0 has no gradient, so rollouts with advantage 0 need no pass (they still
-    count in the denominators)."""
-    selection: str | Callable[..., Any] | None = None
-    """(Tokens of the whole step, generator, **options) -> selected [N] bool, which the surrogate
-    finds in its Tokens. It costs a pass more before each step."""
-    baseline: bool = False
-    """`advantage` needs `baselines`: greedy answers to the same prompts, generated and scored
-    beside the rollouts, and never trained on."""
-    to_go: bool = False
-    """`advantage` is of tokens, without a critic: (rewards [N], offsets [B+1], *, gamma) ->
-    advantages [N], which are then whitened over the batch."""
-    collisions: bool = False
-    """`advantage` is of tokens, from a pass before the first step: (rewards [N], offsets [B+1],
-    groups [B], logprobs [N], collisions [N]) -> advantages [N]; collisions are Σ p² over the
-    vocabulary."""
-    of_turns: bool = False
-    """`advantage` is of turns, for `optimize.credit = "turn"`: (rewards [T], offsets [B+1], groups
-    [B]) -> advantages [T]."""
-    critic: bool = False
-    """A value head learns beside the policy, and `advantage` is of tokens: (rewards [N], values
-    [N], offsets [B+1], *, gamma, gae_lambda, last_values [B] or None) -> advantages [N], returns
-    [N]."""
+    count in the denominators). False: your surrogate has a term beside the advantage."""
+    advantage_of: Literal["rollouts", "turns", "tokens"] = "rollouts"
+    """What has an advantage of its own. turns, for `optimize.credit = "turn"`: `advantage` is
+    (rewards [T], offsets [B+1], groups [B]) -> advantages [T]. tokens: (rewards [N], offsets [B+1])
+    -> advantages [N], with what it names of `groups` [B], `gamma` and `gae_lambda`, and with the
+    `columns`; they are then whitened over the batch, unless it compares groups."""
+    columns: tuple[str, ...] = ()
+    """What one pass before the first step gives `advantage`, of tokens, by name: `logprobs` [N];
+    `collisions` [N], Σ p² over the vocabulary; `values` [N], of a value head that learns beside the
+    policy, and then the answer is advantages [N] and returns [N]; `last_values` [B], of the states
+    after the last tokens."""
 
     @property
-    def of_tokens(self) -> bool:
-        """Each token has an advantage of its own."""
-        return self.critic or self.to_go or self.collisions or self.of_turns
+    def critic(self) -> bool:
+        """A value head learns beside the policy."""
+        return "values" in self.columns
 
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.2}
@@ -195,8 +184,7 @@ ALGORITHMS = {
             _CLIP,
             "https://arxiv.org/abs/2501.03262",
             "as reinforce_pp, but a token answers for the KL and the reward that come after it",
-            zero_is_idle=False,
-            to_go=True,
+            advantage_of="tokens",
         ),
         Algorithm(
             "dppo",
@@ -235,34 +223,6 @@ ALGORITHMS = {
             "as gspo, but a completion weighs by its length",
         ),
         Algorithm(
-            "clip_cov",
-            "group_normalized",
-            "covariance_clipped",
-            "token_mean",
-            {
-                "clip_low": 1.0,
-                "clip_high": 1.0,
-                "cov_share": 2e-4,
-                "cov_low": 1.0,
-                "cov_high": 5.0,
-            },
-            "https://arxiv.org/abs/2505.22617",
-            "a few tokens that would take entropy away are left out, by chance",
-            zero_is_idle=False,
-            selection="covariance_within",
-        ),
-        Algorithm(
-            "kl_cov",
-            "group_normalized",
-            "covariance_penalised",
-            "token_mean",
-            {"cov_share": 2e-3, "cov_kl_coef": 1.0},
-            "https://arxiv.org/abs/2505.22617",
-            "tokens that take most entropy away are held where they were",
-            zero_is_idle=False,
-            selection="covariance_highest",
-        ),
-        Algorithm(
             "opo",
             "length_weighted",
             "reinforce",
@@ -279,18 +239,8 @@ ALGORITHMS = {
             _CLIP,
             "https://arxiv.org/abs/2602.07078",
             "a baseline for each token, weighted by what the tokens up to it weigh in the gradient",
-            zero_is_idle=False,
-            collisions=True,
-        ),
-        Algorithm(
-            "remax",
-            "over_baseline",
-            "reinforce",
-            "token_mean",
-            {},
-            "https://arxiv.org/abs/2310.10505",
-            "reward minus that of the greedy answer; one rollout a prompt is enough",
-            baseline=True,
+            advantage_of="tokens",
+            columns=("logprobs", "collisions"),
         ),
         Algorithm(
             "ppo",
@@ -300,8 +250,8 @@ ALGORITHMS = {
             _CLIP,
             "https://arxiv.org/abs/1707.06347",
             "a value head judges every token; one rollout a prompt is enough",
-            zero_is_idle=False,
-            critic=True,
+            advantage_of="tokens",
+            columns=("values", "last_values"),
         ),
     )
 }
@@ -320,13 +270,9 @@ OPTIONS = {
         "drift_coef",
     ),
     "geometric_clipped": ("clip_low", "clip_high"),
-    "covariance_clipped": ("clip_low", "clip_high"),
-    "covariance_within": ("cov_share", "cov_low", "cov_high"),
-    "covariance_penalised": ("cov_kl_coef",),
-    "covariance_highest": ("cov_share",),
     "reinforce": (),
 }
-"""What each surrogate and selection takes, so that a recipe is checked without loading torch."""
+"""What each surrogate takes, so that a recipe is checked without loading torch."""
 _MORE = {"advantages": "estimators", "losses": "surrogates"}
 """Where the functions lie that are not in the first."""
 
@@ -337,15 +283,20 @@ def resolve(name: str) -> Algorithm:
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     row, _ = plugins.load(name, "optimize.algorithm", Algorithm)
+    known = contract.PASS_COLUMNS if row.advantage_of == "tokens" else ()
+    if not set(row.columns) <= set(known):
+        raise ConfigError(
+            f"optimize.algorithm {name}",
+            f"expected columns of {', '.join(contract.PASS_COLUMNS)} for an advantage of tokens, "
+            f"found {printable(row.columns)} for one of {printable(row.advantage_of)}",
+            next="correct the algorithm's row",
+        )
     functions = {}
-    for role in ("advantage", "surrogate", "aggregation", "selection"):
+    for role in ("advantage", "surrogate", "aggregation"):
         function = getattr(row, role)
         if callable(function):
-            kind = role
-            if role == "advantage" and row.of_tokens:
-                flags = ("critic", "to_go", "collisions", "of_turns")
-                kind = next(flag for flag in flags if getattr(row, flag))
-            functions[role] = contract.checked(f"{name} {role}", kind, function)
+            kind = row.advantage_of if role == "advantage" else role
+            functions[role] = contract.checked(f"{name} {role}", kind, function, row.columns)
     return dataclasses.replace(row, **functions)
 
 

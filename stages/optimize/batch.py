@@ -147,8 +147,6 @@ class Step:
 
     weights: Tensor
     """[N] float64"""
-    selected: Tensor | None = None
-    """[N] bool, of an algorithm that selects"""
     learns: Tensor | None = None
     """[N] bool: the policy learns from it; None: from all of them"""
     entropy_coef: float = 0.0

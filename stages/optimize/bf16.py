@@ -1,64 +1,46 @@
 """AdamW for bfloat16 weights, with moments and arithmetic in float32.
 
 A step moves a weight by about the learning rate; a bfloat16 weight w can move by |w| / 256 at
-least, or not at all. Rounded to nearest, most steps would change nothing, ever. So either
-
-* `bf16_master`: the weights proper are float32 and travel with the optimizer's state; the model
-  holds them rounded to nearest.
-* `bf16_stochastic`: there are no others. After each step a weight goes to one of its two bfloat16
-  neighbours by chance, so that it is right in the mean, and steps that are too small for one weight
-  still move many.
+least, or not at all. Rounded to nearest, most steps would change nothing, ever. So after each step
+a weight goes to one of its two bfloat16 neighbours by chance: it is right in the mean, and steps
+that are too small for one weight still move many.
 
 The chance follows from seed, step and parameter: ranks round alike, and a restart does too.
 Gradients are float32 (see `narrow`).
 
-    masters = narrow(model)
-    masters = masters if config.precision == "bf16_master" else {}
-    optimizer = Bf16AdamW(groups, masters, seed=0, step=12, lr=1e-6)
+    narrow(model)
+    optimizer = Bf16AdamW(groups, seed=0, step=12, lr=1e-6)
 
-References: https://arxiv.org/abs/1710.03740 (master weights); https://arxiv.org/abs/1502.02551
-(stochastic rounding).
+Reference: https://arxiv.org/abs/1502.02551 (stochastic rounding).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.adamw import adamw
 
-PRECISIONS = ("bf16_master", "bf16_stochastic")
-MASTER = "master"
-"""Name of the float32 weight in a parameter's state."""
 _CHUNK = 1 << 20
 """Numbers rounded at a time: what rounding needs beside them stays small."""
 
 
 class Bf16AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW`, whose state of a parameter may hold a `master`; without one a bfloat16
-    weight is rounded by chance.
+    """`torch.optim.AdamW`, by which a bfloat16 weight is rounded by chance.
 
     Parameters in float32, such as a value head's, are treated as AdamW does.
     """
 
     def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        masters: Mapping[nn.Parameter, Tensor],
-        *,
-        seed: int,
-        step: int,
-        **options: Any,
+        self, groups: Iterable[dict[str, Any]], *, seed: int, step: int, **options: Any
     ) -> None:
         super().__init__(groups, fused=True, **options)
         self.seed = seed
         self.number = step
         """Steps over the policy's life."""
-        for parameter, master in masters.items():
-            self.state[parameter] = {MASTER: master}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -70,7 +52,7 @@ class Bf16AdamW(torch.optim.AdamW):
                 if parameter.grad is None:
                     continue
                 state = self.state[parameter]
-                wide = state.get(MASTER, parameter).float()  # a float32 tensor itself, else a copy
+                wide = parameter.float()  # a float32 tensor itself, else a copy
                 if "step" not in state:
                     state["step"] = torch.zeros((), device=wide.device)
                     state["exp_avg"] = torch.zeros_like(wide)
@@ -91,20 +73,15 @@ class Bf16AdamW(torch.optim.AdamW):
                     eps=group["eps"],
                     maximize=False,
                 )
-                if MASTER in state:
-                    parameter.copy_(wide)
-                elif parameter.dtype == torch.bfloat16:
-                    self._round(parameter, wide, index)
+                if parameter.dtype != torch.bfloat16:
+                    continue
+                seed = np.random.SeedSequence([self.seed, self.number, index]).generate_state(1)[0]
+                generator = torch.Generator(parameter.device)
+                generator.manual_seed(int(seed))
+                chunks = (tensor.view(-1).split(_CHUNK) for tensor in (parameter, wide))
+                for narrow_chunk, wide_chunk in zip(*chunks, strict=True):
+                    narrow_chunk.copy_(round_by_chance(wide_chunk, generator))
         self.number += 1
-
-    def _round(self, parameter: nn.Parameter, wide: Tensor, index: int) -> None:
-        """Round `wide` into parameter number `index`, by chance."""
-        seed = np.random.SeedSequence([self.seed, self.number, index]).generate_state(1)[0]
-        generator = torch.Generator(parameter.device)
-        generator.manual_seed(int(seed))
-        chunks = zip(parameter.view(-1).split(_CHUNK), wide.view(-1).split(_CHUNK), strict=True)
-        for narrow_chunk, wide_chunk in chunks:
-            narrow_chunk.copy_(round_by_chance(wide_chunk, generator))
 
 
 def round_by_chance(values: Tensor, generator: torch.Generator) -> Tensor:

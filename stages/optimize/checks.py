@@ -79,8 +79,8 @@ class Sampled:
         return self.rollouts.manifest.require_model("policy").weights != start.weights
 
     def column(self, role: str, name: str) -> pa.ChunkedArray:
-        """Column `name` of the rewards or logprobs, in the order of the rollouts. LineageError
-        unless they name each rollout exactly once, and no other."""
+        """Column `name` of the rewards or logprobs, in the order of the rollouts and in their
+        chunks. LineageError unless they name each rollout exactly once, and no other."""
         ids = self.table["rollout_id"]
         table = self.inputs[role].table()
         places = pc.index_in(ids, value_set=table["rollout_id"].combine_chunks())
@@ -101,59 +101,20 @@ class Sampled:
                 "; ".join(problems),
                 next=f"score {self.rollouts.ref} again",
             )
-        return _in_order(table[name], places, ids)
-
-
-def _in_order(
-    column: pa.ChunkedArray, places: pa.ChunkedArray, like: pa.ChunkedArray
-) -> pa.ChunkedArray:
-    """`column.take(places)` in the chunks of `like`. Arrow's own joins all chunks first, whose
-    lists may have no more than 2^31 items together. What lies as it is wanted is not copied."""
-    chunks = []
-    row = 0
-    for chunk in like.chunks:
-        rows = places.slice(row, len(chunk)).to_numpy()
-        row += len(chunk)
-        starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)  # of rows that follow one another
-        lengths = np.diff(starts, append=len(rows))
-        runs = [column.slice(rows[at], length) for at, length in zip(starts, lengths, strict=True)]
-        arrays = [array for run in runs for array in run.chunks]
-        chunks += [pa.concat_arrays(arrays)] if len(arrays) > 1 else arrays
-    return pa.chunked_array(chunks, column.type)
-
-
-def baselines(version: Sampled) -> pa.Array:
-    """[B] for each rollout the reward of the greedy answer to its prompt; null where that was not
-    scored, or the engine gave up. LineageError unless these are greedy, one of each prompt."""
-    greedy = Sampled(
-        {
-            "rollouts": version.inputs["baseline"],
-            "rewards": version.inputs["baseline_rewards"],
-        }
-    )
-    table = greedy.table
-    groups = table["group_id"].combine_chunks()
-    places = pc.index_in(version.table["group_id"], value_set=groups)
-    prompts = version.table["prompt_ids"]
-    problem = None
-    if (warm := pc.max(table["temperature"]).as_py()) != 0:
-        problem = f"sampled at temperature {warm:g}, expected 0: a baseline is the greedy answer"
-    elif len(groups.unique()) != len(groups):
-        problem = "several answers to one prompt, expected one"
-    elif places.null_count:
-        problem = f"no answer to the prompts of {places.null_count} rollouts"
-    elif not _in_order(table["prompt_ids"], places, prompts).equals(prompts):
-        problem = "other prompt_ids under the same group_id"
-    if problem:
-        raise LineageError(
-            str(greedy.rollouts.ref),
-            problem,
-            next=f"generate with temperature 0 and one sample from the prompts of "
-            f"{version.rollouts.ref}",
-        )
-    is_answer = pc.not_equal(table["finish_reason"], "abort")
-    rewards = pc.if_else(is_answer, greedy.column("rewards", "reward"), None)
-    return rewards.take(places).combine_chunks()
+        # Arrow's own `take` joins all chunks first, whose lists may have no more than 2^31 items
+        # together; what lies as it is wanted is not copied
+        column = table[name]
+        chunks = []
+        row = 0
+        for chunk in ids.chunks:
+            rows = places.slice(row, len(chunk)).to_numpy()
+            row += len(chunk)
+            starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)  # of rows that follow another
+            lengths = np.diff(starts, append=len(rows))
+            runs = [column.slice(rows[at], n) for at, n in zip(starts, lengths, strict=True)]
+            arrays = [array for run in runs for array in run.chunks]
+            chunks += [pa.concat_arrays(arrays)] if len(arrays) > 1 else arrays
+        return pa.chunked_array(chunks, column.type)
 
 
 def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:

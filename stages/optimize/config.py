@@ -37,7 +37,7 @@ Advantage = Literal[
     "batch_normalized_baseline",
     "length_weighted",
 ]
-"""Those of rollouts that need no greedy answers."""
+"""Those of rollouts."""
 TIGHT_CLIP = 0.05
 """Clip bounds below this are met by the engine's noise alone, in place of the policy's change."""
 _DecayRate = Annotated[float, Field(ge=0, lt=1)]
@@ -99,13 +99,13 @@ class Config(base.Config):
 
     algorithm: Annotated[str, AfterValidator(effects.check_name)] = "grpo"
     """grpo, bnpo, dapo, dr_grpo, gdpo, pass_at_k, rloo, gspo, cispo, sapo, reinforce_pp,
-    reinforce_pp_baseline, reinforce_pp_to_go, dppo, dppo_kl, gmpo, luspo, clip_cov, kl_cov, opo,
-    otb, remax, ppo, or `module:NAME` of an `Algorithm` of your own."""
+    reinforce_pp_baseline, reinforce_pp_to_go, dppo, dppo_kl, gmpo, luspo, opo, otb, ppo, or
+    `module:NAME` of an `Algorithm` of your own."""
     advantage: Added[Advantage | None] = None
     """What a rollout is worth against the others, in place of the algorithm's own: a function of
     `advantages.py` or `estimators.py`. TRL's `scale_rewards` "group", "batch" and "none" are
     group_normalized, batch_scaled and group_centered; its "normalize_then_sum" is part_normalized.
-    Not for ppo, otb, reinforce_pp_to_go and remax. None: the algorithm's."""
+    Not for ppo, otb and reinforce_pp_to_go. None: the algorithm's."""
     advantage_epsilon: Added[float | None] = Field(default=None, gt=0)
     """Added to the standard deviation that an advantage is divided by, in its unit. None: the
     advantage's own, 1e-4 of a group, 1e-8 of the batch and of pass_at_k; of batch_scaled 1e-4."""
@@ -158,15 +158,6 @@ class Config(base.Config):
     """dppo, dppo_kl: largest weight of a token. None: off."""
     drift_coef: Added[float | None] = Field(default=None, ge=0)
     """dppo, dppo_kl: weight of (log r)² of every token; prime-rl takes 0.001. None: off."""
-    cov_share: Added[float | None] = Field(default=None, ge=0, le=1)
-    """clip_cov, kl_cov: share of the step's tokens that are selected. None: the algorithm's."""
-    cov_low: Added[float | None] = None
-    """clip_cov: lower bound of the covariance of a token that may be selected. None: the
-    algorithm's."""
-    cov_high: Added[float | None] = None
-    """clip_cov: upper bound of the same. None: the algorithm's."""
-    cov_kl_coef: Added[float | None] = Field(default=None, ge=0)
-    """kl_cov: weight of |log r| of a selected token. None: the algorithm's."""
     options: dict[str, Any] = Field(default_factory=dict)
     """More options for the surrogate of your own algorithm, by name."""
     aggregation: (
@@ -270,7 +261,7 @@ class Config(base.Config):
     save_dtype: Added[Literal["float32", "bfloat16"]] = "float32"
     """What the policy's weights are on disk. bfloat16: half the bytes for every reader, rounded to
     nearest; the float32 weights, with which the next iteration goes on, are in the optimizer's
-    state. With a precision of bf16_master or bf16_stochastic they are bfloat16 in any case."""
+    state. With precision bf16_stochastic they are bfloat16 in any case."""
     load_optimizer: bool = True
     """Take up the moments that the starting checkpoint holds, if any."""
     drop_zero_variance: bool | None = None
@@ -300,14 +291,10 @@ class Config(base.Config):
     seed: int = Field(default=0, ge=0)
     """Decides which groups go into which mini-batch, what new adapters start from, and how
     bf16_stochastic rounds."""
-    precision: Literal["auto", "fp32", "fp32_fast", "bf16", "bf16_master", "bf16_stochastic"] = (
-        "auto"
-    )
+    precision: Literal["auto", "fp32", "bf16", "bf16_stochastic"] = "auto"
     """Of passes and weights; AdamW's moments are float32 always. auto: bf16 on a GPU, fp32 on a
-    CPU. fp32_fast: products as fast as float32 can have them here (TF32 on a GPU; oneDNN on a CPU,
-    whose factors may be bfloat16). bf16: autocast, weights in float32. bf16_master: weights in
-    bfloat16, with float32 ones in the optimizer's state. bf16_stochastic: weights in bfloat16
-    alone, rounded by chance after each step."""
+    CPU. bf16: autocast, weights in float32. bf16_stochastic: weights in bfloat16 alone, rounded by
+    chance after each step."""
     packing: Runtime[Literal["shared", "packed", "single"]] = "shared"
     """Most that is packed together: prompts shared by a group, whole rollouts, or nothing. A
     simpler one is taken when it must be."""
@@ -352,25 +339,20 @@ class Config(base.Config):
             raise ValueError(
                 "adapters are of the language model alone: leave train_vision out, or lora"
             )
-        if self.precision.startswith("bf16_") and (self.lora or self.critic == "model"):
+        is_narrow = self.precision == "bf16_stochastic"
+        if is_narrow and (self.lora or self.critic == "model"):
             conflicting = "lora" if self.lora else "critic = 'model'"
             raise ValueError(
                 f"precision {self.precision!r} does not go with {conflicting}: take 'bf16', or "
                 f"leave {conflicting} out"
             )
-        if self.precision == "bf16_master" and not (self.save_optimizer and self.load_optimizer):
-            raise ValueError(
-                "precision 'bf16_master' keeps its float32 weights in the optimizer's state, so "
-                "save_optimizer and load_optimizer must be true: set them, or take "
-                "'bf16_stochastic'"
-            )
-        saves_rounded = self.save_dtype == "bfloat16" and self.precision != "bf16_stochastic"
+        saves_rounded = self.save_dtype == "bfloat16" and not is_narrow
         if saves_rounded and not (self.lora or self.save_optimizer):
             raise ValueError(
                 "save_dtype 'bfloat16' keeps the float32 weights in the optimizer's state, so "
                 "save_optimizer must be true: set it, or take 'float32'"
             )
-        if saves_rounded and self.precision != "bf16_master" and self.needs_prox:
+        if saves_rounded and self.needs_prox:
             raise ValueError(
                 "save_dtype 'bfloat16' does not go with bounds this tight, or with prox_of = "
                 "'start', since rounding the saved weights moves a ratio further: take 'float32'"
@@ -380,7 +362,7 @@ class Config(base.Config):
                 "save_dtype is of merged weights, and lora.save = 'adapter' saves none: leave one "
                 "out"
             )
-        if self.shard and self.precision.startswith("bf16_"):
+        if self.shard and is_narrow:
             raise ValueError(
                 f"precision {self.precision!r} does not go with shard: take 'bf16', whose weights "
                 "are float32 and sharded"
@@ -431,10 +413,10 @@ class Config(base.Config):
     def _check_row(self, row: algorithms.Algorithm) -> None:
         """ValueError for a field that has no effect on `row`."""
         effects.check_effect(row, self._defaults_of_changed())
-        if self.advantage and (row.of_tokens or row.baseline):
-            needs = "greedy answers" if row.baseline else "advantages of tokens"
+        if self.advantage and row.advantage_of != "rollouts":
             raise ValueError(
-                f"advantage would leave algorithm {row.name!r} without its {needs}: leave it out"
+                f"advantage would leave algorithm {row.name!r} without its advantages of "
+                f"{row.advantage_of}: leave it out"
             )
         self._check_credit(row)
         advantage = self.turn_advantage or self.advantage or row.advantage
@@ -455,7 +437,7 @@ class Config(base.Config):
                 "ppo, or credit = 'turn'"
             )
         if self.credit != "turn":
-            if row.of_turns:
+            if row.advantage_of == "turns":
                 raise ValueError(
                     f"algorithm {row.name!r} has advantages of turns: set credit = 'turn'"
                 )
@@ -464,7 +446,7 @@ class Config(base.Config):
         token_form = {**row.defaults, **self.surrogate_options()}.get("token_form")
         if row.critic:
             problem = f"algorithm {row.name!r} has advantages of tokens: take credit = 'gae'"
-        elif (row.of_tokens and not row.of_turns) or row.baseline:
+        elif row.advantage_of == "tokens":
             problem = f"algorithm {row.name!r} has a baseline of its own: take grpo or rloo"
         elif row.surrogate == "geometric_clipped" or (
             row.surrogate == "sequence_clipped" and not token_form
@@ -538,8 +520,8 @@ class Config(base.Config):
     def row(self) -> algorithms.Algorithm:
         """The algorithm, with the advantage that is set here. ConfigError."""
         row = algorithms.resolve(self.algorithm)
-        if self.turn_advantage and not row.of_turns:
-            return dataclasses.replace(row, advantage=self.turn_advantage, of_turns=True)
+        if self.turn_advantage and row.advantage_of != "turns":
+            return dataclasses.replace(row, advantage=self.turn_advantage, advantage_of="turns")
         return dataclasses.replace(row, advantage=self.advantage) if self.advantage else row
 
     def require_source(self) -> str:

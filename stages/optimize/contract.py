@@ -14,14 +14,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from quiver.schemas.errors import ConfigError
 
-ADVANTAGE_COLUMNS = ("lengths", "baselines", "parts", "part_weights")
+ADVANTAGE_COLUMNS = ("lengths", "parts", "part_weights")
 """What an advantage of rollouts is given besides, where it names it."""
-_COLUMNS = {"advantage": ADVANTAGE_COLUMNS, "aggregation": ("groups",)}
+TOKEN_OPTIONS = ("groups", "gamma", "gae_lambda")
+"""The same of an advantage of tokens."""
+PASS_COLUMNS = ("logprobs", "values", "collisions", "last_values")
+"""What a pass before the first step gives an advantage of tokens, where its row asks for it."""
+_OPTIONS = {"rollouts": ADVANTAGE_COLUMNS, "tokens": TOKEN_OPTIONS, "aggregation": ("groups",)}
 GROUP_ADVANTAGES = {
     "group_normalized",
     "group_centered",
@@ -35,43 +39,35 @@ GROUP_ADVANTAGES = {
     "turn_leave_one_out",
 }
 """Advantages that compare the completions of one prompt with one another."""
-_CRITIC_OPTIONS = {"gamma": 1.0, "gae_lambda": 1.0, "last_values": None}
 _ROLES = {
-    "advantage": ("(rewards, groups)", 2, {}, ("advantages",)),
-    "critic": (
-        "(rewards, values, offsets, *, gamma, gae_lambda, last_values)",
-        3,
-        _CRITIC_OPTIONS,
-        ("advantages", "returns"),
-    ),
-    "to_go": ("(rewards, offsets, *, gamma)", 2, {"gamma": 1.0}, ("advantages",)),
-    "collisions": (
-        "(rewards, offsets, groups, logprobs, collisions)",
-        5,
-        {},
-        ("advantages",),
-    ),
-    "of_turns": ("(rewards, offsets, groups)", 3, {}, ("advantages",)),
-    "surrogate": ("(tokens, **options)", 1, {}, ("loss", "clipped")),
-    "aggregation": ("(lengths, max_completion_tokens)", 2, {}, ("weights",)),
-    "selection": ("(tokens, generator, **options)", 2, {}, ("selected",)),
+    "rollouts": ("(rewards, groups)", 2, ("advantages",)),
+    "turns": ("(rewards, offsets, groups)", 3, ("advantages",)),
+    "tokens": ("(rewards, offsets)", 1, ("advantages",)),
+    "surrogate": ("(tokens, **options)", 1, ("loss", "clipped")),
+    "aggregation": ("(lengths, max_completion_tokens)", 2, ("weights",)),
 }
-"""By role: what a function takes, as text, as the number of its arguments and as its options; and
-the tensors that it answers, [B], [T] or [N]; `clipped` and `selected` are bool and the others
+"""By role, of an advantage what it is of: what a function takes, as text and as the number of its
+arguments, and the tensors that it answers, [B], [T] or [N]; `clipped` is bool and the others
 float."""
 
 
-def checked(name: str, role: str, function: Callable) -> Callable:
+def checked(name: str, role: str, function: Callable, columns: Sequence[str] = ()) -> Callable:
     """`function`, of a role of `_ROLES`, with a look at every answer. `name` is what errors call
-    it."""
-    form, num_arguments, options, contents = _ROLES[role]
+    it; `columns`: what else an advantage of tokens is given."""
+    form, num_arguments, contents = _ROLES[role]
     signature = inspect.signature(function)
-    # which options these take is checked with those that the config gives them
-    bind = signature.bind_partial if role in ("surrogate", "selection") else signature.bind
-    if role in _COLUMNS:
-        options = {name: 0 for name in _COLUMNS[role] if name in signature.parameters}
+    # which options a surrogate takes is checked with those that the config gives it
+    bind = signature.bind_partial if role == "surrogate" else signature.bind
+    options = [name for name in _OPTIONS.get(role, ()) if name in signature.parameters]
+    if role == "tokens":
+        required = ["offsets", *columns]
+        if "values" in columns:
+            required += ["gamma", "gae_lambda"]
+            contents = ("advantages", "returns")
+        options += required
+        form = f"(rewards, {', '.join(required)})"
     try:
-        bind(*[0] * num_arguments, **options)
+        bind(*[0] * num_arguments, **dict.fromkeys(options))
     except TypeError as error:
         raise _wrong(name, f"expected a function {form}: {error}") from None
 
@@ -89,10 +85,9 @@ def checked(name: str, role: str, function: Callable) -> Callable:
         if role == "aggregation":
             shape = [int(first.sum())]
         else:
-            of_tokens = role in ("surrogate", "selection")
-            shape = list((first.logprobs if of_tokens else first).shape)
+            shape = list((first.logprobs if role == "surrogate" else first).shape)
         for content, tensor in zip(contents, tensors, strict=True):
-            kind = "bool" if content in ("clipped", "selected") else "float"
+            kind = "bool" if content == "clipped" else "float"
             fits = isinstance(tensor, torch.Tensor) and list(tensor.shape) == shape
             if not (fits and kind in str(tensor.dtype)):
                 raise _wrong(

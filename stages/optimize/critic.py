@@ -1,7 +1,8 @@
-"""Advantages of tokens: of a critic's values before the first update, or of the reward to go.
+"""Advantages of tokens: of the reward to go, and of what one pass says before the first update,
+such as a critic's values.
 
-Values are taken once, before any weight changes, and stay what they are for all epochs and
-mini-batches. Only completion tokens are steps. Whether the state after the last token is worth
+That pass is made once, before any weight changes, and its columns stay what they are for all epochs
+and mini-batches. Only completion tokens are steps. Whether the state after the last token is worth
 anything is told by the finish reason, never by the last id: after `stop` nothing follows; after
 `length` the value of the cut state counts only where `bootstrap_length` asks for it.
 
@@ -11,10 +12,10 @@ Not of the spine: columns in, columns out, by the equations of advantages.py.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +24,10 @@ from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.ragged import Ragged
 
 from . import advantages
+from .algorithms import Algorithm, find_function
 from .batch import Batch
 from .config import Config
+from .contract import TOKEN_OPTIONS
 from .losses import log_ratio
 
 
@@ -63,74 +66,49 @@ def token_rewards(config: Config, batch: Batch) -> Tensor:
     return rewards.index_add(0, last_tokens, earned.double() * batch.reward_scale)
 
 
-def with_rewards_to_go(config: Config, advantage: Callable[..., Any], batch: Batch) -> Batch:
-    """The batch with the whitened advantages [N] of an algorithm that has no critic."""
-    rewards = token_rewards(config, batch)
-    to_come = advantage(rewards, batch.sequences.completions.offsets, gamma=config.gamma)
-    return dataclasses.replace(batch, advantages=_whitened(batch, to_come))
-
-
-def with_token_baselines(
-    config: Config,
-    advantage: Callable[..., Any],
-    batch: Batch,
-    logprobs: Tensor,
-    collisions: Tensor,
+def with_token_advantages(
+    config: Config, algorithm: Algorithm, batch: Batch, columns: Mapping[str, Tensor]
 ) -> Batch:
-    """The batch with advantages [N] over the baselines of its tokens; `logprobs` [N] and
-    `collisions` [N] of the policy as it is, 0 where a rollout is masked, whose tokens count in no
-    baseline."""
-    rows = batch.active_rows(zero_is_idle=False)
-    positions = batch.positions(rows)
-    token_advantages = torch.zeros(len(batch.old_logprobs))
-    token_advantages[positions] = advantage(
-        token_rewards(config, batch)[positions],
-        Ragged.from_lengths(positions, batch.sequences.completions.lengths[rows]).offsets,
-        torch.tensor(batch.groups)[rows],
-        logprobs[positions],
-        collisions[positions],
-    )
-    return dataclasses.replace(batch, advantages=token_advantages)
+    """The batch with advantages [N] of its tokens, 0 where a rollout is masked, whose tokens count
+    in no baseline; with a critic with old values [N] and returns [N] too. `columns`: of the policy
+    as it is, those that the algorithm asks for are taken.
 
-
-def _whitened(batch: Batch, token_advantages: Tensor) -> Tensor:
-    """[N] over the tokens that have a loss; 0 for the others."""
-    positions = batch.positions(batch.active_rows(zero_is_idle=False))
-    whitened = torch.zeros(len(token_advantages))
-    whitened[positions] = advantages.whitened(token_advantages[positions])
-    return whitened
-
-
-def with_values(
-    config: Config,
-    advantage: Callable[..., Any],
-    batch: Batch,
-    values: Tensor,
-    last_values: Tensor | None,
-) -> Batch:
-    """The batch with its old values [N], returns [N] and whitened advantages [N]. `last_values`
-    [K]: of the cut states. With `critic_lambda` advantages and returns have a λ each: a value that
-    is near to the whole reward to come, under advantages of less variance.
+    Advantages that compare no groups are whitened. With `critic_lambda` advantages and returns have
+    a λ each: a value that is near to the whole reward to come, under advantages of less variance.
 
     Reference: VC-PPO, https://arxiv.org/abs/2503.01491 (decoupled GAE).
     """
+    advantage = find_function("advantages", algorithm.advantage)
+    rows = batch.active_rows(zero_is_idle=False)
+    positions = batch.positions(rows)
+    offered = {
+        "groups": torch.tensor(batch.groups)[rows],
+        "gamma": config.gamma,
+        "gae_lambda": config.gae_lambda,
+    }
+    named = inspect.signature(advantage).parameters
+    chosen = {name: offered[name] for name in TOKEN_OPTIONS if name in named}
+    for name in algorithm.columns:
+        chosen[name] = columns[name][rows if name == "last_values" else positions]
+    lengths = batch.sequences.completions.lengths[rows]
     estimate = partial(
         advantage,
-        token_rewards(config, batch),
-        values,
-        batch.sequences.completions.offsets,
-        gamma=config.gamma,
-        last_values=last_values,
+        token_rewards(config, batch)[positions],
+        offsets=Ragged.from_lengths(positions, lengths).offsets,
     )
-    token_advantages, returns = estimate(gae_lambda=config.gae_lambda)
-    if config.critic_lambda is not None:
-        _, returns = estimate(gae_lambda=config.critic_lambda)
-    return dataclasses.replace(
-        batch,
-        advantages=_whitened(batch, token_advantages),
-        old_values=values,
-        returns=returns,
-    )
+    token_advantages = estimate(**chosen)
+    if algorithm.critic:
+        token_advantages, returns = token_advantages
+        if config.critic_lambda is not None:
+            _, returns = estimate(**{**chosen, "gae_lambda": config.critic_lambda})
+        of_all = torch.zeros(len(batch.old_logprobs))
+        of_all[positions] = returns
+        batch = dataclasses.replace(batch, old_values=columns["values"], returns=of_all)
+    if "groups" not in named:
+        token_advantages = advantages.whitened(token_advantages)
+    of_all = torch.zeros(len(batch.old_logprobs))
+    of_all[positions] = token_advantages
+    return dataclasses.replace(batch, advantages=of_all)
 
 
 def value_moments(values: Tensor, returns: Tensor) -> list[Tensor]:

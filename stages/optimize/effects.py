@@ -62,9 +62,9 @@ def source_hash(name: str) -> str:
 
 
 def check_options(row: Algorithm, options: Iterable[str]) -> None:
-    """ValueError for an option that neither surrogate nor selection of `row`, one of the table,
-    takes. The options of a user's own algorithm are checked when its surrogate is loaded."""
-    accepted = OPTIONS[row.surrogate] + OPTIONS.get(row.selection, ())
+    """ValueError for an option that the surrogate of `row`, one of the table, does not take. The
+    options of a user's own algorithm are checked when its surrogate is loaded."""
+    accepted = OPTIONS[row.surrogate]
     unknown = sorted(set(options) - set(accepted))
     if unknown:
         raise ValueError(
@@ -90,7 +90,7 @@ def check_effect(row: Algorithm, changed: Mapping[str, object]) -> None:
     `changed` maps each of the `CRITIC_OPTIONS` that differs from its default to that default, so a
     recipe may go through all algorithms with the defaults written out.
     """
-    if row.to_go:
+    if row.advantage_of == "tokens" and not row.columns:
         changed = {name: value for name, value in changed.items() if name != "gamma"}
     if row.critic or not changed:
         return

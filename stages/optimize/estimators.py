@@ -264,22 +264,3 @@ def length_weighted(rewards: Tensor, groups: Tensor, *, lengths: Tensor) -> Tens
     weighted = group_sums(torch.where(rewards.isnan(), 0.0, scored_lengths * centered), groups)
     total = group_sums(scored_lengths, groups).clamp(min=1)
     return torch.where(comparable, centered - weighted / total, torch.nan).float()
-
-
-def over_baseline(rewards: Tensor, groups: Tensor, *, baselines: Tensor) -> Tensor:
-    """A_i = R_i − the reward of the policy's greedy answer to the same prompt.
-
-    The greedy answer tells how hard the prompt is for this policy, with no group and no critic: one
-    rollout a prompt is enough. It does not depend on what was sampled, so the gradient stays
-    unbiased.
-
-    Args:
-        rewards: [B] float; NaN = not scored.
-        groups: [B] int64; not used.
-        baselines: [B] float; NaN = not scored.
-    Returns:
-        [B] float32; NaN where the rollout or its baseline is not scored.
-
-    Reference: ReMax, https://arxiv.org/abs/2310.10505.
-    """
-    return (rewards.double() - baselines.double()).float()

@@ -28,13 +28,11 @@ _HOW_TO_MAKE = {
     "rewards": "quiver reward RECIPE --rollouts {}",
     "ref": "quiver logprobs RECIPE --rollouts {}",
     "prox": "score {} under the policy that optimize.prox_of names",
-    "baseline_rewards": "quiver reward RECIPE --rollouts {}",
 }
 _NAMES = {
     "rewards": "rewards",
     "ref": "reference logprobs",
     "prox": "proximal logprobs",
-    "baseline_rewards": "rewards of the greedy answers",
 }
 
 
@@ -43,10 +41,9 @@ def open_inputs(
     policy: str | Ref,
     rollouts: GivenRefs,
     beside: Mapping[str, GivenRefs | None],
-    baselines: tuple[GivenRefs | None, GivenRefs | None] = (None, None),
 ) -> dict[str, Version]:
     """All versions by role. `beside`: references by role (rewards, ref, prox) of what goes with the
-    rollouts; `baselines`: greedy rollouts and their rewards. ConfigError, LineageError."""
+    rollouts. ConfigError, LineageError."""
     rollouts_by_content: dict[str, Version] = {}
     for version in map(store.open, _as_list(rollouts)):
         equal = rollouts_by_content.setdefault(version.manifest.content_hash, version)
@@ -67,59 +64,7 @@ def open_inputs(
             inputs |= _numbered(role, ordered)
             if role == "ref":
                 _require_one_reference(ordered)
-    greedy, greedy_rewards = ([store.open(ref) for ref in _as_list(refs)] for refs in baselines)
-    return inputs | _baselines(rollouts_by_content, greedy, greedy_rewards)
-
-
-def _baselines(
-    rollouts: Mapping[str, Version], baselines: list[Version], rewards: list[Version]
-) -> dict[str, Version]:
-    """By role, for each of the rollouts: greedy answers of the policy that sampled them to the same
-    prompts, and the rewards of these. Several rollouts may share one baseline."""
-    by_source: dict[tuple[str | None, ...], Version] = {}
-    for version in baselines:
-        equal = by_source.setdefault(_source(version), version)
-        if equal is not version:
-            raise ConfigError(
-                str(version.ref),
-                f"greedy answers of the policy and to the prompts of {equal.ref}",
-                next="name one of them",
-            )
-    if not baselines and rewards:
-        raise ConfigError(
-            str(rewards[0].ref),
-            "rewards of greedy answers are given, and no greedy answers",
-            next="name them as baseline_rollouts",
-        )
-    if not baselines:
-        return {}
-    by_content = {version.manifest.content_hash: version for version in by_source.values()}
-    ordered = _in_order_of(by_content, "baseline_rewards", rewards)
-    rewards_by_content = dict(zip(by_content, ordered, strict=True))
-    chosen = []
-    for sampled in rollouts.values():
-        if _source(sampled) not in by_source:
-            names = ", ".join(str(version.ref) for version in by_source.values()) or "none"
-            raise LineageError(
-                str(sampled.ref),
-                "no greedy answers of the policy that sampled these rollouts, to the same prompts, "
-                f"are given, found {names}",
-                next="generate with temperature 0 and one sample from the same prompts and policy",
-            )
-        chosen.append(by_source[_source(sampled)])
-    return {
-        **_numbered("baseline", chosen),
-        **_numbered(
-            "baseline_rewards", [rewards_by_content[v.manifest.content_hash] for v in chosen]
-        ),
-    }
-
-
-def _source(rollouts: Version) -> tuple[str | None, ...]:
-    """Content of the prompts, and weights of the policy, that a version of rollouts is made of."""
-    prompts = rollouts.manifest.input("prompts")
-    policy = rollouts.manifest.model("policy")
-    return prompts and prompts.content_hash, policy and policy.weights
+    return inputs
 
 
 def require_state(inputs: Mapping[str, Version]) -> None:

@@ -6,7 +6,7 @@ else is data. The surrogate (what a token costs) and the aggregation (what a tok
 step) are apart: loss = Σ_t weight_t · surrogate_t. The weights are made once for the whole
 optimizer step, so micro-batches, their order and ranks change nothing.
 
-More surrogates, and selections, are in surrogates.py.
+More surrogates are in surrogates.py.
 
     costs, at_bound = clipped(tokens, clip_low=0.2, clip_high=0.28)
     loss = (token_mean(lengths) * costs).sum()
@@ -35,9 +35,6 @@ class Tokens(NamedTuple):
     """[N] of the token, or of its rollout repeated."""
     offsets: Tensor
     """[B+1] int64."""
-    selected: Tensor | None = None
-    """[N] bool: picked by the algorithm's selection among all tokens of the step; None: it has
-    none."""
 
 
 def log_ratio(logprobs: Tensor, anchor: Tensor) -> Tensor:

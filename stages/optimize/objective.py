@@ -14,7 +14,6 @@ ranks, or the store. The config's options override the algorithm's defaults.
 from __future__ import annotations
 
 import inspect
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,17 +44,8 @@ class Objective:
         self.weighs_groups = "groups" in inspect.signature(self.aggregate).parameters
         self.options = {**algorithm.defaults, **config.surrogate_options()}
         self.options.pop("drop_zero_variance", None)
-        self.selection = None
-        """Picks tokens of the whole step, whose logprobs must be known before it."""
-        selection_options = {}
-        if algorithm.selection:
-            self.selection = find_function("losses", algorithm.selection)
-            names = inspect.signature(self.selection).parameters
-            selection_options = {
-                name: self.options.pop(name) for name in names if name in self.options
-            }
         self.zero_is_idle = not (
-            (algorithm.of_tokens and not algorithm.of_turns)
+            algorithm.advantage_of == "tokens"
             or not algorithm.zero_is_idle
             or config.terms_beside_rewards()
             or config.kl_target
@@ -65,9 +55,6 @@ class Objective:
         """Rollouts with advantage 0 need no pass: none of their tokens has a gradient."""
         try:
             inspect.signature(self.surrogate).bind(None, **self.options)
-            if self.selection:
-                inspect.signature(self.selection).bind(None, None, **selection_options)
-                self.selection = partial(self.selection, **selection_options)
         except TypeError as error:
             raise ConfigError(
                 f"optimize.algorithm {algorithm.name}",
@@ -85,18 +72,6 @@ class Objective:
         weights[positions] = self.aggregate(lengths, batch.max_completion_tokens, **columns)
         return weights
 
-    def select(
-        self, batch: Batch, logprobs: Tensor, rows: list[int], generator: torch.Generator
-    ) -> Tensor:
-        """[N] bool: the tokens that the algorithm picks of the step over rollouts `rows`, on which
-        the policy has the `logprobs` [N]."""
-        positions = batch.positions(rows)
-        part = batch.part(rows, logprobs.device)
-        tokens = losses.Tokens(logprobs[positions], part.anchor, part.advantages, part.offsets)
-        selected = torch.zeros(len(logprobs), dtype=torch.bool)
-        selected[positions] = self.selection(tokens, generator)
-        return selected
-
     def loss(
         self, part: Part, outputs: tuple[Tensor, ...], step: Step
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,7 +85,7 @@ class Objective:
         config = self.config
         logprobs, entropy, values = outputs
         weights = step.weights.float()
-        tokens = losses.Tokens(logprobs, part.anchor, part.advantages, part.offsets, step.selected)
+        tokens = losses.Tokens(logprobs, part.anchor, part.advantages, part.offsets)
         costs, at_bound = self.surrogate(tokens, **self.options)
         if part.prox_logprobs is not None:
             costs = costs * offpolicy.weight(

@@ -18,11 +18,13 @@ from torch import Tensor, nn
 
 from quiver.schemas.errors import ConfigError
 
-from .bf16 import MASTER, PRECISIONS, Bf16AdamW
+from .bf16 import Bf16AdamW
 from .config import Config
 from .shards import is_sharded, like, local
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_MASTER = "master"
+"""Beside the moments of a weight that is saved in bfloat16: its float32 value."""
 _PIECE = 1 << 18
 """Numbers whose squares are summed in float32."""
 
@@ -32,23 +34,17 @@ def make_optimizer(
     model: nn.Module,
     critic: nn.Module | None = None,
     *,
-    wide: Mapping[nn.Parameter, Tensor] | None = None,
     step: int = 0,
 ) -> torch.optim.Optimizer:
     """AdamW over all trainable weights; decay on matrices only. A critic's rate is `scale` times
-    the policy's.
-
-    For weights in bfloat16 (see bf16.py): `wide`, what they were in float32, and `step` of the
-    policy's life.
-    """
+    the policy's. `step`: of the policy's life, for weights in bfloat16 (see bf16.py)."""
     groups = _groups(config, model)
     if critic is not None:
         critic_rate = config.critic_learning_rate or config.learning_rate
         groups += _groups(config, critic, scale=critic_rate / config.learning_rate)
     options = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps}
-    if config.precision in PRECISIONS:
-        masters = wide if config.precision == "bf16_master" else None
-        return Bf16AdamW(groups, masters or {}, seed=config.seed, step=step, **options)
+    if config.precision == "bf16_stochastic":
+        return Bf16AdamW(groups, seed=config.seed, step=step, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
 
 
@@ -98,12 +94,11 @@ def learning_rate(config: Config, step: int) -> float:
 
 def state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The moments by parameter name, and `updates`, the number of steps that made them; empty
-    before the first step. With `bf16_master` the weights proper besides. They are the optimizer's
-    own tensors, on its device."""
+    before the first step. They are the optimizer's own tensors, on its device."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         moments = optimizer.state.get(parameter, {})
-        for key in (*_MOMENTS, MASTER):
+        for key in _MOMENTS:
             if key in moments:
                 tensors[f"{key}.{name}"] = moments[key].detach()
         if "step" in moments:
@@ -114,7 +109,7 @@ def state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tenso
 def masters(model: nn.Module, before: Mapping[nn.Parameter, Tensor]) -> dict[str, Tensor]:
     """The float32 weights of a model that is saved in bfloat16, as `state` names them. `before`:
     what `narrow` gave."""
-    return {f"{MASTER}.{name}": before[weight] for name, weight in model.named_parameters()}
+    return {f"{_MASTER}.{name}": before[weight] for name, weight in model.named_parameters()}
 
 
 def load_state(
@@ -123,31 +118,29 @@ def load_state(
     """Take up what `state` gave; a weight that never had a gradient has no moments. ConfigError
     when they belong to a model of other names or shapes, or to other weights.
 
-    Saved master weights are taken up by the optimizer where it has some, and else by the model,
-    unless its weights are bfloat16 themselves: then these, which are those rounded, go on.
+    Saved float32 weights are taken up by the model, unless its weights are bfloat16 themselves:
+    then these, which are those rounded, go on.
     """
     parameters = dict(model.named_parameters())
     names = {key.partition(".")[2] for key in tensors if key != "updates"}
     for name in sorted(names):
-        keys = [key for key in (*_MOMENTS, MASTER) if f"{key}.{name}" in tensors]
+        keys = [key for key in (*_MOMENTS, _MASTER) if f"{key}.{name}" in tensors]
         moments = {key: tensors[f"{key}.{name}"] for key in keys}
         parameter = parameters.get(name)
         has_moments = moments.keys() >= set(_MOMENTS)
-        is_complete = has_moments or moments.keys() == {MASTER}
+        is_complete = has_moments or moments.keys() == {_MASTER}
         if (
             parameter is None
             or not is_complete
             or any(tensor.shape != parameter.shape for tensor in moments.values())
         ):
             raise _not_ours(f"{name} is missing or of another shape")
-        current = optimizer.state[parameter]
         moments = {key: like(tensor, parameter) for key, tensor in moments.items()}
-        if MASTER in moments:
-            rounded = moments[MASTER].to(torch.bfloat16).to(parameter.dtype)
+        if _MASTER in moments:
+            master = moments.pop(_MASTER)
+            rounded = master.to(torch.bfloat16).to(parameter.dtype)
             if not torch.equal(local(rounded), local(parameter)):
                 raise _not_ours(f"the float32 weights of {name} are not those of the policy")
-        if MASTER in moments and MASTER not in current:
-            master = moments.pop(MASTER)
             if parameter.dtype == torch.float32:
                 with torch.no_grad():
                     parameter.copy_(master)
@@ -155,7 +148,7 @@ def load_state(
             raise _not_ours("how many steps made the moments is not told")
         if has_moments:
             moments["step"] = tensors["updates"].reshape(()).clone().to(parameter.device)
-        current.update(moments)
+        optimizer.state[parameter].update(moments)
 
 
 def _not_ours(message: str) -> ConfigError:

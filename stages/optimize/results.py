@@ -19,7 +19,7 @@ from quiver.stages.common.models.loading import restore_dropout
 from quiver.stages.common.store import Version, storage
 from quiver.stages.common.store.writer import Writer
 
-from . import adapters, bf16, optimizer, state_folder, value_head
+from . import adapters, optimizer, state_folder, value_head
 from .losses import log_ratio
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def save(parent: Version, trainer: Trainer, writer: Writer | None) -> None:
             adapters.save(model, writer.folder)
         if config.lora and not is_adapter_alone:
             adapters.merge(model)
-        if config.save_dtype == "bfloat16" and trainer.precision not in bf16.PRECISIONS:
+        if config.save_dtype == "bfloat16" and trainer.precision != "bf16_stochastic":
             masters = narrow(model)
             if not config.lora:
                 state |= optimizer.masters(model, masters)
@@ -134,7 +134,7 @@ def first_clip_fraction(trainer: Trainer) -> float | None:
     """
     batch = trainer.batch
     from_start = trainer.config.prox_of == "start" and batch.prox_logprobs is not None
-    if not trainer.updates or trainer.objective.selection or (batch.has_stale and not from_start):
+    if not trainer.updates or (batch.has_stale and not from_start):
         return None
     share = trainer.updates[0]["clip_fraction"]
     if share > 0:
@@ -161,7 +161,7 @@ def advantages_table(loaded: Loaded, trainer: Trainer) -> pa.Table:
     places = pc.if_else(dropped.is_null(), places, None)
     schema = advantages_kind.SCHEMA
     advantages = pa.array(batch.advantages.numpy())
-    if trainer.algorithm.of_tokens:
+    if trainer.algorithm.advantage_of != "rollouts":
         schema = advantages_kind.PER_TOKEN
         advantages = completions.with_values(batch.advantages).to_arrow()
         advantages = advantages.cast(schema.field("advantage").type)

@@ -5,8 +5,8 @@ Joins go by `rollout_id`; what has no partner, or belongs to other rollouts, is 
 versions of rollouts each is checked and joined by itself, each row keeps its own old logprobs and
 temperature, and groups never mix: the same prompt in two versions is two groups, because other
 policies answered it. The reasons, in this order: `abort` (the engine gave up), `not_scored` (null
-reward), `small_group` (fewer than two scored; with greedy answers for a baseline `no_baseline`: not
-scored), `zero_variance`, `length` (masked), `empty` (no token).
+reward), `small_group` (fewer than two scored), `zero_variance`, `length` (masked), `empty` (no
+token).
 
     loaded = load(config, algorithm, store, {"policy": …, "rollouts": …, "rewards": …})
     loaded.batch; loaded.reasons; loaded.summary["dropped"]
@@ -42,11 +42,10 @@ from . import reward_scaling
 from .advantages import group_centered, zero_variance
 from .algorithms import Algorithm, find_function
 from .batch import Batch
-from .checks import Sampled, baselines, biases, check_lineage, require_own_ids
+from .checks import Sampled, biases, check_lineage, require_own_ids
 from .config import Config
 from .contract import ADVANTAGE_COLUMNS
 from .credit import turn_rewards, with_turns
-from .critic import with_rewards_to_go
 from .inputs import sets
 from .losses import log_ratio
 
@@ -86,8 +85,6 @@ class _Joined:
     """[B] float32; NaN: not scored, or the engine gave up."""
     groups: Tensor
     """[B] int64, numbered in order of first appearance, those of each version apart."""
-    baselines: Tensor | None
-    """[B] float32: rewards of the greedy answers to the same prompts, where they are given."""
     turns: Turns | None
     """Where some rollouts have several, or turns have rewards."""
     pictures: Pictures | None
@@ -105,7 +102,7 @@ def load(
     allowed_biases = [b for version in versions for b in check_lineage(config, store, version)]
     joined = _join(config, store, versions)
     turn_advantages = None
-    if algorithm.of_turns:
+    if algorithm.advantage_of == "turns":
         function = find_function("advantages", algorithm.advantage)
         earned = joined.turn_rewards
         turn_advantages = earned.with_values(function(earned.values, earned.offsets, joined.groups))
@@ -127,10 +124,7 @@ def load(
         before = inputs["policy"].manifest.metrics.get("reward_moments")
         moments = reward_scaling.go_on(before, joined.rewards)
         batch = replace(batch, reward_scale=reward_scaling.scale(moments))
-    if algorithm.to_go:
-        function = find_function("advantages", algorithm.advantage)
-        batch = with_rewards_to_go(config, function, batch)
-    is_known = algorithm.of_turns or not algorithm.of_tokens
+    is_known = algorithm.advantage_of != "tokens"
     num_idle = int((advantages[is_kept] == 0).sum()) if is_known else 0
     all_zero = num_idle == num_kept
     other_terms = _other_terms(config, batch) if all_zero and num_kept else []
@@ -196,17 +190,11 @@ def _join(config: Config, store: Store, versions: list[Sampled]) -> _Joined:
         tables.append(table)
     table = pa.concat_tables(tables, promote_options="default")  # /1 and /2: null where it is not
     rewards = torch.where(_ended_by(table, "abort"), torch.nan, rewards)
-    baseline_rewards = [
-        torch.from_numpy(np.array(baselines(version), dtype=np.float32))
-        for version in versions
-        if "baseline" in version.inputs
-    ]
     return _Joined(
         versions,
         table,
         rewards,
         torch.cat(groups),
-        torch.cat(baseline_rewards) if baseline_rewards else None,
         Turns.of_table(table, _lengths(table)),
         join_pictures([_pictures(store, version) for version in versions]),
         Ragged.from_arrow(table["turn_rewards"]) if config.credit != "rollout" else None,
@@ -248,36 +236,27 @@ def _advantages_of(
     where of tokens, which come later, the rewards."""
     rewards = joined.rewards
     advantages = rewards
+    function = find_function("advantages", algorithm.advantage)
+    parameters = inspect.signature(function).parameters
     if turn_advantages is not None:
         sizes = turn_advantages.with_values(turn_advantages.values.abs())
         advantages = sizes.segment_sum()
-    elif not algorithm.of_tokens:
+    elif algorithm.advantage_of == "rollouts":
         if config.kl_in_reward:
             old = Ragged.from_arrow(joined.table["old_logprobs"])
             token_kl = log_ratio(old.values, Ragged.from_arrow(joined.table["ref"]).values)
             rewards = rewards - config.kl_coef * old.with_values(token_kl).segment_sum()
-        function = find_function("advantages", algorithm.advantage)
-        columns = {
-            "lengths": _lengths(joined.table),
-            "baselines": joined.baselines,
-        }
-        parameters = inspect.signature(function).parameters
+        columns = {"lengths": _lengths(joined.table)}
         if {"parts", "part_weights"} & set(parameters):
             columns |= _parts(config, joined.versions)
         columns = {name: columns[name] for name in ADVANTAGE_COLUMNS if name in parameters}
-        if any(column is None for column in columns.values()):
-            raise ConfigError(
-                f"optimize.algorithm {config.algorithm}",
-                "needs greedy answers to the same prompts and their rewards, and none are given",
-                next="name baseline_rollouts and baseline_rewards",
-            )
         advantages = function(rewards, joined.groups, **columns, **config.advantage_options())
-    if algorithm.collisions:
+    elif "groups" in parameters:
         advantages = group_centered(rewards, joined.groups)  # for who has one; they come later
     if not bool(advantages.isnan().all()):
         return rewards, advantages
     num_scored = int((~joined.rewards.isnan()).sum())
-    if joined.baselines is None and num_scored >= 2 and int(joined.groups.bincount().max()) < 2:
+    if num_scored >= 2 and int(joined.groups.bincount().max()) < 2:
         raise ConfigError(
             f"optimize.algorithm {config.algorithm}",
             "needs two rollouts of a prompt at least, found one of each of "
@@ -302,8 +281,7 @@ def _advantages_of(
     raise NumericError(
         ", ".join(names),
         f"{num_scored} of {len(rewards)} rollouts are scored, no advantage can be computed of "
-        "them; a group algorithm needs two of a prompt, a baseline its own reward; ended: "
-        f"{in_words or 'none'}",
+        f"them; a group algorithm needs two of a prompt; ended: {in_words or 'none'}",
         next=way_to_end(joined.versions[0].rollouts.manifest, longest)
         if are_cut
         else f"quiver show {names[0]}",
@@ -357,12 +335,12 @@ def _drop_reasons(
     """[B] why each rollout is left out: the first reason that holds, None for none."""
     everyone = torch.ones(len(advantages), dtype=torch.bool)
     is_equal = zero_variance(shaped_rewards, joined.groups)
-    if algorithm.advantage == "part_normalized" or algorithm.of_turns:
+    if algorithm.advantage == "part_normalized" or algorithm.advantage_of == "turns":
         is_equal &= advantages == 0  # equal sums of other parts are something to compare
     holds = {
         "abort": _ended_by(joined.table, "abort"),
         "not_scored": shaped_rewards.isnan(),
-        "no_baseline" if joined.baselines is not None else "small_group": advantages.isnan(),
+        "small_group": advantages.isnan(),
         "zero_variance": is_equal & bool(config.drop_zero_variance),
         "length": _ended_by(joined.table, "length") & (config.on_length == "mask"),
         "empty": _lengths(joined.table) == 0,
@@ -396,7 +374,7 @@ def _make_batch(
         return Mapped.from_arrow(table[logprobs]).take(rows).values
 
     old_logprobs = take("old_logprobs")
-    if algorithm.of_tokens:
+    if algorithm.advantage_of != "rollouts":
         advantages = torch.full_like(old_logprobs, torch.nan)
     else:
         advantages = advantages[rows]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import bf16
+from .bf16 import Bf16AdamW
 from .shards import like
 
 _COUNTERS = ("step", "updates", "audit_report", "padding", "places")
@@ -64,8 +64,6 @@ class SavedState:
                 expected[f"step.{number}"] = (torch.Size(), torch.float32)
                 for key in ("exp_avg", "exp_avg_sq"):
                     expected[f"{key}.{number}"] = (parameter.shape, torch.float32)
-            if bf16.MASTER in self.optimizer.state.get(parameter, {}):
-                expected[f"{bf16.MASTER}.{number}"] = (parameter.shape, torch.float32)
         if {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()} != expected:
             raise ValueError("its tensors are not those of this training")
 
@@ -82,5 +80,5 @@ class SavedState:
                 self.optimizer.state[parameter][key] = like(tensor, parameter)
         for name in filter(counters.__contains__, _COUNTERS):  # an older one counted fewer
             setattr(self, name, counters[name])
-        if isinstance(self.optimizer, bf16.Bf16AdamW):
+        if isinstance(self.optimizer, Bf16AdamW):
             self.optimizer.number = self.step

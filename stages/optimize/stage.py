@@ -58,8 +58,8 @@ def resolve(config: Config) -> Config:
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
     """Which policy is trained on what. `refs`: policy, rollouts, rewards, and where they are there
-    ref_logprobs, prox_logprobs, baseline_rollouts and baseline_rewards; of all but policy several
-    may be given. ConfigError, LineageError."""
+    ref_logprobs and prox_logprobs; of all but policy several may be given. ConfigError,
+    LineageError."""
     inputs = open_inputs(
         store,
         refs["policy"],
@@ -69,7 +69,6 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
             "ref": refs.get("ref_logprobs"),
             "prox": refs.get("prox_logprobs"),
         },
-        (refs.get("baseline_rollouts"), refs.get("baseline_rewards")),
     )
     resolved = resolve(config)
     inputs = with_base(resolved.lora, store, inputs)
@@ -82,14 +81,6 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
             f"{resolved.kl_coef} needs the reference's logprobs, and none are given",
             next="score the rollouts under the reference first (stage logprobs), or set "
             "kl_coef = 0",
-        )
-    row = algorithms.ALGORITHMS.get(resolved.algorithm)
-    if row and row.baseline != ("baseline" in inputs):
-        problem, advice = ("needs", "name") if row.baseline else ("makes no use of", "leave out")
-        raise ConfigError(
-            f"optimize.algorithm {resolved.algorithm}",
-            f"{problem} greedy answers to the same prompts and their rewards",
-            next=f"{advice} baseline_rollouts and baseline_rewards",
         )
     return Plan(
         store=store,

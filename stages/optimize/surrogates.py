@@ -1,12 +1,7 @@
-"""Surrogates beside those of losses.py, of the same form, the selections that some of them go by,
-and an aggregation that looks at prompts: pure functions.
+"""Surrogates beside those of losses.py, of the same form, and an aggregation that looks at prompts:
+pure functions.
 
-A selection sees all tokens of the optimizer step at once, under the policy as it is, and picks
-some; its surrogate finds them in `Tokens.selected`. So what is picked does not change with
-micro-batches, their order or ranks.
-
-    selected = covariance_highest(whole_step, cov_share=2e-3)
-    costs, _ = covariance_penalised(tokens._replace(selected=selected), cov_kl_coef=1.0)
+    costs, at_bound = geometric_clipped(tokens, clip_low=0.4, clip_high=0.4)
 
 Not of the spine: losses.py shows what a surrogate is.
 """
@@ -20,7 +15,7 @@ from torch import Tensor
 
 from quiver.stages.common.ragged import Ragged
 
-from .losses import MAX_LOG_RATIO, Tokens, clipped, log_ratio
+from .losses import MAX_LOG_RATIO, Tokens, log_ratio
 
 
 def divergence_masked(
@@ -129,124 +124,6 @@ def geometric_clipped(
     log_mean = of_rollout.segment_mean().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     loss = -advantages * log_mean[of_rollout.segment_ids].exp()
     return loss, (bounded != log_ratios) & (advantages != 0)
-
-
-def covariance_clipped(
-    tokens: Tokens, *, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
-    """loss_t = 0 where the token is selected, else as `clipped`.
-
-    Selected by `covariance_within`: tokens that are likely and good, or unlikely and bad, sharpen
-    the policy, and leaving a few of them out keeps its entropy up. The paper has no clip besides;
-    its own runs bound r by 0 and 2. verl never selects a token that the clip has caught.
-
-    Args:
-        tokens: of whole rollouts.
-        clip_low, clip_high: distances from ratio 1, each ≥ 0.
-    Returns:
-        loss [N]; and bool [N], true where the token was selected or a bound decided the loss.
-
-    Reference: Clip-Cov, https://arxiv.org/abs/2505.22617.
-    """
-    costs, at_bound = clipped(tokens, clip_low=clip_low, clip_high=clip_high)
-    selected = torch.zeros_like(at_bound) if tokens.selected is None else tokens.selected
-    return costs.masked_fill(selected, 0.0), at_bound | selected
-
-
-def covariance_penalised(tokens: Tokens, *, cov_kl_coef: float) -> tuple[Tensor, Tensor]:
-    """loss_t = −r A, plus cov_kl_coef |log r| where the token is selected.
-
-    As `covariance_clipped`, but the tokens of the highest covariance, `covariance_highest`, learn
-    under a penalty for every distance from the anchor. The paper writes KL(anchor ‖ policy) without
-    an estimator; |log r| is that of its authors' code, and verl's. Nothing is clipped.
-
-    Args:
-        tokens: of whole rollouts.
-        cov_kl_coef: ≥ 0.
-    Returns:
-        loss [N]; and bool [N], true where the token was selected.
-
-    Reference: KL-Cov, https://arxiv.org/abs/2505.22617.
-    """
-    log_ratios = log_ratio(tokens.logprobs, tokens.anchor)
-    selected = torch.zeros_like(log_ratios, dtype=torch.bool)
-    if tokens.selected is not None:
-        selected = tokens.selected
-    penalty = torch.where(selected, cov_kl_coef * log_ratios.abs(), 0.0)
-    return penalty - log_ratios.exp() * tokens.advantages, selected
-
-
-# -- selections: the whole step's Tokens, without gradient -> selected [N] bool
-
-
-def covariances(tokens: Tokens) -> Tensor:
-    """c_t = (logprobs_t − mean logprobs) (A_t − mean A), means over the tokens.
-
-    Their mean is the covariance of logprobs and advantages, which is what a policy gradient step
-    takes off the entropy, up to the learning rate.
-
-    Args:
-        tokens: of all rollouts of the optimizer step.
-    Returns:
-        [N] float64.
-
-    Reference: https://arxiv.org/abs/2505.22617.
-    """
-    logprobs = tokens.logprobs.double()
-    advantages = tokens.advantages.double()
-    return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
-
-
-def covariance_within(
-    tokens: Tokens,
-    generator: torch.Generator,
-    *,
-    cov_share: float,
-    cov_low: float,
-    cov_high: float,
-) -> Tensor:
-    """⌊cov_share · N⌋ tokens by chance, all alike, of those whose covariance is in [cov_low,
-    cov_high].
-
-    verl takes one at least, and those of a micro-batch alone.
-
-    Args:
-        tokens: of all rollouts of the optimizer step.
-        generator: of chance.
-        cov_share: in [0, 1].
-        cov_low, cov_high: in nats times the advantage's unit.
-    Returns:
-        [N] bool; all candidates where they are fewer.
-
-    Reference: Clip-Cov, https://arxiv.org/abs/2505.22617.
-    """
-    covariance = covariances(tokens)
-    candidates = ((covariance >= cov_low) & (covariance <= cov_high)).nonzero()[:, 0]
-    order = torch.randperm(len(candidates), generator=generator)
-    selected = torch.zeros(len(covariance), dtype=torch.bool)
-    selected[candidates[order[: int(cov_share * len(covariance))]]] = True
-    return selected
-
-
-def covariance_highest(
-    tokens: Tokens, generator: torch.Generator | None = None, *, cov_share: float
-) -> Tensor:
-    """The ⌊cov_share · N⌋ tokens of the highest covariance.
-
-    verl takes one at least, and those of a micro-batch alone.
-
-    Args:
-        tokens: of all rollouts of the optimizer step.
-        generator: not used.
-        cov_share: in [0, 1].
-    Returns:
-        [N] bool.
-
-    Reference: KL-Cov, https://arxiv.org/abs/2505.22617.
-    """
-    covariance = covariances(tokens)
-    highest = covariance.topk(int(cov_share * len(covariance))).indices
-    return torch.zeros(len(covariance), dtype=torch.bool).index_fill(0, highest, True)
 
 
 # -- aggregations: what a token of the optimizer step weighs

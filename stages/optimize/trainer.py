@@ -1,9 +1,9 @@
 """The optimizer's loop: epochs of mini-batches (a step each) of micro-batches (a pass each).
 
 Every token's weight is made for the whole step at once, so neither micro-batches nor ranks change
-loss or gradient. Weights stay in float32, unless the precision is one of bf16.py. A step whose loss
-or gradient is not finite is left out on every rank; three in a row stop the stage. Before the first
-update the logprobs are audited against the engine's. Nothing here knows of the store.
+loss or gradient. Weights stay in float32, or are as bf16.py has them. A step whose loss or gradient
+is not finite is left out on every rank; three in a row stop the stage. Before the first update the
+logprobs are audited against the engine's. Nothing here knows of the store.
 
     trainer = Trainer(config, model, batch, algorithm, make_accelerator(config))
     trainer.prepare()              # a critic's values, the audit
@@ -31,9 +31,9 @@ from quiver.stages.common.forward.policy import Policy, score_and_judge, token_b
 from quiver.stages.common.forward.precision import narrow, resolve
 from quiver.stages.common.forward.verify import choose_kernel, choose_mode
 
-from . import bf16, critic, entropy, imitation, kl_control
+from . import critic, entropy, imitation, kl_control
 from .adapters import narrow_frozen
-from .algorithms import Algorithm, find_function
+from .algorithms import Algorithm
 from .audit import audit
 from .batch import Batch, Part, Step
 from .config import Config
@@ -131,7 +131,6 @@ class Trainer(SavedState):
         self.policy = self.make_policy(
             self.model,
             autocast=self.precision == "bf16",
-            fast=self.precision == "fp32_fast",
             value_head=value_head,
             value_trunk=value_trunk,
         )
@@ -144,7 +143,8 @@ class Trainer(SavedState):
             self.mode = choose_mode(
                 self.policy, sequences, self.batch.prompt_numbers, config.packing
             )
-        masters = narrow(self.model) if self.precision in bf16.PRECISIONS else None
+        if self.precision == "bf16_stochastic":
+            narrow(self.model)
         if config.lora and self.precision == "bf16":
             narrow_frozen(self.model)
         self.policy.entropy_gradient = self.objective.has_bonus
@@ -154,9 +154,7 @@ class Trainer(SavedState):
         if self.active:
             longest = self._microbatches(self.active, sequences)[0]
             self.kernel = choose_kernel(self.policy, longest, sequences)
-        self.optimizer = make_optimizer(
-            config, self.model, self.critic, wide=masters, step=self.step
-        )
+        self.optimizer = make_optimizer(config, self.model, self.critic, step=self.step)
         modules = [self.policy] if value_trunk is None else [self.model, self.critic]
         self.clip_groups = [
             [p for p in module.parameters() if p.requires_grad] for module in modules
@@ -171,45 +169,38 @@ class Trainer(SavedState):
         return self.algorithm.critic and self.step < self.config.critic_warmup_steps
 
     def prepare(self) -> None:
-        """What must be known before the first update: a critic's values, and the audit. Where there
-        is no critic the audit waits for the first step, whose pass gives the logprobs of its
-        rollouts before any weight changes; those of an older policy are all looked at, though.
-        NumericError."""
+        """What must be known before the first update: advantages of tokens, and the audit. Where
+        the algorithm asks for no pass the audit waits for the first step, whose pass gives the
+        logprobs of its rollouts before any weight changes; those of an older policy are all looked
+        at, though. NumericError."""
         if not self.active:
             return
         audits = self.config.audit.enabled
-        if self.algorithm.critic:
-            logprobs = self._take_values()
-        elif self.algorithm.collisions:
-            self.policy.collision = True
-            logprobs, _, collisions = self._score_and_judge(self.active, self.batch.sequences)
-            self.policy.collision = False
-            advantage = find_function("advantages", self.algorithm.advantage)
-            self.batch = critic.with_token_baselines(
-                self.config, advantage, self.batch, logprobs, collisions
+        columns = self._columns() if self.algorithm.columns else {}
+        if self.algorithm.advantage_of == "tokens":
+            self.batch = critic.with_token_advantages(
+                self.config, self.algorithm, self.batch, columns
             )
+        if audits and columns:
+            self.audit_report = audit(self.objective, self.batch, columns["logprobs"], self.active)
         elif audits and self.batch.has_stale and self.config.minibatches > 1:
             logprobs = self.score(self.active)
-        else:
-            return
-        if audits:
             self.audit_report = audit(self.objective, self.batch, logprobs, self.active)
 
-    def _take_values(self) -> Tensor:
-        """Give the batch the critic's value of every token, and the advantages that follow; [N]
-        logprobs, which the same pass gives."""
+    def _columns(self) -> dict[str, Tensor]:
+        """What one pass says of the policy as it is, for `Algorithm.columns`."""
         sequences = self.batch.sequences
         sampled = torch.ones(len(self.batch.old_logprobs), dtype=torch.bool)
         cut = self.batch.cut & self.config.bootstrap_length
         if bool(cut.any()):
             sequences, sampled = critic.with_next_state(sequences, cut)
-        logprobs, values, _ = self._score_and_judge(self.active, sequences)
-        last_values = torch.zeros(len(cut)).index_copy(0, cut.nonzero()[:, 0], values[~sampled])
-        advantage = find_function("advantages", self.algorithm.advantage)
-        self.batch = critic.with_values(
-            self.config, advantage, self.batch, values[sampled], last_values
-        )
-        return logprobs[sampled]
+        self.policy.collision = True
+        passed = self._score_and_judge(self.active, sequences)
+        self.policy.collision = False
+        columns = dict(zip(("logprobs", "values", "collisions"), passed[:, sampled], strict=True))
+        last_values = torch.zeros(len(cut))
+        last_values[cut] = passed[1, ~sampled]
+        return {**columns, "last_values": last_values}
 
     def train(self, progress: Progress | None = None) -> None:
         """Run all epochs, from where `progress` says that an earlier attempt came to. NumericError
@@ -238,14 +229,10 @@ class Trainer(SavedState):
         """The rollouts of each mini-batch of the epoch that begins with `step`: groups shuffled by
         seed and step, each group whole."""
         num_groups = max(self.batch.groups, default=-1) + 1
-        order = torch.randperm(num_groups, generator=self._chance(step)).tolist()
+        chance = torch.Generator().manual_seed((self.config.seed * 1_000_003 + step) % 2**63)
+        order = torch.randperm(num_groups, generator=chance).tolist()
         shuffled = [order[group] for group in self.batch.groups]
         return minibatches(shuffled, self.config.minibatches)
-
-    def _chance(self, step: int) -> torch.Generator:
-        """The same numbers wherever this step is taken."""
-        seed = (self.config.seed * 1_000_003 + step) % 2**63
-        return torch.Generator().manual_seed(seed)
 
     def free(self) -> None:
         """Give back the memory of model, critic and moments, of which nothing is needed any more;
@@ -369,8 +356,7 @@ class Trainer(SavedState):
         return layout, positions, part, step.at(positions, device)
 
     def _step(self, members: list[int], active: list[int]) -> Step:
-        """What tokens are in the step. Where they are compared with one another, all of them are
-        scored first."""
+        """What tokens are in the step. Where a share of them learns, all are scored first."""
         weights = self.objective.weights(self.batch, members)
         coef = entropy.bonus(self.config, self.entropy_coef, self.last_entropy)
         step = Step(
@@ -380,18 +366,13 @@ class Trainer(SavedState):
             nll_weights=imitation.weights(self.config, self.batch, members),
         )
         share = self.config.entropy_share
-        if self.objective.selection is None and share == 1:
+        if share == 1:
             return step
-        logprobs, _, entropies = self._score_and_judge(active, self.batch.sequences)
-        selected = learns = None
-        if self.objective.selection:
-            chance = self._chance(self.step)
-            selected = self.objective.select(self.batch, logprobs, active, chance)
-        if share < 1:
-            positions = self.batch.positions(active)
-            learns = torch.zeros(len(entropies), dtype=torch.bool)
-            learns[positions] = entropy.uncertain(entropies[positions], share)
-        return replace(step, selected=selected, learns=learns)
+        entropies = self._score_and_judge(active, self.batch.sequences)[2]
+        positions = self.batch.positions(active)
+        learns = torch.zeros(len(entropies), dtype=torch.bool)
+        learns[positions] = entropy.uncertain(entropies[positions], share)
+        return replace(step, learns=learns)
 
     def _sum_gradients(self) -> None:
         """Sum the step's gradient over ranks, in float32 whatever the weights are. A weight has a

@@ -210,7 +210,7 @@ def test_a_run_cleans_up_after_itself(made):
 
 def test_the_runs_that_belong_to_it_are_cleaned_with_it(tmp_path):
     store = Store(tmp_path / "store")
-    runs = ("a", "a.eval", "a.ref", "a.greedy")
+    runs = ("a", "a.eval", "a.ref")
     for run in (*runs, "ab"):
         for seed in range(2):
             about = {"stage": "logprobs", "stage_version": 1, "config": Settings(seed=seed)}
@@ -218,7 +218,7 @@ def test_the_runs_that_belong_to_it_are_cleaned_with_it(tmp_path):
                 work.write(0, table(seed))
                 work.commit()
     clean_up(str(store.path), "a", Retention(keep=1, grace_hours=0))
-    assert [store.numbers(run, "logprobs") for run in (*runs, "ab")] == [[2]] * 4 + [[1, 2]]
+    assert [store.numbers(run, "logprobs") for run in (*runs, "ab")] == [[2]] * 3 + [[1, 2]]
 
 
 def test_what_is_trained_by_hand_beside_a_run_takes_no_state_from_it(tmp_path):

@@ -92,7 +92,6 @@ def test_a_shape_is_told_from_the_config_alone(tmp_path):
     [
         ({"precision": "fp32"}, 16),
         ({"precision": "bf16"}, 18),
-        ({"precision": "bf16_master"}, 18),
         ({"precision": "bf16_stochastic"}, 14),
     ],
 )

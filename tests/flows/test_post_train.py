@@ -220,41 +220,6 @@ def test_a_retry_scores_what_has_no_reward_and_diff_says_what_became_of_it(workp
     assert error["code"] == "E-LINEAGE" and "was made of tiny/rollouts@1" in error["message"]
 
 
-def test_greedy_answers_are_a_baseline_and_are_not_trained_on(workplace):
-    """Each iteration has those of its own policy; what is replayed keeps its own."""
-    settings = (
-        "run=remax",
-        "iterations=2",
-        "optimize.algorithm=remax",
-        "optimize.max_staleness=1",
-        "optimize.replay=1",
-        "data.held_out=null",
-    )
-    options = [part for setting in settings for part in ("--set", setting)]
-    done = quiver(workplace, "run", "recipe.toml", *options)["iterations"]
-    store = Store(workplace / "store")
-    for iteration, each in enumerate(done):
-        greedy = store.open(each["baseline_rollouts"])
-        assert greedy.ref.run == "remax.greedy"
-        assert greedy.manifest.model("policy").ref == f"remax/policy@{iteration}"
-        assert set(greedy.table()["temperature"].to_pylist()) == {0.0}
-        roles = {entry.role: entry.ref for entry in store.open(each["policy"]).manifest.inputs}
-        assert roles["baseline"] == each["baseline_rollouts"]
-        assert roles["baseline_rewards"] == each["baseline_rewards"]
-        rewards = store.open(each["baseline_rewards"]).table().to_pylist()
-        baselines = {row["group_id"]: row["reward"] for row in rewards}
-        advantages = store.open(store.open(each["policy"]).manifest.metrics["advantages"])
-        found = {row["rollout_id"]: row["advantage"] for row in advantages.table().to_pylist()}
-        for row in store.open(each["rewards"]).table().to_pylist():
-            expected = row["reward"] - baselines[row["group_id"]]
-            assert found[row["rollout_id"]] == pytest.approx(expected, abs=1e-6)
-    assert roles["baseline.2"] == done[-2]["baseline_rollouts"]
-    again = quiver(workplace, "optimize", "recipe.toml", "--set", "run=remax", *options[4:10])
-    assert again["ref"].startswith("remax/policy@")
-    greedy = {e.role: e.ref for e in store.open(again["ref"]).manifest.inputs}["baseline"]
-    assert greedy == done[-1]["baseline_rollouts"]
-
-
 def test_tight_bounds_are_scored_for_by_themselves_under_the_starting_policy(workplace, result):
     """gspo needs proximal logprobs, and decoupled PPO has them of the policy that each iteration
     starts from, of replayed rollouts too; by hand the same versions are found."""

@@ -43,7 +43,6 @@ def recipe(tmp_path):
         ("iterations=0", "iterations: Input should be greater than or equal to 1, got 0"),
         ("run='No Spaces'", "run: String should match pattern"),
         ("run=tiny.eval", "run: may not end in .eval: runs of that form are made beside it"),
-        ("run=tiny.greedy", "run: may not end in .greedy"),
         ("run=tiny.ref", "run: may not end in .ref"),
         ("run=tiny..a", "run: may hold no two dots in a row and none at its end, got 'tiny..a'"),
         ("run=tiny.", "none at its end"),

@@ -287,7 +287,6 @@ def test_a_run_without_it_has_the_rounds_of_before(folder, done, monkeypatch):
         (["data.limit=null"], "data.refill takes the next rows of the data: set data.limit"),
         (["data.refill={groups=13,max_rounds=3}"], "3 rounds of data.limit = 4 prompts have 12"),
         (["optimize.algorithm=ppo"], "which optimize.algorithm does not compare"),
-        (["optimize.algorithm=remax"], "which optimize.algorithm does not compare"),
         (["data.refill={groups=0}"], "data.refill.groups"),
         (["data.refill={max_rounds=2}"], "data.refill.groups is missing"),
     ],

@@ -438,7 +438,7 @@ KEYS = [
             "token_form": True,
             "on_length": "mask",
             "audit": {"enabled": False},
-            "precision": "fp32_fast",
+            "precision": "bf16",
             "dual_clip": 3.0,
             "betas": [0.9, 0.95],
             "weight_decay": 0.01,

@@ -42,8 +42,6 @@ METRICS = ("reward_mean", "reward_std", "rollouts", "kept", "zero_advantage", "d
 MET = {
     "dppo": {"divergence_low": 1e-3, "divergence_high": 1e-3},
     "dppo_kl": {"divergence_low": 1e-4, "divergence_high": 1e-4},
-    "clip_cov": {"cov_share": 0.1, "cov_low": 0.0},
-    "kl_cov": {"cov_share": 0.1},
     "pass_at_k": {"pass_k": 2},
 }
 """Bounds that are met where the tiny policy's probabilities, of 1/300, meet none of the default's;
@@ -114,10 +112,6 @@ def trace(algorithm: str, **options: Any) -> dict[str, Any]:
             met = MET.get(algorithm, {})
             config = Config(algorithm=algorithm, **{**OPTIONS, **met, **options})
             refs = {"policy": policy.ref, "rollouts": sampled.ref, "rewards": rewards.ref}
-            if ALGORITHMS[algorithm].baseline:
-                greedy = world.write_greedy(store, sampled, policy, world.even_share)
-                refs["baseline_rollouts"] = greedy["baseline"].ref
-                refs["baseline_rewards"] = greedy["baseline_rewards"].ref
             ref = run_stage("optimize", config, store, in_process=True, **refs)
             metrics = store.open(ref).manifest.metrics
             steps = store.open(metrics["updates"]).table().to_pylist()

@@ -100,7 +100,6 @@ TARGETS = (
         "stages/optimize/rollouts.py",
         (
             f"{OPTIMIZE}/test_parts.py",
-            f"{OPTIMIZE}/test_baseline.py",
             f"{OPTIMIZE}/test_replay.py",
             f"{OPTIMIZE}/test_optimize_stage.py",
             f"{OPTIMIZE}/test_bad_input.py",
@@ -178,14 +177,13 @@ TOO_LONG = (
 EQUIVALENT = {
     "ragged:_repeat:name:2": "a GPU alone takes that line: tests/gpu",
     "tables:offered:one:1": "messages of prompts/1 are the same after reading",
-    "trainer:Trainer._step:name:4": "where a share of the tokens learns, every member is active",
     "advantages:group_sums:one:0": "one more sum, of a group that no rollout is in",
     "shards:Shards.summary:one:1": "a worker that made tokens has its seconds of generate",
     "shards:Shards.__init__:one:2": "one token more in the speed that a line of progress tells",
     "stage:prepare:drop:0": "it imports ahead of time what is imported anyway",
     "stage:_sample:drop:2": "files of the right size are verified too, as they are right after",
     "trainer:Trainer.warming:drop:1": "only the critic's step reads it",
-    "trainer:Trainer._members:sign:1": "a batch of no rollouts has no members in any order",
+    "trainer:Trainer._members:one:4": "what seeds people write is below 2**63 and 3**63",
 }
 """Bugs that change nothing which comes out, and why; they are not tried."""
 

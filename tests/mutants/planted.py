@@ -42,16 +42,6 @@ PLANTED = (
         ),
     ),
     Planted(
-        "covariance_uncentred",
-        "stages/optimize/surrogates.py",
-        "return (logprobs - logprobs.mean()) * (advantages - advantages.mean())",
-        "return (logprobs - logprobs.mean()) * advantages",
-        (
-            f"{OPTIMIZE}/test_peer_losses.py::"
-            "test_a_covariance_is_of_both_distances_from_their_means",
-        ),
-    ),
-    Planted(
         "collision_stays",
         "stages/optimize/trainer.py",
         "self.policy.collision = False",
@@ -127,13 +117,6 @@ PLANTED = (
         "earned = pc.list_flatten(column.filter(is_scored)).fill_null(0.0)",
         "earned = pc.list_flatten(column.filter(is_scored)).fill_null(1.0)",
         (f"{OPTIMIZE}/test_credit_of_turns.py::test_a_turn_without_a_reward_earned_nothing",),
-    ),
-    Planted(
-        "baseline_by_position",
-        "stages/optimize/checks.py",
-        'rewards = pc.if_else(is_answer, greedy.column("rewards", "reward"), None)',
-        'rewards = pc.if_else(is_answer, greedy.inputs["rewards"].table()["reward"], None)',
-        (f"{OPTIMIZE}/test_baseline.py::test_rewards_of_greedy_answers_are_joined_by_id",),
     ),
     Planted(
         "entropy_target_of_kl",

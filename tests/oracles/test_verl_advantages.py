@@ -83,12 +83,6 @@ def test_opos_group_of_one_has_the_raw_reward_there():
     assert ours.isnan().all()
 
 
-def test_remax():
-    baselines = noise(14, count=B).float().double()
-    theirs, _ = core.compute_remax_outcome_advantage(on_the_last_token(), baselines, MASK)
-    close(estimators.over_baseline(REWARDS, GROUPS, baselines=baselines), of_rollouts(theirs))
-
-
 @pytest.mark.parametrize("estimator", ["rloo", "rloo_vectorized"])
 def test_leave_one_out(estimator):
     theirs = core.get_adv_estimator_fn(estimator)(on_the_last_token(), MASK, INDEX)[0]

@@ -8,7 +8,7 @@ import torch
 
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.optimize import audit, losses, offpolicy
-from quiver.stages.optimize.algorithms import ALGORITHMS, find_function
+from quiver.stages.optimize.algorithms import ALGORITHMS
 from tests.oracles.peers import (
     ADVANTAGES,
     DOCUMENT,
@@ -161,47 +161,6 @@ def test_the_gradient_of_dppo(name, changed):
     )
     torch.testing.assert_close(mine, theirs_, rtol=1e-6, atol=1e-9)
     assert (mine == 0).any() and (mine != 0).sum() > N / 2
-
-
-def covariance_loss(selection, surrogate, chosen, options):
-    """Our step's loss, of tokens that are selected by the logprobs as they are."""
-
-    def loss(now):
-        tokens = losses.Tokens(now, OLD, ADVANTAGES.repeat_interleave(LENGTHS), OFFSETS)
-        still = tokens._replace(logprobs=now.detach())
-        selected = find_function("losses", selection)(still, torch.Generator(), **chosen)
-        assert 0 < selected.sum() < N
-        costs, _ = find_function("losses", surrogate)(tokens._replace(selected=selected), **options)
-        return (losses.token_mean(LENGTHS) * costs).sum()
-
-    return loss
-
-
-def test_clip_cov_where_all_candidates_are_taken():
-    """Which of more are taken is chance, and verl's has no seed of its own. Its clip comes first:
-    what it catches is no candidate, so here it catches nothing."""
-    from verl.workers.config import PolicyLossConfig
-
-    chosen = {"cov_share": 1.0, "cov_low": 0.1, "cov_high": 0.8}
-    options = {"clip_low": 1.0, "clip_high": 9.0}
-    config = PolicyLossConfig(clip_cov_ratio=1.0, clip_cov_lb=0.1, clip_cov_ub=0.8)
-    agree(
-        covariance_loss("covariance_within", "covariance_clipped", chosen, options),
-        theirs("clip_cov", "token_mean", policy_loss=config, **settings(options)),
-    )
-
-
-@pytest.mark.parametrize("share", [0.1, 0.34])
-def test_kl_cov(share):
-    from verl.workers.config import PolicyLossConfig
-
-    config = PolicyLossConfig(kl_cov_ratio=share, ppo_kl_coef=0.7)
-    agree(
-        covariance_loss(
-            "covariance_highest", "covariance_penalised", {"cov_share": share}, {"cov_kl_coef": 0.7}
-        ),
-        theirs("kl_cov", "token_mean", policy_loss=config),
-    )
 
 
 @pytest.mark.parametrize("low, high", [(0.02, 0.03), (0.2, 0.2)])

@@ -34,7 +34,7 @@ from .precision import products
 
 class Policy(nn.Module):
     """A language model behind `forward(layout) -> logprobs [n], entropy [n], values [n] or None`,
-    under bfloat16 autocast or with fast products (see precision.py) where asked.
+    under bfloat16 autocast where asked (see precision.py).
 
     Causal and encoder-decoder models differ in their layout (`layout`, `microbatches`) and their
     hidden states alone. A value head, hidden states [n, d] -> values [n], reads the same hidden
@@ -47,7 +47,6 @@ class Policy(nn.Module):
         model: nn.Module,
         *,
         autocast: bool,
-        fast: bool = False,
         value_head: nn.Module | None = None,
         value_trunk: nn.Module | None = None,
     ) -> None:
@@ -56,7 +55,6 @@ class Policy(nn.Module):
         self.value_head = value_head
         self.value_trunk = value_trunk
         self.autocast = autocast
-        self.fast = fast
         self.mode = "single"
         self.shaping = Shaping.of(model.config)
         self.is_causal = not model.config.is_encoder_decoder
@@ -150,7 +148,7 @@ class Policy(nn.Module):
         """The precision asked for, of backward passes too while it is held open. Over a whole step,
         autocast casts each weight once a step instead of once a pass."""
         with (
-            products(self.device, fast=self.fast),
+            products(self.device),
             casts(self._projections),
             torch.autocast(
                 self.device.type,

@@ -70,8 +70,8 @@ def choose_mode(
     rows = _probe(sequences, prompt_numbers)
     prompt_numbers = [prompt_numbers[row] for row in rows]
     sequences = sequences.take(rows)
-    precision = policy.autocast, policy.fast
-    policy.autocast = policy.fast = False
+    autocast = policy.autocast
+    policy.autocast = False
     try:
         policy.set_mode("single")
         with layers_in_float32(policy.model):
@@ -88,7 +88,7 @@ def choose_mode(
                     gap,
                 )
     finally:
-        policy.autocast, policy.fast = precision
+        policy.autocast = autocast
     raise ConfigError(
         f"model {type(policy.model).__name__}",
         "its logprobs can not be reproduced from its last hidden state and output embedding: "

@@ -179,7 +179,7 @@ class TransformersEngine:
             "lower options.batch_size, then run the same command again",
             state="finished shards are kept; nothing else was written.",
         )
-        with out_of_memory, products(self.device, fast=False):
+        with out_of_memory, products(self.device):
             return list(self._decode(self._start(requests)))
 
     def _start(self, requests: list[Request]) -> _Batch:

@@ -85,7 +85,7 @@ class Forward:
         name = f"reward model {type(self.model).__name__}"
         with (
             short_of_memory(name, "lower token_budget of that model and run again"),
-            products(self.device, fast=False),
+            products(self.device),
             torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext(),
         ):
             self.way = self.way or self._choose_way(inputs, groups)

@@ -178,13 +178,6 @@ def test_opo_takes_off_the_mean_reward_weighted_by_length():
     )
 
 
-def test_remax_takes_off_the_reward_of_the_greedy_answer():
-    rewards = torch.tensor([1.0, 0.25, NAN, 0.5])
-    baselines = torch.tensor([0.75, 0.75, 0.0, NAN])
-    found = estimators.over_baseline(rewards, torch.tensor([0, 0, 1, 2]), baselines=baselines)
-    np.testing.assert_array_equal(found.numpy(), np.array([0.25, -0.5, NAN, NAN], np.float32))
-
-
 def test_zero_variance_looks_at_scored_rewards_only():
     rewards, groups = (
         torch.tensor([1.0, 1.0, NAN, 0.0, 1.0, NAN, 1.0, NAN]),

@@ -84,7 +84,8 @@ POISONED = row(surrogate=poisoned)
 NO_TOKENS, LOSS_ALONE, A_MEAN = row(surrogate=no_tokens), row(surrogate=loss_alone), row(surrogate=a_mean)
 DETACHED, COUNTS, NO_SUCH = row(surrogate=detached), row(surrogate=counts), row(surrogate="clip")
 REWARDS_ALONE, OF_GROUPS = row(advantage=rewards_alone), row(advantage=of_groups)
-CRITICS = row(advantage=critics, critic=True)
+CRITICS = row(advantage=critics, advantage_of="tokens", columns=("values", "last_values"))
+NO_COLUMN = row(advantage="gae", advantage_of="tokens", columns=("worth",))
 LENGTHS_ALONE, OF_ROLLOUTS = row(aggregation=lengths_alone), row(aggregation=of_rollouts)
 """
 
@@ -185,6 +186,10 @@ CASES = {
     "own algorithm: advantage of rewards alone": own_algorithm("REWARDS_ALONE", "advantage", "(rewards, groups)"),
     "own algorithm: advantage a group": own_algorithm("OF_GROUPS", "advantage", "advantages as float [16]", "float32 [1]"),
     "own algorithm: critic without last_values": own_algorithm("CRITICS", "advantage", "last_values"),
+    "own algorithm: columns that no pass gives": Case(
+        "E-CONFIG", 2, "optimize.algorithm bad_algo:NO_COLUMN", ["logprobs, values, collisions", "found ('worth',)"],
+        "correct the algorithm's row", {"algorithm": "bad_algo:NO_COLUMN"},
+    ),
     "own algorithm: weights of lengths alone": own_algorithm("LENGTHS_ALONE", "aggregation", "max_completion_tokens"),
     "own algorithm: weights a rollout": own_algorithm("OF_ROLLOUTS", "aggregation", "weights as float [", "float32 [16]"),
     "own algorithm: names a surrogate that is not there": Case(

@@ -15,7 +15,7 @@ from quiver.stages.common.forward.precision import narrow
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.optimize import state_folder
 from quiver.stages.optimize.bf16 import Bf16AdamW, round_by_chance
-from quiver.stages.optimize.optimizer import load_state, make_optimizer, state
+from quiver.stages.optimize.optimizer import load_state, make_optimizer, masters
 from quiver.stages.optimize.stage import Config
 from tests.stages.optimize import test_trainer, world
 from tests.stages.optimize.test_seq2seq_policies import sampled
@@ -25,7 +25,6 @@ from tests.writing import run_here
 run = partial(run_here, "optimize")
 
 
-BOTH = ["bf16_master", "bf16_stochastic"]
 DRAWS = 40_000
 
 
@@ -98,22 +97,7 @@ def _step(optimizer, parameters, gradients) -> None:
     optimizer.step()
 
 
-def test_masters_are_torchs_adamw_in_float32():
-    plain, ours = _twins()
-    theirs = torch.optim.AdamW(plain, weight_decay=0.1, fused=True, **OPTIONS)
-    masters = narrow(ours)
-    made = Bf16AdamW(
-        [{"params": list(ours), "weight_decay": 0.1}], masters, seed=0, step=0, **OPTIONS
-    )
-    for step in range(5):
-        _step(theirs, plain, _grads(step, plain))
-        _step(made, ours, _grads(step, ours))
-        for mine, exact in zip(ours, plain, strict=True):
-            assert torch.equal(masters[mine], exact)
-            assert mine.dtype == torch.bfloat16 and torch.equal(mine, exact.bfloat16())
-
-
-def test_a_weight_without_master_takes_torchs_step_and_is_rounded_by_chance():
+def test_a_weight_takes_torchs_step_and_is_rounded_by_chance():
     """The first step of a weight is that of its value in float32, whatever it is rounded to; a
     float32 weight is not rounded."""
     ours = torch.nn.Parameter(torch.full((DRAWS,), 0.02))
@@ -124,7 +108,7 @@ def test_a_weight_without_master_takes_torchs_step_and_is_rounded_by_chance():
     options = {**OPTIONS, "lr": 2e-5}  # a sixth of what lies between two bfloat16 there
     _step(torch.optim.AdamW(plain, **options), plain, gradients)
     _step(
-        Bf16AdamW([{"params": [ours, head]}], {}, seed=0, step=0, **options),
+        Bf16AdamW([{"params": [ours, head]}], seed=0, step=0, **options),
         [ours, head],
         gradients,
     )
@@ -142,16 +126,10 @@ def test_small_steps_add_up():
     to where float32 comes."""
     start, rate = 1.0, 2.0**-8 / 100
     found = {}
-    for name in ("nearest", *BOTH):
+    for name in ("nearest", "stochastic"):
         weights = torch.nn.Parameter(torch.full((2000,), start))
-        masters = narrow(torch.nn.ParameterList([weights]))
-        made = Bf16AdamW(
-            [{"params": [weights]}],
-            masters if name == "bf16_master" else {},
-            seed=0,
-            step=0,
-            lr=rate,
-        )
+        narrow(torch.nn.ParameterList([weights]))
+        made = Bf16AdamW([{"params": [weights]}], seed=0, step=0, lr=rate)
         for _ in range(600):
             before = weights.detach().clone()
             _step(made, [weights], [torch.full((2000,), 1.0)])
@@ -159,8 +137,7 @@ def test_small_steps_add_up():
                 weights.data = (before.float() - rate).bfloat16()
         found[name] = weights.detach().double().mean().item()
     assert found["nearest"] == start
-    for name in BOTH:
-        assert found[name] == pytest.approx(start - 600 * rate, abs=0.04 * 600 * rate)
+    assert found["stochastic"] == pytest.approx(start - 600 * rate, abs=0.04 * 600 * rate)
 
 
 def test_the_noise_is_of_seed_step_and_parameter():
@@ -170,9 +147,7 @@ def test_the_noise_is_of_seed_step_and_parameter():
         same = [torch.full_like(p, 0.0123, dtype=torch.float32) for p in ours]
         for p in ours:
             p.data.fill_(0.02)
-        made = Bf16AdamW(
-            [{"params": list(ours)}], {}, seed=seed, step=step, **{**OPTIONS, "lr": 6e-5}
-        )
+        made = Bf16AdamW([{"params": list(ours)}], seed=seed, step=step, **{**OPTIONS, "lr": 6e-5})
         _step(made, ours, same)
         return [p.detach().clone() for p in ours]
 
@@ -184,10 +159,10 @@ def test_the_noise_is_of_seed_step_and_parameter():
 
 
 def test_masters_that_are_not_the_policys_weights_are_refused(policy):
-    model, config = load_model(policy, dtype=torch.float32), Config(precision="bf16_master")
-    made = make_optimizer(config, model, wide=narrow(model))
-    found = state(made, model)
-    name = next(key for key in found if key.startswith("master."))
+    model = load_model(policy, dtype=torch.float32)
+    found = masters(model, narrow(model))
+    made = make_optimizer(Config(), model)
+    name = next(iter(found))
     load_state(made, model, found)
     found[name] = found[name] + 1
     with pytest.raises(ConfigError, match=f"float32 weights of {name.removeprefix('master.')}"):
@@ -216,26 +191,19 @@ def made(store, policy):
     return world.make(store, policy, world.even_share)
 
 
-@pytest.mark.parametrize("precision", BOTH)
-def test_the_policy_is_bfloat16_on_disk_too(store, policy, made, precision):
-    done = _run(store, policy, made, _config(precision=precision, minibatches=2))
+def test_the_policy_is_bfloat16_on_disk_too(store, policy, made):
+    done = _run(store, policy, made, _config(precision="bf16_stochastic", minibatches=2))
     metrics = done.manifest.metrics
-    assert metrics["precision"] == precision and metrics["skipped_steps"] == 0
+    assert metrics["precision"] == "bf16_stochastic" and metrics["skipped_steps"] == 0
     assert 1e-4 < metrics["audit"]["mean_gap"] < 0.03
     weights, kept = _tensors(done), _tensors(done, "optimizer/state.safetensors")
     assert {value.dtype for value in weights.values()} == {torch.bfloat16}
     assert json.loads((done.files.folder / "config.json").read_bytes())["dtype"] == "bfloat16"
     assert {value.dtype for value in kept.values()} == {torch.float32}
-    masters = {
-        name.removeprefix("master."): value
-        for name, value in kept.items()
-        if name.startswith("master.")
-    }
-    assert masters.keys() == (weights.keys() if precision == "bf16_master" else set())
-    assert all(torch.equal(value.bfloat16(), weights[name]) for name, value in masters.items())
+    assert {name.partition(".")[0] for name in kept} == {"exp_avg", "exp_avg_sq", "updates"}
 
 
-@pytest.mark.parametrize("precision", ["fp32_fast", "bf16", *BOTH])
+@pytest.mark.parametrize("precision", ["bf16", "bf16_stochastic"])
 def test_the_first_ratio_is_one_and_the_gradient_float32s(policy, precision):
     rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(4), 4)
     for row in rows:
@@ -257,9 +225,8 @@ def test_the_first_ratio_is_one_and_the_gradient_float32s(policy, precision):
     assert distance < 0.1
 
 
-@pytest.mark.parametrize("precision", BOTH)
-def test_two_iterations_of_one_step_are_one_of_two_bit_for_bit(store, policy, made, precision):
-    common = {"max_staleness": 1, "precision": precision}
+def test_two_iterations_of_one_step_are_one_of_two_bit_for_bit(store, policy, made):
+    common = {"max_staleness": 1, "precision": "bf16_stochastic"}
     together = _run(store, policy, made, _config(epochs=2, **common), into="together")
     first = _run(store, policy, made, _config(epochs=1, **common))
     second = _run(store, first, made, _config(epochs=1, audit={"enabled": False}, **common))
@@ -271,8 +238,8 @@ def test_two_iterations_of_one_step_are_one_of_two_bit_for_bit(store, policy, ma
 def test_another_precision_goes_on_from_the_policys_weights(store, policy, made):
     """Rates of 1e-9 move no weight that bfloat16 could tell from where it was."""
     common = {"max_staleness": 3, "audit": {"enabled": False}, "learning_rate": 1e-9}
-    first = _run(store, policy, made, _config(precision="bf16_master", **common))
-    for precision in ("fp32", "bf16_stochastic", "bf16_master"):
+    first = _run(store, policy, made, _config(save_dtype="bfloat16", **common))
+    for precision in ("fp32", "bf16_stochastic"):
         after = _run(store, first, made, _config(precision=precision, **common))
         kept = _tensors(after, "optimizer/state.safetensors")
         assert after.manifest.metrics["step"] == 2 and float(kept["updates"]) == 2
@@ -280,7 +247,7 @@ def test_another_precision_goes_on_from_the_policys_weights(store, policy, made)
             torch.testing.assert_close(
                 value.float(), _tensors(first)[name].float(), rtol=2**-7, atol=2e-9
             )
-            assert (f"master.{name}" in kept) == (precision == "bf16_master")
+            assert f"master.{name}" not in kept
 
 
 def test_weights_on_disk_may_be_bfloat16_and_the_training_goes_on_in_float32(store, policy, made):
@@ -333,27 +300,26 @@ def test_weights_on_disk_in_bfloat16_do_not_go_with_tight_bounds():
     for options in ({"algorithm": "gspo"}, {"prox_of": "start"}):
         with pytest.raises(ValueError, match="save_dtype 'bfloat16' does not go with"):
             _config(save_dtype="bfloat16", **options)
-        _config(save_dtype="bfloat16", precision="bf16_master", **options)
+        _config(save_dtype="bfloat16", precision="bf16_stochastic", **options)
 
 
 def test_nothing_to_learn_keeps_the_masters(store, policy, made):
     rewards = world.write_rewards(store, made[0], lambda row: 1.0)
-    done = _run(store, policy, (made[0], rewards), _config(precision="bf16_master"))
+    done = _run(store, policy, (made[0], rewards), _config(save_dtype="bfloat16"))
     kept = state_folder.read(done, "optimizer")
     assert all(
         torch.equal(kept[f"master.{name}"], value) for name, value in _tensors(policy).items()
     )
 
 
-@pytest.mark.parametrize("precision", BOTH)
-def test_a_value_head_stays_float32(store, policy, precision):
+def test_a_value_head_stays_float32(store, policy):
     rollouts = sampled(store, policy, groups=12, each=1)
     made = rollouts, world.write_rewards(store, rollouts, world.even_share)
     done = _run(
         store,
         policy,
         made,
-        _config(algorithm="ppo", precision=precision, epochs=3, critic_learning_rate=1e-2),
+        _config(algorithm="ppo", precision="bf16_stochastic", epochs=3, critic_learning_rate=1e-2),
     )
     assert {value.dtype for value in _tensors(done).values()} == {torch.bfloat16}
     assert {value.dtype for value in _tensors(done, "value_head/state.safetensors").values()} == {
@@ -363,28 +329,26 @@ def test_a_value_head_stays_float32(store, policy, precision):
     assert updates[-1]["value_loss"] < updates[0]["value_loss"]
 
 
-@pytest.mark.parametrize("precision", BOTH)
 @pytest.mark.parametrize(
     "values, said",
     [({"lora": {"rank": 4}}, "lora"), ({"algorithm": "ppo", "critic": "model"}, "critic")],
 )
-def test_what_trains_other_weights_is_refused(precision, values, said):
+def test_what_trains_other_weights_is_refused(values, said):
     with pytest.raises(
-        ConfigError, match=f"precision '{precision}' does not go with {said}.*take 'bf16'"
+        ConfigError, match=f"precision 'bf16_stochastic' does not go with {said}.*take 'bf16'"
     ):
-        parse(Config, {"precision": precision, **values}, "optimize")
+        parse(Config, {"precision": "bf16_stochastic", **values}, "optimize")
 
 
-@pytest.mark.parametrize("name", ["save_optimizer", "load_optimizer"])
-def test_masters_need_the_optimizers_state(name):
-    parse(Config, {"precision": "bf16_stochastic", name: False}, "optimize")
-    with pytest.raises(ConfigError, match="save_optimizer and load_optimizer must be true"):
-        parse(Config, {"precision": "bf16_master", name: False}, "optimize")
+@pytest.mark.parametrize("precision", ["bf16_master", "fp32_fast"])
+def test_a_precision_that_is_not_there_is_told_with_those_that_are(precision):
+    with pytest.raises(ConfigError, match="'auto', 'fp32', 'bf16' or 'bf16_stochastic'"):
+        parse(Config, {"precision": precision}, "optimize")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "t5"])
-@pytest.mark.parametrize("precision", ["fp32", "fp32_fast", "bf16", *BOTH])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_stochastic"])
 def test_it_learns_to_prefer_even_ids(store, precision, kind):
     policy, shares = make_policy(store, kind, kind), []
     config = _config(precision=precision, learning_rate=2e-2, minibatches=2)

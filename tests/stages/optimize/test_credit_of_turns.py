@@ -267,7 +267,6 @@ def test_a_scored_rollout_needs_a_reward_for_each_turn(store, policy):
     [
         ({"credit": "gae"}, "'grpo' has no critic"),
         ({"credit": "turn", "algorithm": "ppo"}, "take credit = 'gae'"),
-        ({"credit": "turn", "algorithm": "remax"}, "a baseline of its own"),
         ({"credit": "turn", "algorithm": "otb"}, "a baseline of its own"),
         ({"credit": "turn", "algorithm": "gspo"}, "the whole completion's"),
         ({"credit": "turn", "algorithm": "gmpo"}, "the whole completion's"),
@@ -327,7 +326,7 @@ def advantage(rewards, offsets, groups):
     return 2 * rewards
 
 ALGORITHM = Algorithm("own", advantage, "clipped", "token_mean",
-                      {"clip_low": 0.2, "clip_high": 0.2}, of_turns=True)
+                      {"clip_low": 0.2, "clip_high": 0.2}, advantage_of="turns")
 """
 
 

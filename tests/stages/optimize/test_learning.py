@@ -32,9 +32,5 @@ def test_it_learns_to_prefer_even_ids(store, kind, algorithm):
         shares.append(fmean(map(world.even_share, rollouts.table().to_pylist())))
         rewards = world.write_rewards(store, rollouts, world.even_share, run=kind)
         refs = {"policy": policy.ref, "rollouts": rollouts.ref, "rewards": rewards.ref}
-        if ALGORITHMS[algorithm].baseline:  # the answers of one sample serve as well
-            greedy = world.write_greedy(store, rollouts, policy, world.even_share, kind)
-            refs["baseline_rollouts"] = greedy["baseline"].ref
-            refs["baseline_rewards"] = greedy["baseline_rewards"].ref
         policy = store.open(run(config, store, **refs))
     assert shares[-1] > shares[0] + 0.15

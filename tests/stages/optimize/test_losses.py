@@ -234,8 +234,6 @@ SURROGATES = {
     "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
     "divergence_masked": {"divergence": "kl", "divergence_low": 0.05, "divergence_high": 0.05},
     "geometric_clipped": {"clip_low": 0.4, "clip_high": 0.4},
-    "covariance_clipped": {"clip_low": 1.0, "clip_high": 1.0},
-    "covariance_penalised": {"cov_kl_coef": 1.0},
     "reinforce": {},
 }
 

@@ -26,7 +26,6 @@ TEN_STEPS = {"epochs": 5, "minibatches": 2, "resume_steps": 5}
 CASES = {
     "fp32": {},
     "in the last epoch": {"resume_steps": 9},
-    "bf16_master": {"precision": "bf16_master"},
     "bf16_stochastic": {"precision": "bf16_stochastic"},
     "critic": {"algorithm": "ppo", "max_staleness": 1},
     "critic model": {"algorithm": "ppo", "critic": "model"},

@@ -59,7 +59,6 @@ def world_of(request, tmp_path_factory):
         columns[role] = world.write_logprobs(store, rollouts, off, role, policy)
     rewards = world.write_rewards(store, rollouts, world.even_share, run=kind)
     inputs = {"policy": policy, "rollouts": rollouts, "rewards": rewards, **columns}
-    inputs |= world.write_greedy(store, rollouts, policy, world.even_share, kind)
     return SimpleNamespace(
         store=store,
         kind=kind,
@@ -92,7 +91,7 @@ def trainer(world_of, algorithm: str, inputs=None, **config) -> Trainer:
     if made.critic:
         with torch.no_grad():
             made.policy.value_head.weight.copy_(torch.linspace(-0.3, 0.3, 32))
-    if row.critic or row.collisions:
+    if row.advantage_of == "tokens":
         made.prepare()
     return made
 
@@ -167,7 +166,6 @@ def test_rollouts_in_another_order_in_the_dataset_give_the_same_gradient(world_o
     rollouts = world.write_rollouts(store, world_of.policy, rows, run=kind)
     inputs = {"policy": world_of.policy, "rollouts": rollouts}
     inputs["rewards"] = world.write_rewards(store, rollouts, world.even_share, run=kind)
-    inputs |= {role: world_of.inputs[role] for role in ("baseline", "baseline_rewards")}
     for role in ("ref", "prox"):
         known = {
             row["rollout_id"]: row["logprobs"] for row in world_of.inputs[role].table().to_pylist()
@@ -238,7 +236,6 @@ def test_a_masked_rollout_that_is_counted_makes_the_others_weigh_less(world_of, 
     rollouts = world.write_rollouts(store, world_of.policy, rows, run=kind)
     rewards = world.write_rewards(store, rollouts, world.even_share, run=kind)
     inputs = {"policy": world_of.policy, "rollouts": rollouts, "rewards": rewards}
-    inputs |= {role: world_of.inputs[role] for role in ("baseline", "baseline_rewards")}
     for role in ("ref", "prox"):
         scores = world_of.inputs[role].table().to_pylist()[::-1]
         values = [row["logprobs"] for row in scores]

@@ -41,7 +41,7 @@ import_policy = partial(run_here, "policy")
 
 MOST = 11
 OF_ROLLOUTS = [
-    name for name, row in ALGORITHMS.items() if not row.of_tokens
+    name for name, row in ALGORITHMS.items() if row.advantage_of == "rollouts"
 ]  # a critic's step: test_critic.py; of rewards to go: test_to_go.py
 
 
@@ -94,7 +94,6 @@ def _trainer(
             "part_weights": torch.ones(len(rows), 1),
         },
         "pass_at_k": {"k": 2},
-        "over_baseline": {"baselines": torch.tensor([r["group"] / 10 for r in rows])},
     }.get(row.advantage, {})
     weights = find_function("advantages", row.advantage)(
         torch.tensor([r["reward"] for r in rows]), torch.tensor(groups), **columns
@@ -149,8 +148,6 @@ def _expected(
         "luspo": (2e-3, 2.5e-3),
         "dppo": (math.inf, math.inf),  # no probability of the tiny policy can move by 0.15
         "dppo_kl": (math.inf, math.inf),
-        "clip_cov": (1.0, 1.0),  # of so few tokens none is selected
-        "kl_cov": (math.inf, math.inf),
     }.get(algorithm, (0.2, 0.2))
     everyone = [r["reward"] for r in rows]
     centered = [
@@ -172,7 +169,6 @@ def _expected(
             "pass_at_k": _of_pairs(row["reward"], peers),
             "rloo": row["reward"] - (sum(peers) - row["reward"]) / (len(peers) - 1),
             "opo": row["reward"] - weighted,
-            "remax": row["reward"] - (row["group"] / 10 if algorithm == "remax" else 0),
             "reinforce_pp": (row["reward"] - fmean(everyone)) / (stdev(everyone) + 1e-8),
             "reinforce_pp_baseline": (row["reward"] - mean) / (stdev(centered) + 1e-8),
         }.get(algorithm, (row["reward"] - mean) / (std + 1e-4))
@@ -199,7 +195,7 @@ def _expected(
             cost = -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
             if algorithm == "cispo":
                 cost = -min(ratio.item(), 5.0) * advantage * now
-            if algorithm in ("opo", "remax"):
+            if algorithm == "opo":
                 cost = -advantage * now
             if algorithm == "gmpo":
                 sign = 1 if advantage > 0 else -1

@@ -224,35 +224,6 @@ def write_rewards(
         return work.commit()
 
 
-def write_greedy(
-    store: Store,
-    rollouts: Version,
-    policy: Version,
-    score: Callable[[dict], float | None],
-    run: str = "tiny",
-    **changed,
-) -> dict[str, Version]:
-    """Greedy answers to the prompts of `rollouts`, and their rewards, by role: of each prompt the
-    last sample, said to be greedy. `changed`: other values of every row."""
-    rows = {row["group_id"]: row for row in rollouts.table().to_pylist()}
-    greedy = [
-        {
-            **row,
-            "rollout_id": f"greedy-{group}",
-            "sample_index": 0,
-            "temperature": 0.0,
-            "old_logprobs": [0.0] * len(row["completion_ids"]),
-            **changed,
-        }
-        for group, row in sorted(rows.items(), reverse=True)
-    ]
-    asked = rollouts.manifest.input("prompts")
-    prompts = store.open(asked.ref) if asked else None
-    version = write_rollouts(store, policy, greedy, f"{run}.greedy", prompts)
-    rewards = write_rewards(store, version, score, f"{run}.greedy")
-    return {"baseline": version, "baseline_rewards": rewards}
-
-
 def write_logprobs(
     store: Store,
     rollouts: Version,
