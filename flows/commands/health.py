@@ -9,7 +9,6 @@ import typer
 from . import completion
 from .cleaning import in_words
 from .next_step import complete, default_store, options_in
-from .placing import room_above
 from .shared import CALLED, StorePath, open_store, say
 
 _BESIDES = {
@@ -47,7 +46,7 @@ def doctor(
     CALLED.store = store
     if store is not None:
         open_store(store)  # one that is named is there, or that is what is wrong
-    findings = examine(store or default_store(), outdated=lambda: room_above("deploy").outdated())
+    findings = examine(store or default_store())
     for problem in findings.problems:
         problem.next = complete(problem.next, CALLED, options_in(context.parent.command.commands))
     lines = [*_in_lines(findings.facts), *map(str, findings.problems)]

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -17,13 +16,11 @@ from quiver.stages.report.describe import asked_lines, outcome_lines, score_line
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
 from tests.flows.conftest import quiver_each
 
-FINISHED = Path(__file__).parents[1] / "golden/stores/finished"
-
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory) -> str:
+def store(finished, tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("looking") / "store"
-    shutil.copytree(FINISHED, path)
+    shutil.copytree(finished / "finished", path)
     return str(path)
 
 
