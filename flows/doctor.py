@@ -4,7 +4,7 @@ Each check answers with facts and with problems, which are errors like any other
 one thing to do next. Versions are read from the packages' metadata; torch is asked by a process of
 its own, and only where there is a GPU; Prefect only where a server is named.
 
-    findings = examine("store")
+    findings = examine("store", server.check_api)
     findings.facts["versions"]["torch"], findings.problems
 """
 
@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -75,10 +76,13 @@ class Findings:
     problems: list[QuiverError] = field(default_factory=list)
 
 
-def examine(path: str) -> Findings:
-    """Look at this installation, and at the store at `path`, if there is one."""
+def examine(path: str, check_api: Callable[[], str]) -> Findings:
+    """Look at this installation, and at the store at `path`, if there is one.
+
+    `check_api`: asks the Prefect server that is named whether we, and nobody else, may use it.
+    """
     findings = Findings()
-    for check in (installation, gpu, prefect):
+    for check in (installation, gpu, lambda found: prefect(found, check_api)):
         check(findings)
     store(findings, path)
     return findings
@@ -181,7 +185,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str] | str:
         return f"exit code {error.returncode} {printable(' '.join(last_words))}"
 
 
-def prefect(findings: Findings) -> None:
+def prefect(findings: Findings, check_api: Callable[[], str]) -> None:
     """Whether Prefect can keep what it needs, and how its server is, where one is named."""
     home = Path(os.path.expanduser(os.environ.get("PREFECT_HOME", "~/.prefect")))
     facts: dict[str, Any] = {"home": str(home), "api": None, "server": None}
@@ -191,7 +195,7 @@ def prefect(findings: Findings) -> None:
 
         require_writable(home)
         if "PREFECT_API_URL" in os.environ or (home / "profiles.toml").exists():
-            _ask_server(findings, facts)
+            _ask_server(findings, facts, check_api)
         elif not any(name.endswith("_DATABASE_CONNECTION_URL") for name in os.environ):
             require_intact(home / "prefect.db")
     except QuiverError as error:
@@ -200,7 +204,7 @@ def prefect(findings: Findings) -> None:
         findings.problems.append(unexpected("prefect", error))
 
 
-def _ask_server(findings: Findings, facts: dict[str, Any]) -> None:
+def _ask_server(findings: Findings, facts: dict[str, Any], check_api: Callable[[], str]) -> None:
     """QuiverError where it does not answer, or not to us."""
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_URL
@@ -212,6 +216,7 @@ def _ask_server(findings: Findings, facts: dict[str, Any]) -> None:
     if url is None:
         return
     facts["api"] = without_login(url)
+    check_api()
     with get_client(sync_client=True) as client:
         facts["server"] = client.api_version()
         lost = [(str(run.id), run.name) for run in abandoned_runs(client)]

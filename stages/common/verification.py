@@ -69,8 +69,15 @@ def _verify_around(store: Store, errors: list[QuiverError]) -> None:
                 errors += damaged_staging(store.storage, run, kind)
             with _collected(errors, f"{run}/{kind}/.ledger"):
                 errors += store.ledger(run, kind).problems()
-            with _collected(errors, f"{run}/{kind}/.ledger"):
-                _require_ledger(store, run, kind)
+                if store.numbers(run, kind) and not store.storage.exists(f"{run}/{kind}/.ledger"):
+                    raise CorruptError(
+                        f"{run}/{kind}/.ledger",
+                        "is missing: which numbers were given to versions that are gone can not be "
+                        "told",
+                        state="the versions that are there are not touched by this.",
+                        next=f"restore {store.path / run / kind}/.ledger from a copy; without one, "
+                        "what is there is noted when the versions are listed",
+                    )
 
 
 @contextmanager
@@ -81,19 +88,6 @@ def _collected(errors: list[QuiverError], name: object) -> Iterator[None]:
             yield
     except QuiverError as error:
         errors.append(error)
-
-
-def _require_ledger(store: Store, run: str, kind: str) -> None:
-    """CorruptError where all of the ledger is gone."""
-    folder = f"{run}/{kind}"
-    if store.numbers(run, kind) and not store.storage.exists(f"{folder}/.ledger"):
-        raise CorruptError(
-            f"{folder}/.ledger",
-            "is missing: which numbers were given to versions that are gone can not be told",
-            state="the versions that are there are not touched by this.",
-            next=f"restore {store.storage.path(folder)}/.ledger from a copy; without one, "
-            "what is there is noted when the versions are listed",
-        )
 
 
 def _verify_version(store: Store, ref: Ref, arrow_check: ArrowCheck) -> None:

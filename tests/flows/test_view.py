@@ -210,8 +210,8 @@ def test_versions_open_what_they_hold(view_app, store):
     assert "made by     policy" in base and "parameters" in base, "golden/policy@0 has no rollouts"
 
 
-def test_what_can_not_be_read_hides_no_version(view_app, tmp_path):
-    shutil.copytree(store.path, tmp_path / "store")
+def test_what_can_not_be_read_hides_no_version(view_app, finished, tmp_path):
+    shutil.copytree(finished / "finished", tmp_path / "store")
     shutil.rmtree(tmp_path / "store/golden/rewards")
     (tmp_path / "store/golden/rewards").symlink_to("rewards")
     versions, told = drive(view_app(Store(tmp_path / "store"), run="golden"), ["enter"])

@@ -418,13 +418,6 @@ def test_the_stage_takes_k(store, policy):
         advantages_of(store, policy, made, algorithm="pass_at_k")  # of four there is one choice
 
 
-def test_an_advantage_that_is_not_chosen_is_in_no_key():
-    names = {"advantage", "advantage_epsilon"}
-    assert not names & Config(algorithm="grpo").resolved().key().keys()
-    chosen = Config(advantage="batch_scaled", advantage_epsilon=0.1).resolved()
-    assert names <= chosen.key().keys()
-
-
 @pytest.mark.parametrize(
     "given, said",
     [
