@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pydoc import locate
 from typing import Any, Literal
 
 from prefect import Flow
@@ -26,7 +24,6 @@ from prefect.client.schemas.objects import (
     ConcurrencyLimitStrategy,
     WorkPool,
 )
-from prefect.client.schemas.responses import DeploymentResponse
 from prefect.deployments.runner import EntrypointType, RunnerDeployment
 from prefect.exceptions import ObjectNotFound
 from prefect.schedules import Cron, Schedule
@@ -50,7 +47,6 @@ _STRATEGIES = {
     "skip": ConcurrencyLimitStrategy.CANCEL_NEW,
 }
 _LOCAL = "process"
-_OF_BEFORE = re.compile(r"(.*/)?flows[./](post_train|nightly|single|stage)\b")
 log = logging.getLogger("quiver")
 
 
@@ -304,24 +300,3 @@ def start_run(client: SyncPrefectClient, deployment: RunnerDeployment) -> str:
     """Start a run of a registered deployment; its id."""
     registered = client.read_deployment_by_name(deployment.full_name)
     return str(client.create_flow_run_from_deployment(registered.id).id)
-
-
-def outdated() -> list[dict[str, str | None]]:
-    """Deployments of ours whose entrypoint is one of before, so that no run of theirs can start:
-    name, entrypoint, pool, and what registers them again."""
-    check_api()
-    deployments: list[DeploymentResponse] = []
-    answer = []
-    with get_client(sync_client=True) as client:
-        while page := client.read_deployments(offset=len(deployments)):
-            deployments += page
-        for deployment in deployments:
-            entrypoint = deployment.entrypoint or ""
-            is_ours = entrypoint.startswith("quiver.")
-            if not _OF_BEFORE.match(entrypoint) and not (is_ours and locate(entrypoint) is None):
-                continue
-            name = f"{client.read_flow(deployment.flow_id).name}/{deployment.name}"
-            pool = deployment.work_pool_name
-            command = f"quiver deploy RECIPE --pool {pool}" if pool else "quiver serve RECIPE"
-            answer.append({"name": name, "entrypoint": entrypoint, "pool": pool, "next": command})
-    return answer

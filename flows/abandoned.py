@@ -2,7 +2,7 @@
 
 A flow that a shell runs bears a tag that names its process and its host. The next command on the
 same host finds the runs of processes that are gone, with the host's last start if need be, and says
-so to the server. A tag of earlier versions names no host, and tells of processes since that start.
+so to the server.
 
     with tags(shell_tag()):
         flow()
@@ -91,9 +91,9 @@ def abandoned_runs(client: SyncPrefectClient) -> list[FlowRun]:
 
 def _is_dead(tag: str) -> bool:
     with suppress(ValueError, TypeError):  # somebody else's tag
-        boot_id, namespace, pid, start_time, *hosts = tag.removeprefix(_PREFIX).split(":")
+        boot_id, namespace, pid, start_time, host = tag.removeprefix(_PREFIX).split(":")
         owner = Owner(boot_id, int(namespace), int(pid), int(start_time))
-        is_before_restart = boot_id != Owner.this_process().boot_id and hosts == [_host()] != [""]
+        is_before_restart = boot_id != Owner.this_process().boot_id and host == _host() != ""
         return owner.is_dead or is_before_restart
     return False
 

@@ -4,7 +4,7 @@ Each check answers with facts and with problems, which are errors like any other
 one thing to do next. Versions are read from the packages' metadata; torch is asked by a process of
 its own, and only where there is a GPU; Prefect only where a server is named.
 
-    findings = examine("store", outdated=deploy.outdated)
+    findings = examine("store", server.check_api)
     findings.facts["versions"]["torch"], findings.problems
 """
 
@@ -76,13 +76,13 @@ class Findings:
     problems: list[QuiverError] = field(default_factory=list)
 
 
-def examine(path: str, outdated: Callable[[], list[dict[str, str | None]]]) -> Findings:
+def examine(path: str, check_api: Callable[[], str]) -> Findings:
     """Look at this installation, and at the store at `path`, if there is one.
 
-    `outdated`: asks the Prefect server which deployments cannot start.
+    `check_api`: asks the Prefect server that is named whether we, and nobody else, may use it.
     """
     findings = Findings()
-    for check in (installation, gpu, lambda found: prefect(found, outdated)):
+    for check in (installation, gpu, lambda found: prefect(found, check_api)):
         check(findings)
     store(findings, path)
     return findings
@@ -185,18 +185,17 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str] | str:
         return f"exit code {error.returncode} {printable(' '.join(last_words))}"
 
 
-def prefect(findings: Findings, outdated: Callable[[], list[dict[str, str | None]]]) -> None:
+def prefect(findings: Findings, check_api: Callable[[], str]) -> None:
     """Whether Prefect can keep what it needs, and how its server is, where one is named."""
     home = Path(os.path.expanduser(os.environ.get("PREFECT_HOME", "~/.prefect")))
     facts: dict[str, Any] = {"home": str(home), "api": None, "server": None}
     findings.facts["prefect"] = facts
-    findings.facts["outdated"] = []
     try:
         from .embedded import require_intact, require_writable
 
         require_writable(home)
         if "PREFECT_API_URL" in os.environ or (home / "profiles.toml").exists():
-            _ask_server(findings, facts, outdated)
+            _ask_server(findings, facts, check_api)
         elif not any(name.endswith("_DATABASE_CONNECTION_URL") for name in os.environ):
             require_intact(home / "prefect.db")
     except QuiverError as error:
@@ -205,9 +204,7 @@ def prefect(findings: Findings, outdated: Callable[[], list[dict[str, str | None
         findings.problems.append(unexpected("prefect", error))
 
 
-def _ask_server(
-    findings: Findings, facts: dict[str, Any], outdated: Callable[[], list[dict[str, str | None]]]
-) -> None:
+def _ask_server(findings: Findings, facts: dict[str, Any], check_api: Callable[[], str]) -> None:
     """QuiverError where it does not answer, or not to us."""
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_URL
@@ -219,15 +216,7 @@ def _ask_server(
     if url is None:
         return
     facts["api"] = without_login(url)
-    findings.facts["outdated"] = outdated()
-    findings.problems += [
-        ConfigError(
-            f"deployment {entry['name']}",
-            f"there is no {entry['entrypoint']} any more, so no run of it can start",
-            next=entry["next"],
-        )
-        for entry in findings.facts["outdated"]
-    ]
+    check_api()
     with get_client(sync_client=True) as client:
         facts["server"] = client.api_version()
         lost = [(str(run.id), run.name) for run in abandoned_runs(client)]

@@ -59,7 +59,7 @@ docstrings in the code: change it there.
 
 **run_key**: "yes": another value makes other versions; a path, a function or a model counts by its
 bytes. "no": it decides only where, when or how fast the work runs, or which versions a stage is
-given. "if set": as yes, while it has another value than its default.
+given.
 """
 
 
@@ -74,7 +74,7 @@ class KeyEntry:
     type: str
     default: str | None
     """As TOML has it. None: the key must be set, where its section is there."""
-    run_key: Literal["yes", "no", "if set"]
+    run_key: Literal["yes", "no"]
     description: str
 
 
@@ -128,15 +128,12 @@ def _entries(cls: type[Config], prefix: str, heading: str) -> Iterator[KeyEntry]
         decides = key.path == "seed" or key.path in OVERLAYS
         if top in _STAGE_CONFIGS:
             decides |= below.partition(".")[0] in _STAGE_CONFIGS[top].model_fields
-        run_key = "no"
-        if decides and not key.is_runtime:
-            run_key = "if set" if key.is_added else "yes"
         yield KeyEntry(
             name=key.path,
             section=heading,
             type=type_words(key.field.annotation, key.field.metadata),
             default=default,
-            run_key=run_key,
+            run_key="yes" if decides and not key.is_runtime else "no",
             description=descriptions(key.owner)[key.path.rpartition(".")[2]],
         )
 
@@ -238,12 +235,8 @@ def lines_of(found_sections: list[Section], *, with_text: bool) -> list[str]:
         width = max((len(key.name) for key in section.keys), default=0)
         for key in section.keys:
             default = "must be set" if key.default is None else f"default {key.default}"
-            run_key = {
-                "yes": "",
-                "no": " · not in the run_key",
-                "if set": " · in the run_key if set",
-            }
-            lines.append(f"  {key.name:<{width}}  {key.type} · {default}{run_key[key.run_key]}")
+            run_key = " · not in the run_key" if key.run_key == "no" else ""
+            lines.append(f"  {key.name:<{width}}  {key.type} · {default}{run_key}")
             text = key.description
             if not with_text:
                 text = re.split(r"(?<=\.)\s", " ".join(text.split()), maxsplit=1)[0]

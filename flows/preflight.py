@@ -22,7 +22,7 @@ from quiver.schemas.errors import ConfigError, QuiverError, printable, reason
 from quiver.schemas.plain import flatten
 from quiver.stages.common import plugins
 from quiver.stages.common.chat.template_file import read_template
-from quiver.stages.common.config import parse_saved
+from quiver.stages.common.config import parse
 from quiver.stages.common.models.from_function import is_function
 from quiver.stages.common.runtime.runner import find, plan_of
 from quiver.stages.common.runtime.stage import Plan, load
@@ -149,7 +149,7 @@ def _tell_what_differs(plan: Plan, kind: str) -> None:
     with suppress(QuiverError):  # deleted, or damaged, which is not the question here
         version = plan.store.open(f"{plan.run}/{kind}@{numbers[0]}")
         manifest = version.manifest
-        saved, _ = parse_saved(load(manifest.stage).Config, manifest.config, str(version.ref))
+        saved = parse(load(manifest.stage).Config, manifest.config, str(version.ref))
         before, asked = (  # an empty table is told by the keys that it lacks
             {path: leaf for path, leaf in flatten(config.key()).items() if leaf != {}}
             for config in (saved, plan.config)

@@ -10,30 +10,18 @@ Not of the spine: any manifest.json of a store shows the same fields.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import CorruptError, LineageError, SchemaError, printable
 from .plain import read_json
 from .refs import KINDS, NAME
 
-FORMAT = 1
-REQUIRED_FEATURES = {"rollouts/2": ("turns",), "rollouts/3": ("turns",)}
-"""By schema: what a reader must know, else what it read would be right in form and wrong."""
-IMAGES = "images"
-"""The feature of what was made by a model that sees pictures."""
-FEATURES = frozenset(itertools.chain(*REQUIRED_FEATURES.values(), [IMAGES]))
+FORMAT = 2
+"""The store's, which store.json and every manifest bear; no other is read."""
 MAX_BYTES = 8 * 1024 * 1024
 """Of a manifest; as Python objects it takes up to 24 times as much."""
 _SHA = r"^[0-9a-f]{64}$"
@@ -84,20 +72,12 @@ class Model(_Part):
     tokenizer: str = ""
     template: str = ""
     processor: str = ""
-    """Of what makes pixels of pictures; left out where the model sees none."""
+    """Of what makes pixels of pictures; empty where the model sees none."""
 
     @property
     def hashes(self) -> list[str]:
         """Those that decide what is made with it."""
-        hashes = [self.weights, self.tokenizer, self.template]
-        return [*hashes, self.processor] if self.processor else hashes
-
-    @model_serializer(mode="wrap")
-    def _without_processor(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields = serialize(self)
-        if not self.processor:
-            del fields["processor"]
-        return fields
+        return [self.weights, self.tokenizer, self.template, self.processor]
 
 
 class Manifest(_Part):
@@ -105,8 +85,7 @@ class Manifest(_Part):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    format: Literal[1] = FORMAT
-    required_features: tuple[str, ...] = ()
+    format: Literal[2] = FORMAT
     run: str
     kind: str
     version: _Count
@@ -173,13 +152,6 @@ class Manifest(_Part):
         return raw
 
 
-def required_features(schema: str, models: tuple[Model, ...]) -> tuple[str, ...]:
-    """What a reader must know of a version of this schema, made by these models."""
-    features = REQUIRED_FEATURES.get(schema, ())
-    sees_images = any(model.processor for model in models)
-    return (*features, IMAGES) if sees_images else features
-
-
 def content_hash(schema: str, files: tuple[FileEntry, ...]) -> str:
     """Hash of what a version holds: its schema and its files' names, hashes and rows; not of when
     or where it was made."""
@@ -202,7 +174,7 @@ def line_of(newest: Manifest, open: Callable[[str], Manifest | None]) -> Iterato
 
 
 def from_json(raw: bytes, name: str) -> Manifest:
-    """The manifest in `raw`; CorruptError (naming `name`) when it is torn, changed, of a newer
+    """The manifest in `raw`; CorruptError (naming `name`) when it is torn, changed, of another
     format, or not one at all."""
 
     def corrupt(problem: str, next: str = f"quiver verify {name}") -> CorruptError:
@@ -221,16 +193,9 @@ def from_json(raw: bytes, name: str) -> Manifest:
         raise corrupt(f"manifest.json cannot be read: {printable(error)}") from None
     if checksum != found:
         raise corrupt(f"manifest.json: checksum expected {printable(checksum)}, found {found}")
-    features = data.get("required_features", [])
-    if not isinstance(features, list) or not all(isinstance(feature, str) for feature in features):
-        raise corrupt("manifest.json: required_features is no list of names")
-    unknown = set(features) - FEATURES
-    if data.get("format") != FORMAT or unknown:
-        what = (
-            f"features {sorted(unknown)}" if unknown else f"format {printable(data.get('format'))}"
-        )
-        newer = f"written by a newer Quiver: {what}; this one reads format {FORMAT}"
-        raise corrupt(newer, next="update Quiver")
+    if data.get("format") != FORMAT:
+        problem = f"has format {printable(data.get('format'))}, expected {FORMAT}"
+        raise corrupt(f"manifest.json {problem}", next="read it with the Quiver that wrote it")
     try:
         return Manifest.model_validate(data)
     except ValidationError as error:

@@ -5,8 +5,10 @@ import gc
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
+from pathlib import Path
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -100,6 +102,19 @@ def vllm_imported(request, monkeypatch):
 def store(tmp_path) -> Store:
     """An empty store."""
     return Store(tmp_path / "store")
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory) -> Path:
+    """A folder with `inputs` and a store, `finished`, in which every stage has made something; to be
+    copied, not changed."""
+    folder = tmp_path_factory.mktemp("finished")
+    command = [REAL_PYTHON, "-m", "tests.finished", str(folder)]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
 @pytest.fixture

@@ -72,14 +72,12 @@ def test_a_project_with_flows_stages_and_schemas_of_its_own(python, project):
         "print(flows.WHOSE, stages.WHOSE, schemas.WHOSE, deployments.WHOSE)\n"
         "print(quiver.ConfigError.__module__, store.runs(), quiver.optimize.Config().algorithm)\n"
         "print(load('flows.etl:rows', 'data.source')[0]())\n"
-        "print(load('deployments.recipes.larger:rows', 'data.source')[0].__module__)\n"
     )
     done = run(python, script, cwd=project)
     assert done.stdout.splitlines() == [
         "theirs: flows theirs: stages theirs: schemas theirs: deployments",
         "quiver.schemas.errors [] grpo",
         "[{'question': '1 + 1?'}]",
-        "quiver.deployments.recipes.larger",
     ], done.stderr
     listed = run(python, "-m", "quiver.flows.cli", "ls", "--store", "store", "--json", cwd=project)
     assert listed.stdout == '{"versions": []}\n', listed.stderr

@@ -1,8 +1,10 @@
-"""The task of t5_ppo.toml, whole: its rows, its reward, and the small T5 that it starts from. Sort the digits: 52917 → 12579.
+"""The task of t5_ppo.toml, whole: its rows, its reward, and the small T5 that it starts from. Sort
+the digits: 52917 → 12579.
 
-Which multisets of digits are held out is a rule that no seed changes, so a held-out row stands in training or warm-up in no
-order of its digits. The T5 (0.9M parameters, a token a digit) is taught by a teacher who swaps neighbours now and then, and not for
-long; what it does not know after that, PPO has to find.
+Which multisets of digits are held out is a rule that no seed changes, so a held-out row stands in
+training or warm-up in no order of its digits. The T5 (0.9M parameters, a token a digit) is taught
+by a teacher who swaps neighbours now and then, and not for long; what it does not know after that,
+PPO has to find.
 
 >>> next(rows("train", seed=1))
 {'digits': '65785074', 'answer': '04556778'}
@@ -24,7 +26,8 @@ _PAD, _END, _UNKNOWN = range(3)
 
 
 def rows(split: str, seed: int = 0, count: int = 12_288) -> Iterator[dict[str, str]]:
-    """`count` different rows of one split, `train` or `held_out`: digits in an order that `seed` decides, and the answer."""
+    """`count` different rows of one split, `train` or `held_out`: digits in an order that `seed`
+    decides, and the answer."""
     seen: set[str] = set()
     drawn = _draw(split, random.Random(f"{split} {seed}"))
     while len(seen) < count:
@@ -44,22 +47,32 @@ def _draw(split: str, rng: random.Random) -> Iterator[str]:
 
 
 def in_place(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
-    """Share of digits that stand where they belong: right ones / length of the longer of completion and answer."""
-    return [sum(map(str.__eq__, got, want)) / max(len(got), len(want)) for got, want in zip(completions, answer, strict=True)]
+    """Share of digits that stand where they belong: right ones / length of the longer of completion
+    and answer."""
+    return [
+        sum(map(str.__eq__, got, want)) / max(len(got), len(want))
+        for got, want in zip(completions, answer, strict=True)
+    ]
 
 
 def prepare(folder: Path, seed: int = 0, steps: int = 180, slips: float = 0.1) -> None:
     """Write the base model into `folder`: a T5 after `steps` of supervised warm-up, 64 rows each.
 
-    `slips`: how often the teacher swaps a digit with its neighbour. On one machine the same arguments give the same weights.
+    `slips`: how often the teacher swaps a digit with its neighbour. On one machine the same
+    arguments give the same weights.
     """
     import torch
     from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(seed)
-    tokenizer, ids = _tokenizer(), {"pad_token_id": _PAD, "eos_token_id": _END, "decoder_start_token_id": _PAD}
+    tokenizer, ids = (
+        _tokenizer(),
+        {"pad_token_id": _PAD, "eos_token_id": _END, "decoder_start_token_id": _PAD},
+    )
     sizes = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_heads": 4, "num_layers": 2}
-    model = T5ForConditionalGeneration(T5Config(vocab_size=len(tokenizer), dropout_rate=0.0, **sizes, **ids))
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=len(tokenizer), dropout_rate=0.0, **sizes, **ids)
+    )
     _teach(model, tokenizer, steps, slips, random.Random(seed))
     model.generation_config = GenerationConfig(**ids)
     model.save_pretrained(folder)
@@ -71,15 +84,23 @@ def _teach(model, tokenizer, steps: int, slips: float, rng: random.Random) -> No
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min((done + 1) / 20, 1 - done / steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda done: min((done + 1) / 20, 1 - done / steps)
+    )
     lessons = _draw("train", rng)
     model.train()
     for step in range(1, steps + 1):
         asked = list(islice(lessons, 64))
         given = tokenizer(asked, padding=True, return_tensors="pt")
-        shown = tokenizer([_taught(digits, slips, rng) for digits in asked], padding=True, return_tensors="pt")
-        labels = shown.input_ids.masked_fill(shown.attention_mask == 0, -100)  # transformers' mark for "no target here"
-        loss = model(input_ids=given.input_ids, attention_mask=given.attention_mask, labels=labels).loss
+        shown = tokenizer(
+            [_taught(digits, slips, rng) for digits in asked], padding=True, return_tensors="pt"
+        )
+        labels = shown.input_ids.masked_fill(
+            shown.attention_mask == 0, -100
+        )  # transformers' mark for "no target here"
+        loss = model(
+            input_ids=given.input_ids, attention_mask=given.attention_mask, labels=labels
+        ).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -104,9 +125,13 @@ def _tokenizer():
     from transformers import PreTrainedTokenizerFast
 
     names = [*_SPECIALS, *"0123456789"]
-    made = Tokenizer(models.WordLevel({name: id for id, name in enumerate(names)}, unk_token=_SPECIALS[_UNKNOWN]))
+    made = Tokenizer(
+        models.WordLevel({name: id for id, name in enumerate(names)}, unk_token=_SPECIALS[_UNKNOWN])
+    )
     made.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    made.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", _END)])
+    made.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", _END)]
+    )
     made.decoder = decoders.Fuse()
     special = dict(zip(("pad_token", "eos_token", "unk_token"), _SPECIALS, strict=True))
     return PreTrainedTokenizerFast(tokenizer_object=made, **special)

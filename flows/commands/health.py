@@ -47,7 +47,7 @@ def doctor(
     CALLED.store = store
     if store is not None:
         open_store(store)  # one that is named is there, or that is what is wrong
-    findings = examine(store or default_store(), outdated=lambda: room_above("deploy").outdated())
+    findings = examine(store or default_store(), lambda: room_above("server").check_api())
     for problem in findings.problems:
         problem.next = complete(problem.next, CALLED, options_in(context.parent.command.commands))
     lines = [*_in_lines(findings.facts), *map(str, findings.problems)]

@@ -5,17 +5,12 @@ A field that changes how fast or where the work runs, but not what comes out, is
 `Runtime[...]`; it is left out of the run_key, so a rerun with another batch size is still "already
 done".
 
-A field that comes to a config of which stores hold versions already is annotated `Added[...]`; it
-is left out of the run_key while it has its default, so what was made before it came stays found. A
-field that goes is still read from old manifests: `parse_saved`.
-
 Not of the spine: a config reads like any pydantic model.
 """
 
 from __future__ import annotations
 
 import ast
-import copy
 import difflib
 import inspect
 import textwrap
@@ -31,16 +26,13 @@ from pydantic_core import core_schema
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.plain import problem_of
 from quiver.stages.common.names_elsewhere import KEYS
-from quiver.stages.common.plugins import ROOMS
 from quiver.stages.common.threads import parse_python
 
 _RUNTIME = "runtime knob: not part of the run_key"
-_ADDED = "came later: not part of the run_key while it has its default"
 _SURE = 0.8
 """A misspelt key that is spelled more like one beside it than this means that one."""
 _T = TypeVar("_T")
 Runtime = Annotated[_T, _RUNTIME]
-Added = Annotated[_T, _ADDED]
 
 
 def _without_truth(schema: Any) -> Any:
@@ -95,17 +87,9 @@ class Config(BaseModel):
 
     def key(self) -> dict[str, Any]:
         """The resolved values that decide the outcome, as plain JSON: what enters the run_key."""
-        fields = type(self).model_fields
-        left_out = {
-            name
-            for name, field in fields.items()
-            if _RUNTIME in field.metadata
-            or (
-                name in added(type(self))
-                and getattr(self, name) == field.get_default(call_default_factory=True)
-            )
-        }
-        dumped = self.model_dump(mode="json", exclude=left_out)
+        fields = type(self).model_fields.items()
+        knobs = {name for name, field in fields if _RUNTIME in field.metadata}
+        dumped = self.model_dump(mode="json", exclude=knobs)
         for name in dumped:
             value = getattr(self, name)
             if isinstance(value, Config):
@@ -115,12 +99,6 @@ class Config(BaseModel):
                     if isinstance(member, Config):
                         dumped[name][index] = member.key()
         return dumped
-
-
-@cache
-def added(cls: type[Config]) -> frozenset[str]:
-    """The fields of `cls` that are annotated `Added[...]`."""
-    return frozenset(name for name, field in cls.model_fields.items() if _ADDED in field.metadata)
 
 
 @cache
@@ -139,19 +117,12 @@ def descriptions(cls: type[Config]) -> dict[str, str]:
 
 
 def without_folder(name: str) -> str:
-    """What a key says of a file, of `file.py:function` or of `package.module:function` beside the
-    hash of its bytes.
-
-    It leaves out the folder, and of our own modules the `quiver.` that older names lack.
+    """What a key says of a file, or of `file.py:function`, beside the hash of its bytes.
 
     >>> without_folder("/srv/quiver/mine.py:score"), without_folder("rows.jsonl")
     ('mine.py:score', 'rows.jsonl')
-    >>> without_folder("quiver.deployments.recipes.larger:rows")
-    'deployments.recipes.larger:rows'
     """
-    name = name.rpartition("/")[2]
-    is_ours = name.startswith(tuple(f"quiver.{room}." for room in ROOMS))
-    return name.removeprefix("quiver.") if is_ours else name
+    return name.rpartition("/")[2]
 
 
 class Key(NamedTuple):
@@ -169,11 +140,6 @@ class Key(NamedTuple):
     def is_runtime(self) -> bool:
         """Whether it is left out of the run_key."""
         return _RUNTIME in self.field.metadata
-
-    @property
-    def is_added(self) -> bool:
-        """Whether it is left out of the run_key while it has its default."""
-        return _ADDED in self.field.metadata
 
 
 def keys_of(cls: type[Config], prefix: str = "") -> Iterator[Key]:
@@ -200,25 +166,6 @@ def parse(
         return cls.model_validate(data, context=context)
     except ValidationError as error:
         raise _explain(cls, error, name, name.split(".") if is_section else []) from None
-
-
-def parse_saved(cls: type[_T], data: dict[str, Any], name: str) -> tuple[_T, dict[str, Any]]:
-    """`data` of a manifest as a `cls`, and what it says under keys that have gone since, by path.
-    ConfigError."""
-    gone: dict[str, Any] = {}
-    data = copy.deepcopy(data)
-    try:
-        return cls.model_validate(data), gone
-    except ValidationError as error:
-        for entry in error.errors(include_url=False):
-            if entry["type"] == "extra_forbidden":
-                *path, key = entry["loc"]
-                section = data
-                for part in path:  # names the chosen class of a union too, which the data do not
-                    if isinstance(part, int) or part in section:
-                        section = section[part]
-                gone[".".join(map(str, entry["loc"]))] = section.pop(key)
-    return parse(cls, data, name), gone
 
 
 def _explain(

@@ -34,9 +34,10 @@ from quiver.schemas.errors import ConfigError, did_you_mean, printable
 from quiver.stages.common.store import storage
 from quiver.stages.common.threads import parse_python
 
-ROOMS = ("schemas", "stages", "flows", "deployments")
-"""The packages below `quiver`. Before it was the one import name, each had its own."""
-_OUR_FOLDERS = [Path(__file__).resolve().parents[2] / room for room in ROOMS]
+_OUR_FOLDERS = [
+    Path(__file__).resolve().parents[2] / room
+    for room in ("schemas", "stages", "flows", "deployments")
+]
 _INSTALLED = {"site-packages", "dist-packages"}
 _loading = threading.RLock()
 _hash_when_imported: dict[Path, str] = {}
@@ -52,13 +53,13 @@ def load(name: str, field: str, kind: type = Callable) -> tuple[Any, str]:
     kind_name = "function" if kind is Callable else kind.__name__
     path = locate(name, field, kind_name)
     holder, _, attribute = name.rpartition(":")
-    with _loading, _OldNames(), _among_neighbours(path):
+    with _loading, _among_neighbours(path):
         try:
             _forget_changed(path)
             if holder.endswith(".py"):
                 module = _import_file(path)
             else:
-                module = importlib.import_module(_current_name(holder))
+                module = importlib.import_module(holder)
         except Exception as error:  # importing runs the user's code, which may raise anything
             raise _not_importable(holder, error, field) from error
     plugin = getattr(module, attribute, None)
@@ -99,7 +100,7 @@ def locate(name: str, field: str, kind_name: str = "function") -> Path:
                 f"{field} {printable(holder)}", f"there is no file {path}", next=f"correct {field}"
             )
         return path
-    spec = _find_spec(_current_name(holder))
+    spec = _find_spec(holder)
     if spec is not None and not spec.has_location and spec.loader is not None:
         raise ConfigError(
             f"{field} {printable(name)}",
@@ -181,28 +182,13 @@ def _find_spec(name: str) -> ModuleSpec | None:
         with suppress(ModuleNotFoundError):
             return importlib.util.find_spec(name)
         return None
-    ours = (_OldNames, _NeighbourFinder)
-    finders = [finder for finder in sys.meta_path if not isinstance(finder, ours)]
+    finders = [finder for finder in sys.meta_path if not isinstance(finder, _NeighbourFinder)]
     spec = next(filter(None, (finder.find_spec(top, None) for finder in finders)), None)
     for submodule in submodules:
         if spec is None or spec.submodule_search_locations is None:
             return None
         spec = PathFinder.find_spec(submodule, list(spec.submodule_search_locations))
     return spec
-
-
-def _current_name(name: str) -> str:
-    """The name under which module `name` is imported now.
-
-    Older recipes say `deployments.recipes.larger` where it is `quiver.deployments.recipes.larger`
-    today. They mean ours, unless a module of exactly that name stands elsewhere.
-    """
-    if name.partition(".")[0] not in ROOMS:
-        return name
-    spec = _find_spec(name)
-    if spec is None:
-        return f"quiver.{name}"
-    return f"quiver.{name}" if any(_is_ours(Path(place)) for place in _places(spec)) else name
 
 
 def _places(spec: ModuleSpec) -> list[str]:
@@ -326,7 +312,7 @@ class _FileFinder:
         for folder in dict.fromkeys(sys.path):
             file = Path(folder, f"{stem}.py").absolute()
             if file.is_file() and _module_name(file) == name:
-                with _loading, _OldNames(), _among_neighbours(file):
+                with _loading, _among_neighbours(file):
                     module = _import_file(file)
                 return ModuleSpec(name, self, origin=str(file), loader_state=module)
         raise ModuleNotFoundError(
@@ -441,34 +427,3 @@ def _among_neighbours(path: Path) -> Iterator[None]:
         finder.folders = tuple(dict.fromkeys([*finder.folders, *earlier]))
         finder.on_path = frozenset(finder.folders) - frozenset(sys.path)
         sys.path += [folder for folder in finder.folders if folder in finder.on_path]
-
-
-class _OldNames:
-    """Within it `stages.optimize` is imported as the very module `quiver.stages.optimize`; after it
-    `sys.modules` holds none of the old names.
-
-    For users' files that were written before `quiver` was the one import name. It is the first of
-    the finders, since the path's own would find our files a second time.
-    """
-
-    def __enter__(self) -> None:
-        sys.meta_path.insert(0, self)
-
-    def __exit__(self, *error: object) -> None:
-        sys.meta_path.remove(self)
-        for name, module in list(sys.modules.items()):
-            is_old = name.partition(".")[0] in ROOMS
-            if is_old and getattr(module, "__name__", "").startswith("quiver."):
-                del sys.modules[name]
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return None if _current_name(name) == name else ModuleSpec(name, self)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(f"quiver.{spec.name}")
-        spec.loader_state = module.__spec__
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Nothing runs again; the import system has put the old name's spec into the module."""
-        module.__spec__ = module.__spec__.loader_state

@@ -10,10 +10,9 @@ are what they were. A version that was deleted on purpose is `expired`, which is
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import product
 
 from quiver.schemas import refs
@@ -27,9 +26,6 @@ from quiver.stages.common.store.arrow_check import ArrowCheck
 from quiver.stages.common.store.notes import damaged_staging
 from quiver.stages.common.store.retention import folders_of, users_of
 from quiver.stages.common.store.storage import storage_errors
-
-_FIRST_INDEX_WITH_LEDGER = 5
-"""The format of the index since which there is a ledger beside it."""
 
 
 def verify(store: Store, ref: str | Ref | None = None) -> tuple[int, list[QuiverError]]:
@@ -73,8 +69,15 @@ def _verify_around(store: Store, errors: list[QuiverError]) -> None:
                 errors += damaged_staging(store.storage, run, kind)
             with _collected(errors, f"{run}/{kind}/.ledger"):
                 errors += store.ledger(run, kind).problems()
-            with _collected(errors, f"{run}/{kind}/.ledger"):
-                _require_ledger(store, run, kind)
+                if store.numbers(run, kind) and not store.storage.exists(f"{run}/{kind}/.ledger"):
+                    raise CorruptError(
+                        f"{run}/{kind}/.ledger",
+                        "is missing: which numbers were given to versions that are gone can not be "
+                        "told",
+                        state="the versions that are there are not touched by this.",
+                        next=f"restore {store.path / run / kind}/.ledger from a copy; without one, "
+                        "what is there is noted when the versions are listed",
+                    )
 
 
 @contextmanager
@@ -85,26 +88,6 @@ def _collected(errors: list[QuiverError], name: object) -> Iterator[None]:
             yield
     except QuiverError as error:
         errors.append(error)
-
-
-def _require_ledger(store: Store, run: str, kind: str) -> None:
-    """CorruptError where all of the ledger is gone. A store of before there were ledgers has none;
-    its index, if it has one, has another format."""
-    folder = f"{run}/{kind}"
-    if store.storage.exists(f"{folder}/.ledger") or not store.numbers(run, kind):
-        return
-    noted = None
-    with suppress(FileNotFoundError, CorruptError):
-        index = store.storage.read(f"{folder}/.index/versions", 2**30)
-        noted = re.search(rb'^\{"format": ([0-9]{1,3}),', index, re.MULTILINE)
-    if noted and int(noted[1]) >= _FIRST_INDEX_WITH_LEDGER:
-        raise CorruptError(
-            f"{folder}/.ledger",
-            "is missing: which numbers were given to versions that are gone can not be told",
-            state="the versions that are there are not touched by this.",
-            next=f"restore {store.storage.path(folder)}/.ledger from a copy; without one, "
-            "what is there is noted when the versions are listed",
-        )
 
 
 def _verify_version(store: Store, ref: Ref, arrow_check: ArrowCheck) -> None:

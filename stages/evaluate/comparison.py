@@ -20,7 +20,7 @@ import pyarrow as pa
 from quiver.schemas.errors import LineageError, printable
 from quiver.schemas.manifest import digest
 from quiver.schemas.metrics import score_numbers
-from quiver.stages.common.config import parse_saved
+from quiver.stages.common.config import parse
 from quiver.stages.common.runtime.stage import is_made_alike
 from quiver.stages.common.store import Store, Version
 
@@ -42,7 +42,7 @@ def compare(store: Store, a: Version, b: Version) -> dict[str, Any]:
     `only_a`, `only_b`: prompts that only one of them has a score for; `notes`: what else differs.
     """
     config_a, config_b = (
-        parse_saved(Config, version.manifest.config, str(version.ref))[0] for version in (a, b)
+        parse(Config, version.manifest.config, str(version.ref)) for version in (a, b)
     )
     if config_a.score != config_b.score:
         raise LineageError(

@@ -9,7 +9,6 @@ from typing import Literal
 
 from pydantic import field_validator, model_validator
 
-from quiver.stages.common.config import Added
 from quiver.stages.common.config import Config as Base
 
 
@@ -23,7 +22,7 @@ class Config(Base):
     samples is left out of it."""
     threshold: float = 1.0
     """A sample is correct where its score is at least this."""
-    unscored: Added[Literal["worst", "zero", "leave_out"]] = "zero"
+    unscored: Literal["worst", "zero", "leave_out"] = "zero"
     """What an answer counts as that a limit cut off (max_tokens, max_turns, …) and that no scorer
     gave a number for. `zero`: as 0. `worst`: as the lowest score here and in the baseline, at most
     0; for rewards that can be negative. `leave_out`: as nothing, which favours a policy that is cut

@@ -7,8 +7,8 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.config import Added, Runtime, without_folder
 from quiver.stages.common.config import Config as Base
+from quiver.stages.common.config import Runtime, without_folder
 from quiver.stages.common.store.writer import ROWS_PER_SHARD
 
 from .engine import engine_options
@@ -35,7 +35,7 @@ class Config(Base):
     """What the model computes in; auto: bfloat16 where the hardware has it, else float32."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Most tokens of prompt and completion together. None: the model's context."""
-    turns: Added[Turns | None] = None
+    turns: Turns | None = None
     """Episodes of several turns: an environment or tools answer the policy. None: a completion is
     all."""
     overlong: Literal["error", "drop"] = "error"
@@ -86,7 +86,4 @@ class Config(Base):
             engine = without_folder(engine)
             if isinstance(options.get("script"), str):
                 options["script"] = without_folder(options["script"])
-        fields = {**super().key(), "options": options, "engine": engine}
-        if not self.end_token_ids:  # older keys lack it
-            del fields["end_token_ids"]
-        return fields
+        return {**super().key(), "options": options, "engine": engine}

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from quiver.stages.common.config import Added, Config, Runtime
+from quiver.stages.common.config import Config, Runtime
 from quiver.stages.common.servers import refuse_section, root_of
 
 _SET_BY_ENGINE = {
@@ -57,7 +57,7 @@ class Sampling(Config):
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a completion, beside the model's own end tokens; the sampled one stays as the
     last id, and its text is left out as that of an end token. `stop` keeps the text."""
-    stop: Added[tuple[str, ...]] = ()
+    stop: tuple[str, ...] = ()
     """Texts that end a completion, such as `["</answer>"]`; the ids stay up to the one that
     completes the text, which may bring more text with it. They may hold special tokens."""
     ignore_eos: bool = False
@@ -99,11 +99,11 @@ class VllmOptions(Config):
     """No compilation or CUDA graphs: starts sooner, decodes slower; None: on a CPU only."""
     enable_prefix_caching: Runtime[bool] = True
     """A group's shared prompt is computed once."""
-    logits_dtype: Added[Literal["auto", "float32"]] = "auto"
+    logits_dtype: Literal["auto", "float32"] = "auto"
     """What the output embedding's product is computed in; auto: the model's own dtype. The trainer
     has float32 logits whatever the model is in, so with a model in bfloat16 the engine's logprobs
     are nearer to the trainer's in float32, for some speed."""
-    batch_invariant: Added[bool] = False
+    batch_invariant: bool = False
     """Kernels whose sums do not depend on which rows are decoded together: in bfloat16 a row's ids
     else change with its batch-mates. For a GPU, at some cost of speed."""
     lora: bool = False

@@ -14,11 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from quiver.schemas.errors import LineageError
 from quiver.stages.common import plugins
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import verify_model
@@ -60,8 +58,9 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     policy = store.open(refs["policy"])
     config = with_code_hashes(config, prompts)
     options = engines.engine_options(config.engine, config.options)
-    filled_in = {"code_sha256": engines.code_hash(config.engine, options), "end_token_ids": ()}
-    older_plan = Plan(
+    ends = () if config.sampling.ignore_eos else end_ids_of_generation_config(policy)
+    filled_in = {"code_sha256": engines.code_hash(config.engine, options), "end_token_ids": ends}
+    return Plan(
         store=store,
         stage="generate",
         stage_version=STAGE_VERSION,
@@ -72,19 +71,6 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
         models=(checkpoints.as_model("policy", policy),),
         patience_seconds=config.patience_seconds,
     )
-    end_token_ids = end_ids_of_generation_config(policy)
-    if config.sampling.ignore_eos or not end_token_ids:
-        return older_plan
-    # Keys of earlier releases lack the end tokens. A finished version under such a key answers,
-    # if its policy had the same ones.
-    older = store.find(older_plan.run, "rollouts", older_plan.run_key)
-    if older is not None:
-        with suppress(LineageError):
-            older_policy = store.open(older.manifest.models[0].ref)
-            if end_ids_of_generation_config(older_policy) == end_token_ids:
-                return replace(older_plan, already_made=older)
-    filled_in["end_token_ids"] = end_token_ids
-    return replace(older_plan, config=config.model_copy(update=filled_in))
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:

@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from quiver.stages.common.config import Added, Runtime
 from quiver.stages.common.config import Config as Base
+from quiver.stages.common.config import Runtime
 
 
 class PassConfig(Base):
@@ -36,7 +36,7 @@ class Config(PassConfig):
     role: Literal["ref", "prox"] = "ref"
     """`ref`: the reference, for the KL term. `prox`: the ratio's denominator, with the trainer's
     numerics."""
-    prox_of: Added[Literal["behaviour", "start"]] = "behaviour"
+    prox_of: Literal["behaviour", "start"] = "behaviour"
     """Of `prox`: the policy that sampled, or the one that a training starts from. The stage
     optimize refuses those of another policy than its own `prox_of` says."""
 

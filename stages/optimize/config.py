@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common import config as base
-from quiver.stages.common.config import Added, Runtime
+from quiver.stages.common.config import Runtime
 
 from . import algorithms, effects
 from .contract import GROUP_ADVANTAGES
@@ -26,6 +26,8 @@ from .lora import Lora
 
 SURROGATE_FIELDS = {name for options in algorithms.OPTIONS.values() for name in options}
 """The fields that are options of a surrogate."""
+_FILLED_FIELDS = {*SURROGATE_FIELDS, "drop_zero_variance"}
+"""Those that an algorithm's row fills in."""
 Advantage = Literal[
     "group_normalized",
     "batch_scaled",
@@ -67,15 +69,15 @@ class Correction(base.Config):
     """Smallest ratio, for `mask` and `clamp`."""
     high: float = Field(default=2.0, gt=0)
     """Largest ratio."""
-    reject: Added[Literal["ratio", "k2", "k3"] | None] = None
+    reject: Literal["ratio", "k2", "k3"] | None = None
     """Leave tokens out of the loss that lie too far off, by the ratio exp(prox − old) or by a
     divergence in nats; they count in the denominators. verl's `rollout_rs`. None: none."""
-    reject_level: Added[Literal["token", "sum", "mean", "max"]] = "mean"
+    reject_level: Literal["token", "sum", "mean", "max"] = "mean"
     """Of the token, or over the completion, which is then left out as a whole; sum and mean of a
     ratio are of its logarithm."""
-    reject_low: Added[float] = Field(default=0.0, ge=0)
+    reject_low: float = Field(default=0.0, ge=0)
     """With `reject`: a token whose measure is lower is left out of the loss."""
-    reject_high: Added[float | None] = Field(default=None, gt=0)
+    reject_high: float | None = Field(default=None, gt=0)
     """With `reject`, which needs it: a token whose measure is higher is left out of the loss."""
 
     @model_validator(mode="after")
@@ -101,18 +103,18 @@ class Config(base.Config):
     """grpo, bnpo, dapo, dr_grpo, gdpo, pass_at_k, rloo, gspo, cispo, sapo, reinforce_pp,
     reinforce_pp_baseline, reinforce_pp_to_go, dppo, dppo_kl, gmpo, luspo, opo, otb, ppo, or
     `module:NAME` of an `Algorithm` of your own."""
-    advantage: Added[Advantage | None] = None
+    advantage: Advantage | None = None
     """What a rollout is worth against the others, in place of the algorithm's own: a function of
     `advantages.py` or `estimators.py`. TRL's `scale_rewards` "group", "batch" and "none" are
     group_normalized, batch_scaled and group_centered; its "normalize_then_sum" is part_normalized.
     Not for ppo, otb and reinforce_pp_to_go. None: the algorithm's."""
-    advantage_epsilon: Added[float | None] = Field(default=None, gt=0)
+    advantage_epsilon: float | None = Field(default=None, gt=0)
     """Added to the standard deviation that an advantage is divided by, in its unit. None: the
     advantage's own, 1e-4 of a group, 1e-8 of the batch and of pass_at_k; of batch_scaled 1e-4."""
-    pass_k: Added[int | None] = Field(default=None, ge=1)
+    pass_k: int | None = Field(default=None, ge=1)
     """pass_at_k: of how many answers the best one counts; below `generate.samples_per_prompt`.
     None: 4."""
-    credit: Added[Literal["rollout", "turn", "gae"]] = "rollout"
+    credit: Literal["rollout", "turn", "gae"] = "rollout"
     """Of rollouts of several turns, what a turn's tokens answer for. `rollout`: the reward of the
     whole. `turn`: the rewards of this turn and those after it, less the mean of the same of the
     others in the group, in place of the algorithm's advantage, unless that is of turns. `gae`: with
@@ -145,18 +147,18 @@ class Config(base.Config):
     token_form: bool | None = None
     """gspo: each token's own gradient under the sequence's ratio, for advantages that differ within
     a completion. None: off."""
-    divergence: Added[Literal["tv", "kl"] | None] = None
+    divergence: Literal["tv", "kl"] | None = None
     """dppo, dppo_kl: distance of the sampled token's probability from what it was, as a difference
     (tv) or as KL against all other tokens. None: the algorithm's."""
-    divergence_low: Added[float | None] = Field(default=None, ge=0)
+    divergence_low: float | None = Field(default=None, ge=0)
     """dppo, dppo_kl: distance beyond which a token of negative advantage that fell is left out.
     None: the algorithm's."""
-    divergence_high: Added[float | None] = Field(default=None, ge=0)
+    divergence_high: float | None = Field(default=None, ge=0)
     """dppo, dppo_kl: distance beyond which a token of positive advantage that rose is left out.
     None: the algorithm's."""
-    ratio_max: Added[float | None] = Field(default=None, gt=0)
+    ratio_max: float | None = Field(default=None, gt=0)
     """dppo, dppo_kl: largest weight of a token. None: off."""
-    drift_coef: Added[float | None] = Field(default=None, ge=0)
+    drift_coef: float | None = Field(default=None, ge=0)
     """dppo, dppo_kl: weight of (log r)² of every token; prime-rl takes 0.001. None: off."""
     options: dict[str, Any] = Field(default_factory=dict)
     """More options for the surrogate of your own algorithm, by name."""
@@ -176,30 +178,30 @@ class Config(base.Config):
     kl_in_reward: bool = False
     """Take the KL to the reference (k1, of the logprobs that were sampled with) off the reward
     instead: of each token's with a critic, else of the rollout's."""
-    kl_target: Added[float | None] = Field(default=None, gt=0)
+    kl_target: float | None = Field(default=None, gt=0)
     """KL to the reference, in nats a token, that `kl_coef` is steered towards over the policy's
     life: after a step above it the coefficient goes up, else down, in proportion and by a fifth at
     most. With `kl_in_reward` a training has one coefficient, and the next takes up what its steps
     say. `kl_coef` is where it begins. None: the coefficient stays."""
-    kl_horizon: Added[int] = Field(default=10_000, ge=1)
+    kl_horizon: int = Field(default=10_000, ge=1)
     """Rollouts over which the coefficient would move by that share, with `kl_target`."""
-    nll_coef: Added[float] = Field(default=0.0, ge=0)
+    nll_coef: float = Field(default=0.0, ge=0)
     """Weight of the negative log-likelihood of good answers, mean over their tokens in the step, as
     in VAPO, which takes 0.1; `policy_loss` holds it. 0: off."""
-    nll_reward: Added[float] = 1.0
+    nll_reward: float = 1.0
     """With `nll_coef`: an answer is good from this reward on."""
-    entropy_coef: Added[float] = Field(default=0.0, ge=0)
+    entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the policy's entropy, which the loss then rewards. With `entropy_target` where it
     begins."""
-    entropy_target: Added[float | None] = Field(default=None, gt=0)
+    entropy_target: float | None = Field(default=None, gt=0)
     """Mean entropy in nats a token that the coefficient is steered towards, over the policy's life:
     after a step at or below it goes up, else down, and above it there is no bonus. None: the
     coefficient stays."""
-    entropy_coef_step: Added[float] = Field(default=0.005, gt=0)
+    entropy_coef_step: float = Field(default=0.005, gt=0)
     """By how much the coefficient moves after a step, with `entropy_target`."""
-    entropy_coef_max: Added[float] = Field(default=1.0, gt=0)
+    entropy_coef_max: float = Field(default=1.0, gt=0)
     """Largest coefficient, with `entropy_target`."""
-    entropy_share: Added[float] = Field(default=1.0, gt=0, le=1)
+    entropy_share: float = Field(default=1.0, gt=0, le=1)
     """Share of the step's tokens, those of highest entropy, that the policy learns from; the others
     count in the denominators. Below 1 each step scores its tokens first."""
     critic: Literal["trunk", "model"] = "trunk"
@@ -219,10 +221,10 @@ class Config(base.Config):
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """1: the whole reward to come against the critic's value; 0: one token ahead, the rest by the
     critic."""
-    critic_lambda: Added[float | None] = Field(default=None, ge=0, le=1)
+    critic_lambda: float | None = Field(default=None, ge=0, le=1)
     """The same for the returns that the critic learns, as in VC-PPO and VAPO, which take 1 here.
     None: `gae_lambda`."""
-    reward_scaling: Added[Literal["none", "running"]] = "none"
+    reward_scaling: Literal["none", "running"] = "none"
     """`running`: a critic is given the reward over the standard deviation of all rewards of the
     policy's trainings, this one's too, so values and `value_clip` are in such units."""
     bootstrap_length: bool = False
@@ -233,7 +235,7 @@ class Config(base.Config):
     critic_warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of the policy's life in which the critic learns alone and the policy stays as
     it is."""
-    prox_of: Added[Literal["behaviour", "start"]] = "behaviour"
+    prox_of: Literal["behaviour", "start"] = "behaviour"
     """Which policy's logprobs, with the trainer's numerics, are the ratio's denominator.
     `behaviour`: the policy that sampled. `start`: the policy that this training starts from, as in
     decoupled PPO; it needs proximal logprobs, and stale rollouts are weighed by exp(prox − old)."""
@@ -258,7 +260,7 @@ class Config(base.Config):
     save_optimizer: bool = True
     """Save AdamW's moments with the policy, so that the next iteration goes on with them (twice the
     weights' bytes in float32)."""
-    save_dtype: Added[Literal["float32", "bfloat16"]] = "float32"
+    save_dtype: Literal["float32", "bfloat16"] = "float32"
     """What the policy's weights are on disk. bfloat16: half the bytes for every reader, rounded to
     nearest; the float32 weights, with which the next iteration goes on, are in the optimizer's
     state. With precision bf16_stochastic they are bfloat16 in any case."""
@@ -269,7 +271,7 @@ class Config(base.Config):
     on_length: Literal["keep", "mask"] = "keep"
     """Completions cut by length: train on them, or leave them out of the loss (their reward counts
     in the group's mean), and out of the denominators too, unless `mask_counted`."""
-    mask_counted: Added[bool] = False
+    mask_counted: bool = False
     """With `on_length = "mask"`: what is left out of the loss counts as a rollout in the
     denominators, as in TRL; its tokens do not. False: it does not count at all. With `token_mean`
     both are the same."""
@@ -284,7 +286,7 @@ class Config(base.Config):
     new policy's. False: they are of the policy that the rollout's last step started from."""
     lora: Lora | None = None
     """Train adapters instead of all weights. None: all weights."""
-    train_vision: Added[bool] = False
+    train_vision: bool = False
     """Train what looks at pictures too. False: the language model alone."""
     audit: Audit = Audit()
     """The numeric audit before the first update."""
@@ -394,7 +396,7 @@ class Config(base.Config):
         row = algorithms.ALGORITHMS.get(self.algorithm)
         for name in self.options:
             # else the manifest would name a value that did not count
-            if name in self._filled_fields(row is not None):
+            if name in _FILLED_FIELDS:
                 raise ValueError(f"options.{name} has a field of its own: set optimize.{name}")
         if self.critic_warmup_steps and self.value_coef == 0:
             raise ValueError(
@@ -505,17 +507,11 @@ class Config(base.Config):
         defaults = {"drop_zero_variance": False, **row.defaults, "aggregation": row.aggregation}
         filled: dict[str, Any] = {
             name: defaults.get(name)
-            for name in (*self._filled_fields(not is_own), "aggregation")
+            for name in (*_FILLED_FIELDS, "aggregation")
             if getattr(self, name) is None and not callable(defaults.get(name))
         }
         filled["algorithm_source"] = source
         return base.parse(Config, {**self.model_dump(), **filled}, "optimize", is_section=True)
-
-    def _filled_fields(self, is_of_table: bool) -> set[str]:
-        """The fields that an algorithm's row fills in. A user's own algorithm may have taken, under
-        `options`, a name that became a field here later: it goes on as it was."""
-        fields = {*SURROGATE_FIELDS, "drop_zero_variance"}
-        return fields if is_of_table else fields - base.added(type(self))
 
     def row(self) -> algorithms.Algorithm:
         """The algorithm, with the advantage that is set here. ConfigError."""

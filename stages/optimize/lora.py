@@ -25,7 +25,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.config import Added, Config, parse
+from quiver.stages.common.config import Config, parse
 from quiver.stages.common.models.checkpoints import (
     OPTIMIZER_FOLDER,
     adapter_base,
@@ -52,7 +52,7 @@ class Lora(Config):
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
     """Which layers: all linear ones of the language model but the output embedding, or those whose
     names end so, such as ["q_proj", "v_proj"]."""
-    save: Added[Literal["merged", "adapter"]] = "merged"
+    save: Literal["merged", "adapter"] = "merged"
     """What the next policy holds. merged: the whole model in float32, and the adapter. adapter:
     that alone, some hundredth of the disk; its readers put it on the base as they load it, and vLLM
     is given both."""

@@ -69,11 +69,9 @@ class _Counters(BaseModel):
     audit_report: dict[str, Any]
     padding: int = Field(ge=0)
     places: int = Field(ge=0)
-    entropy_coef: float | None = None
-    """The two of the entropy bonus are left out in notes of before there was one."""
-    last_entropy: float | None = None
-    kl_coef: float | None = None
-    """Left out likewise."""
+    entropy_coef: float
+    last_entropy: float | None
+    kl_coef: float
 
 
 class SavedProgress:
@@ -117,7 +115,7 @@ class SavedProgress:
             if self.saves:
                 self._storage.delete(self._prefix)
             return 0, 0, trainer.step
-        trainer.load_state(tensors, counters.model_dump(exclude_unset=True))
+        trainer.load_state(tensors, counters.model_dump())
         log.info("the training goes on after step %d", trainer.step - 1)
         return note.epoch, note.minibatch, note.epoch_step
 

@@ -78,7 +78,7 @@ class SavedState:
             if number and key != "weight":
                 parameter = self.parameters[int(number)]
                 self.optimizer.state[parameter][key] = like(tensor, parameter)
-        for name in filter(counters.__contains__, _COUNTERS):  # an older one counted fewer
+        for name in _COUNTERS:
             setattr(self, name, counters[name])
         if isinstance(self.optimizer, Bf16AdamW):
             self.optimizer.number = self.step

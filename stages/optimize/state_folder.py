@@ -21,10 +21,6 @@ from quiver.stages.common.models.checkpoints import FILE_BYTES
 from quiver.stages.common.models.folder import load_errors, parse_object
 from quiver.stages.common.store import Version, storage
 
-_ONE_FILE = 1
-_SEVERAL_FILES = 2
-"""Formats: an older Quiver reads the first, and refuses the second."""
-
 
 def write(
     folder: Path, tensors: Mapping[str, Tensor], *, file_bytes: int = FILE_BYTES, **about: Any
@@ -46,10 +42,8 @@ def write(
     for number, names in enumerate(files, 1):
         of_file = {name: tensors[name].cpu().contiguous() for name in names}
         save_file(of_file, folder / _file_name(number, len(files)))
-    note = {"format": _ONE_FILE}
-    if len(files) > 1:
-        note = {"format": _SEVERAL_FILES, "files": len(files)}
-    storage.write_bytes(folder / "state.json", json.dumps({**note, **about}).encode())
+    note = json.dumps({"files": len(files), **about})
+    storage.write_bytes(folder / "state.json", note.encode())
 
 
 def _file_name(number: int, count: int) -> str:
@@ -62,21 +56,18 @@ def holds(policy: Version, folder: str) -> bool:
 
 
 def read(policy: Version, folder: str, **about: Any) -> dict[str, Tensor]:
-    """What `write` wrote into this policy, checked against its hashes. ConfigError where it was
-    written by another Quiver, or is not what `about` says."""
+    """What `write` wrote into this policy, checked against its hashes. ConfigError where it is not
+    what `about` says."""
     from safetensors.torch import load_file
 
     policy.verify(f"{folder}/")
     note = parse_object(policy.files.read(f"{folder}/state.json")) or {}
-    count = note.get("files") if note.get("format") == _SEVERAL_FILES else 1
-    is_count = type(count) is int and count > 0
-    is_known = note.get("format") in (_ONE_FILE, _SEVERAL_FILES) and is_count
-    if not is_known or not about.items() <= note.items():
-        expected = {"format": [_ONE_FILE, _SEVERAL_FILES], **about}
+    count = note.get("files")
+    if type(count) is not int or count < 1 or not about.items() <= note.items():
         raise ConfigError(
             str(policy.ref),
-            f"{folder}/ is {printable(note)}, expected {expected}",
-            next="take a newer Quiver, or start from another policy",
+            f"{folder}/ is {printable(note)}, expected a number of files and {about}",
+            next="start from another policy",
         )
     tensors: dict[str, Tensor] = {}
     with load_errors(f"{policy.ref} {folder}/"):

@@ -11,8 +11,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from quiver.stages.common.config import Added, Runtime, without_folder
 from quiver.stages.common.config import Config as Base
+from quiver.stages.common.config import Runtime, without_folder
 from quiver.stages.common.environments.config import EnvironmentConfig
 
 INPUTS = ("messages", "prompt", "prompt_ids")
@@ -66,12 +66,12 @@ class SourceConfig(Base):
     as one."""
     prompt_ids: str | None = None
     """Column with token ids, given to the engine as they are."""
-    images: Added[str | None] = None
+    images: str | None = None
     """Column with a prompt's pictures, for a policy that sees them: one or a list, each as
     `datasets.Image` stores it, as bytes, as base64 or a data URL, or as a path below the source's
     folder. They are shown where the chat has parts of type image, else before its first user
     message's text."""
-    tools: Added[str] = "tools"
+    tools: str = "tools"
     """Column with a row's own tools, if the source has it: a list of JSON schemas of functions, or
     JSON text of it. The chat template shows them for that row, unless [generate.turns] or
     prompt.template_arguments say what may be called. Empty: they are not shown."""
@@ -86,7 +86,7 @@ class SourceConfig(Base):
     limit: int | None = Field(default=None, ge=1)
     """Rows an iteration. Each iteration takes the next ones of a shuffle that is drawn anew every
     epoch. None: all, in order."""
-    curriculum: Added[Curriculum | None] = None
+    curriculum: Curriculum | None = None
     """Choose rows by their difficulty. None: only by their turn."""
     source_sha256: str = ""
     """Filled in by the stage: hash of the file, or of the rows where there is no file. If set, the
@@ -158,10 +158,10 @@ class Config(SourceConfig, TemplateConfig):
     iteration: int = Field(default=0, ge=0)
     """Which `limit` rows to take, from 0. Without `limit` it decides nothing. In a recipe's flow
     the first iteration has 0, and so has an evaluation."""
-    turns: Added[EnvironmentConfig | None] = None
+    turns: EnvironmentConfig | None = None
     """The environment or the tools of [generate.turns], of which prompts show the opening and the
     schemas."""
-    first: Added[int | None] = Field(default=None, ge=1)
+    first: int | None = Field(default=None, ge=1)
     """Render only the first so many of these rows, which `quiver check` looks at. None: all."""
 
     def key(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from quiver.schemas import rewards
 from quiver.schemas.errors import ConfigError, LineageError
-from quiver.stages.common.config import parse_saved
+from quiver.stages.common.config import parse
 from quiver.stages.common.store import Version
 
 from .config import SCORERS, Config
@@ -38,7 +38,7 @@ def require_same(earlier: Version, rollouts: Version, config: Config) -> None:
             f"a person replaced rewards of {replaced} in it: what is scored again belongs there",
             next=f"--retry {replaced}, then override again",
         )
-    saved, _ = parse_saved(Config, earlier.manifest.config, str(earlier.ref))
+    saved = parse(Config, earlier.manifest.config, str(earlier.ref))
     before = _arithmetic(saved.model_dump(mode="json"))
     after = _arithmetic(config.model_dump(mode="json"))
     for name in sorted(before.keys() | after.keys()):

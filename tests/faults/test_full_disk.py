@@ -92,7 +92,7 @@ def test_gc_makes_room_in_two_runs(store):
     assert not list(store.path.glob(".trash/*/*"))
 
 
-def test_a_store_of_before_has_its_indexes_for_that(store):
+def test_a_store_without_a_reserve_has_its_indexes_for_that(store):
     for kind in ("logprobs", "policy"):
         for number in range(2):
             make_policy(store, number) if kind == "policy" else make_table(store, number)

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -17,24 +16,20 @@ from quiver.flows.promotion import Promotion, judge
 from quiver.schemas.errors import QuiverError
 from quiver.schemas.manifest import MAX_BYTES, from_json
 from quiver.schemas.refs import parse
-from quiver.stages.common.runtime.runner import Call, find, plan_of
+from quiver.stages.common.runtime.runner import find, plan_of
 from quiver.stages.common.store import Store
 from quiver.stages.common.verification import verify
 from quiver.stages.optimize.checks import Sampled, check_lineage
 from quiver.stages.optimize.config import Config
+from tests import finished as made
 from tests.faults.broken import Raw, error_of, mutated, sealed, snapshot, to_text
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-EXPECTED = [
-    entry
-    for entry in json.loads((GOLDEN / "expected.json").read_bytes())["finished"]
-    if not entry["config"].get("source", "").startswith("deployments.")  # its rows take long
-]
 CALLS = [
-    Call(entry["stage"], entry["config"], "", entry["refs"], entry.get("into"))
-    for entry in EXPECTED
+    call
+    for call in [*made.CALLS, *made.ALIKE]
+    if not call.config.get("source", "").startswith("quiver.")  # its rows take long
 ]
-CALLS_BY_REF = {entry["ref"]: call for call, entry in zip(CALLS, EXPECTED, strict=True)}
+CALLS_BY_REF = {call.ref: call for call in CALLS}
 TRAIN = {"learning_rate": 1e-3, "device": "cpu", "algorithm": "rloo", "schedule": "linear"}
 ADAPTED = {
     "policy": "lora/policy@1",
@@ -42,8 +37,8 @@ ADAPTED = {
     "rewards": "golden/rewards@1",
 }
 CALLS += [
-    Call("optimize", {**TRAIN, "total_steps": 9, "lora": {"rank": 2, "alpha": 4}}, "", ADAPTED),
-    Call("optimize", {**TRAIN, "total_steps": 9, "max_staleness": 5}, "", ADAPTED),
+    made.call("", "", "optimize", {**TRAIN, "total_steps": 9, **learning}, **ADAPTED)
+    for learning in ({"lora": {"rank": 2, "alpha": 4}}, {"max_staleness": 5})
 ]
 REFS = tuple(
     f'"{ref}"'
@@ -65,10 +60,10 @@ WRITTEN_BY_READERS = (".index", ".ledger", "report.html")
 
 
 @pytest.fixture(scope="module")
-def stores(tmp_path_factory):
+def stores(finished, tmp_path_factory):
     """A copy of a finished store of every stage, beside the inputs that its recipes name."""
     folder = tmp_path_factory.mktemp("fuzzed") / "stores"
-    shutil.copytree(GOLDEN / "stores", folder)
+    shutil.copytree(finished, folder)
     before = Path.cwd()
     os.chdir(folder / "inputs")
     yield folder / "finished"
@@ -97,8 +92,8 @@ def readers_of(store: Path, ref: str, random: Random) -> dict[str, Callable[[], 
         ),
         "diff": lambda: versions.diff(first, second, path),
         "report": lambda: versions.report(run if run != "held" else "golden", store=path),
-        "plan": lambda: plan_of(replace(call, store=store)),
-        "find": lambda: find(replace(call, store=store)),
+        "plan": lambda: plan_of(call.on(store)),
+        "find": lambda: find(call.on(store)),
         "open": lambda: Store(store).open(f"{run}/{kind}@latest").files.names,
         "verify": lambda: _raise_first(verify(Store(store), ref)[1]),
         "lineage of rollouts": lambda: _check_lineage(store),
@@ -196,7 +191,7 @@ def test_50_000_wrong_manifests_are_typed_errors(stores, seed, capsys):
 
 
 @pytest.fixture
-def finished(stores, tmp_path) -> Path:
+def copied(stores, tmp_path) -> Path:
     """A copy of the store, to be broken."""
     shutil.copytree(stores, tmp_path / "store")
     return tmp_path / "store"
@@ -232,9 +227,9 @@ READERS = {
     "sampler": lambda store: rerun.sampling_policy(Store(store), "golden/rollouts@1"),
     "lineage": lambda store: versions.lineage("golden/policy@2", str(store)),
     "check_lineage": _check_lineage,
-    "retry": lambda store: plan_of(replace(CALLS_BY_REF["golden/rewards@4"], store=store)),
-    "compare": lambda store: plan_of(replace(CALLS_BY_REF["held/evaluations@4"], store=store)),
-    "adapt": lambda store: plan_of(replace(CALLS[-2], store=store)),
+    "retry": lambda store: plan_of(CALLS_BY_REF["golden/rewards@4"].on(store)),
+    "compare": lambda store: plan_of(CALLS_BY_REF["held/evaluations@4"].on(store)),
+    "adapt": lambda store: plan_of(CALLS[-2].on(store)),
     "judge": lambda store: judge(
         Promotion(), Store(store).open("held/evaluations@4").manifest.metrics
     ),
@@ -325,12 +320,12 @@ FOUND = [
 
 
 @pytest.mark.parametrize(("ref", "change", "reader", "code"), FOUND)
-def test_what_was_found_is_told(finished, capsys, ref, change, reader, code):
-    rewrite(finished, ref, change)
-    before = snapshot(finished, WRITTEN_BY_READERS)
-    error = error_of(lambda: READERS[reader](finished))
+def test_what_was_found_is_told(copied, capsys, ref, change, reader, code):
+    rewrite(copied, ref, change)
+    before = snapshot(copied, WRITTEN_BY_READERS)
+    error = error_of(lambda: READERS[reader](copied))
     assert (error and error.code) == code
-    assert snapshot(finished, WRITTEN_BY_READERS) == before
+    assert snapshot(copied, WRITTEN_BY_READERS) == before
 
 
 HOSTILE = "\r\x1b[2J\x9b31m\u202e\nforged"
@@ -361,9 +356,9 @@ def spoil(fields: dict) -> None:
     ],
     ids=["ls", "lineage", "diff", "show"],
 )
-def test_no_word_of_a_manifest_moves_the_cursor(finished, capsys, command):
-    rewrite(finished, "golden/rewards@1", spoil)
-    command(str(finished))
+def test_no_word_of_a_manifest_moves_the_cursor(copied, capsys, command):
+    rewrite(copied, "golden/rewards@1", spoil)
+    command(str(copied))
     shown = require_safe(capsys)
     assert r"\r\x1b[2J\x9b31m\u202e" in shown
     assert "\nforged" not in shown, "nor does it begin a line of its own"
@@ -373,16 +368,16 @@ WRITTEN_BY_THOSE = {".index", ".leases", ".ledger", ".quarantine", ".reserve", "
 
 
 @pytest.mark.parametrize("command", ["rm", "doctor"])
-def test_a_version_with_a_wrong_manifest_can_be_put_aside_or_deleted(finished, capsys, command):
-    rewrite(finished, "own/updates@1", lambda fields: fields.update(metrics=[]))
-    folder = finished / "own/updates/v000001"
-    before = snapshot(finished, WRITTEN_BY_THOSE)
+def test_a_version_with_a_wrong_manifest_can_be_put_aside_or_deleted(copied, capsys, command):
+    rewrite(copied, "own/updates@1", lambda fields: fields.update(metrics=[]))
+    folder = copied / "own/updates/v000001"
+    before = snapshot(copied, WRITTEN_BY_THOSE)
     if command == "rm":
-        versions.rm("own/updates@1", "broken", str(finished))
+        versions.rm("own/updates@1", "broken", str(copied))
     else:
-        health.doctor(None, "own/updates@1", str(finished))
+        health.doctor(None, "own/updates@1", str(copied))
     assert not folder.exists()
-    assert snapshot(finished, WRITTEN_BY_THOSE) == before
+    assert snapshot(copied, WRITTEN_BY_THOSE) == before
 
 
 @pytest.mark.parametrize("unit", [b"[],", b"{},", b'"ab",', b"999,", "\U0001f600".encode()])

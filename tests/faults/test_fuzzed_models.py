@@ -17,7 +17,6 @@ from quiver.stages.common.runtime.runner import Call, plan_of, run_stage
 from quiver.stages.common.store import Store
 from tests.faults.broken import error_of, garbled, mutated, snapshot, to_text
 
-INPUTS = Path(__file__).parents[1] / "golden/stores/inputs"
 NAMES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
 EXTRA = (
     *("null", "true", "-1", "[]", "[2, 3]", "[null]", '["2"]', "2.0", '"2"', "1000000000", "98"),
@@ -49,10 +48,10 @@ GENERATE = {"engine": "scripted", "samples_per_prompt": 2, "sampling": {"max_tok
 
 
 @pytest.fixture(scope="module")
-def inputs():
-    """The working directory, which has rows."""
+def inputs(finished):
+    """The working directory, which has rows and a model."""
     before = Path.cwd()
-    os.chdir(INPUTS)
+    os.chdir(finished / "inputs")
     yield
     os.chdir(before)
 
@@ -115,7 +114,7 @@ def fuzz(folder: Path, seed: int, count: int) -> None:
     for number in range(count):
         model = folder / "model"
         store = Store(folder / "store")
-        shutil.copytree(INPUTS / "model", model)
+        shutil.copytree("model", model)
         break_folder(random, model)
         state = snapshot(model)
         uses = first_stages(store, model)

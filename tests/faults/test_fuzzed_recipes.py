@@ -212,12 +212,11 @@ def leaves(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
+def inputs(finished, tmp_path_factory):
     """The working directory that a recipe's files lie in, with a finished store."""
-    golden = Path(__file__).parents[1] / "golden/stores"
     folder = tmp_path_factory.mktemp("recipes") / "inputs"
-    shutil.copytree(golden / "inputs", folder)
-    shutil.copytree(golden / "finished", folder / "store")
+    shutil.copytree(finished / "inputs", folder)
+    shutil.copytree(finished / "finished", folder / "store")
     before = Path.cwd()
     os.chdir(folder)
     yield folder

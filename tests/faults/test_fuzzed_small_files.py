@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from quiver.flows.commands import versions as commands
-from quiver.stages.common.store import Store, leases, tags
+from quiver.stages.common.store import Store, leases
 from quiver.stages.common.store.leases import Owner
 from quiver.stages.common.store.retention import remove
 from quiver.stages.common.verification import verify
@@ -35,16 +35,13 @@ VERSIONS = "v0*"
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """A store with versions, a deleted one, tags of now and of before, and half a version that
+    """A store with versions, a deleted one, a tag, and half a version that
     processes share, of which one still holds the work."""
     store = Store(tmp_path_factory.mktemp("small") / "store")
     first, second, third = (commit(store, Settings(seed=seed), shards=1) for seed in range(3))
     remove(store, third.ref, "no longer needed")
     store.tag("a", "prod", first.ref, why="first", about={"iteration": 1})
     store.tag("a", "prod", second.ref, why="better", key="night n1", about={"iteration": 2})
-    entry = tags.Entry(at="2026", before=None, ref=str(first.ref), key="base")
-    (store.path / "a/tags/old").write_text(f"{first.ref}\n")
-    (store.path / "a/tags/.old.journal").write_text(f"{entry.model_dump_json()}\n")
     store.find("a", "logprobs", "0" * 64)
     with suppress(KeyboardInterrupt), work_on(store, STAGED, share=True) as work:
         for index in work.take_shards(3):
@@ -86,7 +83,7 @@ def break_some(random: Random, store: Path) -> list[Path]:
 def break_one(random: Random, path: Path) -> None:
     """Another content for a file; its checksum fits, if it carries one."""
     raw = path.read_bytes()
-    is_plain = path.name in ("prod", "old", ".reserve", "newest") or not raw
+    is_plain = path.name in ("prod", ".reserve", "newest") or not raw
     if random.random() < 0.2 or is_plain:
         texts = (random.choice(REFS), random.choice(VALUES))
         broken = random.choice((garbled(random, raw), *map(str.encode, texts)))

@@ -18,7 +18,6 @@ from quiver.stages.common.store.arrow_check import ArrowCheck
 from quiver.stages.common.store.storage import sha256
 from tests.faults.broken import error_of, sealed
 
-STORE = Path(__file__).parents[1] / "golden/stores/finished"
 NUMBERS = (0, 1, 7, 127, 128, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1)
 
 
@@ -102,10 +101,12 @@ def fuzz(store: Path, seed: int, count: int) -> int:
         ),
     ],
 )
-def test_wrong_tables_are_typed_errors(tmp_path, monkeypatch, capsys, record_property, seed, count):
+def test_wrong_tables_are_typed_errors(
+    finished, tmp_path, monkeypatch, capsys, record_property, seed, count
+):
     """The store belongs to somebody else, so a child parses each file before anybody reads it."""
     store = tmp_path / "store"
-    shutil.copytree(STORE, store)
+    shutil.copytree(finished / "finished", store)
     child = ArrowCheck()  # one for all of them
     for reader in (verification, arrow_check):
         monkeypatch.setattr(reader, "ArrowCheck", lambda: nullcontext(child))

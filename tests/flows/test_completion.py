@@ -13,7 +13,6 @@ from typer.main import get_command
 from quiver.flows.cli import app
 from quiver.stages.common.store import Store
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "stores"
 EACH = """
 import contextlib, io, json, os, sys
 from quiver.flows import cli
@@ -31,10 +30,10 @@ print(json.dumps(answers))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(finished, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("completion")
-    shutil.copytree(GOLDEN / "finished", folder / "store")
-    shutil.copytree(GOLDEN / "finished", folder / "other")
+    shutil.copytree(finished / "finished", folder / "store")
+    shutil.copytree(finished / "finished", folder / "other")
     store = Store(folder / "store")
     store.tag("golden", "in-use", store.resolve("golden/policy@1"), why="a test")
     (folder / "recipe.toml").write_text('store = "other"\n')

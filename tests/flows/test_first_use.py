@@ -13,7 +13,6 @@ from typer.main import get_command
 from quiver.flows.cli import app
 from tests.flows.conftest import command_environment, quiver, quiver_each, write_recipe
 
-GOLDEN = Path(__file__).parents[1] / "golden/stores"
 WRONG = [
     (
         "data.prompt=problem",
@@ -247,8 +246,8 @@ def test_which_store_is_meant(folder):
         assert error["object"] == f"store {folder / expected}"
 
 
-def test_a_kind_alone_is_its_latest_version_where_nothing_is_changed(tmp_path):
-    shutil.copytree(GOLDEN / "finished", tmp_path / "store")
+def test_a_kind_alone_is_its_latest_version_where_nothing_is_changed(finished, tmp_path):
+    shutil.copytree(finished / "finished", tmp_path / "store")
     listed = quiver(tmp_path, "ls")["versions"]
     latest = listed[-1]["ref"]
     kind = latest.partition("@")[0]
@@ -265,8 +264,8 @@ def test_a_kind_alone_is_its_latest_version_where_nothing_is_changed(tmp_path):
     assert answers[2][1]["changed"] == {}
 
 
-def test_paths_that_can_not_be_used_are_told(tmp_path):
-    shutil.copytree(GOLDEN / "finished", tmp_path / "store")
+def test_paths_that_can_not_be_used_are_told(finished, tmp_path):
+    shutil.copytree(finished / "finished", tmp_path / "store")
     run = next(path.name for path in sorted((tmp_path / "store").iterdir()) if path.is_dir())
     answers = quiver_each(
         tmp_path,

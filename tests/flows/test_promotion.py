@@ -1,7 +1,6 @@
 """The rule of promotion on made-up numbers; no stage runs here."""
 
 import shutil
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -100,8 +99,8 @@ def test_a_decision_is_made_once_and_only_on_what_was_compared_with(store):
     assert rejected.before == rejected.ref == b
 
 
-def test_who_is_asked_sees_the_comparison_and_the_answers_that_changed_most(tmp_path):
-    shutil.copytree(Path(__file__).parents[1] / "golden/stores/finished", tmp_path / "store")
+def test_who_is_asked_sees_the_comparison_and_the_answers_that_changed_most(finished, tmp_path):
+    shutil.copytree(finished / "finished", tmp_path / "store")
     store = Store(tmp_path / "store")
     shown = compared(store, "held/evaluations@4").splitlines()
     before, after = (

@@ -12,14 +12,13 @@ from quiver.stages.common.store import Store
 from tests.flows.conftest import write_recipe
 from tests.flows.test_cleaning import stay_here
 
-FINISHED = Path(__file__).parents[1] / "golden/stores/finished"
 REF = "held/evaluations@1"
 
 
 @pytest.fixture
-def recipe(tmp_path, monkeypatch):
+def recipe(finished, tmp_path, monkeypatch):
     stay_here(write_recipe(tmp_path), monkeypatch, [])
-    shutil.copytree(FINISHED, "finished")
+    shutil.copytree(finished / "finished", "finished")
     return load(
         "recipe.toml",
         [

@@ -8,7 +8,6 @@ import pty
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -27,14 +26,13 @@ from tests import sight
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
 from tests.tiny import make_policy, tokenizer
 
-FINISHED = Path(__file__).parents[1] / "golden/stores/finished"
 HOSTILE = "[red]\x1b[31mred[/red]\u202e"
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Store:
+def store(finished, tmp_path_factory) -> Store:
     path = tmp_path_factory.mktemp("view") / "store"
-    shutil.copytree(FINISHED, path)
+    shutil.copytree(finished / "finished", path)
     return Store(path)
 
 
@@ -212,8 +210,8 @@ def test_versions_open_what_they_hold(view_app, store):
     assert "made by     policy" in base and "parameters" in base, "golden/policy@0 has no rollouts"
 
 
-def test_what_can_not_be_read_hides_no_version(view_app, tmp_path):
-    shutil.copytree(FINISHED, tmp_path / "store")
+def test_what_can_not_be_read_hides_no_version(view_app, finished, tmp_path):
+    shutil.copytree(finished / "finished", tmp_path / "store")
     shutil.rmtree(tmp_path / "store/golden/rewards")
     (tmp_path / "store/golden/rewards").symlink_to("rewards")
     versions, told = drive(view_app(Store(tmp_path / "store"), run="golden"), ["enter"])

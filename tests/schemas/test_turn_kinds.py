@@ -14,9 +14,8 @@ from quiver.schemas import (
     rollouts,
     updates,
 )
-from quiver.schemas.errors import CorruptError, SchemaError
+from quiver.schemas.errors import SchemaError
 from quiver.schemas.fields import kind_of
-from quiver.schemas.manifest import from_json
 from quiver.stages.common.verification import verify
 from tests import episodes
 from tests.episodes import turn
@@ -176,16 +175,15 @@ def test_prompts_with_calls_and_pictures():
 
 
 def test_a_version_with_turns_says_so(store, policy):
-    """Its manifest asks for what an older reader does not know; the files are of the schema that
-    is named there."""
+    """The files are of the schema that its manifest names."""
     rows = [{**ROW, "turns": TURNS, "end_reason": "answered"}]
     version = episodes.write(store, policy, rows)
     manifest = version.manifest
-    assert (manifest.kind_schema, manifest.required_features) == ("rollouts/2", ("turns",))
+    assert manifest.kind_schema == "rollouts/2"
     assert version.table().schema.metadata == {b"quiver": b"rollouts/2"}
     assert version.table().to_pylist() == rows
     single = episodes.write(store, policy, [ROW])
-    assert (single.manifest.kind_schema, single.manifest.required_features) == ("rollouts/1", ())
+    assert single.manifest.kind_schema == "rollouts/1"
     assert verify(store)[1] == []
 
 
@@ -196,12 +194,3 @@ def test_a_manifest_that_names_another_schema_than_its_files_is_corrupt(store, p
     assert version.manifest.kind_schema == "rollouts/1"
     (error,) = verify(store)[1]
     assert "says rollouts/1, its files are rollouts/2" in str(error)
-
-
-def test_an_older_reader_refuses(store, policy, monkeypatch):
-    """One that knows no features: it does not get as far as the files."""
-    rows = [{**ROW, "turns": TURNS, "end_reason": "answered"}]
-    raw = (episodes.write(store, policy, rows).files.folder / "manifest.json").read_bytes()
-    monkeypatch.setattr("quiver.schemas.manifest.FEATURES", frozenset())
-    with pytest.raises(CorruptError, match=r"written by a newer Quiver: features \['turns'\]"):
-        from_json(raw, "tiny/rollouts@1")

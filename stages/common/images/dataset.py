@@ -14,7 +14,6 @@ import pyarrow.compute as pc
 import torch
 
 from quiver.schemas.errors import LineageError, SchemaError
-from quiver.schemas.manifest import IMAGES
 from quiver.schemas.prompts import most_images
 from quiver.stages.common.forward.pictures import (
     Inputs,
@@ -35,7 +34,8 @@ def open_prompts(store: Store, rollouts: Version) -> pa.Table | None:
     """group_id, prompt_ids, images and image_spans of the prompts that `rollouts` answer; None
     where these show no pictures. LineageError."""
     manifest = rollouts.manifest
-    if IMAGES not in manifest.required_features or manifest.input("prompts") is None:
+    sees_images = any(model.processor for model in manifest.models)
+    if not sees_images or manifest.input("prompts") is None:
         return None
     prompts = open_input(store, rollouts, "prompts")
     if prompts.manifest.kind_schema != "prompts/2":

@@ -278,11 +278,10 @@ def quiver_version() -> str:
 
 def require_version(python: str, version: str | None, expected: str | None) -> None:
     """ConfigError unless interpreter `python`, which has `version` of this program for a stage,
-    has the version of whoever calls it; None for a version that did not say which it is."""
+    has the version of whoever calls it."""
     if version != expected:
         raise ConfigError(
             f"interpreter {python}",
-            f"has Quiver {printable(version or 'of an earlier version')}, expected "
-            f"{printable(expected or 'an earlier version')}",
+            f"has Quiver {printable(version)}, expected {printable(expected)}",
             next="install the same version in both environments",
         )

@@ -37,7 +37,7 @@ from typing import Any, Protocol
 
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.manifest import Manifest, Model, digest
-from quiver.stages.common.config import Config, parse, parse_saved
+from quiver.stages.common.config import Config, parse
 from quiver.stages.common.store import Store, Version
 
 Refs = Mapping[str, str | list[str]]
@@ -171,8 +171,5 @@ def is_made_alike(first: Manifest, second: Manifest) -> bool:
     if first.stage not in MODULES:
         return False
     config_class = load(first.stage).Config
-    keys = []
-    for manifest in (first, second):
-        config, gone = parse_saved(config_class, manifest.config, f"stage {first.stage}")
-        keys.append((config.key(), gone))
+    keys = [parse(config_class, each.config, each.ref).key() for each in (first, second)]
     return keys[0] == keys[1]

@@ -3,13 +3,13 @@
     STORE/<run>/<kind>/.index/versions    one JSON line a version; the last says of which state
 
         ["whole", 1, "4be1c0…", "reward", 512, 40960, "2026-…", "", [1767225600000000000, 77]]
-        {"format": 6, "folder": […], "count": 1, "crc32": …}
+        {"folder": […], "count": 1, "crc32": …}
 
 The manifests are the truth. The index is trusted only while the kind's folder has the times and the
 number of versions that its last line notes, and the lines before have their checksum; otherwise it
 is made anew from them, and from the ledger's copies where the files of a version expired. So it may
-be lost, torn, put back from a copy, or left behind by an older Quiver, and finding a run_key opens
-one file however many versions there are, or were.
+be lost, torn, or put back from a copy, and finding a run_key opens one file however many versions
+there are, or were.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from quiver.schemas.refs import Ref
 from .ledger import Ledger
 from .storage import Storage
 
-_FORMAT = 6
 _MOST_BYTES = 612 * 1024 * 1024
 """A line a version, of some hundred bytes."""
 _MOST_OF_STATE = 1000
@@ -170,7 +169,7 @@ class Index:
         if entries:
             # a store that can not be written is read without an index
             with suppress(OSError):
-                self._ledger.note_missing(numbers, *noted_entries)
+                self._ledger.note_missing(numbers)
                 self._storage.make_prefix(f"{self._folder}/.index", durable=False)
                 state = self._state()
                 if state["count"] == len(numbers):
@@ -183,18 +182,17 @@ class Index:
         stamp = self._storage.stamp(self._folder) or (0,)
         if count is None:
             count = len(self.numbers())
-        return {"format": _FORMAT, "folder": list(stamp), "count": count}
+        return {"folder": list(stamp), "count": count}
 
     def _noted(self) -> tuple[bytes, dict[str, Any]]:
         """The lines of the index, and the state of the folder that its last line notes. Nothing,
-        where there is no index, one of an earlier Quiver, or one whose lines are not those that
-        were written."""
+        where there is no index, or one whose lines are not those that were written."""
         with suppress(OSError, ValueError):
             raw = self._storage.read(self._key, _MOST_BYTES)
             last_line = raw.rfind(b"\n", 0, -1) + 1
             lines, noted = raw[:last_line], read_json(raw[last_line : last_line + _MOST_OF_STATE])
             is_whole = isinstance(noted, dict) and noted.pop("crc32", None) == zlib.crc32(lines)
-            if is_whole and noted.get("format") == _FORMAT:
+            if is_whole:
                 return lines, noted
         return b"", {}
 

@@ -94,9 +94,9 @@ class Ledger:
         self.prepare()
         self._storage.write(self._key(manifest.version, manifest.content_hash), manifest.to_json())
 
-    def note_missing(self, visible: list[int], *known: int) -> set[int]:
-        """Note the visible versions that are not noted yet: those of an earlier Quiver, and those
-        whose process died just then. `known`: other numbers that were given. All that were."""
+    def note_missing(self, visible: list[int]) -> set[int]:
+        """Note the visible versions that are not noted yet: those whose process died just then. All
+        numbers that were given."""
         noted = set(self.content_hashes())
         for number in sorted(set(visible) - noted):
             manifest = self._read(f"{Ref(self._run, self._kind, number).folder}/manifest.json")
@@ -105,7 +105,7 @@ class Ledger:
             elif number < MOST_VERSION:  # torn, or a copy of another version
                 self.prepare()
                 self._storage.write(self._key(number, ""), b"")
-        given = noted.union(visible, known)
+        given = noted.union(visible)
         return given | {self._note_highest(given)}
 
     def _note_highest(self, given: Collection[int]) -> int:

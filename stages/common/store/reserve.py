@@ -2,8 +2,8 @@
 
     STORE/.reserve      of no meaning; whoever deletes something deletes it first
 
-What is taken away is written down before it goes, which needs some blocks. A store of before has no
-reserve: its indexes go instead, which are made anew.
+What is taken away is written down before it goes, which needs some blocks. A store that was made
+on a disk that was all but full has no reserve: its indexes go instead, which are made anew.
 """
 
 from __future__ import annotations

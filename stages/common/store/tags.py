@@ -7,8 +7,7 @@
 An entry is the move: it is put under the next number only where there is none, so of two that move
 a tag at once one gets the number, and the other sees what was decided meanwhile. The file beside
 the journal follows, then the number of the entry: where that entry is gone, nobody takes the one
-before for the newest. Older stores have no such number, or only the file and `.prod.journal`, which
-go on being read where they agree.
+before for the newest.
 """
 
 from __future__ import annotations
@@ -72,16 +71,14 @@ class Tag:
             if numbers == self._numbers():
                 raise self._disagreement(entry.ref)
             numbers = self._numbers()  # it was moved meanwhile
-        journal = self._old_lines()
-        held = journal[-1].ref if journal else None
-        if self._file() != held:
-            raise self._disagreement(held)
-        return held
+        if self._file() is not None:
+            raise self._disagreement(None)
+        return None
 
     def history(self) -> list[Entry]:
         """The tag's entries, oldest first. CorruptError."""
         self.ref()
-        return self._old_journal() + [self._entry(number) for number in self._numbers()]
+        return [self._entry(number) for number in self._numbers()]
 
     def verify(self) -> None:
         """CorruptError where an entry or the file can not be read, or where they disagree."""
@@ -99,9 +96,8 @@ class Tag:
             # all from one look at the journal: what comes meanwhile has the next number
             numbers = self._numbers()
             moves = [self._entry(number) for number in numbers]
-            entries = self._old_journal() + moves
             before = moves[-1].ref if moves else self._file()
-            is_decided = key and any(entry.key == key for entry in entries)
+            is_decided = key and any(entry.key == key for entry in moves)
             if not is_decided and expected not in ("*", before):
                 raise ConflictError(
                     f"tag {self._run}/{self.name}",
@@ -114,7 +110,7 @@ class Tag:
             at = datetime.now(UTC).isoformat(timespec="milliseconds")
             entry = Entry(at=at, before=before, ref=target, why=why, key=key, about=about)
             # no other process can get the number that this one gets
-            number = max(numbers, default=len(entries)) + 1
+            number = max(numbers, default=0) + 1
             fields = entry.model_dump(mode="json") | self._place(number)
             line = json.dumps({**fields, "checksum": digest(fields)})
             prefix = f"{self._folder}/.{self.name}"
@@ -163,7 +159,7 @@ class Tag:
             if checksum != digest(fields):
                 raise ValueError(f"checksum expected {printable(checksum)}, found {digest(fields)}")
             place = self._place(number)
-            if {key: fields.pop(key, expected) for key, expected in place.items()} != place:
+            if {key: fields.pop(key) for key in place} != place:
                 raise ValueError("it is another entry's")
             return _checked(Entry.model_validate(fields))
 
@@ -173,24 +169,6 @@ class Tag:
             _require_number(text)
             return text
         return None
-
-    def _old_lines(self) -> list[Entry]:
-        """Lines of the journal that an earlier Quiver wrote."""
-        key = f".{self.name}.journal"
-        with self._reading(key, may_be_absent=True):
-            lines = self._storage.read(f"{self._folder}/{key}").splitlines()
-            return [_checked(Entry.model_validate_json(line)) for line in lines]
-        return []
-
-    def _old_journal(self) -> list[Entry]:
-        """The same; the last one counts where the tag, or the entry after it, bears it out."""
-        entries = self._old_lines()
-        if not entries:
-            return []
-        numbers = self._numbers()
-        holds = self._entry(numbers[0]).before if numbers else self._file()
-        is_unfinished = entries[-1].ref != holds and entries[-1].before == holds
-        return entries[:-1] if is_unfinished else entries
 
     @contextmanager
     def _reading(self, key: str, *, may_be_absent: bool = False) -> Iterator[None]:
@@ -223,10 +201,8 @@ def _require_number(ref: str) -> None:
 
 
 def is_name(name: str) -> bool:
-    """Whether a tag may be called so; an old journal beside a tag may not."""
-    if name == "latest" or name.isdecimal() or name.endswith(".journal"):
-        return False
-    return bool(refs.NAME.fullmatch(name))
+    """Whether a tag may be called so."""
+    return bool(refs.NAME.fullmatch(name)) and name != "latest" and not name.isdecimal()
 
 
 def check_name(name: str) -> str:

@@ -7,7 +7,7 @@
     STORE/.leases/gc/000013                       which one that is
 
 When is said by the clock, and by how long the host had run since its last start: as long as it runs
-that tells the time, since a clock may jump. Older stores have the first two numbers alone.
+that tells the time, since a clock may jump.
 
 A version goes there whole, by one rename, after its tombstone is in the ledger; and back the same
 way, as long as nothing is deleted. One process at a time does either. One that was asleep while
@@ -40,7 +40,7 @@ FOLDER = ".trash"
 LEASES = ".leases"
 _LEASE = "gc"
 _OPEN = ".open"
-_NAME = re.compile(rf"([0-9]+)-([0-9]+)(?:-([0-9a-f]{{8}})-([0-9]+))?(?:\{_OPEN})?")
+_NAME = re.compile(rf"([0-9]+)-([0-9]+)-([0-9a-f]{{8}})-([0-9]+)(?:\{_OPEN})?")
 _HALF_DELETED = re.compile(r".+\.[0-9a-f]{8}\.gone")
 
 

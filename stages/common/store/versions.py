@@ -41,7 +41,7 @@ from quiver.schemas.errors import (
     printable,
     reason,
 )
-from quiver.schemas.manifest import FileEntry, Input, Manifest, from_json
+from quiver.schemas.manifest import FORMAT, FileEntry, Input, Manifest, from_json
 from quiver.schemas.plain import read_json
 from quiver.schemas.refs import Ref
 from quiver.stages.common.threads import map_in_threads
@@ -55,7 +55,6 @@ from .trash import expired_error, gone_error, rescue
 if TYPE_CHECKING:
     import datasets
 
-FORMAT = 1
 log = logging.getLogger(__name__)
 
 
@@ -65,7 +64,7 @@ def schema_module(kind: str):
 
 
 def schema_names(kind: str) -> list[str]:
-    """The schemas of a kind that this Quiver reads: `rollouts/1`, `rollouts/2`."""
+    """The schemas that a kind has: `rollouts/1`, `rollouts/2`."""
     return ["policy/1"] if kind == "policy" else list(schema_module(kind).SCHEMAS)
 
 
@@ -135,13 +134,8 @@ class Version:
             raise self.corrupt("manifest.json", f"expected {self.ref}, found {manifest.ref}")
         names = schema_names(self.ref.kind)
         if manifest.kind_schema not in names:
-            error = self.corrupt(
-                "manifest.json",
-                f"its schema is {printable(manifest.kind_schema)}, this Quiver reads "
-                f"{', '.join(names)}",
-            )
-            error.next = "update Quiver"
-            raise error
+            problem = f"schema {printable(manifest.kind_schema)}, expected {' or '.join(names)}"
+            raise self.corrupt("manifest.json", problem)
         problem = metrics.problem(self.ref.kind, manifest.metrics)
         if problem:
             raise self.corrupt("manifest.json", f"metrics.{problem}")
@@ -296,9 +290,7 @@ class Store:
         """The id in store.json. CorruptError."""
         try:
             fields = read_json(self.storage.read("store.json"))
-            is_newer = fields["format"] > FORMAT
-            if fields["format"] < FORMAT:
-                raise ValueError
+            format = fields["format"]
         except (ValueError, KeyError, TypeError):
             raise CorruptError(
                 f"store {self.path}",
@@ -306,11 +298,11 @@ class Store:
                 next=f"write {_marker()} into {self.path / 'store.json'}, the versions need no "
                 "more",
             ) from None
-        if is_newer:
+        if format != FORMAT:
             raise CorruptError(
                 f"store {self.path}",
-                f"format {fields['format']!r} is newer than {FORMAT}",
-                next="update Quiver",
+                f"store.json has format {printable(format)}, expected {FORMAT}",
+                next="take the Quiver that wrote it, or name another folder in --store",
             )
         return fields.get("id", "")
 

@@ -59,7 +59,6 @@ from quiver.schemas.manifest import (
     Manifest,
     Model,
     content_hash,
-    required_features,
 )
 from quiver.schemas.refs import Ref, as_version
 from quiver.stages.common.runtime.stage import Plan
@@ -192,7 +191,7 @@ class Writer:
                     self.drop(index)
             self._storage.put_if_absent(f"{self._prefix}.notes/plan", note_of(fields))
             begun_with = self.read_note("plan")
-            if begun_with is None:  # torn, or of an earlier Quiver
+            if begun_with is None:  # torn
                 self.write_note("plan", fields)
             return (begun_with or fields)["rows_per_shard"]
 
@@ -366,7 +365,6 @@ class Writer:
         plan = self._plan
         schema = self._schema_name
         fields = {
-            "required_features": required_features(schema, plan.models),
             **plan.manifest_fields(),
             **self._finished,
             "metrics": {**self._finished["metrics"], **metrics},

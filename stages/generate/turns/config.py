@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from quiver.stages.common import plugins
-from quiver.stages.common.config import Added, without_folder
+from quiver.stages.common.config import without_folder
 from quiver.stages.common.environments.adapters import OwnCode
 from quiver.stages.common.environments.config import EnvironmentConfig
 from quiver.stages.generate.turns.tool_calls import check_parser
@@ -34,7 +34,7 @@ class Turns(EnvironmentConfig):
     max_observation_tokens: int = Field(default=1024, ge=16)
     """Most ids between two turns. A longer observation is cut in the middle of its text; the text
     says so, and the turn's info how much. Text far above this is cut before it is encoded."""
-    max_images: Added[int] = Field(default=0, ge=0)
+    max_images: int = Field(default=0, ge=0)
     """Most pictures that the policy is shown in an episode by what answers it, beside those of its
     prompt. One more ends the episode; with 0 it is an error of the environment. Each has to fit
     into max_observation_tokens."""

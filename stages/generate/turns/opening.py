@@ -17,7 +17,7 @@ from quiver.stages.common.chat.control_tokens import Guard
 from quiver.stages.common.chat.generation_prompt import learn_markup, reserved_ids
 from quiver.stages.common.chat.messages import read_messages
 from quiver.stages.common.chat.template import Template
-from quiver.stages.common.config import parse_saved
+from quiver.stages.common.config import parse
 from quiver.stages.common.environments.config import EnvironmentConfig
 from quiver.stages.common.environments.pool import EnvironmentPool, Loaded
 from quiver.stages.common.images.checking import ImageCheck, ImageLimits
@@ -48,7 +48,7 @@ def with_code_hashes(config: Config, prompts: Version) -> Config:
     saved = prompts.manifest.config.get("turns")
     is_same = False
     if saved is not None:
-        environment, _ = parse_saved(EnvironmentConfig, saved, f"{prompts.ref} config.turns")
+        environment = parse(EnvironmentConfig, saved, f"{prompts.ref} config.turns")
         is_same = environment.key() == turns.alone().key()
     if not is_same:
         how = "without [generate.turns]" if saved is None else "for another environment"
@@ -86,7 +86,7 @@ def opened(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable[..., R
     }
     source = prompts.manifest.metrics["chat_template"]
     limits = ImageLimits()
-    if "image_seconds" in rendering:  # not in prompts of before, nor in a branch
+    if "image_seconds" in rendering:  # not in a branch's prompts
         limits = ImageLimits(
             pixels=rendering["max_image_pixels"],
             bytes=rendering["max_image_bytes"],

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from quiver.schemas.errors import LineageError, printable
-from quiver.stages.common.config import parse, parse_saved
+from quiver.stages.common.config import parse
 from quiver.stages.common.environments.environment import (
     Message,
     Turn,
@@ -166,7 +166,7 @@ def _turns_config(
             next=f"quiver reenact {name} --environment my_env.py:Guess",
         )
     refuse_foreign_code(store, rollouts)
-    return parse_saved(Turns, section, f"{name} config.turns")[0]
+    return parse(Turns, section, f"{name} config.turns")
 
 
 def _saved_episodes(

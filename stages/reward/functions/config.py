@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from quiver.stages.common import plugins
-from quiver.stages.common.config import Added, Runtime, without_folder
+from quiver.stages.common.config import Runtime, without_folder
 from quiver.stages.common.servers import refuse_token, refuse_url
 from quiver.stages.reward.functions import shipped
 from quiver.stages.reward.scoring import ScorerConfig
@@ -23,17 +23,17 @@ class FunctionConfig(ScorerConfig):
     `file.py:function` seen from the working directory."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for every call; they come before columns of the same name."""
-    columns: Added[dict[str, str]] = Field(default_factory=dict)
+    columns: dict[str, str] = Field(default_factory=dict)
     """Which column each parameter is given, where it has another name: `{ answer = "solution" }`;
     `reward_model.ground_truth` is the field of a column. A parameter left out has its own name."""
-    completions: Added[Literal["text", "messages"]] = "text"
+    completions: Literal["text", "messages"] = "text"
     """What a completion is given as: its text, or a chat of one message, as TRL gives it:
     `[{"role": "assistant", "content": text}]`."""
-    style: Added[Literal["quiver", "verl"]] = "quiver"
+    style: Literal["quiver", "verl"] = "quiver"
     """`verl`: one row a call, with the parameters data_source, solution_str, ground_truth and
     extra_info of rows in verl's layout; the number, or a mapping with it under `score`, comes
     back."""
-    scope: Added[Literal["row", "group"]] = "row"
+    scope: Literal["row", "group"] = "row"
     """`group`: each call holds one whole group, the rollouts of one prompt in the order of their
     `sample_index`, and nothing else. What fails in it fails for all of its rows. It holds every row
     that the rollouts have of the group, also those of which an episode failed (`end_reason` tells)

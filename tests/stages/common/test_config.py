@@ -7,7 +7,7 @@ import pytest
 from pydantic import Field, ValidationError
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.config import Added, Config, Runtime, parse, parse_saved
+from quiver.stages.common.config import Config, Runtime, parse
 
 
 class Inner(Config):
@@ -101,35 +101,3 @@ def test_true_is_true_where_it_may_be():
 def test_a_config_can_not_be_changed():
     with pytest.raises(ValidationError, match="frozen"):
         Outer().engine = "scripted"
-
-
-def test_a_field_that_came_later_is_in_no_key_while_it_has_its_default():
-    class Older(Config):
-        rate: float = 1.0
-
-    class Newer(Older):
-        slope: Added[float] = 2.0
-        names: Added[dict[str, str]] = Field(default_factory=dict)
-
-    assert Newer().key() == Older().key() == Newer(slope=2.0).key()
-    assert Newer(slope=3.0).key() == {"rate": 1.0, "slope": 3.0}
-
-
-def test_keys_that_have_gone_are_read_from_what_was_saved():
-    class Cat(Config):
-        kind: Literal["cat"]
-
-    class Dog(Config):
-        kind: Literal["dog"]
-
-    class Owner(Config):
-        rate: float = 1.0
-        pets: tuple[Annotated[Cat | Dog, Field(discriminator="kind")], ...] = ()
-
-    saved = {"rate": 2.0, "gone": True, "pets": [{"kind": "cat"}, {"kind": "dog", "chip": 7}]}
-    config, gone = parse_saved(Owner, saved, "owner")
-    assert config == Owner(rate=2.0, pets=({"kind": "cat"}, {"kind": "dog"}))
-    assert gone == {"gone": True, "pets.1.dog.chip": 7}
-    assert "gone" in saved, "what was saved stays as it is"
-    with pytest.raises(ConfigError, match="rate"):
-        parse_saved(Owner, {"rate": "fast", "gone": True}, "owner")

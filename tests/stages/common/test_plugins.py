@@ -1,7 +1,6 @@
 """Code that a recipe names: which file it comes from, and which hash it has."""
 
 import hashlib
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -197,15 +196,11 @@ def test_locating_runs_nothing(project, name, file):
     assert locate(name, "field") == project / file
 
 
-def test_modules_of_ours_are_located_by_both_names(project):
-    path = locate("quiver.deployments.recipes.larger:rows", "field")
-    assert path.name == "larger.py"
-    assert locate("deployments.recipes.larger:rows", "field") == path
+def test_modules_of_ours_are_located_below_quiver_alone(project):
+    assert locate("quiver.deployments.recipes.larger:rows", "field").name == "larger.py"
     write(project, {"deployments/__init__.py": EXPLODING})
-    assert locate("deployments.recipes.larger:rows", "field") == path
-    write(project, {"deployments/recipes/larger.py": "", "deployments/recipes/__init__.py": ""})
-    theirs = project / "deployments/recipes/larger.py"
-    assert locate("deployments.recipes.larger:rows", "field") == theirs
+    with pytest.raises(ConfigError, match=r"No module named 'deployments\.recipes\.larger'"):
+        locate("deployments.recipes.larger:rows", "field")
 
 
 @pytest.mark.parametrize(
@@ -287,67 +282,3 @@ def test_installed_packages_and_ours_are_no_neighbours(project):
         assert fingerprint(path) == hashlib.sha256(path.read_bytes()).hexdigest()
     ours = locate("quiver.stages.optimize.algorithms:x", "field")
     assert fingerprint(ours) == hashlib.sha256(ours.read_bytes()).hexdigest()
-
-
-# -- names of before `quiver` was the one import name
-
-OLD_NAMES = """
-import stages.common
-from schemas.errors import ConfigError
-from stages.common.config import Config
-from stages.common import ragged
-import helper
-
-def f():
-    return ConfigError, Config, ragged, stages.common
-"""
-
-
-def old_names() -> set[str]:
-    rooms = ("schemas", "stages", "flows", "deployments")
-    return {name for name in sys.modules if name.partition(".")[0] in rooms}
-
-
-@pytest.mark.parametrize("name", ["mine.py:f", "mine:f"])
-def test_old_names_are_the_very_same_modules(project, name):
-    import quiver.stages.common.config
-    import quiver.stages.common.ragged
-
-    write(project, {"mine.py": OLD_NAMES, "helper.py": "from stages.common.config import ROOMS\n"})
-    before = old_names()
-    function, _ = load(name, "field")
-    common = quiver.stages.common
-    assert function() == (ConfigError, common.config.Config, common.ragged, common)
-    assert common.config.__spec__.name == "quiver.stages.common.config"
-    assert old_names() == before
-    assert not any("OldNames" in type(finder).__name__ for finder in sys.meta_path)
-
-
-def test_old_names_in_a_checkout_too(project):
-    """Where the working directory holds our rooms, their files are not imported a second time."""
-    write(project, {"mine.py": OLD_NAMES.replace("import helper", "")})
-    code = (
-        "import sys; from quiver.stages.common.plugins import load; "
-        f"f, _ = load({str(project / 'mine.py')!r} + ':f', 'field'); "
-        "print(f()[0].__module__, sorted(n for n in sys.modules if n.startswith('stages')))"
-    )
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False
-    )
-    assert done.stdout == "quiver.schemas.errors []\n", done.stderr
-
-
-def test_a_package_of_theirs_goes_before_an_old_name(project):
-    write(project, {"stages/__init__.py": "", "stages/rows.py": "def f():\n    return 'theirs'\n"})
-    write(project, {"mine.py": "from stages.rows import f\n"})
-    assert load("mine.py:f", "field")[0]() == "theirs"
-    assert {"stages", "stages.rows"} <= set(sys.modules)
-
-
-def test_an_old_name_that_is_gone_is_told(project):
-    write(project, {"mine.py": "from stages.gone import f\n"})
-    before = old_names()
-    with pytest.raises(ConfigError, match=r"No module named .quiver\.stages\.gone."):
-        load("mine.py:f", "field")
-    assert old_names() == before

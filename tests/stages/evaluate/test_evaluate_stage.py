@@ -328,8 +328,8 @@ def test_an_answer_that_a_limit_cut_off_counts_by_the_rule(
     assert scores == [1.0, counted, None, counted, 0.5, -2.0, counted, None, None]
 
 
-def test_the_rule_is_zero_by_default_and_moves_no_key(store, scored):
-    assert Config() == Config(unscored="zero") and "unscored" not in Config().key()
+def test_the_rule_is_zero_by_default(store, scored):
+    assert Config() == Config(unscored="zero")
     assert cut_metrics(store, scored, "zero").ref == run(
         Config(), store, rollouts="held/rollouts@1", rewards="held/rewards@1"
     )

@@ -180,20 +180,6 @@ def test_policies_with_other_end_tokens_are_other_work(store, tmp_path):
     assert refs == {"tiny/rollouts@3"}
 
 
-def test_rollouts_from_before_end_tokens_were_part_of_the_key_are_found(
-    store, tmp_path, monkeypatch
-):
-    folder = make_folder(tmp_path)
-    path = folder / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [EOS, 7]}))
-    policy = run_stage("policy", {"model": str(folder)}, store, into="tiny", in_process=True)
-    prompts = make_prompts(store, [[5, 7, 9]])
-    with monkeypatch.context() as before:
-        before.setattr(stage, "end_ids_of_generation_config", lambda _: ())
-        older = run(config(), store, prompts=prompts.ref, policy=policy)
-    assert run(config(), store, prompts=prompts.ref, policy=policy) == older
-
-
 def test_same_work_is_already_done_and_other_work_is_not(store, policy):
     prompts = random_prompts(store, 4)
     first = run(config(), store, prompts=prompts.ref, policy=policy.ref)

@@ -164,11 +164,6 @@ def test_a_stopped_row_is_trained_on_as_a_finished_one(store, policy):
     assert cut == {name for name, reason in dropped.items() if reason == "length"}
 
 
-def test_keys_of_before_do_not_move():
-    assert "stop" not in Config().key()["sampling"]
-    assert Config(sampling={"stop": ["</a>"]}).key()["sampling"]["stop"] == ["</a>"]
-
-
 def test_an_empty_string_is_refused():
     with pytest.raises(ConfigError, match="an empty text would end a completion at once"):
         parse(Config, {"sampling": {"stop": ["", "a"]}}, "generate", is_section=True)

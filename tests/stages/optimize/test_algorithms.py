@@ -199,15 +199,15 @@ def test_an_algorithm_in_a_file(tmp_path, monkeypatch):
         algorithms.resolve("own_algo:MIN")
 
 
-def test_an_own_algorithms_option_may_bear_the_name_of_a_later_field(tmp_path):
-    """Else a field that is added here would refuse it, or move the key of what was trained."""
+def test_an_own_algorithms_option_of_a_fields_name_is_that_field(tmp_path):
     path = tmp_path / "own_algo.py"
     path.write_text(OWN.replace("{'clip_low': 0.1}", "{'clip_low': 0.1, 'ratio_max': 2.0}"))
-    config = Config(algorithm=f"{path}:MINE", options={"ratio_max": 3.0}).resolved()
-    assert config.ratio_max is None and "ratio_max" not in config.key()
-    assert config.surrogate_options() == {"clip_low": 0.1, "ratio_max": 3.0}
-    with pytest.raises(ConfigError, match=r"options\.ratio_max has a field of its own"):
-        parse(Config, {"algorithm": "dppo", "options": {"ratio_max": 3.0}}, "optimize")
+    plain = Config(algorithm=f"{path}:MINE").resolved()
+    assert plain.surrogate_options() == {"clip_low": 0.1, "ratio_max": 2.0}
+    assert Config(algorithm=f"{path}:MINE", ratio_max=3.0).resolved().ratio_max == 3.0
+    for algorithm in (f"{path}:MINE", "dppo"):
+        with pytest.raises(ConfigError, match=r"options\.ratio_max has a field of its own"):
+            parse(Config, {"algorithm": algorithm, "options": {"ratio_max": 3.0}}, "optimize")
 
 
 OWN = (
@@ -410,13 +410,6 @@ def test_the_stage_takes_k(store, policy):
     assert found == pytest.approx(estimators.pass_at_k(rewards, groups, k=2).tolist())
     with pytest.raises(NumericError, match="16 of 16 rollouts are scored, no advantage"):
         advantages_of(store, policy, made, algorithm="pass_at_k")  # of four there is one choice
-
-
-def test_an_advantage_that_is_not_chosen_is_in_no_key():
-    names = {"advantage", "advantage_epsilon"}
-    assert not names & Config(algorithm="grpo").resolved().key().keys()
-    chosen = Config(advantage="batch_scaled", advantage_epsilon=0.1).resolved()
-    assert names <= chosen.key().keys()
 
 
 @pytest.mark.parametrize(

@@ -82,9 +82,3 @@ def test_the_coefficient_is_fed_by_the_entropy_of_the_step(store, policy):
     steps = store.open(done.manifest.metrics["updates"]).table().to_pylist()
     assert [row["entropy"] for row in steps] == pytest.approx([5.4, 5.4], abs=0.1)
     assert [row["loss"] for row in steps] == [row["policy_loss"] for row in steps]
-
-
-def test_the_default_is_in_no_key():
-    names = {"entropy_coef", "entropy_target", "entropy_share", "entropy_coef_step"}
-    assert not names & Config().key().keys()
-    assert Config(entropy_coef=0.1).key().keys() & names == {"entropy_coef"}

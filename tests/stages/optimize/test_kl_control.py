@@ -84,8 +84,6 @@ def test_in_the_reward_a_training_has_the_coefficient_that_the_last_one_ended_wi
         assert policy.manifest.metrics["kl_coef"] == pytest.approx(coef, rel=1e-5)
 
 
-def test_the_default_is_in_no_key_and_a_target_needs_a_beginning():
-    names = {"kl_target", "kl_horizon"}
-    assert not names & Config(kl_coef=0.1).key().keys()
+def test_a_target_needs_a_beginning():
     with pytest.raises(ConfigError, match="kl_target needs kl_coef > 0"):
         parse(Config, {"kl_target": 0.1}, "optimize")

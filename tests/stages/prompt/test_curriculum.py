@@ -129,19 +129,6 @@ def test_the_lineage_and_the_key_name_the_rewards(store, policy, source):
     assert prompts_of(store, source, 1, one, two, curriculum={**MIDDLE, "low": 0}).ref != chosen.ref
 
 
-def test_keys_of_before_do_not_move(source):
-    plain = Config(source=source, prompt="question", limit=4)
-    assert "curriculum" not in plain.key()
-    chosen = plain.model_copy(
-        update={
-            "curriculum": parse(
-                Config, {"source": source, "limit": 4, "curriculum": MIDDLE}, "data"
-            ).curriculum
-        }
-    )
-    assert chosen.key() == {**plain.key(), "curriculum": {"low": 0.25, "high": 0.75}}
-
-
 def test_rewards_of_other_rows_are_refused(store, policy, source, tmp_path):
     scored = score(store, prompts_of(store, source, 0), 0.5)
     other = write(tmp_path / "other.jsonl", "How much is {}?")

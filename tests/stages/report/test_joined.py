@@ -16,13 +16,12 @@ from quiver.stages.report.shards import Shards
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
 
 NUM_ROWS = 600  # three shards
-FINISHED = Path(__file__).parents[2] / "golden/stores/finished"
 
 
 @pytest.fixture(scope="module")
-def golden(tmp_path_factory) -> Store:
+def golden(finished, tmp_path_factory) -> Store:
     path = tmp_path_factory.mktemp("golden") / "store"
-    shutil.copytree(FINISHED, path)
+    shutil.copytree(finished / "finished", path)
     return Store(path)
 
 

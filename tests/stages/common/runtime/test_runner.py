@@ -78,22 +78,6 @@ def test_the_caller_says_which_interpreter_has_another_version(store, tmp_path, 
     assert list(store.versions()) == []
 
 
-def test_a_child_that_does_not_know_versions_is_told(store, tmp_path):
-    """It took the version for a field of the call, and failed."""
-    python = tmp_path / "python"
-    script = (
-        "import json, sys; path = sys.argv[sys.argv.index('--answer') + 1]; sys.stdin.readline(); "
-        "open(path, 'w').write(json.dumps({'error': {'code': 'E-INTERNAL', 'object': 'stage', "
-        "'message': 'TypeError', 'next': ''}}))"
-    )
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{script}" "$@"\n')
-    python.chmod(0o755)
-    call = Call("policy", {"model": str(make_folder(tmp_path / "model"))}, store.path, into="b")
-    with pytest.raises(ConfigError, match="has Quiver of an earlier version, expected") as caught:
-        run_call(call, python=str(python))
-    assert caught.value.object == f"interpreter {python}"
-
-
 def test_a_child_refuses_the_call_of_another_version(store, tmp_path):
     call = {"stage": "policy", "store": str(store.path), "into": "a", "config": {"model": "x"}}
     code, answer, _ = answer_of(tmp_path, **call, quiver="0.0.1")

@@ -71,12 +71,11 @@ def test_a_commit_opens_as_few_files_with_many_versions_as_with_few(store, reads
         "lost",
         "torn",
         "flipped",
-        "format",
+        "state",
         "number",
         "nested",
         "no file",
         "no folder",
-        "older",
         "resealed",
     ],
 )
@@ -91,8 +90,8 @@ def test_it_is_made_anew_from_the_manifests(store, damage):
         path.write_text(before[: len(before) // 2])
     elif damage == "flipped":
         path.write_text(before.replace(versions[1].manifest.run_key, "f" * 64))
-    elif damage == "format":
-        path.write_text(before.replace('"format"', '"fnrmat"'))
+    elif damage == "state":
+        path.write_text(before.replace('"folder"', '"folded"'))
     elif damage == "number":
         path.write_text(before.replace("[2, ", "[7, "))
     elif damage == "nested":
@@ -103,16 +102,11 @@ def test_it_is_made_anew_from_the_manifests(store, damage):
     elif damage == "no folder":
         shutil.rmtree(path.parent)
         path.parent.touch()
-    elif damage == "resealed":  # as nobody writes it, and with the checksum that fits
+    else:  # resealed: as nobody writes it, and with the checksum that fits
         *lines, last = before.splitlines()
         lines = "\n".join(lines).replace('"whole", ', "") + "\n"
         state = {**json.loads(last), "crc32": zlib.crc32(lines.encode())}
         path.write_text(f"{lines}{json.dumps(state)}\n")
-    else:
-        lines = before.splitlines()
-        path.write_text(
-            "\n".join([*lines[:2], json.dumps({"format": 1, "modified": 1, "count": 2})])
-        )
     for version in versions:
         found = Store(store.path).find("a", "logprobs", version.manifest.run_key)
         assert found.ref == version.ref
@@ -252,12 +246,12 @@ def test_so_has_one_whose_manifest_was_torn_before_it_was_deleted(store):
         assert commit(store, Settings(seed=shards), shards=shards).ref == version.ref
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_a_number_is_never_given_to_other_content(store, older):
-    """Also the highest one, whose folder was deleted by hand; also in a store of before, where
-    nothing but the versions themselves says what was given."""
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_number_is_never_given_to_other_content(store, is_lost):
+    """Also the highest one, whose folder was deleted by hand; also where the ledger was lost, so
+    that nothing but the versions themselves says what was given."""
     versions = [commit(store, Settings(seed=shards), shards=shards) for shards in (1, 2)]
-    if older:
+    if is_lost:
         shutil.rmtree(store.path / "a/logprobs/.ledger")
         shutil.rmtree(store.path / "a/logprobs/.index", ignore_errors=True)
         store.find("a", "logprobs", "0" * 64)
@@ -268,15 +262,12 @@ def test_a_number_is_never_given_to_other_content(store, older):
     assert commit(store, Settings(seed=1), shards=1, force=True).ref.version == 4
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_nor_is_that_of_a_version_of_which_all_is_deleted(store, older):
-    """As `find -name 'v000002*' -delete` does; the index of an earlier Quiver still knows it."""
+def test_nor_is_that_of_a_version_of_which_all_is_deleted(store):
+    """As `find -name 'v000002*' -delete` does."""
     for shards in (1, 2):
         commit(store, Settings(seed=shards), shards=shards)
     store.find("a", "logprobs", "0" * 64)
     folder = store.path / "a/logprobs"
-    if older:
-        (folder / ".ledger/highest-000002").unlink(missing_ok=True)
     shutil.rmtree(folder / "v000002")
     for path in folder.glob(".ledger/v000002*"):
         path.unlink()

@@ -219,7 +219,7 @@ def test_the_grace_time_is_a_day_where_nobody_says_another(store, clean):
     collect(store, Rule(keep=1), apply=True)
     for hours, is_there in ((23.9, True), (24.1, False)):
         (folder,) = (store.path / ".trash").iterdir()
-        folder.rename(folder.with_name(f"{int(time.time() - hours * 3600)}-1"))
+        folder.rename(folder.with_name(f"{int(time.time() - hours * 3600)}-1-00000000-0"))
         clean(str(store.path))
         assert (trash_bytes(store) > 0) == is_there
 
@@ -587,8 +587,10 @@ def test_killed_anywhere_the_next_one_finishes(tmp_path, what):
     """Each of these is a process of its own only on paper: forks of one that has imported all."""
     start = Store(tmp_path / "start")
     line(start)
-    (start.path / ".trash/1700000000-1/a/logprobs/v000009").mkdir(parents=True)
-    (start.path / ".trash/1700000000-1/a/logprobs/v000009/part-00000.arrow").write_bytes(b"x" * 99)
+    (start.path / ".trash/1700000000-1-00000000-0/a/logprobs/v000009").mkdir(parents=True)
+    (start.path / ".trash/1700000000-1-00000000-0/a/logprobs/v000009/part-00000.arrow").write_bytes(
+        b"x" * 99
+    )
     content = {str(v.ref): v.manifest.content_hash for v in start.versions()}
     code = compile(DEATHS, "deaths", "exec")
     endings = set()

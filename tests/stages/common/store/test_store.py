@@ -23,7 +23,7 @@ from quiver.schemas.errors import (
     ResourceError,
     SchemaError,
 )
-from quiver.schemas.manifest import MAX_BYTES, Model, canonical, digest
+from quiver.schemas.manifest import FORMAT, MAX_BYTES, Model, canonical, digest
 from quiver.stages.common.config import Config, Runtime
 from quiver.stages.common.runtime.stage import Plan
 from quiver.stages.common.store import Store, storage
@@ -137,7 +137,7 @@ def test_finished_shards_are_taken_up_and_a_changed_one_is_done_again(store):
 
 @pytest.mark.parametrize("is_begun", [False, True])
 def test_a_whole_table_is_written_in_large_shards(store, is_begun):
-    """Also where an earlier Quiver began it, which noted no plan, in shards of 256 rows."""
+    """Also where a process began it that noted no plan, in shards of 256 rows."""
     rows = table(0, 2100)
     if is_begun:
         with pytest.raises(InterruptedError), work_on(store) as work:
@@ -313,15 +313,17 @@ def test_verify_says_what_was_made_with_a_model_that_is_lost(store):
     assert error.state.endswith("what refers to this one: a/logprobs@2.")
 
 
-def test_what_a_newer_quiver_wrote_is_not_to_be_deleted(store):
+def test_what_another_quiver_wrote_is_not_to_be_deleted(store):
     version = commit(store)
     data = json.loads((version.files.folder / "manifest.json").read_bytes())
     del data["checksum"]
-    data["format"] = 2
+    data["format"] = FORMAT + 1
     (version.files.folder / "manifest.json").write_bytes(
         canonical({**data, "checksum": digest(data)})
     )
-    assert verify(store)[1][0].next == "update Quiver"
+    (error,) = verify(store)[1]
+    assert f"format {FORMAT + 1}, expected {FORMAT}" in error.message
+    assert error.next == "read it with the Quiver that wrote it"
 
 
 def test_latest_never_falls_back_in_silence(store):
@@ -449,13 +451,11 @@ def test_a_folder_with_other_things_is_no_store(tmp_path):
         Store(tmp_path / "store")
     (tmp_path / "store/store.json").write_text(re.search("{.*}", caught.value.next)[0])
     assert Store(tmp_path / "store").runs() == []
-    (tmp_path / "store/store.json").write_text(json.dumps({"format": 2, "id": "x"}))
-    with pytest.raises(CorruptError, match="format 2 is newer than 1"):
-        Store(tmp_path / "store")
-    for unknown in (0, "1", None):
-        (tmp_path / "store/store.json").write_text(json.dumps({"format": unknown, "id": "x"}))
-        with pytest.raises(CorruptError, match=r"store\.json can not be read"):
+    for other in (FORMAT - 1, FORMAT + 1, str(FORMAT), None):
+        (tmp_path / "store/store.json").write_text(json.dumps({"format": other, "id": "x"}))
+        with pytest.raises(CorruptError, match=f"format {other}, expected {FORMAT}") as caught:
             Store(tmp_path / "store")
+        assert caught.value.next.startswith("take the Quiver that wrote it")
 
 
 def test_verify_finds_a_missing_input(store):

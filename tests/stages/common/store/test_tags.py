@@ -226,7 +226,7 @@ def test_a_journal_that_can_not_be_read_is_told(store, versions, damage):
 @pytest.mark.parametrize(
     "damage", [b"a/logprobs@prod", b"\xff", b"", b"a/nothing@1", "folder", "loop"]
 )
-def test_a_tag_of_before_that_names_no_version_is_told(store, versions, damage):
+def test_a_file_that_names_no_version_is_told(store, versions, damage):
     path = store.path / "a/tags/prod"
     path.parent.mkdir()
     if damage == "folder":
@@ -238,34 +238,6 @@ def test_a_tag_of_before_that_names_no_version_is_told(store, versions, damage):
     for call in (lambda: store.resolve("a/logprobs@prod"), lambda: store.history("a", "prod")):
         with pytest.raises(CorruptError, match="prod can not be read"):
             call()
-
-
-def test_the_journal_of_an_earlier_quiver_goes_on(store, versions):
-    (store.path / "a/tags").mkdir()
-    (store.path / "a/tags/prod").write_text(f"{versions[0]}\n")
-    entries = [
-        tags.Entry(at="2026", before=None, ref=versions[0], key="base"),
-        tags.Entry(at="2026", before=versions[0], ref=versions[1], key="unfinished"),
-    ]
-    lines = "".join(f"{entry.model_dump_json()}\n" for entry in entries)
-    (store.path / "a/tags/.prod.journal").write_text(lines)
-    for call in (
-        lambda: store.resolve("a/logprobs@prod"),
-        lambda: line(store),
-        lambda: store.tag("a", "prod", versions[3], expected=versions[0]),
-    ):
-        with pytest.raises(CorruptError, match=f"says {versions[0]}, .* journal {versions[1]}"):
-            call()
-    store.tag("a", "prod", versions[3], key="unfinished")
-    assert line(store) == [(None, versions[0]), (versions[0], versions[3])], "nor does the next one"
-    shutil.rmtree(store.path / "a/tags/.prod")
-    (store.path / "a/tags/prod").write_text(f"{versions[0]}\n")
-    (store.path / "a/tags/.prod.journal").write_text(lines.splitlines()[0] + "\n")
-    store.tag("a", "prod", versions[2], key="base")
-    assert len(line(store)) == 1, "what was decided once stays decided"
-    store.tag("a", "prod", versions[2])
-    assert line(store) == [(None, versions[0]), (versions[0], versions[2])]
-    assert (store.path / "a/tags/prod").read_text() == f"{versions[2]}\n"
 
 
 def test_a_tag_goes_on_where_a_torn_entry_in_the_middle_was_deleted(store, versions):
@@ -315,20 +287,8 @@ def test_a_number_of_the_newest_entry_that_is_none_is_told(store, versions):
             store.resolve("a/logprobs@prod")
 
 
-def test_a_first_entry_counts_before_the_file_of_an_earlier_quiver_follows(store, versions):
-    """The process died between the two."""
-    (store.path / "a/tags").mkdir()
-    entry = tags.Entry(at="2026", before=None, ref=versions[0])
-    (store.path / "a/tags/prod").write_text(f"{versions[0]}\n")
-    (store.path / "a/tags/.prod.journal").write_text(f"{entry.model_dump_json()}\n")
-    store.tag("a", "prod", versions[1])
-    (store.path / "a/tags/prod").write_text(f"{versions[0]}\n")
-    (store.path / "a/tags/.prod/newest").unlink()
-    assert str(store.resolve("a/logprobs@prod")) == versions[1]
-
-
 def test_a_tag_whose_newest_number_was_not_noted_is_read_by_its_journal(store, versions):
-    """An earlier Quiver moved it, or a process died before it noted the number."""
+    """A process died before it noted the number."""
     store.tag("a", "prod", versions[0])
     newest = store.path / "a/tags/.prod/newest"
     before = newest.read_bytes()
