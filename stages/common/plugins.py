@@ -1,9 +1,9 @@
 """Code that a recipe names: `module:function` or `file.py:function`, with a hash of its source.
 
 Only a recipe may name code; a path is never taken from data. The hash covers the file and the files
-of its own folder that it imports, they import, and so on: `import helper`, `from .helper import x`,
-or by the name of the package that the folder is. Other folders, folders within, installed packages
-and names that are computed are not covered.
+of its own folder that its import statements name (`import helper`, `from .helper import x`, `from
+package.helper import x`), these name, and so on, with the folder's `__init__.py`. Other folders,
+installed packages and names that are computed are not covered.
 
     path = locate("rewards/mine.py:politeness", "reward.functions[0].use")     # runs nothing
     fingerprint(path)
@@ -41,8 +41,7 @@ _OUR_FOLDERS = [Path(__file__).resolve().parents[2] / room for room in ROOMS]
 _INSTALLED = {"site-packages", "dist-packages"}
 _loading = threading.RLock()
 _hash_when_imported: dict[Path, str] = {}
-_hashes_when_loaded: dict[Path, dict[Path, str]] = {}
-"""By the file of a plugin: its hash and those of its neighbours, as it was loaded with them."""
+"""The `fingerprint` of each file when it was last imported."""
 
 
 def load(name: str, field: str, kind: type = Callable) -> tuple[Any, str]:
@@ -211,33 +210,28 @@ def _hashes(path: Path) -> dict[Path, str]:
     """sha256 of `path`, and of the files beside it that it imports, they import, and so on."""
     sources = [path]
     for source in sources:  # grows on the way
-        beside = {source.with_name(f"{stem}.py") for stem in _imported(source)}
+        beside = {source.with_name(f"{name}.py") for name in _imported(source)}
         sources += [file for file in beside.difference(sources) if file.is_file()]
     return {source: storage.sha256(source) for source in sources}
 
 
 def _imported(path: Path) -> Iterator[str]:
-    """The stems of files beside `path` that its import statements run, if there are such files."""
+    """Names in the import statements of `path`, each of which may be a file beside it."""
     if path.suffix != ".py" or _is_library(path):
         return
     try:
         tree = parse_python(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError):  # importing it will tell
         return
-    package = list(path.parent.relative_to(_project(path)).parts)
+    yield "__init__"
     for node in ast.walk(tree):
-        modules = []
-        level = getattr(node, "level", 0)
-        if isinstance(node, ast.Import):
-            modules = [alias.name.split(".") for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and level < 2:
-            prefix = [*(package if level else []), *filter(None, (node.module or "").split("."))]
-            modules = [[*prefix, alias.name] for alias in node.names]
-        for names in modules:
-            if package and names[: len(package)] == package:
-                yield from ("__init__", *names[len(package) :][:1])
-            elif level or names[0] not in sys.stdlib_module_names:
-                yield names[0]
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            level = getattr(node, "level", 0)
+            for alias in node.names:
+                names = [*(getattr(node, "module", "") or "").split("."), *alias.name.split(".")]
+                top = next(filter(None, names))
+                if level == 1 or (level == 0 and top not in sys.stdlib_module_names):
+                    yield from filter(None, names)
 
 
 def _is_library(path: Path) -> bool:
@@ -312,16 +306,15 @@ sys.meta_path.append(_FileFinder())
 
 
 def _forget_changed(path: Path) -> None:
-    """Have `path` and all its neighbours imported anew where one of them has changed since: a
-    process that lives long must not score with the code of yesterday.
+    """Have `path` and all its neighbours imported anew if one of them has changed since: a process
+    that lives long must not score with the code of yesterday.
 
     Bytecode that is older than its source is stale, though it names the same second and size.
     """
-    hashes = _hashes(path)
-    changed = _hashes_when_loaded.get(path, hashes) != hashes or any(
+    hashes = {source: fingerprint(source) for source in _hashes(path)}
+    changed = any(
         _hash_when_imported.get(source, sha256) != sha256 for source, sha256 in hashes.items()
     )
-    _hashes_when_loaded[path] = hashes
     _hash_when_imported.update(hashes)
     for source in hashes:
         bytecode = Path(importlib.util.cache_from_source(str(source)))

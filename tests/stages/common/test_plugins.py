@@ -292,7 +292,6 @@ def test_a_neighbour_that_is_imported_counts(project, statement, neighbour):
         "from .deep import helper",
         "import importlib; importlib.import_module('unused')",
         "import random",
-        "from numpy import unused",
     ],
 )
 def test_other_folders_and_computed_names_do_not_count(project, statement):
