@@ -57,7 +57,7 @@ def load(name: str, field: str, kind: type = Callable) -> tuple[Any, str]:
             _forget_changed(path)
             if holder.endswith(".py"):
                 holder_name = _module_name(path)
-                _FileFinder.files[holder_name] = path
+                _finder.files[holder_name] = path
             else:
                 holder_name = _current_name(holder)
             module = importlib.import_module(holder_name)
@@ -171,7 +171,7 @@ def _find_spec(name: str) -> ModuleSpec | None:
         with suppress(ModuleNotFoundError):
             return importlib.util.find_spec(name)
         return None
-    ours = (_OldNames, _NeighbourFinder)
+    ours = (_OldNames, _Finder)
     finders = [finder for finder in sys.meta_path if not isinstance(finder, ours)]
     spec = next(filter(None, (finder.find_spec(top, None) for finder in finders)), None)
     for submodule in submodules:
@@ -257,7 +257,7 @@ def _module_name(path: Path) -> str:
 
 
 __path__: list[str] = []
-"""Modules below this one are found by _FileFinder alone."""
+"""Modules below this one are found by _Finder alone."""
 
 
 class _FileLoader(SourceFileLoader):
@@ -276,33 +276,6 @@ class _FileLoader(SourceFileLoader):
         module.__package__ = module.__spec__.parent
         with _loading, _OldNames(), _among_neighbours(path):
             super().exec_module(module)
-
-
-class _FileFinder:
-    """Imports a file that a recipe names by the name that it has here, also in a process of a pool
-    that was started by `spawn` or `forkserver`: such a process unpickles a function by its module's
-    name, and has the `sys.path` of the one that started it."""
-
-    files: ClassVar[dict[str, Path]] = {}
-    """Those that this process was asked for, by module."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not name.startswith(f"{__name__}."):
-            return None
-        stem = name.removeprefix(f"{__name__}.").rsplit("_", 2)[0]
-        below = (Path(folder, f"{stem}.py").absolute() for folder in dict.fromkeys(sys.path))
-        for file in filter(None, (self.files.get(name), *below)):
-            if file.is_file() and _module_name(file) == name:
-                loader = _FileLoader(name, str(file))
-                return importlib.util.spec_from_file_location(name, file, loader=loader)
-        raise ModuleNotFoundError(
-            f"no folder of sys.path has the {stem}.py that another process loaded: it was changed "
-            "or taken away meanwhile",
-            name=name,
-        )
-
-
-sys.meta_path.append(_FileFinder())
 
 
 def _forget_changed(path: Path) -> None:
@@ -358,20 +331,38 @@ def _not_importable(holder: str, error: Exception, field: str) -> ConfigError:
     )
 
 
-class _NeighbourFinder:
-    """Finds modules beside a file that a recipe names, then those of its project, before what is
-    installed; so Python does for a script. The standard library goes first, and so does an
-    installed package before a folder that holds no module.
+class _Finder:
+    """Finds a file that a recipe names by its `_module_name`, also in a process of a pool that was
+    started by `spawn` or `forkserver`: such a process unpickles a function by its module's name,
+    and has the `sys.path` of the one that started it.
 
-    The folders stand at the end of `sys.path` too, for processes that a plugin starts."""
+    Finds modules beside such a file, too, then those of its project, before what is installed; so
+    Python does for a script. The standard library goes first, and so does an installed package
+    before a folder that holds no module.
+    """
 
+    files: ClassVar[dict[str, Path]] = {}
+    """Those that this process was asked for, by module."""
     folders: tuple[str, ...] = ()
+    """They stand at the end of `sys.path` too, for processes that a plugin starts."""
     on_path: frozenset[str] = frozenset()
     """Those that were put there, and were not there before."""
     names: frozenset[str] = frozenset()
-    """What it has found."""
+    """The modules that were found in them."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name.startswith(f"{__name__}."):
+            stem = name.removeprefix(f"{__name__}.").rsplit("_", 2)[0]
+            below = (Path(folder, f"{stem}.py").absolute() for folder in dict.fromkeys(sys.path))
+            for file in filter(None, (self.files.get(name), *below)):
+                if file.is_file() and _module_name(file) == name:
+                    loader = _FileLoader(name, str(file))
+                    return importlib.util.spec_from_file_location(name, file, loader=loader)
+            raise ModuleNotFoundError(
+                f"no folder of sys.path has the {stem}.py that another process loaded: it was "
+                "changed or taken away meanwhile",
+                name=name,
+            )
         if path is not None or name in sys.stdlib_module_names:
             return None
         spec = PathFinder.find_spec(name, list(self.folders))
@@ -381,33 +372,31 @@ class _NeighbourFinder:
         return spec
 
 
-_neighbour_finder = _NeighbourFinder()
+_finder = _Finder()
+sys.meta_path.insert(0, _finder)
 
 
 @contextmanager
 def _among_neighbours(path: Path) -> Iterator[None]:
     """Within it the neighbours of `path` are found, and those of no other file; after it both, for
     what a function imports when it is called."""
-    finder = _neighbour_finder
-    earlier = finder.folders
-    finder.folders = () if _is_library(path) else (str(path.parent), str(_project(path)))
-    sys.path[:] = [entry for entry in sys.path if entry not in finder.on_path]
-    if finder not in sys.meta_path:
-        sys.meta_path.insert(0, finder)
-    if not set(finder.folders) >= set(earlier):
+    earlier = _finder.folders
+    _finder.folders = () if _is_library(path) else (str(path.parent), str(_project(path)))
+    sys.path[:] = [entry for entry in sys.path if entry not in _finder.on_path]
+    if not set(_finder.folders) >= set(earlier):
         _forget(  # another file's neighbour of the same name
             name
-            for name in finder.names & sys.modules.keys()
-            if (spec := finder.find_spec(name)) is None
+            for name in _finder.names & sys.modules.keys()
+            if (spec := _finder.find_spec(name)) is None
             or _places(spec) != _places(sys.modules[name].__spec__)
         )
     try:
         yield
     finally:
-        sys.path[:] = [entry for entry in sys.path if entry not in finder.on_path]
-        finder.folders = tuple(dict.fromkeys([*finder.folders, *earlier]))
-        finder.on_path = frozenset(finder.folders) - frozenset(sys.path)
-        sys.path += [folder for folder in finder.folders if folder in finder.on_path]
+        sys.path[:] = [entry for entry in sys.path if entry not in _finder.on_path]
+        _finder.folders = tuple(dict.fromkeys([*_finder.folders, *earlier]))
+        _finder.on_path = frozenset(_finder.folders) - frozenset(sys.path)
+        sys.path += [folder for folder in _finder.folders if folder in _finder.on_path]
 
 
 class _OldNames:
