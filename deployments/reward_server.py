@@ -3,7 +3,6 @@ RECIPE.toml
 
     POST /v1/score     dialect quiver       rows with ids, columns, token ids
     POST /get_reward   dialect openrlhf     queries, prompts and labels
-    POST /slime        dialect slime        one row
     GET  /health, /openapi.json
 
 The protocols are those of `stages/reward/servers/dialects`, so any of these dialects in
@@ -48,7 +47,7 @@ from quiver.stages.common.servers import is_loopback, secret
 from quiver.stages.reward.config import Config, pinned
 from quiver.stages.reward.pool.scorer import no_groups
 from quiver.stages.reward.scoring import Scorer
-from quiver.stages.reward.servers.dialects import openrlhf, quiver, slime
+from quiver.stages.reward.servers.dialects import openrlhf, quiver
 from quiver.stages.reward.servers.dialects.strict import MalformedError, read_json
 from quiver.stages.reward.stage import open_scorers
 
@@ -186,7 +185,7 @@ def make_app(
     keeps_end_tokens: bool = False,
     limits: Limits = DEFAULT,
 ) -> FastAPI:
-    """The application. `label` is the column that labels of openrlhf and slime become."""
+    """The application. `label` is the column that labels of openrlhf become."""
     batcher = Batcher(lambda rows: score_rows(config, scorers, rows), limits)
 
     app = FastAPI(
@@ -219,12 +218,6 @@ def make_app(
         rows = request.as_rows(label, keeps_end_tokens=keeps_end_tokens)
         scored = await batcher.score(rows) if rows else []
         return JSONResponse(openrlhf.answer(request, rows, scored))
-
-    @router.post(slime.PATH, response_model=slime.Answer)
-    async def score_one(request: slime.Request) -> Response:
-        """Score one response, as slime asks."""
-        rows = request.as_rows(label)
-        return JSONResponse(slime.answer(rows, await batcher.score(rows)))
 
     app.include_router(router)
     return app
@@ -297,9 +290,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--token", default="", help="env:NAME of the bearer token that requests must carry"
     )
-    parser.add_argument(
-        "--label", default="answer", help="column that labels of openrlhf and slime become"
-    )
+    parser.add_argument("--label", default="answer", help="column that labels of openrlhf become")
     parser.add_argument(
         "--keep-end-tokens",
         action="store_true",

@@ -1,7 +1,7 @@
 """Who may use a GPU now: one stage a device, and the next one waits and says for whom.
 
-A slot is a lease (see `store.leases`), which is free when its holder has died, however it died; so
-two flows on one machine queue, and nothing has to be cleaned up. Devices are those that
+A slot is a lock file in the folder for temporary files. The kernel frees it when its holder has
+died; so two flows on one machine queue, and nothing has to be cleaned up. Devices are those that
 CUDA_VISIBLE_DEVICES names, or else all that the machine has, by their number; the child sees only
 those that it got. On a machine without a GPU `[placement] slots` says how many heavy stages run at
 once. Slots are those of one user of one machine; `[placement] limits` names a limit of the Prefect
@@ -18,16 +18,16 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from quiver.schemas.errors import ConfigError, SecurityError, printable
 from quiver.stages.common.models.devices import engine_gpus
 from quiver.stages.common.rendezvous import ranks_a_host, several_hosts
 from quiver.stages.common.runtime.runner import Call
 from quiver.stages.common.runtime.subprocesses import Stopped
-from quiver.stages.common.store.leases import Leases
-from quiver.stages.common.store.storage import Storage
 
 from .ahead import is_stopped
 
@@ -114,7 +114,7 @@ def visible_gpus() -> list[str]:
 
 def _take(stack: ExitStack, label: str, names: list[str], count: int, least: int) -> list[str]:
     """`count` of the slots `names`, or as many as are free if these are `least`; all at once, so
-    that nobody waits with half of what he needs. They are free again when `stack` is closed."""
+    that no flow waits with half of what it needs. They are free again when `stack` is closed."""
     folder = Path(tempfile.gettempdir(), f"quiver-slots-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
@@ -123,26 +123,23 @@ def _take(stack: ExitStack, label: str, names: list[str], count: int, least: int
             "belongs to another user",
             next="remove it, or set TMPDIR to a folder of yours",
         )
-    # a stopped process still has its memory on the device
-    leases = Leases(Storage(folder), "slots", label, sleepers_hold=True)
     last_message = ""
     while True:
         with ExitStack() as attempt:
             taken = []
             for name in names:
-                lease = leases.take(name) if len(taken) < count else None
-                if lease is not None:
-                    leases.trim(lease)
-                    attempt.callback(lease.release)
-                    taken.append(name)
+                with suppress(Timeout):
+                    if len(taken) < count:
+                        attempt.enter_context(FileLock(folder / name, blocking=False))
+                        (folder / name).write_text(f"{label} (process {os.getpid()})", "utf-8")
+                        taken.append(name)
             if len(taken) >= least:
                 stack.push(attempt.pop_all())
                 return taken
-        holders = {name: leases.holder(name) for name in names if name not in taken}
         message = "; ".join(
-            f"{name} is held by {printable(holder.label)} (process {holder.owner.pid})"
-            for name, holder in holders.items()
-            if holder is not None
+            f"{name} is held by {printable(holder)}"
+            for name in names
+            if name not in taken and (holder := (folder / name).read_text("utf-8", "replace"))
         )
         if message != last_message:
             last_message = message

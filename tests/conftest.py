@@ -59,8 +59,8 @@ def search_path(monkeypatch):
     """
     monkeypatch.setattr(sys, "path", list(sys.path))
     for member in ("folders", "on_path"):
-        found = getattr(plugins._neighbour_finder, member)
-        monkeypatch.setattr(plugins._neighbour_finder, member, found)
+        found = getattr(plugins._finder, member)
+        monkeypatch.setattr(plugins._finder, member, found)
     yield
     doubled = {"schemas", "stages", "flows", "deployments"} & set(sys.modules)
     assert not doubled, f"imported without `quiver.`: {sorted(doubled)}"

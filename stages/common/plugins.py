@@ -1,8 +1,9 @@
 """Code that a recipe names: `module:function` or `file.py:function`, with a hash of its source.
 
-Only a recipe may name code; a path is never taken from data. The hash covers the file and those of
-its neighbours that it imports, found by parsing: what it imports under a name that is computed, and
-installed packages, are not covered.
+Only a recipe may name code; a path is never taken from data. The hash covers the file and the files
+of its own folder that its import statements name (`import helper`, `from .helper import x`, `from
+package.helper import x`), these name, and so on, with the folder's `__init__.py`. Other folders,
+installed packages and names that are computed are not covered.
 
     path = locate("rewards/mine.py:politeness", "reward.functions[0].use")     # runs nothing
     fingerprint(path)
@@ -25,10 +26,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import CodeType, ModuleType
+from typing import Any, ClassVar
 
 from quiver.schemas.errors import ConfigError, did_you_mean, printable
 from quiver.stages.common.store import storage
@@ -41,8 +42,7 @@ _OUR_FOLDERS = [
 _INSTALLED = {"site-packages", "dist-packages"}
 _loading = threading.RLock()
 _hash_when_imported: dict[Path, str] = {}
-_hashes_when_loaded: dict[Path, dict[Path, str]] = {}
-"""By the file of a plugin: its hash and those of its neighbours, as it was loaded with them."""
+"""The `fingerprint` of each file when it was last imported."""
 
 
 def load(name: str, field: str, kind: type = Callable) -> tuple[Any, str]:
@@ -57,9 +57,11 @@ def load(name: str, field: str, kind: type = Callable) -> tuple[Any, str]:
         try:
             _forget_changed(path)
             if holder.endswith(".py"):
-                module = _import_file(path)
+                holder_name = _module_name(path)
+                _finder.files[holder_name] = path
             else:
-                module = importlib.import_module(holder)
+                holder_name = holder
+            module = importlib.import_module(holder_name)
         except Exception as error:  # importing runs the user's code, which may raise anything
             raise _not_importable(holder, error, field) from error
     plugin = getattr(module, attribute, None)
@@ -69,12 +71,7 @@ def load(name: str, field: str, kind: type = Callable) -> tuple[Any, str]:
             for key, member in vars(module).items()
             if (inspect.isfunction(member) if kind is Callable else isinstance(member, kind))
         ]
-        listed = f"; it has {', '.join(sorted(choices)) or f'no {kind_name}'}"
-        raise ConfigError(
-            f"{field} {printable(name)}",
-            f"{holder} has no {kind_name} {attribute}{did_you_mean(attribute, choices, listed)}",
-            next=f"correct {field}",
-        )
+        raise _not_there(name, field, kind_name, choices)
     return plugin, fingerprint(Path(module.__file__))
 
 
@@ -149,26 +146,19 @@ def definition(
     computes_names = {"*", "__getattr__"} & bound.keys() or b"globals(" in path.read_bytes()
     if attribute not in bound and not computes_names:
         names = [key for key, node in bound.items() if node is not None]
-        listed = f"; it has {', '.join(sorted(names)) or f'no {kind_name}'}"
-        raise ConfigError(
-            f"{field} {printable(name)}",
-            f"{holder} has no {kind_name} {attribute}{did_you_mean(attribute, names, listed)}",
-            next=f"correct {field}",
-        )
+        raise _not_there(name, field, kind_name, names)
     function = bound.get(attribute)
     is_plain = isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
     return function if is_plain and not function.decorator_list else None
 
 
 def fingerprint(path: Path) -> str:
-    """sha256 of the source file `path`; with those of the neighbours that it imports, if any.
-
-    A neighbour is a module beside the file or in its package.
-    """
+    """sha256 of the source file `path`; with those of the files beside it that it imports, if
+    any."""
     hashes = _hashes(path)
     if len(hashes) == 1:
         return hashes[path]
-    names = {os.path.relpath(source, path.parent): sha256 for source, sha256 in hashes.items()}
+    names = {source.name: sha256 for source, sha256 in hashes.items()}
     return hashlib.sha256(json.dumps(names, sort_keys=True).encode()).hexdigest()
 
 
@@ -182,7 +172,7 @@ def _find_spec(name: str) -> ModuleSpec | None:
         with suppress(ModuleNotFoundError):
             return importlib.util.find_spec(name)
         return None
-    finders = [finder for finder in sys.meta_path if not isinstance(finder, _NeighbourFinder)]
+    finders = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     spec = next(filter(None, (finder.find_spec(top, None) for finder in finders)), None)
     for submodule in submodules:
         if spec is None or spec.submodule_search_locations is None:
@@ -203,43 +193,35 @@ def _is_ours(path: Path) -> bool:
 
 
 def _hashes(path: Path) -> dict[Path, str]:
-    """sha256 of `path`, and of all neighbours that it imports, they import, and so on."""
+    """sha256 of `path`, and of the files beside it that it imports, they import, and so on."""
     sources = [path]
     for source in sources:  # grows on the way
-        sources += [neighbour for neighbour in _neighbours(source) if neighbour not in sources]
+        beside = {source.with_name(f"{name}.py") for name in _imported(source)}
+        sources += [file for file in beside.difference(sources) if file.is_file()]
     return {source: storage.sha256(source) for source in sources}
 
 
-def _neighbours(path: Path) -> list[Path]:
-    """Files beside `path` or in its package that its import statements run, each once."""
-    if path.suffix != ".py" or _is_ours(path) or _INSTALLED & set(path.parts):
-        return []
+def _imported(path: Path) -> Iterator[str]:
+    """Names in the import statements of `path`, each of which may be a file beside it."""
+    if path.suffix != ".py" or _is_library(path):
+        return
     try:
         tree = parse_python(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError):  # importing it will tell
-        return []
-    project = _project(path)
-    neighbours: list[Path] = []
+        return
+    yield "__init__"
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            modules = [alias.name.split(".") for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            package = node.module.split(".") if node.module else []
-            modules = [[*package, alias.name] for alias in node.names]
-        else:
-            continue
-        level = getattr(node, "level", 0)
-        for names in modules:
-            if level:
-                package_folder = path.parents[min(level, len(path.parents)) - 1]
-                neighbours += [package_folder / "__init__.py", *_files_of(package_folder, names)]
-            elif names[0] not in sys.stdlib_module_names:
-                neighbours += _files_of(path.parent, names) or _files_of(project, names)
-    return [
-        neighbour
-        for neighbour in dict.fromkeys(neighbours)
-        if neighbour.is_file() and not _is_ours(neighbour) and not _INSTALLED & set(neighbour.parts)
-    ]
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            level = getattr(node, "level", 0)
+            for alias in node.names:
+                names = [*(getattr(node, "module", "") or "").split("."), *alias.name.split(".")]
+                top = next(filter(None, names))
+                if level == 1 or (level == 0 and top not in sys.stdlib_module_names):
+                    yield from filter(None, names)
+
+
+def _is_library(path: Path) -> bool:
+    return _is_ours(path) or bool(_INSTALLED & set(path.parts))
 
 
 def _project(path: Path) -> Path:
@@ -250,43 +232,7 @@ def _project(path: Path) -> Path:
     return project
 
 
-def _files_of(folder: Path, names: list[str]) -> list[Path]:
-    """The files in `folder` that importing module `names` runs: each package's `__init__.py`, and
-    the module's own."""
-    sources = []
-    for name in names:
-        initial = folder / name / "__init__.py"
-        module = folder / f"{name}.py"
-        if initial.is_file():
-            sources.append(initial)
-        elif module.is_file():
-            return [*sources, module]
-        folder = folder / name
-    return sources
-
-
 # -- importing
-
-
-def _import_file(path: Path) -> ModuleType:
-    """A module of its own for each file and content: neither an edited file nor its copy elsewhere
-    is mistaken for another."""
-    name = _module_name(path)
-    if name not in sys.modules:
-        # where it lies in a package it may import what is relative to it
-        relative = path.parent.relative_to(_project(path)).parts
-        spec = importlib.util.spec_from_file_location(".".join([*relative, path.stem]), path)
-        module = importlib.util.module_from_spec(spec)
-        module.__name__ = name
-        sys.modules[name] = module
-        try:
-            # compiled here: Python's bytecode cache takes a file of the same size and second for
-            # the old one
-            exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
 
 
 def _module_name(path: Path) -> str:
@@ -297,53 +243,37 @@ def _module_name(path: Path) -> str:
 
 
 __path__: list[str] = []
-"""Modules below this one are found by _FileFinder alone."""
+"""Modules below this one are found by _Finder alone."""
 
 
-class _FileFinder:
-    """Imports a file that a recipe names by the name that it has here, in a process of a pool that
-    was started by `spawn` or `forkserver`: such a process unpickles a function by its module's
-    name, and has the `sys.path` of the one that started it."""
+class _FileLoader(SourceFileLoader):
+    """Runs a file as a module of its own for each content: neither an edited file nor its copy
+    elsewhere is mistaken for another. Compiled here: Python's bytecode cache takes a file of the
+    same size and second for the old one."""
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not name.startswith(f"{__name__}."):
-            return None
-        stem = name.removeprefix(f"{__name__}.").rsplit("_", 2)[0]
-        for folder in dict.fromkeys(sys.path):
-            file = Path(folder, f"{stem}.py").absolute()
-            if file.is_file() and _module_name(file) == name:
-                with _loading, _among_neighbours(file):
-                    module = _import_file(file)
-                return ModuleSpec(name, self, origin=str(file), loader_state=module)
-        raise ModuleNotFoundError(
-            f"no folder of sys.path has the {stem}.py that another process loaded: it was changed "
-            "or taken away meanwhile",
-            name=name,
-        )
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        spec.loader_state, module = spec.loader_state.__spec__, spec.loader_state
-        return module
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(self.get_data(self.path), self.path, "exec")
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing runs again; the import system has put its own spec into the module."""
-        module.__spec__ = module.__spec__.loader_state
-
-
-sys.meta_path.append(_FileFinder())
+        path = Path(self.path)
+        # where it lies in a package it may import what is relative to it
+        name = ".".join([*path.parent.relative_to(_project(path)).parts, path.stem])
+        module.__spec__ = importlib.util.spec_from_file_location(name, path)
+        module.__package__ = module.__spec__.parent
+        with _loading, _among_neighbours(path):
+            super().exec_module(module)
 
 
 def _forget_changed(path: Path) -> None:
-    """Have `path` and all its neighbours imported anew where one of them has changed since: a
-    process that lives long must not score with the code of yesterday.
+    """Have `path` and all its neighbours imported anew if one of them has changed since: a process
+    that lives long must not score with the code of yesterday.
 
     Bytecode that is older than its source is stale, though it names the same second and size.
     """
-    hashes = _hashes(path)
-    changed = _hashes_when_loaded.get(path, hashes) != hashes or any(
+    hashes = {source: fingerprint(source) for source in _hashes(path)}
+    changed = any(
         _hash_when_imported.get(source, sha256) != sha256 for source, sha256 in hashes.items()
     )
-    _hashes_when_loaded[path] = hashes
     _hash_when_imported.update(hashes)
     for source in hashes:
         bytecode = Path(importlib.util.cache_from_source(str(source)))
@@ -368,6 +298,16 @@ def _forget(names: Iterable[str]) -> None:
             del sys.modules[name]
 
 
+def _not_there(name: str, field: str, kind_name: str, choices: list[str]) -> ConfigError:
+    holder, _, attribute = name.rpartition(":")
+    listed = f"; it has {', '.join(sorted(choices)) or f'no {kind_name}'}"
+    return ConfigError(
+        f"{field} {printable(name)}",
+        f"{holder} has no {kind_name} {attribute}{did_you_mean(attribute, choices, listed)}",
+        next=f"correct {field}",
+    )
+
+
 def _not_importable(holder: str, error: Exception, field: str) -> ConfigError:
     command = ["python", holder] if holder.endswith(".py") else ["python", "-c", f"import {holder}"]
     return ConfigError(
@@ -377,20 +317,38 @@ def _not_importable(holder: str, error: Exception, field: str) -> ConfigError:
     )
 
 
-class _NeighbourFinder:
-    """Finds modules beside a file that a recipe names, then those of its project, before what is
-    installed; so Python does for a script. The standard library goes first, and so does an
-    installed package before a folder that holds no module.
+class _Finder:
+    """Finds a file that a recipe names by its `_module_name`, also in a process of a pool that was
+    started by `spawn` or `forkserver`: such a process unpickles a function by its module's name,
+    and has the `sys.path` of the one that started it.
 
-    The folders stand at the end of `sys.path` too, for processes that a plugin starts."""
+    Finds modules beside such a file, too, then those of its project, before what is installed; so
+    Python does for a script. The standard library goes first, and so does an installed package
+    before a folder that holds no module.
+    """
 
+    files: ClassVar[dict[str, Path]] = {}
+    """Those that this process was asked for, by module."""
     folders: tuple[str, ...] = ()
+    """They stand at the end of `sys.path` too, for processes that a plugin starts."""
     on_path: frozenset[str] = frozenset()
     """Those that were put there, and were not there before."""
     names: frozenset[str] = frozenset()
-    """What it has found."""
+    """The modules that were found in them."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name.startswith(f"{__name__}."):
+            stem = name.removeprefix(f"{__name__}.").rsplit("_", 2)[0]
+            below = (Path(folder, f"{stem}.py").absolute() for folder in dict.fromkeys(sys.path))
+            for file in filter(None, (self.files.get(name), *below)):
+                if file.is_file() and _module_name(file) == name:
+                    loader = _FileLoader(name, str(file))
+                    return importlib.util.spec_from_file_location(name, file, loader=loader)
+            raise ModuleNotFoundError(
+                f"no folder of sys.path has the {stem}.py that another process loaded: it was "
+                "changed or taken away meanwhile",
+                name=name,
+            )
         if path is not None or name in sys.stdlib_module_names:
             return None
         spec = PathFinder.find_spec(name, list(self.folders))
@@ -400,30 +358,28 @@ class _NeighbourFinder:
         return spec
 
 
-_neighbour_finder = _NeighbourFinder()
+_finder = _Finder()
+sys.meta_path.insert(0, _finder)
 
 
 @contextmanager
 def _among_neighbours(path: Path) -> Iterator[None]:
     """Within it the neighbours of `path` are found, and those of no other file; after it both, for
     what a function imports when it is called."""
-    finder = _neighbour_finder
-    earlier = finder.folders
-    is_library = _is_ours(path) or _INSTALLED & set(path.parts)
-    finder.folders = () if is_library else (str(path.parent), str(_project(path)))
-    sys.path[:] = [entry for entry in sys.path if entry not in finder.on_path]
-    if finder not in sys.meta_path:
-        sys.meta_path.insert(0, finder)
-    if not set(finder.folders) >= set(earlier):
+    earlier = _finder.folders
+    _finder.folders = () if _is_library(path) else (str(path.parent), str(_project(path)))
+    sys.path[:] = [entry for entry in sys.path if entry not in _finder.on_path]
+    if not set(_finder.folders) >= set(earlier):
         _forget(  # another file's neighbour of the same name
             name
-            for name in finder.names & sys.modules.keys()
-            if (spec := finder.find_spec(name)) is None
+            for name in _finder.names & sys.modules.keys()
+            if (spec := _finder.find_spec(name)) is None
             or _places(spec) != _places(sys.modules[name].__spec__)
         )
     try:
         yield
     finally:
-        finder.folders = tuple(dict.fromkeys([*finder.folders, *earlier]))
-        finder.on_path = frozenset(finder.folders) - frozenset(sys.path)
-        sys.path += [folder for folder in finder.folders if folder in finder.on_path]
+        sys.path[:] = [entry for entry in sys.path if entry not in _finder.on_path]
+        _finder.folders = tuple(dict.fromkeys([*_finder.folders, *earlier]))
+        _finder.on_path = frozenset(_finder.folders) - frozenset(sys.path)
+        sys.path += [folder for folder in _finder.folders if folder in _finder.on_path]

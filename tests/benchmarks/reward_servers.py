@@ -23,7 +23,7 @@ def serve(pipe) -> None:
 
     async def score(asked):
         await asyncio.sleep(SECONDS)
-        return reply({"reward": 0.5})
+        return reply({"rewards": [0.5]})
 
     with FakeServer(score) as server:
         pipe.send(server.url)
@@ -39,7 +39,7 @@ def main() -> None:
     child = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
     child.start()
     scorer = ServerScorer(
-        ServerConfig(dialect="slime", score_key="reward", urls=[ours.recv()], concurrency=64)
+        ServerConfig(dialect="openrlhf", batch_rows=1, urls=[ours.recv()], concurrency=64)
     )
     rows = [str(row) for row in range(count)]
     batch = {

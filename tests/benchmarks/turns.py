@@ -72,7 +72,12 @@ def _run(arguments: argparse.Namespace) -> None:
     rollouts = write_version(store, "rollouts", "generate", rows, {"prompts": prompts}, models)
     calls: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "reward": (
-            {"functions": [{"use": "exact_match"}, {"use": "quiver.stages.reward.functions.lot:lot"}]},
+            {
+                "functions": [
+                    {"use": "exact_match"},
+                    {"use": "quiver.stages.reward.functions.lot:lot"},
+                ]
+            },
             {"rollouts": rollouts.ref},
         ),
         "logprobs": ({"role": "ref"}, {"rollouts": rollouts.ref, "policy": policy.ref}),

@@ -22,7 +22,7 @@ from quiver.deployments.batcher import Batcher, Limits, score_rows
 from quiver.deployments.reward_server import listen, load, main, make_app, make_server
 from quiver.schemas.errors import BusyError, ConfigError, SecurityError
 from quiver.stages.reward.servers.config import ServerConfig
-from quiver.stages.reward.servers.dialects import openrlhf, quiver, slime
+from quiver.stages.reward.servers.dialects import openrlhf, quiver
 from quiver.stages.reward.servers.dialects.rows import Row, Scored
 from quiver.stages.reward.servers.dialects.strict import read_json
 from quiver.stages.reward.servers.scorer import ServerScorer
@@ -99,10 +99,9 @@ BATCH = {
 }
 
 
-@pytest.mark.parametrize("dialect", ["quiver", "openrlhf", "slime"])
+@pytest.mark.parametrize("dialect", ["quiver", "openrlhf"])
 def test_scoring_over_http_is_scoring_locally(dialect, url, local):
     options = {} if dialect == "quiver" else {"label": "answer"}
-    options |= {"score_key": "reward"} if dialect == "slime" else {}
     scorer = ServerScorer(ServerConfig(dialect=dialect, urls=[url], **options))
     scorer.require(["answer"])
     (own,) = local[1]
@@ -111,7 +110,7 @@ def test_scoring_over_http_is_scoring_locally(dialect, url, local):
     assert [part[:2] for part in there] == [part[:2] for part in here]
     assert [part.value for part in here] == [1.0, None, 0.0, None]
     assert "can not score boom" in here[1].error and here[3].error is None
-    if dialect != "openrlhf":
+    if dialect == "quiver":
         assert (
             json.loads(there[0].extra)["extra"]
             == {"picky": json.loads(here[0].extra)}
@@ -159,7 +158,7 @@ def test_an_empty_openrlhf_request_has_an_empty_answer(web, body):
 def test_health_and_a_description(url):
     assert httpx.get(f"{url}/health").json() == {"status": "ok", "format": 1}
     described = httpx.get(f"{url}/openapi.json").json()
-    assert set(described["paths"]) == {"/health", "/v1/score", "/get_reward", "/slime"}
+    assert set(described["paths"]) == {"/health", "/v1/score", "/get_reward"}
 
 
 def test_the_whole_section_makes_the_reward(tmp_path):
@@ -237,7 +236,7 @@ def test_a_token_is_wanted_off_loopback(recipe, monkeypatch, capsys):
 
 
 def test_strangers_are_not_let_in(local):
-    body = {"prompt": "?", "response": "7", "label": "7"}
+    body = {"query": ["? 7"], "prompts": ["? "], "labels": ["7"]}
     with TestClient(make_app(*local, token=CANARY), base_url="http://scores.example") as client:
         assert client.get("/health").status_code == 200
         for headers in (
@@ -246,25 +245,26 @@ def test_strangers_are_not_let_in(local):
             {"Authorization": f"Bearer {CANARY}x"},
             {"Authorization": "Bearer "},
         ):
-            refused = client.post("/slime", json=body, headers=headers)
+            refused = client.post("/get_reward", json=body, headers=headers)
             assert (
                 refused.status_code == 401
                 and CANARY not in refused.text
                 and refused.headers["www-authenticate"] == "Bearer"
             )
             assert client.get("/openapi.json", headers=headers).status_code == 401
-        good = client.post("/slime", json=body, headers={"Authorization": f"Bearer {CANARY}"})
-        assert good.status_code == 200 and good.json()["reward"] == 1.0
+        good = client.post("/get_reward", json=body, headers={"Authorization": f"Bearer {CANARY}"})
+        assert good.status_code == 200 and good.json()["rewards"] == [1.0]
         assert client.app.openapi()["components"]["securitySchemes"]
 
 
 def test_without_a_token_no_web_page_gets_through(web):
-    body = json.dumps({"prompt": "?", "response": "7", "label": "7"})
+    body = json.dumps({"query": ["? 7"], "prompts": ["? "], "labels": ["7"]})
     json_type = {"Content-Type": "application/json"}
-    assert web.post("/slime", content=body, headers=json_type).status_code == 200
+    assert web.post("/get_reward", content=body, headers=json_type).status_code == 200
     for host in ("127.0.0.1:8700", "localhost", "[::1]:8700"):
         assert (
-            web.post("/slime", content=body, headers={**json_type, "Host": host}).status_code == 200
+            web.post("/get_reward", content=body, headers={**json_type, "Host": host}).status_code
+            == 200
         )
     for host in (
         "evil.example",
@@ -274,10 +274,12 @@ def test_without_a_token_no_web_page_gets_through(web):
         "127.0.0.1@evil.example",
     ):
         assert (
-            web.post("/slime", content=body, headers={**json_type, "Host": host}).status_code == 403
+            web.post("/get_reward", content=body, headers={**json_type, "Host": host}).status_code
+            == 403
         )
     assert (
-        web.post("/slime", content=body, headers={"Content-Type": "text/plain"}).status_code == 422
+        web.post("/get_reward", content=body, headers={"Content-Type": "text/plain"}).status_code
+        == 422
     )
 
 
@@ -331,7 +333,7 @@ def test_a_body_is_strict_json_and_not_too_large(local):
             b'{"prompt": "?", "response": "7", "label": NaN}': 400,
             b'"' + b"x" * 6000 + b'"': 413,
         }.items():
-            for path in ("/slime", "/v1/score", "/get_reward"):
+            for path in ("/v1/score", "/get_reward"):
                 answer = client.post(
                     path, content=body, headers={"Content-Type": "application/json"}
                 )
@@ -342,10 +344,10 @@ def test_a_body_is_strict_json_and_not_too_large(local):
                     "next",
                 }
         assert client.get("/nothing").json()["error"]["message"] == "Not Found"
-        assert client.get("/slime").status_code == 405
+        assert client.get("/get_reward").status_code == 405
 
 
-ANSWERS = {"/v1/score": quiver.Answer, "/get_reward": openrlhf.Answer, "/slime": slime.Answer}
+ANSWERS = {"/v1/score": quiver.Answer, "/get_reward": openrlhf.Answer}
 ANYTHING = st.recursive(
     st.none()
     | st.booleans()
@@ -377,7 +379,7 @@ def values(schema: dict, parts: dict) -> st.SearchStrategy:
     return kinds.get(schema.get("type"), ANYTHING)
 
 
-@pytest.mark.parametrize("path", ["/v1/score", "/get_reward", "/slime"])
+@pytest.mark.parametrize("path", ["/v1/score", "/get_reward"])
 def test_whatever_comes_is_answered_by_the_description(path, recipe):
     config = Config(functions=[{"use": f"{recipe.with_name('mine.py')}:words"}])
     with (
@@ -531,7 +533,7 @@ def what_comes(connection: socket.socket) -> bytes:
 
 
 HALF = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nx-half: "
-REFUSED = b"POST /slime HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 1000000\r\n\r\n"
+REFUSED = b"POST /get_reward HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 1000000\r\n\r\n"
 
 
 @pytest.mark.parametrize("sent", [b"", HALF], ids=["nothing", "half of its headers"])

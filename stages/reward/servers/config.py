@@ -31,12 +31,12 @@ VERSION = 1
 """Of what the client makes of an answer: a higher one makes rewards anew."""
 _BELONGS = {
     "columns": ("quiver",),
-    "label": ("openrlhf", "slime"),
-    "score_key": ("openrlhf", "slime", "vllm-classify"),
+    "label": ("openrlhf",),
+    "score_key": ("openrlhf", "vllm-classify"),
     "model": ("vllm-classify", "vllm-score", "openai-judge"),
     "message_template": ("openrlhf", "vllm-score", "openai-judge"),
     "reply_template": ("openrlhf",),
-    "prefill": ("openrlhf", "slime", "vllm-classify", "vllm-score", "openai-judge"),
+    "prefill": ("openrlhf", "vllm-classify", "vllm-score", "openai-judge"),
     "rubric": ("openai-judge",),
     "score_pattern": ("openai-judge",),
     "max_tokens": ("openai-judge",),
@@ -50,7 +50,7 @@ class ServerConfig(ScorerConfig):
 
     model_config = ConfigDict(hide_input_in_errors=True)
 
-    dialect: Literal["quiver", "openrlhf", "slime", "vllm-classify", "vllm-score", "openai-judge"]
+    dialect: Literal["quiver", "openrlhf", "vllm-classify", "vllm-score", "openai-judge"]
     """How it is asked and answers; `stages/reward/servers/dialects` describes each."""
     urls: tuple[str, ...] = Field(min_length=1)
     """One URL a host, asked in turn. Without any path, not even /, the dialect's own is taken. No
@@ -61,15 +61,14 @@ class ServerConfig(ScorerConfig):
     """Name of the model on the server: vllm-classify and vllm-score need it where several are
     served, openai-judge always."""
     label: str = ""
-    """Column sent as label by openrlhf and slime. Empty: null."""
+    """Column sent as label by openrlhf. Empty: null."""
     columns: tuple[str, ...] | None = None
     """Columns sent by quiver; `prompt_ids` and `prompt_text` may be among them. None: all of the
     user's, without cells that have no JSON (bytes, decimals, durations, NaN), which the log names.
     A column that is named and has no JSON is the row's error."""
     score_key: str = ""
-    """Which number counts. slime: a dotted path into the answer (empty: the answer itself).
-    openrlhf: `rewards` (empty) or `scores`. vllm-classify: number of the class, needed where the
-    model has several."""
+    """Which number counts. openrlhf: `rewards` (empty) or `scores`. vllm-classify: number of the
+    class, needed where the model has several."""
     range: Interval | None = None
     """Lowest and highest number that is believed; one outside is the row's error. None: any finite
     one."""

@@ -80,15 +80,21 @@ def test_an_edited_file_is_read_again(tmp_path):
     assert answers == [1, 2]
 
 
-@pytest.mark.parametrize("name", ["mine.py:f", "mine:f", "package.mine:f"])
-@pytest.mark.parametrize("helper", ["helper.py", "helper/__init__.py", "helper/deep.py"])
-def test_an_edited_neighbour_is_read_again(project, name, helper):
+@pytest.mark.parametrize(
+    ("name", "helper", "statement"),
+    [
+        ("mine.py:f", "helper.py", "import helper"),
+        ("mine:f", "helper.py", "import helper"),
+        ("package.mine:f", "package/helper.py", "from . import helper"),
+        ("package.mine:f", "package/helper.py", "from package import helper"),
+        ("package/mine.py:f", "package/helper.py", "from package import helper"),
+    ],
+)
+def test_an_edited_neighbour_is_read_again(project, name, helper, statement):
     """Of the same length and in the same second, which a bytecode file can not tell apart."""
-    module = helper.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     own_file = name.partition(":")[0].removesuffix(".py").replace(".", "/") + ".py"
-    write(project, {own_file: f"import {module}\n\ndef f():\n    return {module}.NUMBER\n"})
-    if own_file != "mine.py":
-        write(project, {"package/__init__.py": ""})
+    write(project, {"package/__init__.py": ""})
+    write(project, {own_file: f"{statement}\n\ndef f():\n    return helper.NUMBER\n"})
     answers = []
     for number in (1, 2, 1):
         write(project, {helper: f"NUMBER = {number}\n"})
@@ -241,25 +247,24 @@ def test_a_file_alone_has_the_hash_of_its_bytes(project):
     ("statement", "neighbour"),
     [
         ("import helper", "package/helper.py"),
-        ("import helper.deep as h", "package/helper/deep.py"),
         ("from helper import x", "package/helper.py"),
-        ("from helper import deep", "package/helper/deep.py"),
-        ("from helper import *", "package/helper/__init__.py"),
+        ("from helper import *", "package/helper.py"),
         ("from . import helper", "package/helper.py"),
         ("from . import x", "package/__init__.py"),
         ("from .helper import x", "package/helper.py"),
         ("from .code import x", "package/code.py"),
-        ("from .. import sibling", "sibling.py"),
         ("from package.helper import x", "package/helper.py"),
         ("import package.helper", "package/__init__.py"),
         ("def f():\n    from .helper import x\n", "package/helper.py"),
         ("try:\n    import helper\nexcept ImportError:\n    pass\n", "package/helper.py"),
+        ("import between", "package/between.py"),
         ("import between", "package/helper.py"),
     ],
 )
 def test_a_neighbour_that_is_imported_counts(project, statement, neighbour):
     code = {"package/__init__.py": "", "package/mine.py": statement, "package/unused.py": "1"}
-    write(project, {**code, "between.py": "import package.helper, package.mine", neighbour: "1"})
+    code["package/between.py"] = "import helper, mine"
+    write(project, {**code, neighbour: "1"})
     path = project / "package/mine.py"
     before = fingerprint(path)
     assert before != hashlib.sha256(statement.encode()).hexdigest()
@@ -269,8 +274,27 @@ def test_a_neighbour_that_is_imported_counts(project, statement, neighbour):
     assert fingerprint(path) != before
     write(project, {neighbour: "1"})
     project.joinpath("package").rename(project / "moved")
-    if "package" not in statement and "between" not in statement:
+    if "package" not in statement:
         assert fingerprint(project / "moved/mine.py") == before, "wherever the folder lies"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import sibling",
+        "from .. import sibling",
+        "import deep.helper",
+        "from .deep import helper",
+        "import importlib; importlib.import_module('unused')",
+        "import random",
+    ],
+)
+def test_other_folders_and_computed_names_do_not_count(project, statement):
+    names = ["unused", "random", "deep/helper", "deep/__init__", "../sibling"]
+    write(project, {f"folder/{name}.py": "1" for name in names})
+    write(project, {"folder/mine.py": statement})
+    expected = hashlib.sha256(statement.encode()).hexdigest()
+    assert fingerprint(project / "folder/mine.py") == expected
 
 
 def test_installed_packages_and_ours_are_no_neighbours(project):

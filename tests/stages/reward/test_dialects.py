@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from quiver.schemas.plain import MOST_LEVELS
 from quiver.stages.reward.scoring import Part
 from quiver.stages.reward.servers.config import ServerConfig
-from quiver.stages.reward.servers.dialects import DIALECTS, openrlhf, quiver, slime
+from quiver.stages.reward.servers.dialects import DIALECTS, openrlhf, quiver
 from quiver.stages.reward.servers.dialects.rows import Row, Scored, as_batch, as_rows
 from quiver.stages.reward.servers.dialects.strict import MalformedError, read_json
 
@@ -67,8 +67,7 @@ def test_what_each_dialect_sends():
         "2?<|im_end|>\n<|im_start|>assistant\n4"
     )
     assert sent("openrlhf", ROWS[:1], **chatml)["query"] == [wanted]
-    assert sent("slime", ROWS[:1], label="answer") == {"prompt": CHAT, "response": "4", "label": 4}
-    assert sent("slime", ROWS[1:]) == {"prompt": "3 + 3 = ", "response": "7", "label": None}
+    assert sent("openrlhf", ROWS[1:])["labels"] == [None]
     assert sent("vllm-classify", ROWS[:1], model="rm", arguments={"add_special_tokens": False}) == {
         "model": "rm",
         "messages": [*CHAT, {"role": "assistant", "content": "4"}],
@@ -210,36 +209,6 @@ def test_openrlhf_matches_rows_by_position():
             decode("openrlhf", wrong)
 
 
-def test_slime_reads_the_number_at_the_key():
-    one = ROWS[:1]
-    assert decode("slime", 0.5, one) == [Part(0.5)]
-    assert decode("slime", {"a": [{"b.c": 1}, {"b": 2}]}, one, score_key="a.1.b")[0].value == 2.0
-    assert decode("slime", {"reward": 1, "why": "equal"}, one, score_key="reward") == [
-        Part(1.0, extra='{"reward": 1, "why": "equal"}')
-    ]
-    assert (
-        decode("slime", {"reward": 0, "error": "timeout"}, one, score_key="reward")[0].error
-        == "timeout"
-    )
-    assert decode("slime", {"reward": 1, "error": ""}, one, score_key="reward")[0].value == 1.0
-    assert decode("slime", {"reward": None, "error": None}, one, score_key="reward")[0][:2] == (
-        None,
-        None,
-    )
-    assert (
-        decode("slime", {"reward": None, "error": ""}, one, score_key="reward")[0].error
-        == "gave null, expected a number"
-    )
-    assert (
-        decode("slime", {"reward": "1.0"}, one, score_key="reward")[0].error
-        == "gave text, expected a number"
-    )
-    assert decode("slime", {"reward": 1}, one)[0].error == "gave an object, expected a number"
-    for wrong in ({"rewards": 1}, 1, [], {"reward": {}}):
-        with pytest.raises(MalformedError):
-            decode("slime", wrong, one, score_key="reward.x")
-
-
 def test_vllm_matches_rows_by_index():
     two = [
         {"index": 1, "probs": [0.5], "label": "LABEL_0"},
@@ -321,7 +290,7 @@ def test_a_judge_that_was_cut_or_silent_gave_no_score():
     "value", ["1.0", True, None, [], {}, [1.0], 1e39, -1e39, 10**400, 1.5, -0.5]
 )
 def test_what_is_no_number_or_out_of_range_is_an_error(value):
-    (part,) = decode("slime", {"r": value}, ROWS[:1], score_key="r", range=(0, 1))
+    (part,) = decode("openrlhf", {"rewards": [value]}, ROWS[:1], range=(0, 1))
     assert part.value is None and part.error
 
 
@@ -378,7 +347,6 @@ GOOD = {
         "scores": [0.5, 1.0],
         "extra_logs": {"error": [None, None]},
     },
-    "slime": {"reward": {"total": 0.5}, "error": None},
     "vllm-classify": {
         "data": [
             {"index": 0, "probs": [0.5], "label": "x"},
@@ -459,16 +427,11 @@ def swapped(value, dice: random.Random):
 
 def test_5000_wounded_bodies_are_read_or_refused_by_name():
     dice = random.Random(0)
-    configs = {
-        name: config(
-            name, range=(0, 10), **({"score_key": "reward.total"} if name == "slime" else {})
-        )
-        for name in GOOD
-    }
+    configs = {name: config(name, range=(0, 10)) for name in GOOD}
     read = refused = 0
     for number in range(5000):
         dialect = dice.choice(sorted(GOOD))
-        rows = ROWS[:1] if dialect in ("slime", "openai-judge") else ROWS
+        rows = ROWS[:1] if dialect == "openai-judge" else ROWS
         data = swapped(GOOD[dialect], dice) if number % 2 else GOOD[dialect]
         raw = json.dumps(data).encode() if number % 2 else mutated(json.dumps(data).encode(), dice)
         try:
@@ -523,17 +486,6 @@ def test_what_one_side_writes_the_other_reads():
             openrlhf.Request(
                 **{"query": ["2 + 2? 4"], "prompts": ["2 + 2? "], "labels": [None], **wrong}
             )
-    for row, found in zip(ROWS, scored, strict=True):
-        (asked,) = slime.Request(
-            **DIALECTS["slime"].encode([row], config("slime", label="answer"))
-        ).as_rows("answer")
-        assert (asked.prompt, asked.completion, asked.columns) == (
-            row.prompt,
-            row.completion,
-            {"answer": row.columns["answer"]},
-        )
-        answered = decode("slime", slime.answer([asked], [found]), [row], score_key="reward")
-        assert [part[:2] for part in answered] == [found[:2]]
 
 
 CALLED = [
@@ -550,15 +502,10 @@ CALLED = [
 ]
 
 
-@pytest.mark.parametrize("name", ["quiver", "slime"])
-def test_a_conversation_with_calls_arrives_as_it_was_sent(name):
+def test_a_conversation_with_calls_arrives_as_it_was_sent():
     row = ROWS[0]._replace(prompt=CALLED)
-    asked = read_json(json.dumps(DIALECTS[name].encode([row], config(name))).encode())
-    (read,) = (
-        quiver.Request(**asked).as_rows()
-        if name == "quiver"
-        else slime.Request(**asked).as_rows("label")
-    )
+    asked = read_json(json.dumps(DIALECTS["quiver"].encode([row], config("quiver"))).encode())
+    (read,) = quiver.Request(**asked).as_rows()
     assert read.prompt == CALLED
 
 
@@ -569,8 +516,6 @@ def test_what_is_no_message_is_refused_by_the_side_that_answers(message):
     row = {"id": "a", "prompt": [message], "completion": "4"}
     with pytest.raises(ValidationError):
         quiver.Request(format=1, rows=[row])
-    with pytest.raises(ValidationError):
-        slime.Request(prompt=[message], response="4")
 
 
 def test_rows_and_batches_are_each_others_reverse():

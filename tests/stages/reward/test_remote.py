@@ -58,12 +58,11 @@ def first(behave, otherwise=lambda asked: reply(scored(asked))):
 # -- when all is well
 
 
-@pytest.mark.parametrize("dialect", ["slime", "openrlhf", "quiver"])
+@pytest.mark.parametrize("dialect", ["openrlhf", "quiver"])
 def test_one_response_too_many_shifts_no_answer(dialect):
     """Some proxies send the answer to a retried request twice. On a kept connection each request
     after it would be given the one before."""
     answers = {
-        "slime": lambda body: {"score": float(body["response"])},
         "openrlhf": lambda body: {"rewards": [float(text.split()[-1]) for text in body["query"]]},
         "quiver": lambda body: {
             "format": 1,
@@ -75,7 +74,6 @@ def test_one_response_too_many_shifts_no_answer(dialect):
         answer = reply(answers[dialect](asked.body))
         return answer * 2 if asked.number % 3 == 1 else answer
 
-    options = {"score_key": "score"} if dialect == "slime" else {}
     with FakeServer(behave) as server:
         client = scorer(
             server.url,
@@ -83,7 +81,6 @@ def test_one_response_too_many_shifts_no_answer(dialect):
             batch_rows=1,
             concurrency=1,
             breaker_failures=100,
-            **options,
         )
         columns = {"answer": ["x"] * 16}
         parts = client.score(batch(16, **columns))
@@ -150,7 +147,7 @@ def test_cells_without_json_are_left_out_and_named_once(caplog):
 @pytest.mark.parametrize("name", NO_JSON)
 @pytest.mark.parametrize(
     ("dialect", "key"),
-    [("quiver", "columns"), ("openai-judge", "rubric"), ("slime", "label"), ("openrlhf", "label")],
+    [("quiver", "columns"), ("openai-judge", "rubric"), ("openrlhf", "label")],
 )
 def test_a_named_column_without_json_is_the_row_s_error(dialect, key, name):
     named = {"columns": [name], "label": name, "rubric": f"{{{name}}}"}
@@ -170,7 +167,6 @@ def test_a_named_column_without_json_is_the_row_s_error(dialect, key, name):
     [
         ("quiver", "columns", lambda body: body["rows"][0]["columns"]["prompt_text"]),
         ("openai-judge", "rubric", lambda body: body["messages"][0]["content"]),
-        ("slime", "label", lambda body: body["label"]),
         ("openrlhf", "label", lambda body: body["labels"][0]),
     ],
 )
@@ -194,7 +190,6 @@ def test_every_dialect_over_the_wire(monkeypatch):
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")
     answers = {
         "/get_reward": lambda body: {"rewards": [len(query) for query in body["query"]]},
-        "/slime": lambda body: {"r": 0.5},
         "/classify": lambda body: {
             "data": [{"index": at, "probs": [0.5]} for at in range(len(body.get("input", "m")))]
         },
@@ -204,14 +199,18 @@ def test_every_dialect_over_the_wire(monkeypatch):
         "/v1/chat/completions": lambda body: {
             "choices": [{"message": {"content": "Score: 5"}, "finish_reason": "stop"}]
         },
-        "/mine": lambda body: 0.5,
+        "/mine": lambda body: {"rewards": [0.5]},
     }
     with FakeServer(lambda asked: reply(answers[asked.path](asked.body))) as server:
         for dialect, options in {
-            "slime": {"score_key": "r", "token": "env:REWARD_KEY"},
             "vllm-classify": {},
             "vllm-score": {},
-            "openai-judge": {"model": "judge", "range": (0, 10), "rescale": True},
+            "openai-judge": {
+                "model": "judge",
+                "range": (0, 10),
+                "rescale": True,
+                "token": "env:REWARD_KEY",
+            },
         }.items():
             values = [
                 part.value
@@ -223,7 +222,7 @@ def test_every_dialect_over_the_wire(monkeypatch):
             9.0,
         ]
         assert [
-            part.value for part in scorer(server.url + "/mine", dialect="slime").score(batch(1))
+            part.value for part in scorer(server.url + "/mine", dialect="openrlhf").score(batch(1))
         ] == [0.5]
         conversations = batch(2, prompts=[[{"role": "user", "content": "hi"}]] * 2)
         assert [
@@ -231,7 +230,6 @@ def test_every_dialect_over_the_wire(monkeypatch):
         ] == [0.5, 0.5]
     counts = Counter(asked.path for asked in server.asked)
     assert counts == {
-        "/slime": 3,
         "/classify": 3,
         "/score": 1,
         "/v1/chat/completions": 3,
@@ -239,7 +237,9 @@ def test_every_dialect_over_the_wire(monkeypatch):
         "/mine": 1,
     }
     assert {
-        asked.headers.get("authorization") for asked in server.asked if asked.path == "/slime"
+        asked.headers.get("authorization")
+        for asked in server.asked
+        if asked.path == "/v1/chat/completions"
     } == {f"Bearer {CANARY}"}
 
 

@@ -55,7 +55,7 @@ def section(**options) -> ServerConfig:
         ({"urls": []}, "servers.0.urls"),
         ({"urls": ["http://scores.example"], "token": "env:KEY"}, "in the clear"),
         ({"dialect": "quiver2"}, "servers.0.dialect"),
-        ({"label": "answer"}, "label belongs to dialect openrlhf and slime"),
+        ({"label": "answer"}, "label belongs to dialect openrlhf,"),
         ({"rubric": "{prompt}"}, "rubric belongs to dialect openai-judge"),
         ({"range": [1, 0]}, "the low end must be below the high end"),
         ({"rescale": True}, "rescale needs range"),
@@ -149,7 +149,7 @@ def test_the_fingerprint_is_of_what_decides_the_number(monkeypatch):
         {"urls": ["http://127.0.0.1:8701"]},
         {"range": [0, 1]},
         {"columns": []},
-        {"dialect": "slime"},
+        {"dialect": "openrlhf"},
     ):
         assert fingerprint(section(**other)) != first
 
@@ -161,7 +161,7 @@ def test_columns_that_are_sent_must_be_there():
         "range": [0, 1],
         "rubric": "{prompt} {completion} {answer}",
     }
-    for options in ({"columns": ["answer"]}, {"dialect": "slime", "label": "answer"}, judge):
+    for options in ({"columns": ["answer"]}, {"dialect": "openrlhf", "label": "answer"}, judge):
         ServerScorer(section(**options)).require(["answer", "level"])
         with pytest.raises(ConfigError, match=r"needs answer.*did you mean answers\?"):
             ServerScorer(section(**options)).require(["answers"])
@@ -241,25 +241,19 @@ def test_a_server_that_refuses_ends_the_stage_and_keeps_nothing_half(sample, sto
     assert store.numbers("arith", "rewards") == []
 
 
-@pytest.mark.parametrize("dialect", ["openrlhf", "slime"])
-def test_what_the_policy_was_given_to_continue_begins_the_answer(dialect):
+def test_what_the_policy_was_given_to_continue_begins_the_answer():
     batch = {"prompts": ["2 + 2?"], "completions": ["so</think>4"], "completion_ids": [[5]], "finish_reason": ["stop"],
              "rollout_ids": ["r"]}  # fmt: skip
     with FakeServer(lambda asked: reply({}, 400)) as server:
         ServerScorer(
-            section(dialect=dialect, urls=[server.url]), prefill=lambda rollout: f"<{rollout}>"
+            section(dialect="openrlhf", urls=[server.url]), prefill=lambda rollout: f"<{rollout}>"
         ).score(batch)
     body = server.asked[0].body
-    sent = {
-        "quiver": lambda: body["rows"][0]["completion"],
-        "openrlhf": lambda: body["query"][0],
-        "slime": lambda: body["response"],
-    }
-    assert sent[dialect]().endswith("<r>so</think>4")
+    assert body["query"][0].endswith("<r>so</think>4")
 
 
 def test_only_dialects_that_send_text_begin_answers():
-    assert section(dialect="slime", prefill="<think>").begins_with == "<think>"
-    assert (section(dialect="slime").begins_with, section().begins_with) == (None, "")
+    assert section(dialect="openrlhf", prefill="<think>").begins_with == "<think>"
+    assert (section(dialect="openrlhf").begins_with, section().begins_with) == (None, "")
     with pytest.raises(ConfigError, match="prefill"):
         section(prefill="<think>")

@@ -5,14 +5,13 @@ here touches the network.
 |---|---|---|---|
 | quiver | rows with ids, prompt, completion, columns | reward, error, parts, extra by id | many |
 | openrlhf | query, prompts, labels | rewards, scores, extra_logs | many |
-| slime | prompt, response, label | any JSON, a key chosen | one |
 | vllm-classify | messages, or input | probs by index | one conversation, many texts |
 | vllm-score | text_1, text_2 | score by index | many |
 | openai-judge | a rubric, filled in | text with a score in it | one |
 
 `encode(rows, config)` gives the request's JSON, `decode(answer, rows, config)` the parts, one a row
 and in order. Where the answer as a whole is not of the dialect, `decode` raises MalformedError;
-where one row has no number, that row's part carries an error. The first three have an answering
+where one row has no number, that row's part carries an error. The first two have an answering
 side too: `Request`, `Answer` and `answer`, which `deployments/reward_server.py` serves.
 """
 
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 
 from quiver.stages.reward.scoring import Part
 
-from . import judge, openrlhf, quiver, slime, vllm
+from . import judge, openrlhf, quiver, vllm
 from .rows import Row
 
 
@@ -49,9 +48,6 @@ DIALECTS: dict[str, Dialect] = {
     ),
     "openrlhf": Dialect(
         openrlhf.PATH, openrlhf.encode, openrlhf.decode, "OpenRLHF's remote reward server"
-    ),
-    "slime": Dialect(
-        slime.PATH, slime.encode, slime.decode, "slime's remote reward model", lambda _: True
     ),
     "vllm-classify": Dialect(
         vllm.CLASSIFY,
