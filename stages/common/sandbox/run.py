@@ -3,12 +3,13 @@
     finished = run_program("print(input()[::-1])", stdin="abc", limits=Limits(seconds=2))
     finished.exit_code, finished.stdout      # 0, "cba\\n"
 
-With isolation "full" (the default) each program gets an interpreter of its own, with the standard
-library alone, in new user, mount, process, network, IPC and UTS namespaces: a read-only root in
-memory with nothing of the host but the interpreter's files, an empty /tmp of limited size, no
-/proc, no network, the user nobody without privileges, limits on time, memory, processes and files,
-a clean environment, and (x86_64, aarch64) a filter of system calls. It ends with everything that it
-started. Where the system does not permit a layer, SecurityError names it, and nothing is run.
+With isolation "full" (the default) bubblewrap gives each program an interpreter of its own, with
+the standard library alone, in new user, mount, process, network, IPC and UTS namespaces: a
+read-only root in memory with nothing of the host but the interpreter's files, an empty /tmp of
+limited size, no /proc, no network, the user nobody without privileges, limits on time, memory,
+processes and files, a clean environment, and a filter of system calls. It ends with everything that
+it started. If a tool is missing, or the system does not permit what it does, SecurityError says so,
+and nothing is run.
 
 Isolation "process" is for systems that permit no namespaces. It gives a session of its own, an
 empty folder, a clean environment, no new privileges, and limits on time, memory and file size. It
@@ -17,46 +18,58 @@ of Quiver's own processes with their environment included), the network, other p
 signal and trace those of the same user), the number of processes (a fork bomb), the disk. Whoever
 chooses it should do so inside a container or a machine that holds nothing of worth.
 
-Needs Linux; "full" needs Linux 5.12 and user namespaces, for root and for other users alike.
+Needs Linux; "full" needs bubblewrap, util-linux, libseccomp and user namespaces, for root and for
+other users alike.
 """
 
 from __future__ import annotations
 
-import errno
-import marshal
-import math
+import fcntl
+import json
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import time
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from functools import cache
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import BinaryIO, Literal
 
 from quiver.schemas.errors import ConfigError, ResourceError, SecurityError, printable
 from quiver.stages.common.runtime.folders import temporary_folder
 from quiver.stages.common.runtime.subprocesses import Process
 
-from . import interpreter
+from . import commands, interpreter
 
 Isolation = Literal["full", "process"]
-_LAUNCHER = Path(__file__).with_name("launcher")
-# beyond the program's own limit; the launcher gives up by itself before that
+_START_SECONDS = 60
+_POLL_SECONDS = 0.05
+_PAGE = os.sysconf("SC_PAGESIZE")
+# beyond the program's own limit: for its processes to be gone once they are killed
 _PATIENCE_SECONDS = 90
-# What a script expects of `python script.py` and -S leaves out (-S keeps installed packages out of
-# sight); no name is left behind.
+_SHORTAGES = (
+    "Resource temporarily unavailable",
+    "Cannot allocate memory",
+    "Too many open files",
+)
+# The interpreter says that it is there and waits for an answer, so the clock starts with the
+# program, which is not run if the process that asked is gone. The rest is what a script expects of
+# `python script.py` and -S leaves out (-S keeps installed packages out of sight).
 _START = """\
 def start():
-    import builtins, sys
+    import builtins, posix, sys
     from _sitebuiltins import Quitter
     builtins.exit = builtins.quit = Quitter("exit", "Ctrl-D")
-    del sys.argv[0]  # "-c"
-    (path,) = sys.argv
+    _, path, handle = sys.argv
+    sys.argv[:] = [path]
+    posix.write(int(handle), b"started")
+    if not posix.read(int(handle), 1):
+        posix._exit(1)
+    posix.close(int(handle))
     space = sys.modules["__main__"].__dict__
     del space["start"]
     space["__file__"] = path
@@ -147,89 +160,179 @@ def run_program(
             next="correct isolation",
         )
     if not sys.platform.startswith("linux"):
-        raise _refused("Linux", f"this is {sys.platform}")
-    limits = limits or Limits()
-    # with "full" the program lives in a root of its own
-    place = nullcontext("")
-    if isolation == "process":
-        place = temporary_folder()
+        raise commands.refused(f"needs Linux, this is {sys.platform}")
+    place = temporary_folder() if isolation == "process" else nullcontext()
     with place as folder:
-        return _launch(_job(program, stdin, limits, python, str(folder)), limits)
+        return _launch(program, stdin, limits or Limits(), interpreter.find(python), folder)
 
 
-def _job(program: str, stdin: str, limits: Limits, python: str, folder: str) -> dict[str, Any]:
-    """What the launcher is told; `folder` is empty for isolation "full"."""
-    command, paths = interpreter.find(python)
-    home = f"{folder}/tmp"
-    if folder:
-        os.mkdir(home)
-    return {
-        "full": not folder,
-        "command": [*command, "-c", _START],
-        "paths": paths,
-        "environment": {
-            "PATH": "/usr/bin:/bin",
-            "HOME": home,
-            "TMPDIR": home,
-            "LANG": "C.UTF-8",
-            "PYTHONUTF8": "1",
-            "PYTHONSAFEPATH": "1",
-            "PYTHONNOUSERSITE": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "PYTHONHASHSEED": "0",  # the same program on the same input does the same
-        },
-        "folder": folder,
-        "cwd": home,
-        "program": program.encode(errors="surrogatepass"),
-        "stdin": stdin.encode(errors="surrogatepass"),
-        "cpu_seconds": math.ceil(limits.seconds),
-        **asdict(limits),
-    }
-
-
-def _launch(job: dict[str, Any], limits: Limits) -> Finished:
-    """Start the launcher with a job and wait for its report, and for the program's output."""
-    report_read, report_write = os.pipe()
-    with tempfile.TemporaryFile() as file, open(report_read, "rb", buffering=0) as pipe:
+def _launch(
+    program: str,
+    stdin: str,
+    limits: Limits,
+    python: interpreter.Interpreter,
+    folder: Path | None,
+) -> Finished:
+    """Start a program and wait for its end, and for its output; in `folder` with isolation
+    "process", in a root of its own without."""
+    source = program.encode(errors="surrogatepass")
+    with ExitStack() as stack:
+        asker, control = map(stack.enter_context, socket.socketpair())
+        files = [stack.enter_context(_sealed_file(stdin.encode(errors="surrogatepass")))]
+        if folder:
+            home, path = str(folder / "tmp"), str(folder / "program.py")
+            os.mkdir(home)
+            Path(path).write_bytes(source)
+            command = commands.restrict(python, limits)
+            start = partial(Process, oom_score=1000)
+        else:
+            home, path = "/tmp", "/program.py"
+            for content in (source, commands.compile_filter()):
+                files.append(stack.enter_context(_sealed_file(content)))
+            # bwrap closes those that it speaks on
+            files += [stack.enter_context(control.dup()) for _ in range(2)]
+            handles = commands.Handles(*(file.fileno() for file in files[1:]))
+            command = commands.isolate(python, limits, handles)
+            start = partial(subprocess.Popen, start_new_session=True)
+        process = start(
+            [*command, "-c", _START, path, str(control.fileno())],
+            stdin=files[0],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=[file.fileno() for file in (control, *files[1:])],
+            cwd=home if folder else "/",
+            umask=0o077,
+            env={
+                "PATH": "/usr/bin:/bin",
+                "HOME": home,
+                "PWD": home,
+                "TMPDIR": home,
+                "LANG": "C.UTF-8",
+                "PYTHONUTF8": "1",
+                "PYTHONSAFEPATH": "1",
+                "PYTHONNOUSERSITE": "1",
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "PYTHONHASHSEED": "0",  # the same program on the same input does the same
+            },
+        )
+        stack.enter_context(process)
+        stack.callback(process.kill)
+        for file in (control, *files):
+            file.close()
+        first, ended = process.pid, None
         try:
-            file.write(marshal.dumps(job))
-            file.seek(0)
-            launcher = Process(
-                [interpreter.find().command[0], "-I", "-S", str(_LAUNCHER), str(report_write)],
-                is_keeper=True,
-                stdin=file,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=(report_write,),
-                cwd="/",
-                env={},
-            )
-        finally:
-            os.close(report_write)
-        try:
-            pipes = [pipe, launcher.stdout, launcher.stderr]
-            answer, stdout, stderr = _read(pipes, limits)
-        finally:
-            code = launcher.end(grace=0)
-    stderr_text = stderr.decode(errors="replace")
-    if not answer:
-        raise _failed(f"its launcher died with exit code {code}: {printable(stderr_text)}")
-    report = marshal.loads(answer)
-    if "refused" in report:
-        layer, number = report["refused"]
-        why = os.strerror(int(number))
-        if int(number) == errno.ENOSPC:
-            why = "none are left, or none allowed, by /proc/sys/user"
-        raise _refused(layer, why)
-    if "failed" in report:
-        raise _failed(printable(report["failed"][0]))
-    code = int(report["ended"][0])
-    killed_by = report["killed_by"]
+            if not folder:
+                first = _answer_bwrap(asker)
+                ended = stack.enter_context(open(os.pidfd_open(first), "rb", buffering=0))
+            _hear(asker, b"started")
+        except (EOFError, ProcessLookupError):
+            raise _not_started(process.stderr.read().decode(errors="replace")) from None
+        except TimeoutError:
+            raise _failed(f"it did not start within {_START_SECONDS} s") from None
+        started = time.monotonic()
+        asker.send(b"1")
+        killed_by, stdout, stderr = _watch(process, first, ended, limits)
+        seconds = time.monotonic() - started
+        code = process.wait()
+    if killed_by:
+        code = -signal.SIGKILL
+    elif not folder and code < 0:
+        raise _failed("bwrap was killed")
+    elif not folder and 128 < code < 128 + signal.NSIG:  # as a shell says it
+        code = 128 - code
     if killed_by is None and code < 0:
         killed_by = "cpu" if -code == signal.SIGXCPU else _signal_name(-code)
-    return Finished(
-        code, stdout.decode(errors="replace"), stderr_text, killed_by, report["seconds"]
+    return Finished(code, stdout, stderr, killed_by, seconds)
+
+
+def _sealed_file(content: bytes) -> BinaryIO:
+    """A file in memory that holds `content` for good, to be read from its start."""
+    file = open(os.memfd_create("quiver", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+b")  # noqa: SIM115
+    file.write(content)
+    file.seek(0)
+    fcntl.fcntl(
+        file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
     )
+    return file
+
+
+def _answer_bwrap(asker: socket.socket) -> int:
+    """The pid of bwrap's child; for root it is given its users first."""
+    child = json.loads(_hear(asker, b"}\n"))["child-pid"]
+    if os.geteuid() == 0:
+        try:
+            for name in ("uid_map", "gid_map"):
+                Path(f"/proc/{child}/{name}").write_text(commands.USER_MAP)
+        except FileNotFoundError as error:
+            raise ProcessLookupError(child) from error
+        except OSError as error:
+            raise commands.refused(f"no user nobody of its own: {error.strerror}") from error
+        asker.send(b"1")
+    return child
+
+
+def _hear(asker: socket.socket, ending: bytes) -> bytes:
+    """What the sandbox says, up to `ending`. EOFError when it has ended instead."""
+    asker.settimeout(_START_SECONDS)
+    text = b""
+    while not text.endswith(ending):
+        character = asker.recv(1)  # what follows is for another call
+        if not character:
+            raise EOFError
+        text += character
+    return text
+
+
+def _watch(
+    process: subprocess.Popen, first: int, ended: BinaryIO | None, limits: Limits
+) -> tuple[str | None, str, str]:
+    """Read what a program prints until all of its processes are gone, and kill it when a limit is
+    reached; which one, and of each output as much as is kept."""
+    texts = {process.stdout: bytearray(), process.stderr: bytearray()}
+    killed_by = None
+    checked = started = time.monotonic()
+    with selectors.DefaultSelector() as selector:
+        for file in filter(None, (*texts, ended)):
+            selector.register(file, selectors.EVENT_READ)
+        while selector.get_map():
+            for key, _ in selector.select(_POLL_SECONDS):
+                chunk = os.read(key.fd, 65536) if key.fileobj in texts else b""
+                if not chunk:
+                    selector.unregister(key.fileobj)
+                    continue
+                text = texts[key.fileobj]
+                text += chunk[: max(0, limits.output_kib * 1024 - len(text))]
+            now = time.monotonic()
+            if now - started > limits.seconds + _PATIENCE_SECONDS:
+                raise _failed("its processes do not end")
+            if killed_by or now - checked < _POLL_SECONDS or process.poll() is not None:
+                continue
+            checked = now
+            if now - started > limits.seconds:
+                killed_by = "time"
+            elif _bytes_below(first) > limits.memory_mib << 20:
+                killed_by = "memory"
+            if killed_by:
+                process.kill()
+    stdout, stderr = (text.decode(errors="replace") for text in texts.values())
+    return killed_by, stdout, stderr
+
+
+def _bytes_below(pid: int) -> int:
+    """Resident memory of the processes below `pid`; pages that forks share count for each."""
+    pages = 0
+    family = [pid]
+    for process in family:  # grows while it is walked
+        try:
+            if process != pid:
+                with open(f"/proc/{process}/statm") as file:
+                    pages += int(file.read().split()[1])
+            for thread in os.listdir(f"/proc/{process}/task"):
+                with open(f"/proc/{process}/task/{thread}/children") as file:
+                    family += map(int, file.read().split())
+        except OSError:
+            continue  # it ended meanwhile
+    return pages * _PAGE
 
 
 def _signal_name(number: int) -> str:
@@ -237,41 +340,17 @@ def _signal_name(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
-def _read(pipes: list[BinaryIO], limits: Limits) -> list[bytes]:
-    """All that comes from the pipes until each is closed, of each at most as much as is kept."""
-    texts = {pipe: bytearray() for pipe in pipes}
-    deadline = time.monotonic() + limits.seconds + _PATIENCE_SECONDS
-    with selectors.DefaultSelector() as selector:
-        for pipe in pipes:
-            selector.register(pipe, selectors.EVENT_READ)
-        while selector.get_map():
-            ready = selector.select(deadline - time.monotonic())
-            if not ready:
-                raise _failed("its launcher hangs")
-            for key, _ in ready:
-                chunk = os.read(key.fd, 65536)
-                if not chunk:
-                    selector.unregister(key.fileobj)
-                text = texts[key.fileobj]
-                text += chunk[: max(0, limits.output_kib * 1024 - len(text))]
-    return [bytes(text) for text in texts.values()]
+def _not_started(said: str) -> SecurityError | ResourceError:
+    """The error of a program whose interpreter never came to run, by what the tools said."""
+    said = said.strip()
+    is_refusal = said.startswith(commands.TOOLS) and not said.endswith(_SHORTAGES)
+    if is_refusal:
+        return commands.refused(f"the system does not permit it: {printable(said)}")
+    return _failed(f"it did not start: {printable(said) or 'it was killed'}")
 
 
 def _failed(why: str) -> ResourceError:
     return ResourceError("sandbox", why, state="the program was not judged.", next="run again")
-
-
-def _refused(layer: str, why: str) -> SecurityError:
-    return SecurityError(
-        "sandbox",
-        f'the system does not permit the layer {layer}: {printable(why)}; isolation = "process" '
-        "asks for less",
-        state="no program was run.",
-        next="permit user namespaces (sysctl user.max_user_namespaces, "
-        "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns; in a "
-        "container its seccomp profile), use a remote sandbox, or set isolation = "
-        '"process" in arguments, which protects neither files nor network',
-    )
 
 
 @cache

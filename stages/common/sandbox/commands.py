@@ -1,0 +1,160 @@
+"""The commands that run an interpreter apart: bubblewrap, and tools of util-linux around it.
+
+    unshare               mounts of its own; for an ordinary user by a user namespace
+    └── mount             memory for /tmp: so many bytes, so many names, nothing that is executable
+        └── bwrap         namespaces, a read-only root, no capabilities, a filter of system calls
+            └── setpriv   for root: becomes the user nobody, whose processes the kernel counts
+                └── prlimit   limits of each process
+                    └── the interpreter
+
+bwrap's own tmpfs bounds no names and lets files be executed, hence the mount; it maps one user,
+hence, for root, the map that is written while it waits (`--userns-block-fd`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import shutil
+from pathlib import PurePath
+from typing import TYPE_CHECKING, NamedTuple
+
+from quiver.schemas.errors import SecurityError
+
+from . import calls
+
+if TYPE_CHECKING:
+    from .interpreter import Interpreter
+    from .run import Limits
+
+NOBODY = 65534
+USER_MAP = f"0 0 1\n{NOBODY} {NOBODY} 1\n"
+"""What is written to uid_map and gid_map of root's sandboxes."""
+TOOLS = ("bwrap", "mount", "unshare", "setpriv", "prlimit")
+_OF_PROCESS = ("setpriv", "prlimit")
+_NEXT = (
+    "apt install bubblewrap util-linux mount libseccomp2 (dnf install bubblewrap util-linux "
+    "libseccomp) and permit user namespaces (sysctl user.max_user_namespaces, "
+    "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns; in a "
+    "container its seccomp profile), use a remote sandbox, or set isolation = "
+    '"process" in arguments, which protects neither files nor network'
+)
+_ROOT_RIGHTS = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")  # for setpriv, which gives them up
+_MEMORY = "/sys"  # a folder that every system has, and none of whose files a program is shown
+_SCRIPT = f"""\
+echo 1000 >/proc/self/oom_score_adj
+"$1" -t tmpfs -o "$2" none {_MEMORY} || exit
+shift 2
+exec "$@"
+"""
+
+
+class Handles(NamedTuple):
+    """Numbers of files that bwrap inherits: the program's source, the filter, the pipe on which it
+    says its child's pid, and the one on which it waits for root's map."""
+
+    program: int
+    filter: int
+    info: int
+    block: int
+
+
+def isolate(python: Interpreter, limits: Limits, handles: Handles) -> list[str]:
+    """A command, to be continued by the interpreter's arguments, that shows it `python`'s files,
+    /program.py and an empty /tmp. SecurityError when a tool is missing."""
+    tools = find_tools(TOOLS)
+    is_root = os.geteuid() == 0
+    inner = [tools["prlimit"], *_limit_options(limits, pids=limits.processes + (not is_root))]
+    paths = [*python.paths, tools["prlimit"]]
+    options = ["--seccomp", str(handles.filter), "--info-fd", str(handles.info)]
+    if is_root:
+        options += ["--userns-block-fd", str(handles.block), "--uid", "0", "--gid", "0"]
+        options += [option for right in _ROOT_RIGHTS for option in ("--cap-add", right)]
+        paths.append(tools["setpriv"])
+        nobody = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+        inner = [tools["setpriv"], *nobody, "--bounding-set=-all", "--inh-caps=-all", *inner]
+    else:  # the namespace's only user, whose processes include bwrap's own
+        options += ["--uid", str(NOBODY), "--gid", str(NOBODY)]
+    memory = f"size={limits.files_mib}m,nr_inodes=1024,mode=1777,nosuid,nodev,noexec"
+    return [
+        *(tools["unshare"], "--mount", *([] if is_root else ["--user", "--map-root-user"])),
+        *("/bin/sh", "-c", _SCRIPT, "sh", tools["mount"], memory),
+        *(tools["bwrap"], "--unshare-all", "--unshare-user", "--cap-drop", "ALL"),
+        *("--new-session", "--die-with-parent", "--hostname", "sandbox", *options),
+        *("--bind", _MEMORY, "/tmp", *_show(paths), "--symlink", "/tmp", "/dev/shm"),
+        *("--perms", "0444", "--ro-bind-data", str(handles.program), "/program.py"),
+        *("--remount-ro", "/", "--chdir", "/tmp", *inner, *python.command),
+    ]
+
+
+def restrict(python: Interpreter, limits: Limits) -> list[str]:
+    """The same for isolation "process": no new privileges, and limits of each process."""
+    tools = find_tools(_OF_PROCESS)
+    limited = [tools["prlimit"], *_limit_options(limits)]
+    return [tools["setpriv"], "--no-new-privs", *limited, *python.command]
+
+
+def find_tools(names: tuple[str, ...]) -> dict[str, str]:
+    """Where the tools are. SecurityError when one is missing."""
+    paths = {name: shutil.which(name) for name in names}
+    if missing := [name for name, path in paths.items() if path is None]:
+        raise refused(f"{', '.join(missing)} not found in PATH")
+    return {name: os.path.realpath(path) for name, path in paths.items() if path}
+
+
+def refused(why: str) -> SecurityError:
+    """The error of a system that lacks what isolates programs, or does not permit it."""
+    return SecurityError("sandbox", why, state="no program was run.", next=_NEXT)
+
+
+def compile_filter() -> bytes:
+    """The filter of system calls. SecurityError without libseccomp."""
+    try:
+        return calls.compile_filter()
+    except OSError as error:
+        raise refused(f"libseccomp makes no filter of system calls: {error}") from error
+
+
+def _show(paths: list[str]) -> list[str]:
+    """bwrap's options to show paths of the host where they are, each once and read-only, and four
+    harmless devices."""
+    options: list[str] = []
+    devices = [f"/dev/{name}" for name in ("null", "zero", "random", "urandom")]
+    shown: list[str] = []
+    for path in sorted({*paths, *devices}):
+        if any(path.startswith(folder + "/") for folder in shown):
+            continue
+        shown.append(path)
+        for folder in reversed(PurePath(path).parents[:-1]):
+            options += ["--dir", str(folder)]  # those that bwrap makes by itself are root's alone
+        if os.path.islink(path):
+            options += ["--symlink", os.readlink(path), path]
+        else:
+            options += ["--dev-bind" if path in devices else "--ro-bind", path, path]
+    return options
+
+
+def _limit_options(limits: Limits, pids: int | None = None) -> list[str]:
+    """prlimit's options, none above what this process is allowed; `pids` only where a user
+    namespace counts them apart from others."""
+    seconds = math.ceil(limits.seconds)
+    bounds = {
+        "as": (limits.memory_mib << 20,) * 2,
+        "core": (1, 1),  # at 0 the kernel still pipes a core to a handler of the host's
+        "cpu": (seconds, seconds + 1),  # SIGXCPU tells, SIGKILL a second later ends it
+        "fsize": (limits.files_mib << 20,) * 2,
+        "memlock": (0, 0),
+        "msgqueue": (0, 0),
+        "nofile": (limits.open_files,) * 2,
+        "rtprio": (0, 0),
+    }
+    if pids is not None:
+        bounds["nproc"] = (pids, pids)
+    options = []
+    for name, (soft, hard) in bounds.items():
+        allowed = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
+        if allowed == resource.RLIM_INFINITY:
+            allowed = hard
+        options.append(f"--{name}={min(soft, allowed)}:{min(hard, allowed)}")
+    return options
