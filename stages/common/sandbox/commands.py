@@ -13,37 +13,23 @@ hence, for root, the map that is written while it waits (`--userns-block-fd`).
 
 from __future__ import annotations
 
-import math
 import os
-import resource
 import shutil
 from pathlib import PurePath
-from typing import TYPE_CHECKING, NamedTuple
-
-from quiver.schemas.errors import SecurityError
+from typing import NamedTuple
 
 from . import calls
+from .errors import refused
+from .interpreter import Interpreter
+from .limits import Limits, limit_options
 
-if TYPE_CHECKING:
-    from .interpreter import Interpreter
-    from .run import Limits
-
-NOBODY = 65534
-USER_MAP = f"0 0 1\n{NOBODY} {NOBODY} 1\n"
-"""What is written to uid_map and gid_map of root's sandboxes."""
+_NOBODY = 65534
 TOOLS = ("bwrap", "mount", "unshare", "setpriv", "prlimit")
 _OF_PROCESS = ("setpriv", "prlimit")
-_NEXT = (
-    "apt install bubblewrap util-linux mount libseccomp2 (dnf install bubblewrap util-linux "
-    "libseccomp) and permit user namespaces (sysctl user.max_user_namespaces, "
-    "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns; in a "
-    "container its seccomp profile), use a remote sandbox, or set isolation = "
-    '"process" in arguments, which protects neither files nor network'
-)
 _ROOT_RIGHTS = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")  # for setpriv, which gives them up
 _MEMORY = "/sys"  # a folder that every system has, and none of whose files a program is shown
 _SCRIPT = f"""\
-echo 1000 >/proc/self/oom_score_adj
+{{ echo 1000 >/proc/self/oom_score_adj; }} 2>/dev/null
 "$1" -t tmpfs -o "$2" none {_MEMORY} || exit
 shift 2
 exec "$@"
@@ -51,31 +37,31 @@ exec "$@"
 
 
 class Handles(NamedTuple):
-    """Numbers of files that bwrap inherits: the program's source, the filter, the pipe on which it
-    says its child's pid, and the one on which it waits for root's map."""
+    """Numbers of files that bwrap inherits and closes: the program's source, the filter, the socket
+    on which it says its child's pid and, for root, waits for the map of users."""
 
     program: int
     filter: int
     info: int
-    block: int
+    block: int | None = None
 
 
 def isolate(python: Interpreter, limits: Limits, handles: Handles) -> list[str]:
     """A command, to be continued by the interpreter's arguments, that shows it `python`'s files,
     /program.py and an empty /tmp. SecurityError when a tool is missing."""
     tools = find_tools(TOOLS)
-    is_root = os.geteuid() == 0
-    inner = [tools["prlimit"], *_limit_options(limits, pids=limits.processes + (not is_root))]
+    is_root = handles.block is not None
+    inner = [tools["prlimit"], *limit_options(limits, pids=limits.processes + (not is_root))]
     paths = [*python.paths, tools["prlimit"]]
     options = ["--seccomp", str(handles.filter), "--info-fd", str(handles.info)]
     if is_root:
         options += ["--userns-block-fd", str(handles.block), "--uid", "0", "--gid", "0"]
         options += [option for right in _ROOT_RIGHTS for option in ("--cap-add", right)]
         paths.append(tools["setpriv"])
-        nobody = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+        nobody = [f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups"]
         inner = [tools["setpriv"], *nobody, "--bounding-set=-all", "--inh-caps=-all", *inner]
     else:  # the namespace's only user, whose processes include bwrap's own
-        options += ["--uid", str(NOBODY), "--gid", str(NOBODY)]
+        options += ["--uid", str(_NOBODY), "--gid", str(_NOBODY)]
     memory = f"size={limits.files_mib}m,nr_inodes=1024,mode=1777,nosuid,nodev,noexec"
     return [
         *(tools["unshare"], "--mount", *([] if is_root else ["--user", "--map-root-user"])),
@@ -83,16 +69,29 @@ def isolate(python: Interpreter, limits: Limits, handles: Handles) -> list[str]:
         *(tools["bwrap"], "--unshare-all", "--unshare-user", "--cap-drop", "ALL"),
         *("--new-session", "--die-with-parent", "--hostname", "sandbox", *options),
         *("--bind", _MEMORY, "/tmp", *_show(paths), "--symlink", "/tmp", "/dev/shm"),
-        *("--perms", "0444", "--ro-bind-data", str(handles.program), "/program.py"),
-        *("--remount-ro", "/", "--chdir", "/tmp", *inner, *python.command),
+        *("--file", str(handles.program), "/program.py", "--remount-ro", "/"),
+        *("--chdir", "/tmp", *inner, *python.command),
     ]
 
 
 def restrict(python: Interpreter, limits: Limits) -> list[str]:
     """The same for isolation "process": no new privileges, and limits of each process."""
     tools = find_tools(_OF_PROCESS)
-    limited = [tools["prlimit"], *_limit_options(limits)]
+    limited = [tools["prlimit"], *limit_options(limits)]
     return [tools["setpriv"], "--no-new-privs", *limited, *python.command]
+
+
+def map_users(child: int) -> None:
+    """Give root's sandbox, in which bwrap waits as `child`, the users root and nobody.
+    SecurityError if they are not to be had; ProcessLookupError if it has ended."""
+    try:
+        for name in ("uid_map", "gid_map"):
+            with open(f"/proc/{child}/{name}", "w") as file:
+                file.write(f"0 0 1\n{_NOBODY} {_NOBODY} 1\n")
+    except FileNotFoundError as error:
+        raise ProcessLookupError(child) from error
+    except OSError as error:
+        raise refused(f"no user nobody of its own: {error.strerror}") from error
 
 
 def find_tools(names: tuple[str, ...]) -> dict[str, str]:
@@ -101,11 +100,6 @@ def find_tools(names: tuple[str, ...]) -> dict[str, str]:
     if missing := [name for name, path in paths.items() if path is None]:
         raise refused(f"{', '.join(missing)} not found in PATH")
     return {name: os.path.realpath(path) for name, path in paths.items() if path}
-
-
-def refused(why: str) -> SecurityError:
-    """The error of a system that lacks what isolates programs, or does not permit it."""
-    return SecurityError("sandbox", why, state="no program was run.", next=_NEXT)
 
 
 def compile_filter() -> bytes:
@@ -132,29 +126,4 @@ def _show(paths: list[str]) -> list[str]:
             options += ["--symlink", os.readlink(path), path]
         else:
             options += ["--dev-bind" if path in devices else "--ro-bind", path, path]
-    return options
-
-
-def _limit_options(limits: Limits, pids: int | None = None) -> list[str]:
-    """prlimit's options, none above what this process is allowed; `pids` only where a user
-    namespace counts them apart from others."""
-    seconds = math.ceil(limits.seconds)
-    bounds = {
-        "as": (limits.memory_mib << 20,) * 2,
-        "core": (1, 1),  # at 0 the kernel still pipes a core to a handler of the host's
-        "cpu": (seconds, seconds + 1),  # SIGXCPU tells, SIGKILL a second later ends it
-        "fsize": (limits.files_mib << 20,) * 2,
-        "memlock": (0, 0),
-        "msgqueue": (0, 0),
-        "nofile": (limits.open_files,) * 2,
-        "rtprio": (0, 0),
-    }
-    if pids is not None:
-        bounds["nproc"] = (pids, pids)
-    options = []
-    for name, (soft, hard) in bounds.items():
-        allowed = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
-        if allowed == resource.RLIM_INFINITY:
-            allowed = hard
-        options.append(f"--{name}={min(soft, allowed)}:{min(hard, allowed)}")
     return options

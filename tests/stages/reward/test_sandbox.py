@@ -213,6 +213,20 @@ def test_the_environment_is_clean_and_the_same_each_time(
 
 
 @BOTH
+def test_no_file_but_its_streams_is_open(permitted, isolation):
+    program = """
+import os
+for handle in range(60):
+    try:
+        os.fstat(handle)
+        print(handle)
+    except OSError:
+        pass
+"""
+    assert run_program(program, isolation=isolation).stdout == "0\n1\n2\n"
+
+
+@BOTH
 def test_limits(permitted, isolation):
     def run(program, **limits):
         return run_program(program, limits=Limits(**limits), isolation=isolation)
@@ -349,7 +363,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_where_a_layer_is_missing_nothing_is_run(full, kind, tmp_path):
-    touched = tmp_path / "touched"
+    before, touched = strangers(), tmp_path / "touched"
     forbid = "exec" if kind == "ids" else f"echo 0 >/proc/sys/user/max_{kind}_namespaces; exec"
     done = subprocess.run(
         [
@@ -367,6 +381,7 @@ def test_where_a_layer_is_missing_nothing_is_run(full, kind, tmp_path):
     )
     assert done.stdout.count('isolation = "process"') == 2
     assert done.stdout.endswith("\n0\n"), "and with less it runs"
+    assert nobody_is_left(before)
     assert touched.read_text() == "was here "  # once, by the one that asked for less
 
 
