@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import PurePath
-from typing import NamedTuple
 
 from . import calls
 from .errors import refused
@@ -29,33 +28,34 @@ _OF_PROCESS = ("setpriv", "prlimit")
 _ROOT_RIGHTS = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")  # for setpriv, which gives them up
 _MEMORY = "/sys"  # a folder that every system has, and none of whose files a program is shown
 _SCRIPT = f"""\
-{{ echo 1000 >/proc/self/oom_score_adj; }} 2>/dev/null
 "$1" -t tmpfs -o "$2" none {_MEMORY} || exit
 shift 2
 exec "$@"
 """
 
 
-class Handles(NamedTuple):
-    """Numbers of files that bwrap inherits and closes: the program's source, the filter, the socket
-    on which it says its child's pid and, for root, waits for the map of users."""
-
-    program: int
-    filter: int
-    info: int
-    block: int | None = None
-
-
-def isolate(python: Interpreter, limits: Limits, handles: Handles) -> list[str]:
+def isolate(
+    python: Interpreter,
+    limits: Limits,
+    program: int,
+    filter: int,
+    info: int | None = None,
+    wait: int | None = None,
+) -> list[str]:
     """A command, to be continued by the interpreter's arguments, that shows it `python`'s files,
-    /program.py and an empty /tmp. SecurityError when a tool is missing."""
+    /program.py and an empty /tmp. SecurityError when a tool is missing.
+
+    Numbers of files that bwrap inherits: the program's source, the filter; for root, where it
+    writes its child's pid, and where it waits until `map_users` is done.
+    """
     tools = find_tools(TOOLS)
-    is_root = handles.block is not None
+    is_root = info is not None
     inner = [tools["prlimit"], *limit_options(limits, pids=limits.processes + (not is_root))]
     paths = [*python.paths, tools["prlimit"]]
-    options = ["--seccomp", str(handles.filter), "--info-fd", str(handles.info)]
+    options = ["--seccomp", str(filter)]
     if is_root:
-        options += ["--userns-block-fd", str(handles.block), "--uid", "0", "--gid", "0"]
+        options += ["--info-fd", str(info), "--userns-block-fd", str(wait)]
+        options += ["--uid", "0", "--gid", "0"]
         options += [option for right in _ROOT_RIGHTS for option in ("--cap-add", right)]
         paths.append(tools["setpriv"])
         nobody = [f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups"]
@@ -69,7 +69,7 @@ def isolate(python: Interpreter, limits: Limits, handles: Handles) -> list[str]:
         *(tools["bwrap"], "--unshare-all", "--unshare-user", "--cap-drop", "ALL"),
         *("--new-session", "--die-with-parent", "--hostname", "sandbox", *options),
         *("--bind", _MEMORY, "/tmp", *_show(paths), "--symlink", "/tmp", "/dev/shm"),
-        *("--file", str(handles.program), "/program.py", "--remount-ro", "/"),
+        *("--file", str(program), "/program.py", "--remount-ro", "/"),
         *("--chdir", "/tmp", *inner, *python.command),
     ]
 

@@ -36,11 +36,12 @@ from typing import Literal
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.runtime.folders import temporary_folder
+from quiver.stages.common.runtime.subprocesses import Process
 
 from . import interpreter
 from .errors import failed, refused
 from .limits import Limits
-from .start import Started, start_program
+from .start import start_program
 
 Isolation = Literal["full", "process"]
 _POLL_SECONDS = 0.05
@@ -97,11 +98,11 @@ def run_program(
     limits = limits or Limits()
     texts = [text.encode(errors="surrogatepass") for text in (program, stdin)]
     with place as folder, ExitStack() as stack:
-        started = start_program(*texts, limits, interpreter.find(python), folder, stack)
+        process = start_program(*texts, limits, interpreter.find(python), folder, stack)
         begun = time.monotonic()
-        killed_by, stdout, stderr = _watch(started, limits)
+        killed_by, stdout, stderr = _watch(process, limits)
         seconds = time.monotonic() - begun
-        code = started.process.wait()
+        code = process.wait()
     if killed_by:
         code = -signal.SIGKILL
     elif isolation == "full":
@@ -114,22 +115,20 @@ def run_program(
     return Finished(code, stdout, stderr, killed_by, seconds)
 
 
-def _watch(started: Started, limits: Limits) -> tuple[str | None, str, str]:
+def _watch(process: Process, limits: Limits) -> tuple[str | None, str, str]:
     """Read what a program prints until all of its processes are gone, and kill it when a limit is
     reached; which one, and of each output as much as is kept."""
-    process = started.process
     texts = {process.stdout: bytearray(), process.stderr: bytearray()}
     killed_by = None
     checked = begun = time.monotonic()
     with selectors.DefaultSelector() as selector:
-        for file in filter(None, (*texts, started.ended)):
+        for file in texts:
             selector.register(file, selectors.EVENT_READ)
         while selector.get_map():
             for key, _ in selector.select(_POLL_SECONDS):
-                chunk = os.read(key.fd, 65536) if key.fileobj in texts else b""
+                chunk = os.read(key.fd, 65536)
                 if not chunk:
                     selector.unregister(key.fileobj)
-                    continue
                 text = texts[key.fileobj]
                 text += chunk[: max(0, limits.output_kib * 1024 - len(text))]
             now = time.monotonic()
@@ -140,10 +139,10 @@ def _watch(started: Started, limits: Limits) -> tuple[str | None, str, str]:
             checked = now
             if now - begun > limits.seconds:
                 killed_by = "time"
-            elif _bytes_below(started.top) > limits.memory_mib << 20:
+            elif _bytes_below(process.pid) > limits.memory_mib << 20:
                 killed_by = "memory"
             if killed_by:
-                started.kill()
+                process.kill()
     stdout, stderr = (text.decode(errors="replace") for text in texts.values())
     return killed_by, stdout, stderr
 

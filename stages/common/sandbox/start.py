@@ -1,8 +1,7 @@
 """Starts a program in its sandbox: up to the moment at which its interpreter is there.
 
-The process that asks and the sandbox speak by a socket, on which bwrap says its child's pid and,
-for root, hears that its users are mapped; then the interpreter says that it has started, and runs
-the program once it has an answer.
+The process that asks and the sandbox speak by a socket. For root, bwrap says its child's pid on it
+and waits until its users are mapped; then the interpreter says that it has started.
 """
 
 from __future__ import annotations
@@ -10,13 +9,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import signal
 import socket
 import subprocess
-from contextlib import ExitStack, suppress
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from quiver.schemas.errors import ResourceError, SecurityError, printable
 from quiver.stages.common.runtime.subprocesses import Process
@@ -33,9 +30,9 @@ _SHORTAGES = (
     "Cannot allocate memory",
     "Too many open files",
 )
-# The interpreter says that it is there and waits for an answer, so the clock starts with the
-# program, which is not run if the process that asked is gone. The rest is what a script expects of
-# `python script.py` and -S leaves out (-S keeps installed packages out of sight).
+# The interpreter says that it is there: a slow start of the sandbox is never the program's fault.
+# The rest is what a script expects of `python script.py` and -S leaves out (-S keeps installed
+# packages out of sight).
 _START = """\
 def start():
     import builtins, posix, sys
@@ -44,8 +41,6 @@ def start():
     _, path, handle = sys.argv
     sys.argv[:] = [path]
     posix.write(int(handle), b"started")
-    if not posix.read(int(handle), 1):
-        posix._exit(1)
     posix.closerange(3, 1 << 16)
     space = sys.modules["__main__"].__dict__
     del space["start"]
@@ -57,23 +52,6 @@ start()
 """
 
 
-class Started(NamedTuple):
-    """A program that runs. `process`: bwrap, or the keeper; all of the program's processes are
-    below `top`. `ended`: becomes readable when `top`, and so its process namespace, is gone."""
-
-    process: subprocess.Popen
-    top: int
-    ended: BinaryIO | None = None
-
-    def kill(self) -> None:
-        """End it at once, with all of its processes."""
-        self.process.kill()
-        # without bwrap its child waits for ever, if it has not yet asked to die with it
-        if self.ended:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.ended.fileno(), signal.SIGKILL)
-
-
 def start_program(
     program: bytes,
     stdin: bytes,
@@ -81,35 +59,36 @@ def start_program(
     python: Interpreter,
     folder: Path | None,
     stack: ExitStack,
-) -> Started:
+) -> Process:
     """Start a program that ends with `stack`: in an empty `folder`, or without one in a root and
     namespaces of its own. SecurityError: a tool is missing or refuses. ResourceError: it failed."""
     with ExitStack() as files:
         asker, control = map(files.enter_context, socket.socketpair())
         handed = [control]
         if folder:
+            is_mapped = False
             home, path = folder / "tmp", folder / "program.py"
             home.mkdir()
             path.write_bytes(program)
             command = commands.restrict(python, limits)
-            open_process = partial(Process, oom_score=1000, cwd=home)
         else:
             home, path = Path("/tmp"), Path("/program.py")
             handed += map(_sealed_file, (program, commands.compile_filter()))
-            # bwrap closes those on which it speaks; it waits on the second of root alone
-            handed += [control.dup() for _ in range(1 + (os.geteuid() == 0))]
-            handles = commands.Handles(*(file.fileno() for file in handed[1:]))
-            command = commands.isolate(python, limits, handles)
-            open_process = partial(subprocess.Popen, start_new_session=True, cwd="/")
+            if is_mapped := os.geteuid() == 0:
+                handed += [control.dup(), control.dup()]  # bwrap may close those that it uses
+            handles = [file.fileno() for file in handed[1:]]
+            command = commands.isolate(python, limits, *handles)
         for file in handed:
             files.enter_context(file)
-        process = open_process(
+        process = Process(
             [*command, "-c", _START, str(path), str(control.fileno())],
             stdin=files.enter_context(_sealed_file(stdin)),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             pass_fds=[file.fileno() for file in handed],
+            cwd=home if folder else "/",
             umask=0o077,
+            oom_score=1000,  # programs go before the process that scores them
             env={
                 "PATH": "/usr/bin:/bin",
                 "HOME": str(home),
@@ -127,24 +106,18 @@ def start_program(
         stack.callback(process.kill)
         for file in handed:
             file.close()
-        started = Started(process, process.pid)
         asker.settimeout(_START_SECONDS)
         try:
-            if not folder:
-                child = json.loads(_hear(asker, b"}\n"))["child-pid"]
-                ended = os.fdopen(os.pidfd_open(child), "rb", buffering=0)
-                started = Started(process, child, stack.enter_context(ended))
-                stack.callback(started.kill)
-                if handles.block is not None:
-                    commands.map_users(child)
-                    asker.send(b"1")
+            if is_mapped:
+                commands.map_users(json.loads(_hear(asker, b"}\n"))["child-pid"])
+                asker.send(b"1")
+                asker.shutdown(socket.SHUT_WR)
             _hear(asker, b"started")
-            asker.send(b"1")
         except (EOFError, ConnectionError, ProcessLookupError):
             raise _not_started(process.stderr.read().decode(errors="replace")) from None
         except TimeoutError:
             raise failed(f"it did not start within {_START_SECONDS} s") from None
-        return started
+        return process
 
 
 def _sealed_file(content: bytes) -> BinaryIO:

@@ -293,7 +293,7 @@ def test_whoever_asked_may_die(permitted, isolation, tmp_path, monkeypatch):
 from quiver.stages.common.sandbox import Limits, run_program
 run_program("import time; time.sleep(100)", limits=Limits(seconds=100), isolation={isolation!r})
 """
-    generations = 3 if isolation == "full" else 2
+    generations = 4 if isolation == "full" else 2
     asker = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}
     )
