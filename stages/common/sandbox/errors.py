@@ -9,7 +9,7 @@ _NEXT = (
     "libseccomp) and permit user namespaces (sysctl user.max_user_namespaces, "
     "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns; in a "
     "container its seccomp profile), use a remote sandbox, or set isolation = "
-    '"process" in arguments, which protects neither files nor network'
+    '"process" in the arguments of the function code, which protects neither files nor network'
 )
 
 

@@ -102,8 +102,7 @@ def start_program(
                 "PYTHONHASHSEED": "0",  # the same program on the same input does the same
             },
         )
-        stack.enter_context(process)
-        stack.callback(process.kill)
+        stack.callback(process.end, grace=0)  # a keeper that has only begun dies of SIGTERM
         for file in handed:
             file.close()
         asker.settimeout(_START_SECONDS)
