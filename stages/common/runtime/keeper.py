@@ -14,8 +14,7 @@ is the command's oom_score_adj, as of proc(5), or empty.
 
 The keeper holds the command's pipes open, so they reach their end only when all of that is gone.
 
-This file imports the standard library alone: it is run by its path, and the sandbox's launcher
-(which is a keeper too, but watches a clock and memory besides) imports it by its path.
+This file imports the standard library alone: it is run by its path.
 """
 
 from __future__ import annotations

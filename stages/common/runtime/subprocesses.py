@@ -43,8 +43,6 @@ class Process(subprocess.Popen):
     `limits`: of setrlimit(2), for each process, by `resource.RLIMIT_...`. `oom_score`: the higher,
     the sooner the kernel kills it when memory runs out, up to 1000. `orphan_grace`: how many
     seconds the command has to end by itself when this process has died; 0: it is killed at once.
-    `is_keeper`: the command needs no keeper; it finds the lifeline's number as its last argument,
-    and ends itself and all that it started when that closes.
     """
 
     def __init__(
@@ -54,7 +52,6 @@ class Process(subprocess.Popen):
         limits: Mapping[int, int] | None = None,
         oom_score: int | None = None,
         orphan_grace: float = 0,
-        is_keeper: bool = False,
         pass_fds: Sequence[int] = (),
         **options: Any,
     ) -> None:
@@ -62,13 +59,10 @@ class Process(subprocess.Popen):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), args[0])
         self._lock = threading.Lock()
         lifeline, self._lifeline = os.pipe()
-        if is_keeper:
-            command = [*args, str(lifeline)]
-        else:
-            limit_text = ",".join(f"{kind}={number}" for kind, number in (limits or {}).items())
-            command = [sys.executable, "-I", "-S", keeper.__file__]
-            oom_text = "" if oom_score is None else str(oom_score)
-            command += [str(lifeline), str(orphan_grace), limit_text, oom_text, *args]
+        limit_text = ",".join(f"{kind}={number}" for kind, number in (limits or {}).items())
+        command = [sys.executable, "-I", "-S", keeper.__file__]
+        oom_text = "" if oom_score is None else str(oom_score)
+        command += [str(lifeline), str(orphan_grace), limit_text, oom_text, *args]
         try:
             super().__init__(
                 command, pass_fds=(*pass_fds, lifeline), start_new_session=True, **options

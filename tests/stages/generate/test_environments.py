@@ -15,7 +15,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from quiver.schemas.errors import ConfigError
+from quiver.schemas.errors import ConfigError, SecurityError
 from quiver.stages.common import sandbox
 from quiver.stages.common.environments.adapters import ENVIRONMENTS, TOOLS, open_source
 from quiver.stages.common.environments.environment import (
@@ -316,6 +316,13 @@ def test_the_tool_python_runs_in_the_sandbox():
     assert "ZeroDivisionError" in run("1 / 0") and "(exit code 1)" in run("1 / 0")
     assert run("x = 1") == "(it printed nothing)"
     assert "NameError" in run("print(x)")
+
+
+def test_the_tool_python_is_refused_without_bubblewrap(monkeypatch, tmp_path):
+    sandbox.check.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SecurityError, match="bwrap, mount, unshare, setpriv, prlimit not found"):
+        open_source("", ["python"], {})
 
 
 # -- gymnasium

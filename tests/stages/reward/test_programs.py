@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from quiver import run_stage
-from quiver.schemas.errors import ConfigError, QuiverError, SecurityError
+from quiver.schemas.errors import ConfigError, SecurityError
 from quiver.stages.common.sandbox import check as check_sandbox
 from quiver.stages.common.sandbox import run_program
 from quiver.stages.reward.functions import programs
@@ -510,9 +510,12 @@ def test_what_runs_programs_comes_from_the_recipe_alone():
 
 
 def test_a_sandbox_that_is_not_permitted_is_told_before_any_generation(monkeypatch, tmp_path):
-    monkeypatch.setattr("quiver.stages.common.sandbox.run._LAUNCHER", tmp_path / "missing")
-    config = Config(functions=[{"use": "code", "arguments": {"isolation": "process"}}])
-    with pytest.raises(QuiverError, match="sandbox"):
+    check_sandbox.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    config = Config(functions=[{"use": "code"}])
+    with pytest.raises(
+        SecurityError, match="bwrap, mount, unshare, setpriv, prlimit not found in PATH"
+    ):
         check(config, ["tests"])
     elsewhere = Config(
         functions=[{"use": "code", "arguments": {"sandbox_url": "http://127.0.0.1:1"}}]
