@@ -260,6 +260,10 @@ class _Collector(ast.NodeVisitor):
     def visit_Raise(self, node: ast.Raise) -> None:
         """An error's text is for people."""
 
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
+        """In which order errors are named changes nothing."""
+        self._visit_all(node.body)
+
     def visit_Expr(self, node: ast.Expr) -> None:
         if isinstance(node.value, ast.Constant) or _speaks(node.value) or _reads_clock(node):
             return
