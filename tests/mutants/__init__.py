@@ -180,7 +180,15 @@ TARGETS = (
     ),
     Target(
         "stages/common/store/versions.py",
-        (f"{STORE}/test_store.py", f"{STORE}/test_tags.py", f"{STORE}/test_retention.py"),
+        (
+            f"{STORE}/test_store.py",
+            f"{STORE}/test_tags.py::test_every_move_has_its_entry",
+            f"{STORE}/test_tags.py::test_verify_reads_the_entries_of_old_moves_too",
+            f"{STORE}/test_retention.py::test_what_expired_says_so_and_can_be_brought_back",
+            f"{STORE}/test_retention.py::"
+            "test_a_version_that_expired_is_seen_by_its_manifest_where_that_is_asked",
+            f"{STORE}/test_retention.py::test_what_somebody_needs_while_it_goes_stays",
+        ),
     ),
     Target(
         "stages/common/store/writer.py",
