@@ -200,7 +200,13 @@ TARGETS = (
     ),
     Target(
         "stages/common/store/writer.py",
-        (f"{STORE}/test_store.py", f"{STORE}/test_sharing.py", f"{STORE}/test_leases.py"),
+        (
+            f"{STORE}/test_store.py",
+            f"{STORE}/test_sharing.py",
+            f"{STORE}/test_leases.py::test_a_commit_that_slept_too_long_makes_no_second_version",
+            f"{STORE}/test_retention.py::"
+            "test_numbers_stay_given_and_only_the_same_work_gets_them_back",
+        ),
     ),
     Target("stages/common/environments/pool.py", (ENVIRONMENT_POOL,), 12),
     Target("stages/common/environments/worker.py", (ENVIRONMENT_POOL,), 8),

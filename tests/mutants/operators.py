@@ -20,7 +20,7 @@ from dataclasses import dataclass
 FUNCTION_KINDS = (ast.FunctionDef, ast.AsyncFunctionDef)
 LARGEST_NUMBER = 8
 """Larger whole numbers are sizes, times or budgets, where one more or less changes nothing."""
-ORDER_DOES_NOT_MATTER = {"min", "max", "minimum", "maximum", "equal", "isinstance"}
+ORDER_DOES_NOT_MATTER = {"min", "max", "minimum", "maximum", "equal", "isinstance", "suppress"}
 BOUNDING_FUNCTIONS = {"min", "max", "minimum", "maximum"}
 REMOVABLE_METHODS = {"abs", "clamp", "cumsum", "exp", "sqrt", "square"}
 UNTOUCHED_CALLS = {"ThreadPoolExecutor", "isinstance", "round"}

@@ -392,6 +392,11 @@ def test_two_at_the_same_work_one_is_busy(store):
     assert commit(store).ref.version == 1
 
 
+def test_a_file_of_the_stages_own_that_is_missing_is_not_anothers_work(store):
+    with pytest.raises(FileNotFoundError), work_on(store):
+        (store.path.parent / "nowhere").read_bytes()
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A real file system of 300 kB."""
