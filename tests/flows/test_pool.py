@@ -24,7 +24,7 @@ from quiver.flows.recipe import Placement
 from quiver.flows.stage import stage
 from quiver.schemas.errors import ConfigError, NumericError, ResourceError
 from quiver.stages.common.store import Store
-from tests.flows.conftest import command_environment, left_behind, quiver, shared_api
+from tests.flows.conftest import command_environment, left_behind, quiver, shared_api, wait_until
 
 pytestmark = pytest.mark.prefect
 WORKER = {"PREFECT_WORKER_QUERY_SECONDS": "1", "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
@@ -224,9 +224,8 @@ class Pool:
 
     def started(self, count: int) -> list[FlowRun]:
         """The same, when there are so many."""
-        while len(runs := self.runs()) < count:
-            time.sleep(0.02)
-        return runs
+        wait_until(lambda: len(self.runs()) >= count)
+        return self.runs()
 
     def move(self, run: FlowRun, kind: str, message: str = "") -> None:
         """What a worker, or the flow in it, tells the server."""
@@ -265,7 +264,7 @@ def test_the_first_that_is_done_ends_the_others(by_hand, policy):
         by_hand.move(first, "CRASHED")
         by_hand.move(third, "RUNNING")
         by_hand.move(second, "COMPLETED", DONE)
-        outcome = call.result()
+        outcome = call.result(60)
     assert (outcome.ref, outcome.cached) == ("tiny/policy@0", False)
     kinds = [run.state_type for run in by_hand.runs()]
     assert kinds == [StateType.CRASHED, StateType.COMPLETED, StateType.CANCELLING]
@@ -286,7 +285,7 @@ def test_where_all_have_failed_an_error_says_more_than_a_crash(by_hand, kinds, e
         for run, (kind, text) in zip(by_hand.started(len(kinds)), kinds, strict=True):
             by_hand.move(run, kind, text)
         with pytest.raises(error, match=message) as caught:
-            call.result()
+            call.result(60)
     assert type(caught.value) is error
 
 
@@ -295,10 +294,10 @@ def test_a_run_that_the_server_lost_has_crashed(by_hand, policy, caplog):
         first, second = by_hand.started(2)
         by_hand.move(second, "RUNNING")
         by_hand.forget(second)
-        while "(2 of 2)' ended as Crashed: the server does not know it" not in caplog.text:
-            time.sleep(0.02)
+        said = "(2 of 2)' ended as Crashed: the server does not know it"
+        wait_until(lambda: said in caplog.text)
         by_hand.move(first, "COMPLETED", DONE)
-        assert call.result().ref == "tiny/policy@0"
+        assert call.result(60).ref == "tiny/policy@0"
 
 
 def test_a_run_that_is_taken_up_and_not_begun_has_failed(by_hand):
@@ -306,7 +305,7 @@ def test_a_run_that_is_taken_up_and_not_begun_has_failed(by_hand):
         by_hand.come_online("slow")
         by_hand.move(*by_hand.started(1), "PENDING")
         with pytest.raises(ResourceError, match=r"'stage' up and did not begin it within 0\.5"):
-            call.result()
+            call.result(60)
     assert [run.state_type for run in by_hand.runs()] == [StateType.CANCELLING]
 
 
@@ -322,7 +321,7 @@ def test_there_are_as_many_runs_as_workers_where_they_can_share(
     with by_hand.run(wait_seconds=600) as call:
         for run in by_hand.started(count):
             by_hand.move(run, "COMPLETED", DONE)
-        call.result()
+        call.result(60)
     named = [f"work ({number} of {count})" for number in range(1, count + 1)]
     assert [run.name for run in by_hand.runs()] == (["work"] if count == 1 else named)
 
@@ -330,17 +329,16 @@ def test_there_are_as_many_runs_as_workers_where_they_can_share(
 def test_a_worker_that_is_busy_is_waited_for_until_its_pool_is_paused(by_hand, caplog):
     by_hand.come_online("busy")
     with by_hand.run(wait_seconds=0.2) as call:
-        while "waits for a free worker" not in caplog.text:
-            time.sleep(0.02)
+        wait_until(lambda: "waits for a free worker" in caplog.text)
         assert not call.done() and f"pool {by_hand.name}: busy" in caplog.text
         by_hand.pause()
         with pytest.raises(GivenUp, match="it is paused") as caught:
-            call.result()
+            call.result(60)
     assert caught.value.next == f"prefect work-pool resume {by_hand.name}"
 
 
 def test_a_pool_that_the_server_lacks_is_told(by_hand):
     by_hand.name = "nowhere"
     with by_hand.run() as call, pytest.raises(ConfigError, match="no such work pool") as caught:
-        call.result()
+        call.result(60)
     assert caught.value.next == "quiver deploy RECIPE --pool nowhere"
