@@ -290,13 +290,14 @@ def test_where_all_have_failed_an_error_says_more_than_a_crash(by_hand, kinds, e
 
 
 def test_a_run_that_the_server_lost_has_crashed(by_hand, policy, caplog):
-    with by_hand.run(fan_out=2, wait_seconds=600) as call:
-        first, second = by_hand.started(2)
-        by_hand.move(second, "RUNNING")
+    with by_hand.run(fan_out=3, wait_seconds=600) as call:
+        first, second, third = by_hand.started(3)
+        by_hand.move(first, "CRASHED", "killed")
+        wait_until(lambda: "(1 of 3)' ended as Crashed: killed" in caplog.text)
         by_hand.forget(second)
-        said = "(2 of 2)' ended as Crashed: the server does not know it"
+        said = "(2 of 3)' ended as Crashed: the server does not know it"
         wait_until(lambda: said in caplog.text)
-        by_hand.move(first, "COMPLETED", DONE)
+        by_hand.move(third, "COMPLETED", DONE)
         assert call.result(60).ref == "tiny/policy@0"
 
 
