@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -198,6 +198,14 @@ def left_behind(folder: Path, only: str = "") -> list[str]:
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(0.1)
+
+
+def wait_until(comes_about: Callable[[], object]) -> None:
+    """Wait for what must come about within a minute."""
+    deadline = time.monotonic() + 60
+    while not comes_about():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.02)
 
 
 def processes(folder: Path) -> list[str]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.flows.conftest import wait_until
+
 FLOW = """
 import os, signal, sys, time
 from pathlib import Path
@@ -27,13 +29,6 @@ WORKER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.arg
 def alive(pid: str) -> bool:
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("how", ["listens", "ignores it"])

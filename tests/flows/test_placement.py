@@ -103,6 +103,7 @@ def test_a_call_travels_whole(store):
     kept = {"store_id", "share"}
     assert travelled.model_dump(exclude=kept) == call.model_dump(exclude=kept)
     assert not call.model_copy(update={"force": True}).for_workers().share
+    assert not call.model_copy(update={"stage": "optimize"}).for_workers().share
 
 
 def test_what_a_last_state_tells():

@@ -8,11 +8,23 @@ import subprocess
 import sys
 import time
 import urllib.request
+from uuid import uuid4
 
 import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
+from prefect.client.schemas.filters import WorkPoolFilter, WorkPoolFilterName
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.flows import EntrypointType
 
+from quiver.flows import pool
+from quiver.flows.ahead import run_ahead
+from quiver.flows.placement import GivenUp, StageCall
+from quiver.flows.recipe import Placement
+from quiver.flows.stage import stage
+from quiver.schemas.errors import ConfigError, NumericError, ResourceError
 from quiver.stages.common.store import Store
-from tests.flows.conftest import command_environment, left_behind, quiver, shared_api
+from tests.flows.conftest import command_environment, left_behind, quiver, shared_api, wait_until
 
 pytestmark = pytest.mark.prefect
 WORKER = {"PREFECT_WORKER_QUERY_SECONDS": "1", "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
@@ -182,3 +194,152 @@ def test_ctrl_c_ends_the_stage_on_the_worker(place):
     assert left_behind(place, "-m\0quiver.stages\0generate") == []
     states = {run["state_type"] for run in pool_runs() if run["work_pool_name"] == "box"}
     assert states & {"CANCELLING", "CANCELLED"} and not states & {"RUNNING", "PENDING", "SCHEDULED"}
+
+
+# -- the test itself does what a worker does
+
+
+class Pool:
+    """A pool whose flow runs the test moves from state to state, and one call of a stage there."""
+
+    def __init__(self, client, store: Store) -> None:
+        self.name = f"hand-{uuid4()}"
+        self.call = StageCall(stage="generate", config={}, store=str(store.path), share=True)
+        self._client = client
+        client.create_work_pool(WorkPoolCreate(name=self.name, type="process"))
+        module_path = EntrypointType.MODULE_PATH
+        stage.to_deployment(
+            self.name, work_pool_name=self.name, entrypoint_type=module_path
+        ).apply()
+
+    def run(self, **placement):
+        """The call, made in a thread of its own."""
+        return run_ahead(lambda: pool.run_in_pool(self.call, self.name, Placement(**placement)))
+
+    def runs(self) -> list[FlowRun]:
+        """Its flow runs, by their names."""
+        name = WorkPoolFilterName(any_=[self.name])
+        runs = self._client.read_flow_runs(work_pool_filter=WorkPoolFilter(name=name))
+        return sorted(runs, key=lambda run: run.name)
+
+    def started(self, count: int) -> list[FlowRun]:
+        """The same, when there are so many."""
+        wait_until(lambda: len(self.runs()) >= count)
+        return self.runs()
+
+    def move(self, run: FlowRun, kind: str, message: str = "") -> None:
+        """What a worker, or the flow in it, tells the server."""
+        state = State(type=StateType[kind], message=message)
+        self._client.set_flow_run_state(run.id, state, force=True)
+
+    def come_online(self, worker: str) -> None:
+        """A worker is there."""
+        self._client.send_worker_heartbeat(self.name, worker, 60)
+
+    def pause(self) -> None:
+        """No worker gets a run any more."""
+        self._client.update_work_pool(self.name, WorkPoolUpdate(is_paused=True))
+
+    def forget(self, run: FlowRun) -> None:
+        """The server loses a run."""
+        self._client.delete_flow_run(run.id)
+
+
+@pytest.fixture
+def by_hand(api, store, monkeypatch):
+    """A pool without workers; its store is `store`."""
+    monkeypatch.setattr(pool, "POLL_SECONDS", 0.05)
+    with get_client(sync_client=True) as client:
+        yield Pool(client, store)
+
+
+DONE = 'tiny/policy@0\n{"ref": "tiny/policy@0", "cached": false}'
+DIVERGED = json.dumps({"error": NumericError("generate", "a NaN").to_dict()})
+
+
+def test_the_first_that_is_done_ends_the_others(by_hand, policy):
+    with by_hand.run(fan_out=3, wait_seconds=600) as call:
+        first, second, third = by_hand.started(3)
+        assert [run.name for run in (first, second)] == ["stage (1 of 3)", "stage (2 of 3)"]
+        by_hand.move(first, "CRASHED")
+        by_hand.move(third, "RUNNING")
+        by_hand.move(second, "COMPLETED", DONE)
+        outcome = call.result(60)
+    assert (outcome.ref, outcome.cached) == ("tiny/policy@0", False)
+    kinds = [run.state_type for run in by_hand.runs()]
+    assert kinds == [StateType.CRASHED, StateType.COMPLETED, StateType.CANCELLING]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "error", "message"),
+    [
+        ((("FAILED", DIVERGED), ("CRASHED", "")), NumericError, "a NaN"),
+        ((("CRASHED", ""), ("FAILED", DIVERGED)), NumericError, "a NaN"),
+        ((("CANCELLED", ""),), GivenUp, "was cancelled"),
+        ((("CRASHED", "out of memory"),), ResourceError, "ended as Crashed: out of memory"),
+        ((("COMPLETED", ""),), ResourceError, "ended as Completed: no message"),
+    ],
+)
+def test_where_all_have_failed_an_error_says_more_than_a_crash(by_hand, kinds, error, message):
+    with by_hand.run(fan_out=len(kinds), wait_seconds=600) as call:
+        for run, (kind, text) in zip(by_hand.started(len(kinds)), kinds, strict=True):
+            by_hand.move(run, kind, text)
+        with pytest.raises(error, match=message) as caught:
+            call.result(60)
+    assert type(caught.value) is error
+
+
+def test_a_run_that_the_server_lost_has_crashed(by_hand, policy, caplog):
+    with by_hand.run(fan_out=3, wait_seconds=600) as call:
+        first, second, third = by_hand.started(3)
+        by_hand.move(first, "CRASHED", "killed")
+        wait_until(lambda: "(1 of 3)' ended as Crashed: killed" in caplog.text)
+        by_hand.forget(second)
+        said = "(2 of 3)' ended as Crashed: the server does not know it"
+        wait_until(lambda: said in caplog.text)
+        by_hand.move(third, "COMPLETED", DONE)
+        assert call.result(60).ref == "tiny/policy@0"
+
+
+def test_a_run_that_is_taken_up_and_not_begun_has_failed(by_hand):
+    with by_hand.run(fan_out=1, wait_seconds=0.5) as call:
+        by_hand.come_online("slow")
+        by_hand.move(*by_hand.started(1), "PENDING")
+        with pytest.raises(ResourceError, match=r"'stage' up and did not begin it within 0\.5"):
+            call.result(60)
+    assert [run.state_type for run in by_hand.runs()] == [StateType.CANCELLING]
+
+
+@pytest.mark.parametrize(
+    ("workers", "shares", "count"), [(0, True, 1), (1, True, 1), (2, True, 2), (2, False, 1)]
+)
+def test_there_are_as_many_runs_as_workers_where_they_can_share(
+    by_hand, policy, workers, shares, count
+):
+    for number in range(workers):
+        by_hand.come_online(f"worker {number}")
+    by_hand.call = by_hand.call.model_copy(update={"share": shares, "label": "work"})
+    with by_hand.run(wait_seconds=600) as call:
+        for run in by_hand.started(count):
+            by_hand.move(run, "COMPLETED", DONE)
+        call.result(60)
+    named = [f"work ({number} of {count})" for number in range(1, count + 1)]
+    assert [run.name for run in by_hand.runs()] == (["work"] if count == 1 else named)
+
+
+def test_a_worker_that_is_busy_is_waited_for_until_its_pool_is_paused(by_hand, caplog):
+    by_hand.come_online("busy")
+    with by_hand.run(wait_seconds=0.2) as call:
+        wait_until(lambda: "waits for a free worker" in caplog.text)
+        assert not call.done() and f"pool {by_hand.name}: busy" in caplog.text
+        by_hand.pause()
+        with pytest.raises(GivenUp, match="it is paused") as caught:
+            call.result(60)
+    assert caught.value.next == f"prefect work-pool resume {by_hand.name}"
+
+
+def test_a_pool_that_the_server_lacks_is_told(by_hand):
+    by_hand.name = "nowhere"
+    with by_hand.run() as call, pytest.raises(ConfigError, match="no such work pool") as caught:
+        call.result(60)
+    assert caught.value.next == "quiver deploy RECIPE --pool nowhere"

@@ -29,11 +29,16 @@ class Target:
 
     path: str
     tests: tuple[str, ...]
+    most: int = MOST_A_FILE
+    """How many it gets at most: fewer where its tests take long to begin."""
 
     @property
     def stem(self) -> str:
-        """What the names of its mutants start with."""
-        return Path(self.path).stem
+        """What the names of its mutants start with: the file's name, behind its folder's where
+        TARGETS has another file of that name."""
+        path = Path(self.path)
+        names = [Path(target.path).stem for target in TARGETS]
+        return f"{path.parent.name}/{path.stem}" if names.count(path.stem) > 1 else path.stem
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,12 @@ REWARD = "tests/stages/reward"
 GENERATE_STAGE = "tests/stages/generate/test_generate_stage.py"
 ANSWERED = "tests/stages/generate/test_images_answered.py"
 TURNS = "tests/stages/generate/test_turns_generated.py"
+ENVIRONMENT_POOL = "tests/stages/generate/test_environment_pool.py"
+STORE = "tests/stages/common/store"
+VERIFICATION = "tests/stages/common/test_verification.py"
+PROMPT = "tests/stages/prompt"
+RESIDENT = "tests/flows/test_resident.py"
+FLOW_POOL = "tests/flows/test_pool.py"
 TARGETS = (
     Target(
         "stages/optimize/losses.py",
@@ -163,6 +174,69 @@ TARGETS = (
     ),
     Target("stages/generate/requests.py", (GENERATE_STAGE,)),
     Target("stages/generate/stage.py", (GENERATE_STAGE,)),
+    Target("stages/common/store/tags.py", (f"{STORE}/test_tags.py",)),
+    Target(
+        "stages/common/store/leases.py",
+        (
+            f"{STORE}/test_leases.py",
+            f"{STORE}/test_store.py::test_work_that_ends_on_a_full_disk_is_free_at_once",
+            f"{STORE}/test_sharing.py",
+        ),
+    ),
+    Target(
+        "stages/common/store/versions.py",
+        (
+            f"{STORE}/test_store.py",
+            f"{VERIFICATION}::test_a_store_of_somebody_else_is_parsed_in_a_child_first",
+            f"{STORE}/test_index.py::test_versions_are_seen_beside_an_older_copy_that_was_put_back",
+            f"{STORE}/test_tags.py::test_every_move_has_its_entry",
+            f"{STORE}/test_tags.py::test_verify_reads_the_entries_of_old_moves_too",
+            f"{STORE}/test_retention.py::test_what_expired_says_so_and_can_be_brought_back",
+            f"{STORE}/test_retention.py::"
+            "test_a_version_that_expired_is_seen_by_its_manifest_where_that_is_asked",
+            f"{STORE}/test_retention.py::test_what_somebody_needs_while_it_goes_stays",
+        ),
+    ),
+    Target(
+        "stages/common/store/writer.py",
+        (
+            f"{STORE}/test_store.py",
+            f"{STORE}/test_sharing.py",
+            f"{STORE}/test_leases.py::test_a_commit_that_slept_too_long_makes_no_second_version",
+            f"{STORE}/test_retention.py::"
+            "test_numbers_stay_given_and_only_the_same_work_gets_them_back",
+        ),
+    ),
+    Target("stages/common/environments/pool.py", (ENVIRONMENT_POOL,), 12),
+    Target("stages/common/environments/worker.py", (ENVIRONMENT_POOL,), 8),
+    Target(
+        "stages/prompt/rows.py",
+        (f"{PROMPT}/test_templates.py", f"{PROMPT}/test_prompt_stage.py"),
+        12,
+    ),
+    Target("stages/generate/turns/tool_calls.py", ("tests/stages/generate/test_tool_calls.py",)),
+    Target(
+        "flows/placement.py",
+        (
+            f"{RESIDENT}::test_where_no_engine_can_stay_it_is_refused",
+            f"{RESIDENT}::test_an_interpreter_of_its_own_is_asked_by_the_engine",
+            "tests/flows/test_placement.py",
+        ),
+        12,
+    ),
+    Target(
+        "flows/pool.py",
+        (
+            f"{FLOW_POOL}::test_the_first_that_is_done_ends_the_others",
+            f"{FLOW_POOL}::test_where_all_have_failed_an_error_says_more_than_a_crash",
+            f"{FLOW_POOL}::test_a_run_that_the_server_lost_has_crashed",
+            f"{FLOW_POOL}::test_a_run_that_is_taken_up_and_not_begun_has_failed",
+            f"{FLOW_POOL}::test_there_are_as_many_runs_as_workers_where_they_can_share",
+            f"{FLOW_POOL}::test_a_worker_that_is_busy_is_waited_for_until_its_pool_is_paused",
+            f"{FLOW_POOL}::test_a_pool_that_the_server_lacks_is_told",
+        ),
+        8,
+    ),
 )
 """The golden trace wakes for none of them: its last digits are of one machine, and a test that
 fails without a bug catches nothing."""
@@ -171,6 +245,7 @@ TOO_LONG = (
     "test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time",
     f"{OPTIMIZE}/test_trainer.py::test_the_cut_changes_nothing_in_any_algorithm",
     f"{GENERATE_STAGE}::test_kill_9_costs_at_most_one_shard",
+    f"{ENVIRONMENT_POOL}::test_killed_from_outside_twenty_times_the_answers_are_the_same",
 )
 """Tests that are left out: each takes ten seconds or more, and others see the same bugs."""
 
@@ -184,6 +259,9 @@ EQUIVALENT = {
     "stage:_sample:drop:2": "files of the right size are verified too, as they are right after",
     "trainer:Trainer.warming:drop:1": "only the critic's step reads it",
     "trainer:Trainer._members:one:4": "what seeds people write is below 2**63 and 3**63",
+    "leases:Owner.this_process:drop:0": "a process that asks is alive, so it has begun",
+    "writer:Writer._write_shard:swap:0": "a shard of the same bytes is written once more",
+    "leases:_keep_renewed:drop:1": "the thread ends with its process, or is forgotten in a fork",
 }
 """Bugs that change nothing which comes out, and why; they are not tried."""
 
@@ -201,7 +279,7 @@ def every_mutant(root: Path) -> list[Mutant]:
 def mutants_of(root: Path, target: Target) -> list[Mutant]:
     """The file's mutants by operators, in the order of its text. StaleTable."""
     source = _source(root, target, "TARGETS in tests/mutants/__init__.py")
-    mutants = [Mutant(target, bug, source) for bug in choose(find_bugs(source))]
+    mutants = [Mutant(target, bug, source) for bug in choose(find_bugs(source), target.most)]
     return [mutant for mutant in mutants if mutant.name not in EQUIVALENT]
 
 
@@ -230,9 +308,9 @@ def _source(root: Path, target: Target, table: str) -> str:
     return (root / target.path).read_text()
 
 
-def choose(bugs: list[Bug]) -> list[Bug]:
-    """At most MOST_A_FILE of a file's bugs: one of each function first, then whichever come first
-    by the hash of their names."""
+def choose(bugs: list[Bug], most: int = MOST_A_FILE) -> list[Bug]:
+    """At most so many of a file's bugs: one of each function first, then whichever come first by
+    the hash of their names."""
 
     def hashed(bug: Bug) -> str:
         return hashlib.sha256(bug.name.encode()).hexdigest()
@@ -243,5 +321,5 @@ def choose(bugs: list[Bug]) -> list[Bug]:
     for bug in sorted(bugs, key=hashed):
         (others if bug.function in seen else firsts).append(bug)
         seen.add(bug.function)
-    taken = [*firsts, *others][:MOST_A_FILE]
+    taken = [*firsts, *others][:most]
     return sorted(taken, key=bugs.index)

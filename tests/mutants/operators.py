@@ -20,7 +20,7 @@ from dataclasses import dataclass
 FUNCTION_KINDS = (ast.FunctionDef, ast.AsyncFunctionDef)
 LARGEST_NUMBER = 8
 """Larger whole numbers are sizes, times or budgets, where one more or less changes nothing."""
-ORDER_DOES_NOT_MATTER = {"min", "max", "minimum", "maximum", "equal", "isinstance"}
+ORDER_DOES_NOT_MATTER = {"min", "max", "minimum", "maximum", "equal", "isinstance", "suppress"}
 BOUNDING_FUNCTIONS = {"min", "max", "minimum", "maximum"}
 REMOVABLE_METHODS = {"abs", "clamp", "cumsum", "exp", "sqrt", "square"}
 UNTOUCHED_CALLS = {"ThreadPoolExecutor", "isinstance", "round"}
@@ -259,6 +259,10 @@ class _Collector(ast.NodeVisitor):
 
     def visit_Raise(self, node: ast.Raise) -> None:
         """An error's text is for people."""
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
+        """In which order errors are named changes nothing."""
+        self._visit_all(node.body)
 
     def visit_Expr(self, node: ast.Expr) -> None:
         if isinstance(node.value, ast.Constant) or _speaks(node.value) or _reads_clock(node):

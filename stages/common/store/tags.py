@@ -208,9 +208,11 @@ def is_name(name: str) -> bool:
 def check_name(name: str) -> str:
     """`name` if it may be a tag; ConfigError otherwise."""
     refs.check_name(name, "tag")
-    if name == "latest" or name.isdecimal():
+    if not is_name(name):
         raise ConfigError(
-            f"tag {name!r}", "latest and numbers are not tags", next="choose another tag"
+            f"tag {name!r}",
+            "latest, numbers and *.journal are not tags",
+            next="choose another tag",
         )
     return name
 

@@ -67,7 +67,9 @@ def game(tmp_path: Path) -> str:
 def next_replies(pool: EnvironmentPool, count: int) -> dict[int, Reply]:
     replies: dict[int, Reply] = {}
     while len(replies) < count:
-        replies.update({reply.key: reply for reply in pool.replies(wait=None)})
+        answers = pool.replies(wait=60.0)
+        assert answers, "nothing was answered in a minute"
+        replies.update({reply.key: reply for reply in answers})
     return replies
 
 
@@ -102,6 +104,8 @@ def test_episodes_share_processes_and_keep_apart(game):
         (reply,) = next_replies(pool, 1).values()
         assert reply.step.reward == 13.0 and reply.failure is None
         pool.forget(keys[3])
+        assert [pool.holds(key) for key in keys[2:5]] == [True, False, True]
+    assert not any(Path("/proc", pid).exists() for pid in pids), "none stays behind"
 
 
 def test_what_is_drawn_is_of_the_seed_alone_wherever_it_is_drawn(game):
@@ -109,7 +113,7 @@ def test_what_is_drawn_is_of_the_seed_alone_wherever_it_is_drawn(game):
 
     def drawn(processes: int, order: list[int]) -> list[list[str]]:
         with EnvironmentPool(Turns(environment=game, processes=processes)) as pool:
-            keys = [pool.open({"start": 0}, seed) for seed in (5, 5, 6)]
+            keys = [pool.open({"start": 0}, seed) for seed in (2**40, 2**40, 6)]
             replies = next_replies(pool, 3)
             texts = [[replies[key].step.messages[0]["content"]] for key in keys]
             for _ in range(3):

@@ -257,6 +257,7 @@ FIND = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
         'I ask:\n{"name": "find", "id": 7, "arguments": {"text": "a } or a {"}}\nand wait.',
         'Sure [{"name": "other", "arguments": {}}, {"name": "find", "arguments": "{}"}]',
         '{"tool_calls": [{"tool_name": "find", "parameters": {}}]} is my call.',
+        'A column            {"name": "find", "arguments": {}} and another',
     ],
 )
 def test_a_known_tool_that_is_called_in_another_format_is_an_error(name, text):
@@ -281,6 +282,7 @@ def test_a_known_tool_that_is_called_in_another_format_is_an_error(name, text):
         'I have\n{"name": "find", "description": "Finds", "parameters": {"type": "object"}}',
         'I\'d call {"name": "find" with "arguments": nothing',
         'Either {"name": "find"} or {"arguments": {}}',
+        'Both: {"one": {"name": "find"}, "two": {"arguments": {}}}',
         "find(x) = find(3)",
         '```python\nx = 3\n```\nfind(city="Rome") is 5.',
         "The recipient is functions.find, to=functions.finder.",

@@ -412,6 +412,14 @@ def test_a_text_that_no_room_is_for_is_not_encoded(store, policy, tmp_path, colu
     assert version.manifest.status == {"kept": 1, "dropped": 1}
 
 
+def test_nor_is_what_an_environment_says_at_its_start(store, policy, source, tmp_path):
+    (tmp_path / "talks.py").write_text(SEED.replace('f"seed {seed}"', '"word " * 10_000'))
+    turns = {"environment": f"{tmp_path}/talks.py:Tells"}
+    config = Config(source=source, prompt="question", turns=turns, max_prompt_tokens=200)
+    with pytest.raises(ConfigError, match=r"the prompt has 500\d\d characters, 200 tokens"):
+        run(config, store, policy=policy.ref)
+
+
 # -- refused
 
 BAD = [

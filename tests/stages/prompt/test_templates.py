@@ -508,12 +508,28 @@ def test_tools_that_the_recipe_gives_the_template_are_saved(policy_of):
     assert json.loads(prompts["tools"][0].as_py()) == [WEATHER]
 
 
+def test_a_column_of_tools_may_have_another_name(policy_of):
+    policy, _ = policy_of("qwen3")
+    rows = pa.table({"messages": [[user("one?")]], "functions": [json.dumps([WEATHER])]})
+    config = Config(source="rows.jsonl", messages="messages", tools="functions")
+    with closing(Renderer(config, policy, None)) as renderer:
+        prompts = render_rows(rows, [0], ["g"], renderer, [[]], [0])
+    assert json.loads(prompts["tools"][0].as_py()) == [WEATHER]
+    assert WEATHER["function"]["name"] in prompts["prompt_text"][0].as_py()
+
+
 def test_templates_of_which_none_is_the_default_are_named(policy_of):
     tokenizer = byte_tokenizer(FAMILIES["qwen3"])
     tokenizer.chat_template = {"rag": tiny.CHATML, "tool_use": tiny.CHATML}
     policy, _ = policy_of("nameless", tokenizer)
     with pytest.raises(ConfigError, match="the chat templates rag, tool_use, of which none"):
         opened(policy).__enter__()
+
+
+def test_tools_of_a_row_that_the_template_does_not_show_are_told_of(policy, caplog):
+    with opened(policy) as renderer:
+        renderer.render("row", [user("weather?")], variables={"tools": [WEATHER]})
+    assert "does not show the tools of column tools" in warnings(caplog)[0]
 
 
 def test_tools_may_be_json_text_and_forge_nothing(policy_of, caplog):

@@ -69,7 +69,7 @@ def test_one_has_it_until_it_is_released(leases):
     assert lease.is_held() and elsewhere(leases).take("work") is None
     assert leases.holder("work").owner.pid == os.getpid()
     lease.release()
-    assert leases.holder("work") is None
+    assert leases.holder("work") is None and not lease.is_held()
     again = elsewhere(leases).take("work")
     assert again.is_held() and not lease.is_held()
 
@@ -131,6 +131,35 @@ def test_whoever_renews_keeps_it_and_whoever_is_stopped_loses_it(leases, short_l
     os.kill(child.pid, signal.SIGSTOP)
     wait_until(lambda: leases.take("work") is not None)
     end(child, reader)
+
+
+def test_a_copy_of_a_process_renews_its_own_leases_alone(leases, short_lived):
+    """From another host, one that has died would be seen to live on in its copy."""
+    reader, writer = os.pipe()
+
+    def hold():
+        elsewhere(leases).take("work")
+        if os.fork() == 0:
+            elsewhere(leases).take("its own")
+            os.write(writer, str(os.getpid()).encode())
+        time.sleep(60)
+
+    def stamps():
+        return [leases.storage.stamp(leases.key(name, 1)) for name in ("work", "its own")]
+
+    child = FORK.Process(target=hold, daemon=True)
+    child.start()
+    copy = int(os.read(reader, 20))
+    os.close(writer)
+    end(child, reader)
+    try:
+        before, own = stamps()
+        wait_until(lambda: stamps()[1] != own)
+        own = stamps()[1]
+        wait_until(lambda: stamps()[1] != own)
+        assert stamps()[0] == before
+    finally:
+        os.kill(copy, signal.SIGKILL)
 
 
 def test_who_comes_after_a_stopped_holder_has_slept_too_long_need_not_wait_again(
@@ -207,6 +236,20 @@ def test_a_process_of_another_boot_is_neither_dead_nor_alive_here(leases, monkey
     assert waiting.holder("work").owner.boot_id == "another"
     now[0] = module.SECONDS_TO_LIVE + 1
     assert waiting.holder("work") is None
+
+
+def test_one_of_another_host_is_waited_for_though_its_last_word_is_new(leases, short_lived):
+    """What it was last heard of at is by its own clock."""
+    put_lease(leases, boot_id="another")
+    assert leases.take_when_stale("work").number == 2
+
+
+def test_of_a_chain_that_no_commit_clears_the_newest_stays(leases):
+    for _ in range(2):
+        leases.take("work").release()
+    lease = leases.take("work")
+    leases.trim(lease)
+    assert lease.is_held() and leases.storage.list("leases/work") == ["000003"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a namespace here")

@@ -301,7 +301,11 @@ def test_a_version_that_expired_is_seen_by_its_manifest_where_that_is_asked(stor
     assert store.find("a", "logprobs", versions["a/logprobs@1"].run_key) is None
     expired = seen.open("a/policy@1")
     assert checkpoints.context_length(expired) == 64 and checkpoints.end_token_ids(expired) == [2]
-    for use in (expired.verify, lambda: seen.open("a/logprobs@1").table()):
+    for use in (
+        expired.verify,
+        lambda: expired.files.read("model.safetensors"),
+        lambda: seen.open("a/logprobs@1").table(),
+    ):
         with pytest.raises(LineageError, match="expired"):
             use()
     assert [str(ref) for ref in seen.refs()] == list(versions)

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from contextlib import suppress
 
 import datasets
 import pyarrow as pa
@@ -393,6 +394,11 @@ def test_two_at_the_same_work_one_is_busy(store):
     assert commit(store).ref.version == 1
 
 
+def test_a_file_of_the_stages_own_that_is_missing_is_not_anothers_work(store):
+    with pytest.raises(FileNotFoundError), work_on(store):
+        (store.path.parent / "nowhere").read_bytes()
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A real file system of 300 kB."""
@@ -423,6 +429,18 @@ def test_a_full_disk_loses_nothing(small_disk):
         assert work.has(0) and not work.has(1)
         work.write(1, table(2))
         assert str(work.commit().ref) == "a/logprobs@2"
+
+
+def test_work_that_ends_on_a_full_disk_is_free_at_once(small_disk):
+    store = Store(small_disk / "store")
+    filler = small_disk / "filler"
+    with pytest.raises(ResourceError, match="the disk is full"), work_on(store) as work:
+        with filler.open("wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(512))
+        work.write(0, table(0))
+    filler.unlink()
+    assert commit(store).manifest.rows == 4
 
 
 def test_a_reserve_that_a_power_loss_emptied_is_set_aside_again(store):

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from quiver.schemas.errors import ConflictError, CorruptError
+from quiver.schemas.errors import ConfigError, ConflictError, CorruptError
 from quiver.schemas.manifest import digest
 from quiver.stages.common.store import Store, storage, tags
 from quiver.stages.common.verification import verify
@@ -44,6 +44,14 @@ def test_every_move_has_its_entry(store, versions):
         store.tag("a", "prod", first, expected=first, key="wednesday")
     assert len(store.history("a", "prod")) == 3
     assert store.runs() == ["a"]
+
+
+@pytest.mark.parametrize("name", ["latest", "7", "prod.journal"])
+def test_what_could_be_taken_for_something_else_is_no_tag(store, versions, name):
+    """A tag that cleaning up does not list would not hold its version."""
+    with pytest.raises(ConfigError, match="are not tags"):
+        store.tag("a", name, versions[0])
+    assert store.tag_names("a") == []
 
 
 def test_what_was_decided_stays_decided(store, versions):
@@ -221,6 +229,15 @@ def test_a_journal_that_can_not_be_read_is_told(store, versions, damage):
             call()
         # an entry that is gone takes its decision along, so the tag has to be pointed again
         assert caught.value.next.endswith("let the tag point at the version that is meant")
+
+
+def test_verify_reads_the_entries_of_old_moves_too(store, versions):
+    for ref in versions[:3]:
+        store.tag("a", "prod", ref)
+    (store.path / "a/tags/.prod/000001").write_bytes(b"{")
+    assert store.tagged("a", "prod") == versions[2]
+    (error,) = verify(store)[1]
+    assert "000001 can not be read" in error.message
 
 
 @pytest.mark.parametrize(
