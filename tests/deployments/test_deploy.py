@@ -160,7 +160,7 @@ def test_doctor_lists_runs_whose_process_is_gone(client, place, monkeypatch):
         client.create_flow_run(post_train, name=name, tags=[tag], state=Running())
         for name, tag in tags.items()
     ]
-    answer = quiver(place.folder, "doctor", code=2, **place.env)
+    answer = quiver(place.folder, "doctor", code=4, **place.env)
     assert answer["prefect"] == {
         "home": place.env["PREFECT_HOME"],
         "api": place.url,
