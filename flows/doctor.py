@@ -82,7 +82,7 @@ def examine(path: str, check_api: Callable[[], str]) -> Findings:
     `check_api`: asks the Prefect server that is named whether we, and nobody else, may use it.
     """
     findings = Findings()
-    for check in (installation, gpu, lambda found: prefect(found, check_api)):
+    for check in (installation, gpu, lambda findings: prefect(findings, check_api)):
         check(findings)
     store(findings, path)
     return findings

@@ -129,11 +129,7 @@ def test_each_library_is_declared():
     texts = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
     declared = {canonicalize_name(Requirement(text).name) for text in texts}
     brought_by = metadata.packages_distributions() | {name: [by] for name, by in BROUGHT.items()}
-    libraries = {
-        name.partition(".")[0]: NAMES[path]
-        for path in FILES
-        for name in imported(path)
-    }
+    libraries = {name.partition(".")[0]: NAMES[path] for path in FILES for name in imported(path)}
     for own in ("quiver", *sys.stdlib_module_names):
         libraries.pop(own, None)
     assert libraries.keys() >= BROUGHT.keys() | UNLISTED, "nobody imports what the rule names"

@@ -56,12 +56,9 @@ def load(name: str, field: str, kind: type = Callable) -> tuple[Any, str]:
     with _loading, _among_neighbours(path):
         try:
             _forget_changed(path)
-            if holder.endswith(".py"):
-                holder_name = _module_name(path)
-                _finder.files[holder_name] = path
-            else:
-                holder_name = holder
-            module = importlib.import_module(holder_name)
+            module_name = _module_name(path) if holder.endswith(".py") else holder
+            _finder.files[module_name] = path
+            module = importlib.import_module(module_name)
         except Exception as error:  # importing runs the user's code, which may raise anything
             raise _not_importable(holder, error, field) from error
     plugin = getattr(module, attribute, None)
@@ -172,7 +169,7 @@ def _find_spec(name: str) -> ModuleSpec | None:
         with suppress(ModuleNotFoundError):
             return importlib.util.find_spec(name)
         return None
-    finders = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+    finders = [finder for finder in sys.meta_path if finder is not _finder]
     spec = next(filter(None, (finder.find_spec(top, None) for finder in finders)), None)
     for submodule in submodules:
         if spec is None or spec.submodule_search_locations is None:

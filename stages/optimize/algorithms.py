@@ -283,8 +283,8 @@ def resolve(name: str) -> Algorithm:
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     row, _ = plugins.load(name, "optimize.algorithm", Algorithm)
-    known = contract.PASS_COLUMNS if row.advantage_of == "tokens" else ()
-    if not set(row.columns) <= set(known):
+    columns = contract.PASS_COLUMNS if row.advantage_of == "tokens" else ()
+    if not set(row.columns) <= set(columns):
         raise ConfigError(
             f"optimize.algorithm {name}",
             f"expected columns of {', '.join(contract.PASS_COLUMNS)} for an advantage of tokens, "

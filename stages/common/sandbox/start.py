@@ -140,10 +140,10 @@ def _hear(asker: socket.socket, ending: bytes) -> bytes:
     return text
 
 
-def _not_started(said: str) -> SecurityError | ResourceError:
+def _not_started(stderr: str) -> SecurityError | ResourceError:
     """The error of a program whose interpreter never came to run, by what the tools said."""
-    said = said.strip()
-    is_shortage = any(shortage in said for shortage in _SHORTAGES)
-    if said.startswith(commands.TOOLS) and not is_shortage:
-        return refused(f"the system does not permit it: {printable(said)}")
-    return failed(f"it did not start: {printable(said) or 'it was killed'}")
+    stderr = stderr.strip()
+    is_shortage = any(shortage in stderr for shortage in _SHORTAGES)
+    if stderr.startswith(commands.TOOLS) and not is_shortage:
+        return refused(f"the system does not permit it: {printable(stderr)}")
+    return failed(f"it did not start: {printable(stderr) or 'it was killed'}")

@@ -105,14 +105,14 @@ class Ledger:
             elif number < MOST_VERSION:  # torn, or a copy of another version
                 self.prepare()
                 self._storage.write(self._key(number, ""), b"")
-        given = noted.union(visible)
-        return given | {self._note_highest(given)}
+        numbers = noted.union(visible)
+        return numbers | {self._note_highest(numbers)}
 
-    def _note_highest(self, given: Collection[int]) -> int:
+    def _note_highest(self, numbers: Collection[int]) -> int:
         """Note the highest number that was ever given; that number, or -1."""
         names = "\n".join(self._storage.list(self._prefix))
         earlier = [int(digits) for digits in _HIGHEST_NAME.findall(names)]
-        highest = max((number for number in given if number < MOST_VERSION), default=-1)
+        highest = max((number for number in numbers if number < MOST_VERSION), default=-1)
         if highest > max(earlier, default=-1):
             self.prepare()
             key = f"{self._prefix}/highest-"
