@@ -262,6 +262,39 @@ def test_what_it_prints_before_its_process_ends_goes_to_the_log(game, caplog, mo
     assert "seen before the end" in caplog.text
 
 
+CLOSED = """
+class Game:
+    def reset(self, number):
+        self.number = number
+
+    def step(self, turn):
+        return 1 / self.number
+
+    def get_reward(self):
+        return 1.0
+
+    def close(self):
+        print(f"closed {self.number}")
+        raise OSError("already gone")
+"""
+
+
+def test_an_environment_is_closed_once_after_its_reward_or_its_error(tmp_path, caplog):
+    """What closing it raises is not its episode's."""
+    caplog.set_level("INFO", "quiver.stages")
+    path = tmp_path / "closed.py"
+    path.write_text(CLOSED)
+    with EnvironmentPool(Turns(environment=f"{path}:Game", processes=1)) as pool:
+        broken, whole, _ = (pool.open({"number": number}, 0) for number in range(3))
+        next_replies(pool, 3)
+        assert "ZeroDivisionError" in ask(pool, broken, "go").why
+        assert "closed 0" in caplog.text and "closed 1" not in caplog.text
+        pool.finish(whole)
+        assert next_replies(pool, 1)[whole].step.reward == 1.0
+    closed = [line for line in caplog.messages if "closed " in line]
+    assert closed == ["environment: closed 0", "environment: closed 1"]
+
+
 @pytest.mark.parametrize(
     "source, why",
     [
