@@ -39,7 +39,7 @@ def isolate(
     limits: Limits,
     program: int,
     filter: int,
-    info: int | None = None,
+    info_file: int | None = None,
     wait: int | None = None,
 ) -> list[str]:
     """A command, to be continued by the interpreter's arguments, that shows it `python`'s files,
@@ -49,12 +49,12 @@ def isolate(
     writes its child's pid, and where it waits until `map_users` is done.
     """
     tools = find_tools(TOOLS)
-    is_root = info is not None
+    is_root = info_file is not None
     inner = [tools["prlimit"], *limit_options(limits, pids=limits.processes + (not is_root))]
     paths = [*python.paths, tools["prlimit"]]
     options = ["--seccomp", str(filter)]
     if is_root:
-        options += ["--info-fd", str(info), "--userns-block-fd", str(wait)]
+        options += ["--info-fd", str(info_file), "--userns-block-fd", str(wait)]
         options += ["--uid", "0", "--gid", "0"]
         options += [option for right in _ROOT_RIGHTS for option in ("--cap-add", right)]
         paths.append(tools["setpriv"])
