@@ -136,7 +136,7 @@ def try_family(family: str) -> Row:
         try:
             ref = run_here("policy", PolicyConfig(model=str(folder)), store, into="tiny")
         except ConfigError as error:
-            return Row(family, "refused", error.message.removeprefix("can not be trained: "))
+            return Row(family, "refused", error.message.removeprefix("cannot be trained: "))
         verdict = judge(AutoConfig.from_pretrained(folder))
         if problem or not verdict.tried:
             reason = f"no tiny model of it runs ({problem})" if problem else verdict.reason

@@ -1,4 +1,4 @@
-"""The task of calculator.toml: sums that a model of 135M parameters can not do in its head, and a
+"""The task of calculator.toml: sums that a model of 135M parameters cannot do in its head, and a
 calculator that it may use.
 
 Pairs of numbers are split once, by a rule that no seed changes, so a held-out pair never stands in

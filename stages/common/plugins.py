@@ -309,7 +309,7 @@ def _not_importable(holder: str, error: Exception, field: str) -> ConfigError:
     command = ["python", holder] if holder.endswith(".py") else ["python", "-c", f"import {holder}"]
     return ConfigError(
         f"{field} {printable(holder)}",
-        f"can not be imported: {type(error).__name__}: {printable(error)}",
+        f"cannot be imported: {type(error).__name__}: {printable(error)}",
         next=shlex.join(command),
     )
 

@@ -116,7 +116,7 @@ def ranks_a_host(processes: int | None, rendezvous: Rendezvous | None) -> int:
     if count % nodes:
         raise ConfigError(
             "optimize.processes",
-            f"{count} rank{'s' if count > 1 else ''} can not be shared out evenly among {nodes} "
+            f"{count} rank{'s' if count > 1 else ''} cannot be shared out evenly among {nodes} "
             "hosts",
             next=f"set optimize.processes to a multiple of {nodes}",
         )
@@ -136,7 +136,7 @@ def address_towards(rendezvous: Rendezvous) -> tuple[str, bool]:
     except OSError as error:
         raise ConfigError(
             "PET_RDZV_ENDPOINT",
-            f"{printable(rendezvous.host)} can not be reached: {printable(error)}",
+            f"{printable(rendezvous.host)} cannot be reached: {printable(error)}",
             next=_ENDPOINT_ADVICE,
         ) from None
     is_given = rendezvous.host in ("localhost", there[0])  # not by a name that means the host
@@ -258,7 +258,7 @@ class Watch:
         return self.problem
 
     def _beat(self) -> None:
-        """Until the block ends. Where the store can not be reached before all hosts were heard of,
+        """Until the block ends. Where the store cannot be reached before all hosts were heard of,
         it is tried again; torch's agent says when that takes too long."""
         while not self._is_over.is_set():
             try:

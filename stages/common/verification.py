@@ -72,7 +72,7 @@ def _verify_around(store: Store, errors: list[QuiverError]) -> None:
                 if store.numbers(run, kind) and not store.storage.exists(f"{run}/{kind}/.ledger"):
                     raise CorruptError(
                         f"{run}/{kind}/.ledger",
-                        "is missing: which numbers were given to versions that are gone can not be "
+                        "is missing: which numbers were given to versions that are gone cannot be "
                         "told",
                         state="the versions that are there are not touched by this.",
                         next=f"restore {store.path / run / kind}/.ledger from a copy; without one, "
@@ -82,7 +82,7 @@ def _verify_around(store: Store, errors: list[QuiverError]) -> None:
 
 @contextmanager
 def _collected(errors: list[QuiverError], name: object) -> Iterator[None]:
-    """Add to `errors` what is wrong with `name`, also that it can not be read."""
+    """Add to `errors` what is wrong with `name`, also that it cannot be read."""
     try:
         with storage_errors(name):
             yield
@@ -111,7 +111,7 @@ def _verify_version(store: Store, ref: Ref, arrow_check: ArrowCheck) -> None:
         for name in version.files.names:
             problem = arrow_check.problem(version.files.path(name))
             if problem:
-                raise version.corrupt(name, f"can not be parsed: {problem}")
+                raise version.corrupt(name, f"cannot be parsed: {problem}")
         try:
             schema_name = kind_of(schema_module(ref.kind).check(version.table()))
         except SchemaError as error:
@@ -199,7 +199,7 @@ def _say_who_refers(store: Store, error: QuiverError, ref: Ref) -> None:
 
 
 def _verify_tag(store: Store, run: str, name: str) -> None:
-    """CorruptError where tag and journal can not be read or disagree; LineageError where the tag
+    """CorruptError where tag and journal cannot be read or disagree; LineageError where the tag
     points at nothing."""
     store.verify_tag(run, name)
     target = store.tagged(run, name)

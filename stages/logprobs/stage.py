@@ -6,7 +6,7 @@ reference model. Role `prox`: with the trainer's numerics, for the ratio's denom
 very weights that sampled, or those that a training starts from (`prox_of`). Each row at its own
 temperature. Refused: `prox` under other weights than those that sampled, unless it is of the start;
 a model to which an id is another token than to the one that sampled; greedy rows, which have no
-probability; rows that the model can not read.
+probability; rows that the model cannot read.
 
     run_stage("logprobs", Config(role="ref"), store, rollouts="arith/rollouts@3",
         policy="arith/policy@0")

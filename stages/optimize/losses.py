@@ -178,7 +178,7 @@ def sapo(tokens: Tokens, *, tau_positive: float, tau_negative: float) -> tuple[T
     A soft gate in place of clipping: the gradient is −A r 4 σ(1−σ) ∇logprobs, which is
     `reinforce`'s at r = 1 and fades smoothly on both sides of it, the faster the larger τ. Towards
     τ = 0 it is plain importance sampling up to a constant. At r = 1 the value is −2 A/τ, not −A, so
-    losses of different τ can not be compared.
+    losses of different τ cannot be compared.
 
     As in the paper, TRL and verl (whose names are sapo_temperature_pos/neg and tau_pos/neg).
 

@@ -121,7 +121,7 @@ class SavedProgress:
 
     def _read(self, trainer: Trainer) -> tuple[_Progress, dict[str, Tensor], _Counters]:
         """Where it goes on, the tensors and the counters. Raises where there is nothing, or where
-        `trainer` can not take it up."""
+        `trainer` cannot take it up."""
         from safetensors.torch import load_file
 
         if self._storage.is_linked(self._prefix):

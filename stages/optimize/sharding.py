@@ -52,7 +52,7 @@ class ShardedPolicy(Policy):
     mapped from its files: each layer goes to the device when it is sharded."""
 
     def __init__(self, model: nn.Module, *, device: torch.device, **options: Any) -> None:
-        """ConfigError where the model has weights that can not be sharded."""
+        """ConfigError where the model has weights that cannot be sharded."""
         super().__init__(model, **options)
         self._device = device
         self._is_running = False

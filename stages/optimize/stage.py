@@ -6,7 +6,7 @@ that is at most `max_staleness` older than the one that is trained.
 
 Refused: rollouts of another policy, rewards or logprobs that do not name exactly these rollouts,
 greedy rows, truncated sampling (unless `allow_biased_sampling`, with proximal logprobs), a KL term
-without reference logprobs, and logprobs that the trainer can not reproduce (the audit).
+without reference logprobs, and logprobs that the trainer cannot reproduce (the audit).
 
 It writes three versions under one key: advantages, updates and, last, the policy with its optimizer
 state. A training that is killed goes on after the last step that it saved (`resume_minutes`); one
@@ -96,7 +96,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 
 def check(config: Config, columns: Sequence[str], prompts: Version | None = None) -> None:
-    """ConfigError where adapters can not be trained here, or a tracker is not installed."""
+    """ConfigError where adapters cannot be trained here, or a tracker is not installed."""
     check_trackers(config.trackers, config.tracker_folder)
     if config.lora:
         check_installed()

@@ -33,7 +33,7 @@ MINE = """
 def picky(completions, answer):
     for text in completions:
         if "boom" in text:
-            raise ValueError("can not score " + text)
+            raise ValueError("cannot score " + text)
     return [None if want is None else {"reward": float(want in text), "seen": text} for text, want in zip(completions, answer)]
 
 def words(completions, **columns):
@@ -109,7 +109,7 @@ def test_scoring_over_http_is_scoring_locally(dialect, url, local):
     there = scorer.score(BATCH)
     assert [part[:2] for part in there] == [part[:2] for part in here]
     assert [part.value for part in here] == [1.0, None, 0.0, None]
-    assert "can not score boom" in here[1].error and here[3].error is None
+    assert "cannot score boom" in here[1].error and here[3].error is None
     if dialect == "quiver":
         assert (
             json.loads(there[0].extra)["extra"]

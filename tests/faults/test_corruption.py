@@ -60,7 +60,7 @@ def whole(fast_path_factory) -> Path:
 
 def contents(store: Store) -> dict[str, object]:
     """All that a reader gets: rows, bytes of a policy, what tags point at. Typed errors in place of
-    what can not be read."""
+    what cannot be read."""
     seen: dict[str, object] = {}
 
     def look(name: str, read: Callable[[], object]) -> None:
@@ -126,9 +126,7 @@ def check(
 def test_damage_anywhere_is_told_or_harmless(
     whole, fast_path, monkeypatch, record_property, damage, trials
 ):
-    monkeypatch.setattr(
-        leases, "SECONDS_TO_LIVE", 0.2
-    )  # a lease that can not be read waits so long
+    monkeypatch.setattr(leases, "SECONDS_TO_LIVE", 0.2)  # a lease that cannot be read waits so long
     shutil.copytree(whole, fast_path / "right")
     expected, expected_runs = contents(Store(whole)), next_runs(fast_path / "right")
     trials *= 2 if damage is flip else 1

@@ -58,7 +58,7 @@ def whole(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def short_lived(monkeypatch):
-    """Leases of processes that can not be seen are waited for less long."""
+    """Leases of processes that cannot be seen are waited for less long."""
     monkeypatch.setattr(leases, "SECONDS_TO_LIVE", 0.1)
 
 

@@ -64,7 +64,7 @@ def wound(random: Random, store: Path) -> tuple[str, dict[Path, bytes]]:
 
 def fuzz(store: Path, seed: int, count: int) -> int:
     """`count` files, each before `verify`, a reader of all rows, `show` and `report`. How many of
-    them can not be parsed."""
+    them cannot be parsed."""
     random = Random(seed)
     unparsed = 0
     for number in range(count):
@@ -79,7 +79,7 @@ def fuzz(store: Path, seed: int, count: int) -> int:
         try:
             told = verification.verify(Store(store), ref)[1]
             errors = {name: error_of(read) for name, read in readers.items()}
-            is_unparsed = any("can not be parsed" in str(error) for error in told)
+            is_unparsed = any("cannot be parsed" in str(error) for error in told)
             assert not is_unparsed or errors["table"].code == "E-CORRUPT"
             assert {error.code for error in told} <= {"E-CORRUPT"}, told
         except BaseException as error:

@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
         ([SERVERS, WAITS, "data.images='picture'"], {}, "pictures", 'generate.engine = "vllm"'),
         ([SERVERS, WAITS, "optimize.lora.save='adapter'"], {}, "adapter alone", '"merged"'),
         ([SERVERS, WAITS, "generate.options.token='env:NONE'"], {}, "NONE is not set", "set NONE"),
-        (["optimize.processes=4"], MEETING, "4 ranks can not be shared out evenly", "of 3"),
+        (["optimize.processes=4"], MEETING, "4 ranks cannot be shared out evenly", "of 3"),
         ([], {"PET_NNODES": "two"}, "expected one number of hosts", "PET_NNODES"),
         (["optimize.processes=4"], {"CUDA_VISIBLE_DEVICES": "0,1"}, "4 GPUs are needed", "lower"),
         (

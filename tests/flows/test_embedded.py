@@ -1,4 +1,4 @@
-"""Prefect's embedded server dies before the run, or can not start."""
+"""Prefect's embedded server dies before the run, or cannot start."""
 
 import contextlib
 import json

@@ -55,7 +55,7 @@ def lines(picture: ElementTree.Element) -> list[list[str]]:
 def test_foreign_text_is_one_code_span_on_one_line(hostile):
     shown = templates.quoted(hostile)
     assert shown.startswith("`") and shown.endswith("`") and "`" not in shown[1:-1], (
-        "the span can not be left"
+        "the span cannot be left"
     )
     assert shown.isprintable() and len(shown) <= templates.SPAN_LIMIT + 2
     assert shown.endswith("…`") == (len(hostile) > templates.SPAN_LIMIT)

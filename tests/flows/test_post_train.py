@@ -101,7 +101,7 @@ def test_trackers_have_rewards_lengths_and_evaluations_at_the_step_of_the_policy
 
 
 def test_again_is_already_done(workplace, result, tmp_path):
-    """No new version, and no child: with an interpreter that can not start, every stage still says
+    """No new version, and no child: with an interpreter that cannot start, every stage still says
     "already done"."""
     before = names(Store(workplace / "store"))
     nowhere = [

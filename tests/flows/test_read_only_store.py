@@ -1,4 +1,4 @@
-"""Every command on a store that can not be written: what reads answers, what writes says so."""
+"""Every command on a store that cannot be written: what reads answers, what writes says so."""
 
 import os
 import shutil

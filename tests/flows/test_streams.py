@@ -101,7 +101,7 @@ def test_a_store_whose_path_is_no_text_is_no_damage(tmp_path, store):
     path = os.fsencode(tmp_path) + b"/x\xff"
     os.rename(store, path)
     done = called(tmp_path, "verify", QUIVER_STORE=os.fsdecode(path))
-    assert done.returncode == 2 and b"can not be used" in done.stderr
+    assert done.returncode == 2 and b"cannot be used" in done.stderr
     os.rename(path, store)
 
 

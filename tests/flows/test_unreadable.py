@@ -1,4 +1,4 @@
-"""A part of a store can not be read: every other is listed and checked, and what can not be read is
+"""A part of a store cannot be read: every other is listed and checked, and what cannot be read is
 told."""
 
 import json
@@ -34,7 +34,7 @@ def called(folder: Path, *arguments: str) -> tuple[int, dict]:
     """Exit code and JSON object of a command, for which modes count."""
     prefix = [] if os.geteuid() else AS_ANYBODY
     if subprocess.run([*prefix, "true"], check=False).returncode:
-        pytest.skip("root can not give up its powers here")
+        pytest.skip("root cannot give up its powers here")
     command = [*prefix, sys.executable, "-m", "quiver.flows.cli", *arguments, "--json"]
     env = command_environment(folder)
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)

@@ -1,7 +1,7 @@
 """`make mutants`: put each bug into a copy of the repository, and see whether its tests notice.
 
 The tests of a file pass without a bug, which is tried first. So a mutant is caught when a test
-fails, when the tests can not be collected, when the process dies, or when it does not end.
+fails, when the tests cannot be collected, when the process dies, or when it does not end.
 The exit status is 1 when one that caught.json calls caught is not caught any more.
 """
 

@@ -1,4 +1,4 @@
-"""References can not leave the store; errors keep code, object and next step across a process
+"""References cannot leave the store; errors keep code, object and next step across a process
 boundary."""
 
 import errno

@@ -330,7 +330,7 @@ def _said(member: Any) -> str:
     """A thing that JSON has no word for. TypeError where it has no text of its own either."""
     text = str(member)
     if " at 0x" in text:  # where it lies says nothing, and changes from run to run
-        raise TypeError(f"a {type(member).__name__} is no text, and can not be written as JSON")
+        raise TypeError(f"a {type(member).__name__} is no text, and cannot be written as JSON")
     return text
 
 

@@ -85,7 +85,7 @@ class _Answer(BaseModel):
 
 
 class _Again(Exception):
-    """An episode whose process was lost can not be played again; the text says why."""
+    """An episode whose process was lost cannot be played again; the text says why."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"its process was lost, and when it was played again {why}")
@@ -169,7 +169,7 @@ class EnvironmentPool:
 
     def replies(self, wait: float | None = 0.0) -> list[Reply]:
         """What has been answered since the last call; where that is nothing, `wait` seconds for the
-        first (None: as long as it takes). What can not be gone on without is raised."""
+        first (None: as long as it takes). What cannot be gone on without is raised."""
         replies: list[Reply] = []
         try:
             while True:
@@ -369,7 +369,7 @@ class _Process:
         try:
             answer = self._worker.ask(request, seconds, _Answer)
             if answer.error is None and (answer.step is None) == (job.verb != "finish"):
-                raise Ended("after an answer that can not be read")
+                raise Ended("after an answer that cannot be read")
             return answer
         except (Late, Ended):
             self._log_printed()

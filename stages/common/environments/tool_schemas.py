@@ -83,9 +83,7 @@ def _described(function: Callable[..., Any], name: str) -> ToolSchema:
         raise ValueError("it has no docstring")
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-            raise ValueError(
-                f"parameter {parameter.name} can not be given by its name, as calls do"
-            )
+            raise ValueError(f"parameter {parameter.name} cannot be given by its name, as calls do")
         if parameter.annotation is inspect.Parameter.empty:
             raise ValueError(f"parameter {parameter.name} has no type")
     description, lines, returns = parse_google_format_docstring(docstring)

@@ -54,7 +54,7 @@ class Host:
         except BaseException as error:  # SystemExit, say
             refusal = ConfigError(
                 f"generate.turns {printable(environment or ', '.join(tools))}",
-                f"can not be loaded: {type(error).__name__}: {printable(error)}",
+                f"cannot be loaded: {type(error).__name__}: {printable(error)}",
                 next="see what importing it does",
             )
         return {"tools": [], "answers": False, "fingerprint": "", "error": refusal.to_dict()}

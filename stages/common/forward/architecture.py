@@ -78,7 +78,7 @@ class Verdict:
     def require(self, title: str) -> None:
         """ConfigError about `title` where the architecture is refused."""
         if self.mode is None:
-            raise ConfigError(title, f"can not be trained: {self.reason}", next=self.advice)
+            raise ConfigError(title, f"cannot be trained: {self.reason}", next=self.advice)
 
 
 def judge(config: PreTrainedConfig) -> Verdict:

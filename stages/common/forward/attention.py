@@ -7,7 +7,7 @@ sequences of any lengths, which needs no padding and reads no mask. `single` is 
 the last resort: one rollout after another through the model's own attention.
 
 The block attention is plugged into transformers' attention interface, so every decoder that uses
-the interface works. What it can not do (logit caps, sinks, position biases) it refuses, and
+the interface works. What it cannot do (logit caps, sinks, position biases) it refuses, and
 `choose_mode` in verify.py then takes the next simpler mode.
 """
 

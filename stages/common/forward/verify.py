@@ -91,7 +91,7 @@ def choose_mode(
         policy.autocast = autocast
     raise ConfigError(
         f"model {type(policy.model).__name__}",
-        "its logprobs can not be reproduced from its last hidden state and output embedding: "
+        "its logprobs cannot be reproduced from its last hidden state and output embedding: "
         f"they differ by {gap:.4f}",
         next="use an architecture whose logits are output_embedding(last hidden state), scaled or "
         "soft-capped at most",
@@ -205,7 +205,7 @@ def largest_gap(
         if len(own_logprobs)
     ]
     if not gaps:
-        log.warning("packing %r can not be tried: each completion begins with a picture's id", mode)
+        log.warning("packing %r cannot be tried: each completion begins with a picture's id", mode)
         return 0.0
     # NaN wherever it stands, which Python's max would drop
     return float(torch.stack(gaps).max())

@@ -85,7 +85,7 @@ def main() -> None:
         except Image.UnidentifiedImageError:
             answer = {"error": f"is no picture of type {', '.join(FORMATS)}"}
         except Exception as error:  # a decoder may raise anything at hostile bytes
-            answer = {"error": f"can not be decoded: {type(error).__name__}: {error}"[:1000]}
+            answer = {"error": f"cannot be decoded: {type(error).__name__}: {error}"[:1000]}
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(json.dumps(answer), flush=True)
 

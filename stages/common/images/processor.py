@@ -67,7 +67,7 @@ class Processor:
         """What an engine gets for a picture, which it makes the ids of by itself."""
 
     def read(self, content: bytes) -> Seen:
-        """The picture in `content`. ConfigError where the processor can not take it."""
+        """The picture in `content`. ConfigError where the processor cannot take it."""
         return self.read_images([open_image(content)])
 
     def expand(
@@ -125,7 +125,7 @@ def load_processor(version: Version) -> Processor:
         if "mrope_section" in (text_config.get(field) or {}):
             raise ConfigError(
                 name,
-                "reads pictures by positions of three axes (M-RoPE), which can not be trained here",
+                "reads pictures by positions of three axes (M-RoPE), which cannot be trained here",
                 next="take a vision-language model with plain positions, as Idefics3 or LLaVA",
             )
     checkpoints.verify_carried(version)

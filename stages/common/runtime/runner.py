@@ -140,7 +140,7 @@ def make(plan: Plan, *, force: bool = False, share: bool = False) -> Version:
     if share and not getattr(stage, "SHARED", False):
         raise ConfigError(
             f"stage {plan.stage}",
-            "its work can not be shared among processes",
+            "its work cannot be shared among processes",
             next="start it once, without share",
         )
     if force:  # it stands beside what is there already
@@ -149,7 +149,7 @@ def make(plan: Plan, *, force: bool = False, share: bool = False) -> Version:
         if not getattr(stage, "RANKS", False):
             raise ConfigError(
                 f"stage {plan.stage}",
-                "its work can not be shared among ranks",
+                "its work cannot be shared among ranks",
                 next="start it once, without RANK in the environment",
             )
         return _make_without_writers(stage, plan, force)

@@ -125,7 +125,7 @@ class Stage(Protocol):
     Config: type[Config]
 
     def plan(self, config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
-        """What the call comes to. ConfigError, LineageError, SchemaError for what can not be."""
+        """What the call comes to. ConfigError, LineageError, SchemaError for what cannot be."""
 
     def make(self, plan: Plan, writers: Mapping[str, Any]) -> None:
         """Write every shard of every kind, and finish each writer. `writers`, by kind: none for a

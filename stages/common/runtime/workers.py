@@ -101,7 +101,7 @@ class Worker(Process):
                 )
         except OSError as error:
             raise ResourceError(
-                name, f"can not be started: {error}", next=f"lower {lower}"
+                name, f"cannot be started: {error}", next=f"lower {lower}"
             ) from error
         self._printed = self.stdout.fileno()
         os.set_blocking(self._printed, False)

@@ -48,7 +48,7 @@ def find(python: str = "") -> Interpreter:
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise ConfigError(
             f"interpreter {printable(python)}",
-            f"can not be used for programs: {type(error).__name__}: {printable(error)}",
+            f"cannot be used for programs: {type(error).__name__}: {printable(error)}",
             next="name the path of an interpreter (sandbox_python of the function code)",
         ) from error
     executable = os.path.abspath(python)

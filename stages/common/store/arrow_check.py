@@ -74,5 +74,5 @@ def require_parseable(
             if entry.sha256 not in _parsed_hashes:
                 problem = arrow_check.problem(folder / entry.name)
                 if problem:
-                    raise corrupt(entry.name, f"can not be parsed: {problem}")
+                    raise corrupt(entry.name, f"cannot be parsed: {problem}")
                 _parsed_hashes.add(entry.sha256)

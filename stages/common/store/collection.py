@@ -5,7 +5,7 @@ there long enough is deleted, and so is what was staged and given up.
     collect(store, rule)                 # only looks
     collect(store, rule, apply=True)     # does it
 
-What stays is told by `retention`. Nothing is done where that can not be told. All of it may be
+What stays is told by `retention`. Nothing is done where that cannot be told. All of it may be
 killed at any point: the next one finishes, or takes back, what it finds half done.
 """
 
@@ -102,7 +102,7 @@ class Collected:
 
 
 def collect(store: Store, rule: Rule, *, apply: bool = False) -> Collected:
-    """Clean the store up by `rule`, or only say what would go. CorruptError where a tag can not be
+    """Clean the store up by `rule`, or only say what would go. CorruptError where a tag cannot be
     read, or a manifest of what stays, or where a folder is none; BusyError where another process is
     at it."""
     storage = store.storage

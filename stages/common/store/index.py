@@ -50,7 +50,7 @@ class IndexEntry:
     """One version, told without opening it."""
 
     state: str
-    """whole; torn, where its manifest can not be read; expired, where the ledger has it alone."""
+    """whole; torn, where its manifest cannot be read; expired, where the ledger has it alone."""
     number: int
     run_key: str = ""
     stage: str = ""
@@ -58,7 +58,7 @@ class IndexEntry:
     bytes: int = 0
     created: str = ""
     error: str = ""
-    """Why its manifest can not be read."""
+    """Why its manifest cannot be read."""
     stamp: tuple[int, ...] = ()
     """The manifest's, when it was read."""
 
@@ -167,7 +167,7 @@ class Index:
         entries.sort(key=lambda entry: entry.number)
         lines = b"".join(_line(astuple(entry)) for entry in entries)
         if entries:
-            # a store that can not be written is read without an index
+            # a store that cannot be written is read without an index
             with suppress(OSError):
                 self._ledger.note_missing(numbers)
                 self._storage.make_prefix(f"{self._folder}/.index", durable=False)

@@ -69,7 +69,7 @@ class Owner:
 
     @property
     def is_dead(self) -> bool:
-        """Whether it has certainly ended. False where it can not be told from here."""
+        """Whether it has certainly ended. False where it cannot be told from here."""
         return self.is_visible and _start_time(self.pid) != self.start_time
 
     @property

@@ -145,7 +145,7 @@ class Ledger:
         return None
 
     def problems(self) -> list[CorruptError]:
-        """Copies of manifests that are not what was written, and tombstones that can not be
+        """Copies of manifests that are not what was written, and tombstones that cannot be
         read."""
         errors = []
         for number, content_hash in self.content_hashes().items():
@@ -228,7 +228,7 @@ class Ledger:
             pass
         raise CorruptError(
             key,
-            "the note that the version was deleted on purpose can not be read",
+            "the note that the version was deleted on purpose cannot be read",
             state="the version is gone; its manifest is kept.",
             next=f"rm {self._storage.path(key)}",
         )

@@ -1,6 +1,6 @@
 """What can be read of a store, where not all of it can: for whoever lists and looks.
 
-A stage that looks for what is done already uses `Store` itself, which raises: what can not be read
+A stage that looks for what is done already uses `Store` itself, which raises: what cannot be read
 just now is not to be made again.
 """
 
@@ -20,7 +20,7 @@ def readable_entries(
     store: Store, run: str | None = None
 ) -> tuple[list[tuple[Ref, IndexEntry]], list[QuiverError]]:
     """Every visible version that can be read, or is torn, by run, kind and number; and what is
-    wrong with versions, kinds and tags that can not be read."""
+    wrong with versions, kinds and tags that cannot be read."""
     entries: list[tuple[Ref, IndexEntry]] = []
     errors: list[QuiverError] = []
     runs = [run] if run else store.runs()

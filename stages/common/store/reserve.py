@@ -38,7 +38,7 @@ def keep_reserve(storage: Storage) -> None:
 def reserve_for_deleting(store: Store) -> Iterator[None]:
     """Use what is set aside while things are deleted, and set it aside again."""
     storage = store.storage
-    with suppress(OSError):  # a store that can not be written says so itself
+    with suppress(OSError):  # a store that cannot be written says so itself
         storage.delete(_NAME)
         if shutil.disk_usage(storage.root).free < BYTES:
             for run, kind in product(store.runs(), KINDS):

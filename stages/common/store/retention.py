@@ -174,7 +174,7 @@ def _manifest(store: Store, ref: Ref) -> Manifest:
 
 def users_of(store: Store, ref: Ref) -> tuple[list[str], list[str]]:
     """What refers to a version: tags of its run, and references of versions made of it. A tag or
-    manifest that is torn or can not be read is passed over; `verify` tells of it."""
+    manifest that is torn or cannot be read is passed over; `verify` tells of it."""
     tag_names, versions = [], []
     with suppress(QuiverError, OSError):
         for name in store.tag_names(ref.run):

@@ -89,7 +89,7 @@ class Storage:
         return path
 
     def read_table(self, key: str) -> pa.Table:
-        """An Arrow file, mapped into memory. pyarrow.ArrowException where it can not be parsed."""
+        """An Arrow file, mapped into memory. pyarrow.ArrowException where it cannot be parsed."""
         file = pa.memory_map(str(self._file(key)))
         try:
             table = pa.ipc.open_file(file).read_all()

@@ -81,7 +81,7 @@ class Tag:
         return [self._entry(number) for number in self._numbers()]
 
     def verify(self) -> None:
-        """CorruptError where an entry or the file can not be read, or where they disagree."""
+        """CorruptError where an entry or the file cannot be read, or where they disagree."""
         self.history()
 
     def move(self, target: str, expected: str | None, why: str, key: str, about: dict) -> None:
@@ -181,7 +181,7 @@ class Tag:
                 return
             raise CorruptError(
                 f"{self._run} tag {self.name}",
-                f"{key} can not be read: {printable(error)}",
+                f"{key} cannot be read: {printable(error)}",
                 state="all versions are intact; nothing was changed.",
                 next=f"restore tags/{key} from a copy, or delete it and let the tag point at the "
                 "version that is meant",

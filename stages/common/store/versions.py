@@ -227,7 +227,7 @@ class Version:
             shard = self._storage.read_table(f"{self.ref.folder}/{entry.name}")
             shard = shard.select(columns) if columns else shard
         except (pa.ArrowException, ValueError, KeyError, TypeError) as error:
-            raise self.corrupt(entry.name, f"can not be parsed: {printable(error)}") from None
+            raise self.corrupt(entry.name, f"cannot be parsed: {printable(error)}") from None
         if shard.num_rows != entry.rows:
             raise self.corrupt(entry.name, f"expected {entry.rows} rows, found {shard.num_rows}")
         return shard
@@ -265,7 +265,7 @@ class Store:
         except (OSError, RuntimeError, UnicodeError) as error:  # RuntimeError: of a home or loop
             raise ConfigError(
                 f"store {printable(path)}",
-                f"can not be used: {reason(error)}",
+                f"cannot be used: {reason(error)}",
                 next="name another folder in --store",
             ) from None
 
@@ -294,7 +294,7 @@ class Store:
         except (ValueError, KeyError, TypeError):
             raise CorruptError(
                 f"store {self.path}",
-                "store.json can not be read",
+                "store.json cannot be read",
                 next=f"write {_marker()} into {self.path / 'store.json'}, the versions need no "
                 "more",
             ) from None
@@ -460,7 +460,7 @@ class Store:
 
     def hold(self, ref: Ref) -> None:
         """See to it that the version stays, now that a tag points at it, or a stage that reads it
-        is at work. LineageError where it is gone; BusyError where it can not be told in time."""
+        is at work. LineageError where it is gone; BusyError where it cannot be told in time."""
         rescue(self.storage, ref)
         self.resolve(ref)
 
@@ -474,7 +474,7 @@ class Store:
         return sorted(name for name in names if is_name(name))
 
     def verify_tag(self, run: str, name: str) -> None:
-        """CorruptError where the tag or its journal can not be read, or where they disagree."""
+        """CorruptError where the tag or its journal cannot be read, or where they disagree."""
         self._tag(run, name).verify()
 
     def history(self, run: str, name: str) -> list[Entry]:

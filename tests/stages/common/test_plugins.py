@@ -91,7 +91,7 @@ def test_an_edited_file_is_read_again(tmp_path):
     ],
 )
 def test_an_edited_neighbour_is_read_again(project, name, helper, statement):
-    """Of the same length and in the same second, which a bytecode file can not tell apart."""
+    """Of the same length and in the same second, which a bytecode file cannot tell apart."""
     own_file = name.partition(":")[0].removesuffix(".py").replace(".", "/") + ".py"
     write(project, {"package/__init__.py": ""})
     write(project, {own_file: f"{statement}\n\ndef f():\n    return helper.NUMBER\n"})

@@ -99,7 +99,7 @@ def test_a_crafted_arrow_file_with_the_right_hash_is_told(store):
     version = commit(store, shards=1)
     crafted(version)
     shutil.rmtree(store.path / "a/logprobs/.ledger")
-    assert "part-00000.arrow" in said(store) and "can not be parsed" in said(store)
+    assert "part-00000.arrow" in said(store) and "cannot be parsed" in said(store)
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_whoever_verifies_or_reads_a_foreign_store_survives_such_a_file(
 ):
     version = commit(store)
     crashes("part-00001.arrow")
-    assert "part-00001.arrow: can not be parsed: whoever parses it crashes" in said(store)
+    assert "part-00001.arrow: cannot be parsed: whoever parses it crashes" in said(store)
     assert Store(store.path).open(version.ref).table().num_rows == 4
     monkeypatch.setattr("os.geteuid", lambda: (store.path / "store.json").stat().st_uid + 1)
     with pytest.raises(CorruptError, match="crashes"):
@@ -165,7 +165,7 @@ def test_a_store_of_somebody_else_is_parsed_in_a_child_first(store, monkeypatch)
     monkeypatch.setattr("os.geteuid", lambda: (store.path / "store.json").stat().st_uid + 1)
     assert Store(store.path).open(version.ref).table().num_rows == 2
     crafted(version)
-    with pytest.raises(CorruptError, match="can not be parsed"):
+    with pytest.raises(CorruptError, match="cannot be parsed"):
         Store(store.path).open(version.ref).table()
 
 
@@ -272,7 +272,7 @@ def test_a_tombstone_that_can_not_be_read_is_told(store, text):
     commit(store, Settings(seed=1))
     remove(store, "a/logprobs@1")
     (store.path / "a/logprobs/.ledger/v000001.expired").write_text(text)
-    assert "on purpose can not be read" in said(store)
+    assert "on purpose cannot be read" in said(store)
     with pytest.raises(CorruptError, match="on purpose"):
         store.open("a/logprobs@1")
     assert commit(store).ref.version == 1 and said(store) == ""

@@ -301,7 +301,7 @@ def test_an_environment_is_closed_once_after_its_reward_or_its_error(tmp_path, c
         ("import os; os._exit(4)", "ended its process with exit code 4"),
         ("1 / 0", "ZeroDivisionError"),
         ("class Game:\n    pass", "neither a method"),
-        ("raise SystemExit(1)", "can not be loaded"),
+        ("raise SystemExit(1)", "cannot be loaded"),
     ],
 )
 def test_code_that_can_not_be_loaded_is_told_at_the_start(tmp_path, source, why):

@@ -378,7 +378,7 @@ def test_a_registered_environment_is_named_and_a_missing_one_told():
     environment = open_source("gymnasium:FrozenLake-v1", [], {"is_slippery": False}).make()
     assert environment.reset({}, 0) == [{"role": "user", "content": "0"}]
     assert environment.step(Turn("2")).text == "1"
-    with pytest.raises(ConfigError, match="can not be made"):
+    with pytest.raises(ConfigError, match="cannot be made"):
         open_source("gymnasium:NoSuch-v0", [], {})
 
 
@@ -449,7 +449,7 @@ def test_a_flood_of_an_mcp_server_ends_with_the_time_of_a_turn(tmp_path):
 
 def test_a_server_that_does_not_start_is_told():
     pytest.importorskip("mcp")
-    with pytest.raises(ConfigError, match="server can not be used"):
+    with pytest.raises(ConfigError, match="server cannot be used"):
         open_source("", ["mcp:/nowhere/server"], {})
 
 
@@ -593,15 +593,15 @@ def test_the_game_of_the_document_is_played(tmp_path):
     assert environment.step(Turn("no number")).text == "higher"
 
 
-# -- what can not be read
+# -- what cannot be read
 
 
 @pytest.mark.parametrize(
     "returned, why",
     [
-        (object(), "a object is no text, and can not be written as JSON"),
-        ((number for number in range(3)), "a generator is no text, and can not be written as JSON"),
-        ({"made": object()}, "a object is no text, and can not be written as JSON"),
+        (object(), "a object is no text, and cannot be written as JSON"),
+        ((number for number in range(3)), "a generator is no text, and cannot be written as JSON"),
+        ({"made": object()}, "a object is no text, and cannot be written as JSON"),
     ],
 )
 def test_what_has_no_text_of_its_own_is_an_error_of_the_tool(returned, why):
@@ -617,7 +617,7 @@ def test_a_step_that_was_forgotten_is_told():
 
 def test_a_tool_whose_parameter_has_no_name_is_refused(tmp_path):
     source = 'def add(a: int, /):\n    """Add.\n\n    Args:\n        a: A.\n    """\n'
-    with pytest.raises(ConfigError, match="parameter a can not be given by its name"):
+    with pytest.raises(ConfigError, match="parameter a cannot be given by its name"):
         open_source("", [f"{write(tmp_path, source)}:add"], {})
 
 

@@ -460,9 +460,9 @@ def test_a_name_that_leads_to_the_host_itself_is_refused(monkeypatch):
 def test_ranks_are_shared_out_evenly(store, refs, monkeypatch):
     monkeypatch.setenv("PET_NNODES", "2")
     monkeypatch.setenv("PET_RDZV_ENDPOINT", "127.0.0.1:29400")
-    with pytest.raises(ConfigError, match="3 ranks can not be shared out evenly among 2 hosts"):
+    with pytest.raises(ConfigError, match="3 ranks cannot be shared out evenly among 2 hosts"):
         run_stage("optimize", config(processes=3), store, **refs)
-    with pytest.raises(ConfigError, match="1 rank can not be shared out evenly among 2 hosts"):
+    with pytest.raises(ConfigError, match="1 rank cannot be shared out evenly among 2 hosts"):
         run_stage("optimize", config(processes=1), store, **refs)
     monkeypatch.setenv("PET_NNODES", "two")
     with pytest.raises(ConfigError, match="expected one number of hosts, found two"):

@@ -163,15 +163,15 @@ def badly_turned() -> bytes:
 
 
 HOSTILE = {
-    "badly turned": (badly_turned(), "can not be decoded"),
+    "badly turned": (badly_turned(), "cannot be decoded"),
     "bomb": (bomb(), "has 5000 × 5000 pixels, at most 1,000,000 are read"),
     "large": (sight.png(0, (200, 200)), "bytes, at most 50,000 are read"),
     "empty": (b"", "is no picture of type PNG, JPEG, WEBP"),
     "text": (b"<svg/>", "is no picture of type PNG, JPEG, WEBP"),
     "gif": (gif(), "is no picture of type PNG, JPEG, WEBP"),
     "frames": (animation(), "has 2 frames, expected one picture"),
-    "cut": (sight.png(0)[:500], "can not be decoded"),
-    "corrupt": (corrupt(), "can not be decoded"),
+    "cut": (sight.png(0)[:500], "cannot be decoded"),
+    "corrupt": (corrupt(), "cannot be decoded"),
 }
 
 

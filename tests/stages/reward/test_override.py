@@ -21,7 +21,7 @@ WHY = {"author": "ada", "reason": "right, in another unit"}
 FLAKY = """
 def flaky(completions):
     if any("boom" in text for text in completions):
-        raise ValueError("can not score this")
+        raise ValueError("cannot score this")
     return [float(text) for text in completions]
 """
 

@@ -1,5 +1,5 @@
 """The reward function `code`: what counts as the program, as a test and as passed, and that a
-program can not pass by cheating."""
+program cannot pass by cheating."""
 
 import doctest
 import functools

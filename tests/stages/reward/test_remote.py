@@ -571,7 +571,7 @@ def test_no_host_at_all_is_an_error_a_row():
     assert [part.value for part in parts] == [None] * 3 and "ConnectError" in parts[0].error
 
 
-# -- what can not pass
+# -- what cannot pass
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 405, 415, 422, 501])

@@ -30,7 +30,7 @@ print(json.dumps([found, started, sorted(heavy)]))
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The working folder, with a reward function that can not be loaded in silence."""
+    """The working folder, with a reward function that cannot be loaded in silence."""
     (tmp_path / "mine.py").write_text("print('this was run')\ndef f(completions): ...\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

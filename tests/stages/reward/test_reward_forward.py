@@ -115,7 +115,7 @@ def test_the_last_id_counts_even_where_it_is_the_pad_id(tmp_path):
     folder = make_model(tmp_path / "rm", pad_token_id=9)
     other = make_model(
         tmp_path / "other", pad_token_id=None
-    )  # the same weights, and a config that can not take 9 for padding
+    )  # the same weights, and a config that cannot take 9 for padding
     inputs = [[5, 9], [5, 6, 9, 9], [5, 9, 8]]
     found = forward_of(folder).score(inputs, [0, 0, 0])
     torch.testing.assert_close(found, alone(other, inputs), atol=ATOL, rtol=0)

@@ -33,7 +33,7 @@ def polite(completions, **columns):
 def picky(completions, answer):
     for text in completions:
         if "boom" in text:
-            raise ValueError(f"can not score {text!r}")
+            raise ValueError(f"cannot score {text!r}")
     return [0.25] * len(completions)
 
 def patient(completions):
@@ -273,7 +273,7 @@ def test_the_row_of_a_group(named, group_id, place):
 def test_failed_rows_stop_the_stage_unless_allowed(store, sample):
     rollouts = sample([["fine", "boom"], ["fine", "fine"]], {"answer": [7, 9]})
     with pytest.raises(
-        RewardError, match=r"1 of 4 rows.*picky.*0-sum-0-1.*ValueError: can not score 'boom'"
+        RewardError, match=r"1 of 4 rows.*picky.*0-sum-0-1.*ValueError: cannot score 'boom'"
     ) as caught:
         run(config("mine.py:picky"), store, rollouts=rollouts.ref)
     assert caught.value.exit_code == 6
@@ -284,7 +284,7 @@ def test_failed_rows_stop_the_stage_unless_allowed(store, sample):
     row = by_id(store, ref)["0-sum-0-1"]
     assert row["reward"] is None
     assert row["parts"] == {"picky": None, "polite": 0.0}
-    error = "ValueError: can not score 'boom' (mine.py:10)"
+    error = "ValueError: cannot score 'boom' (mine.py:10)"
     assert row["errors"] == {"picky": error, "polite": None}
     assert by_id(store, ref)["0-sum-0-0"]["reward"] == 0.25
     manifest = store.open(ref).manifest
@@ -451,7 +451,7 @@ def test_empty_completions_are_scored_like_others(store, sample):
 def test_a_users_column_never_stands_in_for_the_completions(store, sample):
     rollouts = sample(
         [["7"]],
-        {"solution": [7], "completions": ["a user's column can not stand in for a completion"]},
+        {"solution": [7], "completions": ["a user's column cannot stand in for a completion"]},
     )
     with pytest.raises(ConfigError, match="needs answer"):
         run(config("numeric"), store, rollouts=rollouts.ref)

@@ -192,7 +192,7 @@ def test_a_token_that_is_not_special_stays_what_it_is(read):
 
 
 def test_a_turns_own_tokens_are_control_even_when_not_marked_special():
-    """Zephyr-like templates whose roles are plain added tokens: those of the turns can not be
+    """Zephyr-like templates whose roles are plain added tokens: those of the turns cannot be
     typed, others stand."""
     given = FAMILIES["zephyr"]
     tokenizer = byte_tokenizer(given._replace(plain=("<|user|>", "<|assistant|>", "<|odd|>")))

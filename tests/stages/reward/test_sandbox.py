@@ -332,7 +332,7 @@ def below(pid: int, generations: int) -> list[int]:
     return found if level else []
 
 
-# -- where it can not be
+# -- where it cannot be
 
 # In a user namespace of its own, where one kind of namespace is forbidden, as a container or an
 # administrator would do it; as an ordinary user there, but for `ids`: root who may be nobody else.
@@ -442,7 +442,7 @@ def test_what_can_not_be_right_is_refused():
             ConfigError, match=r"limits\.memory_mib: must be a whole number between 64"
         ):
             Limits(memory_mib=size)
-    with pytest.raises(ConfigError, match="can not be used for programs"):
+    with pytest.raises(ConfigError, match="cannot be used for programs"):
         run_program("", python="/bin/false")
 
 

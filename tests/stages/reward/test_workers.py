@@ -527,7 +527,7 @@ def test_closing_ends_a_call_that_waits(folder):
     [
         (
             "import nonexistent_module",
-            "can not be imported: ModuleNotFoundError: No module named 'nonexistent_module'",
+            "cannot be imported: ModuleNotFoundError: No module named 'nonexistent_module'",
         ),
         ("import os; os._exit(7)", "ended its process with exit code 7"),
         ("import sys; sys.exit(7)", "SystemExit: 7"),

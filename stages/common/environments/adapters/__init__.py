@@ -99,7 +99,7 @@ def open_source(environment: str, tools: list[str], arguments: dict[str, Any]) -
     except Exception as error:  # a user's code
         raise ConfigError(
             f"generate.turns.environment {printable(environment)}",
-            f"can not be made: {type(error).__name__}: {printable(error)}",
+            f"cannot be made: {type(error).__name__}: {printable(error)}",
             next="correct generate.turns.arguments, or the class",
         ) from error
     module = "methods"

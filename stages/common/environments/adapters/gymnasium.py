@@ -90,7 +90,7 @@ def open_environment(name: str, arguments: dict[str, Any]) -> Factory:
     except Exception as error:  # an environment's own code, too
         raise ConfigError(
             f"generate.turns.environment gymnasium:{printable(name)}",
-            f"can not be made: {type(error).__name__}: {printable(error)}",
+            f"cannot be made: {type(error).__name__}: {printable(error)}",
             next="correct generate.turns.environment or its arguments",
         ) from error
     return open_class(name, lambda: gymnasium.make(name, **arguments), probe)

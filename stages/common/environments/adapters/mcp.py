@@ -27,7 +27,7 @@ class Server:
     """A running server. Its connection lives in a thread of its own, as long as this process."""
 
     def __init__(self, command: str) -> None:
-        """ConfigError where it can not be started, or the package is not there."""
+        """ConfigError where it cannot be started, or the package is not there."""
         self.command = command
         self._loop = asyncio.new_event_loop()
         self._client: Future[Any] = Future()
@@ -39,7 +39,7 @@ class Server:
         except Exception as error:  # of the library, or of the server
             raise ConfigError(
                 f"generate.turns.tools mcp:{printable(command)}",
-                f"the server can not be used: {type(error).__name__}: {printable(error)}",
+                f"the server cannot be used: {type(error).__name__}: {printable(error)}",
                 next="see that the command starts an MCP server, and that the package mcp is there",
             ) from error
 

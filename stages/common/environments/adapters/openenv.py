@@ -7,7 +7,7 @@
 The action has the turn's text under `action_key` (`arguments`, "message" unless said otherwise); a
 turn with one call has the call's arguments instead. Of the observation the policy reads `text_key`;
 without it the one text that is there, or all of it as JSON. The server must keep episodes apart by
-their id: one that makes a new environment for each request can not be used.
+their id: one that makes a new environment for each request cannot be used.
 """
 
 from __future__ import annotations

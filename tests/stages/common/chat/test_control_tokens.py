@@ -271,7 +271,7 @@ def test_typed_tokens_still_read_as_typed(name):
             continue  # the template cuts at the first by itself; the others are spelling
         text = f"what does {token.content} mean?" + (
             "" if name == "gemma" else " 漢é"
-        )  # that one can not spell them
+        )  # that one cannot spell them
         assert text in guard.decode(encode(name, ["be kind", text]).ids)
 
 

@@ -92,7 +92,7 @@ def test_a_step_of_the_optimizer_is_seen_by_the_next_pass():
             model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
         _gradients(plain)
         for parameter, mine in zip(plain.parameters(), model.parameters(), strict=True):
-            mine.grad = parameter.grad.clone()  # so that rounding can not part the two
+            mine.grad = parameter.grad.clone()  # so that rounding cannot part the two
         optimizer.step()
         own.step()
         optimizer.zero_grad()

@@ -116,7 +116,7 @@ def test_finished_work_is_found_without_a_child(store, tmp_path):
 
 def test_what_can_not_be_shared_or_is_no_stage_says_so(store, policy):
     call = Call("policy", {"model": str(store.path)}, store.path, into="c", share=True)
-    with pytest.raises(ConfigError, match=r"can not be shared|config\.json"):
+    with pytest.raises(ConfigError, match=r"cannot be shared|config\.json"):
         perform(call)
     with pytest.raises(ConfigError, match="expected one of policy, prompt"):
         find(Call("promt", {}, store.path))
@@ -125,7 +125,7 @@ def test_what_can_not_be_shared_or_is_no_stage_says_so(store, policy):
 def test_a_stage_that_knows_no_ranks_is_refused_to_the_second_one(store, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     call = Call("policy", {"model": str(make_folder(tmp_path))}, store.path, into="a")
-    with pytest.raises(ConfigError, match="can not be shared among ranks"):
+    with pytest.raises(ConfigError, match="cannot be shared among ranks"):
         perform(call)
 
 

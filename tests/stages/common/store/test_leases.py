@@ -1,4 +1,4 @@
-"""Leases: who has one, who may take it over, and what a process that was asleep can not do."""
+"""Leases: who has one, who may take it over, and what a process that was asleep cannot do."""
 
 import json
 import multiprocessing

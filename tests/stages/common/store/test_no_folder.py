@@ -1,5 +1,5 @@
 """Where the store needs a folder there is a plain file, or a link that leads nowhere: it is told, and
-nothing is taken away for what can not be read."""
+nothing is taken away for what cannot be read."""
 
 import os
 import shutil

@@ -209,7 +209,7 @@ def test_an_entry_that_names_no_version_is_told(store, versions, name, ref):
     """One that named its own tag was followed for ever."""
     store.tag("a", "prod", versions[0])
     (store.path / "a/tags/.prod/000001").write_bytes(sealed(store, **{name: ref}))
-    with pytest.raises(CorruptError, match="000001 can not be read"):
+    with pytest.raises(CorruptError, match="000001 cannot be read"):
         store.resolve("a/logprobs@prod")
 
 
@@ -225,7 +225,7 @@ def test_a_journal_that_can_not_be_read_is_told(store, versions, damage):
         lambda: store.resolve("a/logprobs@prod"),
         lambda: store.tag("a", "prod", versions[1]),
     ):
-        with pytest.raises(CorruptError, match="000001 can not be read") as caught:
+        with pytest.raises(CorruptError, match="000001 cannot be read") as caught:
             call()
         # an entry that is gone takes its decision along, so the tag has to be pointed again
         assert caught.value.next.endswith("let the tag point at the version that is meant")
@@ -237,7 +237,7 @@ def test_verify_reads_the_entries_of_old_moves_too(store, versions):
     (store.path / "a/tags/.prod/000001").write_bytes(b"{")
     assert store.tagged("a", "prod") == versions[2]
     (error,) = verify(store)[1]
-    assert "000001 can not be read" in error.message
+    assert "000001 cannot be read" in error.message
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_a_file_that_names_no_version_is_told(store, versions, damage):
     else:
         path.write_bytes(damage)
     for call in (lambda: store.resolve("a/logprobs@prod"), lambda: store.history("a", "prod")):
-        with pytest.raises(CorruptError, match="prod can not be read"):
+        with pytest.raises(CorruptError, match="prod cannot be read"):
             call()
 
 
@@ -281,7 +281,7 @@ def test_where_the_newest_entries_are_gone_nobody_takes_an_older_one_for_it(
     entries = sorted((store.path / "a/tags/.prod").glob("0*"))
     for path in entries[-num_lost:]:
         path.unlink()
-    said = f"{entries[-1].name} can not be read"
+    said = f"{entries[-1].name} cannot be read"
     for call in (
         lambda: store.resolve("a/logprobs@prod"),
         lambda: store.history("a", "prod"),
@@ -300,7 +300,7 @@ def test_a_number_of_the_newest_entry_that_is_none_is_told(store, versions):
         store.tag("a", "prod", ref)
     for text in ("", "x\n"):
         (store.path / "a/tags/.prod/newest").write_text(text)
-        with pytest.raises(CorruptError, match="newest can not be read"):
+        with pytest.raises(CorruptError, match="newest cannot be read"):
             store.resolve("a/logprobs@prod")
 
 
