@@ -142,8 +142,17 @@ def _train(plan: Plan, seed: int, starts_over: bool) -> None:
         assert torch.equal(tensors["weight"], state_of(trainer.step)["weight"])
 
     def state(room: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        counters = {"step": trainer.step, "updates": trainer.updates}
-        return state_of(trainer.step), {**counters, "audit_report": {}, "padding": 0, "places": 0}
+        counters = {
+            "step": trainer.step,
+            "updates": trainer.updates,
+            "audit_report": {},
+            "padding": 0,
+            "places": 0,
+            "entropy_coef": 0.0,
+            "last_entropy": None,
+            "kl_coef": 0.0,
+        }
+        return state_of(trainer.step), counters
 
     trainer = SimpleNamespace(
         config=SimpleNamespace(resume_steps=1, resume_minutes=0, epochs=1, minibatches=3),
