@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quiver.schemas.errors import ConfigError
+from quiver.schemas.errors import ConfigError, ResourceError
 from quiver.stages.common.environments.environment import Call, Turn
 from quiver.stages.common.environments.pool import EnvironmentPool, Reply
 from quiver.stages.generate.turns.config import Turns
@@ -204,7 +204,8 @@ def test_an_environment_that_answers_otherwise_when_it_is_played_again_has_faile
         assert ask(pool, key, "what").failure is None
         assert ask(pool, victim, "die").failure == "environment_error"
         reply = ask(pool, key, "what")
-        assert reply.failure == "environment_error" and "answered otherwise" in reply.why
+        assert reply.failure == "environment_error"
+        assert "was lost, and when it was played again it answered otherwise" in reply.why
         assert ask(pool, fresh, "what").failure is None, "it had no turn to be played again"
 
 
@@ -309,6 +310,35 @@ def test_code_that_can_not_be_loaded_is_told_at_the_start(tmp_path, source, why)
     path.write_text(source)
     with pytest.raises(ConfigError, match=why):
         EnvironmentPool(Turns(environment=f"{path}:Game", processes=1))
+
+
+@pytest.mark.parametrize("kills", [2, 3])
+def test_a_process_that_is_killed_while_it_loads_is_begun_anew_twice(game, kills):
+    path = Path(game.partition(":")[0])
+    kill = (
+        "import os, signal\n"
+        f"with open({f'{path}.loads'!r}, 'a+b') as file:\n"
+        "    file.write(b'+')\n"
+        "    file.flush()\n"
+        f"    file.tell() <= {kills} and os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    path.write_text(kill + ENVIRONMENT)
+    config = Turns(environment=game, processes=1)
+    if kills == 2:
+        with EnvironmentPool(config) as pool:
+            begin(pool, 1)
+    else:
+        with pytest.raises(ResourceError, match="3 times in a row"):
+            EnvironmentPool(config)
+
+
+def test_what_no_process_can_go_on_after_is_raised_with_the_replies(game):
+    with EnvironmentPool(Turns(environment=game, processes=1)) as pool:
+        key, victim = begin(pool, 2)
+        Path(game.partition(":")[0]).write_text("1 / 0")
+        with pytest.raises(ConfigError, match="ZeroDivisionError"):
+            ask(pool, victim, "die")
+            ask(pool, key, "add 1")
 
 
 def test_a_file_that_changed_meanwhile_is_refused(game):

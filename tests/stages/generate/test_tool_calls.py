@@ -178,6 +178,7 @@ def test_llama_knows_a_call_by_the_name_of_a_tool():
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     parse = make_parser("llama", tools=tools)
     assert parse('{"name": "add", "parameters": {}}').calls == (Call("add", {}),)
+    assert make_parser("llama")('{"name": "add"}').calls == ()
     assert parse('{"name": "add"}').error == 'the call of add lacks "parameters"'
     assert parse('{"answer": 5, "name": "Ann"}').calls == ()
     for text in (
@@ -429,6 +430,7 @@ def test_a_function_of_the_users_reads_calls(tmp_path):
     [
         ("raise ValueError('say it again')", "say it again", False),
         ("raise EOFError('cut')", "cut", True),
+        ("raise ValueError", "ValueError", False),
         ("return 7", "not iterable", False),
         ("return [{}]", 'lacks "name"', False),
     ],
