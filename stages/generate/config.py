@@ -1,4 +1,4 @@
-"""Config of generate: which engine answers, how many samples per prompt, and how they are sampled."""
+"""Config of generate: which engine answers, how often, and how it samples."""
 
 from __future__ import annotations
 

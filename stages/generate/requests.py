@@ -135,7 +135,7 @@ class Requests:
         self.num_tokens += len(ids)
 
     def settle(self) -> None:
-        """Check that the engine answered every row before it stopped. Raises SchemaError otherwise."""
+        """Check that the engine answered every row before it stopped. Raises SchemaError."""
         if self._unanswered:
             raise self._error(
                 f"{len(self._unanswered)} of {len(self._asked)} rows were never answered, the "

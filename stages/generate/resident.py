@@ -43,7 +43,7 @@ class Resident:
         """Number of policies that it has had, one per call."""
 
     def take(self, config: Config, setup: Setup) -> None:
-        """Give the engine the policy and settings of `setup`. Raises ResourceError if it refuses."""
+        """Give the engine the policy and settings of `setup`; ResourceError if it refuses."""
         reason = "it was made for another engine, or for other code"
         try:
             if self.made_for == (config.engine, config.code_sha256):
