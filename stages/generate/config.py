@@ -50,7 +50,7 @@ class Config(Base):
     rows_per_shard: Runtime[int] = Field(default=ROWS_PER_SHARD, ge=1)
     """Rows written at once, and the unit of work for processes that share a run: with fewer shards
     than `placement.devices`, some GPUs stay idle. A crash loses the shards in progress: one, and
-    with vLLM also those that it decodes in the same batch (`max_num_seqs`)."""
+    with vLLM also the shards that it decodes in the same batch (`max_num_seqs`)."""
     patience_seconds: Runtime[float | None] = Field(default=None, ge=0)
     """With several processes: how long an idle process waits for a shard that another process is
     making before it makes that shard too. Default: twice the slowest shard so far, and at least 30

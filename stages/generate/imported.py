@@ -53,9 +53,9 @@ class Config(common.Config):
     source: str = Field(min_length=1)
     """A file of JSON lines."""
     sampling: Sampling = Sampling()
-    """How the trajectories were sampled, if the lines do not say it. Without `max_tokens`, the
-    longest completion is taken as the limit. If every line has a temperature, the most frequent one
-    becomes `temperature`."""
+    """Sampling of the trajectories, if the lines do not say it. Without `max_tokens`, the
+    longest completion is taken as the limit. If every line has a temperature, the most frequent
+    one becomes `temperature`."""
     turns: Limits | None = None
     """Filled in by the stage, if lines have turns."""
     source_sha256: str = ""

@@ -149,10 +149,10 @@ class VllmServerOptions(Config):
     retries: Runtime[int] = Field(default=5, ge=0)
     """Number of times a failed row is requested again, at another server if there is one."""
     wait_seconds: Runtime[float] = Field(default=0.0, ge=0)
-    """How long a server may take, at the start of the stage, until it serves the policy's weights.
-    A run of several iterations needs this, because each iteration has other weights."""
+    """Maximum wait, at the start of the stage, for a server to serve the policy's weights. A run
+    of several iterations needs this, because each iteration has other weights."""
     down_seconds: Runtime[float] = Field(default=60.0, ge=0)
-    """How long a failed server may stay away before the others continue without it."""
+    """Maximum time that a failed server may stay away; after it the others continue without it."""
 
     @model_validator(mode="before")
     @classmethod

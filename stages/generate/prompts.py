@@ -1,4 +1,4 @@
-"""Select the prompts to answer: those that leave room for the completion. Nothing is ever cut.
+"""Select the prompts to answer: they must leave room for the completion. Nothing is ever cut.
 
 Ids outside the policy's vocabulary, and empty prompts, are errors.
 """

@@ -1,12 +1,12 @@
 """The requests that an engine draws, and the checks on its answers.
 
-While rows are unanswered, the next shard is taken only if fewer than the engine's `ahead` are left,
-and only if the processes that share the work can find one as well. So an engine that decodes many
+While rows are unanswered, the next shard is taken only if fewer than the engine's `ahead` are left.
+The processes that share the work must be able to find one as well. So an engine that decodes many
 rows at once has no empty slots at the end of a shard, and no process takes everything. With `ahead`
 = 1 a batch never mixes rows of two shards.
 
 Engines are not trusted. An answer counts only if its row was requested and is unanswered, and if
-its logprobs are those of probabilities. Otherwise the stage stops and nothing of the shard is
+its logprobs are finite and at most 0 (up to rounding). Otherwise the stage stops and nothing of the shard is
 written.
 """
 

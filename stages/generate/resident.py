@@ -85,7 +85,7 @@ class Resident:
             if staying.is_asked() and hasattr(self.engine, "take"):
                 try:
                     sleeps = self.engine.sleep()
-                except Exception as error:  # its rows are there, and it is not needed for others
+                except Exception as error:  # its rows are finished, so nothing else needs it
                     log.warning("the engine could not sleep, and ends: %s", printable(error))
             if sleeps:
                 staying.keep(self)

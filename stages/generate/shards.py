@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Shards:
-    """All shards of one version: finished ones, and those that wait for rows."""
+    """All shards of one version: finished shards, and shards that wait for rows."""
 
     def __init__(self, writer: Writer, rows: Rows) -> None:
         self._writer = writer

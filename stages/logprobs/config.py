@@ -14,7 +14,7 @@ from quiver.stages.common.config import Runtime
 
 
 class PassConfig(Base):
-    """How the forward pass over the saved completions runs."""
+    """Settings of the forward pass over the saved completions."""
 
     precision: Literal["auto", "fp32", "bf16", "bf16_pure"] = "auto"
     """Precision of the pass, with optimize's names. auto: bf16 on a GPU, fp32 on a CPU. bf16:

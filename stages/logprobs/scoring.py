@@ -48,7 +48,7 @@ class Scorer:
     def score(self, rollouts: pa.Table, pictures: Pictures | None = None) -> pa.Table:
         """Return logprobs/1 of these rollouts, which may have turns.
 
-        `pictures` are those of the prompts. A completion without ids gets no logprobs. Raises
+        `pictures` belong to the prompts. A completion without ids gets no logprobs. Raises
         ConfigError.
         """
         prompts = Ragged.from_arrow(rollouts["prompt_ids"])

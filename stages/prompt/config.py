@@ -124,7 +124,7 @@ class SourceConfig(Base):
 
 
 class TemplateConfig(Base):
-    """How rows become token ids, and how long a prompt may be."""
+    """Rendering of rows to token ids, and the limits of a prompt."""
 
     system: str | None = None
     """System message put before chats that do not begin with their own."""
@@ -157,8 +157,8 @@ class Config(SourceConfig, TemplateConfig):
     seed: int = Field(default=0, ge=0)
     """Seed of the shuffles. Has no effect without `limit`."""
     iteration: int = Field(default=0, ge=0)
-    """Which `limit` rows to take, from 0. Has no effect without `limit`. In a recipe's flow the
-    first iteration is 0, and so is an evaluation."""
+    """Block of `limit` rows to take, from 0. Has no effect without `limit`. In a recipe's flow
+    the first iteration is 0, and so is an evaluation."""
     turns: EnvironmentConfig | None = None
     """Environment or tools of [generate.turns]. Prompts show the environment's opening and the
     tools' schemas."""

@@ -64,7 +64,8 @@ class Openings:
     ) -> list[list[Message]]:
         """Return the opening messages of each of the `rows` of `source`.
 
-        `group_ids` are those of all its rows. Raises ConfigError if an environment cannot begin.
+        `group_ids` has the ids of all its rows. Raises ConfigError if an environment cannot
+        begin.
         """
         openings: list[list[Message]] = []
         if self._pool is None:

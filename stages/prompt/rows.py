@@ -206,7 +206,7 @@ class Renderer:
         return prompt if self._fits(name, prompt["prompt_ids"]) else None
 
     def _read_pictures(self, name: str, cell: Any, opening: Sequence[Message]) -> list[Picture]:
-        """Return the pictures of a cell, followed by those that an environment shows at its
+        """Return the pictures of a cell, then the pictures that an environment shows at its
         start."""
         pictures = self._pictures.of_cell(name, cell) if self._pictures else []
         of_opening = pictures_in(opening)

@@ -1,10 +1,10 @@
 """Engine `transformers`: decoder-only and encoder-decoder models (T5, BART), with our own loop.
 
-`model.generate` is not used. Here each row draws from its own generator, its logprobs come from
-exactly the distribution that was sampled from (float32), and the model's generation config has no
-effect, forced tokens included. Padding happens only in this file: prompts of similar length are
-batched, left-padded for a decoder, right-padded for an encoder, and masks come from lengths, never
-from ids. A stored completion never contains the decoder's start token.
+`model.generate` is not used. Here each row draws from its own generator, and its logprobs come
+from exactly the distribution that was sampled from (float32). The model's generation config has
+no effect, forced tokens included. Padding happens only in this file: prompts of similar length
+are batched, left-padded for a decoder, right-padded for an encoder, and masks come from lengths,
+never from ids. A stored completion never contains the decoder's start token.
 """
 
 from __future__ import annotations

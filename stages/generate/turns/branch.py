@@ -1,9 +1,9 @@
 """branch: turn saved episodes into prompts/2, so that one of their turns is sampled again.
 
-The prompt's ids are those that the policy read before the turn: nothing is rendered or encoded
-again. The environment's answers up to there are stored in the prompt's columns (see
-`schemas/prompts.py`), so that it can be brought to the same state. Many episodes can thus continue
-one saved episode, which shows how much a single turn was worth.
+The prompt's ids are what the policy read before the turn: nothing is rendered or encoded again. The
+environment's answers up to there are stored in the prompt's columns (see `schemas/prompts.py`), so
+that it can be brought to the same state. Many episodes can thus continue one saved episode, which
+shows how much a single turn was worth.
 
     ref = run_stage("branch", Config(turn=2), store, rollouts="guess/rollouts@3")
 """
@@ -152,7 +152,7 @@ class _Branches:
             self._places = {group: place for place, group in enumerate(groups)}
 
     def table(self, rollouts: pa.Table) -> pa.Table:
-        """Return prompts/2 of these episodes, each of which has the turn."""
+        """Return prompts/2 of these episodes; each must have the turn."""
         rows = []
         columns = []
         for row in rollouts.to_pylist():

@@ -44,7 +44,7 @@ _SHOWN = 60
 
 
 class History(NamedTuple):
-    """How a template treats earlier turns, for one role of the message that follows them."""
+    """A template's treatment of earlier turns, for one role of the message that follows."""
 
     role: str
     appends: bool
@@ -99,9 +99,9 @@ class Bridge:
         self._plain_end = self._end_of_turn()
         self._writes_end = guard.first_control(self._plain_end) is not None
         self._needs_calls: dict[str, bool] = {}
-        """By role: True if such a message must follow a turn with calls."""
+        """Role → True if such a message must follow a turn with calls."""
         self._is_written: dict[str, bool] = {}
-        """By role: True if the template writes such a message after a turn."""
+        """Role → True if the template writes such a message after a turn."""
         if tool_role == "auto":
             tool_role = "tool" if self._learn("tool") else "user"
         self.tool_role = tool_role
@@ -399,7 +399,7 @@ def turn_message(parsed: ParsedTurn, gap: str = "") -> Message:
 
 
 def answers_of_calls(messages: list[Message]) -> list[Message]:
-    """Return the messages, with consecutive call ids in those of tools."""
+    """Return the messages, with consecutive call ids in the tools' messages."""
     numbers = iter(range(len(messages)))
     return [
         {**message, "tool_call_id": _call_id(next(numbers))}

@@ -25,7 +25,7 @@ class Turns(EnvironmentConfig):
     """Role of the messages that hold tool outputs. auto: `tool` if the chat template has such
     messages, else `user`."""
     rewritten: Literal["refuse", "restart", "append"] = "refuse"
-    """What to do if the template rewrites earlier turns, for example by dropping their thinking.
+    """Action if the template rewrites earlier turns, for example by dropping their thinking.
     refuse: stop at the start. restart: read the rewritten history as a new sequence of the same
     rollout. append: append anyway, so that the policy keeps reading what it sampled."""
     max_turns: int = Field(default=8, ge=1, le=10_000)
@@ -37,9 +37,9 @@ class Turns(EnvironmentConfig):
     text says so, and the turn's info says how much. Text far above this limit is cut before it is
     encoded."""
     max_images: int = Field(default=0, ge=0)
-    """Maximum pictures that the environment or tools may show in an episode, besides those of the
-    prompt. One more ends the episode; with 0 it is an error of the environment. Each picture must
-    fit into max_observation_tokens."""
+    """Maximum pictures that the environment or tools may show in an episode, besides the
+    prompt's pictures. One more ends the episode; with 0 it is an error of the environment. Each
+    picture must fit into max_observation_tokens."""
     step_seconds: float = Field(default=60.0, gt=0)
     """Maximum seconds for one answer of the environment, including the time to read it; a slower
     answer ends the episode."""

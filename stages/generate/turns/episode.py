@@ -82,7 +82,7 @@ class Setting:
     check_picture: Callable[[str, bytes], object] = lambda name, content: None
     """Raises ConfigError, about the name, if the content cannot be decoded within limits."""
     histories: Sequence[History] = ()
-    """How the template treats earlier turns."""
+    """The template's treatment of earlier turns."""
 
     def rewrites(self, role: str, thinks: bool) -> bool:
         """Return True if the sequence must restart before a message of that role.

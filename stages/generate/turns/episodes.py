@@ -70,7 +70,7 @@ class Episodes(Requests):
     _ready: deque[_Running] = field(default_factory=deque)
     """Episodes whose next turn can be sampled."""
     _running: dict[int, _Running] = field(default_factory=dict)
-    """By row."""
+    """Begun episodes, by row."""
     _of_key: dict[int, _Running] = field(default_factory=dict)
 
     def __next__(self) -> Request:

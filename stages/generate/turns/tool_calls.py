@@ -284,7 +284,7 @@ class Entry(NamedTuple):
     description: str
     parse: Parse
     form: str
-    """How a call is written; shown to the policy."""
+    """The format of a call, as shown to the policy."""
 
 
 PARSERS = {
