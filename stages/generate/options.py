@@ -159,7 +159,7 @@ class VllmServerOptions(Config):
     def _nothing_secret(cls, section: Any) -> Any:
         if not isinstance(section, dict):
             return section
-        if not isinstance(section.get("urls", ()), list | tuple):  # which may hold a secret too
+        if not isinstance(section.get("urls", ()), list | tuple):  # the text may hold a secret
             raise ValueError('urls: a list is expected, such as ["http://127.0.0.1:8000"]')
         urls = [root_of(str(url)) for url in section.get("urls", ())]
         if len(set(urls)) < len(urls):

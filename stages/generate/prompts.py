@@ -66,7 +66,7 @@ def select_prompts(
     max_tokens = config.sampling.max_tokens
     context = context_limit(config, policy)
     # Encoder and decoder have a context each.
-    if checkpoints.is_encoder_decoder(policy):  # encoder and decoder have a context each
+    if checkpoints.is_encoder_decoder(policy):
         row_lengths = np.maximum(lengths, max_tokens)
     else:
         row_lengths = lengths + max_tokens

@@ -6,8 +6,8 @@ rows at once has no empty slots at the end of a shard, and no process takes ever
 = 1 a batch never mixes rows of two shards.
 
 Engines are not trusted. An answer counts only if its row was requested and is unanswered, and if
-its logprobs are finite and at most 0 (up to rounding). Otherwise the stage stops and nothing of the shard is
-written.
+its logprobs are finite and at most 0 (up to rounding). Otherwise the stage stops and
+nothing of the shard is written.
 """
 
 from __future__ import annotations

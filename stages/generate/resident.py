@@ -52,9 +52,9 @@ class Resident:
                 if self.engine.take(replace(setup, resident=staying.is_asked())):
                     self.num_policies += 1
                     return
-        except Exception as error:  # of the user's own engine too
+        except Exception as error:  # a user's own engine may raise anything
             reason = f"{type(error).__name__}: {printable(error)}"
-        with suppress(Exception):  # its process ends, and all that it started with it
+        with suppress(Exception):  # its process ends anyway, with all its children
             self.engine.close()
         raise ResourceError(
             f"engine {printable(config.engine)}",

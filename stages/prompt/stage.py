@@ -1,9 +1,9 @@
 """The prompt stage: the policy's tokenizer renders the user's rows to ids, before any GPU is used.
 
-Refused: rows without a prompt, duplicate group ids, ids outside the vocabulary, and prompts that leave
-no room for the completion (nothing is ever cut). Text that would become control tokens in every
-spelling is refused too. Every column of the source is kept in `columns`. The weights do not matter
-here: the next policy with the same tokenizer reuses the finished prompts.
+Refused: rows without a prompt, duplicate group ids, ids outside the vocabulary, and prompts that
+leave no room for the completion (nothing is ever cut). Text that would become control tokens in
+every spelling is refused too. Every column of the source is kept in `columns`. The weights do not
+matter here: the next policy with the same tokenizer reuses the finished prompts.
 
     config = resolve(Config(source="sums.jsonl", prompt="question"))    # reads it, once a run
     ref = run_stage("prompt", config, store, policy="arith/policy@0")

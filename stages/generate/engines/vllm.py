@@ -101,7 +101,6 @@ class VllmEngine:
         self.setup.verified()
         # vLLM collects garbage five times as it starts, each time over every object that its import
         # made; frozen objects are skipped.
-        # import made
         gc.freeze()
         model = self.setup.policy
         arguments = self.arguments()

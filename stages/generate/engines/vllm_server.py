@@ -165,7 +165,7 @@ class VllmServerEngine:
             self._thread.join()
         self._loop.close()
 
-    # -- in the thread
+    # -- runs in the thread
 
     async def _run(self) -> None:
         """Tend the servers and send rows to them, until `close`."""

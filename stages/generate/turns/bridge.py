@@ -213,7 +213,7 @@ class Bridge:
                 'generate.turns.tool_role = "user"',
             )
 
-    # -- a history that is written anew
+    # -- restarting with a rewritten history
 
     def restart(self, name: str, messages: list[Message]) -> Rendering:
         """Return a whole conversation as the template writes it, with the next generation

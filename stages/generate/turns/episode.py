@@ -169,7 +169,7 @@ class Episode:
         """Time spent reading observations, besides the environment's own time."""
         self._thinks = False
 
-    # -- what is to be done
+    # -- the next request
 
     def request(self) -> Request:
         """Return what to sample, in the state `sample`."""
@@ -184,7 +184,7 @@ class Episode:
         rooms.append((self.setting.context - len(self._ids), "context"))
         return min(rooms, key=lambda room: room[0])
 
-    # -- what was done
+    # -- answers of the engine and the environment
 
     def sampled(
         self,
@@ -269,7 +269,7 @@ class Episode:
         self.state = "ended"
         return None
 
-    # -- what came of it
+    # -- the finished episode
 
     def record(self) -> dict[str, Any]:
         """Return the columns of rollouts/3 that an episode decides. A failed episode has no
