@@ -51,7 +51,7 @@ class SourceConfig(Base):
     for a folder that `save_to_disk` wrote; or a generator of rows, `module:function` or
     `file.py:function`."""
     split: str = "train"
-    """Split of `datasets:NAME`."""
+    """Split of `datasets:NAME`, or of a `datasets:PATH` that has several."""
     name: str | None = None
     """Configuration of `datasets:NAME`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
