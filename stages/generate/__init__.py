@@ -1,2 +1,2 @@
-"""generate: prompts → rollouts. A policy answers; ids, logprobs, seeds and the way each row ended
-are saved."""
+"""The generate stage: prompts → rollouts. The policy answers each prompt; ids, logprobs, seeds and
+finish reasons are saved."""

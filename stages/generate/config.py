@@ -1,4 +1,4 @@
-"""The config of generate: who answers, how often, and how it is sampled."""
+"""Config of generate: which engine answers, how often, and how it samples."""
 
 from __future__ import annotations
 
@@ -17,47 +17,49 @@ from .turns.config import Turns
 
 
 class Config(Base):
-    """Who answers, how often, and how it is sampled."""
+    """Config of the generate stage."""
 
     engine: str = "vllm"
     """`vllm`, `vllm-server`, `transformers`, `scripted`, or your own: module:Class or
     file.py:Class."""
     samples_per_prompt: int = Field(default=8, ge=1, le=1_000_000)
-    """Rollouts of each prompt: the size of a group."""
+    """Rollouts per prompt: the group size."""
     sampling: Sampling = Sampling()
-    """The distribution that is sampled from."""
+    """The distribution to sample from."""
     seed: int = Field(default=0, ge=0)
-    """With `iteration`, group and sample it gives each row its own seed."""
+    """Base seed. Each row's own seed is derived from it, `iteration`, the group id and the sample
+    index."""
     iteration: int = Field(default=0, ge=0)
-    """Makes other seeds for the same prompts in the next iteration. In a recipe's flow the first
-    iteration has 1, and an evaluation 0."""
+    """Iteration number; changes the seeds of the same prompts. In a recipe's flow the first
+    iteration is 1; an evaluation uses 0."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What the model computes in; auto: bfloat16 where the hardware has it, else float32."""
+    """Dtype that the model computes in. auto: bfloat16 if the hardware supports it, else
+    float32."""
     max_model_len: int | None = Field(default=None, ge=2)
-    """Most tokens of prompt and completion together. None: the model's context."""
+    """Maximum tokens of prompt and completion together. Default: the model's context."""
     turns: Turns | None = None
-    """Episodes of several turns: an environment or tools answer the policy. None: a completion is
-    all."""
+    """Episodes of several turns, in which an environment or tools answer the policy. Default: one
+    completion per row."""
     overlong: Literal["error", "drop"] = "error"
-    """What to do with a prompt that leaves no room for max_tokens: stop, or leave it out, counted
-    and listed."""
+    """If a prompt leaves no room for max_tokens: stop with an error, or drop the prompt, which is
+    then counted and listed."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The engine's own options: see `stages/generate/options.py`."""
     device: Runtime[Literal["auto", "cpu", "cuda"]] = "auto"
-    """auto: the GPU where there is one."""
+    """auto: the GPU if there is one."""
     rows_per_shard: Runtime[int] = Field(default=ROWS_PER_SHARD, ge=1)
-    """Rows written at once, and what processes that share the work take at a time: with fewer
-    shards than `placement.devices`, GPUs have nothing to do. A crash costs
-    the shards under way: one, and with vLLM as many more as it decodes together
-    (`max_num_seqs`)."""
+    """Rows written at once, and the unit of work for processes that share a run: with fewer shards
+    than `placement.devices`, some GPUs stay idle. A crash loses the shards in progress: one, and
+    with vLLM also the shards that it decodes in the same batch (`max_num_seqs`)."""
     patience_seconds: Runtime[float | None] = Field(default=None, ge=0)
-    """Processes that share the work: how long an idle one waits for another's shard before it makes
-    that shard too. None: twice as long as the slowest shard took so far, and at least 30 s."""
+    """With several processes: how long an idle process waits for a shard that another process is
+    making before it makes that shard too. Default: twice the slowest shard so far, and at least 30
+    s."""
     code_sha256: str = ""
     """Filled in by the stage: hash of the file of your own engine or script."""
     end_token_ids: tuple[int, ...] = ()
-    """Filled in by the stage: the model's own end tokens, where its generation_config.json names
-    others than its config.json, whose hash says which model it is."""
+    """Filled in by the stage: the model's end tokens, if its generation_config.json names other ids
+    than its config.json (whose hash identifies the model)."""
 
     @model_validator(mode="after")
     def _fits(self) -> Config:
@@ -77,8 +79,8 @@ class Config(Base):
         return self
 
     def key(self) -> dict[str, Any]:
-        """As the base has it, without the engine's options that decide only speed or memory, or
-        where your own code lies."""
+        """Return the base class's key without the engine options that only affect speed or memory,
+        and without the folder of your own code."""
         shipped_options = engine_options(self.engine, self.options)
         options = shipped_options.key() if shipped_options else dict(self.options)
         engine = self.engine

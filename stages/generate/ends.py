@@ -1,6 +1,6 @@
-"""Which ids end a completion, and what the recipe's author should know of the others.
+"""Ids that end a completion, and warnings about end tokens that the model or the rewards miss.
 
-Not of the spine: a set of ids, and two warnings.
+Not part of the spine: one set of ids and two warnings.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ log = logging.getLogger(__name__)
 
 
 def stop_ids_of(config: Config, policy: Version) -> tuple[int, ...]:
-    """Return every id that ends a completion, rising. Raises: ConfigError if the model names no end
-    token and `ignore_eos` is off."""
+    """Return every id that ends a completion, ascending.
+
+    Raises ConfigError if the model names no end token and `ignore_eos` is off.
+    """
     stop_ids = {*config.sampling.stop_token_ids}
     if not config.sampling.ignore_eos:
         stop_ids.update(checkpoints.end_token_ids(policy))
@@ -31,7 +33,8 @@ def stop_ids_of(config: Config, policy: Version) -> tuple[int, ...]:
 
 
 def end_ids_of_generation_config(policy: Version) -> tuple[int, ...]:
-    """The end token ids of generation_config.json if config.json has others; else none."""
+    """Return the end token ids of generation_config.json if config.json has different ones; else
+    ()."""
     with suppress(ConfigError):  # the model names no end token
         ids = checkpoints.end_token_ids(policy)
         config = checkpoints.model_config(policy)
@@ -41,8 +44,11 @@ def end_ids_of_generation_config(policy: Version) -> tuple[int, ...]:
 
 
 def unknown_end(plan: Plan, policy: Version) -> dict[str, Any]:
-    """`unknown_end` for the manifest: `id` and `text` of the token with which the prompts' chat
-    template ends an assistant's turn, if it ends no completion; else nothing."""
+    """Return `unknown_end` for the manifest, or {}.
+
+    It holds `id` and `text` of the token with which the prompts' chat template ends an assistant's
+    turn, if that token ends no completion.
+    """
     end = _template_end(plan)
     sampling = plan.config.sampling
     if end is None or sampling.ignore_eos or end["id"] in stop_ids_of(plan.config, policy):
@@ -52,8 +58,8 @@ def unknown_end(plan: Plan, policy: Version) -> dict[str, Any]:
 
 
 def warn_of_ends(plan: Plan, policy: Version) -> None:
-    """Warn if the template's end of turn ends no completion, and of stop ids whose text no reward
-    sees."""
+    """Warn if the template's end of turn ends no completion, and about stop ids whose text rewards
+    never see."""
     end = unknown_end(plan, policy).get("unknown_end")
     if end is not None:
         log.warning(

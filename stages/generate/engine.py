@@ -1,7 +1,7 @@
-"""What an engine is: ids in, ids and their logprobs out. The registry, and how one is made.
+"""The engine interface (ids in; ids and their logprobs out), the registry, and `make_engine`.
 
 An engine is a class whose constructor takes a `Setup`, with `info`, `generate` and `close`. It may
-answer in any order. What it answers is checked: see `requests`.
+answer in any order. Its answers are checked in `requests`.
 
     engine = make_engine("vllm", setup)
     for completion in engine.generate(requests):
@@ -29,36 +29,39 @@ class Picture(NamedTuple):
     """A picture in a prompt."""
 
     content: bytes
-    """A PNG, JPEG or WebP that was checked."""
+    """A PNG, JPEG or WebP file that was validated."""
     start: int
-    """Where its ids begin in the prompt."""
+    """Index of its first id in the prompt."""
     length: int
-    """How many there are."""
+    """Number of its ids in the prompt."""
 
 
 class Request(NamedTuple):
-    """One completion to make. `index` is the row's place among all rows; `seed` decides its draws,
-    alone. In an episode of turns a row's requests follow one another."""
+    """One completion to make.
+
+    `index` is the row's index among all rows. `seed` alone decides the row's draws. The requests of
+    one episode come one after another.
+    """
 
     index: int
     prompt_ids: np.ndarray
-    """[P] int32: all that the model reads before the completion."""
+    """[P] int32: everything that the model reads before the completion."""
     seed: int
     turn: int = 0
-    """Of an episode; its number, from 0."""
+    """Turn of the episode, from 0."""
     max_tokens: int | None = None
-    """Most ids of the completion; None: those of `Sampling`."""
+    """Maximum ids of the completion. Default: `Sampling.max_tokens`."""
     pictures: tuple[Picture, ...] = ()
-    """In the order of their places."""
+    """In the order of their positions in the prompt."""
 
 
 class Completion(NamedTuple):
-    """The answer to a row's request: `completion_ids` [T] int32, a sampled end token last;
-    `logprobs` [T] float32 of those ids.
+    """The answer to one request.
 
-    `logprobs` are of the distribution that was sampled from (after temperature and all else of
-    `Sampling`). `finish_reason` is stop, length or abort; `stop_reason` the id that stopped it, or
-    the stop string that the last id completes, where one did.
+    `completion_ids` [T] int32 include the sampled end token, if any, as the last id. `logprobs` [T]
+    float32 belong to the distribution that was sampled from: after temperature and everything else
+    in `Sampling`. `finish_reason` is stop, length or abort. `stop_reason` is the id that ended the
+    completion, or the stop string that the last id completes, if there is one.
     """
 
     index: int
@@ -70,63 +73,66 @@ class Completion(NamedTuple):
 
 @dataclass(frozen=True)
 class Setup:
-    """All that an engine is made from."""
+    """Everything that an engine is made from."""
 
     policy: Version
     sampling: Sampling
     stop_ids: tuple[int, ...]
-    """Every id that ends a completion; beside these only the texts of `sampling.stop` do (see
+    """Every id that ends a completion. Besides these only the texts of `sampling.stop` do (see
     `stopping`)."""
     max_model_len: int
-    """Most ids of prompt and completion together that the engine has to take."""
+    """Maximum ids of prompt and completion together that the engine must accept."""
     dtype: str = "auto"
     device: str = "auto"
     options: dict[str, Any] = field(default_factory=dict)
     base: Version | None = None
-    """The weights that the policy's adapter goes on, where `options.lora` asks for that or the
-    policy has no others; None: load the policy's own."""
+    """Weights to put the policy's adapter on, if `options.lora` asks for it or the policy is only
+    an adapter. Default: load the policy's own weights."""
     most_pictures: int = 0
-    """In one prompt."""
+    """Maximum pictures in one prompt."""
     longest: int | None = None
-    """Most ids that a row of the prompts can have, by which a cache may be sized; None:
-    max_model_len."""
+    """Maximum ids of any row of these prompts, for sizing a cache. Default: max_model_len."""
     resident: bool = False
-    """Whether the engine is asked to sleep behind its rows and to take a later policy: see
-    `Engine.sleep`. ConfigError where one that has this cannot do it here."""
+    """True if the engine should sleep after its rows and take a later policy: see `Engine.sleep`.
+    An engine that supports this but cannot do it on this machine raises ConfigError."""
     verified: Callable[[], object] = lambda: None
-    """Waits until the model's files are checked, which goes on meanwhile: import first, call this,
-    then read them. Raises what is wrong with them."""
+    """Wait until the model's files are checked, which runs in the background. Import first, call
+    this, then read the files. Raises the error if a file is wrong."""
 
 
 class Engine(Protocol):
-    """What the stage asks of an engine."""
+    """Methods and attributes that the stage needs from an engine."""
 
     info: dict[str, Any]
     """Name, version, dtype, device and logprobs mode, for the manifest."""
     ahead: int
-    """The next shard's requests come when fewer rows than this are unanswered. May be left out: 1,
-    so that a shard's rows stand in no batch with another's, and what comes out does not depend on
-    which shards this process does."""
+    """The next shard's requests arrive when fewer rows than this are unanswered. Optional, default
+    1: no batch then mixes rows of two shards, and results do not depend on which shards this
+    process makes."""
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """One completion a request, as they finish; takes requests as it has room for them.
+        """Yield one completion per request, as they finish; draw requests as there is room for
+        them.
 
-        `requests` may end for now, and may be empty: there are more when these are answered, in the
-        same call or in another.
+        `requests` may end for now, and may be empty. More can follow once these are answered, in
+        the same call or a later one.
         """
         ...
 
     def sleep(self) -> bool:
-        """Give back the device's memory until `take`. False where it cannot; it is closed then.
+        """Free the device's memory until `take`. Return False if it cannot; it is then closed.
 
-        May be left out, with `take`: each policy has a fresh engine in a process of its own.
+        Optional, together with `take`. Without them each policy gets a fresh engine in its own
+        process.
         """
         ...
 
     def take(self, setup: Setup) -> bool:
-        """Wake up with the policy of `setup`, and all else that it says, as one does that is made
-        from it; its files are checked. At any doubt False, or an error: it is closed, and a fresh
-        one does the work. `info` and `ahead` may be others then."""
+        """Wake up with the policy and settings of `setup`, like an engine newly made from it.
+
+        The policy's files are already checked. If in doubt, return False or raise: this engine is
+        then closed and a fresh one does the work. `info` and `ahead` may change here.
+        """
         ...
 
     def close(self) -> None:
@@ -135,7 +141,7 @@ class Engine(Protocol):
 
 
 class Entry(NamedTuple):
-    """A shipped engine: where its class is, what it is, which options it knows."""
+    """A shipped engine: its class path, description and options."""
 
     path: str
     description: str
@@ -167,8 +173,10 @@ ENGINES = {
 
 
 def engine_options(engine: str, options: dict[str, Any]) -> Config | None:
-    """The options of a shipped engine, checked; None for a user's own engine, which checks its own.
-    ConfigError, also for a name that is neither."""
+    """Return a shipped engine's checked options; None for your own engine, which checks its own.
+
+    Raises ConfigError for a wrong option, and if `engine` is neither a shipped name nor a path.
+    """
     if engine in ENGINES:
         for name in options.keys() - ENGINES[engine].options.model_fields.keys():
             owners = [other for other in ENGINES if name in ENGINES[other].options.model_fields]
@@ -192,16 +200,20 @@ def engine_options(engine: str, options: dict[str, Any]) -> Config | None:
 
 
 def make_engine(name: str, setup: Setup) -> Engine:
-    """The engine of that name, or of that dotted path, ready to generate. ConfigError,
-    ResourceError."""
+    """Return a ready engine by its registered name or dotted path.
+
+    Raises ConfigError or ResourceError.
+    """
     path = ENGINES[name].path if name in ENGINES else name
     engine_class, _ = plugins.load(path, "generate.engine")
     return engine_class(setup)
 
 
 def code_hash(engine: str, options: Config | None) -> str:
-    """Hash of the user's own code that answers, be it an engine or a script; empty where there is
-    none. The code is not run. ConfigError."""
+    """Return the hash of your own engine or script, or "" if there is none.
+
+    The code is not run. Raises ConfigError if it cannot be located.
+    """
     if engine not in ENGINES:
         return plugins.fingerprint(plugins.locate(engine, "generate.engine"))
     if isinstance(options, ScriptedOptions) and ":" in options.script:

@@ -1,9 +1,10 @@
-"""imported: what another system sampled becomes rollouts, as if `generate` had made them.
+"""imported: turn another system's samples into rollouts, as if `generate` had made them.
 
-A file of JSON lines with ids and logprobs (see `stages/common/trajectories.py`) and the policy that
-is said to have sampled them. They become rollouts/1, or rollouts/2 if a line has turns. Every line
-is looked at before anything is written; whether the logprobs are the policy's is what the audit of
-`optimize` tells. Where lines have rewards, the stage `imported_rewards` makes a version of them.
+The input is a file of JSON lines with ids and logprobs (see `stages/common/trajectories.py`) and
+the policy that is said to have sampled them. The output is rollouts/1, or rollouts/2 if a line has
+turns. Every line is checked before anything is written. The audit of `optimize` checks if the
+logprobs are the policy's. If lines have rewards, the stage `imported_rewards` makes a version of
+them.
 
     config = resolve(Config(source="trajectories.jsonl"))
     ref = run_stage("imported", config, store, policy="arith/policy@0")
@@ -35,14 +36,15 @@ from .texts import Texts
 
 STAGE_VERSION = 1
 _END_OF = {"stop": "answered", "length": "max_tokens", "abort": "environment_error"}
-"""Why an episode ended, by how its last turn did: more is not told of it."""
+"""An episode's end reason, by the finish reason of its last turn; the lines say no more
+about it."""
 
 
 class Limits(common.Config):
-    """What episodes were held to."""
+    """Limits that episodes were held to."""
 
     max_tokens: int = Field(ge=1)
-    """Most sampled ids of an episode, over all its turns."""
+    """Maximum sampled ids of an episode, over all its turns."""
 
 
 class Config(common.Config):
@@ -51,21 +53,21 @@ class Config(common.Config):
     source: str = Field(min_length=1)
     """A file of JSON lines."""
     sampling: Sampling = Sampling()
-    """How they were sampled, as far as lines do not say it. Without `max_tokens` the longest
-    completion is what was allowed. If every line says its temperature, `temperature` becomes that
-    of most lines."""
+    """Sampling of the trajectories, if the lines do not say it. Without `max_tokens`, the
+    longest completion is taken as the limit. If every line has a temperature, the most frequent
+    one becomes `temperature`."""
     turns: Limits | None = None
-    """Filled in by the stage, where lines have turns."""
+    """Filled in by the stage, if lines have turns."""
     source_sha256: str = ""
     """Filled in by the stage: hash of the file."""
 
     def key(self) -> dict[str, Any]:
-        """The bytes decide, wherever they lie."""
+        """Return the key without the folder of `source`: the bytes decide, not their location."""
         return {**super().key(), "source": common.without_folder(self.source)}
 
 
 def resolve(config: Config) -> Config:
-    """`config` with what the lines say of their sampling. Reads the file. ConfigError."""
+    """Fill in what the lines say about their sampling. Reads the file. Raises ConfigError."""
     lines, sha256 = trajectories.read(config.source, config.source_sha256)
     longest = max(1, *(len(line.completion_ids) for line in lines.values()))
     temperatures = Counter(line.temperature for line in lines.values())
@@ -84,8 +86,10 @@ def resolve(config: Config) -> Config:
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
-    """The lines as rollouts of `refs["policy"]`; of `refs["prompts"]`, where these are given.
-    ConfigError, LineageError."""
+    """Plan the lines as rollouts of `refs["policy"]`, for `refs["prompts"]` if it is given.
+
+    Raises ConfigError or LineageError.
+    """
     policy = store.open(refs["policy"])
     inputs = {"prompts": store.open(refs["prompts"])} if refs.get("prompts") else {}
     for kind, version in {"policy": policy, **inputs}.items():
@@ -104,7 +108,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
-    """Check every line, then write. ConfigError names line and field."""
+    """Check every line, then write. Raises ConfigError with line and field."""
     config = plan.config
     writer = writers["rollouts"]
     lines, _ = trajectories.read(config.source, config.source_sha256)
@@ -126,7 +130,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
 
 
 def _require_readable(config: Config, lines: Mapping[str, Trajectory], policy: Version) -> None:
-    """ConfigError for a line that the policy could not have read or sampled."""
+    """Raise ConfigError for a line that the policy could not have read or sampled."""
     vocabulary = checkpoints.vocabulary_size(policy)
     context = checkpoints.context_length(policy)
     is_encoder_decoder = checkpoints.is_encoder_decoder(policy)
@@ -138,7 +142,8 @@ def _require_readable(config: Config, lines: Mapping[str, Trajectory], policy: V
                 problem = f"{field} holds {max(ids)}, {policy.ref} knows ids below {vocabulary}"
                 break
         longest = max(line.sequences)
-        if is_encoder_decoder:  # a context each
+        # Encoder and decoder have a context each.
+        if is_encoder_decoder:
             longest = max(len(line.prompt_ids), len(line.completion_ids))
         if context is not None and longest > context:
             problem = f"a sequence has {longest} tokens, {policy.ref} reads {context}"
@@ -156,7 +161,8 @@ def _require_readable(config: Config, lines: Mapping[str, Trajectory], policy: V
 
 
 def _groups(config: Config, lines: Mapping[str, Trajectory], prompts: Version | None) -> list[str]:
-    """The group of each line. ConfigError for one that has another prompt than its group has."""
+    """Return the group of each line. Raises ConfigError if a line's prompt differs from its
+    group's."""
     prompts_by_group: dict[str, list[int]] = {}
     if prompts is not None:
         table = prompts.table(["group_id", "prompt_ids"])
@@ -182,7 +188,7 @@ def _groups(config: Config, lines: Mapping[str, Trajectory], prompts: Version | 
 def _rows(
     plan: Plan, lines: Iterable[Trajectory], groups: Sequence[str], policy: Version
 ) -> list[dict[str, Any]]:
-    """Rows of rollouts/1, or of rollouts/2 where some line has turns."""
+    """Return rows of rollouts/1, or of rollouts/2 if some line has turns."""
     sampling = plan.config.sampling
     end_ids = {*checkpoints.end_token_ids(policy), *sampling.stop_token_ids}
     texts = Texts.of(policy, end_ids)
@@ -213,8 +219,8 @@ def _rows(
 
 
 def _turns_of(line: Trajectory, texts: Texts, end_ids: set[int]) -> list[dict[str, Any]]:
-    """The turns of a line as rollouts/2 have them; a line without any is one turn. A text that the
-    line does not say is decoded."""
+    """Return a line's turns as rollouts/2 stores them; a line without turns is one turn. Missing
+    texts are decoded from the ids."""
     given = line.turns or [trajectories.Turn(length=len(line.completion_ids), reward=line.reward)]
     rows = []
     start = 0

@@ -1,9 +1,8 @@
-"""What a recipe may say about sampling and about each engine: plain configs, so a wrong key is
-found before any engine is loaded.
+"""Options for sampling and for each engine: plain configs, so that a wrong key is found before an
+engine is loaded.
 
-`Sampling` is whole: every value that shapes the sampled distribution is here, and nothing of the
-model's own generation config applies. The engines' options are `Runtime` where they decide only
-speed or memory.
+`Sampling` is complete: it holds every value that shapes the sampled distribution, and the model's
+own generation config has no effect. Engine options that only affect speed or memory are `Runtime`.
 """
 
 from __future__ import annotations
@@ -26,42 +25,43 @@ _SET_BY_ENGINE = {
     "tensor_parallel_size", "tokenizer", "tokenizer_revision", "trust_remote_code",
     "use_tqdm_on_load",
 }  # fmt: skip
-"""What decides which model answers, how, and how much of the machine it takes."""
+"""vLLM arguments that the engine sets, because they decide which model answers, how, and with how
+much memory."""
 
 
 class Sampling(Config):
-    """The distribution that completions are drawn from, and where they end."""
+    """The distribution that completions are drawn from, and what ends them."""
 
     temperature: float = Field(default=1.0, ge=0)
-    """The logits are divided by it; 0 takes the likeliest id (evaluation only: such rows cannot be
-    trained on)."""
+    """Divides the logits. 0 takes the likeliest id (evaluation only: such rows cannot be trained
+    on)."""
     max_tokens: int = Field(default=256, ge=1, lt=2**31)
-    """Most ids of a completion, the end token included; prompt and completion must fit the context
-    together."""
+    """Maximum ids of a completion, the end token included. Prompt and completion together must fit
+    the context."""
     min_tokens: int = Field(default=0, ge=0)
-    """No end token before so many ids."""
+    """Minimum ids before an end token is allowed."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Smallest set of ids with this much probability; below 1 the rows are refused for training
-    unless allowed there."""
+    """Sample from the smallest set of ids with this much probability. Rows sampled below 1 are
+    refused for training unless allowed there."""
     top_k: int = Field(default=0, ge=0)
-    """Only the k likeliest ids; 0 is off."""
+    """Sample from the k likeliest ids; 0 is off."""
     min_p: float = Field(default=0.0, ge=0, le=1)
-    """Only ids with at least this share of the likeliest id's probability; 0 is off."""
+    """Sample from ids with at least this fraction of the likeliest id's probability; 0 is off."""
     repetition_penalty: float = Field(default=1.0, gt=0)
-    """Divides (multiplies, where negative) the logits of ids that stand in prompt or completion; 1
-    is off."""
+    """Divides positive logits, and multiplies negative ones, of ids that are in the prompt or
+    completion; 1 is off."""
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
-    """Subtracted from the logits of ids that stand in the completion; 0 is off."""
+    """Subtracted from the logits of ids that are in the completion; 0 is off."""
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    """Subtracted once for each time that the id stands in the completion; 0 is off."""
+    """Subtracted once for each time that the id is in the completion; 0 is off."""
     stop_token_ids: tuple[int, ...] = ()
-    """Ids that end a completion, beside the model's own end tokens; the sampled one stays as the
-    last id, and its text is left out as that of an end token. `stop` keeps the text."""
+    """Ids that end a completion, besides the model's own end tokens. The sampled one stays as the
+    last id, but its text is left out, like an end token's. `stop` keeps the text."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion, such as `["</answer>"]`; the ids stay up to the one that
-    completes the text, which may bring more text with it. They may hold special tokens."""
+    """Texts that end a completion, such as `["</answer>"]`. The ids are kept up to the one that
+    completes the text, which may add more text after it. The texts may contain special tokens."""
     ignore_eos: bool = False
-    """The model's own end tokens do not end a completion."""
+    """Let completions continue past the model's own end tokens."""
 
     @field_validator("stop")
     @classmethod
@@ -83,36 +83,36 @@ class VllmOptions(Config):
     """Options of engine `vllm`."""
 
     max_num_seqs: Runtime[int | None] = Field(default=None, ge=1)
-    """Most sequences decoded together; None: vLLM's choice on a GPU (1024 on an H100, 256 on an
-    A100 or a smaller one), 256 on a CPU."""
+    """Maximum sequences decoded together. Default: vLLM's choice on a GPU (1024 on an H100, 256 on
+    an A100 or a smaller one), 256 on a CPU."""
     max_num_batched_tokens: Runtime[int | None] = Field(default=None, ge=1)
-    """Most tokens of one engine step; None: vLLM's choice on a GPU, the larger of 4096 and the
-    context on a CPU."""
+    """Maximum tokens of one engine step. Default: vLLM's choice on a GPU; the larger of 4096 and
+    the context on a CPU."""
     gpu_memory_utilization: Runtime[float] = Field(default=0.9, gt=0, le=1)
-    """Share of the GPU's memory that the engine may take."""
+    """Fraction of the GPU's memory that the engine may take."""
     cpu_kv_cache_gib: Runtime[float | None] = Field(default=None, gt=0)
-    """Memory of the CPU's key/value cache; None: what max_num_seqs full sequences need, at most 40
-    % of the free memory."""
+    """Memory of the CPU's key/value cache. Default: enough for max_num_seqs full sequences, at most
+    40 % of the free memory."""
     tensor_parallel_size: Runtime[int] = Field(default=1, ge=1)
-    """GPUs that share one copy of the model; a divisor of its number of heads."""
+    """GPUs that share one copy of the model; must divide its number of heads."""
     enforce_eager: Runtime[bool | None] = None
-    """No compilation or CUDA graphs: starts sooner, decodes slower; None: on a CPU only."""
+    """Skip compilation and CUDA graphs: starts sooner, decodes slower. Default: on a CPU only."""
     enable_prefix_caching: Runtime[bool] = True
-    """A group's shared prompt is computed once."""
+    """Compute a group's shared prompt once."""
     logits_dtype: Literal["auto", "float32"] = "auto"
-    """What the output embedding's product is computed in; auto: the model's own dtype. The trainer
-    has float32 logits whatever the model is in, so with a model in bfloat16 the engine's logprobs
-    are nearer to the trainer's in float32, for some speed."""
+    """Dtype of the output embedding's product. auto: the model's own. The trainer always has
+    float32 logits, so for a bfloat16 model float32 brings the engine's logprobs nearer to the
+    trainer's, at some cost of speed."""
     batch_invariant: bool = False
-    """Kernels whose sums do not depend on which rows are decoded together: in bfloat16 a row's ids
-    else change with its batch-mates. For a GPU, at some cost of speed."""
+    """Use kernels whose sums do not depend on which rows are decoded together. Without them a row's
+    ids in bfloat16 change with its batch-mates. Needs a GPU; costs some speed."""
     lora: bool = False
-    """Give a policy's adapter to the engine beside the weights that it was trained over, instead of
-    the merged ones: bfloat16 then rounds the change apart from the weights, at some cost of speed.
-    A policy without an adapter is loaded as it is."""
+    """Load a policy's adapter beside the weights that it was trained over, instead of the merged
+    weights. bfloat16 then rounds the change apart from the weights, at some cost of speed. A policy
+    without an adapter is loaded unchanged."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """More arguments of `vllm.LLM`, as vLLM names them (`quantization = "fp8"`, kv_cache_dtype, …);
-    those that the engine sets itself are refused."""
+    """More arguments of `vllm.LLM`, under vLLM's names (`quantization = "fp8"`, kv_cache_dtype, …).
+    Arguments that the engine sets itself are refused."""
 
     @field_validator("engine_args")
     @classmethod
@@ -132,34 +132,34 @@ class VllmServerOptions(Config):
     model_config = ConfigDict(hide_input_in_errors=True)
 
     urls: Runtime[tuple[str, ...]] = ()
-    """One or several vLLM servers, `http://HOST:PORT`, all of the policy's weights; the stage says
-    how to start one. One that serves other weights is left out."""
+    """URLs of one or several vLLM servers, `http://HOST:PORT`, all serving the policy's weights;
+    the stage prints how to start one. A server with other weights is left out."""
     token: Runtime[str] = ""
-    """The servers' API key, as `env:NAME`: the environment variable that holds it where the stage
-    runs."""
+    """The servers' API key, as `env:NAME`: an environment variable on the machine that runs the
+    stage."""
     allow_plain_http: Runtime[bool] = False
-    """Send a token over http to a host other than this one."""
+    """Allow sending a token over http to another host."""
     concurrency: Runtime[int] = Field(default=256, ge=1, le=16_384)
-    """Requests under way at each server: as many as it decodes together (its max_num_seqs), or
-    more."""
+    """Requests in flight at each server: at least as many as it decodes together (its
+    max_num_seqs)."""
     connect_seconds: Runtime[float] = Field(default=5.0, gt=0)
-    """Longest wait for a connection."""
+    """Maximum wait for a connection."""
     row_seconds: Runtime[float] = Field(default=1800.0, gt=0)
-    """Longest time for one row, the wait in the server's queue included."""
+    """Maximum time for one row, including the wait in the server's queue."""
     retries: Runtime[int] = Field(default=5, ge=0)
-    """How often a row that failed is asked for again, at another server where there is one."""
+    """Number of times a failed row is requested again, at another server if there is one."""
     wait_seconds: Runtime[float] = Field(default=0.0, ge=0)
-    """How long a server may take, when the stage begins, until it answers with the policy's
-    weights. A run of several iterations needs it: each has other weights."""
+    """Maximum wait, at the start of the stage, for a server to serve the policy's weights. A run
+    of several iterations needs this, because each iteration has other weights."""
     down_seconds: Runtime[float] = Field(default=60.0, ge=0)
-    """How long a server that failed may be away until the others do without it."""
+    """Maximum time that a failed server may stay away; after it the others continue without it."""
 
     @model_validator(mode="before")
     @classmethod
     def _nothing_secret(cls, section: Any) -> Any:
         if not isinstance(section, dict):
             return section
-        if not isinstance(section.get("urls", ()), list | tuple):  # which may hold a secret too
+        if not isinstance(section.get("urls", ()), list | tuple):  # the text may hold a secret
             raise ValueError('urls: a list is expected, such as ["http://127.0.0.1:8000"]')
         urls = [root_of(str(url)) for url in section.get("urls", ())]
         if len(set(urls)) < len(urls):
@@ -172,21 +172,22 @@ class TransformersOptions(Config):
     """Options of engine `transformers`."""
 
     batch_size: Runtime[int] = Field(default=32, ge=1)
-    """Sequences decoded together, of one shard: at most `rows_per_shard`."""
+    """Sequences of one shard decoded together: at most `rows_per_shard`."""
     attn_implementation: str = "sdpa"
-    """The attention of transformers: sdpa, eager, flash_attention_2, … With `sdpa` models that have
-    logit caps or sinks take `eager`, as in training; with them every other one is refused."""
+    """The attention implementation of transformers: sdpa, eager, flash_attention_2, … With `sdpa`,
+    models that have logit caps or sinks use `eager`, as in training; for them every other
+    implementation is refused."""
 
 
 class ScriptedOptions(Config):
     """Options of engine `scripted`."""
 
     script: str = "sample"
-    """`sample` (ids of the prompt, drawn by the seed), `echo` (the prompt again), `fixed`, or a
+    """`sample` (ids of the prompt, drawn with the seed), `echo` (the prompt again), `fixed`, or a
     dotted path `module:function`."""
     completion_ids: tuple[int, ...] = ()
-    """What `fixed` answers, before the end token."""
+    """Ids that `fixed` answers, before the end token."""
     logprob: float = Field(default=-0.6931471805599453, le=0)
-    """The logprob of every id: log(1/2) unless said otherwise."""
+    """The logprob of every id. Default: log(1/2)."""
     seconds_per_row: Runtime[float] = Field(default=0.0, ge=0)
-    """Waits so long for each row, so that progress, cancelling and crashes can be tried."""
+    """Seconds to wait for each row, for trying out progress, cancelling and crashes."""

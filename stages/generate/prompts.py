@@ -1,5 +1,7 @@
-"""Which prompts are answered: all that leave room for the completion, with ids that the policy
-knows. Nothing is ever cut."""
+"""Select the prompts to answer: they must leave room for the completion. Nothing is ever cut.
+
+Ids outside the policy's vocabulary, and empty prompts, are errors.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,14 @@ log = logging.getLogger(__name__)
 def select_prompts(
     config: Config, prompts: Version, policy: Version
 ) -> tuple[pa.Table, list[str], int]:
-    """The prompts that `policy` can answer, with group_id and prompt_ids, and what episodes need;
-    the group ids of the others; and the most ids that a row can have. ConfigError, SchemaError."""
+    """Select the prompts that `policy` can answer.
+
+    Returns:
+        The table of selected prompts, with group_id, prompt_ids and the columns that episodes or
+        pictures need; the group ids of the dropped prompts; the maximum ids that a row can have.
+
+    Raises ConfigError or SchemaError.
+    """
     names = ["group_id", "prompt_ids"]
     if config.turns is not None:
         names += ("messages", "columns")
@@ -57,7 +65,8 @@ def select_prompts(
         )
     max_tokens = config.sampling.max_tokens
     context = context_limit(config, policy)
-    if checkpoints.is_encoder_decoder(policy):  # encoder and decoder have a context each
+    # Encoder and decoder have a context each.
+    if checkpoints.is_encoder_decoder(policy):
         row_lengths = np.maximum(lengths, max_tokens)
     else:
         row_lengths = lengths + max_tokens
@@ -81,7 +90,7 @@ def select_prompts(
 
 
 def _require_sight(config: Config, prompts: Version, policy: Version, table: pa.Table) -> None:
-    """ConfigError where prompts, or what answers the policy, show pictures that it cannot see."""
+    """Raise ConfigError if the prompts or turns show pictures that the policy cannot see."""
     max_images = config.turns.max_images if config.turns is not None else 0
     has_images = bool(most_images(table))
     if not has_images and not max_images:
@@ -102,13 +111,13 @@ def _require_sight(config: Config, prompts: Version, policy: Version, table: pa.
 
 
 def most_pictures(config: Config, prompts: pa.Table) -> int:
-    """That an engine is shown at once."""
+    """Return the maximum number of pictures in one request: a prompt's and its turns'."""
     of_turns = config.turns.max_images if config.turns is not None else 0
     return most_images(prompts) + of_turns
 
 
 def pictures_of(prompts: pa.Table, row: int) -> tuple[Picture, ...]:
-    """The pictures of a prompt, in the order of their places."""
+    """Return the pictures of a prompt, in the order of their positions."""
     if "images" not in prompts.column_names:
         return ()
     images = prompts["images"][row].as_py() or ()
@@ -117,6 +126,6 @@ def pictures_of(prompts: pa.Table, row: int) -> tuple[Picture, ...]:
 
 
 def context_limit(config: Config, policy: Version) -> int:
-    """Most ids of prompt and completion together."""
+    """Return the maximum ids of prompt and completion together."""
     no_limit = int(np.iinfo(np.int32).max)
     return min(checkpoints.context_length(policy) or no_limit, config.max_model_len or no_limit)

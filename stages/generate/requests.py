@@ -1,12 +1,13 @@
-"""What an engine is asked for, and whether its answers are whole.
+"""The requests that an engine draws, and the checks on its answers.
 
-While rows are unanswered the next shard comes only when fewer than the engine's `ahead` are left,
-and only where the other processes that share the work find one as well: so an engine that decodes
-many rows at once has no empty places at the end of a shard, and none takes everything. With `ahead`
-= 1 a batch never holds rows of two shards.
+While rows are unanswered, the next shard is taken only if fewer than the engine's `ahead` are left.
+The processes that share the work must be able to find one as well. So an engine that decodes many
+rows at once has no empty slots at the end of a shard, and no process takes everything. With `ahead`
+= 1 a batch never mixes rows of two shards.
 
-An engine is not trusted: an answer counts only when it is one row's that was asked for, once, and a
-probability; else the stage stops and nothing of the shard is written.
+Engines are not trusted. An answer counts only if its row was requested and is unanswered, and if
+its logprobs are finite and at most 0 (up to rounding). Otherwise the stage stops and
+nothing of the shard is written.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from .texts import Texts
 
 @dataclass(kw_only=True)
 class Requests:
-    """What the engine draws: an iterator that may end for now, and go on when rows are answered."""
+    """Iterator of requests that may end for now, and continue when rows are answered."""
 
     rows: Rows
     texts: Texts
     take_shard: Callable[[], range | None]
-    """The rows of the next shard; None where there is none, at least for now."""
+    """Returns the rows of the next shard; None if there is none, at least for now."""
     engine: str
-    """What errors call it."""
+    """The engine's name in errors."""
     ahead: int
     vocabulary_size: int
     max_tokens: int
     num_tokens: int = 0
-    """That were sampled so far."""
+    """Ids sampled so far."""
     _asked: set[int] = field(default_factory=set)
     _unanswered: set[int] = field(default_factory=set)
     _finished: list[tuple[int, Any]] = field(default_factory=list)
@@ -58,7 +59,7 @@ class Requests:
         return request
 
     def open_shard(self) -> bool:
-        """Take the next shard; whether there was one."""
+        """Take the next shard; return False if there was none."""
         indices = self.take_shard()
         if indices is None:
             return False
@@ -68,28 +69,31 @@ class Requests:
         return True
 
     def is_done(self) -> bool:
-        """Whether all rows that were taken are finished."""
+        """True if all rows that were taken are finished."""
         return not self._unanswered
 
     def answer(self, completion: Completion) -> None:
-        """Take a completion in. SchemaError or NumericError: see `check`."""
+        """Accept a completion. Raises SchemaError or NumericError: see `check`."""
         self.check(completion, self.max_tokens)
         self._finished.append((completion.index, completion))
 
     def finished_rows(self) -> list[tuple[int, Any]]:
-        """(index, what `table` takes) of rows that became finished since the last call."""
+        """Return (index, input for `table`) of each row that finished since the last call."""
         finished_rows = self._finished
         self._finished = []
         return finished_rows
 
     def table(self, start: int, finished: list[Any]) -> pa.Table:
-        """The finished rows from `start` on, in the order of their indices. [rows]"""
+        """Return the finished rows from `start` on, ordered by index. [rows]"""
         ids = [completion.completion_ids for completion in finished]
         return self.rows.table(start, finished, self.texts.decode_all(ids))
 
     def check(self, completion: Completion, max_tokens: int) -> None:
-        """SchemaError or NumericError unless the completion is whole, and of a row that was asked
-        for and has no answer."""
+        """Check a completion and mark its row as answered.
+
+        Raises SchemaError or NumericError if the completion is malformed, or if its row was not
+        requested or already has an answer.
+        """
         index = completion.index
         ids = completion.completion_ids
         logprobs = completion.logprobs
@@ -131,7 +135,7 @@ class Requests:
         self.num_tokens += len(ids)
 
     def settle(self) -> None:
-        """The engine has no more to say for now. SchemaError where a row has no answer."""
+        """Check that the engine answered every row before it stopped. Raises SchemaError."""
         if self._unanswered:
             raise self._error(
                 f"{len(self._unanswered)} of {len(self._asked)} rows were never answered, the "

@@ -1,15 +1,16 @@
-"""The engine of a stage, and what becomes of it: when the rows are there it is closed; or it
-sleeps, where its process is asked to stay, and takes the policy of the next call.
+"""The lifetime of a stage's engine: closed after its rows, or asleep until the next call's policy.
 
-    resident = start(config, setup)     # the one that sleeps here, with that policy, or a fresh one
+It sleeps if its process is asked to stay.
+
+    resident = start(config, setup)     # the sleeping engine with the new policy, or a fresh one
     writer.notes["engine"] = resident.info
     with resident.at_work(writer):
         shards.make(resident.engine, requests)
 
-An engine that sleeps and does not take what it is asked to, for whatever reason, is an error here;
-whoever called then has a fresh process do it. So a fresh engine is always in a process of its own.
+A sleeping engine that does not take the new policy is an error here; the caller then starts a fresh
+process. So a fresh engine is always in a process of its own.
 
-Not of the spine: what an engine answers does not depend on how it came by the policy.
+Not part of the spine: an engine's answers do not depend on how it got the policy.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Resident:
-    """An engine with what it was made for."""
+    """An engine together with the config that it was made for."""
 
     def __init__(self, config: Config, setup: Setup) -> None:
         self.engine: Engine = make_engine(
@@ -39,11 +40,10 @@ class Resident:
         )
         self.made_for = (config.engine, config.code_sha256)
         self.num_policies = 1
-        """How many it has had, one a call."""
+        """Number of policies that it has had, one per call."""
 
     def take(self, config: Config, setup: Setup) -> None:
-        """Have the engine take the policy of `setup`, and all else that it says. ResourceError
-        where it does not."""
+        """Give the engine the policy and settings of `setup`; ResourceError if it refuses."""
         reason = "it was made for another engine, or for other code"
         try:
             if self.made_for == (config.engine, config.code_sha256):
@@ -52,9 +52,9 @@ class Resident:
                 if self.engine.take(replace(setup, resident=staying.is_asked())):
                     self.num_policies += 1
                     return
-        except Exception as error:  # of the user's own engine too
+        except Exception as error:  # a user's own engine may raise anything
             reason = f"{type(error).__name__}: {printable(error)}"
-        with suppress(Exception):  # its process ends, and all that it started with it
+        with suppress(Exception):  # its process ends anyway, with all its children
             self.engine.close()
         raise ResourceError(
             f"engine {printable(config.engine)}",
@@ -65,15 +65,15 @@ class Resident:
 
     @property
     def info(self) -> dict[str, Any]:
-        """The engine's own, for the manifest; and where it slept before this policy, that it is
-        resident, and how many policies it has had."""
+        """The engine's info for the manifest; if it slept before this policy, also `resident` and
+        the number of policies that it has had."""
         if self.num_policies == 1:
             return self.engine.info
         return {**self.engine.info, "resident": True, "policies": self.num_policies}
 
     @contextmanager
     def at_work(self, writer: Writer) -> Iterator[None]:
-        """The engine answers inside; behind it, it sleeps or is closed."""
+        """Run the engine inside the context; afterwards it sleeps or is closed."""
         try:
             yield
         except BaseException:
@@ -85,7 +85,7 @@ class Resident:
             if staying.is_asked() and hasattr(self.engine, "take"):
                 try:
                     sleeps = self.engine.sleep()
-                except Exception as error:  # its rows are there, and it is not needed for others
+                except Exception as error:  # its rows are finished, so nothing else needs it
                     log.warning("the engine could not sleep, and ends: %s", printable(error))
             if sleeps:
                 staying.keep(self)
@@ -98,8 +98,10 @@ class Resident:
 
 
 def start(config: Config, setup: Setup) -> Resident:
-    """The engine that sleeps in this process, once it has taken the policy; else a fresh one.
-    ConfigError, ResourceError."""
+    """Return the engine that sleeps in this process, with the new policy; else a fresh one.
+
+    Raises ConfigError or ResourceError.
+    """
     resident = staying.take()
     if resident is None:
         return Resident(config, setup)

@@ -1,8 +1,7 @@
-"""The rows of one rollouts version: which there are, in which order, with which seeds; and tables
-of finished ones.
+"""The rows of one rollouts version (their order, ids and seeds), and tables of finished rows.
 
-A row's seed is a hash of (recipe seed, iteration, group_id, sample_index), so shards, order,
-restarts and the number of workers change nothing. Rows stand prompt by prompt, sample by sample.
+A row's seed is a hash of (recipe seed, iteration, group_id, sample_index), so it does not depend on
+shards, order, restarts or the number of workers. Rows are ordered by prompt, then by sample.
 """
 
 from __future__ import annotations
@@ -37,26 +36,26 @@ _OF_EPISODES = (
 
 
 def row_seed(seed: int, iteration: int, group_id: str, sample_index: int, *turn: int) -> int:
-    """The 63-bit seed of one row, or of one turn of it, the same on every machine."""
+    """Return the 63-bit seed of a row, or of one of its turns; it is the same on every machine."""
     digest = hashlib.sha256(canonical([seed, iteration, group_id, sample_index, *turn])).digest()
     return int.from_bytes(digest[:8]) >> 1
 
 
 @dataclass(frozen=True)
 class Rows:
-    """All rows to make. With n samples a prompt, row r is sample r % n of prompt r // n."""
+    """All rows to make. With n samples per prompt, row r is sample r % n of prompt r // n."""
 
     prompts: pa.Table
     """[prompts] with group_id and prompt_ids, without the dropped ones."""
     config: Config
     prefix: str
-    """The run_key's first 8 digits: what rollout ids start with."""
+    """First 8 digits of the run key; rollout ids start with it."""
 
     def __len__(self) -> int:
         return self.prompts.num_rows * self.config.samples_per_prompt
 
     def requests(self, indices: Iterable[int]) -> Iterator[Request]:
-        """One request for each row index, made as it is taken."""
+        """Yield one request for each row index, made when it is drawn."""
         for index in indices:
             prompt_ids = self._prompt_ids[index // self.config.samples_per_prompt]
             seed = self.seed(index)
@@ -64,22 +63,22 @@ class Rows:
             yield Request(index, prompt_ids.values.to_numpy(), seed, pictures=pictures)
 
     def pictures(self, index: int) -> tuple[Picture, ...]:
-        """The pictures in a row's prompt."""
+        """Return the pictures in a row's prompt."""
         return pictures_of(self.prompts, index // self.config.samples_per_prompt)
 
     def seed(self, index: int, *turn: int) -> int:
-        """The seed of a row, or of one turn of it."""
+        """Return the seed of a row, or of one of its turns."""
         config = self.config
         prompt, sample = divmod(index, config.samples_per_prompt)
         return row_seed(config.seed, config.iteration, self._groups[prompt], sample, *turn)
 
     @property
     def rollout_ids(self) -> pa.ChunkedArray:
-        """What all rows are called, in their order."""
+        """The ids of all rows, in order."""
         return pa.chunked_array([[*map(self.rollout_id, range(len(self)))]], pa.string())
 
     def rollout_id(self, index: int) -> str:
-        """What a row is called."""
+        """Return the id of a row."""
         prompt, sample = divmod(index, self.config.samples_per_prompt)
         return f"{self.prefix}-{self._groups[prompt]}-{sample}"
 
@@ -92,8 +91,8 @@ class Rows:
         return self.prompts.column("group_id").to_pylist()
 
     def table(self, start: int, completions: list[Completion], texts: list[str]) -> pa.Table:
-        """rollouts/1 of the rows from `start` on: one completion a row, in the order of their
-        indices. [rows]"""
+        """Return rollouts/1 of the rows from `start` on: one completion per row, ordered by index.
+        [rows]"""
         columns = {
             "completion_ids": [completion.completion_ids for completion in completions],
             "old_logprobs": [completion.logprobs for completion in completions],
@@ -104,21 +103,21 @@ class Rows:
         return self._with_prompts(start, columns, rollouts.SCHEMA)
 
     def empty_table(self) -> pa.Table:
-        """No rows."""
+        """Return a table without rows."""
         if self.config.turns is not None:
             return self.table_of_episodes(0, [])
         return self.table(0, [], [])
 
     def table_of_episodes(self, start: int, records: list[dict[str, Any]]) -> pa.Table:
-        """rollouts/2 of the rows from `start` on, of the `record` of each one's episode; rollouts/3
-        where they may show pictures. [rows]"""
+        """Return rows from `start` on, made of each episode's `record`: rollouts/2, or rollouts/3
+        if they may show pictures. [rows]"""
         schema = rollouts.OF_PICTURES if self.config.turns.max_images else rollouts.OF_TURNS
         names = [name for name in _OF_EPISODES if name in schema.names]
         columns = {name: [record[name] for record in records] for name in names}
         return self._with_prompts(start, columns, schema)
 
     def _with_prompts(self, start: int, columns: dict[str, list], schema: pa.Schema) -> pa.Table:
-        """`columns` of the rows from `start` on, with what is known of them without an answer."""
+        """Add the columns known without an answer to `columns` of the rows from `start` on."""
         indices = range(start, start + len(columns["completion_ids"]))
         prompts, samples = np.divmod(np.array(indices, np.int64), self.config.samples_per_prompt)
         temperatures = np.full(len(indices), self.config.sampling.temperature)

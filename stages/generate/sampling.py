@@ -1,9 +1,8 @@
-"""The distribution that the `transformers` engine samples from, and one draw of it. Pure functions
-on tensors.
+"""The distribution that the `transformers` engine samples from, and one draw from it.
 
-B rows, V ids. The steps and their order are vLLM's: end tokens masked before min_tokens, penalties,
-temperature, min_p, top_k and top_p; what is left is renormalised in float32. A logprob of a sampled
-id is always read off this distribution.
+Pure functions on tensors; B rows, V ids. The steps and their order are vLLM's: mask end tokens
+before min_tokens, penalties, temperature, min_p, top_k and top_p. The remaining ids are
+renormalised in float32. The logprob of a sampled id is always read from this distribution.
 """
 
 from __future__ import annotations
@@ -23,12 +22,18 @@ def processed_logprobs(
     seen: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Log-probabilities of the next id, [B, V] float32, of raw `logits` [B, V] at completion
-    position `step`.
+    """Return the log-probabilities of the next id, [B, V] float32.
 
-    `seen` [B, V] bool: the id stands in prompt or completion. `counts` [B, V]: how often in the
-    completion. Both are needed only for penalties. With temperature 0 these are the logprobs at
-    temperature 1, as vLLM reports them.
+    Args:
+        logits: [B, V], raw.
+        sampling: The penalties, temperature and filters to apply.
+        step: Position in the completion.
+        stop_ids: [S] int64: masked before `min_tokens`.
+        seen: [B, V] bool: the id is in the prompt or completion. Needed only for the repetition
+            penalty.
+        counts: [B, V]: how often the id is in the completion. Needed only for the other penalties.
+
+    At temperature 0 the logprobs are those at temperature 1, as vLLM reports them.
     """
     logits = logits.float()
     if step < sampling.min_tokens:
@@ -53,11 +58,11 @@ def processed_logprobs(
 
 
 def draw(logprobs: torch.Tensor, uniforms: torch.Tensor, temperature: float) -> torch.Tensor:
-    """One id a row, [B], by inverting the distribution function of `logprobs` [B, V] at `uniforms`
-    [B] float64 in [0, 1).
+    """Draw one id per row, [B].
 
-    A row's id depends on its own number alone, not on its batch-mates. At temperature 0 the
-    likeliest id.
+    Inverts the cumulative distribution of `logprobs` [B, V] at `uniforms` [B] float64 in [0, 1). A
+    row's id depends on its own number only, not on its batch-mates. At temperature 0 the likeliest
+    id is taken.
     """
     if temperature == 0:
         return logprobs.argmax(-1)

@@ -1,8 +1,7 @@
-"""Shards in the making: rows come in any order, a shard is written as soon as its last row is
-there.
+"""Collect finished rows, in any order, and write each shard as soon as its last row is finished.
 
-The size of a shard is a runtime knob: an unfinished attempt's shards keep the size that they have,
-so a restart with another size still takes them up, and so does every process that shares the work.
+The shard size is a runtime setting. The shards of an unfinished attempt keep their size, so a
+restart with another size still uses them, and so does every process that shares the work.
 """
 
 from __future__ import annotations
@@ -29,30 +28,32 @@ log = logging.getLogger(__name__)
 
 
 class Shards:
-    """All shards of one version: which are finished, which wait for rows."""
+    """All shards of one version: finished shards, and shards that wait for rows."""
 
     def __init__(self, writer: Writer, rows: Rows) -> None:
         self._writer = writer
         self._rows = rows
         self._size = writer.rows_per_shard(rows.config.rows_per_shard)
-        # a version of no rows still has its one file
+        # A version without rows still has one file.
         self._count = max(1, -(-len(rows) // self._size))
         self.handout = writer.shards_of(self._count)
         self._waiting: dict[int, dict[int, Any]] = {}
-        """By shard, of those that wait for rows, the finished ones by row."""
+        """Finished rows of each unfinished shard: shard → row → input for `Requests.table`."""
         self._num_tokens = 0
         self._num_made = 0
         """Rows that this process has finished."""
 
     def take(self) -> range | None:
-        """The rows of the next shard that this process is to make; None where there is none, at
-        least for now."""
+        """Return the rows of the next shard for this process; None if there is none, at least for
+        now."""
         index = self.handout.take()
         return None if index is None else self._range_of(index)
 
     def make(self, engine: Engine, requests: Requests) -> None:
-        """Let the engine make what is not finished; write each shard when it is whole; a line of
-        progress every two seconds."""
+        """Let the engine make the unfinished shards, and write each one when it is complete.
+
+        Logs a line of progress every two seconds.
+        """
         unfinished = self.handout.unfinished()
         num_finished = self._count - len(unfinished)
         if num_finished:
@@ -74,7 +75,7 @@ class Shards:
         self._log_progress(num_rows, started_at)
 
     def _answers(self, engine: Engine, requests: Requests) -> Iterator[None]:
-        """Something after each answer of the engine, and when it has no more for now."""
+        """Yield after each answer of the engine, and once more when it has no more for now."""
         completions = engine.generate(requests)
         while True:
             with self._writer.phase("generate"):
@@ -89,8 +90,10 @@ class Shards:
                 return
 
     def summary(self) -> tuple[dict[str, Any], dict[str, int]]:
-        """Metrics over all rows, and how many ended how. The speed is over those made now, summed
-        over processes."""
+        """Return metrics over all rows, and the number of rows by finish reason.
+
+        The speed is over the rows made in this run, summed over processes.
+        """
         table = pa.concat_tables([self._writer.read(index) for index in range(self._count)])
         num_tokens = pc.sum(pc.list_value_length(table["completion_ids"])).as_py() or 0
         speeds = [
@@ -128,10 +131,10 @@ class Shards:
         del self._waiting[index]
 
     def _log_progress(self, num_rows: int, started_at: float) -> None:
-        """Rows that are there by now, whoever made them, and the speed of this process.
+        """Log the number of finished rows, made by any process, and this process's speed.
 
-        The speed counts finished rows alone, so at first, while most of them are under way, it
-        would be far too low: it is left out until a shard's worth or half of the rows is there.
+        The speed counts finished rows only, so at first, while most rows are in progress, it would
+        be far too low. It is left out until a shard's worth or half of the rows is finished.
         """
         num_missing = sum(
             len(self._range_of(index)) - len(self._waiting.get(index, ()))

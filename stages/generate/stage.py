@@ -1,9 +1,9 @@
-"""generate: a policy answers prompts; each sampled id is saved with the logprob that it had.
+"""The generate stage: a policy answers prompts; each sampled id is saved with its logprob.
 
-Finished shards are kept: a restart makes the others only, with the same rollout ids, seeds and
-rows. Refused: prompts of other ids than the policy has, prompts that leave no room for max_tokens
-(unless `overlong = "drop"`, which counts and lists them; nothing is ever cut), an engine's answer
-that is not whole.
+Finished shards are kept: a restart makes only the others, with the same rollout ids, seeds and
+rows. Refused: prompts with ids that the policy does not have, prompts that leave no room for
+max_tokens (`overlong = "drop"` counts and lists them instead; nothing is ever cut), and malformed
+answers of an engine.
 
     run_stage("generate", Config(samples_per_prompt=8), store, prompts="arith/prompts@1",
         policy="arith/policy@0")
@@ -44,8 +44,7 @@ _LEAST_ROOM = 64
 
 
 def prepare(config: Config) -> None:
-    """Import what the engine needs, before there is anything to sample, where it is one of ours
-    and takes long."""
+    """Import a shipped engine's slow libraries before there is anything to sample."""
     if config.engine in engines.ENGINES:
         engine_class, _ = plugins.load(engines.ENGINES[config.engine].path, "generate.engine")
         if hasattr(engine_class, "prepare"):
@@ -53,7 +52,10 @@ def prepare(config: Config) -> None:
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
-    """The rollouts of `refs["policy"]` on `refs["prompts"]`. ConfigError, LineageError."""
+    """Plan the rollouts of `refs["policy"]` on `refs["prompts"]`.
+
+    Raises ConfigError or LineageError.
+    """
     prompts = store.open(refs["prompts"])
     policy = store.open(refs["policy"])
     config = with_code_hashes(config, prompts)
@@ -74,8 +76,10 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
-    """Sample the shards that are missing; without one no engine is started. ConfigError,
-    SchemaError, NumericError, ResourceError."""
+    """Sample the missing shards; if none is missing, no engine is started.
+
+    Raises ConfigError, SchemaError, NumericError or ResourceError.
+    """
     config = plan.config
     writer = writers["rollouts"]
     policy = plan.store.open(plan.models[0].ref)
@@ -96,7 +100,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             _sample(config, setup, writer, new_requests, rows, shards)
     metrics, status = shards.summary()
     engine_infos: list[dict[str, Any]] = []
-    for worker in writer.reports():  # on other machines it may be another device or dtype
+    # Workers on other machines may have another device or dtype.
+    for worker in writer.reports():
         if "engine" in worker and worker["engine"] not in engine_infos:
             engine_infos.append(worker["engine"])
         if "template" in worker:
@@ -116,9 +121,11 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
 def engine_setup(
     config: Config, policy: Version, longest: int, most_pictures: int
 ) -> engines.Setup:
-    """What the engine is made from, for rows of at most `longest` ids, with at most so many
-    pictures. `max_model_len` is a power of two, or half as much more, or the limit: it changes
-    seldom with the prompts."""
+    """Return the engine's setup, for rows of at most `longest` ids and `most_pictures` pictures.
+
+    `max_model_len` is a power of two, or three quarters of one, or the context limit, so that it
+    seldom changes with the prompts.
+    """
     least_room = max(longest, _LEAST_ROOM)
     room = 2 ** math.ceil(math.log2(least_room))
     if least_room <= room * 3 // 4:
@@ -144,22 +151,23 @@ def _sample(
     rows: Rows,
     shards: Shards,
 ) -> None:
-    """Start the engine, and let it make all shards that are missing."""
+    """Start the engine and let it make all missing shards."""
     policy = setup.policy
     if setup.base is not None:
         verify_model(setup.base)
         policy.verify(f"{checkpoints.ADAPTER_FOLDER}/")
     for entry in policy.manifest.files:
-        # a file that is missing or cut is named at once, before anything is imported
+        # Name a missing or truncated file at once, before anything is imported.
         if "/" not in entry.name and policy.files.size(entry.name) != entry.bytes:
             policy.verify(entry.name)
     with writer.phase("load"), ThreadPoolExecutor(1) as thread:
-        # hashing gigabytes takes as long as importing an engine's library
+        # Hashing gigabytes takes as long as importing an engine's library, so do both at once.
         verification = thread.submit(verify_model, policy)
         try:
             resident = start(config, replace(setup, verified=verification.result))
         finally:
-            verification.result()  # of a torn file this error says more than the engine's own
+            # For a damaged file this error is clearer than the engine's own.
+            verification.result()
     writer.notes["engine"] = resident.info
     requests = new_requests(
         rows=rows,

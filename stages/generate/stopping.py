@@ -1,9 +1,8 @@
-"""Stop strings: which sampled id completes one of `sampling.stop`, so that every engine ends a row
-at the same id.
+"""Find the id that completes a stop string, so that every engine ends a row at the same id.
 
-A row's text grows id by id, decoded after its prompt as vLLM decodes it, with the text of every
-token, special ones too; a string counts only where the newest id completes it. Ids stay whole: the
-last one may bring more text than the string's end.
+A row's text grows id by id. It is decoded after its prompt, as vLLM does, with the text of every
+token, special ones too. A string counts only if the newest id completes it. Ids stay whole: the
+last one may add text after the string's end.
 
     stops = StopStrings(tokenizer, sampling, prompt_ids)
     stops.add(id)       # the string that this id completes, or None
@@ -23,12 +22,13 @@ if TYPE_CHECKING:
 
 
 class StopStrings:
-    """The text of one row, as far as it can hold the beginning of a stop string."""
+    """The tail of one row's text, as long as a stop string can be."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, sampling: Sampling, prompt_ids: Sequence[int] = ()
     ) -> None:
-        """`prompt_ids`: what the completion's text follows; none for an encoder's prompt."""
+        """Set up one row. `prompt_ids` come before the completion's text; empty for an encoder's
+        prompt."""
         self._tokenizer = tokenizer.backend_tokenizer
         self._stream = DecodeStream(ids=list(prompt_ids), skip_special_tokens=False)
         self._stop = sampling.stop
@@ -37,18 +37,22 @@ class StopStrings:
         self._text = ""
 
     def add(self, token: int) -> str | None:
-        """The stop string that `token`, the row's next id, completes; of several the one that ends
-        first. None where it completes none, or stands before `min_tokens`."""
+        """Return the stop string that `token`, the row's next id, completes.
+
+        If it completes several, return the one that ends first. Return None if it completes none or
+        comes before `min_tokens`.
+        """
         self._num_tokens += 1
         try:
             piece = self._stream.step(self._tokenizer, token)
-        except Exception as error:  # the library has no class of its own
+        except Exception as error:  # the library has no error class of its own
             if "Invalid prefix" not in str(error):
                 raise
-            # what was decoded before was no prefix of what it is now: vLLM begins anew here too
+            # The text decoded earlier is no prefix of the new text: vLLM starts a new stream here
+            # too.
             self._stream = DecodeStream(skip_special_tokens=False)
             piece = self._stream.step(self._tokenizer, token)
-        if not piece:  # the first bytes of a character
+        if not piece:  # the id completes no character yet
             return None
         before = len(self._text)
         self._text += piece

@@ -1,8 +1,7 @@
-"""Decodes sampled ids into the text that the policy wrote: single turns, turns of episodes, and
-imported lines alike.
+"""Decode sampled ids into the text that the policy wrote: completions, turns and imported lines.
 
-Every token stays, special ones too, from the first character to the last. Left out are only tokens
-that frame a text and say nothing in it: those that end it, padding, and a sequence's beginning.
+Every token is kept, special ones too. The only exceptions are tokens that frame a text without
+being part of it: end tokens, padding, and the beginning of a sequence.
 
     texts = Texts.of(policy, stop_ids)
     texts.decode([320, 86, 321, 2])      # "<think>three</think>", 2 ends the completion
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _JOINING = (type(None), decoders.WordPiece, decoders.BPEDecoder)
-"""Decoders that put the spaces between words themselves, so that no token holds one."""
+"""Decoders that insert the spaces between words themselves, so no token contains one."""
 
 
 class Texts:
@@ -38,15 +37,20 @@ class Texts:
         *,
         begins_text: bool = False,
     ) -> None:
-        """`end_ids`: the model's end tokens; the tokenizer may know fewer. `stop_ids`: all ids at
-        which sampling stops, those of the recipe too. `begins_text`: a completion follows no
-        prompt, as in an encoder-decoder model."""
+        """Prepare the tokenizer.
+
+        Args:
+            tokenizer: The policy's.
+            end_ids: The model's end tokens; the tokenizer may know fewer.
+            stop_ids: All ids that stop sampling, the recipe's included.
+            begins_text: True if a completion follows no prompt, as in an encoder-decoder model.
+        """
         framing = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
         self._framing = {*end_ids, *framing}
         self._left_out = {*stop_ids, *self._framing}
-        # transformers' own `decode` may take spaces out again (clean_up_tokenization_spaces)
+        # transformers' own `decode` may remove spaces (clean_up_tokenization_spaces).
         self._tokenizer = tokenizer.backend_tokenizer
-        # many decoders drop the space that a text begins with, so a letter goes before it
+        # Many decoders drop a text's leading space, so put a letter before it.
         self._lead: list[int] = []
         if not begins_text and not isinstance(self._tokenizer.decoder, _JOINING):
             self._lead = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
@@ -54,9 +58,11 @@ class Texts:
 
     @classmethod
     def of(cls, policy: Version, stop_ids: Collection[int] = ()) -> Texts:
-        """For completions of `policy`, which end at `stop_ids`. ConfigError."""
+        """Return the decoder for completions of `policy` that end at `stop_ids`. Raises
+        ConfigError."""
         end_ids: list[int] = []
-        with suppress(ConfigError):  # a model that names no end token
+        # The model names no end token.
+        with suppress(ConfigError):
             end_ids = checkpoints.end_token_ids(policy)
         return cls(
             checkpoints.load_tokenizer(policy),
@@ -66,16 +72,16 @@ class Texts:
         )
 
     def lost_text(self, stop_id: int) -> str:
-        """The text of a stop id that is left out, though it frames no text of this model; else
-        empty."""
+        """Return the text of a stop id that is left out although it does not frame this model's
+        texts; else ""."""
         return "" if stop_id in self._framing else self._decoded([[stop_id]])[0]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """What the policy wrote with these ids."""
+        """Return the text that the policy wrote with these ids."""
         return self.decode_all([ids])[0]
 
     def decode_all(self, rows: Iterable[Iterable[int]]) -> list[str]:
-        """The same of many completions."""
+        """Decode many completions at once."""
         written = [[int(id) for id in ids if id not in self._left_out] for ids in rows]
         texts = self._decoded([[*self._lead, *ids] for ids in written])
         return [text.removeprefix(self._lead_text) for text in texts]

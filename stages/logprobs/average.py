@@ -2,9 +2,9 @@
 
     reference ← (1 − rate) · reference + rate · policy
 
-Written as a policy version of its own (by the flow into the run `<run>.ref`), so it has a hash, a
-lineage, and can be loaded, scored under or evaluated like any other. Refused: models whose weights
-have other names or shapes.
+The result is a policy version of its own (the flow writes it into the run `<run>.ref`), so it has a
+hash and a lineage. It can be loaded, scored under or evaluated like any other. Models whose weights
+have other names or shapes are refused.
 
     run_stage("average", Config(rate=0.1), store, reference="arith/policy@0",
         policy="arith/policy@3", into="arith.ref")
@@ -32,15 +32,18 @@ STAGE_VERSION = 1
 
 
 class Config(Base):
-    """How fast the reference follows."""
+    """Config of average: how fast the reference follows."""
 
     rate: float = Field(gt=0, lt=1)
-    """Share of the policy in the new reference."""
+    """Weight of the policy in the new reference."""
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
-    """The average of `refs["reference"]` and `refs["policy"]`, as the next policy of run `into`.
-    ConfigError."""
+    """Plan the average of `refs["reference"]` and `refs["policy"]`, as the next policy of run
+    `into`.
+
+    Raises ConfigError.
+    """
     if into is None:
         raise ConfigError("stage average", "no run is named", next="say into which run it goes")
     versions = {role: store.open(refs[role]) for role in ("reference", "policy")}
@@ -65,7 +68,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
-    """Write the average. LineageError: they are not one model."""
+    """Write the average. Raises LineageError if the two versions are not of one model."""
     writer = writers["policy"]
     reference, policy = (plan.store.open(model.ref) for model in plan.models)
     verify_model(reference)
@@ -79,8 +82,10 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
 
 
 def _average(reference: Version, policy: Version, rate: float, folder: Path) -> None:
-    """Every weight file of `policy`, one at a time, in float32: in bfloat16 a small rate would move
-    nothing."""
+    """Average every weight file of `policy`, one at a time.
+
+    Computes in float32: in bfloat16 a small rate would change nothing.
+    """
     import torch
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file

@@ -1,4 +1,4 @@
-"""A checkpoint that scores saved completions: loaded once, then one logprob a token, shard by
+"""Score saved completions under one checkpoint: loaded once, one logprob per token, shard by
 shard."""
 
 from __future__ import annotations
@@ -23,15 +23,21 @@ from .config import Config
 
 
 class Scorer:
-    """The model of a policy version, on the `base` of one that is an adapter alone, on the device
-    that the config names; `auto`: on the GPU where there is one. ConfigError where the named one is
-    not there."""
+    """The model of a policy version, on the device that the config names.
+
+    Args:
+        config: Precision, packing and device. `auto` is the GPU if there is one.
+        model: The version to load.
+        base: Its base weights, if it is only an adapter.
+
+    Raises ConfigError if the device is missing.
+    """
 
     def __init__(self, config: Config, model: Version, base: Version | None = None) -> None:
         on_gpu = uses_gpu("logprobs.device", config.device)
         self.device = torch.device("cuda" if on_gpu else "cpu")
         self.ways: dict[str, str] = {}
-        """Of `packing` and `attention`, as tried out with the first rows; empty before those."""
+        """The chosen `packing` and `attention`, tested with the first rows; empty before that."""
         self._config = config
         precision = resolve(config.precision, self.device)
         self._policy = Policy(
@@ -40,8 +46,11 @@ class Scorer:
         )
 
     def score(self, rollouts: pa.Table, pictures: Pictures | None = None) -> pa.Table:
-        """logprobs/1 of these rollouts, which may have turns, and prompts that show `pictures`; a
-        completion without ids has none. ConfigError."""
+        """Return logprobs/1 of these rollouts, which may have turns.
+
+        `pictures` belong to the prompts. A completion without ids gets no logprobs. Raises
+        ConfigError.
+        """
         prompts = Ragged.from_arrow(rollouts["prompt_ids"])
         completions = Ragged.from_arrow(rollouts["completion_ids"])
         temperature = np.array(rollouts["temperature"].combine_chunks(), dtype=np.float32)

@@ -1,12 +1,13 @@
-"""logprobs: saved completions scored again under a checkpoint, as columns that any number of
-optimizer runs can use.
+"""The logprobs stage: score saved completions under a checkpoint, for any number of optimizer runs.
 
-Role `ref`: under the reference policy, for the KL term; a sweep over `kl_coef` then loads no
-reference model. Role `prox`: with the trainer's numerics, for the ratio's denominator, under the
-very weights that sampled, or those that a training starts from (`prox_of`). Each row at its own
-temperature. Refused: `prox` under other weights than those that sampled, unless it is of the start;
-a model to which an id is another token than to the one that sampled; greedy rows, which have no
-probability; rows that the model cannot read.
+Role `ref` scores under the reference policy, for the KL term; a sweep over `kl_coef` then loads no
+reference model. Role `prox` scores with the trainer's numerics, for the ratio's denominator. It
+uses exactly the weights that sampled, or the weights that a training starts from (`prox_of`). Each
+row is scored at its own temperature.
+
+Refused: `prox` under other weights than the sampling ones, unless `prox_of` is "start"; a model
+with other tokens for some ids than the sampling one; greedy rows, which have no probability; rows
+that the model cannot read.
 
     run_stage("logprobs", Config(role="ref"), store, rollouts="arith/rollouts@3",
         policy="arith/policy@0")
@@ -36,7 +37,10 @@ log = logging.getLogger(__name__)
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
-    """The completions of `refs["rollouts"]` scored under `refs["policy"]`. LineageError."""
+    """Plan to score the completions of `refs["rollouts"]` under `refs["policy"]`.
+
+    Raises LineageError.
+    """
     rollouts = store.open(refs["rollouts"])
     policy = store.open(refs["policy"])
     model = checkpoints.as_model(config.role, policy)
@@ -62,7 +66,10 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
-    """Score the shards that are missing. ConfigError, LineageError, NumericError, SchemaError."""
+    """Score the missing shards.
+
+    Raises ConfigError, LineageError, NumericError or SchemaError.
+    """
     from quiver.stages.common.images.dataset import load_pictures
 
     from .scoring import Scorer
@@ -77,7 +84,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     scorer = pictures = None
     with short_of_memory("logprobs", "lower logprobs.token_budget"):
         for index in writer.take_shards(max(1, -(-len(table) // ROWS_PER_SHARD))):
-            if scorer is None:  # where all is scored already, nothing is loaded
+            if scorer is None:  # loads nothing if all shards are already scored
                 with writer.phase("load"):
                     scorer = Scorer(plan.config, policy, base_of(plan.store, policy))
                     pictures = load_pictures(plan.store, rollouts, table, policy)
@@ -115,8 +122,10 @@ def _count_tokens(column: pa.ChunkedArray) -> int:
 
 
 def _require_same_tokens(plan: Plan, policy: Version) -> None:
-    """LineageError unless every id is the same token to the policy that sampled the rollouts and
-    to `policy`."""
+    """Raise LineageError unless each id is the same token for the sampling policy and `policy`.
+
+    `other_special_tokens` exempts special tokens.
+    """
     sampler = plan.inputs["rollouts"].manifest.model("policy")
     if sampler is None or sampler.tokenizer == plan.models[0].tokenizer:
         return

@@ -1,9 +1,8 @@
-"""Arrow columns as others write them, in types that `take` supports and whose values Python can
-hold.
+"""Convert foreign Arrow columns to types that `take` supports and whose values Python can hold.
 
 Views and runs become plain lists, texts and numbers, also inside lists and structs. So do floats of
-16 and 32 bits: 0.1 in such a column becomes 0.1, not 0.10000000149011612.
-JSON and maps get their Python values by `schemas/cells.py`; beside or inside a union here, since
+16 and 32 bits: 0.1 in such a column becomes 0.1, not 0.10000000149011612. `schemas/cells.py` turns
+JSON and maps into Python values. JSON and maps beside or inside a union are converted here, because
 such a column is read value by value.
 """
 
@@ -28,8 +27,11 @@ _BAD_VALUES = (ValueError, TypeError, OverflowError, NotImplementedError)
 
 
 def plain_table(source: str, table: pa.Table) -> pa.Table:
-    """`table` with plain columns. ConfigError names row and column of a value that Python cannot
-    hold, such as a date after the year 9999."""
+    """Return `table` with plain columns.
+
+    Raises ConfigError, with row and column, for a value that Python cannot hold, such as a date
+    after the year 9999.
+    """
     columns = {name: _plain_column(source, name, table.column(name)) for name in table.column_names}
     return pa.table(columns)
 
@@ -40,7 +42,7 @@ def _plain_column(source: str, name: str, column: pa.ChunkedArray) -> pa.Chunked
         return to_table(source, "row", enumerate(rows, 1)).column(name)
     kind = _plain_type(column.type)
     if pa.types.is_dictionary(kind) and any(each.dictionary.null_count for each in column.chunks):
-        kind = kind.value_type  # Arrow joins no dictionaries that hold nulls
+        kind = kind.value_type  # Arrow cannot join dictionaries that hold nulls
     if kind != column.type:
         try:
             column = _rebuilt(kind, _values(source, name, column))
@@ -50,7 +52,7 @@ def _plain_column(source: str, name: str, column: pa.ChunkedArray) -> pa.Chunked
             ) from None
     wrapped = cells.wrap(column)
     is_temporal = cells.holds(column.type, pa.types.is_temporal)
-    # a value that cannot be read is named by its row now
+    # Read every value now, so that the error for an unreadable one names its row.
     for unread in [column, wrapped] if wrapped is not column else [column] * is_temporal:
         for _ in _values(source, name, unread):
             pass
@@ -73,8 +75,11 @@ def _holds_union(kind: pa.DataType) -> bool:
 
 
 def _of_member(scalar: pa.Scalar) -> Any:
-    """Return the Python value of a scalar in which a union may lie at any depth: only the scalar,
-    not its type, says which member each value has. ValueError, TypeError, as of `cells`."""
+    """Return the Python value of a scalar that may contain a union at any depth.
+
+    Only the scalar, not its type, shows which member each value has. Raises ValueError or
+    TypeError, like `cells`.
+    """
     if isinstance(scalar, pa.UnionScalar):
         return None if scalar.value is None else _of_member(scalar.value)
     if not _holds_union(scalar.type):
@@ -90,9 +95,11 @@ def _of_member(scalar: pa.Scalar) -> Any:
 
 
 def _as_written(value: Any, kind: pa.DataType) -> Any:
-    """`value`, which Arrow's `as_py` gave of the type `kind`, with its short floats as the shortest
-    decimals that stand for them. Whole numbers stay, since the type holds them exactly. ValueError
-    if it is JSON that cannot be read."""
+    """Return `value`, which Arrow's `as_py` gave for the type `kind`, with short floats made exact.
+
+    A short float becomes the shortest decimal that stands for it. Whole numbers stay, because the
+    type holds them exactly. Raises ValueError for JSON that cannot be read.
+    """
     if isinstance(kind, pa.JsonType) and value is not None:
         read_clean_json(value)
     if isinstance(kind, pa.BaseExtensionType) and not isinstance(kind, cells.Cells):
@@ -114,16 +121,17 @@ def _as_written(value: Any, kind: pa.DataType) -> Any:
 
 
 def _rebuilt(kind: pa.DataType, values: Iterator[Any]) -> pa.ChunkedArray:
-    """A column of `values`. (Arrow's own casts are missing for runs, and wrong for list views.)"""
+    """Return a column of `values`. Arrow's own casts are missing for runs, and wrong for list
+    views."""
     arrays = []
     while chunk := list(islice(values, CHUNK)):
-        # arrays of JSON are only made of arrays of text
+        # Arrays of JSON can be made only from arrays of text.
         arrays.append(pa.array(chunk, _plain_type(kind, json=pa.string())).cast(kind))
     return pa.chunked_array(arrays, kind)
 
 
 def _plain_type(kind: pa.DataType, json: pa.DataType = _JSON) -> pa.DataType:
-    """`kind` without views, runs and short floats. `json`: the type in place of JSON's."""
+    """Return `kind` without views, runs and short floats. `json` is the type to use for JSON."""
     if isinstance(kind, pa.JsonType):
         return json
     if _is_short_float(kind):
@@ -146,7 +154,7 @@ def _is_short_float(kind: pa.DataType) -> bool:
 
 
 def _nested_type(kind: pa.DataType, inner: list[pa.Field]) -> pa.DataType:
-    """`kind` over other types."""
+    """Return the nested type `kind` with other member types."""
     if pa.types.is_struct(kind):
         return pa.struct(inner)
     if pa.types.is_map(kind):
@@ -155,4 +163,4 @@ def _nested_type(kind: pa.DataType, inner: list[pa.Field]) -> pa.DataType:
         return pa.list_(inner[0], kind.list_size)
     if pa.types.is_list(kind):
         return pa.list_(inner[0])
-    return pa.large_list(inner[0])  # of large lists, and of views of lists
+    return pa.large_list(inner[0])  # large lists, and views of lists

@@ -1,9 +1,9 @@
-"""Rows of a CSV file as dicts.
+"""Read the rows of a CSV file as dicts.
 
-A cell is text, as it stands in the file. A column is numbers if each of its cells is written as
+A cell is text, exactly as in the file. A column holds numbers if each of its cells is written as
 Python writes that number: `7`, `-1`, `2.5`. With one cell such as `007`, `1.50` or `N/A` all of its
-cells are text, since a number would not say what stood there. So are `true`, dates and all else. An
-empty cell is null among numbers, and empty text among texts.
+cells are text, because a number would lose the original spelling. `true`, dates and everything else
+are text too. An empty cell is null in a column of numbers, and empty text in a column of text.
 
     for number, row in csv_rows(Path("rows.csv")):
         ...
@@ -26,8 +26,11 @@ Cell = str | int | float | None
 
 
 def csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Cell]]]:
-    """(row, its cells by column), rows counted from 1 after the names. The file is read twice: to
-    see which columns are numbers, and for its rows. ConfigError."""
+    """Yield (row number, cells by column); rows are counted from 1 after the names.
+
+    The file is read twice: first to find the columns of numbers, then for its rows. Raises
+    ConfigError.
+    """
     is_number: dict[str, bool] = {}
     for _, row in _text_rows(path):
         for name, text in row.items():
@@ -41,7 +44,7 @@ def csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Cell]]]:
 
 
 def _number(text: str) -> int | float | None:
-    """The number that Python writes exactly as `text`; None if there is none."""
+    """Return the number that Python writes exactly as `text`; None if there is none."""
     for kind in (int, float):
         try:
             number = kind(text)
@@ -53,7 +56,7 @@ def _number(text: str) -> int | float | None:
 
 
 def _bad_text(text: str) -> str:
-    """What is wrong with text whose bytes that are not UTF-8 became lone surrogates."""
+    """Return the problem of a text in which bytes that are not UTF-8 became lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -62,7 +65,7 @@ def _bad_text(text: str) -> str:
 
 
 def _problem_of_name(name: str, names: list[str]) -> str:
-    """What is wrong with the name of a column."""
+    """Return the problem of a column's name; "" if there is none."""
     if names.count(name) > 1:
         return "stands more than once"
     if len(names) == 1 and (other := re.search(r"[;|\t]", name)):
@@ -72,7 +75,7 @@ def _problem_of_name(name: str, names: list[str]) -> str:
 
 def _text_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
     csv.field_size_limit(sys.maxsize)
-    # bytes that are not UTF-8 become lone surrogates, so that their column can be named
+    # Bytes that are not UTF-8 become lone surrogates, so that the error can name their column.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.reader(file, strict=True)
         try:

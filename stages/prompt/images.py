@@ -1,11 +1,10 @@
-"""The pictures of a source's rows: read from the cells of a column, or from files beside the
-source, and nowhere else.
+"""Read the pictures of a source's rows, from the cells of a column or from files beside the source.
 
-A cell is one picture or a list of them; a picture is `{bytes, path}`, as `datasets.Image` stores
-it, bytes alone, a path, or text in base64, with a data URL's head or without. Paths are taken from
-the folder of the source and may not leave it; nothing is downloaded.
+A cell is one picture or a list of them. A picture is `{bytes, path}`, as `datasets.Image` stores
+it, or bytes, or a path, or base64 text, with or without a data URL's head. Paths start at the
+source's folder and may not leave it; nothing is downloaded.
 
-Not of the spine: only prompts with pictures come here.
+Not part of the spine: only prompts with pictures come here.
 """
 
 from __future__ import annotations
@@ -30,17 +29,16 @@ from .config import SUFFIXES, Config, SourceConfig
 from .messages import bad_row, type_name
 
 _SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*", b"MM\0*")
-"""First bytes of pictures, also of kinds that are refused by their name."""
+"""First bytes of picture files, including the formats that are refused later with a clear error."""
 Picture = dict[str, Any]
-"""`bytes`, and `path` as the source has it, or None."""
+"""`bytes`, and `path` as written in the source, or None."""
 
 
 class Pictures:
-    """Reads the pictures of rows, checks them, and puts what the policy reads of them into
-    prompts."""
+    """Reads and checks the pictures of rows, and puts their ids into prompts."""
 
     def __init__(self, config: Config, policy: Version) -> None:
-        """ConfigError where the policy sees no pictures."""
+        """Load the policy's processor. Raises ConfigError if the policy sees no pictures."""
         self._config = config
         self._processor = load_processor(policy)
         limits = ImageLimits(
@@ -51,19 +49,22 @@ class Pictures:
         self._check = ImageCheck(limits)
 
     def close(self) -> None:
-        """End the process that decodes them."""
+        """End the process that decodes the pictures."""
         self._check.close()
 
     def of_cell(self, name: str, cell: Any) -> list[Picture]:
-        """The pictures of row `name`, each decoded once. ConfigError."""
+        """Return the pictures of row `name`; each is decoded once as a check. Raises
+        ConfigError."""
         pictures = read_cell(name, cell, self._config)
         for number, picture in enumerate(pictures):
             self._check.size(f"{name}: picture {number + 1}", picture["bytes"])
         return pictures
 
     def expanded(self, name: str, ids: list[int], pictures: list[Picture]) -> dict[str, Any]:
-        """The `ids` of a prompt with each picture's placeholder expanded (`prompt_ids`), the
-        pictures (`images`), and where they stand (`image_spans`). ConfigError."""
+        """Return a prompt's columns with each picture's placeholder expanded. Raises ConfigError.
+
+        They are `prompt_ids`, the pictures (`images`), and their positions (`image_spans`).
+        """
         contents = [picture["bytes"] for picture in pictures]
         prompt_ids, spans = self._processor.expand(name, ids, contents)
         image_spans = [span._asdict() for span in spans]
@@ -71,7 +72,7 @@ class Pictures:
 
 
 def read_cell(name: str, cell: Any, config: Config) -> list[Picture]:
-    """The pictures of row `name`, their bytes read. ConfigError."""
+    """Return the pictures of row `name`, with their bytes read. Raises ConfigError."""
     pictures = []
     for number, picture in enumerate(_listed(cell)):
         place = f"{name}: picture {number + 1}"
@@ -83,13 +84,15 @@ def read_cell(name: str, cell: Any, config: Config) -> list[Picture]:
 
 
 def without_images(table: pa.Table, config: SourceConfig) -> pa.Table:
-    """The columns of rows that stay: pictures become a column of their own."""
+    """Return the table without the column of pictures, which is stored separately."""
     return table.drop_columns(config.images) if config.images else table
 
 
 def hash_with_files(table: pa.Table, config: SourceConfig, sha256: str) -> str:
-    """`sha256` of a source, and of the files that its pictures are in, where they are in files.
-    ConfigError."""
+    """Return `sha256` of a source, combined with the hashes of its picture files if there are any.
+
+    Raises ConfigError.
+    """
     files = [
         storage.sha256(_locate(place, path, config))
         for place, path in _paths(table.column(config.images), config)
@@ -98,7 +101,7 @@ def hash_with_files(table: pa.Table, config: SourceConfig, sha256: str) -> str:
 
 
 def _paths(column: pa.ChunkedArray, config: SourceConfig) -> Iterator[tuple[str, str]]:
-    """The name and the path of each picture that is in a file, in the order of the rows."""
+    """Yield the name and the path of each picture in a file, in the order of the rows."""
     for chunk in column.chunks:
         for row, scalar in enumerate(chunk):
             place = f"row {row + 1} of {printable(config.source)}"
@@ -115,12 +118,12 @@ def _listed(cell: Any) -> list[Any]:
 
 
 def _content_and_path(place: str, picture: Any) -> tuple[bytes | None, str | None]:
-    """The bytes of a picture, or None if it is in a file; and the path that its cell names."""
+    """Return a picture's bytes, or None if it is in a file, and the path in its cell."""
     if isinstance(picture, bytes):
         return picture, None
     if isinstance(picture, dict) and {"bytes", "path"} >= picture.keys():
         content = picture.get("bytes")
-        if isinstance(content, str):  # JSON has no bytes; `quiver show --json` writes them so
+        if isinstance(content, str):  # JSON has no bytes; `quiver show --json` writes base64
             content = _decoded(content) or content
         if content is None or isinstance(content, bytes):
             return content, picture.get("path")
@@ -136,11 +139,11 @@ def _content_and_path(place: str, picture: Any) -> tuple[bytes | None, str | Non
 
 
 def _decoded(text: str) -> bytes | None:
-    """The bytes that `text` holds in base64, behind a data URL's head or without; None if it holds
-    something else."""
+    """Return the bytes of base64 `text`, with or without a data URL's head; None if it is no
+    base64."""
     if text.startswith("data:"):
         text = text.partition(",")[2]
-    text = "".join(text.split())  # it may be broken into lines
+    text = "".join(text.split())  # it may contain line breaks
     with suppress(ValueError):
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     return None
@@ -155,7 +158,7 @@ def _read_file(place: str, path: str | None, config: Config) -> bytes:
 
 
 def _locate(place: str, path: str | None, config: SourceConfig) -> Path:
-    """The file of a picture. ConfigError where it is not below the source's folder."""
+    """Return the file of a picture. Raises ConfigError if it is not below the source's folder."""
     if not path:
         raise bad_row(place, "has neither bytes nor a path")
     try:
@@ -166,7 +169,7 @@ def _locate(place: str, path: str | None, config: SourceConfig) -> Path:
     source = os.path.expanduser(config.source.removeprefix("datasets:"))
     folder = Path(source)
     if not config.source.startswith("datasets:"):
-        is_file = folder.suffix in SUFFIXES  # else file.py:function
+        is_file = folder.suffix in SUFFIXES  # otherwise file.py:function
         folder = Path(source if is_file else source.rpartition(":")[0] or source).parent
     folder = folder.resolve()
     try:

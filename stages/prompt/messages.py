@@ -1,5 +1,7 @@
-"""Messages of a row of a source: they are read by the entrance for all that comes from outside
-(`schemas/outside.py`), and errors name the row."""
+"""Check the messages of a source's row.
+
+`schemas/outside.py`, which reads all data from outside, does the checks; here errors name the row.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,11 @@ from quiver.schemas.errors import ConfigError
 from quiver.schemas.outside import Message
 
 MEMBERS_BEYOND_TEXT = frozenset((*outside.MORE, *outside.THINKING))
-"""What a message may have beside role and content."""
+"""Keys that a message may have besides role and content."""
 
 
 def read_message(name: str, number: int, message: Any) -> Message:
-    """A message of row `name`. ConfigError."""
+    """Return a checked message of row `name`. Raises ConfigError."""
     try:
         return outside.read_message(message, f"message {number}")
     except ValueError as error:
@@ -22,15 +24,18 @@ def read_message(name: str, number: int, message: Any) -> Message:
 
 
 def text_of(content: str | list[dict[str, str]]) -> str:
-    """The text of a content, without its pictures."""
+    """Return the text of a content, without its pictures."""
     if isinstance(content, str):
         return content
     return "".join(part.get("text", "") for part in content)
 
 
 def show_images(name: str, messages: list[Message], count: int) -> list[Message]:
-    """`messages` with `count` parts of type image: those that they have, or where they have none,
-    before the text of the first message of a user. ConfigError where they have another number."""
+    """Return `messages` with `count` parts of type image.
+
+    If they have no such parts, all are put before the text of the first user message. Raises
+    ConfigError if they have another number.
+    """
     shown = sum(
         part["type"] == "image"
         for message in messages
@@ -38,7 +43,7 @@ def show_images(name: str, messages: list[Message], count: int) -> list[Message]
         for part in message["content"]
     )
     if shown == count:
-        if not count:  # many templates take a text alone
+        if not count:  # many templates accept only text
             return [{**each, "content": text_of(each["content"])} for each in messages]
         return messages
     place = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
@@ -56,7 +61,7 @@ def show_images(name: str, messages: list[Message], count: int) -> list[Message]
 
 
 def require_text(name: str, content: Any, place: str) -> str:
-    """`content`, which is text that a template takes. ConfigError."""
+    """Return `content` if it is text that a template accepts. Raises ConfigError otherwise."""
     try:
         return outside.read_text(content, place)
     except ValueError as error:
@@ -64,10 +69,10 @@ def require_text(name: str, content: Any, place: str) -> str:
 
 
 def type_name(content: Any) -> str:
-    """What `content` is, in a message."""
+    """Return the kind of `content`, for an error."""
     return outside.shape_of(content)
 
 
 def bad_row(name: str, message: str) -> ConfigError:
-    """The error of a row that is wrong."""
+    """Return the error for an incorrect row."""
     return ConfigError(name, message, next="correct the row, or take it out of the source")

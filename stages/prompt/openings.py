@@ -1,9 +1,8 @@
-"""What environments say at the start: the opening text of a row is a part of its prompt, so that a
-group shares it.
+"""The opening messages of environments: each row's prompt includes its own, so a group shares it.
 
-    config = identified(config)                            # at planning; runs none of a user's code
-    with Openings(config) as openings:
-        messages = openings.of(source, rows, group_ids)    # of each row; none without environment
+config = identified(config)                            # at planning; runs no user code
+with Openings(config) as openings:
+    messages = openings.of(source, rows, group_ids)    # per row; empty without environment
 """
 
 from __future__ import annotations
@@ -22,12 +21,14 @@ from .config import Config
 from .images import without_images
 
 _MOST_OPEN = 256
-"""Environments that are begun at once."""
+"""Maximum environments that begin at once."""
 
 
 def identified(config: Config) -> Config:
-    """`config` with the hash of the code that [generate.turns] names. ConfigError where prompts can
-    not show what an environment says."""
+    """Add the hashes of the code that [generate.turns] names.
+
+    Raises ConfigError if prompts cannot show an environment's messages.
+    """
     if config.turns is None:
         return config
     if config.raw_text or config.input == "prompt_ids":
@@ -40,7 +41,8 @@ def identified(config: Config) -> Config:
 
 
 class Openings:
-    """The environments of [generate.turns], begun and ended again. `tools`: what they offer."""
+    """The environments of [generate.turns], begun and ended again. `tools` are the tools they
+    offer."""
 
     def __init__(self, config: Config) -> None:
         self.tools: list[dict[str, Any]] = []
@@ -60,8 +62,11 @@ class Openings:
     def of(
         self, source: pa.Table, rows: Sequence[int], group_ids: Sequence[str]
     ) -> list[list[Message]]:
-        """What each of the `rows` of `source` begins with. `group_ids` are of all its rows.
-        ConfigError: one cannot begin."""
+        """Return the opening messages of each of the `rows` of `source`.
+
+        `group_ids` has the ids of all its rows. Raises ConfigError if an environment cannot
+        begin.
+        """
         openings: list[list[Message]] = []
         if self._pool is None:
             return [[] for _ in rows]

@@ -1,5 +1,6 @@
-"""Which rows of the source an iteration takes: the next ones of seeded shuffles, or, with a
-curriculum, those whose difficulty is right by what earlier rewards measured.
+"""Choose the source rows of an iteration: the next ones of seeded shuffles, or by a curriculum.
+
+A curriculum prefers rows with the right difficulty, measured by earlier rewards.
 
     choose(rows=8, limit=4, seed=7, iteration=1)       # positions of the second four
     choose_rows(config, group_ids, rewards, store)     # positions, and how the curriculum chose
@@ -25,7 +26,7 @@ OUTSIDE = "outside"
 
 
 def name_rows(config: Config, table: pa.Table) -> list[str]:
-    """One unique name a row of the source `table`, as text. ConfigError."""
+    """Return one unique name per row of the source `table`. Raises ConfigError."""
     num_rows = table.num_rows
     if config.group_id is None:
         digits = max(6, len(str(num_rows - 1)))
@@ -49,8 +50,10 @@ def name_rows(config: Config, table: pa.Table) -> list[str]:
 
 
 def choose(rows: int, limit: int | None, seed: int, iteration: int) -> list[int]:
-    """Positions that `iteration` takes: the next `limit` of seeded shuffles that follow one
-    another, none of them twice."""
+    """Return the positions that `iteration` takes: the next `limit` of successive seeded shuffles.
+
+    No position is taken twice in an iteration.
+    """
     if limit is None:
         return list(range(rows))
     size = min(limit, rows)
@@ -58,16 +61,16 @@ def choose(rows: int, limit: int | None, seed: int, iteration: int) -> list[int]
 
 
 def _shuffled(rows: int, size: int, seed: int, length: int) -> list[int]:
-    """At least `length` positions of shuffles that follow one another, each of all rows.
+    """Return at least `length` positions of successive shuffles, each of all rows.
 
-    If an iteration of `size` rows spans two epochs, the second shuffle begins with rows that it
-    does not have yet. The generator is numpy's legacy one, whose stream is frozen: the same seed
-    means the same rows on every version.
+    If an iteration of `size` rows spans two epochs, the second shuffle begins with rows that the
+    iteration does not have yet. The generator is numpy's legacy one, whose stream is frozen: the
+    same seed gives the same rows on every version.
     """
     order: list[int] = []
     for epoch in range(length // rows + 1):
         shuffle = np.random.RandomState([seed % 2**32, epoch]).permutation(rows).tolist()
-        num_open = len(order) % size  # rows of an iteration that the epoch before began
+        num_open = len(order) % size  # rows of an iteration that the previous epoch began
         if num_open:
             open_rows = set(order[-num_open:])
             completing = [row for row in shuffle if row not in open_rows][: size - num_open]
@@ -79,13 +82,23 @@ def _shuffled(rows: int, size: int, seed: int, length: int) -> list[int]:
 def choose_rows(
     config: Config, group_ids: Sequence[str], rewards: Sequence[Version], store: Store
 ) -> tuple[list[int], dict[str, int]]:
-    """Positions that the iteration of `config` takes of the rows with these ids; and how many of
-    them were not asked, within and outside, empty without a curriculum. `rewards`: what earlier
-    iterations measured, oldest first. LineageError where these are of another source.
+    """Choose the rows of the iteration of `config`.
 
-    First come rows that none of the `rewards` has, in the order of `choose`, beginning with those
-    that it takes; then rows whose last mean reward lies within the curriculum's bounds, and last
-    the others: of each those that were not asked for the longest time.
+    First come rows that none of the `rewards` has, in the order of `choose`, beginning with the
+    rows it takes. Then come rows whose last mean reward is within the curriculum's bounds, then the
+    others. Within both groups, rows that were not asked for the longest time come first.
+
+    Args:
+        config: Limit, seed, iteration and curriculum.
+        group_ids: Of all rows of the source.
+        rewards: Measured by earlier iterations, oldest first.
+        store: Store of the rewards' inputs.
+
+    Returns:
+        Positions of the chosen rows, and how many of them were not asked, within and outside the
+        bounds; the counts are empty without a curriculum.
+
+    Raises LineageError if the rewards belong to another source.
     """
     num_rows = len(group_ids)
     curriculum = config.curriculum
@@ -98,7 +111,7 @@ def choose_rows(
         table = version.table(["group_id", "reward"])
         for row in table.group_by("group_id").aggregate([("reward", "mean")]).to_pylist():
             mean = row["reward_mean"]
-            # a row that could not be scored is neither too easy nor too hard
+            # A row without a score is neither too easy nor too hard.
             is_within = mean is None or curriculum.low <= mean <= curriculum.high
             measured[row["group_id"]] = WITHIN if is_within else OUTSIDE, age
     size = min(config.limit, num_rows)
@@ -112,8 +125,10 @@ def choose_rows(
 
 
 def open_rewards(config: Config, store: Store, refs: str | list[str] | None) -> dict[str, Version]:
-    """The rewards that a curriculum goes by, by role: `rewards`, `rewards.2`, … ConfigError where
-    there are some and no curriculum."""
+    """Open the rewards for a curriculum, by role: `rewards`, `rewards.2`, …
+
+    Raises ConfigError if rewards are given without a curriculum.
+    """
     names = [refs] if isinstance(refs, str) else refs or []
     if names and config.curriculum is None:
         raise ConfigError(
@@ -128,8 +143,7 @@ def open_rewards(config: Config, store: Store, refs: str | list[str] | None) -> 
 
 
 def _require_same_source(config: Config, rewards: Version, store: Store) -> None:
-    """LineageError where `rewards` are of prompts of another source, whose group ids mean other
-    rows."""
+    """Raise LineageError if `rewards` belong to another source, whose group ids mean other rows."""
     with_expired = store.with_expired()  # a manifest is enough
     manifest = rewards.manifest
     for role in ("rollouts", "prompts"):

@@ -1,10 +1,9 @@
-"""Python rows as an Arrow table that gives the same values back. What is wrong is named by file and
-line.
+"""Store Python rows in an Arrow table that returns the same values; errors name file and line.
 
-A column gets an Arrow type where all its values survive it: 7 beside 2.5 must stay 7, and an object
-must not get keys of other rows. Otherwise it is kept as JSON text (`schemas/cells.py`). Where JSON
+A column gets an Arrow type if all its values survive it: 7 beside 2.5 must stay 7, and an object
+must not get keys of other rows. Otherwise it is kept as JSON text (`schemas/cells.py`). If JSON
 cannot hold a value either, such as a date beside a number, the row is refused, or a warning says
-what changed. Tuples come back as lists, the numbers and arrays of numpy as Python's.
+what changed. Tuples come back as lists, and numpy's numbers and arrays as Python's.
 """
 
 from __future__ import annotations
@@ -30,8 +29,10 @@ log = logging.getLogger(__name__)
 
 
 def to_table(source: str, unit: str, rows: Iterable[tuple[int, Any]]) -> pa.Table:
-    """Numbered dict rows as a table. A key that a row does not have is null in its column.
-    ConfigError names the `unit`: line 7 of `source`."""
+    """Return numbered dict rows as a table. A key that a row does not have is null in its column.
+
+    Raises ConfigError, which names the `unit` and number: line 7 of `source`.
+    """
     place = f"{source} {unit}"
     chunks: list[dict[str, pa.ChunkedArray]] = []
     numbers: list[list[int]] = []
@@ -79,13 +80,13 @@ def _join(
     parts: list[pa.ChunkedArray],
     warnings: dict[str, str],
 ) -> pa.ChunkedArray:
-    """The parts of a column in one type."""
+    """Join the parts of a column in one type."""
     kinds: list[pa.DataType] = []
     for part in parts:
         if part.type not in (pa.null(), *kinds):
             kinds.append(part.type)
     if any(isinstance(kind, Cells) for kind in kinds):
-        with suppress(TypeError):  # part by part, since JSON keeps what an Arrow type gives back
+        with suppress(TypeError):  # part by part: JSON keeps what an Arrow type returns
             arrays = [
                 array
                 for part in parts
@@ -109,8 +110,10 @@ def _join(
 def _column(
     place: str, name: str, numbers: list[int], cells: list[Any], warnings: dict[str, str]
 ) -> pa.ChunkedArray:
-    """The cells of the rows with these numbers, in a type that gives them back. `warnings`, by
-    column, gets what changed. ConfigError."""
+    """Return the cells of the rows with these numbers, in a type that returns them unchanged.
+
+    Adds changes to `warnings`, by column. Raises ConfigError.
+    """
     column = _infer(cells)
     is_kept = column is not None and _gives_back(column, cells)
     if not is_kept or pa.types.is_nested(column.type):
@@ -130,7 +133,7 @@ def _column(
         as_json = json_array(cells)
         if _are_kept(cells, as_json.to_pylist(), with_nulls=True):
             return as_json
-    if column is None:  # name the first row that does not go with those before it
+    if column is None:  # name the first row that does not fit the earlier ones
         for end, number in enumerate(numbers, 1):
             try:
                 pa.array(cells[:end])
@@ -143,7 +146,7 @@ def _column(
         for number, cell, kept in zip(numbers, cells, column.to_pylist(), strict=True)
         if not _is_kept(cell, kept, with_nulls=True)
     ]
-    # those that change more than their type come first
+    # Changes of more than the type come first.
     for number, cell, kept in sorted(changed, key=lambda each: _is_equal(*each[1:]))[:1]:
         change = f"{printable(repr(cell))} becomes {printable(repr(kept))}"
         if not _is_equal(cell, kept):
@@ -156,12 +159,12 @@ def _column(
 
 
 def _infer(cells: list[Any]) -> pa.ChunkedArray | None:
-    """The cells in the type that Arrow infers. None: it finds none."""
+    """Return the cells in the type that Arrow infers; None if it finds none."""
     try:
         array = pa.array(cells)
     except _DISAGREEMENTS:
         return None
-    # of more than 2 GB of text it makes chunks
+    # Arrow returns chunks for more than 2 GB of text.
     return array if isinstance(array, pa.ChunkedArray) else pa.chunked_array([array])
 
 
@@ -170,12 +173,12 @@ def _gives_back(column: pa.ChunkedArray, cells: list[Any]) -> bool:
     if pa.types.is_list(kind):
         kind = kind.value_type
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_string(kind):
-        # Arrow infers these only of values that it gives back, but takes a set for a list, at any
-        # depth: lists of lists are compared
+        # Arrow infers these types only for values that it returns unchanged. But it accepts a set
+        # as a list at any depth, so lists of lists are compared.
         return not any(isinstance(cell, set | frozenset) for cell in cells)
     kept = column.to_pylist()
     try:
-        # says what `_is_kept` says of most cells, in a tenth of its time
+        # Agrees with `_is_kept` for most cells, in a tenth of its time.
         look_same = not holds(column.type, pa.types.is_binary) and all(
             (text := repr(cell)) == repr(after) and ": None" not in text
             for cell, after in zip(cells, kept, strict=True)
@@ -186,7 +189,7 @@ def _gives_back(column: pa.ChunkedArray, cells: list[Any]) -> bool:
 
 
 def _as_python(cell: Any) -> Any:
-    """`cell` with the numbers and arrays of numpy as Python's, and tuples as lists."""
+    """Return `cell` with numpy's numbers and arrays as Python's, and tuples as lists."""
     if isinstance(cell, np.ndarray | np.generic):
         return _as_python(cell.tolist())
     if isinstance(cell, dict):
@@ -204,7 +207,7 @@ def _are_kept(cells: list[Any], kept: list[Any], *, with_nulls: bool = False) ->
 
 
 def _is_kept(cell: Any, kept: Any, *, with_nulls: bool) -> bool:
-    """Whether `kept` is the same value, of the same types, with the same keys in the same order.
+    """Return True if `kept` is the same value: same types, same keys, same order.
 
     Without `with_nulls` a null in an object counts as another value: in an Arrow struct it would
     look like a key that the row does not have.
@@ -220,12 +223,12 @@ def _is_kept(cell: Any, kept: Any, *, with_nulls: bool) -> bool:
     if isinstance(cell, list):
         return len(cell) == len(kept) and _are_kept(cell, kept, with_nulls=with_nulls)
     if isinstance(cell, str | bytes | int | float):
-        return cell == kept or repr(cell) == repr(kept)  # NaN
-    return str(cell) == str(kept)  # tells 1.0 from 1.00, and 10:00+00:00 from 12:00+02:00
+        return cell == kept or repr(cell) == repr(kept)  # NaN equals itself only by its repr
+    return str(cell) == str(kept)  # distinguishes 1.0 from 1.00, and 10:00+00:00 from 12:00+02:00
 
 
 def _is_equal(cell: Any, kept: Any) -> bool:
-    """Whether `kept` differs at most in types, and in keys that became null."""
+    """Return True if `kept` differs at most in types, and in keys that became null."""
     if isinstance(cell, dict) and isinstance(kept, dict):
         return all(_is_equal(cell.get(key), member) for key, member in kept.items())
     if isinstance(cell, list) and isinstance(kept, list):

@@ -1,8 +1,7 @@
-"""Warnings about rows that may not be what their author meant: a blank question, a chat written as
-text, an answer at the end of a chat.
+"""Warnings about rows that look unintended: a blank question, a chat as text, an answer at the end.
 
-Such rows are rendered as they stand. Each warning is given once, for the first row; of roles and of
-control tokens once each.
+Such rows are rendered unchanged. Each warning is given once, for the first row; warnings about
+roles and control tokens once for each of them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from quiver.schemas.errors import printable
 from .messages import Message
 
 ROLES = ("assistant", "system", "tool", "user")
-"""The roles that chat templates are made for; some know `developer` too, and name it."""
+"""The roles that chat templates support; some support `developer` too, and then mention it."""
 _CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{[^}]{0,100}['"]role['"]\s*:""")
 log = logging.getLogger(__name__)
 
@@ -26,16 +25,16 @@ class Remarks:
 
     def __init__(self) -> None:
         self._subjects: set[str] = set()
-        """What has been warned of."""
+        """Subjects of the warnings given so far."""
 
     def say_once(self, subject: str, message: str) -> None:
-        """Warn, unless of the same `subject` before."""
+        """Warn, unless there was a warning about this `subject` before."""
         if subject not in self._subjects:
             self._subjects.add(subject)
             log.warning("%s", message)
 
     def on_text(self, name: str, column: str, text: str) -> None:
-        """Warn of a blank question of row `name`, and of a chat that is written as text."""
+        """Warn about a blank question in row `name`, and about a chat that is written as text."""
         if not text.strip():
             self.say_once(
                 "blank",
@@ -50,8 +49,11 @@ class Remarks:
             )
 
     def on_chat(self, name: str, messages: list[Message], template: str) -> None:
-        """Warn of roles that the `template` (its text) is not made for, of a blank question, and of
-        an answer that is in the chat."""
+        """Warn about the chat of row `name`.
+
+        Subjects are roles that the `template` (its text) does not support, a blank question, and an
+        answer at the end of the chat.
+        """
         content = messages[-1]["content"]
         as_shown = content if isinstance(content, str) else "parts"
         roles = {*ROLES, *(["developer"] if "developer" in template else [])}
@@ -83,7 +85,7 @@ class Remarks:
             )
 
     def on_spelled(self, name: str, tokens: Collection[str]) -> None:
-        """Warn, once for each, of control `tokens` that a text holds and that were spelled out."""
+        """Warn, once for each, about control `tokens` in a text that were spelled out."""
         new = sorted(set(tokens) - self._subjects)
         self._subjects.update(new)
         if new:

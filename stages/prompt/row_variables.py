@@ -1,6 +1,7 @@
-"""What a row gives to the chat template beside its messages, as rows made for TRL and verl have it:
-its own tools, and arguments for the template. And which columns with a meaning elsewhere are not
-used at all.
+"""The variables that a row gives to the chat template besides its messages.
+
+These are its own tools and template arguments, in the columns that TRL and verl use. The module
+also warns about columns that have a meaning in other trainers and are not used here.
 """
 
 from __future__ import annotations
@@ -19,26 +20,28 @@ from .config import Config
 from .messages import type_name
 
 ARGUMENTS = "chat_template_kwargs"
-"""Column with a row's own arguments for the template."""
+"""Column with a row's own template arguments."""
 _NOT_ARGUMENTS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 log = logging.getLogger(__name__)
 
 
 class RowVariables(NamedTuple):
-    """What the template is given for one row."""
+    """Variables of the template for one row."""
 
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of functions."""
     arguments: Mapping[str, Any] = {}
 
     def as_variables(self) -> dict[str, Any]:
-        """The same as the template takes them."""
+        """Return the variables under the template's names."""
         return {**self.arguments, **({"tools": self.tools} if self.tools else {})}
 
 
 def columns_of(config: Config, columns: Iterable[str]) -> dict[str, str]:
-    """The columns of a source that the template is given, by what they are: `tools` and
-    `arguments`. None with [generate.turns], which renders later turns without the row."""
+    """Return the source's columns for the template, by purpose: `tools` and `arguments`.
+
+    There are none with [generate.turns], which renders later turns without the row.
+    """
     if not config.has_chats or config.turns is not None:
         return {}
     named = {"arguments": ARGUMENTS}
@@ -51,8 +54,10 @@ def columns_of(config: Config, columns: Iterable[str]) -> dict[str, str]:
 def read_variables(
     name: str, cells: Mapping[str, Any], reserved: Collection[str], tools_column: str = "tools"
 ) -> RowVariables:
-    """The cells of `columns_of` of row `name`. `reserved`: variables that a row may not set.
-    ConfigError."""
+    """Return the variables in row `name`'s cells of `columns_of`.
+
+    `reserved` are variables that a row may not set. Raises ConfigError.
+    """
     arguments = _parsed(name, ARGUMENTS, cells.get("arguments")) or {}
     if not isinstance(arguments, dict):
         raise _bad_cell(name, ARGUMENTS, f"holds {type_name(arguments)}, expected an object")
@@ -67,8 +72,10 @@ def read_variables(
 
 
 def tell_unused(config: Config, columns: Collection[str]) -> None:
-    """Warn once per source about columns that other trainers make prompts of and that are not used.
-    ConfigError if the column that is named for tools is missing."""
+    """Warn once per source about unused columns that other trainers make prompts of.
+
+    Raises ConfigError if the column named for tools is missing.
+    """
     if config.tools not in ("", "tools", *columns):
         raise ConfigError(
             f"data.tools {quoted_name(config.tools)}",
@@ -102,7 +109,7 @@ def _warn(source: str, column: str, what_to_do: str) -> None:
 
 
 def _read_tool(name: str, column: str, tool: Any) -> dict[str, Any]:
-    """A schema as transformers takes it: of a function, with or without what wraps it."""
+    """Return a function's schema in transformers' form, with or without its wrapper."""
     tool = _parsed(name, column, tool)
     function = tool.get("function", tool) if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -113,7 +120,10 @@ def _read_tool(name: str, column: str, tool: Any) -> dict[str, Any]:
 
 
 def _parsed(name: str, column: str, cell: Any) -> Any:
-    """What JSON text says; anything else as it is. ConfigError unless JSON can say it."""
+    """Return the value of JSON text; other cells are returned unchanged.
+
+    Raises ConfigError if JSON cannot represent the value.
+    """
     try:
         parsed = read_clean_json(cell) if isinstance(cell, str) and cell else cell
         problem = problem_of(parsed)

@@ -1,5 +1,7 @@
-"""Rows of a source as rows of prompts/1 or /2: each rendered, measured against the context and the
-vocabulary, its columns kept."""
+"""Render rows of a source as rows of prompts/1 or prompts/2, and keep their columns.
+
+Each prompt is checked against the context and the vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -59,14 +61,14 @@ _EXPECTED = {
     "prompt": "text",
     "prompt_ids": "a list of token ids, which are whole numbers",
 }
-"""What the cells of each input column are."""
+"""Expected cells of each input column."""
 _MOST_LISTED = 5
 Prompt = dict[str, Any]
-"""A row of prompts/1, but for its group and its columns."""
+"""A row of prompts/1, without its group and its columns."""
 
 
 class Renderer:
-    """Makes prompts of the cells of one column."""
+    """Makes prompts from the cells of one column."""
 
     def __init__(
         self,
@@ -75,38 +77,45 @@ class Renderer:
         template: str | None,
         tools: list[dict[str, Any]] | None = None,
     ) -> None:
-        """`template`: the text of a file; None: the policy's own. `tools`: what the policy may
-        call."""
+        """Load the tokenizer and templates.
+
+        Args:
+            config: The stage's config.
+            policy: Its tokenizer, template and limits are used.
+            template: Text of a template file. Default: the policy's own template.
+            tools: Schemas of the tools that the policy may call.
+        """
         self.config = config
         self.tools = tools or None
         self._shown_tools = config.template_arguments.get("tools", self.tools)
-        """What the template shows of the recipe's tools."""
+        """The recipe's tools that the template shows."""
         self.chat_template = ""
         """Source of the chat template; empty if none is used."""
         self.has_more_members: bool | None = None
-        """Whether messages of the version have more than role and content. None: not known yet."""
+        """True if messages of the version have more than role and content; None until that is
+        known."""
         self._policy = policy
         self._tokenizer = checkpoints.load_tokenizer(policy)
         self._pictures = Pictures(config, policy) if config.images else None
         self._vocabulary = checkpoints.vocabulary_size(policy)
         self._own_template = template
         self._title = "the policy's chat template"
-        """What messages call the template."""
+        """The template's name in messages."""
         if config.template is not None:
             self._title = f"prompt.template {printable(config.template)}"
         self._templates: dict[str, Template] = {}
         self._remarks = Remarks()
         self._seen: set[str] = set()
-        """Structures of chats of which it is known that the template shows them."""
+        """Structures of chats that the template is known to show."""
         if config.has_chats:
             self.chat_template = self._template(self._shown_tools).source
             if self.tools:
                 self._tell_of_tools(self.tools, "generate.turns")
-        # without tools of the recipe there are rows without and with tools of their own
+        # If the recipe has no tools, rows may still have their own: prepare both templates.
         for kind in [self._shown_tools] if self._shown_tools else [None, [{}]]:
             try:
                 self._template(kind)
-            except ConfigError:  # without chats the policy may have none
+            except ConfigError:  # the policy may have no template if there are no chats
                 if config.has_chats:
                     raise
         renders = [template.probe for template in self._templates.values()]
@@ -130,10 +139,20 @@ class Renderer:
         images: Any = None,
         variables: Mapping[str, Any] | None = None,
     ) -> Prompt | None:
-        """The prompt that a cell of the input column is, with what an environment says at its
-        start, with the pictures of a cell `images`, and with the cells that the template is given
-        as `variables`; None where it is too long, and such are dropped. ConfigError,
-        SecurityError."""
+        """Render one row as a prompt.
+
+        Args:
+            name: The row's name in errors.
+            cell: Its cell of the input column.
+            opening: The environment's opening messages.
+            images: Its cell of pictures.
+            variables: Its cells for the template, see `columns_of`.
+
+        Returns:
+            The prompt; None if it is too long and `overlong` is "drop".
+
+        Raises ConfigError or SecurityError.
+        """
         config = self.config
         if self._is_hopeless(name, cell, opening):
             return None
@@ -141,7 +160,7 @@ class Renderer:
         pictures: list[Picture] = []
         reserved = self._tokenizer.special_tokens_map
         own = read_variables(name, variables or {}, reserved, config.tools)
-        # TRL and verl keep chats in a column `prompt`
+        # TRL and verl keep chats in a column `prompt`.
         is_chat = bool(config.prompt) and not config.raw_text and isinstance(cell, list)
         if config.messages or is_chat:
             messages = [read_message(name, number, message) for number, message in enumerate(cell)]
@@ -173,7 +192,8 @@ class Renderer:
             if messages[-1]["role"] == "assistant":  # the policy continues it
                 messages = messages[:-1]
             messages = [{**each, "content": text_of(each["content"])} for each in messages]
-        # those of [generate.turns] are what the policy may call, whatever it is shown
+        # With [generate.turns], its tools are the ones that can be called, whatever the template
+        # shows.
         tools = self.tools if config.turns is not None else self._shown_tools or own.tools
         prompt = {
             "messages": messages and save_messages(messages),
@@ -186,7 +206,8 @@ class Renderer:
         return prompt if self._fits(name, prompt["prompt_ids"]) else None
 
     def _read_pictures(self, name: str, cell: Any, opening: Sequence[Message]) -> list[Picture]:
-        """The pictures of a cell, then those that an environment shows at its start."""
+        """Return the pictures of a cell, then the pictures that an environment shows at its
+        start."""
         pictures = self._pictures.of_cell(name, cell) if self._pictures else []
         of_opening = pictures_in(opening)
         if of_opening:
@@ -195,18 +216,18 @@ class Renderer:
         return pictures
 
     def of_assistant(self, chats: pa.ChunkedArray) -> dict[str, Any]:
-        """How the template begins and ends an assistant's turn, for the manifest."""
+        """Return, for the manifest, how the template begins and ends an assistant's turn."""
         return {
             "assistant_starts": self.assistant_starts(chats),
             "assistant_end": self.assistant_end(chats),
         }
 
     def assistant_starts(self, chats: pa.ChunkedArray) -> dict[str, str | None]:
-        """For each role that a chat ends with, what stands between that message and the assistant's
-        own text; None: it cannot be told, or differs for rows with tools and without.
+        """Return the text before an assistant's own text, for each role that a chat ends with.
 
-        Whoever reads a completion as a message finds in it how much of `prompt_text` belongs to
-        that message already.
+        A text is None if it cannot be determined, or differs between rows with tools and without.
+        To read a completion as a message, use it to find the part of `prompt_text` that already
+        belongs to that message.
         """
         starts: dict[str, str | None] = {}
         for chat in chats.drop_null():
@@ -219,22 +240,30 @@ class Renderer:
         return starts
 
     def assistant_end(self, chats: pa.ChunkedArray) -> dict[str, Any] | None:
-        """`id` and `text` of the control token with which the template ends an assistant's turn;
-        None: there is none, or no chat, or it differs for rows with tools and without."""
+        """Return `id` and `text` of the control token with which the template ends an assistant's
+        turn.
+
+        Returns None if there is no such token or no chat, or if it differs between rows with tools
+        and without.
+        """
         for chat in chats.drop_null().slice(0, 1):
             id = _only(self._end_ids([message["role"] for message in chat.as_py()]))
             return None if id is None else {"id": id, "text": self._guard.decode([id])}
         return None
 
     def _end_ids(self, roles: Sequence[str]) -> set[int]:
-        """The control ids with which a template ends an assistant's turn behind these roles."""
+        """Return the control ids with which the templates end an assistant's turn after these
+        roles."""
         ends = (learn_end(template.probe, roles) for template in self._templates.values())
         return {self._guard.first_control(end.lstrip()) for end in ends} - {None}
 
     # -- the template
 
     def _template(self, tools: list[dict[str, Any]] | None) -> Template:
-        """The template for a prompt with such `tools`, chosen as transformers does. ConfigError."""
+        """Return the template for a prompt with `tools`, chosen as transformers does.
+
+        Raises ConfigError if the policy has none.
+        """
         source = self._own_template
         if source is None:
             try:
@@ -256,7 +285,7 @@ class Renderer:
                 "add_generation_prompt": True,
                 **self._tokenizer.special_tokens_map,
                 **self.config.template_arguments,
-                "tools": None,  # their texts may be a server's: given with each prompt, guarded
+                "tools": None,  # may hold a server's texts: each prompt passes them guarded
             }
             seconds = self.config.template_seconds
             self._templates[source] = Template(source, variables, seconds, self._title)
@@ -272,10 +301,10 @@ class Renderer:
             )
 
     def tell_of_documents(self) -> None:
-        """Warn, for rows that have a column `documents`, if the template would show documents."""
+        """Warn, for rows with a column `documents`, if the template would show documents."""
         if not self.config.has_chats or "documents" in self.config.template_arguments:
             return
-        with suppress(ConfigError):  # the template refuses such ones
+        with suppress(ConfigError):  # the template refuses these documents
             if self._shows(documents=[{"title": "probez", "text": "probez"}]):
                 self._remarks.say_once(
                     "documents",
@@ -285,7 +314,7 @@ class Renderer:
                 )
 
     def _shows(self, **variables: Any) -> bool:
-        """Whether the template writes another text without these `variables`."""
+        """Return True if the template's text depends on these `variables`."""
         template = self._template(variables.get("tools"))
         question = [{"role": "user", "content": "?"}]
         with_them, without = (
@@ -302,7 +331,7 @@ class Renderer:
             self._require_continuable(name, messages)
         self._remarks.on_chat(name, messages, template.source)
         structure, texts = take_texts(messages, own.as_variables())
-        # markup stays in what the recipe or an assistant says
+        # Markup stays in texts by the recipe or an assistant.
         trusted = texts_of(messages, lambda each: is_assistants(each) or self._is_recipes(each))
 
         def render(texts: list[str]) -> str:
@@ -323,7 +352,7 @@ class Renderer:
         return message["role"] == "system" and message["content"] == self.config.system
 
     def _require_continuable(self, name: str, messages: list[Message]) -> None:
-        """ConfigError unless the policy can go on with the last message, an assistant's."""
+        """Raise ConfigError unless the policy can continue the last message, an assistant's."""
         if "tool_calls" in messages[-1]:
             problem = "ends with calls of an assistant, which no tool has answered"
         elif {message["role"] for message in messages} <= {"assistant", "system", "developer"}:
@@ -337,8 +366,11 @@ class Renderer:
     def _require_seen(
         self, name: str, messages: list[Message], template: Template, own: RowVariables
     ) -> None:
-        """ConfigError if the template does not show the last message of a user, or the recipe's
-        system message. Warn of other texts that it does not show."""
+        """Check that the template shows a chat's texts.
+
+        Raises ConfigError if it does not show the last user message or the recipe's system message;
+        warns about other texts.
+        """
         variables = own.as_variables()
         users = [n for n, message in enumerate(messages) if message["role"] == "user"]
         for n in sorted(template.unseen(name, messages, **variables)):
@@ -406,7 +438,7 @@ class Renderer:
         )
 
     def _learn_ends(self) -> set[int]:
-        """The ids that end an answer, by the model's configs and by the template."""
+        """Return the ids that end an answer, by the model's configs and by the template."""
         ends = {self._tokenizer.eos_token_id}
         with suppress(ConfigError):  # the model names none
             ends.update(checkpoints.end_token_ids(self._policy))
@@ -415,8 +447,11 @@ class Renderer:
         return ends - {None}
 
     def _fits(self, name: str, ids: list[int]) -> bool:
-        """Whether the prompt is short enough. ConfigError if it is empty, has ids that the model
-        lacks, or is too long and `overlong` is error."""
+        """Return True if the prompt is short enough.
+
+        Raises ConfigError if it is empty, has ids that the model lacks, or is too long and
+        `overlong` is "error".
+        """
         if not ids:
             raise ConfigError(
                 name, "the prompt is empty: it has no tokens", next="take the row out of the source"
@@ -443,8 +478,10 @@ class Renderer:
         return False
 
     def _is_hopeless(self, name: str, cell: Any, opening: Sequence[Message]) -> bool:
-        """Whether the row has more characters than the allowed tokens can stand for, so that
-        rendering it could take minutes. ConfigError, as `_fits` does."""
+        """Return True if the row has more characters than the allowed tokens can stand for.
+
+        Rendering it could take minutes. Raises ConfigError, as `_fits` does.
+        """
         allowed = self.config.max_prompt_tokens
         num_characters = count_characters(cell) + count_characters(list(opening))
         if allowed is None or num_characters <= allowed * CHARACTERS_OF_TOKEN:
@@ -453,7 +490,7 @@ class Renderer:
         return True
 
     def _refuse_long(self, name: str, length: str) -> None:
-        """ConfigError if the config wants an error for a prompt that is too long."""
+        """Raise ConfigError if a prompt that is too long is an error by the config."""
         if self.config.overlong == "error":
             raise ConfigError(
                 name,
@@ -473,13 +510,17 @@ def render_rows(
     openings: list[list[Message]],
     chosen: Sequence[int],
 ) -> pa.Table:
-    """Render `rows` of `source` as prompts/1, or as prompts/2 if there is more than text. Leave out
-    prompts that are too long if the config says so.
+    """Render `rows` of `source` as prompts/1, or as prompts/2 if there is more than text.
+
+    Prompts that are too long are left out if the config says so.
 
     Args:
+        source: All rows of the source.
+        rows: Positions of the rows to render.
         group_ids: Of all rows of the source.
-        openings: For each of `rows`, what its environment says at the start.
-        chosen: All rows of the version, which has one schema.
+        renderer: Shared by the shards of the version.
+        openings: For each of `rows`, the environment's opening messages.
+        chosen: Positions of all rows of the version, which has one schema.
     """
     table = source.take(pa.array(rows, pa.int64()))
     config = renderer.config
@@ -503,7 +544,7 @@ def render_rows(
             rendered.append({"group_id": group_id, **prompt})
             positions.append(position)
     table = without_images(table, config)
-    if config.turns is not None:  # with what the environment is to begin again
+    if config.turns is not None:  # with the state from which the environment begins again
         texts = [json.dumps(without_pictures(each), ensure_ascii=False) for each in openings]
         table = table.append_column(prompts.OPENING, pa.array(texts, pa.string()))
     columns = table.take(pa.array(positions, pa.int64())).replace_schema_metadata(None)
@@ -528,7 +569,7 @@ def render_rows(
 
 
 def is_input(config: Config, cell: Any) -> bool:
-    """Whether a cell is of the kind that the input column is to hold."""
+    """Return True if a cell has a type that the input column may hold."""
     if isinstance(cell, str):
         return bool(config.prompt)
     if not isinstance(cell, list) or (config.prompt and config.raw_text):
@@ -537,13 +578,13 @@ def is_input(config: Config, cell: Any) -> bool:
 
 
 def bad_cell(config: Config, source: pa.Table, row: int, name: str, cell: Any) -> ConfigError:
-    """The error of a cell that is no input, with the other rows of the source that have none."""
+    """Return the error for an invalid cell, which lists the other rows with invalid cells."""
     column = getattr(config, config.input)
     others = []
     for start in range(0, source.num_rows, CHUNK):
         cells = without_nulls(source.column(column).slice(start, CHUNK))
         for index, other in enumerate(cells, start):
-            with suppress(ConfigError):  # another error, which it gets in its turn
+            with suppress(ConfigError):  # another error, reported when its row is rendered
                 chat = _read_chat("", other) if config.messages else other
                 if index != row and not is_input(config, chat):
                     others.append(index + 1)
@@ -559,8 +600,10 @@ def bad_cell(config: Config, source: pa.Table, row: int, name: str, cell: Any) -
 
 
 def _input_cells(config: Config, source: pa.Table, rows: Sequence[int]) -> Iterator[Any]:
-    """The cells that `rows` are rendered from. A chat, or a message of one, may be JSON text.
-    ConfigError."""
+    """Yield the cells that `rows` are rendered from. A chat, or a message in it, may be JSON text.
+
+    Raises ConfigError.
+    """
     column = source.column(getattr(config, config.input))
     for start in range(0, len(rows), CHUNK):
         some_rows = rows[start : start + CHUNK]
@@ -571,7 +614,7 @@ def _input_cells(config: Config, source: pa.Table, rows: Sequence[int]) -> Itera
 
 
 def _read_chat(place: str, cell: Any) -> Any:
-    """A cell of messages, read if it or its messages are JSON text. ConfigError."""
+    """Return a cell of messages, parsed if it or its messages are JSON text. Raises ConfigError."""
     if isinstance(cell, str):
         cell = parse_line(cell.encode(), place)
     if not isinstance(cell, list):
@@ -583,14 +626,16 @@ _IF_IT_SHOULD = ": the policy never reads it; if it should, set prompt.template 
 
 
 def _only(values: Iterable[Any]) -> Any:
-    """The one of `values` that is not None; None if there is none, or another one."""
+    """Return the only one of `values` that is not None; None if there is none, or several."""
     different = set(values) - {None}
     return different.pop() if len(different) == 1 else None
 
 
 def _followed_by(messages: list[Message], opening: Sequence[Message]) -> list[Message]:
-    """`messages`, and what an environment says at the start. Two messages of the user are made one,
-    since many templates take none behind another."""
+    """Return `messages` followed by the environment's opening.
+
+    Two user messages in a row become one, because many templates refuse them.
+    """
     messages = list(messages)
     for message in map(as_parts, opening):
         last = messages[-1]

@@ -1,24 +1,24 @@
-"""Rows that a user has, as one Arrow table with its types kept, and a hash of what was read.
+"""Read a user's rows as one Arrow table with their types, and hash the bytes that were read.
 
 | source | read as |
 |---|---|
-| PATH.jsonl, .json, .csv, .parquet, .arrow, .feather | a file; the hash is that of its bytes |
+| PATH.jsonl, .json, .csv, .parquet, .arrow, .feather | a file; the hash is of its bytes |
 | datasets:NAME, datasets:PATH | a hub id, or a folder that `save_to_disk` wrote |
 | module:function, file.py:function | a generator of rows (dicts), called with `arguments` |
 
 A cell has the Python value that its file says:
 
-* JSON, and rows of a generator: what `json.loads` or the generator gave (`python_rows.py`).
+* JSON, and rows of a generator: the value from `json.loads` or the generator (`python_rows.py`).
 * CSV: text, or numbers in a column that holds nothing else (`csv_rows.py`).
-* Parquet, Arrow, Feather, `datasets`: what Arrow's `to_pylist` gives; a map is a dict, the JSON of
-  `datasets.Json` is parsed, and a float of 16 or 32 bits is its shortest decimal. A struct has all
-  keys of its type there, those that are null too: whether its row had them is not known. Only in
-  chats, tools and arguments of a template such keys are left out.
+* Parquet, Arrow, Feather, `datasets`: the value from Arrow's `to_pylist`. A map is a dict, the JSON
+  of `datasets.Json` is parsed, and a float of 16 or 32 bits is its shortest decimal. A struct has
+  all keys of its type, null ones too: Arrow does not store which keys its row had. Such keys are
+  left out only in chats, tools and template arguments.
 
-Bytes that are not UTF-8, broken JSON, keys that stand twice and values that cannot be kept are
-ConfigErrors with file and line; no row is left out in silence. So are NUL and lone surrogates in
-JSON and CSV; NUL in other text is looked for only in what becomes a prompt. Arrow files are mapped
-into memory; the others are held as Arrow, and become Python objects a shard at a time.
+Bytes that are not UTF-8, broken JSON, duplicate keys and values that cannot be kept are
+ConfigErrors with file and line; no row is skipped silently. So are NUL and lone surrogates in JSON
+and CSV; other text is checked for NUL only if it becomes a prompt. Arrow files are memory-mapped.
+The others are held as Arrow, and become Python objects one shard at a time.
 """
 
 from __future__ import annotations
@@ -43,21 +43,24 @@ from .csv_rows import csv_rows
 from .images import hash_with_files
 from .python_rows import CHUNK, to_table
 
-_MOST_LEVELS = 60  # Arrow files are read to 64
+_MOST_LEVELS = 60  # Arrow can read files with up to 64
 _QUESTIONS = ("question", "prompt", "problem", "query", "instruction")
-"""What columns with a question are called, the commonest first."""
+"""Usual names of columns with a question, the most common first."""
 
 
 class Source(NamedTuple):
-    """All rows of a source. `sha256` is of the file's bytes, or of the rows where there is no
-    file; and of the pictures' files."""
+    """All rows of a source.
+
+    `sha256` is the hash of the file's bytes, or of the rows if there is no file; the pictures'
+    files are included.
+    """
 
     table: pa.Table
     sha256: str
 
 
 def read(config: SourceConfig) -> Source:
-    """The rows of `config.source`. ConfigError says what is wrong, and in which line or row."""
+    """Read the rows of `config.source`. Raises ConfigError, which names the line or row."""
     source = config.source
     path = Path(os.path.expanduser(source))
     sha256 = ""
@@ -92,8 +95,10 @@ def read(config: SourceConfig) -> Source:
 
 
 def fill_in(config: Config, source: Source) -> Config:
-    """`config` with the hash of the source and its input column. ConfigError where they do not go
-    together."""
+    """Return `config` with the source's hash and input column.
+
+    Raises ConfigError if source and config do not match.
+    """
     if config.source_sha256 not in ("", source.sha256):
         raise ConfigError(
             f"data.source {printable(config.source)}",
@@ -141,8 +146,10 @@ def fill_in(config: Config, source: Source) -> Config:
 
 
 def lacks(config: SourceConfig, row: int, column: str) -> bool:
-    """Whether a row of a JSON file, numbered from 0, is written without this key. Other formats do
-    not tell that from a null: False."""
+    """Return True if a row of a JSON file, numbered from 0, does not have this key.
+
+    Returns False for other formats, which do not distinguish a missing key from null.
+    """
     path = Path(os.path.expanduser(config.source))
     if path.suffix not in (".jsonl", ".json") or not path.is_file():
         return False
@@ -151,7 +158,7 @@ def lacks(config: SourceConfig, row: int, column: str) -> bool:
 
 
 def hash_rows(table: pa.Table) -> str:
-    """sha256 of a table's names, types and values; the same however it is cut into chunks."""
+    """Return the sha256 of a table's names, types and values; it does not depend on the chunks."""
     table = table.replace_schema_metadata(None).combine_chunks()
     with open(os.devnull, "wb") as nowhere:
         sink = storage.HashingFile(nowhere)
@@ -243,5 +250,5 @@ def _read_dataset(config: SourceConfig) -> pa.Table:
         return dataset.with_format("arrow")[:]
     except ConfigError:
         raise
-    except Exception as error:  # the library raises many types; each means: no rows
+    except Exception as error:  # the library raises many types; each means that there are no rows
         raise bad_source(config.source, f"{type(error).__name__}: {printable(error)}") from error

@@ -1,10 +1,9 @@
-"""prompt: the user's rows become prompts, rendered to ids by the policy's own tokenizer, before
-any GPU.
+"""The prompt stage: the policy's tokenizer renders the user's rows to ids, before any GPU is used.
 
-Refused: rows without a prompt, group ids that stand twice, ids outside the vocabulary, prompts that
-leave no room for the completion (nothing is ever cut), text that would become control tokens and
-that no spelling keeps apart. Every column of the source is kept in `columns`. The weights do not
-matter here: the next policy with the same tokenizer finds the same prompts finished.
+Refused: rows without a prompt, duplicate group ids, ids outside the vocabulary, and prompts that
+leave no room for the completion (nothing is ever cut). Text that would become control tokens in
+every spelling is refused too. Every column of the source is kept in `columns`. The weights do not
+matter here: the next policy with the same tokenizer reuses the finished prompts.
 
     config = resolve(Config(source="sums.jsonl", prompt="question"))    # reads it, once a run
     ref = run_stage("prompt", config, store, policy="arith/policy@0")
@@ -39,13 +38,16 @@ log = logging.getLogger(__name__)
 
 
 def resolve(config: Config) -> Config:
-    """`config` with the hash of its source, and the column that is taken as input. Reads the
-    source. ConfigError."""
+    """Return `config` with the source's hash and input column. Reads the source. Raises
+    ConfigError."""
     return resolve_with_columns(config)[0]
 
 
 def resolve_with_columns(config: Config) -> tuple[Config, list[str]]:
-    """As `resolve`, and the names of the source's columns. Warns of those that are not used."""
+    """Do the same as `resolve`, and also return the source's column names.
+
+    Warns about columns that are not used.
+    """
     source = sources.read(config)
     resolved = sources.fill_in(config, source)
     tell_unused(resolved, source.table.column_names)
@@ -53,8 +55,11 @@ def resolve_with_columns(config: Config) -> tuple[Config, list[str]]:
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
-    """The prompts that `config` names, for the tokenizer of `policy`, chosen by `rewards` where it
-    has a curriculum. The source is read only where `config` is not resolved. ConfigError."""
+    """Plan the prompts of `config` for the tokenizer of `policy`.
+
+    With a curriculum, `rewards` decide which rows are chosen. The source is read only if `config`
+    is not resolved. Raises ConfigError.
+    """
     policy = store.open(refs["policy"])
     if not config.source_sha256 or config.input is None:
         config = resolve(config)
@@ -80,13 +85,13 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
-    """Render the rows that the plan's iteration takes. ConfigError, SecurityError."""
+    """Render the rows that the plan's iteration takes. Raises ConfigError or SecurityError."""
     from .rows import Renderer, render_rows
 
     config = plan.config
     writer = writers["prompts"]
     source = sources.read(config)
-    sources.fill_in(config, source)  # refuses a source that is not the planned one
+    sources.fill_in(config, source)  # refuses a source that changed since planning
     group_ids = name_rows(config, source.table)
     chosen, counts = choose_rows(config, group_ids, [*plan.inputs.values()], plan.store)
     starts = range(0, len(chosen), ROWS_PER_SHARD)
@@ -132,11 +137,12 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
 
 
 def _longest_prompt(config: Config, policy: Version) -> int | None:
-    """Most tokens of a prompt, by the config and by the model's context. None: no limit."""
+    """Return the maximum tokens of a prompt, by config and model context; None if there is no
+    limit."""
     context = checkpoints.context_length(policy)
     if context is None:
         return config.max_prompt_tokens
-    # a decoder beside an encoder has a context of its own
+    # The decoder of an encoder-decoder model has its own context.
     room = context - (0 if checkpoints.is_encoder_decoder(policy) else config.reserve_tokens)
     if room < 1:
         raise ConfigError(

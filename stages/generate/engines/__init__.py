@@ -1,1 +1,1 @@
-"""What samples: vLLM, transformers, or a script."""
+"""The shipped engines: vLLM in this process, vLLM servers, transformers, and a script."""

@@ -1,13 +1,13 @@
-"""One path for one model after another, so that vLLM finds what it compiled for the last one.
+"""A constant path for changing models, so that vLLM reuses what it compiled for the previous one.
 
 vLLM's compile cache has the model's path in its key, and each version of a policy has another path.
-An engine is therefore given a link to the version, `~/.cache/quiver/engines/HOST/0`. (Not in
-$TMPDIR, of which each stage's process has its own.) Engines that run at the same time have links of
-other numbers: a link is its holder's by a lease, which is free when its process has died. HOST is
-this start of this host, or of this container, so every holder's process can be looked for.
+So an engine gets a link to the version, `~/.cache/quiver/engines/HOST/0`. (It is not in $TMPDIR,
+because each stage's process has its own.) Engines that run at the same time have links with other
+numbers: a lease protects each link, and ends when its process dies. HOST names this boot of this
+host or container, so that every holder's process can be checked.
 
-Where there is no folder for links, or for a second engine of one process, which vLLM would take for
-the first one by its path, the path is the model's own.
+The path is the model's own if no folder for links can be made. The same holds for a second engine
+in one process, which vLLM would otherwise confuse with the first one.
 
     link = ModelLink(version.files.folder)
     LLM(str(link.path))
@@ -25,12 +25,12 @@ from quiver.stages.common.store.leases import Lease, Leases, Owner
 from quiver.stages.common.store.storage import Storage
 
 _models: list[Path] = []
-"""Those that this process has asked a link for."""
+"""Models that this process has requested a link for."""
 log = logging.getLogger(__name__)
 
 
 class ModelLink:
-    """A path that leads to `model` until it is released."""
+    """A path that points to `model` until it is released."""
 
     def __init__(self, model: Path) -> None:
         self.path = model
@@ -40,7 +40,7 @@ class ModelLink:
             return
         try:
             self._link(model)
-        except OSError as error:  # the link saves time, and nothing else
+        except OSError as error:  # the link only saves time
             log.debug("no constant path for %s: %s", model, error)
 
     def _link(self, model: Path) -> None:
@@ -48,10 +48,11 @@ class ModelLink:
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         host = f"{owner.boot_id[:8]}-{owner.pid_namespace}"
         folder = Path(cache, "quiver", "engines", host)
-        if not folder.is_absolute():  # the user has no home
+        # The user has no home folder.
+        if not folder.is_absolute():
             return
         folder.mkdir(parents=True, exist_ok=True)
-        # an engine that was stopped reads its model when it goes on
+        # A stopped engine reads its model when it resumes, so it keeps its link.
         leases = Leases(Storage(folder), "leases", f"engine of {model}", sleepers_hold=True)
         for number in itertools.count():
             lease = leases.take(str(number))
@@ -60,13 +61,14 @@ class ModelLink:
         self._lease = lease
         leases.trim(lease)
         replacement = folder / f"{number}.new"
-        replacement.unlink(missing_ok=True)  # of a process that died
+        # Left over from a process that died.
+        replacement.unlink(missing_ok=True)
         replacement.symlink_to(model.absolute())
         os.replace(replacement, folder / str(number))
         self.path = folder / str(number)
 
     def release(self) -> None:
-        """Let the next engine have the link; this one reads no file any more."""
+        """Give up the link, so that the next engine can use it; this engine reads no more files."""
         if self._lease is not None:
             self._lease.release()
             self._lease = None

@@ -1,9 +1,8 @@
-"""Engine `scripted`: answers by a small function of (prompt ids, seed). No model, no torch; a flow
-runs in a second.
+"""Engine `scripted`: answers with a small function of (prompt ids, seed), without model or torch.
 
-It is the shipped test double: real code under the real stage, deterministic, with every shape of
-answer that can be scripted. Its logprobs are made up, so a policy must not be judged by what is
-trained on them.
+A flow with it runs in a second. It is the shipped test double: real code under the real stage,
+deterministic, and able to script every shape of answer. Its logprobs are invented, so do not judge
+a policy by training on them.
 
     [generate]
     engine = "scripted"
@@ -29,20 +28,19 @@ from quiver.stages.generate.stopping import StopStrings
 
 
 def echo(prompt_ids: list[int], seed: int) -> list[int]:
-    """The prompt again."""
+    """Return the prompt."""
     return prompt_ids
 
 
 def sample(prompt_ids: list[int], seed: int) -> list[int]:
-    """One to as many ids as the prompt has, drawn from the prompt: rows of a group differ, so that
-    rewards can."""
+    """Draw one to len(prompt_ids) ids from the prompt, so that rows and rewards of a group
+    differ."""
     draw = random.Random(seed)
     return draw.choices(prompt_ids, k=draw.randint(1, len(prompt_ids)))
 
 
 class ScriptedEngine:
-    """Answers at once and in order; a completion that leaves room gets the first end token as its
-    last id."""
+    """Answers at once and in order. A completion with room left ends with the first stop id."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -62,7 +60,7 @@ class ScriptedEngine:
         return list(self.options.completion_ids)
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """One completion a request, in their order."""
+        """Yield one completion per request, in their order."""
         for request in requests:
             max_tokens = request.max_tokens or self.setup.sampling.max_tokens
             time.sleep(self.options.seconds_per_row)
@@ -88,4 +86,4 @@ class ScriptedEngine:
             yield Completion(request.index, ids, logprobs, finish_reason, stop_reason)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: this engine holds no resources."""

@@ -1,17 +1,18 @@
-"""Which weights a vLLM server answers with, and whether its logprobs are those of what it samples.
+"""Check which weights a vLLM server serves, and that its logprobs match its sampling.
 
-A server proves its weights in one of three ways, and every answer is held to it:
+A server proves its weights in one of three ways, and every answer is checked against the proof:
 
-* name: a name that it was started with (`--served-model-name`) has the hash of the policy's weights
-  in it;
+* name: a name that it was started with (`--served-model-name`) contains the hash of the policy's
+  weights;
 * path: it was started with the policy's own folder and no other name, after the version was made.
-  The way there counts as it is now, if no link or folder on it was moved or changed since. A server
-  that is started anew may read other weights under the same name, so each new connection is asked
-  when it was started;
-* label: whoever loaded weights into it since said so (`/update_weight_version`), with that hash.
+  The path counts as it is now, if no link or folder on it was moved or changed since. A restarted
+  server may read other weights under the same name, so the start time is asked again on each new
+  connection;
+* label: the process that loaded weights into it later labelled them with that hash
+  (`/update_weight_version`).
 
-Where its folder can be read here, and says that it is another version, no name counts. A server
-whose weights have a label of another kind is refused whatever its name.
+If its folder can be read from here and holds another version, a name does not count. A server whose
+weights have a label of another kind is refused whatever its name.
 
     policy = Expected.of(setup)
     served = await identify(wire, url, policy)    # or LineageError, ConfigError
@@ -39,12 +40,15 @@ from .server_wire import FailedError, RefusedError, Wire
 
 GENERATE = "/inference/v1/generate"
 LABEL = "default"
-"""What a server calls the weights that it was started with."""
+"""A server's label for the weights that it was started with."""
 TOKEN_ADVICE = "set generate.options.token to the server's --api-key, as env:NAME"
-_SECONDS = 60.0  # for a question that is no row
+_SECONDS = 60.0  # for requests other than rows
 _SLACK = 2.0
-"""Seconds by which a process may seem to have started too early: Linux tells the host's start, from
-which it counts, in whole ones. No server reads its model so soon."""
+"""Tolerance in seconds for a start time that seems too early.
+
+Linux reports the boot time, from which start times are counted, in whole seconds. No server reads
+its model within that time.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,41 +56,41 @@ class Served:
     """A server that answers with the expected weights."""
 
     name: str
-    """The model that requests ask it for."""
+    """Model name to use in requests."""
     names: frozenset[str]
-    """All that its answers may name."""
+    """All model names that its answers may have."""
     label: str
-    """Of its weights, in every answer."""
+    """Label of its weights, repeated in every answer."""
     proof: str
-    """name, path or label."""
+    """"name", "path" or "label"."""
     version: str
-    """Of vLLM."""
+    """Its vLLM version."""
     started: float | None
-    """When, in seconds since 1970, where the path is the proof."""
+    """Start time in seconds since 1970, if the proof is the path."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a server has to prove."""
+    """The weights and settings that a server must prove."""
 
     ref: str
     weights: str
-    """The hash of the policy's weights and config."""
+    """Hash of the policy's weights and config."""
     files: dict[str, str]
-    """Hashes of the files with its weights."""
+    """Hashes of the files that hold the weights."""
     folder: Path
     published: float
-    """When the version was there, in seconds since 1970."""
+    """Time of publication of the version, in seconds since 1970."""
     least_length: int
-    """Most ids of prompt and completion together that a row needs."""
+    """Minimum context that a server must have: the most ids of prompt and completion of any row."""
     max_model_len: int
     dtype: str
     probe_id: int
-    """Some id of the vocabulary."""
+    """An id of the vocabulary, for the probe."""
 
     @classmethod
     def of(cls, setup: Setup) -> Expected:
-        """What an engine of this setup asks of its servers."""
+        """Return the requirements for the servers of an engine with this setup."""
         policy = setup.policy
         return cls(
             ref=str(policy.ref),
@@ -105,7 +109,7 @@ class Expected:
         )
 
     def command(self, url: str = "") -> str:
-        """What starts a server that proves it, on either build of vLLM."""
+        """Return a command that starts a suitable server, on a GPU or CPU build of vLLM."""
         port = urlsplit(url).port if url else None
         arguments = ["--model", str(self.folder), "--served-model-name", self.weights]
         arguments += ["--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
@@ -115,7 +119,8 @@ class Expected:
         return shlex.join(["python", "-m", "vllm.entrypoints.openai.api_server", *arguments])
 
     def is_contradicted_by(self, root: Any) -> bool:
-        """Whether a server's folder is a version's that can be read here, with other weights."""
+        """Return True if the server's folder `root` is a version, readable from here, with other
+        weights."""
         try:
             manifest = json.loads(Path(root, "manifest.json").read_bytes())
             hashes = {entry["name"]: entry["sha256"] for entry in manifest["files"]}
@@ -125,9 +130,13 @@ class Expected:
 
 
 async def identify(wire: Wire, url: str, expected: Expected) -> Served:
-    """The server behind `url`, once it has proved its weights and its logprobs. LineageError where
-    it serves others; ConfigError where it was started otherwise; FailedError where it may do so
-    later."""
+    """Return the server behind `url`, once it has proved its weights and its logprobs.
+
+    Raises:
+        LineageError: It serves other weights.
+        ConfigError: It was started with wrong options.
+        FailedError: It failed, and may succeed later.
+    """
     who = f"vllm-server {url}"
     try:
         cards = (await wire.ask("GET", "/v1/models", seconds=_SECONDS)).get("data")
@@ -139,7 +148,7 @@ async def identify(wire: Wire, url: str, expected: Expected) -> Served:
     cards = [
         card
         for card in (cards if isinstance(cards, list) else [])
-        # one with a parent is an adapter
+        # A card with a parent is an adapter.
         if isinstance(card, dict) and isinstance(card.get("id"), str) and not card.get("parent")
     ]
     if not cards:
@@ -158,7 +167,8 @@ async def identify(wire: Wire, url: str, expected: Expected) -> Served:
             raise _wrong(who, url, expected, f"{printable(served['root'])}, whatever its name says")
         proof = "name"
     else:
-        started = await start_of(wire)  # before the look at its path, which may change now
+        # Before its path is checked, because the path may change in between.
+        started = await start_of(wire)
         problem = _not_by_path(served, started, expected)
         if problem:
             raise _wrong(who, url, expected, problem)
@@ -177,8 +187,11 @@ async def identify(wire: Wire, url: str, expected: Expected) -> Served:
 
 
 async def _probe(wire: Wire, who: str, url: str, name: str, expected: Expected) -> list[Any]:
-    """The labels of the weights, by an answer whose one possible id has the logprob 0 exactly:
-    after all that shapes the distribution. Before, any other id may have taken its place."""
+    """Return the labels of the weights, from an answer with only one allowed id.
+
+    That id must have the logprob 0 exactly if logprobs are taken after everything that shapes the
+    distribution. Otherwise some other id may have taken its place.
+    """
     sampling = {"temperature": 1.0, "max_tokens": 2, "logprobs": 0, "ignore_eos": True}
     body = {
         "model": name,
@@ -188,7 +201,7 @@ async def _probe(wire: Wire, who: str, url: str, name: str, expected: Expected) 
     try:
         answer = await wire.ask("POST", GENERATE, body, seconds=_SECONDS)
     except RefusedError as error:
-        # 404: before it had this endpoint, vLLM had none that takes ids and tells ids
+        # 404: a vLLM without this endpoint has none that takes and returns ids.
         raise ConfigError(who, f"POST {GENERATE} {error}", next=expected.command(url)) from None
     try:
         choice = answer["choices"][0]
@@ -213,7 +226,8 @@ async def _probe(wire: Wire, who: str, url: str, name: str, expected: Expected) 
 
 
 async def start_of(wire: Wire) -> float | None:
-    """When the server's process was started, in seconds since 1970; None where it does not say."""
+    """Return the start time of the server's process in seconds since 1970; None if it reports
+    none."""
     try:
         metrics = await wire.read("GET", "/metrics", seconds=_SECONDS)
         for line in metrics.decode(errors="replace").splitlines():
@@ -226,8 +240,7 @@ async def start_of(wire: Wire) -> float | None:
 
 
 def _not_by_path(served: dict[str, Any], started: float | None, expected: Expected) -> str:
-    """Why the path that a server was started with does not prove its weights; empty where it
-    does."""
+    """Return why the server's start path does not prove its weights; "" if it does."""
     root = served.get("root")
     if not isinstance(root, str) or not os.path.isabs(root):
         return f"{printable(served['id'])}, from {printable(root)}"
@@ -244,20 +257,21 @@ def _not_by_path(served: dict[str, Any], started: float | None, expected: Expect
         else:
             for place in _way(Path(root, "manifest.json")):
                 status = place.lstat()
-                # what comes into a folder or leaves it sets both; a folder that moves, one alone
+                # Adding or removing an entry sets both times of a folder; moving the folder sets
+                # only one.
                 is_listed = (
                     stat.S_ISDIR(status.st_mode) and status.st_ctime_ns == status.st_mtime_ns
                 )
                 if started < status.st_ctime - _SLACK and not is_listed:
                     problem = f", and {printable(place)} was moved or changed after its start"
                     break
-    except (OSError, ValueError) as error:  # a link that goes away, a path that is none
+    except (OSError, ValueError) as error:  # a link that disappears, or an invalid path
         problem = f", which cannot be read: {printable(error)}"
     return problem and printable(root) + problem
 
 
 def _way(path: Path) -> Iterator[Path]:
-    """All links and folders on the way to a file, and the file."""
+    """Yield all links and folders on the way to a file, and the file."""
     here = Path("/")
     for part in path.parts[1:]:
         yield here / part

@@ -1,9 +1,9 @@
-"""One kept connection to a vLLM server: plain JSON in and out, with a limit on time and size.
+"""One persistent connection to a vLLM server: plain JSON, with limits on time and size.
 
-What may pass is FailedError: no connection, a reset, a time limit, 408, 409, 425, 429, 5xx but 501
-and 505, an answer that is no JSON object. Any other status is RefusedError with the server's own
-words. No
-redirect is followed, and no proxy, cookie or password of this machine's is used.
+FailedError means that the problem may be temporary: no connection, a reset, a time limit, 408, 409,
+425, 429, 5xx other than 501 and 505, or an answer that is no JSON object. Any other status is
+RefusedError with the server's own words. Redirects are not followed, and no proxy, cookie or
+password of this machine is used.
 
     wire = Wire("http://host:8000", "", VllmServerOptions())
     models = await wire.ask("GET", "/v1/models", seconds=30)
@@ -25,21 +25,23 @@ from quiver.schemas.errors import printable
 from quiver.stages.common.servers import root_of
 from quiver.stages.generate.options import VllmServerOptions
 
-for _chatty in ("httpx", "httpcore"):  # at DEBUG they write headers, and so tokens
+# At DEBUG these loggers write headers, and so tokens.
+for _chatty in ("httpx", "httpcore"):
     logging.getLogger(_chatty).setLevel(logging.WARNING)
 _MAY_PASS = {408, 409, 425, 429, *range(500, 600)} - {501, 505}
-_MOST_BYTES = 4 * 2**20  # of an answer beside its tokens; once read, JSON may be twenty times that
-_TOKEN_BYTES = 1024  # for each token that was asked for; most have 100
-# made once: loading the certificates takes longer than many requests
+# Bytes of an answer besides its tokens. Parsed JSON may take twenty times as much memory.
+_MOST_BYTES = 4 * 2**20
+_TOKEN_BYTES = 1024  # for each requested token; most need 100
+# Cached because loading the certificates takes longer than many requests.
 _tls = functools.cache(httpx.create_ssl_context)
 
 
 class FailedError(Exception):
-    """The server failed in a way that may pass, or that another server may not have."""
+    """The server failed in a way that may be temporary or specific to that server."""
 
 
 class RefusedError(Exception):
-    """The server understood, and will not: a status that does not pass."""
+    """The server understood the request and refuses it for good."""
 
     def __init__(self, status: int, words: str) -> None:
         super().__init__(f"answered {status}: {words}")
@@ -47,7 +49,7 @@ class RefusedError(Exception):
 
 
 class Wire:
-    """Asks one server, one request at a time."""
+    """Sends requests to one server, one at a time."""
 
     def __init__(self, url: str, token: str, options: VllmServerOptions) -> None:
         self._url = root_of(url)
@@ -58,12 +60,12 @@ class Wire:
             self._headers["Authorization"] = f"Bearer {token}"
         self._connection: httpx.AsyncHTTPTransport | None = None
         self.has_reconnected = True
-        """It was connected since somebody set this to False: another process may answer now."""
+        """True if it has connected since this was set to False: another process may answer now."""
 
     async def ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, seconds: float
     ) -> dict[str, Any]:
-        """The JSON object that the server answers. FailedError, RefusedError."""
+        """Return the JSON object that the server answers. Raises FailedError or RefusedError."""
         try:
             answer = json.loads(await self.read(method, path, body, seconds=seconds))
         except (ValueError, RecursionError):
@@ -75,7 +77,7 @@ class Wire:
     async def read(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, seconds: float
     ) -> bytes:
-        """The bytes of a good answer. FailedError, RefusedError."""
+        """Return the body of a 200 answer. Raises FailedError or RefusedError."""
         content = b"" if body is None else json.dumps(body).encode()
         num_tokens = 0 if body is None else body["sampling_params"]["max_tokens"]
         most_bytes = _MOST_BYTES + _TOKEN_BYTES * num_tokens
@@ -88,7 +90,7 @@ class Wire:
                 except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
                     if not is_kept:
                         raise
-                # servers close a connection that was idle for a while, perhaps just now
+                # Servers close idle connections, perhaps just now: retry once on a new one.
                 await self.close()
                 return await self._send(method, path, headers, content, most_bytes)
         except TimeoutError:
@@ -98,7 +100,7 @@ class Wire:
             await self.close()
             words = self._words(str(error).encode())
             raise FailedError(f"{type(error).__name__}: {words}") from None
-        except BaseException:  # what is left of this answer must not be read as the next one
+        except BaseException:  # the rest of this answer must not be read as the next one
             await self.close()
             raise
 
@@ -137,12 +139,13 @@ class Wire:
         raise RefusedError(response.status_code, words)
 
     async def _trace(self, event: str, _: dict[str, Any]) -> None:
-        """The transport connects anew without a word where the server closed an idle connection."""
+        """Note a new connection: the transport reconnects silently if the server closed an idle
+        one."""
         if event == "connection.connect_tcp.started":
             self.has_reconnected = True
 
     def _words(self, text: bytes | bytearray) -> str:
-        """What the server says of an error, without the token."""
+        """Return the server's error text, without the token."""
         try:
             words = json.loads(text)["error"]
             words = words["message"] if isinstance(words, dict) else words
@@ -154,7 +157,7 @@ class Wire:
         return printable(words, 300) or "no text"
 
     async def close(self) -> None:
-        """Let the connection go; the next request makes another."""
+        """Close the connection; the next request opens another."""
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.aclose()

@@ -1,11 +1,10 @@
-"""Engine `transformers`: decoder-only and encoder-decoder models (T5, BART), sampled by a loop of
-its own.
+"""Engine `transformers`: decoder-only and encoder-decoder models (T5, BART), with our own loop.
 
-`model.generate` is not used: here each row draws from its own generator, the logprob is that of the
-very distribution that was sampled from (float32), and nothing of the model's generation config
-applies, forced tokens included. Padding lives in this file alone: prompts of like length stand
-together, left-padded for a decoder, right-padded for an encoder, and masks come from lengths, never
-from ids. A stored completion never holds the decoder's start token.
+`model.generate` is not used. Here each row draws from its own generator, and its logprobs come
+from exactly the distribution that was sampled from (float32). The model's generation config has
+no effect, forced tokens included. Padding happens only in this file: prompts of similar length
+are batched, left-padded for a decoder, right-padded for an encoder, and masks come from lengths,
+never from ids. A stored completion never contains the decoder's start token.
 """
 
 from __future__ import annotations
@@ -44,29 +43,31 @@ from quiver.stages.generate.sampling import draw, processed_logprobs
 from quiver.stages.generate.stopping import StopStrings
 
 log = logging.getLogger(__name__)
-_WINDOW = 8  # batches whose requests are sorted by length together
+_WINDOW = 8  # batches per window; requests are sorted by length within a window
 
 
 @dataclass
 class _Batch:
-    """Rows that are decoded together. B rows, P ids of the longest prompt, T ids so far, V ids in
-    all."""
+    """Rows that are decoded together.
+
+    B rows, P ids of the longest prompt, T ids so far, V ids of the vocabulary, d embedding width.
+    """
 
     requests: list[Request]
     uniforms: torch.Tensor  # [B, max_tokens]
     ids: torch.Tensor  # [B, T]
     logprobs: torch.Tensor  # [B, T]
     mask: torch.Tensor  # decoder: [B, P + T]; encoder: [B, P]
-    input_ids: torch.Tensor  # what the model reads next: the prompts, later each row's last id
-    seen: torch.Tensor | None = None  # [B, V]: in prompt or completion, where that is penalized
-    counts: torch.Tensor | None = None  # [B, V]: how often in the completion, likewise
-    embeddings: torch.Tensor | None = None  # [B, P, d]: of the prompts, where they show pictures
+    input_ids: torch.Tensor  # the ids to read next: first the prompts, later each row's last id
+    seen: torch.Tensor | None = None  # [B, V]: in prompt or completion, if penalized
+    counts: torch.Tensor | None = None  # [B, V]: count in the completion, if penalized
+    embeddings: torch.Tensor | None = None  # [B, P, d]: of prompts with pictures
     encoded: Any = None
     cache: Any = None
-    stops: list[StopStrings] | None = None  # [B]: where there are stop strings
+    stops: list[StopStrings] | None = None  # [B]: if there are stop strings
 
     def append(self, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """Each row has one id more, [B], drawn from `logprobs` [B, V]."""
+        """Append one id to each row: `ids` [B], drawn from `logprobs` [B, V]."""
         ids = ids[:, None]
         self.ids = torch.cat([self.ids, ids], 1)
         self.logprobs = torch.cat([self.logprobs, logprobs.gather(-1, ids)], 1)
@@ -76,7 +77,7 @@ class _Batch:
             self.counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=self.counts.dtype))
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Drop all rows but these, everywhere."""
+        """Drop all rows except these, everywhere."""
         self.requests = [self.requests[row] for row in rows.tolist()]
         if self.stops is not None:
             self.stops = [self.stops[row] for row in rows.tolist()]
@@ -89,8 +90,8 @@ class _Batch:
             self.encoded.last_hidden_state = self.encoded.last_hidden_state[rows]
 
     def stop_reasons(self, stop_ids: torch.Tensor) -> dict[int, str]:
-        """By row, of those whose last id ends them: the stop string that it completes, or else the
-        id itself."""
+        """Return the stop reason of each row that its last id ends: the completed stop string, else
+        the id."""
         last_ids = self.ids[:, -1].tolist()
         ended_rows = torch.isin(self.ids[:, -1], stop_ids).nonzero()[:, 0].tolist()
         reasons = {row: str(last_ids[row]) for row in ended_rows}
@@ -101,14 +102,14 @@ class _Batch:
         return reasons
 
     def completion(self, row: int, finish_reason: str, stop_reason: str | None) -> Completion:
-        """What a row has become."""
+        """Return a row's completion."""
         ids = self.ids[row].cpu().numpy().astype(np.int32)
         logprobs = self.logprobs[row].float().cpu().numpy()
         return Completion(self.requests[row].index, ids, logprobs, finish_reason, stop_reason)
 
 
 class TransformersEngine:
-    """A transformers model behind the protocol."""
+    """A transformers model as an `Engine`."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -160,7 +161,7 @@ class TransformersEngine:
         }
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """Completions batch by batch, within a window of requests the shortest prompts first."""
+        """Yield completions batch by batch, shortest prompts first within a window of requests."""
         requests = iter(requests)
         size = self.options.batch_size
         while window := list(islice(requests, _WINDOW * size)):
@@ -183,8 +184,10 @@ class TransformersEngine:
             return list(self._decode(self._start(requests)))
 
     def _start(self, requests: list[Request]) -> _Batch:
-        """The batch before its first id; an encoder has read its prompts, which are not
-        penalized."""
+        """Return the batch before its first id.
+
+        An encoder reads its prompts here; they are not penalized.
+        """
         sampling = self.setup.sampling
         longest = max(map(self._most_tokens, requests))
         uniforms = torch.empty(len(requests), longest, dtype=torch.float64)
@@ -221,7 +224,7 @@ class TransformersEngine:
         return batch
 
     def _embed(self, requests: list[Request], input_ids: torch.Tensor) -> torch.Tensor:
-        """[B, P, d] of left-padded prompts, with their pictures' features."""
+        """Return the embeddings [B, P, d] of left-padded prompts, with their pictures' features."""
         embeddings = self.model.get_input_embeddings()(input_ids)
         if self._processor is None:
             self._processor = load_processor(self.setup.policy)
@@ -235,7 +238,7 @@ class TransformersEngine:
             in_prompt = feature_places(request.prompt_ids, spans, token)
             places.append(in_prompt + (row + 1) * width - len(request.prompt_ids))
             for picture in request.pictures:
-                if picture.content not in features:  # the rows of a group show the same ones
+                if picture.content not in features:  # the rows of a group share pictures
                     inputs = self._processor.read(picture.content).inputs.items()
                     tensors = {name: torch.from_numpy(array) for name, array in inputs}
                     on_device = {name: tensor.to(self.device) for name, tensor in tensors.items()}
@@ -282,7 +285,7 @@ class TransformersEngine:
         return request.max_tokens or self.setup.sampling.max_tokens
 
     def _logits(self, batch: _Batch, *, is_first: bool) -> torch.Tensor:
-        """Logits of the next id, [B, V]."""
+        """Return the logits of the next id, [B, V]."""
         ids = batch.input_ids
         if batch.encoded is not None:
             inputs = {
@@ -309,7 +312,8 @@ class TransformersEngine:
             layers = transformers.DynamicCache(config=self.model.config).layers
             if not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers):
                 raise
-            # transformers masks what a row reads by the keys of its first layer of attention
+            # transformers builds its mask from the keys of its first attention layer, so it needs
+            # one.
             raise self._refusal("none of its layers keeps keys and values") from None
         batch.cache = output.get("past_key_values")
         if batch.cache is None:

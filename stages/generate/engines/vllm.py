@@ -1,19 +1,18 @@
-"""Engine `vllm`: an engine for one checkpoint at a time, ids in, ids and their processed logprobs
-out.
+"""Engine `vllm`: runs one checkpoint at a time; ids in, ids and their processed logprobs out.
 
-Explicit sampling parameters and `generation_config="vllm"`, so that nothing hidden in the model
-applies; the ids that end a completion are all named. One request a row with the row's own seed, so
-a row does not depend on its batch-mates. An engine that fails is never used again: it may be
-wedged, so the error is final for this process. Refused: encoder-decoder models.
+Sampling parameters are explicit, with `generation_config="vllm"`, so that nothing hidden in the
+model has an effect; all ids that end a completion are named. Each row is one request with its own
+seed, so a row does not depend on its batch-mates. An engine that fails is never used again: it may
+be wedged, so the error is final for this process. Encoder-decoder models are refused.
 
-On a CPU the engine lives in this process, eager and without compilation (it starts in seconds).
-Chunked prefill is off there: the CPU build cannot put back the random numbers that a seeded,
-half-read prompt drew. Prompts that do not fit one step wait for the next.
+On a CPU the engine runs in this process, eager and without compilation (it starts in seconds).
+Chunked prefill is off there: the CPU build cannot restore the random numbers that a seeded,
+half-read prompt drew. Prompts that do not fit into one step wait for the next.
 
-On a GPU it may sleep, with no weights and no cache, and take the next checkpoint's weights into the
-places of the ones before: only where that is the same model but for its weights, and the engine was
-made with nothing beside (an adapter, pictures, `engine_args`). On a CPU vLLM repacks weights as it
-loads them, and reloads them wrong without a word: refused.
+On a GPU it can sleep, without weights or cache, and load the next checkpoint's weights in place of
+the previous ones. The models must be the same except for their weights, and the engine must have no
+extras (an adapter, pictures, `engine_args`). On a CPU this is refused: vLLM repacks weights as it
+loads them, and silently reloads them wrong.
 """
 
 from __future__ import annotations
@@ -47,8 +46,10 @@ _CPU_SEQUENCES = 256
 
 
 class VllmEngine:
-    """`vllm.LLM` behind the protocol. The environment is set before vLLM is imported; what the user
-    has set stays."""
+    """`vllm.LLM` as an `Engine`.
+
+    The environment is set before vLLM is imported; the user's own settings stay.
+    """
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -69,7 +70,7 @@ class VllmEngine:
         self.link = ModelLink((setup.base or setup.policy).files.folder)
         with _fatal("could not start"):
             self.llm = self._start()
-        # no place is empty while the last rows of a shard are decoded
+        # No slot is empty while the last rows of a shard are decoded.
         self.ahead = self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
         self.info = {
             "name": build.name,
@@ -98,8 +99,8 @@ class VllmEngine:
         from vllm import LLM
 
         self.setup.verified()
-        # vLLM collects garbage five times as it starts, each time over every object that its
-        # import made
+        # vLLM collects garbage five times as it starts, each time over every object that its import
+        # made; frozen objects are skipped.
         gc.freeze()
         model = self.setup.policy
         arguments = self.arguments()
@@ -109,7 +110,7 @@ class VllmEngine:
         if self.setup.base:
             from vllm.config.lora import MaxLoRARanks
 
-            # vLLM knows some ranks only, and takes a smaller one under the next
+            # vLLM allows only some ranks; a smaller one fits under the next allowed one.
             rank = checkpoints.adapter_rank(model)
             ranks = [choice for choice in get_args(MaxLoRARanks) if choice >= rank]
             arguments |= {"enable_lora": True, "max_lora_rank": min(ranks, default=rank)}
@@ -117,7 +118,8 @@ class VllmEngine:
         return LLM(str(self.link.path), **arguments, **self.options.engine_args)
 
     def _start_with_adapter(self, arguments: dict[str, Any]) -> Any:
-        """ConfigError where vLLM has no adapters for such a model, or of such a rank."""
+        """Start vLLM with adapters. Raises ConfigError if it supports none for this model or
+        rank."""
         from vllm import LLM
 
         try:
@@ -133,7 +135,8 @@ class VllmEngine:
             ) from error
 
     def arguments(self) -> dict[str, Any]:
-        """What the options make of `vllm.LLM`'s arguments; None leaves one to vLLM."""
+        """Return the arguments of `vllm.LLM` that follow from the options; None leaves one to
+        vLLM."""
         options = self.options
         arguments = {
             "dtype": self._dtype(),
@@ -158,7 +161,7 @@ class VllmEngine:
 
     @property
     def _can_sleep(self) -> bool:
-        """Whether weights are all that a later policy changes in this engine."""
+        """True if this engine may sleep: a later policy then changes only its weights."""
         setup = self.setup
         has_more = setup.base or setup.most_pictures or self.options.engine_args
         return setup.resident and not has_more
@@ -177,8 +180,11 @@ class VllmEngine:
         return "bfloat16" if has_bf16 else "float32"
 
     def _cpu_arguments(self) -> dict[str, Any]:
-        """The key/value cache has room for max_num_seqs full sequences, at most 40 % of the free
-        memory; vLLM queues what does not fit."""
+        """Return the arguments for a CPU.
+
+        The key/value cache has room for max_num_seqs full sequences, at most 40 % of the free
+        memory; vLLM queues sequences that do not fit.
+        """
         options = self.options
         max_model_len = self.setup.max_model_len
         step_tokens = options.max_num_batched_tokens or _CPU_STEP_TOKENS
@@ -203,8 +209,10 @@ class VllmEngine:
         return {**arguments, "kv_cache_memory_bytes": cache_bytes}
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """Completions as they finish. Up to twice as many requests as fit one batch are in flight,
-        so none of its places is empty."""
+        """Yield completions as they finish.
+
+        Up to twice as many requests as fit one batch are in flight, so that no slot is empty.
+        """
         requests = iter(requests)
         asked: dict[str, Request] = {}
         room = max(2 * self.ahead, 512)
@@ -226,7 +234,7 @@ class VllmEngine:
                 yield _completion(asked.pop(output.request_id), output)
 
     def _enqueue(self, requests: list[Request]) -> dict[str, Request]:
-        """Hand requests to the engine; they come back by the names that its outputs will bear."""
+        """Hand requests to the engine. Returns them by the names that its outputs will have."""
         if not requests:
             return {}
         from vllm import SamplingParams, TokensPrompt
@@ -247,14 +255,16 @@ class VllmEngine:
             adapter = LoRARequest("policy", 1, str(folder))
         names = self.llm.enqueue(prompts, parameters, adapter, use_tqdm=False)
         return {
-            # the engine says "7-1f2e3d4c" here and "7" in its output
+            # vLLM returns "7-1f2e3d4c" here and "7" in its output.
             name.partition("-")[0]: request
             for name, request in zip(names, requests, strict=True)
         }
 
     def _is_misread(self, request: Request) -> bool:
-        """Whether an id that was sampled stands where vLLM would put the next picture: it knows
-        where pictures go by that id alone."""
+        """True if vLLM would put the next picture at a sampled id.
+
+        vLLM finds the places of pictures only by the placeholder id.
+        """
         if not request.pictures:
             return False
         ids = request.prompt_ids[: request.pictures[-1].start].copy()
@@ -263,7 +273,7 @@ class VllmEngine:
         return self._processor.placeholder_id in ids
 
     def _prompt(self, request: Request) -> dict[str, Any]:
-        """A prompt as vLLM takes it: one id for each picture, of which it makes all by itself."""
+        """Return a prompt in vLLM's form: one placeholder id per picture, which vLLM expands."""
         if not request.pictures:
             return {"prompt_token_ids": request.prompt_ids.tolist()}
         ids: list[int] = []
@@ -277,29 +287,33 @@ class VllmEngine:
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
 
     def sleep(self) -> bool:
-        """Drop weights and cache; what was compiled and recorded for the GPU stays."""
+        """Drop weights and cache, but keep what was compiled and recorded for the GPU."""
         if not self._can_sleep:
             return False
-        self.link.release()  # it reads no file any more
+        self.link.release()  # it reads no more files
         self.llm.sleep(level=2)
         return True
 
     def take(self, setup: Setup) -> bool:
-        """Load the weights of `setup.policy` into the places of those before."""
+        """Load the weights of `setup.policy` in place of the previous ones."""
         if not self._fits(setup):
             return False
-        # weights need room for themselves alone, while they are loaded
+        # Loading needs room for the weights only, so the cache wakes up later.
         self.llm.wake_up(["weights"])
         folder = str(setup.policy.files.folder)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
         is_awake = self.llm.wake_up(["kv_cache"])
-        is_empty = self.llm.reset_prefix_cache()  # of what the weights before made of the prompts
+        # The cached prefixes were computed with the previous weights.
+        is_empty = self.llm.reset_prefix_cache()
         self.setup = setup
         return is_awake and is_empty
 
     def _fits(self, setup: Setup) -> bool:
-        """Whether an engine that was made from `setup` would differ from this one by its weights
-        alone. What a request says of itself (sampling, ends) may be anything."""
+        """Return True if an engine made from `setup` would differ from this one only in its
+        weights.
+
+        The settings that are part of each request (sampling, ends) may differ.
+        """
         before = self.setup
         if parse(VllmOptions, setup.options, "generate.options") != self.options:
             return False
@@ -307,7 +321,7 @@ class VllmEngine:
             return False
         if setup.base or setup.most_pictures or setup.max_model_len > self._max_model_len:
             return False
-        # these positions depend on how long a row may be
+        # These positions depend on the maximum row length.
         if setup.max_model_len != self._max_model_len and "longrope" in str(self._architecture):
             return False
         policies = (before.policy, setup.policy)
@@ -316,8 +330,8 @@ class VllmEngine:
 
     def close(self) -> None:
         """End the engine and its processes."""
-        # vLLM's shutdown asks to collect garbage: two walks over every object there is take a
-        # second, and free little
+        # vLLM's shutdown collects garbage: two passes over every object take a second and free
+        # little.
         collect = gc.collect
         gc.collect = lambda *_: 0
         try:
@@ -329,13 +343,15 @@ class VllmEngine:
 
 
 def _architecture(policy: Version) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    """What vLLM makes the model from, beside the weights' values: its config with all defaults
-    filled in, and the names and shapes of the weights."""
+    """Return what vLLM builds the model from, besides the weights' values.
+
+    These are the config with all defaults filled in, and the names and shapes of the weights.
+    """
     from transformers import AutoConfig
 
     folder = policy.files.folder
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    # who saved it, and in what: the engine computes in a dtype of its own
+    # Where and with which versions it was saved; the engine computes in its own dtype.
     ignored = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
     settings = {name: each for name, each in config.to_dict().items() if name not in ignored}
     return settings, weight_shapes(folder)

@@ -1,4 +1,4 @@
-"""The sampling parameters of a row as vLLM names them: in this process, or over HTTP."""
+"""The sampling parameters of a row in vLLM's names, for vLLM in this process or over HTTP."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from quiver.stages.generate.engine import Request, Setup
 
 
 def sampling_parameters(setup: Setup, request: Request) -> dict[str, Any]:
-    """Every value that shapes the row, as plain JSON, so that no default of vLLM's applies."""
+    """Return every value that shapes the row, as plain JSON, so that none of vLLM's defaults
+    applies."""
     sampling = setup.sampling
     most_tokens = request.max_tokens or sampling.max_tokens
     shape = sampling.model_dump(
@@ -23,11 +24,11 @@ def sampling_parameters(setup: Setup, request: Request) -> dict[str, Any]:
         "stop": list(sampling.stop),
         "logprobs": 0,
         "flat_logprobs": True,
-        # text is only looked at for stop strings, whose ids stay
+        # Text is needed only for stop strings; their ids are kept.
         "detokenize": bool(sampling.stop),
         "skip_special_tokens": False,
         "include_stop_str_in_output": True,
-        # every id that ends a completion is named, the model's own among them
+        # Every id that ends a completion is named, including the model's own.
         "ignore_eos": True,
         "stop_token_ids": list(setup.stop_ids),
     }

@@ -1,20 +1,21 @@
-"""Engine `vllm-server`: vLLM servers that somebody runs; ids in, ids and their processed logprobs
-out, over HTTP.
+"""Engine `vllm-server`: samples on running vLLM servers, over HTTP.
+
+Ids go in; ids and their processed logprobs come out.
 
     [generate]
     engine = "vllm-server"
     options = { urls = ["http://first:8000", "http://second:8000"] }
 
 A server takes part once it has proved the policy's weights (`server_identity`), and every answer
-names them again: one that does not is thrown away, and its server asked for its proof anew. Each
-server has as many workers as requests that it takes at once; all draw from one queue, so a fast
-server answers more rows. A row has its own seed, so it does not matter who answers it, nor how
-often it was asked. A row that fails goes back to the queue, a bounded number of times, after a
-pause that doubles, and to another server while there is one; a server that fails rests until it
-proves its weights again, a bounded time. What no later attempt mends (a status of 400, say) is
+names them again. If one does not, the answer is discarded and the server must prove its weights
+again. Each server has one worker per concurrent request; all draw from one queue, so a fast server
+answers more rows. A row has its own seed, so the result does not depend on the server or on the
+number of attempts. A failed row goes back to the queue a limited number of times, after a pause
+that doubles, and to another server if there is one. A failed server rests until it proves its
+weights again, for a limited time. An error that no later attempt can fix (a status of 400, say) is
 final at once.
 
-The requests run in a thread of their own, so that answers come in while a shard is written.
+The requests run in their own thread, so that answers arrive while a shard is written.
 """
 
 from __future__ import annotations
@@ -51,36 +52,37 @@ from .server_identity import GENERATE, TOKEN_ADVICE, Expected, Served, identify,
 from .server_wire import FailedError, RefusedError, Wire
 from .vllm_sampling import sampling_parameters
 
-_NO_LOGPROB = -9999.0  # vLLM's word for NaN, -inf, and for none at all
-_LONGEST_PAUSE = 5.0  # seconds between two looks at a server that is away, or attempts of a row
+_NO_LOGPROB = -9999.0  # vLLM reports it for NaN, -inf, and a missing logprob
+# Seconds between two checks of a server that is away, or two attempts of a row.
+_LONGEST_PAUSE = 5.0
 _FIRST_PAUSE = 0.2  # seconds between two attempts of a row
-_OTHER_FILES = 512  # that a stage may have open beside its connections
+_OTHER_FILES = 512  # files that a stage may have open besides its connections
 _STATE = "finished shards are kept; nothing else was written."
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class _Row:
-    """A request on its way, and the servers that failed it."""
+    """A request in progress, and the servers that failed on it."""
 
     request: Request
     failed_by: list[_Server] = field(default_factory=list)
 
 
 class _Server:
-    """One URL: whether it takes rows, and why not."""
+    """One URL: if it takes rows, and if not, why."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.served: Served | None = None
-        """What it proved last."""
+        """The proof that it gave last."""
         self.is_up = asyncio.Event()
         self.has_failed = asyncio.Event()
         self.was_asked = asyncio.Event()
-        """It was asked for its proof once."""
+        """Set once the server has been asked for its proof."""
         self.is_dropped = False
         self.problem: Exception | None = None
-        """The last one."""
+        """The last problem."""
 
     @property
     def words(self) -> str:
@@ -88,14 +90,14 @@ class _Server:
         return printable(getattr(self.problem, "message", self.problem), 600)
 
     def fail(self, problem: Exception) -> None:
-        """No rows until it has proved its weights again."""
+        """Send no more rows until it has proved its weights again."""
         self.problem = problem
         self.is_up.clear()
         self.has_failed.set()
 
 
 class VllmServerEngine:
-    """Servers of one policy behind the protocol."""
+    """Servers of one policy as an `Engine`."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -103,7 +105,7 @@ class VllmServerEngine:
         refuse_what_no_server_takes(setup)
         self._expected = Expected.of(setup)
         self._token = secret(self.options.token, "engine vllm-server")
-        # also of servers that come later
+        # Also counts servers that come up later.
         self.ahead = self.options.concurrency * len(self.options.urls)
         _allow_connections(self.ahead)
         self._outcomes: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
@@ -129,7 +131,7 @@ class VllmServerEngine:
         self.info = {
             "name": "vllm-server",
             "version": ", ".join(sorted({served.version for served in servers})),
-            # no server tells
+            # No server reports it.
             "dtype": "unknown",
             "device": "server",
             "logprobs_mode": "processed_logprobs",
@@ -137,8 +139,11 @@ class VllmServerEngine:
         }
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """Completions as they come. Twice as many rows as the servers take at once are on their
-        way, so that no server waits for one."""
+        """Yield completions as they arrive.
+
+        Twice as many rows as the servers take at once are in flight, so that no server waits for
+        one.
+        """
         requests = iter(requests)
         unanswered: set[int] = set()
         while True:
@@ -154,34 +159,35 @@ class VllmServerEngine:
             yield outcome
 
     def close(self) -> None:
-        """Let every connection go; a server drops the rows that it was still at."""
+        """Close every connection; servers drop the rows that they were still working on."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join()
         self._loop.close()
 
-    # -- in the thread
+    # -- runs in the thread
 
     async def _run(self) -> None:
-        """Tend the servers and take rows to them, until `close`."""
+        """Tend the servers and send rows to them, until `close`."""
         self._servers = [_Server(url) for url in self.options.urls]
         coroutines = [*map(self._tend, self._servers)]
-        for _ in range(self.options.concurrency):  # the servers by turns, so that few rows spread
+        # Interleave the servers, so that a few rows are spread over all of them.
+        for _ in range(self.options.concurrency):
             coroutines += map(self._work, self._servers)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(coroutine) for coroutine in coroutines]
                 tasks.append(group.create_task(self._start()))
-                await self._closing.wait()  # perhaps before one server is there
+                await self._closing.wait()  # perhaps before any server is up
                 for task in tasks:
                     task.cancel()
-        except BaseExceptionGroup as defects:  # nobody else waits for these tasks
+        except BaseExceptionGroup as defects:  # no other code waits for these tasks
             self._outcomes.put(defects.exceptions[0])
             if not self._started.done():
                 self._started.set_exception(defects.exceptions[0])
 
     async def _start(self) -> None:
-        """Say that it has started once one server takes rows, and the others were looked at."""
+        """Report the start once one server takes rows and every other one was checked."""
         for server in self._servers:
             await server.was_asked.wait()
         seconds = self.options.wait_seconds
@@ -197,7 +203,7 @@ class VllmServerEngine:
         self._started.set_result(None)
 
     async def _tend(self, server: _Server) -> None:
-        """Ask a server for its proof, at first and whenever it failed, until it takes too long."""
+        """Ask a server for its proof, at first and after each failure, until it takes too long."""
         seconds = self.options.wait_seconds
         wire = Wire(server.url, self._token, self.options)
         try:
@@ -214,8 +220,10 @@ class VllmServerEngine:
             log.warning("vllm-server %s is left out: %s", server.url, server.words)
 
     async def _prove(self, server: _Server, wire: Wire, seconds: float) -> bool:
-        """Whether the server proved its weights within so many seconds. One that served them
-        before and serves others now is not asked again."""
+        """Return True if the server proves its weights within `seconds`.
+
+        A server that served them before and now serves others is not asked again.
+        """
         deadline = self._loop.time() + seconds
         pause = 0.25
         while True:
@@ -239,8 +247,10 @@ class VllmServerEngine:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _none_left(self) -> QuiverError:
-        """Why there is no server. What is wrong with how one was started says more than that it has
-        other weights, and that more than that one does not answer."""
+        """Return the error for having no server left.
+
+        A wrong start option is reported before wrong weights, and wrong weights before no answer.
+        """
         problems = [s.problem for s in self._servers if isinstance(s.problem, QuiverError)]
         problems.sort(key=lambda problem: isinstance(problem, LineageError))
         words = "; ".join(f"{server.url}: {server.words}" for server in self._servers)
@@ -255,7 +265,7 @@ class VllmServerEngine:
         return kind("engine vllm-server", words, state=_STATE, next=problems[0].next)
 
     async def _work(self, server: _Server) -> None:
-        """Take one row after another to a server, over one connection."""
+        """Send one row after another to a server, over one connection."""
         wire = Wire(server.url, self._token, self.options)
         try:
             while True:
@@ -267,7 +277,7 @@ class VllmServerEngine:
                 others = [each for each in self._servers if each not in row.failed_by]
                 if server in row.failed_by and any(each.is_up.is_set() for each in others):
                     self._rows.put_nowait(row)
-                    await asyncio.sleep(0.05)  # one of the others may take it
+                    await asyncio.sleep(0.05)  # another server may take it
                     continue
                 try:
                     self._outcomes.put(await self._ask(server, wire, row.request))
@@ -293,20 +303,21 @@ class VllmServerEngine:
             await wire.close()
 
     async def _ask(self, server: _Server, wire: Wire, request: Request) -> Completion:
-        """The row's completion. FailedError, RefusedError: another attempt may have it."""
+        """Return the row's completion. FailedError or RefusedError mean that another attempt may
+        succeed."""
         served = server.served
         name = f"quiver-{uuid.uuid4().hex}"
         body = {
             "model": served.name,
             "request_id": name,
             "token_ids": request.prompt_ids.tolist(),
-            # a server may be set to mark what it samples
+            # A server may be configured to watermark what it samples.
             "sampling_params": {**sampling_parameters(self.setup, request), "watermarking": False},
         }
         try:
             answer = await wire.ask("POST", GENERATE, body, seconds=self.options.row_seconds)
         except RefusedError as error:
-            if error.status == 404:  # it has no model of that name any more
+            if error.status == 404:  # it no longer has a model of that name
                 raise
             advice = "correct generate.sampling, or start the server otherwise"
             raise ConfigError(
@@ -328,7 +339,7 @@ class VllmServerEngine:
 
 
 def _allow_connections(count: int) -> None:
-    """Let this process have as many sockets beside its files. ConfigError where it may not."""
+    """Raise this process's limit of open files if needed. Raises ConfigError if it may not."""
     wanted = count + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < wanted:
@@ -343,7 +354,7 @@ def _allow_connections(count: int) -> None:
 
 
 def refuse_what_no_server_takes(setup: Setup) -> None:
-    """ConfigError for models and prompts that need an engine of this machine."""
+    """Raise ConfigError for models and prompts that need an engine on this machine."""
     engine = "transformers"
     if checkpoints.is_encoder_decoder(setup.policy):
         problem = f"{setup.policy.ref} is an encoder-decoder model"
@@ -358,8 +369,11 @@ def refuse_what_no_server_takes(setup: Setup) -> None:
 
 
 def _completion(answer: dict[str, Any], name: str, served: Served, request: Request) -> Completion:
-    """The answer as a completion; FailedError where it is not this row's, of these weights, and
-    whole."""
+    """Return the answer as a completion.
+
+    Raises FailedError unless it is complete and belongs to this row and these weights, and
+    NumericError if a logprob is not finite.
+    """
     if not str(answer.get("request_id")).endswith(name):
         raise FailedError("it answered another request than the one that was asked")
     if answer.get("model") not in list(served.names):

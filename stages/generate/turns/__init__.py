@@ -1,1 +1,1 @@
-"""Episodes of several turns: how one is played, and what stands between two turns."""
+"""Episodes of several turns: how they are played, and the text between two turns."""

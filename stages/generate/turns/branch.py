@@ -1,10 +1,9 @@
-"""branch: saved episodes up to one of their turns become prompts/2, from which that turn, and what
-follows it, is sampled anew.
+"""branch: turn saved episodes into prompts/2, so that one of their turns is sampled again.
 
-The ids are those that the policy read before the turn: nothing is rendered or encoded again. What
-the environment had answered by then stands in the prompt's columns (see `schemas/prompts.py`), so
-it can be brought to the same place. Of one saved episode thus many may follow, which tells how much
-a single turn was worth.
+The prompt's ids are what the policy read before the turn: nothing is rendered or encoded again. The
+environment's answers up to there are stored in the prompt's columns (see `schemas/prompts.py`), so
+that it can be brought to the same state. Many episodes can thus continue one saved episode, which
+shows how much a single turn was worth.
 
     ref = run_stage("branch", Config(turn=2), store, rollouts="guess/rollouts@3")
 """
@@ -47,34 +46,34 @@ from quiver.stages.generate.turns.tool_calls import ParsedTurn
 STAGE_VERSION = 1
 _OF_ROLLOUTS = ["rollout_id", "group_id", "prompt_ids", "completion_ids", "turns"]
 _CARRIED = ("turns", "template_arguments", "template_seconds")
-"""Of the prompts' config: who goes on with them must render as they were."""
+"""Fields of the prompts' config: later turns must be rendered like the first ones."""
 _TOLD = ("assistant_starts", "assistant_end", "chat_template")
-"""The same of their metrics."""
+"""The same for their metrics."""
 _BESIDE = ("tools", "images", "image_spans")
-"""Columns of the prompt that stay."""
+"""Columns of the prompt that are kept."""
 
 
 class Config(common.Config):
-    """Where saved episodes are cut."""
+    """Config of branch: the turn at which saved episodes are cut."""
 
     turn: int = Field(ge=1)
-    """The turn that is to be sampled anew, from 0. Episodes without one of that number are left
-    out, and counted."""
+    """The turn to sample again, from 0. Shorter episodes are left out and counted."""
     turns: dict[str, Any] | None = None
-    """Filled in by the stage, as the next two: the environment that the prompts were rendered for.
-    """
+    """Filled in by the stage, like the next two fields: the environment that the prompts were
+    rendered for."""
     template_arguments: dict[str, Any] = Field(default_factory=dict)
-    """With what the template of the prompts was rendered."""
+    """Filled in by the stage: variables that the prompts' template was rendered with."""
     template_seconds: float = 10.0
-    """Longest time that it may take for one prompt."""
+    """Maximum seconds that the template may take for one prompt."""
 
     def key(self) -> dict[str, Any]:
-        """All else follows from the inputs."""
+        """Return only `turn`: the other fields follow from the inputs."""
         return {"turn": self.turn}
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
-    """The prompts that the episodes of `refs["rollouts"]` are before that turn. LineageError."""
+    """Plan prompts from the episodes of `refs["rollouts"]`, cut before the turn. Raises
+    LineageError."""
     rollouts = store.open(refs["rollouts"])
     require_episodes(rollouts)
     inputs = {"rollouts": rollouts}
@@ -83,7 +82,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
         saved = prompts.manifest.config
         carried = {name: saved[name] for name in _CARRIED if name in saved}
         config = common.parse(Config, {"turn": config.turn, **carried}, f"{prompts.ref} config")
-    # only its tokenizer matters: the ids are there
+    # Only its tokenizer matters, because the ids are already known.
     policy = rollouts.manifest.require_model("policy").model_copy(update={"weights": ""})
     return Plan(
         store=store,
@@ -98,7 +97,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
-    """Write the prompts. ConfigError where no episode is as long; SchemaError."""
+    """Write the prompts. Raises ConfigError if no episode is long enough, or SchemaError."""
     writer = writers["prompts"]
     turn = plan.config.turn
     rollouts = plan.inputs["rollouts"]
@@ -137,7 +136,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
 
 
 class _Branches:
-    """Makes rows of prompts/2 of rows of rollouts/2."""
+    """Turns rows of rollouts/2 into rows of prompts/2."""
 
     def __init__(self, plan: Plan, turn: int) -> None:
         self._turn = turn
@@ -153,7 +152,7 @@ class _Branches:
             self._places = {group: place for place, group in enumerate(groups)}
 
     def table(self, rollouts: pa.Table) -> pa.Table:
-        """prompts/2 of these episodes, each of which has the turn."""
+        """Return prompts/2 of these episodes; each must have the turn."""
         rows = []
         columns = []
         for row in rollouts.to_pylist():
@@ -208,8 +207,10 @@ class _Branches:
     def _messages(
         self, name: str, chat: list[Message] | None, turns: Sequence[dict[str, Any]]
     ) -> list[Message] | None:
-        """The chat up to the turn, as far as it is known: of several tools whose outputs have
-        several lines only all together."""
+        """Return the known chat before the turn; None if the prompt has none.
+
+        If the outputs of several tools have several lines, only their joined text is known.
+        """
         if chat is None:
             return None
         messages = list(chat)
@@ -227,7 +228,7 @@ class _Branches:
         return messages
 
     def _columns(self, groups: list[str], played: list[tuple[str, str]]) -> pa.StructArray:
-        """The prompts' own columns, and what was played before the turn."""
+        """Return the prompts' own columns, with the turns played before the cut."""
         columns: dict[str, tuple[pa.Field, pa.Array]] = {}
         if self._prompts is not None:
             places = pa.array([self._places[group] for group in groups], pa.int64())
@@ -242,7 +243,7 @@ class _Branches:
 
 
 def _shown(prompt: dict[str, Any], row: dict[str, Any], turn: int) -> dict[str, Any]:
-    """`images` and `image_spans` of a prompt with what the episode was shown before that turn."""
+    """Return `images` and `image_spans` of a prompt, including those shown before that turn."""
     images = [image for image in row.get("images") or () if image["turn"] < turn]
     if not images:
         return {}
@@ -263,8 +264,11 @@ def _shown(prompt: dict[str, Any], row: dict[str, Any], turn: int) -> dict[str, 
 
 
 def _answers(observation: str, names: list[str]) -> list[Message]:
-    """What the model read after a turn that called tools of these names, or none. The texts of
-    several tools stand line by line; of longer ones it is not known where each begins."""
+    """Return the messages that followed a turn which called tools of these `names`, if any.
+
+    The outputs of several tools are joined line by line. For longer outputs it is unknown which
+    lines belong to which tool, so they stay one text.
+    """
     if not names:
         return [{"role": "user", "content": observation}] if observation else []
     lines = observation.split("\n")

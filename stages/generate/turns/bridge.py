@@ -1,17 +1,16 @@
-r"""What stands between two turns: the template's text of the new messages, from the end of what was
-sampled to where the policy goes on.
+r"""The bridge between two turns: the template's text from the end of one turn to the next.
 
     prompt            turn               observation                               turn
     …assistant\n      12?<|im_end|>      \n<|im_start|>user\nhigher<|im_end|>\n…   13<|im_end|>
     rendered before   sampled ids        the bridge                                sampled ids
 
-A sampled id is never decoded and encoded again: the bridge renders the new messages behind a turn
-that stands for the sampled one, takes what the template writes after it, and encodes that alone,
-through the guard, so that no tool's output can be a control id. The template's end of the turn is
-left out where the policy sampled an end; what follows that end (often a line feed) stays.
+A sampled id is never decoded and encoded again. The bridge renders the new messages after a
+placeholder turn, takes the text that follows the placeholder, and encodes only that. It encodes
+through the guard, so that no tool's output can become a control id. The template's end of the turn
+is left out if the policy sampled an end; text after that end (often a line feed) is kept.
 
-Whether a template is such that this gives what it would have written for the whole conversation is
-measured once, with probes: `measure`.
+`measure` uses probes, once, to check that a template written this way equals what it would have
+written for the whole conversation.
 """
 
 from __future__ import annotations
@@ -45,15 +44,15 @@ _SHOWN = 60
 
 
 class History(NamedTuple):
-    """What a template does with earlier turns, by the role of what follows them."""
+    """A template's treatment of earlier turns, for one role of the message that follows."""
 
     role: str
     appends: bool
-    """Whether turns stay as they were when more follows."""
+    """True if turns stay unchanged when more messages follow."""
     keeps_thinking: bool
-    """Whether turns with thinking do."""
+    """True if turns with thinking stay unchanged too."""
     difference: str = ""
-    """Where it first writes another text than was read, in short."""
+    """A short description of the first difference between the text read and the text written."""
 
 
 class Fitting(NamedTuple):
@@ -62,13 +61,13 @@ class Fitting(NamedTuple):
     messages: list[Message]
     rendering: Rendering
     num_cut: int
-    """Characters that were cut out of its contents for that."""
+    """Characters that were cut out of its contents to make it fit."""
     spans: list[Span]
-    """Where the pictures that it shows stand in its ids."""
+    """Positions of its pictures in its ids."""
 
 
 class Bridge:
-    """The template of one policy, as episodes need it."""
+    """The template of one policy, prepared for episodes."""
 
     def __init__(
         self,
@@ -80,9 +79,18 @@ class Bridge:
         tools: list[dict[str, Any]] | None = None,
         processor: Processor | None = None,
     ) -> None:
-        """`end_token`: the text of an end that the policy samples. `tool_role`: whose message a
-        tool's output is, see `Turns`. `processor`: of a policy that is shown pictures. ConfigError
-        where the template cannot write such messages."""
+        """Learn how the template writes messages after a turn.
+
+        Args:
+            template: The chat template.
+            guard: Encodes text without control ids.
+            end_token: Text of an end that the policy samples; "" if there is none.
+            tool_role: Role of a message with a tool's output, see `Turns`.
+            tools: Schemas that the template shows.
+            processor: Given if the policy is shown pictures.
+
+        Raises ConfigError if the template cannot write such messages.
+        """
         self._template = template
         self._guard = guard
         self._processor = processor
@@ -91,9 +99,9 @@ class Bridge:
         self._plain_end = self._end_of_turn()
         self._writes_end = guard.first_control(self._plain_end) is not None
         self._needs_calls: dict[str, bool] = {}
-        """By role: whether such a message must follow a turn with calls."""
+        """Role → True if such a message must follow a turn with calls."""
         self._is_written: dict[str, bool] = {}
-        """By role: whether the template writes such a message behind a turn."""
+        """Role → True if the template writes such a message after a turn."""
         if tool_role == "auto":
             tool_role = "tool" if self._learn("tool") else "user"
         self.tool_role = tool_role
@@ -108,20 +116,22 @@ class Bridge:
                     else "set prompt.template to one that can",
                 )
         self.gap = self._learn_gap()
-        """White space that the template writes between the generation prompt and a turn's content,
-        and that the policy samples as the beginning of its text."""
+        """White space between the generation prompt and a turn's content.
+
+        The template writes it, and the policy samples it as the beginning of its text.
+        """
 
     # -- between two turns
 
     def observation(self, name: str, messages: list[Message], *, has_end: bool) -> Rendering:
-        """Text and ids of `messages` and of the next generation prompt, behind a sampled turn.
+        """Return text and ids of `messages` and the next generation prompt, after a sampled turn.
 
-        `has_end`: the turn's last id is an end. SecurityError names `name`.
+        `has_end` is true if the turn's last id is an end. Raises SecurityError, which names `name`.
         """
         messages = [self._as_written(message) for message in messages]
         structure, texts = take_texts(messages, self._variables)
-        # where the template writes no end, one is put before it while it is encoded: a tokenizer
-        # may treat the first word of a text in another way
+        # If the template writes no end, put one first while encoding: a tokenizer may treat the
+        # first word of a text differently.
         lead = "" if self._writes_end else self._end_token
 
         def render(texts: list[str]) -> str:
@@ -136,7 +146,7 @@ class Bridge:
         return Rendering(text, rendering.ids)
 
     def writes(self, role: str) -> bool:
-        """Whether the template writes messages of that role, whole, behind a turn."""
+        """Return True if the template writes messages of that role completely after a turn."""
         if role not in self._is_written:
             self._is_written[role] = self._learn(self.tool_role if role == "tool" else role)
         return self._is_written[role]
@@ -150,13 +160,13 @@ class Bridge:
         most: int,
         seconds: float = float("inf"),
     ) -> Fitting | None:
-        """The observation in at most `most` ids. What is too long is cut out of the middle of the
-        contents; None where even empty ones do not fit. TimeoutError after `seconds`.
+        """Return the observation in at most `most` ids, or None if even empty contents do not fit.
 
-        More characters than so many ids can stand for are never encoded.
+        An observation that is too long is cut in the middle of its contents. Contents with more
+        characters than `most` ids can hold are never encoded. Raises TimeoutError after `seconds`.
         """
         deadline = time.monotonic() + seconds
-        if len(messages) > most:  # each takes an id at least
+        if len(messages) > most:  # each takes at least one id
             return None
         if not excess(messages, most):
             whole = self._fitting(name, messages, 0, has_end=has_end)
@@ -165,7 +175,7 @@ class Bridge:
         best = None
         shortest = 0
         longest = longest_content(messages, most)
-        while shortest < longest:  # the most characters of a content that fit
+        while shortest < longest:  # binary search for the longest content that fits
             if time.monotonic() > deadline:
                 raise TimeoutError
             middle = (shortest + longest) // 2
@@ -182,7 +192,7 @@ class Bridge:
     def _fitting(
         self, name: str, messages: list[Message], num_cut: int, *, has_end: bool
     ) -> Fitting:
-        """An observation as it is, with all ids of its pictures."""
+        """Return an observation without cutting it, with all ids of its pictures."""
         rendering = self.observation(name, messages, has_end=has_end)
         pictures = pictures_in(messages)
         if not pictures:
@@ -191,7 +201,7 @@ class Bridge:
         return Fitting(messages, Rendering(rendering.text, ids), num_cut, spans)
 
     def require_pictures(self) -> None:
-        """ConfigError where the template does not show a picture of what answers the policy."""
+        """Raise ConfigError if the template shows no picture in an environment's message."""
         shown = {"role": self.tool_role, "content": _QUESTION, "images": [""]}
         rendering = self.observation("generate.turns.max_images", [shown], has_end=True)
         if rendering.ids.count(self._processor.placeholder_id) != 1:
@@ -203,10 +213,11 @@ class Bridge:
                 'generate.turns.tool_role = "user"',
             )
 
-    # -- a history that is written anew
+    # -- restarting with a rewritten history
 
     def restart(self, name: str, messages: list[Message]) -> Rendering:
-        """A whole conversation as the template writes it, with the next generation prompt."""
+        """Return a whole conversation as the template writes it, with the next generation
+        prompt."""
         messages = [self._as_written(message) for message in messages]
         structure, texts = take_texts(messages, self._variables)
 
@@ -219,10 +230,10 @@ class Bridge:
         return self._guard.encode(name, key, texts, render, trusted=trusted)
 
     def measure(self) -> list[History]:
-        """What the template does with earlier turns, for each role that may follow one.
+        """Return how the template treats earlier turns, for each role that may follow one.
 
-        Not measured where a tool's message must follow a call: what a policy's calls look like is
-        its own matter.
+        A role is not measured if its message must follow a call, because the form of the calls
+        depends on the policy.
         """
         histories = []
         for role in sorted({self.tool_role, "user"}):
@@ -233,8 +244,10 @@ class Bridge:
         return histories
 
     def require(self, rewritten: str) -> list[History]:
-        """What `measure` says. ConfigError where the template rewrites turns and `rewritten` is to
-        refuse that."""
+        """Return the result of `measure`.
+
+        Raises ConfigError if the template rewrites turns and `rewritten` is "refuse".
+        """
         histories = self.measure()
         for history in histories:
             if rewritten == "refuse" and not (history.appends and history.keeps_thinking):
@@ -249,8 +262,11 @@ class Bridge:
         return histories
 
     def _difference(self, role: str, *, thinks: bool) -> str:
-        """Where a conversation of three turns, read turn by turn, first differs from what the
-        template writes of it; empty where it does not."""
+        """Return the first difference between reading three turns one by one and rendering them at
+        once.
+
+        Returns "" if there is none.
+        """
         name = "prompt.template"
         messages: list[Message] = [{"role": "user", "content": _QUESTION}]
         text = self._render(name, messages)
@@ -267,7 +283,7 @@ class Bridge:
             text += sampled + self._behind_turn(name, news)
             try:
                 written = self._render(name, messages)
-            except ConfigError:  # such a message must follow a call, which no text of ours is
+            except ConfigError:  # it must follow a call, and our text has none
                 return "" if self._needs_calls[role] else "it refuses the conversation"
             if written != text:
                 start = next(
@@ -281,16 +297,19 @@ class Bridge:
     # -- pieces
 
     def _as_written(self, message: Message) -> Message:
-        """A message of a tool with the role that the template has for it, and texts that a template
-        takes."""
+        """Return a message with the template's role for a tool, and texts that a template
+        accepts."""
         message = as_parts(message)
         if message["role"] == "tool" and self.tool_role != "tool":
             message = {"role": self.tool_role, "content": message["content"]}
         return {key: cleaned(member) for key, member in message.items()}
 
     def _behind_turn(self, name: str, messages: list[Message], **variables: Any) -> str:
-        """What the template writes behind the text of an assistant's turn that `messages` follow,
-        the turn's own end first."""
+        """Return the template's text after the content of an assistant's turn followed by
+        `messages`.
+
+        It begins with the turn's own end.
+        """
         role = messages[0]["role"] if messages else "user"
         question = {"role": "user", "content": _QUESTION}
         if not self._needs_calls.get(role, False):
@@ -303,8 +322,10 @@ class Bridge:
         return self._plain_end + text[len(before) :]
 
     def _end_of_turn(self) -> str:
-        """What the template writes behind the text of a last turn. ConfigError where it writes no
-        turn of an assistant."""
+        """Return the template's text after the content of a last turn.
+
+        Raises ConfigError if the template writes no assistant's turns.
+        """
         messages = [
             {"role": "user", "content": _QUESTION},
             {"role": "assistant", "content": _TURN},
@@ -328,8 +349,10 @@ class Bridge:
         return "" if gap.strip() else gap
 
     def _learn(self, role: str) -> bool:
-        """Whether the template writes messages of that role behind an assistant's turn; and what
-        that turn has to be."""
+        """Return True if the template writes messages of that role after an assistant's turn.
+
+        Also records in `_needs_calls` if that turn must have calls.
+        """
         content = _QUESTION + FILLER
         message = {"role": role, "name": _TOOL, "content": content, "tool_call_id": _call_id(0)}
         name = "prompt.template"
@@ -356,8 +379,10 @@ class Bridge:
 
 
 def turn_message(parsed: ParsedTurn, gap: str = "") -> Message:
-    """A sampled turn as a message, for a history that is written anew. `gap`: what the template
-    writes before the content by itself."""
+    """Return a sampled turn as a message, for a history that is rendered again.
+
+    `gap` is the white space that the template writes before the content.
+    """
     content = parsed.text.removeprefix(gap)
     message: Message = {"role": "assistant"}
     thought, tag, answer = content.partition("</think>")
@@ -374,7 +399,7 @@ def turn_message(parsed: ParsedTurn, gap: str = "") -> Message:
 
 
 def answers_of_calls(messages: list[Message]) -> list[Message]:
-    """Messages with the ids of the calls that those of tools answer, one after another."""
+    """Return the messages, with consecutive call ids in the tools' messages."""
     numbers = iter(range(len(messages)))
     return [
         {**message, "tool_call_id": _call_id(next(numbers))}
@@ -385,7 +410,7 @@ def answers_of_calls(messages: list[Message]) -> list[Message]:
 
 
 def _call_id(number: int) -> str:
-    """Nine letters and digits, as Mistral's templates want them."""
+    """Return an id of nine letters and digits, as Mistral's templates require."""
     return f"call{number:05d}"
 
 
@@ -398,13 +423,13 @@ def _probe_calls(count: int) -> list[dict[str, Any]]:
 
 
 def excess(messages: list[Message], most: int) -> int:
-    """How many characters of the contents are more than `most` ids can stand for."""
+    """Return how many characters of the contents are more than `most` ids can stand for."""
     lengths = (len(message["content"]) for message in messages)
     return max(sum(lengths) - most * CHARACTERS_OF_TOKEN, 0)
 
 
 def longest_content(messages: list[Message], most: int) -> int:
-    """The length to which contents are cut so that `most` ids can stand for them."""
+    """Return the content length to cut to, so that `most` ids can stand for all contents."""
     lengths = [len(message["content"]) for message in messages]
 
     def total(longest: int) -> int:
@@ -415,7 +440,7 @@ def longest_content(messages: list[Message], most: int) -> int:
 
 
 def cut_to(messages: list[Message], most: int) -> tuple[list[Message], int]:
-    """Messages without characters that are more than `most` ids can stand for, and how many were
+    """Return the messages cut to what `most` ids can stand for, and the number of characters
     cut."""
     if not excess(messages, most):
         return messages, 0
@@ -425,9 +450,12 @@ def cut_to(messages: list[Message], most: int) -> tuple[list[Message], int]:
 
 
 def cut_by(messages: list[Message], num_cut: int) -> list[Message]:
-    """Messages from whose contents so many characters are cut together, as an observation that is
-    too long is: from each what it has above a common length. As they are, where no such length
-    gives that number."""
+    """Cut `num_cut` characters in total from the contents, as an observation that is too long is
+    cut.
+
+    Longer contents are cut to one common length. Returns the messages unchanged if no length gives
+    that number.
+    """
     lengths = [len(message["content"]) for message in messages]
 
     def left_over(most: int) -> int:
@@ -440,7 +468,7 @@ def cut_by(messages: list[Message], num_cut: int) -> list[Message]:
 
 
 def _shortened(message: Message, most: int) -> Message:
-    """A message whose content has at most `most` characters of its own, out of both ends."""
+    """Return the message with at most `most` characters of its own content, from both ends."""
     content = message["content"]
     num_cut = len(content) - most
     if num_cut <= 0:

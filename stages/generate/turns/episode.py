@@ -1,21 +1,22 @@
-"""One episode as a state machine: what to sample next, what to ask the environment, and how it
-ended. It knows no engine and no process.
+"""One episode as a state machine: what to sample, what to ask the environment, and how it ended.
+
+It knows no engine and no process.
 
     episode = Episode(setting, "sum-0017-2", prompt_ids, messages)
     while episode.state != "ended":
         if episode.state == "sample":
-            request = episode.request()                # ids so far, most ids of the turn
+            request = episode.request()                # ids so far, maximum ids of the turn
             episode.sampled(ids, logprobs, finish_reason)
         elif episode.state == "act":
-            episode.observed(step, seconds)            # of the environment, for `episode.turn`
-        else:                                          # "finish": the environment's last word
+            episode.observed(step, seconds)            # the environment's answer to `episode.turn`
+        else:                                          # "finish": the environment's final reward
             episode.rewarded(reward)
     episode.record()                                   # the columns of rollouts/2
 
         sample ──────────────→ act ──→ sample …        a turn, and its answer
-           └─ (parse error) ──→ sample                 told to the policy
+           └─ (parse error) ──→ sample                 the policy reads the error
            └─ (answer, limit) ─→ finish → ended        the environment is asked for its reward
-    any but sample ─ failed ──────────→ ended          with no rewards at all
+    any but sample ─ failed ──────────→ ended          without any rewards
 
 Ids are only ever appended. Each limit that ends an episode is its `end_reason`.
 """
@@ -62,30 +63,32 @@ State = Literal["sample", "act", "finish", "ended"]
 
 @dataclass(frozen=True)
 class Setting:
-    """What the episodes of one stage share."""
+    """Settings and functions that the episodes of one stage share."""
 
     limits: Turns
     bridge: Bridge
     parse: Parse | None
-    """None: the environment has no tools, and reads a turn's text as it is."""
+    """None if the environment has no tools and reads a turn's text unchanged."""
     decode: Callable[[list[int]], str]
-    """A turn's ids as what the policy wrote."""
+    """Decodes a turn's ids into the text that the policy wrote."""
     stop_ids: frozenset[int]
-    """Those that end a turn."""
+    """Ids that end a turn."""
     max_turn_tokens: int
-    """Most sampled ids of one turn."""
+    """Maximum sampled ids of one turn."""
     context: int
-    """Most ids of one sequence."""
+    """Maximum ids of one sequence."""
     answers: bool
-    """Whether a turn without calls is the policy's answer, and ends the episode."""
+    """If true, a turn without calls is the policy's answer and ends the episode."""
     check_picture: Callable[[str, bytes], object] = lambda name, content: None
-    """ConfigError about the name where the content cannot be decoded, within limits."""
+    """Raises ConfigError, about the name, if the content cannot be decoded within limits."""
     histories: Sequence[History] = ()
-    """What the template does with earlier turns."""
+    """The template's treatment of earlier turns."""
 
     def rewrites(self, role: str, thinks: bool) -> bool:
-        """Whether the sequence has to begin anew before a message of that role; `thinks`: earlier
-        turns have thinking in them."""
+        """Return True if the sequence must restart before a message of that role.
+
+        `thinks` is true if earlier turns contain thinking.
+        """
         if self.limits.rewritten != "restart":
             return False
         role = self.bridge.tool_role if role == "tool" else role
@@ -97,20 +100,20 @@ class Setting:
 
 
 class Request(NamedTuple):
-    """What is to be sampled next."""
+    """The next turn to sample."""
 
     turn: int
-    """Its number, from 0."""
+    """Turn number, from 0."""
     prompt_ids: list[int]
-    """All that the policy reads before it."""
+    """Everything that the policy reads before it."""
     max_tokens: int
     pictures: tuple[Picture, ...]
-    """What the environment has shown in these ids."""
+    """Pictures that the environment has shown in these ids."""
 
 
 @dataclass
 class _Turn:
-    """A turn as rollouts/2 has it."""
+    """A turn as rollouts/2 stores it."""
 
     length: int
     text: str
@@ -126,7 +129,7 @@ class _Turn:
 
 
 class Episode:
-    """From a prompt to its end."""
+    """One episode, from its prompt to its end."""
 
     def __init__(
         self,
@@ -135,47 +138,53 @@ class Episode:
         prompt_ids: Sequence[int],
         messages: list[Message] | None = None,
     ) -> None:
-        """`name`: what errors call it. `messages` of the prompt: needed where the template's
-        rewriting restarts the sequence."""
+        """Begin an episode.
+
+        Args:
+            setting: Shared by the episodes of a stage.
+            name: The episode's name in errors.
+            prompt_ids: [P] ids of the prompt.
+            messages: The prompt's; needed if a rewriting template restarts the sequence.
+        """
         self.setting = setting
         self.name = name
         self.state: State = "sample"
         self.end_reason: str | None = None
         self.turn = Turn("")
-        """What the environment is to answer, in the state `act`."""
+        """The turn that the environment must answer, in the state `act`."""
         self._ids = list(prompt_ids)
-        """All that the policy has read and sampled since the sequence began."""
+        """Ids that the policy has read and sampled since the sequence began."""
         self._messages = messages
         self._turns: list[_Turn] = []
         self._restart_ids: list[int] | None = None
         self._pictures: list[Picture] = []
         self._images: list[dict[str, Any]] = []
-        """The same as rollouts/3 have them."""
+        """The pictures in the form of rollouts/3."""
         self._completion_ids: list[int] = []
         self._logprobs: list[float] = []
         self._stop_reason: str | None = None
         self._num_calls = 0
         self._has_end = False
         self._bridge_seconds = 0.0
-        """For reading observations, beside what the environment took."""
+        """Time spent reading observations, besides the environment's own time."""
         self._thinks = False
 
-    # -- what is to be done
+    # -- the next request
 
     def request(self) -> Request:
-        """What to sample, in the state `sample`."""
+        """Return what to sample, in the state `sample`."""
         room, _ = self._room()
         return Request(len(self._turns), list(self._ids), room, tuple(self._pictures))
 
     def _room(self) -> tuple[int, str]:
-        """Most ids of the next turn, and the end reason where it fills them."""
+        """Return the maximum ids of the next turn, and the end reason if the turn fills them."""
         limits = self.setting.limits
         rooms = [(limits.max_tokens - len(self._completion_ids), "max_tokens")]
         rooms.append((self.setting.max_turn_tokens, "max_tokens"))
         rooms.append((self.setting.context - len(self._ids), "context"))
         return min(rooms, key=lambda room: room[0])
 
-    # -- what was done
+    # -- answers of the engine and the environment
 
     def sampled(
         self,
@@ -184,7 +193,7 @@ class Episode:
         finish_reason: str,
         stop_reason: str | None = None,
     ) -> None:
-        """A turn, as the engine answered the request."""
+        """Add a turn, from the engine's answer to the request."""
         setting = self.setting
         _, limit = self._room()
         ids = np.asarray(ids, np.int64).tolist()
@@ -223,7 +232,7 @@ class Episode:
             self.state = "act"
 
     def observed(self, step: Step, seconds: float = 0.0) -> None:
-        """What the environment answered to `turn`."""
+        """Add the environment's answer to `turn`."""
         record = self._turns[-1]
         record.seconds += seconds
         record.reward = step.reward
@@ -236,7 +245,7 @@ class Episode:
             self._continue(messages)
 
     def failed(self, reason: str, why: str, seconds: float = 0.0) -> None:
-        """The environment did not answer: `reason` is one of FAILURES."""
+        """End the episode because the environment did not answer; `reason` is one of FAILURES."""
         if not self._turns:  # it could not even begin
             self._turns.append(_Turn(0, "", "abort", None))
         record = self._turns[-1]
@@ -246,8 +255,11 @@ class Episode:
         self.state = "ended"
 
     def rewarded(self, reward: float | None, seconds: float = 0.0) -> None:
-        """The environment's last word, in the state `finish`: what the whole episode is worth to
-        it. It is the last turn's, beside what that turn earned."""
+        """End the episode with the environment's reward for the whole episode, in the state
+        `finish`.
+
+        The reward is added to the last turn's.
+        """
         record = self._turns[-1]
         record.seconds += seconds
         if reward is not None:
@@ -257,10 +269,10 @@ class Episode:
         self.state = "ended"
         return None
 
-    # -- what came of it
+    # -- the finished episode
 
     def record(self) -> dict[str, Any]:
-        """The columns of rollouts/3 that an episode decides. An episode that failed has no
+        """Return the columns of rollouts/3 that an episode decides. A failed episode has no
         rewards."""
         has_failed = self.end_reason in FAILURES
         turns = [
@@ -285,7 +297,7 @@ class Episode:
     # -- between two turns
 
     def _continue(self, messages: list[Message]) -> None:
-        """Have the policy read `messages`, unless a limit is reached."""
+        """Let the policy read `messages`, unless a limit is reached."""
         limits = self.setting.limits
         record = self._turns[-1]
         self._note(messages)
@@ -328,14 +340,14 @@ class Episode:
                 self._images.append({**at, "bytes": content})
         else:
             self._restart_ids = restart.ids
-        self._ids = list(ids)  # it grows
+        self._ids = list(ids)  # copied, because it grows
         if self._messages is not None:
             self._messages = [*self._messages, *fitting.messages]
         self.state = "sample"
         return None
 
     def _fitting(self, messages: list[Message]) -> Fitting | None:
-        """The messages as ids; None: the episode has ended instead."""
+        """Return the messages as ids; None if the episode ended instead."""
         limits = self.setting.limits
         started = time.monotonic()
         late_key = ""
@@ -362,7 +374,7 @@ class Episode:
         return fitting
 
     def _note(self, messages: list[Message]) -> None:
-        """Keep what the environment said, but for what no policy could read."""
+        """Record the environment's messages, cut to what a policy could read."""
         record = self._turns[-1]
         messages, num_cut = cut_to(messages, self.setting.limits.max_observation_tokens)
         record.observation = for_people(messages)
@@ -370,7 +382,7 @@ class Episode:
             record.info[CUT_INFO] = num_cut
 
     def _refusal(self, messages: list[Message], pictures: list[bytes]) -> str | None:
-        """Why the policy cannot be shown these messages; None: it can."""
+        """Return why the policy cannot be shown these messages; None if it can."""
         for role in dict.fromkeys(message["role"] for message in messages):
             if not self.setting.bridge.writes(role):
                 return f"the policy's chat template cannot write a message of the role {role} here"
@@ -384,8 +396,11 @@ class Episode:
         return None
 
     def _is_rewritten(self, messages: list[Message]) -> bool:
-        """Whether the template writes the history before `messages` otherwise than it was read, so
-        that a new sequence begins. ConfigError if it cannot begin."""
+        """Return True if the template rewrites the history before `messages`, so that a new
+        sequence begins.
+
+        Raises ConfigError if the sequence cannot begin again.
+        """
         role = messages[0]["role"] if messages else "user"
         if not self.setting.rewrites(role, self._thinks):
             return False

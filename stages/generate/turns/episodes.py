@@ -1,12 +1,11 @@
-"""Requests of episodes: each row's turns one after another, with its environment's answers between
-them.
+"""Requests of episodes: each row's turns in order, with the environment's answers between them.
 
-A turn that can be sampled now goes before a row that has not begun, so an episode that is under way
-is not held up; an engine that decodes many rows at once (`ahead`) is given new rows only while it
-has empty places. What an environment takes costs the engine nothing as long as other episodes have
-turns to sample.
+A turn that can be sampled now goes before a row that has not begun, so a running episode is not
+delayed. An engine that decodes many rows at once (`ahead`) gets new rows only while it has empty
+slots. The environment's time costs the engine nothing as long as other episodes have turns to
+sample.
 
-See `opening.opened` for how they come to be.
+`opening.opened` creates these requests.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from .episode import Episode, Setting
 from .saved import Beginning, Played
 
 _SECONDS_TO_WAIT = 2.0
-"""For an environment's answer, before the stage looks after other things."""
+"""Maximum wait for an environment's answer, before the stage does other work."""
 _ANOTHER_BEGINNING = (
     "it begins otherwise than when its prompt was rendered, so it does not depend on seed and row "
     "alone"
 )
 _OPEN_FOR_EACH_PLACE = 4
-"""Episodes that are begun for each row that the engine decodes at once, at most."""
+"""Maximum open episodes for each row that the engine decodes at once."""
 
 
 @dataclass
@@ -43,35 +42,35 @@ class _Running:
     row: int
     episode: Episode
     key: int
-    """Of its environment in the pool."""
+    """Key of its environment in the pool."""
     past: deque[Played]
-    """What is still to be played before the prompt's place is reached."""
+    """Turns to replay before the prompt's state is reached."""
     playing: Played | None = None
-    """What of it is being answered; None: the environment is to begin."""
+    """The turn being replayed; None while the environment begins."""
     is_open: bool = False
-    """Whether the environment is at that place."""
+    """True if the environment has reached that state."""
     failure: Reply | None = None
-    """Of an environment that could not begin, until the first turn has been sampled."""
+    """Failure of an environment that could not begin, kept until the first turn is sampled."""
     max_tokens: int = 0
-    """Most ids of the turn that is being sampled."""
+    """Maximum ids of the turn being sampled."""
 
 
 @dataclass(kw_only=True)
 class Episodes(Requests):
-    """What the engine draws where rows are episodes."""
+    """Iterator of requests for rows that are episodes."""
 
     setting: Setting
     pool: EnvironmentPool
     beginnings: list[Beginning]
-    """Of each prompt."""
+    """Beginning of each prompt's episodes."""
     chats: list[list[Message]]
-    """Of each prompt its messages."""
+    """Messages of each prompt."""
     _new_rows: deque[int] = field(default_factory=deque)
-    """Taken, and not begun."""
+    """Rows that were taken and have not begun."""
     _ready: deque[_Running] = field(default_factory=deque)
-    """Those whose next turn can be sampled."""
+    """Episodes whose next turn can be sampled."""
     _running: dict[int, _Running] = field(default_factory=dict)
-    """By row."""
+    """Begun episodes, by row."""
     _of_key: dict[int, _Running] = field(default_factory=dict)
 
     def __next__(self) -> Request:
@@ -88,7 +87,7 @@ class Episodes(Requests):
         raise StopIteration
 
     def open_shard(self) -> bool:
-        """Take the next shard; whether there was one."""
+        """Take the next shard; return False if there was none."""
         indices = self.take_shard()
         if indices is None:
             return False
@@ -97,24 +96,27 @@ class Episodes(Requests):
         return True
 
     def is_done(self) -> bool:
-        """Whether all episodes of the rows that were taken have ended."""
+        """True if all episodes of the rows that were taken have ended."""
         return not self._running and not self._new_rows
 
     def settle(self) -> None:
-        """The engine has no more to say for now: wait for an environment. SchemaError where a turn
-        has no answer."""
+        """Wait for an environment, when the engine has no more answers for now.
+
+        Raises SchemaError if a turn has no answer.
+        """
         super().settle()
         if self._running and not self._ready and not self._new_rows:
             self._hear(wait=_SECONDS_TO_WAIT)
 
     def table(self, start: int, finished: list[Any]) -> pa.Table:
-        """The ended episodes from row `start` on, in the order of their rows. [rows]"""
+        """Return the ended episodes from row `start` on, ordered by row. [rows]"""
         return self.rows.table_of_episodes(start, finished)
 
     # -- the engine's side
 
     def _begin(self, row: int) -> Request:
-        """The first turn of a row; its environment begins meanwhile."""
+        """Return the request for the first turn of a row; its environment begins at the same
+        time."""
         prompt = row // self.rows.config.samples_per_prompt
         beginning = self.beginnings[prompt]
         key = self.pool.open(beginning.row, beginning.seed)
@@ -135,7 +137,7 @@ class Episodes(Requests):
         return Request(running.row, ids, seed, turn, running.max_tokens, pictures)
 
     def answer(self, completion: Completion) -> None:
-        """Take a sampled turn in. SchemaError or NumericError: see `check`."""
+        """Accept a sampled turn. Raises SchemaError or NumericError: see `check`."""
         running = self._running.get(completion.index)
         self.check(completion, running.max_tokens if running else 0)
         episode = running.episode
@@ -147,11 +149,10 @@ class Episodes(Requests):
     # -- the environment's side
 
     def _hear(self, wait: float) -> None:
-        """Take in what environments have answered; `wait` seconds for the first, where there is
-        none yet."""
+        """Handle the environments' answers; wait up to `wait` seconds if there is none yet."""
         for reply in self.pool.replies(wait):
             running = self._of_key.get(reply.key)
-            if running is None:  # of an episode that the engine gave up
+            if running is None:  # the engine gave up this episode
                 self.pool.forget(reply.key)
             elif running.is_open:
                 self._hear_of_turn(running, reply)
@@ -159,7 +160,7 @@ class Episodes(Requests):
                 self._hear_of_past(running, reply)
 
     def _hear_of_past(self, running: _Running, reply: Reply) -> None:
-        """It has begun, or has answered a turn before the first one that is sampled."""
+        """Handle the reply of an environment that began, or answered a replayed turn."""
         if reply.failure is None and not self._is_as_before(running, reply.step):
             reply = reply._replace(failure="environment_error", why=_ANOTHER_BEGINNING)
         if running.past and reply.failure is None:
@@ -175,7 +176,8 @@ class Episodes(Requests):
         self._go_on(running)
 
     def _is_as_before(self, running: _Running, step: Step) -> bool:
-        """Whether the environment says what it said when the prompt was rendered, or sampled."""
+        """Return True if the environment repeats what it said when the prompt was rendered or
+        sampled."""
         if running.playing is not None:
             return running.playing.is_answered_by(step)
         prompt = running.row // self.rows.config.samples_per_prompt
@@ -197,7 +199,7 @@ class Episodes(Requests):
         running.episode.failed(reply.failure, reply.why, reply.seconds)
 
     def _go_on(self, running: _Running) -> None:
-        """Whatever the episode needs next."""
+        """Do the next step of the episode."""
         episode = running.episode
         if episode.state == "sample":
             self._ready.append(running)
@@ -208,7 +210,7 @@ class Episodes(Requests):
                 self.pool.finish(running.key)
             self._finished.append((running.row, episode.record()))
         elif not running.is_open:
-            pass  # it goes on when its environment has begun
+            pass  # it continues when its environment has begun
         elif episode.state == "act":
             self.pool.step(running.key, episode.turn)
         else:

@@ -1,8 +1,10 @@
-"""From a plan to its episodes: the environments, the chat template, and how each prompt begins.
+"""Prepare a plan's episodes: the environments, the chat template, and each prompt's beginning.
 
-config = with_code_hashes(config, prompts)         # at planning; runs none of a user's code
-with opened(plan, writer, setup) as new_requests:  # `Requests` without [generate.turns]
-    requests = new_requests(rows=rows, …)
+    config = with_code_hashes(config, prompts)         # at planning; runs no user code
+    with opened(plan, writer, setup) as new_requests:  # `Requests` without [generate.turns]
+        requests = new_requests(rows=rows, …)
+
+Without [generate.turns] nothing is opened.
 """
 
 from __future__ import annotations
@@ -40,8 +42,10 @@ from .tool_calls import make_parser
 
 
 def with_code_hashes(config: Config, prompts: Version) -> Config:
-    """`config` with the hashes of the code that [generate.turns] names. ConfigError where `prompts`
-    were rendered for another environment."""
+    """Add the hashes of the code that [generate.turns] names.
+
+    Raises ConfigError if `prompts` were rendered for another environment.
+    """
     if config.turns is None:
         return config
     turns = config.turns.with_fingerprint()
@@ -62,8 +66,10 @@ def with_code_hashes(config: Config, prompts: Version) -> Config:
 
 @contextmanager
 def opened(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable[..., Requests]]:
-    """What makes the requests of a stage, while environments and template are open. ConfigError,
-    ResourceError."""
+    """Yield a function that makes a stage's requests, while environments and template are open.
+
+    Raises ConfigError or ResourceError.
+    """
     turns = plan.config.turns
     if turns is None:
         yield Requests
@@ -86,7 +92,8 @@ def opened(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable[..., R
     }
     source = prompts.manifest.metrics["chat_template"]
     limits = ImageLimits()
-    if "image_seconds" in rendering:  # not in a branch's prompts
+    # A branch's prompts have none.
+    if "image_seconds" in rendering:
         limits = ImageLimits(
             pixels=rendering["max_image_pixels"],
             bytes=rendering["max_image_bytes"],
@@ -143,7 +150,7 @@ def opened(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable[..., R
 
 
 def _require_same_tools(prompts: Version, loaded: Loaded) -> None:
-    """ConfigError unless the prompts show the tools that there are now."""
+    """Raise ConfigError unless the prompts show the current tools."""
     shown = prompts.table(["tools"])["tools"][0].as_py()
     if (json.loads(shown) if shown else []) != loaded.tools:
         raise ConfigError(

@@ -1,14 +1,15 @@
-"""Saved episodes are played again: their turns against the environment, which must answer as it
-did. So it is tested whether it depends on seed, row and turns alone.
+"""Replay saved episodes against their environment, to test that it answers as before.
+
+It should depend on seed, row and turns only.
 
     report = reenact(store, "guess/rollouts@1")
     report.episodes_agree, report.episodes
     report.differences[0].what
 
-Nothing is sampled and nothing is written. Compared are the opening messages, where the prompt says
-them, and of each turn the observation's text, its reward, and whether the episode ended there. The
-first difference ends an episode: what comes after it may follow from it. Episodes that failed when
-they were sampled are left out.
+Nothing is sampled or written. The replay compares the opening messages, if the prompt has them. For
+each turn it compares the observation's text, the reward, and if the episode ended there. The first
+difference ends an episode, because later ones may follow from it. Episodes that failed when they
+were sampled are left out.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ from quiver.stages.generate.turns.saved import (
 )
 
 MOST_OPEN = 64
-"""Environments that stand at the same time."""
+"""Maximum environments that run at the same time."""
 _MOST_TEXT = 2000
-"""Characters of a text that is kept to be shown."""
+"""Maximum characters of a text in a report."""
 What = Literal["opening", "observation", "reward", "end", "failure"]
 
 
 class Difference(NamedTuple):
-    """Where an episode went another way."""
+    """The first point at which an episode went differently."""
 
     rollout_id: str
     turn: int | None
-    """From 0. None: before the first one."""
+    """Turn, from 0; None if the difference is before the first turn."""
     what: What
     recorded: Any
     came: Any
@@ -62,23 +63,23 @@ class Difference(NamedTuple):
 
 @dataclass
 class Report:
-    """What came of it."""
+    """The result of replaying one version."""
 
     ref: str
     sources: tuple[str, ...]
-    """What was played against."""
+    """Names of the environment or tools that were played against."""
     is_changed: bool
-    """Whether its code is another than that which the rollouts were sampled with."""
+    """True if their code has changed since the rollouts were sampled."""
     episodes: int = 0
     episodes_agree: int = 0
     turns: int = 0
-    """Of these episodes."""
+    """Turns of these episodes."""
     turns_agree: int = 0
-    """Those up to the first difference of each episode."""
+    """Turns before the first difference of each episode."""
     failed: int = 0
-    """Episodes that had failed when they were sampled, and are not played."""
+    """Episodes that failed when they were sampled, and are not replayed."""
     differences: list[Difference] = field(default_factory=list)
-    """The first one of each episode, in the order of the version."""
+    """The first difference of each episode, in the order of the version."""
 
 
 class _Saved(NamedTuple):
@@ -94,24 +95,24 @@ class _Saved(NamedTuple):
     end_reason: str
 
     def differs(self, turn: int | None, what: What, recorded: Any, came: Any) -> Difference:
-        """At that turn, with texts that are short enough to be shown."""
+        """Return a difference at that turn, with texts cut to be shown."""
         return Difference(self.rollout_id, turn, what, _cut(recorded), _cut(came))
 
     def failed(self, turn: int | None, reply: Reply) -> Difference:
-        """The environment gave no answer there."""
+        """Return the difference of an environment that did not answer there."""
         recorded = "it began" if turn is None else self.turns[turn]["observation"]
         return self.differs(turn, "failure", recorded, f"{reply.failure}: {reply.why}")
 
 
 class _Outcome(NamedTuple):
     num_agree: int
-    """Turns, up to the first difference."""
+    """Turns before the first difference."""
     difference: Difference | None
 
 
 Game = Generator[Turn | None, Reply, _Outcome]
-"""Yields the turn that the environment is to answer (None: its last word), and is sent the reply.
-"""
+"""Yields the turn that the environment must answer (None to ask for its final reward), and is sent
+the reply."""
 
 
 def reenact(
@@ -123,9 +124,18 @@ def reenact(
     tools: Sequence[str] = (),
     processes: int | None = None,
 ) -> Report:
-    """Play the episodes of `ref`, or the first `rows` of them that did not fail. `environment` or
-    `tools`: in place of those that its manifest names. `processes` for the environments, None: one
-    a core. ConfigError, LineageError, SecurityError."""
+    """Replay the episodes of `ref`.
+
+    Args:
+        store: Store of the rollouts and their prompts.
+        ref: A rollouts version with episodes.
+        rows: Replay only the first `rows` that did not fail. Default: all.
+        environment: Environment to use instead of the manifest's.
+        tools: Tools to use instead of the manifest's.
+        processes: Processes for the environments. Default: one per core.
+
+    Raises ConfigError, LineageError or SecurityError.
+    """
     rollouts = store.open(ref)
     require_episodes(rollouts)
     prompts = open_input(store, rollouts, "prompts")
@@ -149,7 +159,10 @@ def reenact(
 def _turns_config(
     store: Store, rollouts: Version, environment: str | None, tools: Sequence[str]
 ) -> Turns:
-    """What is played against. SecurityError: code is not taken from somebody else's store."""
+    """Return the config of the environment to play against.
+
+    Raises SecurityError if the code is named by another user's store.
+    """
     name = str(rollouts.ref)
     section = rollouts.manifest.config_section("turns")
     named_here: dict[str, Any] = {}
@@ -172,8 +185,10 @@ def _turns_config(
 def _saved_episodes(
     store: Store, rollouts: Version, prompts: Version, report: Report, rows: int | None
 ) -> Iterator[_Saved]:
-    """Row after row, up to `rows` that did not fail; counted in the report. LineageError: a prompt
-    is not there; SchemaError: calls cannot be read."""
+    """Yield up to `rows` episodes that did not fail, and count them in the report.
+
+    Raises LineageError if a prompt is missing, and SchemaError if calls cannot be read.
+    """
     asked = prompts.table(["group_id", "messages", "columns"])
     places = {group: place for place, group in enumerate(asked["group_id"].to_pylist())}
     before_calls = text_before_calls(store, rollouts)
@@ -209,11 +224,11 @@ def _saved_episodes(
 
 
 def _play_all(pool: EnvironmentPool, episodes: Iterator[_Saved]) -> dict[int, _Outcome]:
-    """What came of each episode, by its position; `MOST_OPEN` are played at a time."""
+    """Return the outcome of each episode by its position; plays up to `MOST_OPEN` at a time."""
     outcomes: dict[int, _Outcome] = {}
     games: dict[int, tuple[int, Game]] = {}
     finishing: set[int] = set()
-    """Those whose environment was asked for its last word."""
+    """Keys of environments that were asked for their final reward."""
     while True:
         while len(games) < MOST_OPEN and (episode := next(episodes, None)):
             key = pool.open(episode.beginning.row, episode.beginning.seed)
@@ -240,7 +255,7 @@ def _play_all(pool: EnvironmentPool, episodes: Iterator[_Saved]) -> dict[int, _O
 
 
 def _play(episode: _Saved) -> Game:
-    """One episode, to its end or its first difference."""
+    """Play one episode, to its end or its first difference."""
     num_agree = 0
     difference = yield from _begin(episode)
     while difference is None and num_agree < len(episode.turns):
@@ -250,8 +265,8 @@ def _play(episode: _Saved) -> Game:
 
 
 def _begin(episode: _Saved) -> Generator[Turn | None, Reply, Difference | None]:
-    """The opening, and the turns that were played before the first one that was sampled."""
-    reply = yield None  # what is sent first is the reply to `open`
+    """Check the opening, and the turns replayed before the first sampled one."""
+    reply = yield None  # the first message sent is the reply to `open`
     if reply.failure is not None:
         return episode.failed(None, reply)
     recorded, came = episode.beginning.opening, without_pictures(reply.step.observation())
@@ -268,7 +283,7 @@ def _begin(episode: _Saved) -> Generator[Turn | None, Reply, Difference | None]:
 
 
 def _take_turn(episode: _Saved, number: int) -> Generator[Turn | None, Reply, Difference | None]:
-    """Turn `number`; after the last one the environment's last word, which is a part of its
+    """Play turn `number`. After the last turn also ask for the final reward, which is part of its
     reward."""
     recorded = episode.turns[number]
     turn = episode.answered[number]

@@ -1,9 +1,10 @@
-"""What saved episodes say of what was played: where an environment began, and which turns it had
-answered.
+"""Read saved episodes: where an environment began, and which turns it answered.
 
-    beginning = beginning_of("sum-0017", {"answer": 7})          # of a prompt
+    beginning = beginning_of("sum-0017", {"answer": 7})          # a prompt's
     before_calls = text_before_calls(store, rollouts)
     turns_answered(row["rollout_id"], row["turns"], row["end_reason"], before_calls)
+
+Look here for the functions that sampling, `branch` and `reenact` share.
 """
 
 from __future__ import annotations
@@ -39,41 +40,44 @@ _NOT_ASKED = ("answered", "max_tool_calls")
 
 
 class Played(NamedTuple):
-    """A turn that an environment has answered, and what it said."""
+    """A turn that an environment has answered, with its answer."""
 
     turn: Turn
     observation: str
     cut: int
-    """Characters that were cut out of it."""
+    """Characters that were cut out of the observation."""
     reward: float | None
 
     def is_answered_by(self, step: Step) -> bool:
-        """Whether the environment says the same again, and goes on."""
+        """Return True if the environment gives the same answer, and does not end."""
         said = text_of(step, self.cut), as_float32(step.reward), step.done
         return said == (self.observation, as_float32(self.reward), False)
 
 
 class Beginning(NamedTuple):
-    """Where the episodes of a prompt begin."""
+    """The state in which the episodes of a prompt begin."""
 
     row: Row
-    """What the environment is reset with."""
+    """The row that the environment is reset with."""
     group: str
-    """The group that gives its seed."""
+    """The group that the environment's seed is derived from."""
     opening: list[Message] | None = None
-    """What it says then; None: not known."""
+    """The environment's opening messages; None if they are unknown."""
     turns: tuple[Played, ...] = ()
-    """What it answers before the first turn that is sampled, where the prompt is the beginning of a
-    saved episode."""
+    """Turns to replay before the first sampled one, if the prompt is the beginning of a saved
+    episode."""
 
     @property
     def seed(self) -> int:
-        """What the environment is reset with beside the row."""
+        """The seed that the environment is reset with, besides the row."""
         return environment_seed(self.group)
 
 
 def beginning_of(group_id: str, columns: Mapping[str, Any]) -> Beginning:
-    """Of the prompt with these columns. SchemaError where the turns before it cannot be read."""
+    """Return the beginning of the prompt with these columns.
+
+    Raises SchemaError if its earlier turns cannot be read.
+    """
     row = dict(columns)
     saved_turns, group, opening = (row.pop(name, None) for name in OURS)
     try:
@@ -95,7 +99,7 @@ def _as_played(saved: Mapping[str, Any]) -> Played:
 
 
 def as_json(turns: Sequence[Played]) -> str:
-    """Turns as the column `quiver_turns` has them."""
+    """Return the turns in the format of the column `quiver_turns`."""
     saved = [
         {
             "text": turn.text,
@@ -110,7 +114,7 @@ def as_json(turns: Sequence[Played]) -> str:
 
 
 def text_of(step: Step, cut: int) -> str:
-    """The text of an observation without the `cut` characters in its middle."""
+    """Return the text of an observation without the `cut` characters in its middle."""
     messages = step.observation()
     if cut > 0:
         messages = cut_by(messages, cut)
@@ -118,21 +122,22 @@ def text_of(step: Step, cut: int) -> str:
 
 
 def cut_of(turn: Mapping[str, Any]) -> int:
-    """How many characters of a saved turn's observation were cut."""
+    """Return how many characters of a saved turn's observation were cut."""
     info = None
-    with suppress(ValueError):  # of a user's own it may be nested too deeply
+    with suppress(ValueError):  # a user's own info may be nested too deeply
         info = read_json(turn["info"] or "null")
     cut = info.get(CUT_INFO) if isinstance(info, dict) else None
     return cut if isinstance(cut, int) else 0
 
 
 def as_float32(reward: float | None) -> np.float32 | None:
-    """A reward as rollouts have it."""
+    """Return a reward with the precision of rollouts."""
     return None if reward is None else np.float32(reward)
 
 
 def calls_of(name: str, turn: Mapping[str, Any]) -> tuple[Call, ...]:
-    """The calls that were read from a turn of rollout `name`. SchemaError where they are none."""
+    """Return the calls read from a turn of rollout `name`. Raises SchemaError if they are
+    malformed."""
     try:
         calls = read_json(turn["tool_calls"] or "[]")
         return tuple(Call(call["name"], call["arguments"]) for call in calls)
@@ -150,9 +155,12 @@ def turns_answered(
     end_reason: str | None,
     before_calls: Callable[[str], str],
 ) -> list[Turn | None]:
-    """Of each turn of rollout `name` what the environment was given to answer; None where it was
-    not asked: a turn that could not be read was refused without it, and the last one may be the
-    answer, or have been cut. `end_reason` None: more turns follow these. SchemaError."""
+    """Return what the environment was asked to answer for each turn of rollout `name`.
+
+    An entry is None if the environment was not asked. A turn that could not be read was refused
+    without it, and the last turn may be the answer or have been cut. `end_reason` None means that
+    more turns follow. Raises SchemaError.
+    """
     answered: list[Turn | None] = []
     for number, turn in enumerate(turns, 1):
         is_asked = turn["parse_error"] is None
@@ -165,7 +173,7 @@ def turns_answered(
 
 
 def ids_before(row: Mapping[str, Any], number: int) -> list[int]:
-    """All that the policy read of a rollout before turn `number`, since its sequence began."""
+    """Return the ids that the policy read before turn `number`, since its sequence began."""
     ids = list(row["prompt_ids"])
     start = 0
     for turn in row["turns"][:number]:
@@ -179,8 +187,10 @@ def ids_before(row: Mapping[str, Any], number: int) -> list[int]:
 
 
 def text_before_calls(store: Store, rollouts: Version) -> Callable[[str], str]:
-    """From the text of a turn with calls to what stands before them, by the parser that the
-    manifest names; it is made when there is such a turn. ConfigError, LineageError, SecurityError.
+    """Return a function from a turn's text to the text before its calls.
+
+    It uses the parser that the manifest names, and loads it at the first call. Raises ConfigError,
+    LineageError or SecurityError.
     """
     name = rollouts.manifest.config_section("turns").get("parser")
     sampler = rollouts.manifest.require_model("policy")
@@ -197,7 +207,7 @@ def text_before_calls(store: Store, rollouts: Version) -> Callable[[str], str]:
 
 
 def refuse_foreign_code(store: Store, rollouts: Version) -> None:
-    """SecurityError where the store is somebody else's: what it names as code is not run."""
+    """Raise SecurityError if the store belongs to another user: code that it names is not run."""
     if store.storage.is_foreign:
         raise SecurityError(
             str(rollouts.ref),
@@ -207,7 +217,7 @@ def refuse_foreign_code(store: Store, rollouts: Version) -> None:
 
 
 def require_episodes(rollouts: Version) -> None:
-    """LineageError where the version holds no episodes of several turns."""
+    """Raise LineageError if the version holds no episodes of several turns."""
     if rollouts.manifest.kind_schema not in OF_EPISODES:
         raise LineageError(
             str(rollouts.ref),

@@ -1,15 +1,15 @@
-r"""What a turn's text asks for: calls of tools, in one of the formats that models are trained on.
+r"""Parse tool calls out of a turn's text, in the formats that models are trained on.
 
     parse = make_parser("hermes")
     parse('Let me see.<tool_call>{"name": "look_up", "arguments": {"word": "elk"}}</tool_call>')
     # ParsedTurn(text="Let me see.", calls=(Call("look_up", {"word": "elk"}),), error=None, …)
 
-No parser raises, whatever the policy wrote. A call that is not of its format (one with another key,
-say) is an `error` and is not made: its text is for the policy, which may try again. Broken framing
-(a tag that is opened and never closed, say) is `is_broken`: there is nothing that an answer could
-stand behind. Thinking before `</think>` holds no calls, and a tag in a string of a call's JSON is
-text. For the parsers of `PARSERS` a known tool that is called in another format is an `error` too:
-the text would count as the answer otherwise.
+No parser raises, for any text. A malformed call (one with another key, say) becomes an `error` and
+is not made; the policy reads the error and may try again. Broken framing (a tag that is opened and
+never closed, say) sets `is_broken`: no answer could follow such a turn. Thinking before `</think>`
+contains no calls, and a tag in a string of a call's JSON is text. The parsers of `PARSERS` also
+report an `error` if a known tool is called in another format, because the text would otherwise
+count as the answer.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _NO_CALLS = "thinking holds no calls, write it behind the thinking"
 _TAG = re.compile("|".join(map(re.escape, (*_CALL_TAGS, _THOUGHT_END, PYTHON_TAG))))
 _STRING = r'"(?:[^"\\\n]|\\.)*+"'
 _TAG_OR_STRING = re.compile(rf"{_STRING}|\\.|{_TAG.pattern}")
-"""A tag, or a string of JSON, in which tags are text. A backslash outside of strings hides the
-quote behind it."""
+"""A tag, or a JSON string, in which tags are text. A backslash outside of strings hides the quote
+after it."""
 _OBJECT = re.compile(r"\s*\{")
 _PYTHON_START = r"(?:\A|```\w*+\n|<tool_call>|<\|\w++\|>)\s*+"
 _PYTHON_ARGUMENTS = r"(?:(?!```|<tool_call>|<\|).)*"
@@ -61,40 +61,43 @@ _FORMS = (
     rf"{_PYTHON_START}(?:print\()?(NAME)"
     rf"""\((?:\s*+(?:\w++\s*+=|["']){_PYTHON_ARGUMENTS})?\){_PYTHON_END}""",
 )
-"""How models write calls, beside JSON objects; NAME stands for the names of tools."""
+"""Other formats of calls than JSON objects. NAME stands for the names of tools."""
 _OF_OBJECTS = (
     r"""(["'])(?:name|function|tool_name)\1\s*+:\s*+(["'])(?P<tool>NAME)\2"""
     r"""|(["'])(?P<key>arguments|parameters|description)\4\s*+:"""
     rf"|{_STRING}|\\.|[{{}}]"
 )
-"""What tells a JSON object that is a call: braces, and the keys of calls and of schemas."""
+"""Matches the parts that identify a JSON object as a call: braces, and the keys of calls and
+schemas."""
 _WORD_BEFORE = re.compile(r"\w[ \t`(\[]*\Z")
 _WORD_BEHIND = re.compile(r"[]})`]*[.,;:!?]*[ \t]+\w")
 _ENDS = ("<|eom_id|>", "<|eot_id|>")
 
 
 class ParsedTurn(NamedTuple):
-    """What was read from the text of one turn."""
+    """The result of parsing one turn."""
 
     text: str
-    """What stands before the first call; without calls all of it."""
+    """Text before the first call; all of it if there are no calls."""
     calls: tuple[Call, ...] = ()
     error: str | None = None
-    """Why a call cannot be read; none of the turn's calls is to be made then."""
+    """Why a call cannot be read; if set, none of the turn's calls is made."""
     is_broken: bool = False
-    """Whether the error is one of framing, so that nothing can follow this turn."""
+    """True if the framing is broken, so that nothing can follow this turn."""
 
 
 Parse = Callable[[str], ParsedTurn]
 
 
 class _Broken(ValueError):
-    """Why the framing is broken."""
+    """Raised if the framing is broken."""
 
 
 def parse_hermes(text: str) -> ParsedTurn:
-    """Calls as Qwen and Hermes models write them: `<tool_call>{"name", "arguments"}</tool_call>`,
-    any number of them."""
+    """Parse the calls of Qwen and Hermes models: `<tool_call>{"name", "arguments"}</tool_call>`.
+
+    A turn may have any number of them.
+    """
     start = _end_of_thought(text, _CALL_TAGS)
     tags = [tag for tag in _tags(text, start) if tag[0] in _CALL_TAGS]
     before = text[: tags[0].start()] if tags else text
@@ -106,7 +109,7 @@ def parse_hermes(text: str) -> ParsedTurn:
     except ValueError as error:
         return ParsedTurn(before, (), str(error), isinstance(error, _Broken))
     if not tags and start and not _begins_with_thought(text):
-        # the prompt may have begun the thinking, or nothing has: only the policy can tell
+        # The prompt may have begun the thinking, or there is none: only the policy can tell.
         ahead = parse_hermes(text[: start - len(_THOUGHT_END)])
         if ahead.calls:
             return ParsedTurn(ahead.text, (), f"a call stands before {_THOUGHT_END}: {_NO_CALLS}")
@@ -114,7 +117,7 @@ def parse_hermes(text: str) -> ParsedTurn:
 
 
 def _between_tags(text: str, tags: list[re.Match]) -> Iterator[str]:
-    """What stands between each pair of tags. _Broken where they are no pairs."""
+    """Yield the text between each pair of tags. Raises _Broken if they do not form pairs."""
     opened = None
     for tag in tags:
         if tag[0] == _OPEN:
@@ -131,12 +134,12 @@ def _between_tags(text: str, tags: list[re.Match]) -> Iterator[str]:
 
 
 def parse_llama(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedTurn:
-    """Calls as Llama 3 models write them: the whole turn is `{"name", "parameters"}`, several with
-    `;` or white space between them, with or without `<|python_tag|>` before.
+    """Parse the calls of Llama 3 models: the whole turn is `{"name", "parameters"}`.
 
-    A JSON object is a call if it has these keys or the name of one of the `tools`; behind the tag
-    if it has a name at all. Anything else is an answer, or code for the tool `python` behind the
-    tag.
+    Several calls are separated by `;` or white space. `<|python_tag|>` may come first. A JSON
+    object is a call if it has these keys or the name of one of the `tools`; after the tag, any
+    object with a name is one. Anything else is an answer or, after the tag, code for the tool
+    `python`.
     """
     before, tag, behind = _split_at_python_tag(text)
     body = _without_end(behind)
@@ -144,7 +147,7 @@ def parse_llama(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedTurn:
         return parse_python_tag(text)
     names = [tool["function"]["name"] for tool in tools]
     calls: list[Call] = []
-    # of an object that cannot be read, its text alone tells
+    # For an object that cannot be parsed, only its text can show that it is a call.
     is_call = all(key in body for key in ('"name"', '"parameters"')) or any(
         re.search(rf'"name"\s*:\s*"{re.escape(name)}"', body) for name in names
     )
@@ -168,7 +171,8 @@ def parse_llama(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedTurn:
 
 
 def _read_object(body: str) -> tuple[dict[str, Any], int]:
-    """The JSON object that `body` begins with, and where it ends. ValueError."""
+    """Return the JSON object at the start of `body`, and the index of its end. Raises
+    ValueError."""
     try:
         members, end = json.JSONDecoder(object_pairs_hook=no_key_twice).raw_decode(body)
     except (ValueError, RecursionError) as error:
@@ -181,7 +185,8 @@ def _read_object(body: str) -> tuple[dict[str, Any], int]:
 
 
 def parse_python_tag(text: str) -> ParsedTurn:
-    """Code behind `<|python_tag|>`, to the end of the turn: one call of the tool `python`."""
+    """Parse the code after `<|python_tag|>`, up to the end of the turn: one call of the tool
+    `python`."""
     before, tag, behind = _split_at_python_tag(text)
     if not tag:
         return ParsedTurn(text)
@@ -192,8 +197,10 @@ def parse_python_tag(text: str) -> ParsedTurn:
 
 
 def parse_response(text: str, *, tokenizer: Any, prefix: str, tools: list[dict]) -> ParsedTurn:
-    """Calls by the tokenizer's own response template, which transformers reads; `prefix`: the
-    prompt's end, where the template may have begun the turn."""
+    """Parse calls with the tokenizer's own response template, through transformers.
+
+    `prefix` is the prompt's end, in which the template may have begun the turn.
+    """
     try:
         message = tokenizer.parse_response(text, prefix=prefix, tools=tools or None)
         functions = [entry["function"] for entry in message.get("tool_calls") or []]
@@ -208,8 +215,11 @@ def parse_response(text: str, *, tokenizer: Any, prefix: str, tools: list[dict])
 
 
 def parse_by(text: str, *, function: Callable[[str], Any]) -> ParsedTurn:
-    """Calls by a user's function: it returns a list of {"name", "arguments"}, or a ParsedTurn.
-    ValueError says what the policy did wrong, EOFError that the framing is broken."""
+    """Parse calls with a user's function, which returns a list of {"name", "arguments"} or a
+    ParsedTurn.
+
+    Its ValueError says what the policy did wrong; its EOFError means that the framing is broken.
+    """
     try:
         returned = function(text)
         if isinstance(returned, ParsedTurn):
@@ -221,8 +231,11 @@ def parse_by(text: str, *, function: Callable[[str], Any]) -> ParsedTurn:
 
 
 def parse_known(text: str, *, parse: Parse, form: str, tools: Sequence[ToolSchema]) -> ParsedTurn:
-    """Calls by `parse`. Without any, a call of one of `tools` in another format is an error; `form`
-    says how it should be written."""
+    """Parse calls with `parse`. If there are none, a call of one of `tools` in another format is an
+    error.
+
+    `form` is the expected format, for the error.
+    """
     parsed = parse(text)
     if parsed.calls or parsed.is_broken or not tools:
         return parsed
@@ -236,9 +249,11 @@ def parse_known(text: str, *, parse: Parse, form: str, tools: Sequence[ToolSchem
 
 
 def _called_otherwise(names: Sequence[str], said: str, *, in_objects: bool) -> str:
-    """The tool of these names that a text calls in one of `_FORMS` or, if `in_objects`, by a JSON
-    object; else empty. An object that has a description is a schema, and one in the midst of a
-    sentence is quoted."""
+    """Return the tool that the text calls in one of `_FORMS` or, if `in_objects`, in a JSON object;
+    else "".
+
+    An object with a description is a schema, and one in the middle of a sentence is a quotation.
+    """
     alternatives = "|".join(map(re.escape, names))
     for form in _FORMS:
         if match := re.search(form.replace("NAME", alternatives), said, re.DOTALL):
@@ -264,12 +279,12 @@ def _called_otherwise(names: Sequence[str], said: str, *, in_objects: bool) -> s
 
 
 class Entry(NamedTuple):
-    """A parser that comes along."""
+    """A shipped parser."""
 
     description: str
     parse: Parse
     form: str
-    """How a call is written, for the policy."""
+    """The format of a call, as shown to the policy."""
 
 
 PARSERS = {
@@ -288,12 +303,14 @@ PARSERS = {
     ),
 }
 RESPONSE_TEMPLATE = "tokenizer"
-"""The name of the parser that is the tokenizer's own."""
+"""The name of the parser that uses the tokenizer's own template."""
 
 
 def check_parser(name: str) -> None:
-    """ConfigError where it is neither one of ours nor the name of a function; whether that exists
-    is not looked at."""
+    """Raise ConfigError if the name is neither a shipped parser nor a path to a function.
+
+    Does not check that the function exists.
+    """
     names = [*PARSERS, RESPONSE_TEMPLATE]
     if ":" not in name and name not in names:
         raise ConfigError(
@@ -307,7 +324,10 @@ def check_parser(name: str) -> None:
 def make_parser(
     name: str, tokenizer: Any = None, prefix: str = "", tools: list[dict] | None = None
 ) -> Parse:
-    """The parser of that name. ConfigError: there is none, or the tokenizer brings none along."""
+    """Return the parser with that name.
+
+    Raises ConfigError if there is none, or if the tokenizer has no response template.
+    """
     check_parser(name)
     if name in PARSERS:
         _, parse, form = PARSERS[name]
@@ -334,7 +354,8 @@ def _begins_with_thought(text: str) -> bool:
 
 
 def _end_of_thought(text: str, call_tags: Sequence[str]) -> int:
-    """Where thinking ends and calls may begin. `call_tags`: what begins and ends a call."""
+    """Return the index where thinking ends and calls may begin. `call_tags` begin and end a
+    call."""
     if _begins_with_thought(text):
         end = text.find(_THOUGHT_END)
         return len(text) if end < 0 else end + len(_THOUGHT_END)
@@ -342,13 +363,15 @@ def _end_of_thought(text: str, call_tags: Sequence[str]) -> int:
         if tag[0] == _THOUGHT_END:
             return tag.end()
         if tag[0] == PYTHON_TAG and PYTHON_TAG in call_tags:
-            return 0  # all behind it is code
+            return 0  # everything after it is code
     return 0
 
 
 def _tags(text: str, start: int = 0) -> Iterator[re.Match]:
-    """The tags in `text`, but not those in the strings of a JSON object that `text` or a tag
-    begins. Elsewhere quotes are prose."""
+    """Yield the tags in `text`, except those in the strings of a JSON object.
+
+    Such an object starts the text or follows a tag. Elsewhere quotes are prose.
+    """
     position = start
     pattern = _TAG_OR_STRING if _begins_object(text, start) else _TAG
     while match := pattern.search(text, position):
@@ -363,8 +386,10 @@ def _begins_object(text: str, position: int) -> bool:
 
 
 def _split_at_python_tag(text: str) -> tuple[str, str, str]:
-    """What is before `<|python_tag|>`, the tag, and what is behind it; without one what is thought,
-    an empty tag, and what is said."""
+    """Split at `<|python_tag|>` into the text before it, the tag, and the text after it.
+
+    Without the tag: the thinking, "", and the rest.
+    """
     start = _end_of_thought(text, (PYTHON_TAG,))
     for tag in _tags(text, start):
         if tag[0] == PYTHON_TAG:
@@ -380,12 +405,12 @@ def _without_end(text: str) -> str:
 
 
 def _read_call(members: Any, key: str) -> Call:
-    """The call that {"name", key} is. ValueError."""
+    """Return the call in {"name", key}. Raises ValueError."""
     return Call(*outside.read_call(members, "the call", key))
 
 
 def _is_cut(body: str) -> bool:
-    """Whether a JSON text ends inside a string or before its brackets are closed."""
+    """Return True if a JSON text ends inside a string or before its brackets are closed."""
     depth = 0
     is_string = False
     is_escaped = False
