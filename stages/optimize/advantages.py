@@ -24,10 +24,10 @@ def group_normalized(rewards: Tensor, groups: Tensor, epsilon: float = 1e-4) -> 
 
     Args:
         rewards: [B] float; NaN = not scored.
-        groups: [B] int64; rollouts of one prompt bear one number.
+        groups: [B] int64; rollouts of one prompt have one number.
         epsilon: added to the standard deviation, in units of reward.
     Returns:
-        [B] float32; NaN where the rollout is not scored or its group has fewer than 2 scored
+        [B] float32; NaN if the rollout is not scored or its group has fewer than 2 scored
         rollouts.
 
     Reference: DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1.2.
@@ -46,9 +46,9 @@ def group_centered(rewards: Tensor, groups: Tensor) -> Tensor:
 
     Args:
         rewards: [B] float; NaN = not scored.
-        groups: [B] int64; rollouts of one prompt bear one number.
+        groups: [B] int64; rollouts of one prompt have one number.
     Returns:
-        [B] float32; NaN where the rollout is not scored or its group has fewer than 2 scored
+        [B] float32; NaN if the rollout is not scored or its group has fewer than 2 scored
         rollouts.
 
     Reference: Dr. GRPO, https://arxiv.org/abs/2503.20783, section 3.2.
@@ -65,9 +65,9 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
 
     Args:
         rewards: [B] float; NaN = not scored.
-        groups: [B] int64; rollouts of one prompt bear one number.
+        groups: [B] int64; rollouts of one prompt have one number.
     Returns:
-        [B] float32; NaN where the rollout is not scored or its group has fewer than 2 scored
+        [B] float32; NaN if the rollout is not scored or its group has fewer than 2 scored
         rollouts.
 
     Reference: RLOO, https://arxiv.org/abs/2402.14740.
@@ -117,10 +117,10 @@ def batch_normalized_baseline(rewards: Tensor, groups: Tensor, epsilon: float = 
 
     Args:
         rewards: [B] float; NaN = not scored.
-        groups: [B] int64; rollouts of one prompt bear one number.
+        groups: [B] int64; rollouts of one prompt have one number.
         epsilon: added to the standard deviation, in units of reward.
     Returns:
-        [B] float32; NaN where the rollout is not scored or its group has fewer than 2 scored
+        [B] float32; NaN if the rollout is not scored or its group has fewer than 2 scored
         rollouts; such rollouts do not count in the standard deviation.
 
     Reference: REINFORCE++, https://arxiv.org/abs/2501.03262 (the variant with a baseline).
@@ -149,7 +149,7 @@ def gae(
     masked tokens.
 
     Args:
-        rewards: [N] of each token; the rollout's own reward stands on its last token.
+        rewards: [N] of each token; the rollout's own reward is on its last token.
         values: [N] V_t, of the state before token t.
         offsets: [B+1] int64.
         gamma: γ in [0, 1].
@@ -207,7 +207,7 @@ def zero_variance(rewards: Tensor, groups: Tensor) -> Tensor:
 
     Args:
         rewards: [B] float; NaN = not scored.
-        groups: [B] int64; rollouts of one prompt bear one number.
+        groups: [B] int64; rollouts of one prompt have one number.
     Returns:
         [B] bool: the rollout's group has two scored rewards at least, all of them equal.
     """
