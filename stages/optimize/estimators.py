@@ -103,8 +103,8 @@ def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, epsilon: float = 1
         k: ≥ 1.
         epsilon: added to the standard deviation, in units of reward.
     Returns:
-        [B] float32; NaN if the rollout is not scored or its group has not more than k scored
-        rollouts (of k there is one subset, and nothing to compare it with).
+        [B] float32; NaN if the rollout is not scored or its group has at most k scored rollouts
+        (with k there is one subset, and nothing to compare it with).
 
     Reference: Pass@k Training, https://arxiv.org/abs/2508.10751 (analytical derivation); for
     rewards other than 0 and 1, the same means over subsets.
