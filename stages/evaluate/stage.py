@@ -123,7 +123,8 @@ def measure(config: Config, table: pa.Table) -> dict[str, Any]:
 
 
 def compare(config: Config, table: pa.Table, baseline: Version) -> dict[str, Any]:
-    """Compare an evaluations/1 table with that of `baseline`, prompt by prompt, for the manifest.
+    """Compare an evaluations/1 table with the table of `baseline`, prompt by prompt, for the
+    manifest.
 
     Returns `difference`: table − baseline, of the score and of pass@k; `baseline`: its score;
     `unpaired`: number of prompts that only one of them has a score for. Raises NumericError if no

@@ -31,7 +31,7 @@ def count_unscored(
     answer never counts as more here than in the baseline.
 
     Returns the evaluations/1 table and, for the metrics, the number of scores that stay null
-    (`null`), of cut answers (`limited`), and the score of these (`limited_score`).
+    (`null`), of cut answers (`limited`) and, if there are any, their score (`limited_score`).
     """
     scores = table["score"]
     if config.unscored == "leave_out":

@@ -75,8 +75,8 @@ class Correction(base.Config):
     divergence in nats. They still count in the denominators. verl's `rollout_rs`. Default: none are
     left out."""
     reject_level: Literal["token", "sum", "mean", "max"] = "mean"
-    """`token`: each token by itself. The others measure a completion and leave it out as a whole;
-    sum and mean of a ratio are taken of its logarithm."""
+    """`token`: single tokens. The others measure a completion and leave it out as a whole; sum and
+    mean of a ratio are taken of its logarithm."""
     reject_low: float = Field(default=0.0, ge=0)
     """With `reject`: tokens with a lower measure are left out of the loss."""
     reject_high: float | None = Field(default=None, gt=0)
@@ -99,7 +99,7 @@ class Correction(base.Config):
 
 
 class Config(base.Config):
-    """How a policy learns from scored rollouts."""
+    """Fields of `[optimize]`: how a policy learns from scored rollouts."""
 
     algorithm: Annotated[str, AfterValidator(effects.check_name)] = "grpo"
     """grpo, bnpo, dapo, dr_grpo, gdpo, pass_at_k, rloo, gspo, cispo, sapo, reinforce_pp,
@@ -115,8 +115,7 @@ class Config(base.Config):
     the advantage's own. It is 1e-4 for a group and for batch_scaled, 1e-8 for the batch and for
     pass_at_k."""
     pass_k: int | None = Field(default=None, ge=1)
-    """pass_at_k: number of answers k, the best of which counts; below
-    `generate.samples_per_prompt`. Default: 4."""
+    """pass_at_k: the k of "best of k answers"; below `generate.samples_per_prompt`. Default: 4."""
     credit: Literal["rollout", "turn", "gae"] = "rollout"
     """Which rewards a turn's tokens answer for, in rollouts of several turns. `rollout`: the reward
     of the whole. `turn`: the rewards of this turn and later ones, minus the mean of the same sum
@@ -178,7 +177,7 @@ class Config(base.Config):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL's value."""
     kl_unbiased: bool = True
-    """Use the gradient of the true KL (k2's gradient), whatever estimator gives the value."""
+    """Use k2's gradient, which is the true KL's, with every estimator of the value."""
     kl_in_reward: bool = False
     """Subtract the KL to the reference (k1, of the logprobs that were sampled with) from the reward
     instead: from each token's reward with a critic, else from the rollout's."""

@@ -62,7 +62,7 @@ def checked(name: str, role: str, function: Callable, columns: Sequence[str] = (
     """
     form, num_arguments, contents = _ROLES[role]
     signature = inspect.signature(function)
-    # a surrogate's options are checked later, with those that the config sets
+    # a surrogate's options are checked later, with the values from the config
     bind = signature.bind_partial if role == "surrogate" else signature.bind
     options = [name for name in _OPTIONS.get(role, ()) if name in signature.parameters]
     if role == "tokens":

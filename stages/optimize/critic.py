@@ -1,7 +1,7 @@
 """Advantages of tokens, from the reward to go or from one pass before the first update, such as a
 critic's values.
 
-That pass runs once, before any weight changes, and its columns stay fixed for all epochs and
+The pass runs once, before any weight changes, and its columns stay fixed for all epochs and
 mini-batches. Only completion tokens are steps. The finish reason, never the last id, decides if the
 state after the last token has a value: after `stop` nothing follows; after `length` the value of
 the cut state counts only if `bootstrap_length` is set.
@@ -73,8 +73,8 @@ def with_token_advantages(
     """Return the batch with advantages [N] of its tokens; with a critic also old values [N] and
     returns [N].
 
-    A masked rollout has advantage 0, and its tokens count in no baseline. `columns` are those of
-    the current policy; only the ones in `algorithm.columns` are used.
+    A masked rollout has advantage 0, and its tokens count in no baseline. `columns` come from a
+    pass of the current policy; only the ones in `algorithm.columns` are used.
 
     Advantages of functions without `groups` are whitened. With `critic_lambda`, advantages and
     returns have different λ: the value then estimates nearly the whole reward to come, while

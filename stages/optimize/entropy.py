@@ -46,7 +46,7 @@ def next_coefficient(config: Config, coef: float, entropy: float) -> float:
 def uncertain(entropies: Tensor, share: float) -> Tensor:
     """Select the tokens of highest entropy: at or above the (1 − share) quantile, interpolated.
 
-    Forking tokens, where the policy hesitates, carry nearly all that is learned.
+    Forking tokens, at which the policy hesitates, carry nearly all that is learned.
 
     Args:
         entropies: [n] of all tokens of the optimizer step, in nats.

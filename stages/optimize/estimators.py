@@ -54,7 +54,7 @@ def part_normalized(
     epsilon), k over the parts of the reward that rollout i has.
 
     Before the weights, each part counts the same in its group, however large its numbers are.
-    Rollouts with equal sums of different parts get different advantages. The mean of S over the
+    Rollouts with equal sums of different parts can get different advantages. The mean of S over the
     batch is 0 by construction and is not subtracted again, so a group in which every part is equal
     has exactly 0. With one part and one group it is `group_normalized`, up to epsilon.
 

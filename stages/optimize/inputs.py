@@ -141,8 +141,8 @@ def _in_order_of(
 
 
 def _require_one_reference(versions: list[Version]) -> None:
-    """Raise LineageError unless all logprobs are of one reference: the KL term needs one, whichever
-    policies sampled."""
+    """Raise LineageError unless all logprobs are of one reference: the KL term needs a single one,
+    even with several sampling policies."""
     models = [version.manifest.model("ref") for version in versions]
     unknown = "no model that its manifest names"
     for version, model in zip(versions, models, strict=True):

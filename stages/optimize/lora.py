@@ -4,8 +4,8 @@ beside each linear layer is trained; the layer itself stays.
     W' = W + (alpha / rank) · B A,    A [rank, in], B [out, rank]
 
 B starts at 0, so the first ratio is 1. W is the weight of the base: the policy on which the first
-adapter was trained, in whichever iteration. For passes in bfloat16 it is held in bfloat16 if that
-loses nothing.
+adapter was trained, several iterations ago or in this one. For passes in bfloat16 it is held in
+bfloat16 if that loses nothing.
 
 A policy trained this way holds two things. At the top are the merged weights W' in float32, so
 every reader can use it like any other model, with the disk size of a full one. Below them is

@@ -330,7 +330,7 @@ def kl(
         logprobs: [N] with gradient.
         ref_logprobs: [N] under the reference, at the same temperature.
         estimator: k1, k2 or k3.
-        unbiased_gradient: take the gradient from k2, whatever gives the value.
+        unbiased_gradient: take the gradient from k2 with every estimator.
     Returns:
         [N]; k2 and k3 are ≥ 0.
 

@@ -136,6 +136,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         from .resume import SavedProgress
 
         accelerator = make_accelerator(config, plan)
+    # a user's file may have changed since the plan
     config.require_source()
     algorithm = config.row()
     next_step = "lower optimize.token_budget, or set optimize.activation_checkpointing = true"

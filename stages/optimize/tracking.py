@@ -1,13 +1,13 @@
 """Trackers: the curves of a run in tensorboard, wandb, mlflow or trackio, over optimizer steps.
 
-A training logs the numbers of each step and, at its start, those of its rollouts. An evaluation is
-logged later, by a process of its own:
+A training logs the numbers of each step and, at its start, the numbers of its rollouts. An
+evaluation is logged later, by a process of its own:
 
     python -m quiver.stages.optimize.tracking < call.json
     # {"trackers": ["wandb"], "folder": "logs", "store": "store", "ref": "arith/evaluations@1"}
 
-Each process starts the trackers anew. If a tracker can, it continues the one run that it has for a
-run of this store. A measurement is logged at the step of the measured policy.
+Each process starts its own trackers. A tracker that supports it continues its one run for a run of
+this store. A measurement is logged at the step of the measured policy.
 
 Not of the spine: nothing depends on what is tracked.
 """
@@ -79,7 +79,7 @@ def _log_or_warn(
 def open_trackers(
     trackers: Sequence[str], folder: str, store: Store, run: str
 ) -> list[GeneralTracker]:
-    """Start accelerate's trackers by name; those that write files use `folder`. Raises ConfigError
+    """Start accelerate's trackers by name, and let them write files in `folder`. Raises ConfigError
     if one does not start."""
     place = Path(folder).absolute()
     identity = f"{run}-{store.id[:8]}"

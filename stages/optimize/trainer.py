@@ -112,8 +112,8 @@ class Trainer(SavedState):
         self.entropy_coef = config.entropy_coef
         """Coefficient of the next step, without regard to the target's cut-off; see entropy.py."""
         self.last_entropy: float | None = None
-        """Mean over the tokens of the previous step, which may belong to an earlier training of
-        this policy."""
+        """Mean entropy over the tokens of the previous step, which may belong to an earlier
+        training of this policy."""
         self.kl_coef = config.kl_coef
         """KL coefficient of the next step, in the reward too; see kl_control.py."""
 
@@ -384,7 +384,7 @@ class Trainer(SavedState):
         return replace(step, learns=learns)
 
     def _sum_gradients(self) -> None:
-        """Sum the step's gradient over ranks, in float32 whatever the weights' dtype is.
+        """Sum the step's gradient over ranks, in float32 for every weight dtype.
 
         A weight gets a gradient on all ranks if any rank has one: a rank may have had no
         micro-batch, or sent no token through an expert. While the critic warms up, only the
