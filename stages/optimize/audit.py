@@ -141,7 +141,7 @@ def measure(
     """Measure how far the trainer's logprobs [N] are from `old` [N], before any weight has changed.
 
     Args:
-        trainer, old: [N].
+        trainer, old: [N] logprobs of the trainer and of the engine.
         offsets: [B+1] int64.
         clip_low, clip_high: distances of the clip bounds from ratio 1.
         of_sequences: true if the surrogate's ratio is a completion's, the geometric mean of its

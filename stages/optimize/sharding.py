@@ -10,7 +10,7 @@ computes.
 Every pass is an exchange in which all ranks take part, so a rank that has no micro-batch left runs
 a pass with a gradient of 0. Gradients are summed in float32, not averaged, since each token's
 weight is computed for the whole step. Policies, optimizer states and saved trainings are read and
-written whole. They are the same as without sharding, for any number of ranks.
+written whole. Their format is the same as without sharding, for any number of ranks.
 
 Not used here: fused projections and autocast's cache of cast weights, which would be a whole copy.
 
@@ -147,8 +147,9 @@ class ShardedPolicy(Policy):
 def layers_of(trunk: nn.Module) -> Iterator[nn.Module]:
     """Yield the layers that every pass runs one after another.
 
-    They are the modules that transformers never splits or recomputes in the backward pass. Layers
-    of the vision encoder, and layers that share weights with another, are left out.
+    They are the modules that transformers never splits over devices, or that it can recompute in
+    the backward pass. Layers of the vision encoder, and layers that share weights with another, are
+    left out.
     """
     names = set(getattr(trunk, "_no_split_modules", None) or ())
     of_sight = {id(parameter) for parameter in sight(trunk)}
