@@ -1,9 +1,8 @@
-"""Two evaluations side by side, prompt by prompt: the difference, its standard error and a
-bootstrap interval.
+"""Compares two evaluations prompt by prompt: the difference, its standard error and a bootstrap
+interval.
 
-They are paired by the prompts' contents, so it does not matter which run, recipe or policy they
-come from, or how their rows are named. Refused: evaluations of different scores, and such that
-have no prompt in common.
+They are paired by the prompts' contents, so their run, recipe, policy and row names do not matter.
+Refused: evaluations of different scores, and evaluations without a prompt in common.
 
     compare(store, store.open("a/evaluations@1"), store.open("b/evaluations@4"))
 """
@@ -32,14 +31,19 @@ CONFIDENCE = 0.95
 
 
 def compare(store: Store, a: Version, b: Version) -> dict[str, Any]:
-    """What `b` reached beside `a`, both evaluations. LineageError: they measured different scores,
-    or have no prompt in common.
+    """Compare evaluation `b` with evaluation `a`.
 
-    `a`, `b`: reference, policy, score, stderr, n of each, and `null`, `limited`: how many answers
-    are left out, and how many were cut off and count as `limited_score`; `difference`: b − a of the
-    score and of each pass@k that both measured, with stderr, n and the ends of an interval of 95 %;
-    `better`, `worse`, `equal`: how many prompts have a higher, a lower, the same mean score in b;
-    `only_a`, `only_b`: prompts that only one of them has a score for; `notes`: what else differs.
+    Returns:
+        a, b: reference, policy, score, stderr and n of each; `null`, answers left out; `limited`,
+            cut answers, which count as `limited_score`
+        difference: b − a of the score and of each pass@k that both measured, with stderr, n and the
+            ends of a 95 % interval
+        confidence: 0.95
+        better, worse, equal: number of prompts with a higher, lower or equal mean score in b
+        only_a, only_b: prompts that only one of them has a score for
+        notes: other differences between the two
+    Raises:
+        LineageError: they measured different scores, or have no prompt in common.
     """
     config_a, config_b = (
         parse(Config, version.manifest.config, str(version.ref)) for version in (a, b)
@@ -66,7 +70,7 @@ def compare(store: Store, a: Version, b: Version) -> dict[str, Any]:
     changes = [means_b[name] - mean for name, mean in means_a.items() if name in means_b]
     passes = {}
     for k in config_a.k:
-        # each by its own threshold, which a note tells of where they differ
+        # each by its own threshold; if they differ, a note says so
         passes_a = estimators.group_passes(scores_a, k, threshold_of(config_a))
         passes_b = estimators.group_passes(scores_b, k, threshold_of(config_b))
         if k in config_b.k and passes_a.keys() & passes_b.keys():
@@ -88,13 +92,14 @@ def compare(store: Store, a: Version, b: Version) -> dict[str, Any]:
 def pair_prompts(
     store: Store, a: Version, b: Version
 ) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """Of each version, what its group ids are called: equal names mean the same prompt.
-    LineageError where the prompts that tell so are gone, or the versions come from none; and on
-    asking for a group that they have not.
+    """Return a name for each group id of the two versions: equal names mean the same prompt.
 
-    Where both come from the same prompts, or from prompts of the same bytes, a group's id is its
-    name. Else it is the prompt's content: the chat, or the text where there is none; the second of
-    two equal prompts is another one.
+    If both come from the same prompts, or from prompts with the same bytes, a group's id is its
+    name. Otherwise the name is made of the prompt's content: the chat, or the text if there is no
+    chat; the second of two equal prompts gets another name.
+
+    Raises LineageError if the prompts are gone or a version has none; and later, on looking up a
+    group that the prompts do not have.
     """
     prompts_a = prompts_of(store, a)
     prompts_b = prompts_of(store, b)
@@ -106,7 +111,7 @@ def pair_prompts(
 
 
 class _Names(dict[str, str]):
-    """What the groups of `prompts` are called."""
+    """Names of the groups of `prompts`; an unknown group raises LineageError."""
 
     def __init__(self, prompts: Version, names: dict[str, str]) -> None:
         super().__init__(names)
@@ -121,7 +126,7 @@ class _Names(dict[str, str]):
 
 
 def prompts_of(store: Store, version: Version) -> Version:
-    """The prompts that a version was made of, by way of its rollouts."""
+    """Return the prompts of a version, found through its rollouts. Raises LineageError."""
     entry = version.manifest.input("prompts")
     if entry is None:
         rollouts = version.manifest.input("rollouts")
@@ -165,7 +170,7 @@ def _summary(evaluation: Version) -> dict[str, Any]:
 
 
 def _notes(store: Store, a: Version, b: Version, config_a: Config, config_b: Config) -> list[str]:
-    """What was measured otherwise, and may be why the numbers differ."""
+    """Return notes on differences that may explain the numbers."""
     notes = []
     if config_a.threshold != config_b.threshold:
         notes.append(
@@ -187,7 +192,7 @@ def _notes(store: Store, a: Version, b: Version, config_a: Config, config_b: Con
         inputs = [version.manifest.input(role) for version in (a, b)]
         if None in inputs:
             continue
-        with suppress(LineageError):  # of versions that are gone nothing can be told
+        with suppress(LineageError):  # a missing version gives no note
             manifests = [store.open(entry.ref).manifest for entry in inputs]
             if not is_made_alike(*manifests):
                 notes.append(f"[{section}] differs: {inputs[0].ref} and {inputs[1].ref}")

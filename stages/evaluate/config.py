@@ -1,4 +1,4 @@
-"""What an evaluation measures.
+"""The fields of `[evaluate]`.
 
 Not of the spine: its fields are looked up by name.
 """
@@ -13,21 +13,21 @@ from quiver.stages.common.config import Config as Base
 
 
 class Config(Base):
-    """What an evaluation measures."""
+    """The scores and estimates of an evaluation."""
 
     score: str = "reward"
-    """`reward`, or the name of one reward function: its part alone, before its weight."""
+    """`reward`, or the name of one reward function: only its part, before its weight."""
     k: tuple[int, ...] = (1,)
-    """For each k: the unbiased estimate that one of k samples is correct. A prompt with fewer
-    samples is left out of it."""
+    """For each k: the unbiased estimate that at least one of k samples is correct. Prompts with
+    fewer samples are left out."""
     threshold: float = 1.0
-    """A sample is correct where its score is at least this."""
+    """Smallest score of a correct sample."""
     unscored: Literal["worst", "zero", "leave_out"] = "zero"
-    """What an answer counts as that a limit cut off (max_tokens, max_turns, …) and that no scorer
-    gave a number for. `zero`: as 0. `worst`: as the lowest score here and in the baseline, at most
-    0; for rewards that can be negative. `leave_out`: as nothing, which favours a policy that is cut
-    more often; for a part that does not apply to every prompt. Rows whose scorer or environment
-    failed are left out in any case."""
+    """Score of an answer that a limit cut off (max_tokens, max_turns, …) and that no scorer gave a
+    number. `zero`: 0. `worst`: the lowest score here and in the baseline, at most 0; for rewards
+    that can be negative. `leave_out`: none, which favours a policy that is cut more often; for a
+    part that does not apply to every prompt. Rows whose scorer or environment failed are always
+    left out."""
 
     @field_validator("k")
     @classmethod

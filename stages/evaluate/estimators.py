@@ -1,8 +1,8 @@
-"""Estimators of an evaluation: the mean with a standard error that knows about groups, unbiased
-pass@k, and paired differences.
+"""Estimators of an evaluation: the mean with a clustered standard error, unbiased pass@k, and
+paired differences.
 
-Samples of one prompt are alike, so the groups are the independent units: n counts groups, never
-samples. Legend: n groups, group g with m_g scored samples s_gi, of which c_g are correct.
+Samples of one prompt are correlated, so the groups are the independent units: n counts groups,
+never samples. Legend: n groups, group g with m_g scored samples s_gi, c_g of them correct.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 _RESAMPLES = 4000
-_MOST_AT_ONCE = 2**22  # numbers that are drawn at a time
+_MOST_AT_ONCE = 2**22  # numbers drawn at a time
 
 
 class Estimate(NamedTuple):
@@ -27,18 +27,19 @@ class Estimate(NamedTuple):
 
 
 def clustered_mean(groups: Mapping[str, Sequence[float]]) -> Estimate:
-    """Mean of the groups' means, and its standard error with groups as the independent units.
+    """Return the mean of the groups' means, and its standard error with groups as independent
+    units.
 
         s̄_g = Σ_i s_gi / m_g        score = Σ_g s̄_g / n
         stderr = √( Σ_g (s̄_g − score)² / (n (n − 1)) )
 
     With one sample a group this is the plain s/√n. With equal m_g it is the clustered standard
-    error of Miller 2024, with n (n − 1) in place of n²; with unequal m_g each prompt counts the
-    same here, however many of its samples were scored.
+    error of Miller 2024, with n (n − 1) in place of n²; with unequal m_g each prompt still counts
+    the same here.
 
     Args:
         groups: Scores by group id; groups without a score are left out by the caller.
-    Raises: ValueError where there is no group, or an empty one.
+    Raises: ValueError if there is no group, or an empty one.
     Reference: E. Miller, Adding Error Bars to Evals, 2024, https://arxiv.org/abs/2411.00640
 
     >>> clustered_mean({"a": [1.0, 0.0], "b": [1.0, 1.0]})
@@ -56,7 +57,7 @@ def clustered_mean(groups: Mapping[str, Sequence[float]]) -> Estimate:
 
 
 def group_means(groups: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Mean of each group's scores."""
+    """Return the mean of each group's scores."""
     return {group: math.fsum(scores) / len(scores) for group, scores in groups.items()}
 
 
@@ -84,12 +85,12 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def mean_pass_at_k(groups: Mapping[str, Sequence[float]], k: int, threshold: float) -> Estimate:
-    """pass@k of each group, averaged with `clustered_mean`; a sample is correct where its score is
+    """Average the pass@k of each group with `clustered_mean`; a sample is correct if its score is
     at least `threshold`.
 
     Groups with fewer than k scores are left out, so n says how many took part.
 
-    Raises: ValueError where no group has k scores.
+    Raises: ValueError if no group has k scores.
 
     >>> mean_pass_at_k({"a": [1.0, 0.0, 0.0, 0.0], "b": [0.0, 0.0], "c": [1.0]}, 2, 1.0)
     Estimate(score=0.25, stderr=0.25, n=2)
@@ -101,7 +102,7 @@ def mean_pass_at_k(groups: Mapping[str, Sequence[float]], k: int, threshold: flo
 def group_passes(
     groups: Mapping[str, Sequence[float]], k: int, threshold: float
 ) -> dict[str, float]:
-    """pass@k of each group that has k scores."""
+    """Return the pass@k of each group that has k scores."""
     return {
         group: pass_at_k(len(scores), sum(score >= threshold for score in scores), k)
         for group, scores in groups.items()
@@ -110,16 +111,16 @@ def group_passes(
 
 
 def paired_difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Estimate:
-    """Mean over groups of ours − theirs, with the standard error of that difference.
+    """Return the mean over groups of ours − theirs, with the standard error of that difference.
 
         d_g = a_g − b_g        score = Σ_g d_g / n
         stderr = √( Σ_g (d_g − score)² / (n (n − 1)) )
 
-    a_g, b_g: what two policies reached on the same prompt: the mean of its samples, or its pass@k.
-    What makes a prompt hard for both cancels, so the error is smaller than √(stderr_a² +
+    a_g and b_g are two policies' results on the same prompt: the mean of its samples, or its
+    pass@k. A prompt's difficulty for both cancels, so the error is smaller than √(stderr_a² +
     stderr_b²), which is for two sets of prompts. Groups that only one of them has are left out.
 
-    Raises: ValueError where no group is in both.
+    Raises: ValueError if no group is in both.
     Reference: E. Miller, Adding Error Bars to Evals, 2024, section 4.2,
     https://arxiv.org/abs/2411.00640
 
@@ -132,11 +133,11 @@ def paired_difference(ours: Mapping[str, float], theirs: Mapping[str, float]) ->
 
 
 def lower_bound(estimate: Estimate, confidence: float) -> float | None:
-    """The one-sided lower confidence bound of an estimate, score − z · stderr; None where there is
-    no standard error.
+    """Return the one-sided lower confidence bound of an estimate, score − z · stderr; None without
+    a standard error.
 
     z is the normal quantile of `confidence`: 0.5 gives the score itself, 0.95 gives score − 1.645 ·
-    stderr. With fewer than some 30 groups the normal quantile is too small, so the bound is too
+    stderr. With fewer than about 30 groups the normal quantile is too small, so the bound is too
     high.
 
     >>> lower_bound(Estimate(0.25, 0.125, 40), 0.5)
@@ -150,17 +151,17 @@ def lower_bound(estimate: Estimate, confidence: float) -> float | None:
 def bootstrap_interval(
     differences: Sequence[float], confidence: float, seed: int = 0
 ) -> tuple[float, float] | None:
-    """The percentile bootstrap interval of the mean of `differences`; None for fewer than two.
+    """Return the percentile bootstrap interval of the mean of `differences`; None for fewer than
+    two.
 
-    Prompts are drawn with replacement, as many as there are, again and again; the interval's ends
-    are the (1 − confidence) / 2 and (1 + confidence) / 2 quantiles of the means. It needs no
-    normal distribution, but as any interval it is too short where there are few prompts. The same
-    differences and seed give the same interval.
+    Each resample draws n prompts with replacement; the interval's ends are the (1 − confidence) / 2
+    and (1 + confidence) / 2 quantiles of the means. It assumes no normal distribution but, like any
+    interval, is too short with few prompts. The same differences and seed give the same interval.
 
     Args:
-        differences: [n], one a prompt.
+        differences: [n], one for each prompt.
         confidence: Between 0 and 1.
-        seed: Of what is drawn.
+        seed: Seed of the resamples.
     Reference: B. Efron and R. Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.
 
     >>> bootstrap_interval([0.5, 0.5, 0.5], 0.95)

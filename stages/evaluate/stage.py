@@ -1,10 +1,9 @@
-"""evaluate: scored held-out rollouts become evaluations/1, with score, standard error and pass@k in
-the manifest.
+"""evaluate: turn scored held-out rollouts into evaluations/1, with score, standard error and pass@k
+in the manifest.
 
-An answer that a limit cut off before it was scored counts as `unscored` says. All other null scores
-are left out of every estimate and counted; where all are null there is nothing to say, and the
-stage fails. With a `baseline`, an evaluation on the same prompts, the difference to it is
-estimated prompt by prompt.
+An answer that a limit cut off before it was scored counts by the rule `unscored`. All other null
+scores are left out of every estimate and counted; if all are null, the stage fails. With a
+`baseline`, an evaluation on the same prompts, the difference to it is estimated prompt by prompt.
 
     refs = {"rollouts": "held/rollouts@1", "rewards": "held/rewards@1"}
     ref = run_stage("evaluate", Config(k=(1, 4)), store, **refs)
@@ -40,10 +39,11 @@ log = logging.getLogger(__name__)
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
-    """The evaluation of `rollouts` by their `rewards`, beside that of `baseline` where it is given.
+    """Plan the evaluation of `rollouts` by their `rewards`, compared with `baseline` if it is
+    given.
 
-    LineageError: the rewards are of other rollouts, or the baseline is on other prompts or was
-    scored otherwise.
+    Raises LineageError if the rewards are of other rollouts, or if the baseline has other prompts
+    or was scored differently.
     """
     rollouts = store.open(refs["rollouts"])
     rewards = store.open(refs["rewards"])
@@ -78,7 +78,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
-    """Join rollouts and rewards, and estimate. NumericError: nothing was scored."""
+    """Join rollouts and rewards, and estimate. Raises NumericError if nothing was scored."""
     config = plan.config
     writer = writers["evaluations"]
     inputs = plan.inputs
@@ -96,7 +96,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
 
 
 def measure(config: Config, table: pa.Table) -> dict[str, Any]:
-    """The manifest's metrics of an evaluations/1 table. NumericError where nothing was scored."""
+    """Return the manifest's metrics of an evaluations/1 table. Raises NumericError if nothing was
+    scored, ConfigError if no prompt has k samples."""
     scores = scores_by_group(table)
     if not scores:
         raise NumericError(
@@ -122,10 +123,12 @@ def measure(config: Config, table: pa.Table) -> dict[str, Any]:
 
 
 def compare(config: Config, table: pa.Table, baseline: Version) -> dict[str, Any]:
-    """What the manifest says of an evaluations/1 table beside that of `baseline`, prompt by prompt.
+    """Compare an evaluations/1 table with the table of `baseline`, prompt by prompt, for the
+    manifest.
 
-    `difference`: table − baseline, of the score and of pass@k; `baseline`: its score; `unpaired`:
-    prompts that only one of them has a score for. NumericError where no prompt has both.
+    Returns `difference`: table − baseline, of the score and of pass@k; `baseline`: its score;
+    `unpaired`: number of prompts that only one of them has a score for. Raises NumericError if no
+    prompt has both.
     """
     ours = scores_by_group(table)
     theirs = scores_by_group(baseline.table())
@@ -153,7 +156,7 @@ def compare(config: Config, table: pa.Table, baseline: Version) -> dict[str, Any
 
 
 def scores_by_group(table: pa.Table) -> dict[str, list[float]]:
-    """The scores of each group that has one."""
+    """Return the scores of each group that has one."""
     groups: dict[str, list[float]] = {}
     table = table.filter(table["score"].is_valid())
     for row in table.select(["group_id", "score"]).to_pylist():
@@ -162,14 +165,14 @@ def scores_by_group(table: pa.Table) -> dict[str, list[float]]:
 
 
 def threshold_of(config: Config) -> float:
-    """Rounded as the scores are, so that 0.7 is at least 0.7."""
+    """Return the threshold in float32, as scores are stored, so that 0.7 is at least 0.7."""
     return pa.scalar(config.threshold, pa.float32()).as_py()
 
 
 def _difference_to(
     baseline: Version, config: Config, store: Store, rollouts: Version, rewards: Version
 ) -> str:
-    """What `baseline` measured otherwise than these; empty where it is comparable."""
+    """Describe how `baseline` differs from this evaluation; empty if it is comparable."""
     their_rollouts = baseline.manifest.input("rollouts")
     prompts = rollouts.manifest.input("prompts")
     their_prompts = None
@@ -190,8 +193,8 @@ def _difference_to(
 
 
 def _join(rollouts: Version, rewards: Version, score: str) -> pa.Table:
-    """evaluations/1 in the rollouts' order, joined by rollout_id. `score`: `reward`, or one of its
-    parts. ConfigError; LineageError for a rollout without a row of rewards."""
+    """Return evaluations/1 in the rollouts' order, joined by rollout_id. `score`: `reward`, or one
+    of its parts. Raises ConfigError; LineageError for a rollout without a row of rewards."""
     sampled = rollouts.table()
     scored = rewards.table()
     parts = scored["parts"]

@@ -1,4 +1,4 @@
-"""How many turns a success takes, where rollouts are episodes."""
+"""The number of turns until success, for rollouts that are episodes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from quiver.stages.common.store import Version
 
 
 def steps_to_success(rollouts: Version, scores: pa.Array, threshold: float) -> dict[str, Any]:
-    """Over the episodes of rollouts/2 whose score is at least `threshold`: the mean and the median
-    of their turns, and `within`: which share of all scored episodes succeeded in at most so many.
-    Nothing for rollouts/1.
+    """Return statistics of the turns of successful episodes, whose score is at least `threshold`:
+    their mean and median, and `within`, the share of all scored episodes that succeeded in at most
+    so many turns. Empty for rollouts without episodes.
 
     Args:
-        scores: [rows], null where an episode was not scored.
+        scores: [rows], null if an episode was not scored.
     """
     if rollouts.manifest.kind_schema not in OF_EPISODES:
         return {}

@@ -1,9 +1,9 @@
-"""What an answer counts as that a limit cut off before anything could score it.
+"""Scores of answers that a limit cut off before they could be scored.
 
-An episode that is cut is often never paid: its score is null, and no scorer failed. If such rows
-were left out, a policy would look better the more often it is cut. So they count by the rule
-`evaluate.unscored`. A scorer that failed, or an environment, says nothing about the policy; those
-rows stay null and are left out.
+A cut episode often gets no reward: its score is null, although no scorer failed. If such rows were
+left out, a policy would look better the more often it is cut. So they count by the rule
+`evaluate.unscored`. A failed scorer or environment says nothing about the policy; those rows stay
+null and are left out.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from .config import Config
 def count_unscored(
     config: Config, table: pa.Table, inputs: Mapping[str, Version]
 ) -> tuple[pa.Table, dict[str, Any]]:
-    """An evaluations/1 table with a number for the null scores of answers that were cut off, as
-    `config.unscored` says; and for the metrics how many these are, what they count as, and how many
-    scores stay null.
+    """Fill in the null scores of answers that were cut off, by the rule `config.unscored`.
 
     The worst score is the lowest of this evaluation and of its baseline, and at most 0. So a cut
     answer never counts as more here than in the baseline.
+
+    Returns the evaluations/1 table and, for the metrics, the number of scores that stay null
+    (`null`), of cut answers (`limited`) and, if there are any, their score (`limited_score`).
     """
     scores = table["score"]
     if config.unscored == "leave_out":
@@ -60,7 +61,8 @@ def count_unscored(
 
 
 def _failed(rewards: pa.Table, rollout_ids: pa.ChunkedArray, score: str) -> pa.Array:
-    """[rows] bool, in the order of `rollout_ids`: a scorer that decides `score` raised an error."""
+    """Return [rows] bool, in the order of `rollout_ids`: a scorer that decides `score` raised an
+    error."""
     errors = rewards["errors"].combine_chunks()
     has_failed = np.zeros(len(rewards), bool)
     for name in (field.name for field in errors.type):

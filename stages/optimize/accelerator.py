@@ -1,6 +1,6 @@
 """Device, ranks and trackers of a training, by accelerate.
 
-Not of the spine: it says where tensors lie and who else takes part, not what is computed.
+Not of the spine: it says where tensors are and which ranks take part, not what is computed.
 """
 
 from __future__ import annotations
@@ -36,21 +36,23 @@ log = logging.getLogger(__name__)
 
 
 def make_accelerator(config: Config, plan: Plan | None = None) -> Accelerator:
-    """Device, ranks and, for a `plan`, trackers, which start with its numbers; nothing else is
-    taken from accelerate's environment. ConfigError when it gives another device, another number
-    of processes, or another way to distribute than plain ranks, or where the ranks of a `plan` do
-    not train the same thing."""
+    """Return accelerate's object for device, ranks and, with a `plan`, trackers, which log the
+    plan's numbers. Nothing else is taken from accelerate's environment.
+
+    Raises ConfigError if accelerate gives another device, another number of processes, or another
+    way to distribute than plain ranks; or if the ranks of a `plan` do not train the same thing.
+    """
     from accelerate import Accelerator, InitProcessGroupKwargs
 
     check_trackers(config.trackers, config.tracker_folder)
     cpu = not uses_gpu("optimize.device", config.device)
     if cpu and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-    # while the first rank hashes and writes terabytes the others wait; those of a rank that died
-    # are ended by whoever started them
+    # the others wait while rank 0 hashes and writes terabytes; if a rank dies, the process that
+    # started the ranks ends the others
     patience = InitProcessGroupKwargs(timeout=timedelta(days=1))
     accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[patience])
-    # accelerate's state is the process's: a second run stays where the first one was
+    # accelerate's state is global: a second run in this process keeps the first one's device
     device = "cpu" if cpu else "cuda"
     if accelerator.device.type != device:
         raise ConfigError(
@@ -88,8 +90,8 @@ def make_accelerator(config: Config, plan: Plan | None = None) -> Accelerator:
 def trainer_of(
     config: Config, accelerator: Accelerator
 ) -> tuple[type[Trainer], Callable[[Version], nn.Module] | None]:
-    """The trainer of these ranks and, where it takes models from the CPU, what loads them. One rank
-    has nobody to share weights with."""
+    """Return the trainer class for these ranks and, if it needs the model on the CPU, the loader
+    for that. A single rank never shards."""
     if config.shard and accelerator.num_processes > 1:
         from .sharding import ShardedTrainer
 

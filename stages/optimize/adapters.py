@@ -1,4 +1,4 @@
-"""The matrices of LoRA beside a model's linear layers: made, loaded, saved, merged. See `lora`.
+"""The LoRA matrices beside a model's linear layers: made, loaded, saved, merged. See `lora`.
 
     model = load_with_adapters(config, plan.inputs, device)   # then train what requires a gradient
     save(model, folder)
@@ -50,8 +50,11 @@ def load_with_adapters(
     device: torch.device,
     load: Callable[[Version], nn.Module] | None = None,
 ) -> PreTrainedModel:
-    """The base, frozen, with the adapters of the policy, or new ones; by `load`, where the trainer
-    takes models as that gives them. ConfigError: see `attach`."""
+    """Load the frozen base with the policy's adapters, or with new ones.
+
+    `load` replaces the default loader, for a trainer that needs the model elsewhere. Raises
+    ConfigError as `attach` does.
+    """
     check_installed()
     narrow = resolve(config.precision, device) == "bf16"
     model = load(inputs["base"]) if load else load_base(inputs["base"], device, narrow=narrow)
@@ -60,8 +63,8 @@ def load_with_adapters(
 
 
 def load_base(version: Version, device: torch.device, *, narrow: bool) -> PreTrainedModel:
-    """The base in float32. `narrow`: linear layers stay bfloat16 where they are that on disk, and
-    are float32 at no time: `narrow_frozen` would make them bfloat16 again."""
+    """Load the base in float32. With `narrow`, weights of linear layers that are bfloat16 on disk
+    stay so and never exist in float32: `narrow_frozen` would make them bfloat16 again."""
     if not narrow:
         return load_model(version, dtype=torch.float32, device=device)
     model = load_as_stored(version, device)
@@ -74,8 +77,8 @@ def load_base(version: Version, device: torch.device, *, narrow: bool) -> PreTra
 
 @contextmanager
 def _float32_in_name(model: nn.Module) -> Iterator[None]:
-    """Let weights of fewer bits look as if they were float32, without any memory: peft makes its
-    matrices in the dtype of the layer."""
+    """Make 16-bit weights look like float32 without using memory: peft creates its matrices in the
+    layer's dtype."""
     narrow = [p for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)]
     weights = [parameter.data for parameter in narrow]
     for parameter in narrow:
@@ -89,11 +92,11 @@ def _float32_in_name(model: nn.Module) -> Iterator[None]:
 
 
 def attach(config: Lora, model: PreTrainedModel, policy: Version, *, seed: int) -> None:
-    """Freeze `model` (the base) and put adapters on it, in place: those of `policy`, else new ones,
-    which `seed` decides.
+    """Freeze `model` (the base) and add adapters in place: the adapters of `policy`, or new ones,
+    initialised from `seed`.
 
-    ConfigError when a name in `target_modules` is no layer of the model, or the adapter is of
-    another one.
+    Raises ConfigError if a name in `target_modules` is no layer of the model, or if the adapter
+    does not fit the model.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -106,7 +109,7 @@ def attach(config: Lora, model: PreTrainedModel, policy: Version, *, seed: int) 
         task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
     )
     with torch.random.fork_rng(devices=()), _float32_in_name(model):
-        # new layers are made on the CPU, whatever the model's device
+        # peft makes new layers on the CPU, so only the CPU's generator matters
         torch.default_generator.manual_seed(seed)
         inject_adapter_in_model(peft_config, model, _NAME)
     adapters = _adapters(model)
@@ -130,9 +133,10 @@ def attach(config: Lora, model: PreTrainedModel, policy: Version, *, seed: int) 
 
 
 def _layers(config: Lora, model: PreTrainedModel) -> list[str]:
-    """Full names of the layers that get an adapter.
+    """Return the full names of the layers that get an adapter.
 
-    Not the output embedding: its weight is read by the trainer's head, past any adapter.
+    The output embedding gets none: the trainer's head reads its weight directly and would bypass an
+    adapter.
     """
     head = model.get_output_embeddings()
     linear = [
@@ -162,12 +166,13 @@ def _layers(config: Lora, model: PreTrainedModel) -> list[str]:
 
 
 def narrow_frozen(model: nn.Module) -> None:
-    """Make the frozen weights of linear layers bfloat16 in place, where that loses nothing, as in a
-    base that was saved so.
+    """Make the frozen weights of linear layers bfloat16 in place if that loses nothing, as for a
+    base that was saved in bfloat16.
 
-    For passes under bfloat16 autocast alone, which give the same numbers bit for bit: it rounds
-    these weights anyway, and, as they have no gradient, in each pass anew. An output embedding that
-    is the input embedding too stays, for that one is not rounded.
+    Only for passes under bfloat16 autocast, which give the same numbers bit for bit. Autocast
+    rounds these weights anyway and, as they have no gradient, again in each pass. An output
+    embedding that is tied to the input embedding stays as it is, because embeddings are not
+    rounded.
     """
     for parameter in _read_by_linear_layers_alone(model):
         if not parameter.requires_grad and not is_sharded(parameter):
@@ -177,7 +182,8 @@ def narrow_frozen(model: nn.Module) -> None:
 
 
 def _read_by_linear_layers_alone(model: nn.Module) -> list[nn.Parameter]:
-    """Weights of linear layers, but for an output embedding that is the input embedding too."""
+    """Return the weights of linear layers, without an output embedding that is tied to the input
+    embedding."""
     linear_weights = []
     read_elsewhere = set()
     for module in model.modules():
@@ -190,7 +196,7 @@ def _read_by_linear_layers_alone(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _adapters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trained matrices by their names in peft's files."""
+    """Return the trained matrices by their names in peft's files."""
     return {
         ADAPTER_PREFIX + name.replace(f".{_NAME}.", "."): parameter
         for name, parameter in model.named_parameters()
@@ -207,14 +213,14 @@ def save(model: PreTrainedModel, folder: Path) -> None:
     peft_config["inference_mode"] = True
     storage.write_bytes(
         folder / ADAPTER_FOLDER / "adapter_config.json",
-        json.dumps(peft_config, indent=2, sort_keys=True, default=sorted).encode(),  # of sets
+        # `sorted` makes lists of sets
+        json.dumps(peft_config, indent=2, sort_keys=True, default=sorted).encode(),
     )
 
 
 def merge(model: PreTrainedModel) -> None:
-    """Make `model` in place the plain float32 model that base and adapters are together. It is put
-    together layer by layer, and each goes to the host's memory: a device never holds the base in
-    float32."""
+    """Turn `model` in place into the plain float32 model, base plus adapters. Layers are merged one
+    by one, each into host memory, so a device never holds the base in float32."""
     from peft.tuners.lora import LoraLayer
 
     for name, module in list(model.named_modules()):

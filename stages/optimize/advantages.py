@@ -1,12 +1,11 @@
-"""Advantages: what each rollout is worth against its own group, or against the batch.
+"""Advantages: the value of each rollout relative to its group or to the batch.
 
 Pure functions of flat tensors. Legend: B rollouts, groups numbered 0 … n-1. A reward of NaN means
 "not scored": it is left out of every mean, and its rollout has no advantage. A rollout without an
-advantage is NaN in the answer, never 0; the caller, rollouts.py, drops and counts it. The one for
-critics, `gae`, is called by critic.py. More are in estimators.py.
+advantage has NaN in the result, never 0; the caller, rollouts.py, drops and counts it. `gae`, the
+one for critics, is called by critic.py. More are in estimators.py.
 
-Sums run in float64 over float32 rewards, so they are exact for equal rewards: these give exactly 0,
-not 1e-9 / 1e-4.
+Sums run in float64 over float32 rewards, so equal rewards give exactly 0, not 1e-9 / 1e-4.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ def group_normalized(rewards: Tensor, groups: Tensor, epsilon: float = 1e-4) -> 
 
     Args:
         rewards: [B] float; NaN = not scored.
-        groups: [B] int64; rollouts of one prompt bear one number.
+        groups: [B] int64; rollouts of one prompt have one number.
         epsilon: added to the standard deviation, in units of reward.
     Returns:
-        [B] float32; NaN where the rollout is not scored or its group has fewer than 2 scored
+        [B] float32; NaN if the rollout is not scored or its group has fewer than 2 scored
         rollouts.
 
     Reference: DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1.2.
@@ -41,14 +40,14 @@ def group_normalized(rewards: Tensor, groups: Tensor, epsilon: float = 1e-4) -> 
 def group_centered(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = R_i − mean_g over the group's scored rewards.
 
-    Without the division by the standard deviation, questions that are nearly always or never solved
-    are not blown up. It equals `leave_one_out` times (n−1)/n.
+    Without the division by the standard deviation, prompts that are nearly always or never solved
+    are not amplified. It equals `leave_one_out` times (n−1)/n.
 
     Args:
         rewards: [B] float; NaN = not scored.
-        groups: [B] int64; rollouts of one prompt bear one number.
+        groups: [B] int64; rollouts of one prompt have one number.
     Returns:
-        [B] float32; NaN where the rollout is not scored or its group has fewer than 2 scored
+        [B] float32; NaN if the rollout is not scored or its group has fewer than 2 scored
         rollouts.
 
     Reference: Dr. GRPO, https://arxiv.org/abs/2503.20783, section 3.2.
@@ -65,9 +64,9 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
 
     Args:
         rewards: [B] float; NaN = not scored.
-        groups: [B] int64; rollouts of one prompt bear one number.
+        groups: [B] int64; rollouts of one prompt have one number.
     Returns:
-        [B] float32; NaN where the rollout is not scored or its group has fewer than 2 scored
+        [B] float32; NaN if the rollout is not scored or its group has fewer than 2 scored
         rollouts.
 
     Reference: RLOO, https://arxiv.org/abs/2402.14740.
@@ -81,22 +80,22 @@ def batch_normalized(rewards: Tensor, groups: Tensor, epsilon: float = 1e-8) -> 
     """A_i = (R_i − mean_B) / (std_B + epsilon), with the unbiased (n−1) standard deviation over all
     scored rewards.
 
-    One baseline for every prompt: groups are not looked at, so one rollout a prompt is enough, and
-    hard prompts are not told from bad answers. With a single group it is `group_normalized`, up to
-    epsilon. B is the whole dataset that the stage was given, before mini-batches and before any
-    filter but the null one.
+    All prompts share one baseline. Groups are ignored, so one rollout a prompt is enough, and a
+    hard prompt looks the same as a bad answer. With a single group it is `group_normalized`, up to
+    epsilon. B is the stage's whole dataset, before mini-batches and before any filter except for
+    null rewards.
 
-    The paper takes the KL to the reference into the reward and normalises each token's return;
-    without that KL this is the same but for the weights: verl and OpenRLHF take mean and variance
-    over tokens, so that a long completion counts more, here each rollout counts once.
+    The paper includes the KL to the reference in the reward and normalises each token's return.
+    Without that KL this is the same except for the weights: verl and OpenRLHF take mean and
+    variance over tokens, so that a long completion counts more; here each rollout counts once.
 
     Args:
         rewards: [B] float; NaN = not scored.
         groups: [B] int64; not used.
         epsilon: added to the standard deviation, in units of reward.
     Returns:
-        [B] float32; NaN where the rollout is not scored; all NaN where fewer than 2 are; 0 where
-        all rewards are equal.
+        [B] float32; NaN if the rollout is not scored; all NaN if fewer than 2 are; 0 if all rewards
+        are equal.
 
     Reference: REINFORCE++, https://arxiv.org/abs/2501.03262.
     """
@@ -108,19 +107,19 @@ def batch_normalized_baseline(rewards: Tensor, groups: Tensor, epsilon: float = 
     over the batch.
 
     The group's mean is the baseline, as in `group_centered`, and one scale serves all groups, so
-    that nearly equal rewards are not blown up as `group_normalized` does. The batch mean of C is 0
+    nearly equal rewards are not amplified, unlike in `group_normalized`. The batch mean of C is 0
     by construction and is not subtracted again: a group of equal rewards keeps exactly 0. With a
     single group it is `group_normalized`, up to epsilon.
 
-    As in `batch_normalized`, each rollout counts once, where verl and OpenRLHF weigh by tokens.
-    verl takes the raw reward of a group of one for its advantage; here it is dropped.
+    As in `batch_normalized`, each rollout counts once, while verl and OpenRLHF weigh by tokens. For
+    a group of one, verl uses the raw reward as advantage; here it is dropped.
 
     Args:
         rewards: [B] float; NaN = not scored.
-        groups: [B] int64; rollouts of one prompt bear one number.
+        groups: [B] int64; rollouts of one prompt have one number.
         epsilon: added to the standard deviation, in units of reward.
     Returns:
-        [B] float32; NaN where the rollout is not scored or its group has fewer than 2 scored
+        [B] float32; NaN if the rollout is not scored or its group has fewer than 2 scored
         rollouts; such rollouts do not count in the standard deviation.
 
     Reference: REINFORCE++, https://arxiv.org/abs/2501.03262 (the variant with a baseline).
@@ -145,16 +144,15 @@ def gae(
     λ trades the critic's bias for the reward's variance: with λ = 0 A_t is δ_t; with λ = 1 it is
     the discounted reward still to come minus V_t, and the return does not depend on the critic,
     unless it is bootstrapped. Only completion tokens are steps, and nothing passes from one rollout
-    to the next: other systems that go over a padded row must take care not to carry values through
-    masked tokens.
+    to the next. Systems that iterate over padded rows must not carry values through masked tokens.
 
     Args:
-        rewards: [N] of each token; the rollout's own reward stands on its last token.
-        values: [N] V_t, of the state before token t.
+        rewards: [N] of each token; the rollout's own reward is on its last token.
+        values: [N] V_t, value of the state before token t.
         offsets: [B+1] int64.
         gamma: γ in [0, 1].
         gae_lambda: λ in [0, 1].
-        last_values: [B] V of the state after the last token; None for 0, as after an end token.
+        last_values: [B] V of the state after the last token. Default: 0, as after an end token.
     Returns:
         advantages [N] and returns [N], float32, without gradient. Computed in float64.
 
@@ -184,14 +182,13 @@ def whitened(advantages: Tensor, epsilon: float = 1e-8) -> Tensor:
     """(A − mean) / (std + epsilon) over the batch's tokens, with the unbiased (n−1) standard
     deviation.
 
-    For advantages whose scale a critic decides; taken after the returns, which stay in units of
-    reward.
+    For advantages on a critic's scale; applied after the returns, which stay in units of reward.
 
     Args:
         advantages: [N], of all tokens of the batch, before mini-batches.
         epsilon: added to the standard deviation.
     Returns:
-        [N] float32; 0 where there is one token only.
+        [N] float32; 0 if there is only one token.
     """
     advantages = advantages.double()
     centered = advantages - advantages.mean()
@@ -200,16 +197,16 @@ def whitened(advantages: Tensor, epsilon: float = 1e-8) -> Tensor:
 
 
 def zero_variance(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Whether max_g R = min_g R: there is nothing to learn from a comparison within the group.
+    """Return true where max_g R = min_g R: a comparison within the group teaches nothing.
 
-    A rollout that is the only scored one of its group has no variance, and is not meant: an
-    algorithm that needs no group learns from it.
+    It is false for the only scored rollout of a group: an algorithm that needs no group learns from
+    it.
 
     Args:
         rewards: [B] float; NaN = not scored.
-        groups: [B] int64; rollouts of one prompt bear one number.
+        groups: [B] int64; rollouts of one prompt have one number.
     Returns:
-        [B] bool: the rollout's group has two scored rewards at least, all of them equal.
+        [B] bool: the rollout's group has at least two scored rewards, all of them equal.
     """
     rewards, counts, sums, _ = group_statistics(rewards, groups)
     distances = torch.where(rewards.isnan(), 0.0, (rewards - sums / counts).abs())
@@ -217,8 +214,8 @@ def zero_variance(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def group_statistics(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of each rollout, [B] each: its reward in float64, how many rewards of its group are scored,
-    their sum, and whether there is something to compare: it is scored, and another one too."""
+    """Return for each rollout, [B] each: its reward in float64, the number of scored rewards in its
+    group, their sum, and whether it can be compared: it and at least one other are scored."""
     rewards = rewards.double()
     scored = ~rewards.isnan()
     counts = group_sums(scored.double(), groups)
@@ -227,6 +224,6 @@ def group_statistics(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def group_sums(terms: Tensor, groups: Tensor) -> Tensor:
-    """[B] for each of the `terms` [B] the sum over its group."""
+    """Return [B] the sum of `terms` [B] over each rollout's group."""
     num_groups = int(groups.max()) + 1 if len(groups) else 0
     return terms.new_zeros(num_groups).index_add(0, groups, terms)[groups]

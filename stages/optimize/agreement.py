@@ -1,11 +1,11 @@
-"""Whether all ranks train the same thing, out of one store, from the same step on.
+"""Checks that all ranks train the same thing, from one store, starting at the same step.
 
-Ranks that a launcher brought together may have been called otherwise, and a folder of the same name
-may be another on each host. Their gradients would be summed all the same, so the ranks compare what
-they have before the first step; where it differs, each of them raises.
+Ranks of one launcher may run different commands, and a folder of the same name may be a different
+one on each host. Their gradients would still be summed, so the ranks compare what they have before
+the first step; if it differs, each of them raises.
 
     check_plan(plan)                       # every rank calls it
-    names = of_all_ranks(name)             # what each has, in order of the ranks
+    names = of_all_ranks(name)             # each rank's value, in order of the ranks
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.runtime.runner import quiver_version
 from quiver.stages.common.runtime.stage import Plan
 
-_SECONDS = 10.0  # a network's file system may show a new file that late
+_SECONDS = 10.0  # a network file system may show a new file this late
 T = TypeVar("T")
 
 
 def of_all_ranks(mine: T) -> list[T]:
-    """What each rank has, in order of the ranks. All have to call it."""
+    """Return each rank's value, in order of the ranks. All ranks must call it."""
     if not torch.distributed.is_initialized():
         return [mine]
     gathered: list = [None] * torch.distributed.get_world_size()
@@ -35,8 +35,8 @@ def of_all_ranks(mine: T) -> list[T]:
 
 
 def check_plan(plan: Plan) -> None:
-    """ConfigError on every rank where one would make another version, is of another version of this
-    program, or does not see the store that the first one writes to."""
+    """Raise ConfigError on every rank if one would make another version, runs another Quiver, or
+    does not see the store that rank 0 writes to."""
     ours = {"run_key": plan.run_key, "Quiver": quiver_version()}
     hosts = of_all_ranks(socket.gethostname())
     for rank, theirs in enumerate(everyone := of_all_ranks(ours)):
@@ -67,8 +67,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def _newest_lease(plan: Plan) -> tuple[str, bytes]:
-    """Key and content of the lease by which the rank that writes holds its work: no two are
-    alike."""
+    """Return key and content of the lease under which rank 0 writes; every lease is unique."""
     storage = plan.store.storage
     prefix = f"{plan.name}/.staging/{plan.run_key}.leases"
     key = f"{prefix}/{max(storage.list_files(prefix))}"
@@ -76,8 +75,8 @@ def _newest_lease(plan: Plan) -> tuple[str, bytes]:
 
 
 def _sees(plan: Plan, lease: tuple[str, bytes]) -> bool:
-    """Whether the lease is in the store of this rank. It is asked for by name: a network's file
-    system may show an older list of names for a minute."""
+    """Return True if the lease is in this rank's store. It is read by name, since a network file
+    system may show an outdated listing for a minute."""
     key, content = lease
     try:
         return plan.store.storage.read(key) == content

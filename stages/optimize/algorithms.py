@@ -1,10 +1,10 @@
-"""Algorithms as rows of a table: which advantage, surrogate and aggregation, with which defaults.
+"""Algorithms as rows of a table: an advantage, a surrogate, an aggregation, and their defaults.
 
 A variant is data, not a branch. The names are functions of `advantages.py`, `losses.py`,
-`estimators.py` and `surrogates.py`; this module itself loads no torch, so a config is checked, and
-the table is listed, at once. A user's own row needs no edit here: put an `Algorithm` into a module
-and name it in the recipe, `algorithm = "my_algo:ALGORITHM"` or `"my_algo.py:ALGORITHM"`; it may
-hold functions instead of names.
+`estimators.py` and `surrogates.py`. This module loads no torch, so checking a config and listing
+the table are fast. A user's own row needs no edit here: put an `Algorithm` into a module and name
+it in the recipe, `algorithm = "my_algo:ALGORITHM"` or `"my_algo.py:ALGORITHM"`; it may hold
+functions instead of names.
 
 >>> resolve("dapo").defaults["clip_high"]
 0.28
@@ -27,38 +27,40 @@ from . import contract
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One row. `defaults` hold the surrogate's options and `drop_zero_variance`; the recipe's own
-    values override them."""
+    """One row of the table. `defaults` hold the surrogate's options and `drop_zero_variance`; the
+    recipe's own values override them."""
 
     name: str
     advantage: str | Callable[..., Any]
-    """(rewards [B], groups [B]) -> advantages [B]; where it names them, with `lengths` [B] in
-    tokens, and `parts` and `part_weights` [B, P] of the rewards"""
+    """(rewards [B], groups [B]) -> advantages [B]. It also gets, if it has arguments of these
+    names, `lengths` [B] in tokens, and `parts` and `part_weights` [B, P] of the rewards."""
     surrogate: str | Callable[..., Any]
     """(Tokens, **options) -> loss [N], at_bound [N] bool"""
     aggregation: str | Callable[..., Any]
-    """(lengths [B], max_completion_tokens) -> weights [N] of the whole optimizer step; where it
-    names them, with `groups` [B]"""
+    """(lengths [B], max_completion_tokens) -> weights [N] of the whole optimizer step. It also gets
+    `groups` [B] if it has an argument of that name."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     reference: str = ""
     description: str = ""
     zero_is_idle: bool = True
-    """A token of advantage 0 has no gradient, so rollouts with advantage 0 need no pass (they still
-    count in the denominators). False: your surrogate has a term beside the advantage."""
+    """True if a token of advantage 0 has no gradient, so rollouts with advantage 0 need no pass
+    (they still count in the denominators). Set it to False if your surrogate has a term beside the
+    advantage."""
     advantage_of: Literal["rollouts", "turns", "tokens"] = "rollouts"
-    """What has an advantage of its own. turns, for `optimize.credit = "turn"`: `advantage` is
+    """Unit that has its own advantage. turns, for `optimize.credit = "turn"`: `advantage` is
     (rewards [T], offsets [B+1], groups [B]) -> advantages [T]. tokens: (rewards [N], offsets [B+1])
-    -> advantages [N], with what it names of `groups` [B], `gamma` and `gae_lambda`, and with the
-    `columns`; they are then whitened over the batch, unless it compares groups."""
+    -> advantages [N]; it also gets `groups` [B], `gamma` and `gae_lambda` if it has arguments of
+    these names, and the `columns`. Advantages of tokens are then whitened over the batch, unless
+    the function takes `groups`."""
     columns: tuple[str, ...] = ()
-    """What one pass before the first step gives `advantage`, of tokens, by name: `logprobs` [N];
-    `collisions` [N], Σ p² over the vocabulary; `values` [N], of a value head that learns beside the
-    policy, and then the answer is advantages [N] and returns [N]; `last_values` [B], of the states
-    after the last tokens."""
+    """Arguments of a per-token `advantage` that one pass before the first step provides: `logprobs`
+    [N]; `collisions` [N], Σ p² over the vocabulary; `values` [N], from a value head that is trained
+    beside the policy; `last_values` [B], values of the states after the last tokens. With `values`
+    the function returns advantages [N] and returns [N]."""
 
     @property
     def critic(self) -> bool:
-        """A value head learns beside the policy."""
+        """True if a value head is trained beside the policy."""
         return "values" in self.columns
 
 
@@ -272,14 +274,14 @@ OPTIONS = {
     "geometric_clipped": ("clip_low", "clip_high"),
     "reinforce": (),
 }
-"""What each surrogate takes, so that a recipe is checked without loading torch."""
+"""Options of each surrogate, so that a recipe is checked without loading torch."""
 _MORE = {"advantages": "estimators", "losses": "surrogates"}
-"""Where the functions lie that are not in the first."""
+"""Second module for functions that are not in the first."""
 
 
 def resolve(name: str) -> Algorithm:
-    """The row called `name`, or the `Algorithm` at `module:NAME` or `file.py:NAME`, whose own
-    functions are held to their contract. ConfigError."""
+    """Return the row called `name`, or the `Algorithm` at `module:NAME` or `file.py:NAME`, whose
+    own functions are then checked by `contract`. Raises ConfigError."""
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     row, _ = plugins.load(name, "optimize.algorithm", Algorithm)
@@ -301,8 +303,8 @@ def resolve(name: str) -> Algorithm:
 
 
 def find_function(module: str, chosen: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The function that a row names: itself, or the one of that name in `advantages` and
-    `estimators`, or in `losses` and `surrogates`. ConfigError."""
+    """Return the function that a row names: `chosen` itself, or the function of that name in
+    `advantages` and `estimators`, or in `losses` and `surrogates`. Raises ConfigError."""
     if callable(chosen):
         return chosen
     for name in filter(None, (module, _MORE.get(module))):

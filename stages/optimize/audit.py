@@ -1,4 +1,4 @@
-"""The numeric audit: does the trainer give the saved tokens the probability that the engine gave?
+"""The numeric audit: compares the trainer's logprobs of the saved tokens with the engine's.
 
 Wrong weights, a wrong template, another temperature, raw instead of processed logprobs: each gives
 finite losses and a policy that gets worse. Each also moves the mean gap between the trainer's and
@@ -25,18 +25,20 @@ from .losses import log_ratio
 from .objective import Objective
 
 _OF_SEQUENCES = {"sequence_clipped", "geometric_clipped"}
-"""Surrogates whose ratio is a completion's."""
+"""Surrogates with one ratio for each completion."""
 log = logging.getLogger(__name__)
 
 
 def audit(
     objective: Objective, batch: Batch, logprobs: Tensor, rows: Sequence[int]
 ) -> dict[str, Any]:
-    """Measure rollouts `rows`, on which the policy has the `logprobs` [N], and its proximal
-    logprobs where they are given; `_compare` says what of it is required. Rollouts of an older
-    policy than the starting checkpoint are only measured, apart where there are fresh ones too,
-    under `stale`; their proximal logprobs, where these are of the policy that sampled, tell whether
-    they were sampled right. NumericError."""
+    """Measure the gap of rollouts `rows`, and raise NumericError if it is too large.
+
+    Measured are the policy's `logprobs` [N] and, if given, the proximal logprobs; `_compare` states
+    the limits. Rollouts of a policy older than the starting checkpoint are only measured, under
+    `stale` if there are fresh rollouts too. If their proximal logprobs are of the policy that
+    sampled, these are held to the limit.
+    """
     is_stale = [False] * len(batch.groups) if batch.stale is None else batch.stale.tolist()
     fresh_rows = [row for row in rows if not is_stale[row]]
     stale_rows = [row for row in rows if is_stale[row]]
@@ -57,12 +59,16 @@ def audit(
 def _compare(
     objective: Objective, batch: Batch, logprobs: Tensor, rows: Sequence[int], name: str
 ) -> dict[str, Any]:
-    """Measure rollouts of the very policy that has the `logprobs` [N], called `name`; those of
-    biased sampling apart where there are others too, under `biased`. Empty without rollouts.
+    """Measure rollouts that were sampled by the policy of `logprobs` [N]; messages call these
+    logprobs `name`.
 
-    `judged` names the number that must be within `audit.max_mean_gap`: `mean_gap`; where sampling
-    was truncated `mean_excess`, since what was left bears more than the policy's probability; under
-    penalties −`kl_k1`, since a KL is not negative. NumericError where it is not.
+    Rollouts of biased sampling are measured separately, under `biased` if there are others too. The
+    result is empty without rollouts.
+
+    `judged` names the number that must be within `audit.max_mean_gap`. It is `mean_gap`. If
+    sampling was truncated, it is `mean_excess`, since the remaining tokens had more than the
+    policy's probability. Under penalties it is −`kl_k1`, since a KL is not negative. Raises
+    NumericError if it is not within.
     """
     limit = objective.config.audit.max_mean_gap
     biases = batch.biases or [""] * len(batch.groups)
@@ -101,11 +107,11 @@ def _compare(
 def _measure_rows(
     objective: Objective, batch: Batch, logprobs: Tensor, rows: Sequence[int]
 ) -> dict[str, Any]:
-    """`measure` of the `logprobs` [N] of rollouts `rows`, within the bounds of the surrogate; those
-    without such bounds are measured by PPO's."""
+    """Return `measure` of the `logprobs` [N] of rollouts `rows`, with the surrogate's clip bounds,
+    or PPO's 0.2 if it has none."""
     low, high = (objective.options.get(name, 0.2) for name in ("clip_low", "clip_high"))
     surrogate = objective.surrogate.__name__
-    if surrogate == "geometric_clipped":  # its bounds are of log r
+    if surrogate == "geometric_clipped":  # its bounds apply to log r
         low, high = -math.expm1(-low), math.expm1(high)
     old = batch.sequences.completions.with_values(batch.old_logprobs).take(torch.tensor(rows))
     report = measure(
@@ -132,15 +138,20 @@ def measure(
     clip_high: float,
     of_sequences: bool = False,
 ) -> dict[str, float]:
-    """How far the trainer's logprobs [N] are from `old` [N], before any weight has changed.
-    `of_sequences`: the surrogate's ratio is a completion's, the geometric mean of its tokens'.
+    """Measure how far the trainer's logprobs [N] are from `old` [N], before any weight has changed.
 
+    Args:
+        trainer, old: [N] logprobs of the trainer and of the engine.
+        offsets: [B+1] int64.
+        clip_low, clip_high: distances of the clip bounds from ratio 1.
+        of_sequences: true if the surrogate's ratio is a completion's, the geometric mean of its
+            tokens'.
     Returns:
         mean_gap, max_gap: |trainer − old| over all tokens, in nats
-        mean_excess: mean of trainer − old where it is above 0, else 0
+        mean_excess: mean over tokens of max(trainer − old, 0)
         kl_k1, kl_k3: estimates of KL(old ‖ trainer), mean over tokens
-        outside_clip: share of tokens, or of completions, whose ratio is outside
-            [1 − clip_low, 1 + clip_high]
+        outside_clip: share of tokens, or of completions, whose ratio is outside [1 − clip_low, 1 +
+            clip_high]
         effective_sample_size: (Σ w)² / Σ w² over rollouts, w the ratio of the whole completion; as
             a share of the rollouts
         tokens, rollouts: how many were compared
@@ -168,8 +179,8 @@ def measure(
 def require(
     report: dict[str, Any], max_mean_gap: float, object: str, name: str = "the trainer's logprobs"
 ) -> None:
-    """NumericError about `object` unless the mean gap is a number up to `max_mean_gap`. `name`:
-    whose gap to the engine's it is."""
+    """Raise NumericError about `object` unless the mean gap is a number up to `max_mean_gap`.
+    `name` says whose gap to the engine it is."""
     if not report["mean_gap"] <= max_mean_gap:
         raise NumericError(
             object,
@@ -184,8 +195,8 @@ def require(
 
 
 def _require_clip_beyond_noise(report: dict[str, Any], clip: float | None) -> None:
-    """NumericError where the engine's noise is not far smaller than a tight clip bound: the noise
-    would be clipped, in place of what the policy has learned."""
+    """Raise NumericError if the engine's noise is more than a tenth of a tight clip bound: clipping
+    would then respond to noise instead of what the policy has learned."""
     if clip is None or clip >= TIGHT_CLIP or report["mean_gap"] <= clip / 10:
         return
     raise NumericError(

@@ -1,4 +1,4 @@
-"""The rollouts that are learned from, as columns of tensors; and the columns of one optimizer step.
+"""Columns of the rollouts that are learned from, and of one optimizer step.
 
 Not of the spine: it is a list of columns, for looking up their shapes.
 """
@@ -18,7 +18,7 @@ from quiver.stages.common.ragged import Ragged
 
 
 class Part(NamedTuple):
-    """Columns [n] of the n tokens of some rollouts, as those of `Batch`, on one device."""
+    """Columns [n] of the n tokens of some rollouts, taken from `Batch`, on one device."""
 
     offsets: Tensor
     """[b+1] int64"""
@@ -37,41 +37,43 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """The K rollouts that take part, N completion tokens."""
+    """The K rollouts that take part, with N completion tokens."""
 
     sequences: Sequences
     groups: list[int]
-    """[K] rollouts of one prompt bear one number."""
+    """[K] rollouts of one prompt have one number."""
     prompt_numbers: list[int]
     """[K] rollouts with the same number have the same prompt ids, so they can share them."""
     advantages: Tensor
-    """[K] float32; of turns [N]; with a critic [N], NaN until it has given the values"""
+    """[K] float32; [N] for advantages of turns or tokens. Those of tokens are NaN until `prepare`
+    has computed them."""
     old_logprobs: Tensor
     """[N] float32"""
     prox_logprobs: Tensor | None
     ref_logprobs: Tensor | None
     stale: Tensor | None = None
-    """[K] bool: sampled by an older policy than the starting checkpoint, so that their logprobs
-    differ by right and the audit only reports them. None: none of them is."""
+    """[K] bool: sampled by a policy older than the starting checkpoint, so that the logprobs differ
+    legitimately and the audit only reports them. None if no rollout is."""
     biases: list[str] | None = None
-    """[K] what made the sampled distribution another than the policy's (`top_p = 0.9`), empty where
-    nothing did. None: nowhere."""
+    """[K] the settings that made the sampled distribution differ from the policy's (`top_p = 0.9`),
+    or empty. None if no rollout has any."""
     masked: Tensor | None = None
-    """[K] bool: counts in the denominators as a rollout, and has no loss. None: none of them."""
+    """[K] bool: counts in the denominators as a rollout, but has no loss. None if no rollout is
+    masked."""
     max_completion_tokens: int | None = None
-    """What generation allowed, for aggregation `constant`."""
+    """Token limit of generation, for aggregation `constant`."""
     rewards: Tensor | None = None
-    """[K] float32, for a critic"""
+    """[K] float32, for a critic and other per-token advantages, and for the NLL term."""
     turn_rewards: Ragged | None = None
-    """[K rows] float32: one for each turn, where a critic is told them apart."""
+    """[K rows] float32: one for each turn, if credit is per turn."""
     reward_scale: float = 1.0
-    """What a critic's rewards are multiplied with; see reward_scaling.py."""
+    """Factor of the critic's rewards; see reward_scaling.py."""
     cut: Tensor | None = None
-    """[K] bool: ended by `length`, for a critic"""
+    """[K] bool: ended by `length`, for a critic."""
     old_values: Tensor | None = None
-    """[N] float32, once a critic has given them"""
+    """[N] float32, once a critic has computed them."""
     returns: Tensor | None = None
-    """[N] float32, likewise"""
+    """[N] float32, once a critic has computed them."""
 
     @property
     def anchor(self) -> Tensor:
@@ -80,24 +82,24 @@ class Batch:
 
     @property
     def has_stale(self) -> bool:
-        """Whether an older policy sampled some of them."""
+        """True if an older policy sampled some of them."""
         return self.stale is not None and bool(self.stale.any())
 
     @property
     def has_token_advantages(self) -> bool:
-        """Whether advantages are of tokens."""
+        """True if each token has its own advantage."""
         return len(self.advantages) == len(self.old_logprobs)
 
     @cached_property
     def token_advantages(self) -> Tensor:
-        """[N] of a token, or its rollout's."""
+        """[N] advantage of the token, or of its rollout."""
         if self.has_token_advantages:
             return self.advantages
         return self.advantages.repeat_interleave(self.sequences.completions.lengths)
 
     def active_rows(self, zero_is_idle: bool) -> list[int]:
-        """The rollouts that are passed through the model: those with a loss, and of these, where
-        `zero_is_idle`, those whose advantage is not 0."""
+        """Return the rollouts that are passed through the model: those with a loss and, if
+        `zero_is_idle`, with an advantage other than 0."""
         is_active = torch.ones(len(self.groups), dtype=torch.bool)
         if zero_is_idle:
             is_active = self.advantages != 0
@@ -109,8 +111,8 @@ class Batch:
         return is_active.nonzero()[:, 0].tolist()
 
     def counted_tokens(self, members: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """[b] how many tokens of each of the rollouts `members` have a weight, none of those that
-        are masked; and [n] where these tokens stand among the N."""
+        """Return how many tokens of each of the rollouts `members` have a weight [b], 0 for masked
+        ones; and the positions [n] of these tokens among the N."""
         rows = torch.as_tensor(members, dtype=torch.int64)
         lengths = self.sequences.completions.lengths[rows]
         if self.masked is None:
@@ -119,12 +121,13 @@ class Batch:
         return lengths.masked_fill(is_masked, 0), self.positions(rows[~is_masked])
 
     def positions(self, rows: Sequence[int] | Tensor) -> Tensor:
-        """[n] int64: where the completion tokens of rollouts `rows` stand among the N."""
+        """Return the positions [n] int64 of the completion tokens of rollouts `rows` among the
+        N."""
         rows = torch.as_tensor(rows, dtype=torch.int64)
         return self.sequences.completions.positions(rows)
 
     def part(self, rows: Sequence[int] | Tensor, device: torch.device) -> Part:
-        """The tokens of rollouts `rows` [b] on `device`."""
+        """Return the tokens of rollouts `rows` [b] on `device`."""
         rows = torch.as_tensor(rows, dtype=torch.int64)
         positions = self.positions(rows)
         columns = (
@@ -143,21 +146,21 @@ class Batch:
 
 @dataclass(frozen=True)
 class Step:
-    """What tokens are in one optimizer step."""
+    """Per-token columns of one optimizer step."""
 
     weights: Tensor
     """[N] float64"""
     learns: Tensor | None = None
-    """[N] bool: the policy learns from it; None: from all of them"""
+    """[N] bool: the policy learns from the token. None: from all tokens."""
     entropy_coef: float = 0.0
-    """Of the bonus."""
+    """Coefficient of the entropy bonus."""
     kl_coef: float = 0.0
-    """Of the KL to the reference in the loss."""
+    """Coefficient of the KL to the reference in the loss."""
     nll_weights: Tensor | None = None
-    """[N] float64, of the negative log-likelihood of good answers."""
+    """[N] float64, for the negative log-likelihood of good answers."""
 
     def at(self, positions: Tensor, device: torch.device) -> Step:
-        """Of the tokens at `positions` [n] alone, on `device`."""
+        """Return the step's columns for the tokens at `positions` [n], on `device`."""
         columns = {
             name: column[positions].to(device)
             for name, column in vars(self).items()

@@ -1,12 +1,12 @@
 """AdamW for bfloat16 weights, with moments and arithmetic in float32.
 
-A step moves a weight by about the learning rate; a bfloat16 weight w can move by |w| / 256 at
-least, or not at all. Rounded to nearest, most steps would change nothing, ever. So after each step
-a weight goes to one of its two bfloat16 neighbours by chance: it is right in the mean, and steps
-that are too small for one weight still move many.
+A step moves a weight by about the learning rate, but the smallest move of a bfloat16 weight w is
+about |w| / 256. Rounded to nearest, most steps would never change anything. So after each step a
+weight is rounded stochastically to one of its two bfloat16 neighbours: it is right in the mean, and
+steps that are too small for one weight still move many.
 
-The chance follows from seed, step and parameter: ranks round alike, and a restart does too.
-Gradients are float32 (see `narrow`).
+The random numbers follow from seed, step and parameter, so all ranks round alike, and a restart
+does too. Gradients are float32 (see `narrow`).
 
     narrow(model)
     optimizer = Bf16AdamW(groups, seed=0, step=12, lr=1e-6)
@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 _CHUNK = 1 << 20
-"""Numbers rounded at a time: what rounding needs beside them stays small."""
+"""Numbers rounded at a time, which bounds the memory for random bits."""
 
 
 class Bf16AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW`, by which a bfloat16 weight is rounded by chance.
+    """`torch.optim.AdamW` with stochastic rounding of bfloat16 weights.
 
     Parameters in float32, such as a value head's, are treated as AdamW does.
     """
@@ -44,7 +44,7 @@ class Bf16AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One step over all weights that have a gradient, one after another."""
+        """Take one step over all weights that have a gradient, one after another."""
         index = -1
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -52,7 +52,7 @@ class Bf16AdamW(torch.optim.AdamW):
                 if parameter.grad is None:
                     continue
                 state = self.state[parameter]
-                wide = parameter.float()  # a float32 tensor itself, else a copy
+                wide = parameter.float()  # the tensor itself if float32, else a copy
                 if "step" not in state:
                     state["step"] = torch.zeros((), device=wide.device)
                     state["exp_avg"] = torch.zeros_like(wide)
@@ -85,19 +85,19 @@ class Bf16AdamW(torch.optim.AdamW):
 
 
 def round_by_chance(values: Tensor, generator: torch.Generator) -> Tensor:
-    """[n] float32 to [n] bfloat16: each to the neighbour below or above it, so that the mean over
-    many draws is the value.
+    """Round [n] float32 to [n] bfloat16: each to the neighbour below or above it, so that the mean
+    over many draws is the value.
 
-    P(up) = (x − low) / (high − low), exact to 2^-16: a bfloat16 is the upper half of a float32's
-    bits, so the lower half over 65536 is how far x is on the way from the neighbour that is nearer
-    to 0, and a uniform number of 16 bits, added below, carries over that often. What bfloat16 holds
-    stays as it is, infinities and NaN too.
+    P(up) = (x − low) / (high − low), exact to 2^-16. A bfloat16 is the upper half of a float32's
+    bits, so the lower half over 65536 is the distance of x from the neighbour nearer to 0, as a
+    share. Adding a uniform 16-bit number to the lower half carries over with that probability.
+    Values that bfloat16 can hold stay unchanged, infinities and NaN too.
     """
     bits = values.view(torch.int32)
-    # words of four numbers each: drawing them costs most
+    # each word gives four numbers, since drawing them costs most
     words = torch.empty(-(-len(bits) // 4), dtype=torch.int64, device=bits.device)
     words.random_(-(2**63), None, generator=generator)
     noise = words.view(torch.int16)[: len(bits)].int().bitwise_and_(0xFFFF)
     rounded = noise.add_(bits).bitwise_and_(-0x10000).view(torch.float32).to(torch.bfloat16)
-    # the carry makes a GPU's NaN, all ones, a 0
+    # a GPU's NaN has all bits 1, and the carry would make it 0
     return rounded.masked_fill_(values.isnan(), torch.nan)

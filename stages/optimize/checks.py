@@ -1,9 +1,8 @@
-"""What one version of rollouts must be before it is trained on: of an allowed policy, unbiased,
-joined by id.
+"""Checks of one version of rollouts before it is trained on: sampled by an allowed policy,
+unbiased, joined by id.
 
-With several versions each is looked at by itself; what they must be towards each other is that no
-rollout stands in two of them. Names, manifests and columns are all that is read here: no torch, no
-weights.
+Several versions are checked one by one; between them, no rollout may be in two. Only names,
+manifests and columns are read here: no torch, no weights.
 
     sampled = Sampled({"policy": …, "rollouts": …, "rewards": …})        # one of `inputs.sets`
     check_lineage(config, store, sampled); sampled.column("rewards", "reward")
@@ -51,20 +50,20 @@ _TRACKERS = {
         )
     },
 }
-"""Packages by the name of accelerate's tracker, any one of which it needs."""
+"""Packages by the name of accelerate's tracker, which needs any one of them."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """One version of rollouts with what belongs to it."""
+    """One version of rollouts with the versions that belong to it."""
 
     inputs: dict[str, Version]
-    """policy, rollouts, rewards and, where given, ref and prox"""
+    """policy, rollouts, rewards and, if given, ref and prox."""
 
     @property
     def rollouts(self) -> Version:
-        """The version itself."""
+        """The version of rollouts."""
         return self.inputs["rollouts"]
 
     @cached_property
@@ -74,13 +73,14 @@ class Sampled:
 
     @property
     def stale(self) -> bool:
-        """Whether another policy than the starting checkpoint sampled them."""
+        """True if they were sampled by a policy other than the starting checkpoint."""
         start = checkpoints.as_model("policy", self.inputs["policy"])
         return self.rollouts.manifest.require_model("policy").weights != start.weights
 
     def column(self, role: str, name: str) -> pa.ChunkedArray:
-        """Column `name` of the rewards or logprobs, in the order of the rollouts and in their
-        chunks. LineageError unless they name each rollout exactly once, and no other."""
+        """Return column `name` of the rewards or logprobs, in the order of the rollouts and in
+        their chunks. Raises LineageError unless they name each rollout exactly once, and no
+        other."""
         ids = self.table["rollout_id"]
         table = self.inputs[role].table()
         places = pc.index_in(ids, value_set=table["rollout_id"].combine_chunks())
@@ -101,15 +101,15 @@ class Sampled:
                 "; ".join(problems),
                 next=f"score {self.rollouts.ref} again",
             )
-        # Arrow's own `take` joins all chunks first, whose lists may have no more than 2^31 items
-        # together; what lies as it is wanted is not copied
+        # Arrow's own `take` joins all chunks first, and their lists may have at most 2^31 items
+        # together; rows that are already in order are not copied
         column = table[name]
         chunks = []
         row = 0
         for chunk in ids.chunks:
             rows = places.slice(row, len(chunk)).to_numpy()
             row += len(chunk)
-            starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)  # of rows that follow another
+            starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)  # each run of consecutive rows
             lengths = np.diff(starts, append=len(rows))
             runs = [column.slice(rows[at], n) for at, n in zip(starts, lengths, strict=True)]
             arrays = [array for run in runs for array in run.chunks]
@@ -118,8 +118,11 @@ class Sampled:
 
 
 def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
-    """Refuse rollouts of a policy that is too old or foreign, proximal logprobs of another policy
-    than `prox_of` says, biased sampling without leave or without proximal logprobs.
+    """Check which policy sampled the rollouts, and how.
+
+    Refuses rollouts of a foreign or too old policy, proximal logprobs of a policy other than
+    `prox_of` requires, and biased sampling that is not allowed or lacks proximal logprobs. Raises
+    LineageError, ConfigError.
 
     Returns the biases of sampling that were allowed.
     """
@@ -127,7 +130,7 @@ def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
     sampler = rollouts.manifest.model("policy")
     weights = sampler.weights if sampler else None
     allowed: list[Model] = []
-    # one that is gone is an error only to rollouts as old
+    # a missing ancestor is an error only for rollouts that old
     policy = version.inputs["policy"].manifest
     with_expired = store.with_expired()  # a manifest is enough
     for manifest in line_of(policy, lambda ref: with_expired.open(ref).manifest):
@@ -182,7 +185,7 @@ def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
 
 
 def _check_prox(config: Config, version: Sampled, prox: Version) -> None:
-    """LineageError where the proximal logprobs are of another policy than `prox_of` says."""
+    """Raise LineageError if the proximal logprobs are of a policy other than `prox_of` requires."""
     if config.prox_of == "start":
         policy = checkpoints.as_model("policy", version.inputs["policy"])
         description = "this training starts from"
@@ -201,7 +204,8 @@ def _check_prox(config: Config, version: Sampled, prox: Version) -> None:
 
 
 def check_credit(config: Config, inputs: Mapping[str, Version]) -> None:
-    """ConfigError where `credit` needs the rewards of turns, and a version of rewards has none."""
+    """Raise ConfigError if `credit` needs the rewards of turns, and a version of rewards has
+    none."""
     if config.credit == "rollout":
         return
     for role, version in inputs.items():
@@ -216,8 +220,8 @@ def check_credit(config: Config, inputs: Mapping[str, Version]) -> None:
 
 
 def check_schedule(config: Config, policy: Version) -> None:
-    """ConfigError where every step of this stage would have the learning rate 0; a warning where
-    that begins within it."""
+    """Raise ConfigError if every step of this stage would have learning rate 0; warn if only the
+    last ones would."""
     if config.schedule == "constant":
         return
     first, steps = int(policy.manifest.metrics.get("step", 0)), config.epochs * config.minibatches
@@ -240,8 +244,7 @@ def check_schedule(config: Config, policy: Version) -> None:
 
 
 def biases(sampling: dict[str, Any]) -> list[str]:
-    """The settings of a rollouts manifest's sampling that make the sampled distribution another one
-    than the policy's."""
+    """Return the sampling settings that make the sampled distribution differ from the policy's."""
     neutral = {
         "top_p": [1],
         "top_k": [0, -1],
@@ -259,7 +262,8 @@ def biases(sampling: dict[str, Any]) -> list[str]:
 
 
 def require_own_ids(versions: Sequence[Sampled]) -> None:
-    """No rollout stands in two versions: the same generation done again makes the same ids."""
+    """Raise LineageError if a rollout is in two versions: repeating a generation gives the same
+    ids."""
     for one, other in itertools.combinations(versions, 2):
         ids = one.table["rollout_id"]
         both = ids.filter(pc.is_in(ids, value_set=other.table["rollout_id"].combine_chunks()))
@@ -273,8 +277,8 @@ def require_own_ids(versions: Sequence[Sampled]) -> None:
 
 
 def check_trackers(trackers: Sequence[str], folder: str | None) -> None:
-    """ConfigError for a tracker that accelerate does not know, or that is not installed here, and
-    for a `folder` that is none: what was to be tracked would be nowhere."""
+    """Raise ConfigError for a tracker that accelerate does not know or that is not installed, and
+    for a `folder` that is a file."""
     for name in trackers:
         if name not in _TRACKERS:
             raise ConfigError(

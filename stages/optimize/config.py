@@ -1,10 +1,10 @@
-"""How a policy learns from scored rollouts: the fields of `[optimize]`, checked when they are read.
+"""The fields of `[optimize]`: how a policy learns from scored rollouts.
 
-Each class refuses unknown keys, values out of range and fields that contradict each other; what
-only the datasets or the model can tell is checked by the stage. No torch is loaded here.
+Each class refuses unknown keys, values out of range and fields that contradict each other. The
+stage checks what needs the datasets or the model. No torch is loaded here.
 
     config = Config(algorithm="dapo", learning_rate=1e-6)
-    config.resolved().clip_high      # 0.28, which the algorithm's row fills in
+    config.resolved().clip_high      # 0.28, the algorithm's default
 
 Not of the spine: its fields are looked up by name.
 """
@@ -25,9 +25,9 @@ from .contract import GROUP_ADVANTAGES
 from .lora import Lora
 
 SURROGATE_FIELDS = {name for options in algorithms.OPTIONS.values() for name in options}
-"""The fields that are options of a surrogate."""
+"""Fields that are options of a surrogate."""
 _FILLED_FIELDS = {*SURROGATE_FIELDS, "drop_zero_variance"}
-"""Those that an algorithm's row fills in."""
+"""Fields for which an algorithm's row has the default."""
 Advantage = Literal[
     "group_normalized",
     "batch_scaled",
@@ -39,46 +39,48 @@ Advantage = Literal[
     "batch_normalized_baseline",
     "length_weighted",
 ]
-"""Those of rollouts."""
+"""Names of the advantages of whole rollouts."""
 TIGHT_CLIP = 0.05
-"""Clip bounds below this are met by the engine's noise alone, in place of the policy's change."""
+"""Clip bounds below this are reached by the engine's numeric noise alone."""
 _DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Audit(base.Config):
-    """The comparison of the trainer's logprobs with the engine's, before the first update."""
+    """Comparison of the trainer's logprobs with the engine's, before the first update."""
 
     enabled: bool = True
-    """Compare, and stop the stage when the gap is too large."""
+    """Compare, and stop the stage if the gap is too large."""
     max_mean_gap: float = Field(default=0.1, gt=0)
     """Largest mean of |trainer − old| in nats a token; engines in bfloat16 differ by 0.01 to 0.05.
-    Rollouts of an older policy (see `max_staleness`) differ by right: for them the gap is reported
-    only, and that of their proximal logprobs limited. Under biased sampling trainer − old alone is
-    limited, since it may be below 0 by right."""
+    Rollouts of an older policy (see `max_staleness`) differ legitimately: their gap is only
+    reported, and the limit applies to their proximal logprobs. Under biased sampling the limit
+    applies to trainer − old, which may legitimately be negative."""
 
 
 class Correction(base.Config):
-    """The weight exp(prox − old) of a token's loss, where proximal logprobs are given."""
+    """Weight exp(prox − old) of a token's loss, used if proximal logprobs are given."""
 
     mode: Literal["truncate", "clamp", "mask", "none"] = "truncate"
     """`truncate`: at most `high`; `clamp`: at least `low` too; `mask`: 0 outside [low, high];
     `none`: 1."""
     level: Literal["token", "sequence", "geometric"] = "token"
-    """Of the token, the product over the completion, or its geometric mean."""
+    """`token`: the token's own ratio; `sequence`: the product over the completion; `geometric`: the
+    geometric mean over the completion."""
     low: float = Field(default=0.0, ge=0)
     """Smallest ratio, for `mask` and `clamp`."""
     high: float = Field(default=2.0, gt=0)
     """Largest ratio."""
     reject: Literal["ratio", "k2", "k3"] | None = None
-    """Leave tokens out of the loss that lie too far off, by the ratio exp(prox − old) or by a
-    divergence in nats; they count in the denominators. verl's `rollout_rs`. None: none."""
+    """Leave out of the loss the tokens that are too far off, by the ratio exp(prox − old) or by a
+    divergence in nats. They still count in the denominators. verl's `rollout_rs`. Default: none are
+    left out."""
     reject_level: Literal["token", "sum", "mean", "max"] = "mean"
-    """Of the token, or over the completion, which is then left out as a whole; sum and mean of a
-    ratio are of its logarithm."""
+    """`token`: single tokens. The others measure a completion and leave it out as a whole; sum and
+    mean of a ratio are taken of its logarithm."""
     reject_low: float = Field(default=0.0, ge=0)
-    """With `reject`: a token whose measure is lower is left out of the loss."""
+    """With `reject`: tokens with a lower measure are left out of the loss."""
     reject_high: float | None = Field(default=None, gt=0)
-    """With `reject`, which needs it: a token whose measure is higher is left out of the loss."""
+    """Required by `reject`: tokens with a higher measure are left out of the loss."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Correction:
@@ -97,237 +99,236 @@ class Correction(base.Config):
 
 
 class Config(base.Config):
-    """How a policy learns from scored rollouts."""
+    """Fields of `[optimize]`: how a policy learns from scored rollouts."""
 
     algorithm: Annotated[str, AfterValidator(effects.check_name)] = "grpo"
     """grpo, bnpo, dapo, dr_grpo, gdpo, pass_at_k, rloo, gspo, cispo, sapo, reinforce_pp,
-    reinforce_pp_baseline, reinforce_pp_to_go, dppo, dppo_kl, gmpo, luspo, opo, otb, ppo, or
-    `module:NAME` of an `Algorithm` of your own."""
+    reinforce_pp_baseline, reinforce_pp_to_go, dppo, dppo_kl, gmpo, luspo, opo, otb, ppo, or your
+    own `Algorithm` as `module:NAME`."""
     advantage: Advantage | None = None
-    """What a rollout is worth against the others, in place of the algorithm's own: a function of
-    `advantages.py` or `estimators.py`. TRL's `scale_rewards` "group", "batch" and "none" are
-    group_normalized, batch_scaled and group_centered; its "normalize_then_sum" is part_normalized.
-    Not for ppo, otb and reinforce_pp_to_go. None: the algorithm's."""
+    """Advantage of a rollout, in place of the algorithm's own: a function of `advantages.py` or
+    `estimators.py`. TRL's `scale_rewards` "group", "batch" and "none" are group_normalized,
+    batch_scaled and group_centered; its "normalize_then_sum" is part_normalized. Not for ppo, otb
+    and reinforce_pp_to_go. Default: the algorithm's."""
     advantage_epsilon: float | None = Field(default=None, gt=0)
-    """Added to the standard deviation that an advantage is divided by, in its unit. None: the
-    advantage's own, 1e-4 of a group, 1e-8 of the batch and of pass_at_k; of batch_scaled 1e-4."""
+    """Added to the standard deviation that an advantage is divided by, in the same unit. Default:
+    the advantage's own. It is 1e-4 for a group and for batch_scaled, 1e-8 for the batch and for
+    pass_at_k."""
     pass_k: int | None = Field(default=None, ge=1)
-    """pass_at_k: of how many answers the best one counts; below `generate.samples_per_prompt`.
-    None: 4."""
+    """pass_at_k: the k of "best of k answers"; below `generate.samples_per_prompt`. Default: 4."""
     credit: Literal["rollout", "turn", "gae"] = "rollout"
-    """Of rollouts of several turns, what a turn's tokens answer for. `rollout`: the reward of the
-    whole. `turn`: the rewards of this turn and those after it, less the mean of the same of the
-    others in the group, in place of the algorithm's advantage, unless that is of turns. `gae`: with
-    a critic (ppo), each turn's reward stands on the last token of the turn. The last two need
-    rewards of turns."""
+    """Which rewards a turn's tokens answer for, in rollouts of several turns. `rollout`: the reward
+    of the whole. `turn`: the rewards of this turn and later ones, minus the mean of the same sum
+    over the rest of the group. It replaces the algorithm's advantage, unless that is already per
+    turn. `gae`: with a critic (ppo), each turn's reward is placed on the turn's last token. `turn`
+    and `gae` need rewards of turns."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW, after warm-up."""
     minibatches: int = Field(default=1, ge=1)
-    """Optimizer steps an epoch; groups are dealt out whole. 1 keeps the update on-policy."""
+    """Optimizer steps an epoch; a group is never split. 1 keeps the update on-policy."""
     epochs: int = Field(default=1, ge=1)
     """Passes over the rollouts."""
     clip_low: float | None = Field(default=None, ge=0)
-    """Distance of the lower clip bound from ratio 1; gmpo: of log r from 0. None: the
+    """Distance of the lower clip bound from ratio 1; gmpo: of log r from 0. Default: the
     algorithm's."""
     clip_high: float | None = Field(default=None, ge=0)
-    """Distance of the upper clip bound from ratio 1; gmpo: of log r from 0. None: the
+    """Distance of the upper clip bound from ratio 1; gmpo: of log r from 0. Default: the
     algorithm's."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Where the advantage is negative, the loss is at most this times −advantage. None: off."""
+    """If the advantage is negative, the loss is at most this times −advantage. Default: off."""
     delta: float | None = Field(default=None, gt=1)
-    """The ratio is capped here in the unclipped branch; above 1 + clip_high. None: off."""
+    """Cap of the ratio in the unclipped branch; above 1 + clip_high. Default: off."""
     clip_max: float | None = Field(default=None, gt=0)
-    """cispo: largest weight of a token, the bound of the ratio itself (5.0); other systems mean its
-    distance from 1. None: the algorithm's."""
+    """cispo: largest weight of a token. It bounds the ratio itself (5.0); in other systems it is
+    the distance from 1. Default: the algorithm's."""
     tau_positive: float | None = Field(default=None, gt=0)
-    """sapo: how fast the gradient fades away from ratio 1 where the advantage is above 0. None: the
+    """sapo: how fast the gradient fades away from ratio 1 if the advantage is above 0. Default: the
     algorithm's."""
     tau_negative: float | None = Field(default=None, gt=0)
-    """sapo: the same where the advantage is not above 0. None: the algorithm's."""
+    """sapo: the same if the advantage is 0 or below. Default: the algorithm's."""
     token_form: bool | None = None
-    """gspo: each token's own gradient under the sequence's ratio, for advantages that differ within
-    a completion. None: off."""
+    """gspo: use each token's own gradient under the sequence's ratio, for advantages that differ
+    within a completion. Default: off."""
     divergence: Literal["tv", "kl"] | None = None
-    """dppo, dppo_kl: distance of the sampled token's probability from what it was, as a difference
-    (tv) or as KL against all other tokens. None: the algorithm's."""
+    """dppo, dppo_kl: how the change of the sampled token's probability is measured: as a difference
+    (tv), or as KL against all other tokens (kl). Default: the algorithm's."""
     divergence_low: float | None = Field(default=None, ge=0)
-    """dppo, dppo_kl: distance beyond which a token of negative advantage that fell is left out.
-    None: the algorithm's."""
+    """dppo, dppo_kl: a token of negative advantage whose probability fell further than this is left
+    out. Default: the algorithm's."""
     divergence_high: float | None = Field(default=None, ge=0)
-    """dppo, dppo_kl: distance beyond which a token of positive advantage that rose is left out.
-    None: the algorithm's."""
+    """dppo, dppo_kl: a token of positive advantage whose probability rose further than this is left
+    out. Default: the algorithm's."""
     ratio_max: float | None = Field(default=None, gt=0)
-    """dppo, dppo_kl: largest weight of a token. None: off."""
+    """dppo, dppo_kl: largest weight of a token. Default: off."""
     drift_coef: float | None = Field(default=None, ge=0)
-    """dppo, dppo_kl: weight of (log r)² of every token; prime-rl takes 0.001. None: off."""
+    """dppo, dppo_kl: weight of (log r)² of every token; prime-rl uses 0.001. Default: off."""
     options: dict[str, Any] = Field(default_factory=dict)
     """More options for the surrogate of your own algorithm, by name."""
     aggregation: (
         Literal["token_mean", "sequence_mean", "sequence_sum", "constant", "prompt_mean"] | None
     ) = None
-    """What a token weighs; `prompt_mean`: each prompt alike. None: the algorithm's."""
+    """Weight of a token in the step; `prompt_mean`: all prompts count alike. Default: the
+    algorithm's."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    """Divisor of aggregation `constant`. None: what generation allowed, as the rollouts' manifest
-    says."""
+    """Divisor of aggregation `constant`. Default: the limit of generation, read from the rollouts'
+    manifest."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL to the reference in the loss. Above 0 reference logprobs must be given."""
+    """Weight of the KL to the reference in the loss. Above 0, reference logprobs are required."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL's value."""
     kl_unbiased: bool = True
-    """Take the gradient of the true KL (that of k2) whatever estimator gives the value."""
+    """Use k2's gradient, which is the true KL's, with every estimator of the value."""
     kl_in_reward: bool = False
-    """Take the KL to the reference (k1, of the logprobs that were sampled with) off the reward
-    instead: of each token's with a critic, else of the rollout's."""
+    """Subtract the KL to the reference (k1, of the logprobs that were sampled with) from the reward
+    instead: from each token's reward with a critic, else from the rollout's."""
     kl_target: float | None = Field(default=None, gt=0)
     """KL to the reference, in nats a token, that `kl_coef` is steered towards over the policy's
-    life: after a step above it the coefficient goes up, else down, in proportion and by a fifth at
-    most. With `kl_in_reward` a training has one coefficient, and the next takes up what its steps
-    say. `kl_coef` is where it begins. None: the coefficient stays."""
+    life. After a step above the target the coefficient goes up, else down, in proportion and by at
+    most a fifth. With `kl_in_reward` the coefficient is constant within a training, and the next
+    training starts from the updated one. `kl_coef` is the start value. Default: the coefficient
+    stays."""
     kl_horizon: int = Field(default=10_000, ge=1)
-    """Rollouts over which the coefficient would move by that share, with `kl_target`."""
+    """With `kl_target`: rollouts over which the coefficient moves by its relative distance from the
+    target, limited to a fifth."""
     nll_coef: float = Field(default=0.0, ge=0)
-    """Weight of the negative log-likelihood of good answers, mean over their tokens in the step, as
-    in VAPO, which takes 0.1; `policy_loss` holds it. 0: off."""
+    """Weight of the negative log-likelihood of good answers, the mean over their tokens in the
+    step. As in VAPO, which uses 0.1; included in `policy_loss`. 0: off."""
     nll_reward: float = 1.0
-    """With `nll_coef`: an answer is good from this reward on."""
+    """With `nll_coef`: smallest reward of a good answer."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the policy's entropy, which the loss then rewards. With `entropy_target` where it
-    begins."""
+    """Weight of the entropy bonus in the loss. With `entropy_target`: the start value."""
     entropy_target: float | None = Field(default=None, gt=0)
-    """Mean entropy in nats a token that the coefficient is steered towards, over the policy's life:
-    after a step at or below it goes up, else down, and above it there is no bonus. None: the
-    coefficient stays."""
+    """Mean entropy in nats a token that the coefficient is steered towards, over the policy's life.
+    After a step at or below the target it goes up, else down; above the target there is no bonus.
+    Default: the coefficient stays."""
     entropy_coef_step: float = Field(default=0.005, gt=0)
-    """By how much the coefficient moves after a step, with `entropy_target`."""
+    """With `entropy_target`: change of the coefficient after a step."""
     entropy_coef_max: float = Field(default=1.0, gt=0)
-    """Largest coefficient, with `entropy_target`."""
+    """With `entropy_target`: largest coefficient."""
     entropy_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of the step's tokens, those of highest entropy, that the policy learns from; the others
-    count in the denominators. Below 1 each step scores its tokens first."""
+    """Share of the step's tokens that the policy learns from, highest entropy first; the others
+    count in the denominators. Below 1, each step scores its tokens first."""
     critic: Literal["trunk", "model"] = "trunk"
-    """`trunk`: a value head on the policy's last hidden states, whose gradient moves the policy's
-    trunk too. `model`: a trunk of its own below the head, at first a copy of the policy, which the
-    critic's loss alone moves; it takes the policy's memory once more, moments included. This and
-    the fields up to `critic_warmup_steps` are for algorithms with a critic (ppo); with others they
-    are refused."""
+    """`trunk`: a value head on the policy's last hidden states; its gradient moves the policy's
+    trunk too. `model`: the head has its own trunk, initially a copy of the policy's, which only the
+    critic's loss moves. It needs the policy's memory once more, moments included. This field and
+    those up to `critic_warmup_steps` are for algorithms with a critic (ppo); others refuse them."""
     value_coef: float = Field(default=0.1, ge=0)
-    """Weight of the critic's loss. With `critic = "model"` it competes with nothing. 0: the critic
-    judges and learns nothing."""
+    """Weight of the critic's loss. With `critic = "model"` it competes with no other term. 0: the
+    critic gives values and learns nothing."""
     value_clip: float | None = Field(default=0.2, ge=0)
-    """How far a value may move from what it was before the first update, in units of reward. None:
-    any distance."""
+    """Largest change of a value from its value before the first update, in units of reward. None:
+    no limit."""
     gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount of a reward one token later. Of reinforce_pp_to_go too."""
+    """Discount of a reward one token later. Also used by reinforce_pp_to_go."""
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
-    """1: the whole reward to come against the critic's value; 0: one token ahead, the rest by the
+    """1: all later rewards minus the critic's value; 0: one token ahead, the rest estimated by the
     critic."""
     critic_lambda: float | None = Field(default=None, ge=0, le=1)
-    """The same for the returns that the critic learns, as in VC-PPO and VAPO, which take 1 here.
-    None: `gae_lambda`."""
+    """λ of the returns that the critic learns; VC-PPO and VAPO use 1. Default: `gae_lambda`."""
     reward_scaling: Literal["none", "running"] = "none"
-    """`running`: a critic is given the reward over the standard deviation of all rewards of the
-    policy's trainings, this one's too, so values and `value_clip` are in such units."""
+    """`running`: the critic's rewards are divided by the standard deviation of all rewards in the
+    policy's trainings, this one included. Values and `value_clip` are then in that unit."""
     bootstrap_length: bool = False
-    """A completion cut by length is worth the critic's value of its last state. False: nothing
+    """After a completion cut by length, add the critic's value of its last state. False: nothing
     follows it. Not with `on_length = "mask"`, which leaves such completions out."""
     critic_learning_rate: float | None = Field(default=None, gt=0)
-    """Of the critic, with the policy's warm-up and schedule. None: `learning_rate`."""
+    """Learning rate of the critic, with the policy's warm-up and schedule. Default:
+    `learning_rate`."""
     critic_warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps of the policy's life in which the critic learns alone and the policy stays as
-    it is."""
+    """Optimizer steps at the start of the policy's life in which only the critic learns."""
     prox_of: Literal["behaviour", "start"] = "behaviour"
-    """Which policy's logprobs, with the trainer's numerics, are the ratio's denominator.
-    `behaviour`: the policy that sampled. `start`: the policy that this training starts from, as in
-    decoupled PPO; it needs proximal logprobs, and stale rollouts are weighed by exp(prox − old)."""
+    """Policy whose logprobs, computed by the trainer, are the ratio's denominator. `behaviour`: the
+    policy that sampled. `start`: the policy that this training starts from, as in decoupled PPO; it
+    needs proximal logprobs, and stale rollouts are weighed by exp(prox − old)."""
     correction: Correction = Correction()
-    """Off-policy weights; they apply only where proximal logprobs are given."""
+    """Off-policy weights; used only if proximal logprobs are given."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes after warm-up; linear and cosine reach 0 at `total_steps`."""
+    """Learning rate after warm-up; linear and cosine reach 0 at `total_steps`."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up, counted over the policy's life."""
     total_steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps over the policy's life at which linear and cosine end. A stage that would
-    begin there is refused."""
+    """Optimizer step of the policy's life at which linear and cosine end. A stage that would start
+    at or after it is refused."""
     grad_clip: float = Field(default=1.0, gt=0)
-    """Largest global norm of the gradient; a critic that is a model of its own has its own norm,
+    """Largest global norm of the gradient. A critic with its own trunk is clipped by its own norm,
     with the same limit."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's decay of matrices."""
+    """AdamW's weight decay, applied to matrices."""
     betas: tuple[_DecayRate, _DecayRate] = (0.9, 0.999)
     """AdamW's decay rates of the moments."""
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's denominator constant."""
     save_optimizer: bool = True
-    """Save AdamW's moments with the policy, so that the next iteration goes on with them (twice the
-    weights' bytes in float32)."""
+    """Save AdamW's moments with the policy, so that the next iteration continues with them (twice
+    the weights' bytes in float32)."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the policy's weights are on disk. bfloat16: half the bytes for every reader, rounded to
-    nearest; the float32 weights, with which the next iteration goes on, are in the optimizer's
-    state. With precision bf16_stochastic they are bfloat16 in any case."""
+    """Dtype of the policy's weights on disk. bfloat16: half the bytes for every reader, rounded to
+    nearest; the optimizer's state keeps the float32 weights for the next iteration. With precision
+    bf16_stochastic the weights are always bfloat16."""
     load_optimizer: bool = True
-    """Take up the moments that the starting checkpoint holds, if any."""
+    """Load the moments of the starting checkpoint, if it has any."""
     drop_zero_variance: bool | None = None
-    """Leave groups with equal rewards out of the denominators too. None: the algorithm's."""
+    """Leave groups with equal rewards out of the denominators too. Default: the algorithm's."""
     on_length: Literal["keep", "mask"] = "keep"
-    """Completions cut by length: train on them, or leave them out of the loss (their reward counts
-    in the group's mean), and out of the denominators too, unless `mask_counted`."""
+    """Completions cut by length: train on them, or leave them out of the loss and, unless
+    `mask_counted`, out of the denominators. Their reward counts in the group's mean either way."""
     mask_counted: bool = False
-    """With `on_length = "mask"`: what is left out of the loss counts as a rollout in the
-    denominators, as in TRL; its tokens do not. False: it does not count at all. With `token_mean`
-    both are the same."""
+    """With `on_length = "mask"`: rollouts that are left out of the loss count in the denominators,
+    as in TRL; their tokens do not. False: they do not count at all. With `token_mean` both are the
+    same."""
     max_staleness: int = Field(default=0, ge=0)
-    """How many policies older than the starting checkpoint the one that sampled the rollouts may
-    be."""
+    """Largest age of the policy that sampled the rollouts: how many policies it is older than the
+    starting checkpoint."""
     allow_biased_sampling: bool = False
     """Accept rollouts sampled with top_p, top_k, min_p, min_tokens or penalties, whose distribution
-    is not the policy's. They need proximal logprobs, which a recipe then makes by itself."""
+    is not the policy's. They need proximal logprobs; a recipe then computes them."""
     score_after: bool = False
-    """Score the rollouts once more after the last step, so that mean_ratio and mean_logprob are the
-    new policy's. False: they are of the policy that the rollout's last step started from."""
+    """Score the rollouts once more after the last step, so that mean_ratio and mean_logprob
+    describe the new policy. False: they describe the policy just before the rollout's last step."""
     lora: Lora | None = None
-    """Train adapters instead of all weights. None: all weights."""
+    """Train adapters instead of all weights. Default: all weights."""
     train_vision: bool = False
-    """Train what looks at pictures too. False: the language model alone."""
+    """Train the vision encoder too. False: only the language model."""
     audit: Audit = Audit()
-    """The numeric audit before the first update."""
+    """Numeric audit before the first update."""
     seed: int = Field(default=0, ge=0)
-    """Decides which groups go into which mini-batch, what new adapters start from, and how
-    bf16_stochastic rounds."""
+    """Seed of the split into mini-batches, of new adapters, and of the rounding of
+    bf16_stochastic."""
     precision: Literal["auto", "fp32", "bf16", "bf16_stochastic"] = "auto"
-    """Of passes and weights; AdamW's moments are float32 always. auto: bf16 on a GPU, fp32 on a
-    CPU. bf16: autocast, weights in float32. bf16_stochastic: weights in bfloat16 alone, rounded by
-    chance after each step."""
+    """Dtype of passes and weights; AdamW's moments are always float32. auto: bf16 on a GPU, fp32 on
+    a CPU. bf16: autocast, weights in float32. bf16_stochastic: weights in bfloat16 only, rounded
+    stochastically after each step."""
     packing: Runtime[Literal["shared", "packed", "single"]] = "shared"
-    """Most that is packed together: prompts shared by a group, whole rollouts, or nothing. A
-    simpler one is taken when it must be."""
+    """The most that may be packed together: prompts shared by a group, whole rollouts, or nothing.
+    A simpler packing is used if the model requires it."""
     token_budget: Runtime[int | None] = Field(default=None, ge=1)
-    """Tokens of one micro-batch. None: 8192 on a GPU, 2048 on a CPU. Lower it when memory is short,
-    raise it where a GPU has memory left: small models train up to twice as fast."""
+    """Tokens of one micro-batch. Default: 8192 on a GPU, 2048 on a CPU. Lower it if memory is
+    short; raise it if a GPU has memory left: small models train up to twice as fast."""
     activation_checkpointing: Runtime[bool] = False
-    """Make activations again in the backward pass: less memory, a third more time."""
+    """Recompute activations in the backward pass: less memory, a third more time."""
     shard: Runtime[bool] = False
-    """Each of several ranks holds its share of weights, gradients and moments, and a layer is whole
-    only while it computes (FSDP2). False: each holds the whole model. One rank (no `processes`)
-    has nobody to share with."""
+    """Shard weights, gradients and moments over the ranks; a layer is whole only while it computes
+    (FSDP2). False: each rank holds the whole model. No effect with one rank (no `processes`)."""
     device: Runtime[Literal["auto", "cpu", "cuda"]] = "auto"
-    """Where to train."""
+    """Device to train on."""
     processes: Runtime[int | None] = Field(default=None, ge=1)
-    """How many ranks train together on one machine, or on all hosts that PET_NNODES counts (a
-    multiple of it), each with a whole model (but see `shard`): on a GPU of its own, or on its share
-    of the cores. The stage starts them; under a launcher another number than it started is refused.
-    None: as many as were launched, or one a host."""
+    """Number of ranks that train together, on one machine or on all hosts counted by PET_NNODES (a
+    multiple of it). Each has a whole model (unless `shard`), on its own GPU or its share of the
+    cores. The stage starts them; under a launcher, the number must be the one it started. Default:
+    as many as were launched, or one a host."""
     resume_minutes: Runtime[float] = Field(default=15.0, gt=0)
-    """How often weights and moments are saved, so that a training that is killed goes on there."""
+    """Minutes between saves of weights and moments, from which a killed training resumes."""
     resume_steps: Runtime[int | None] = Field(default=None, ge=1)
-    """The same counted in optimizer steps, in place of minutes."""
+    """Optimizer steps between these saves, in place of minutes."""
     trackers: Runtime[list[str]] = Field(default_factory=list)
-    """accelerate's trackers by name, such as tensorboard, wandb, mlflow or trackio: the numbers of
-    each step, rewards, lengths and evaluations."""
+    """Names of accelerate's trackers, such as tensorboard, wandb, mlflow or trackio. They get the
+    numbers of each step, rewards, lengths and evaluations."""
     tracker_folder: Runtime[str | None] = None
-    """Where trackers write. mlflow: unless MLFLOW_TRACKING_URI names a server."""
+    """Folder that trackers write to. mlflow: unless MLFLOW_TRACKING_URI names a server."""
     algorithm_source: str = ""
-    """Filled in by the stage, with the defaults of an algorithm of your own: hash of its file. If
-    set, the file must have it."""
+    """Hash of the file of your own algorithm. The stage fills it in, with the algorithm's defaults;
+    if it is set, the file must match."""
 
     @model_validator(mode="after")
     def _check_optimizer(self) -> Config:
@@ -395,7 +396,7 @@ class Config(base.Config):
             )
         row = algorithms.ALGORITHMS.get(self.algorithm)
         for name in self.options:
-            # else the manifest would name a value that did not count
+            # else the manifest would record a value that had no effect
             if name in _FILLED_FIELDS:
                 raise ValueError(f"options.{name} has a field of its own: set optimize.{name}")
         if self.critic_warmup_steps and self.value_coef == 0:
@@ -413,7 +414,7 @@ class Config(base.Config):
         return self
 
     def _check_row(self, row: algorithms.Algorithm) -> None:
-        """ValueError for a field that has no effect on `row`."""
+        """Raise ValueError for a field that has no effect on `row`."""
         effects.check_effect(row, self._defaults_of_changed())
         if self.advantage and row.advantage_of != "rollouts":
             raise ValueError(
@@ -432,7 +433,7 @@ class Config(base.Config):
         )
 
     def _check_credit(self, row: algorithms.Algorithm) -> None:
-        """ValueError where `credit` does not go with `row`, or with another field."""
+        """Raise ValueError if `credit` contradicts `row` or another field."""
         if self.credit == "gae" and not row.critic:
             raise ValueError(
                 f"credit = 'gae' would have no effect: algorithm {row.name!r} has no critic. Take "
@@ -468,14 +469,14 @@ class Config(base.Config):
             raise ValueError(f"credit = 'turn' does not go with this: {problem}")
 
     def _defaults_of_changed(self) -> dict[str, Any]:
-        """The defaults of the critic's fields that have another value. A field that is written out
-        at its default, as in a config that travels between processes, is not changed."""
+        """Return the defaults of the critic's fields that have another value. A field that is
+        written out at its default, as in a config sent between processes, is not changed."""
         changed = self.model_dump(include=set(effects.CRITIC_OPTIONS), exclude_defaults=True)
         return {name: type(self).model_fields[name].default for name in changed}
 
     def key(self) -> dict[str, Any]:
-        """The values that decide the outcome; the source of a user's own algorithm is one of
-        them."""
+        """Return the values that decide the outcome, the source of a user's own algorithm
+        included."""
         return {
             **super().key(),
             "algorithm": base.without_folder(self.algorithm),
@@ -483,16 +484,19 @@ class Config(base.Config):
         }
 
     def resolved(self) -> Config:
-        """With the algorithm's defaults filled in, so that the manifest says them and a changed
-        default is other work. Only a user's own file knows those of its algorithm: it runs, once;
-        what is resolved stays as it is. ConfigError."""
+        """Return the config with the algorithm's defaults filled in.
+
+        The manifest then records them, and changing a default changes the run key. The defaults of
+        a user's own algorithm are known only from its file, which is run once; a resolved config is
+        returned unchanged. Raises ConfigError for options that have no effect or a changed file.
+        """
         is_own = self.algorithm not in algorithms.ALGORITHMS
         if is_own and self.algorithm_source and self.drop_zero_variance is not None:
             return self
         source = self.require_source()
         row = algorithms.resolve(self.algorithm)
         try:
-            # a user's own algorithm is known only now
+            # the row of a user's own algorithm is unknown before this
             self._check_row(row)
         except ValueError as error:
             raise ConfigError(
@@ -514,14 +518,15 @@ class Config(base.Config):
         return base.parse(Config, {**self.model_dump(), **filled}, "optimize", is_section=True)
 
     def row(self) -> algorithms.Algorithm:
-        """The algorithm, with the advantage that is set here. ConfigError."""
+        """Return the algorithm's row with the advantage that is set here. Raises ConfigError."""
         row = algorithms.resolve(self.algorithm)
         if self.turn_advantage and row.advantage_of != "turns":
             return dataclasses.replace(row, advantage=self.turn_advantage, advantage_of="turns")
         return dataclasses.replace(row, advantage=self.advantage) if self.advantage else row
 
     def require_source(self) -> str:
-        """The hash of the algorithm's file. ConfigError where it is not `algorithm_source`."""
+        """Return the hash of the algorithm's file. Raises ConfigError if it is not
+        `algorithm_source`."""
         source = effects.source_hash(self.algorithm)
         if self.algorithm_source not in ("", source):
             raise ConfigError(
@@ -534,16 +539,16 @@ class Config(base.Config):
 
     @property
     def kl_in_loss(self) -> bool:
-        """The KL to the reference is a term of the loss."""
+        """True if the KL to the reference is a term of the loss."""
         return self.kl_coef > 0 and not self.kl_in_reward
 
     @property
     def has_bonus(self) -> bool:
-        """The loss rewards entropy, or may come to."""
+        """True if the loss rewards entropy, now or after the coefficient has moved."""
         return self.entropy_coef > 0 or self.entropy_target is not None
 
     def terms_beside_rewards(self) -> list[str]:
-        """The keys of the loss's terms that train although every advantage is 0."""
+        """Return the keys of the loss's terms that train even if every advantage is 0."""
         is_used = {
             "kl_coef": self.kl_in_loss,
             "nll_coef": self.nll_coef > 0,
@@ -552,8 +557,8 @@ class Config(base.Config):
         return [key for key, used in is_used.items() if used]
 
     def tightest_clip(self) -> float | None:
-        """The smaller of the surrogate's distances `clip_low` and `clip_high`; None: it has
-        neither. Of a user's own algorithm they are known once it is resolved."""
+        """Return the smaller of the surrogate's `clip_low` and `clip_high`, or None if it has
+        neither. For a user's own algorithm they are known only after `resolved`."""
         row = algorithms.ALGORITHMS.get(self.algorithm)
         options = {**(row.defaults if row else {}), **self.surrogate_options()}
         bounds = [options[name] for name in ("clip_low", "clip_high") if name in options]
@@ -561,30 +566,31 @@ class Config(base.Config):
 
     @property
     def needs_prox(self) -> bool:
-        """Whether the ratio needs proximal logprobs for its denominator: its bounds are within the
+        """True if the ratio's denominator must be proximal logprobs: the clip bounds are within the
         engine's noise, or the denominator is the starting policy."""
         clip = self.tightest_clip()
         return self.prox_of == "start" or (clip is not None and clip < TIGHT_CLIP)
 
     def surrogate_options(self) -> dict[str, Any]:
-        """The surrogate's options that are set here; they override the algorithm's
+        """Return the surrogate's options that are set here; they override the algorithm's
         defaults."""
         return {**self.model_dump(include=SURROGATE_FIELDS, exclude_none=True), **self.options}
 
     def advantage_options(self) -> dict[str, Any]:
-        """The advantage's options that are set here, by the names of its arguments."""
+        """Return the advantage's options that are set here, by the names of its arguments."""
         fields = effects.ADVANTAGE_FIELDS.items()
         values = {name: getattr(self, field) for name, field in fields}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
     def turn_advantage(self) -> str:
-        """What takes the place of the algorithm's advantage; empty: nothing does."""
+        """Name of the advantage that replaces the algorithm's; empty if none does."""
         return "turn_leave_one_out" if self.credit == "turn" else ""
 
     @property
     def least_samples(self) -> int:
-        """How many rollouts of one prompt its advantage needs; of a user's own algorithm 1."""
+        """Rollouts of one prompt that the advantage needs at least; 1 for a user's own
+        algorithm."""
         row = algorithms.ALGORITHMS.get(self.algorithm)
         advantage = self.advantage or (row and row.advantage)
         if self.turn_advantage:

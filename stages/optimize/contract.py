@@ -1,13 +1,13 @@
-"""A user's own algorithm held to its contract, by what its functions take and what they answer.
+"""Checks of a user's own algorithm: the signatures of its functions, and what they return.
 
-A loss of the wrong shape would be broadcast in silence, and a loss without gradient would end deep
-inside torch. So signatures are looked at before any data is read, and every answer before it is
-used: ConfigError. The table's own rows need none of it.
+A loss of the wrong shape would be broadcast silently, and a loss without gradient would fail deep
+inside torch. So signatures are checked before any data is read, and every result before it is used:
+ConfigError. The table's own rows are not checked.
 
     function = checked("mine.py:ALGORITHM advantage", "advantage", my_advantage)
     function(rewards, groups)                            # called like the user's
 
-Not of the spine: what the functions are is told by `algorithms` and `losses`.
+Not of the spine: `algorithms` and `losses` say what the functions are.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from typing import Any
 from quiver.schemas.errors import ConfigError
 
 ADVANTAGE_COLUMNS = ("lengths", "parts", "part_weights")
-"""What an advantage of rollouts is given besides, where it names it."""
+"""Optional arguments of an advantage of rollouts, passed by name."""
 TOKEN_OPTIONS = ("groups", "gamma", "gae_lambda")
-"""The same of an advantage of tokens."""
+"""Optional arguments of an advantage of tokens, passed by name."""
 PASS_COLUMNS = ("logprobs", "values", "collisions", "last_values")
-"""What a pass before the first step gives an advantage of tokens, where its row asks for it."""
+"""Columns that a pass before the first step gives to an advantage of tokens, if its row asks for
+them."""
 _OPTIONS = {"rollouts": ADVANTAGE_COLUMNS, "tokens": TOKEN_OPTIONS, "aggregation": ("groups",)}
 GROUP_ADVANTAGES = {
     "group_normalized",
@@ -46,17 +47,22 @@ _ROLES = {
     "surrogate": ("(tokens, **options)", 1, ("loss", "clipped")),
     "aggregation": ("(lengths, max_completion_tokens)", 2, ("weights",)),
 }
-"""By role, of an advantage what it is of: what a function takes, as text and as the number of its
-arguments, and the tensors that it answers, [B], [T] or [N]; `clipped` is bool and the others
-float."""
+"""For each role, or unit of an advantage: the arguments as text, their number, and the tensors
+returned, [B], [T] or [N]. `clipped` is bool, the others are float."""
 
 
 def checked(name: str, role: str, function: Callable, columns: Sequence[str] = ()) -> Callable:
-    """`function`, of a role of `_ROLES`, with a look at every answer. `name` is what errors call
-    it; `columns`: what else an advantage of tokens is given."""
+    """Return `function` with a check of every result. Raises ConfigError now if its signature is
+    wrong.
+
+    Args:
+        name: name of the function in errors.
+        role: a key of `_ROLES`.
+        columns: further arguments of an advantage of tokens.
+    """
     form, num_arguments, contents = _ROLES[role]
     signature = inspect.signature(function)
-    # which options a surrogate takes is checked with those that the config gives it
+    # a surrogate's options are checked later, with the values from the config
     bind = signature.bind_partial if role == "surrogate" else signature.bind
     options = [name for name in _OPTIONS.get(role, ()) if name in signature.parameters]
     if role == "tokens":

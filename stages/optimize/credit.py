@@ -1,7 +1,6 @@
-"""What each turn of a rollout earned, as a version of rewards says, held to the turns that there
-are.
+"""Rewards of turns from a version of rewards, checked against the rollouts' turns.
 
-    turn_rewards(Sampled({"rollouts": …, "rewards": …}))        # [B] list<float32>
+turn_rewards(Sampled({"rollouts": …, "rewards": …}))        # [B] list<float32>
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from .checks import Sampled
 
 
 def with_turns(table: pa.Table) -> pa.Table:
-    """`table` of rollouts with a column `turns`; null, which means one turn, where it has none."""
+    """Return `table` of rollouts with a column `turns`. If it had none, the column is null, which
+    means one turn."""
     if "turns" in table.column_names:
         return table
     kind = rollouts.OF_TURNS.field("turns").type
@@ -25,9 +25,9 @@ def with_turns(table: pa.Table) -> pa.Table:
 
 
 def turn_rewards(version: Sampled) -> pa.ListArray:
-    """[B] list<float32>: what each turn of each rollout earned, 0 where there was no reward; NaN
-    for every turn of a rollout that is not scored, or that the engine gave up. SchemaError unless
-    they are those of its turns."""
+    """Return [B] list<float32>: the reward of each turn of each rollout, 0 for a turn without one;
+    NaN for every turn of a rollout that is not scored, or that the engine gave up. Raises
+    SchemaError unless each scored rollout has one reward for each turn."""
     table = with_turns(version.table)
     counts = np.array(pc.list_value_length(table["turns"]).fill_null(1), dtype=np.int64)
     column = version.column("rewards", "turn_rewards")

@@ -1,10 +1,10 @@
-"""Advantages of tokens: of the reward to go, and of what one pass says before the first update,
-such as a critic's values.
+"""Advantages of tokens, from the reward to go or from one pass before the first update, such as a
+critic's values.
 
-That pass is made once, before any weight changes, and its columns stay what they are for all epochs
-and mini-batches. Only completion tokens are steps. Whether the state after the last token is worth
-anything is told by the finish reason, never by the last id: after `stop` nothing follows; after
-`length` the value of the cut state counts only where `bootstrap_length` asks for it.
+The pass runs once, before any weight changes, and its columns stay fixed for all epochs and
+mini-batches. Only completion tokens are steps. The finish reason, never the last id, decides if the
+state after the last token has a value: after `stop` nothing follows; after `length` the value of
+the cut state counts only if `bootstrap_length` is set.
 
 Not of the spine: columns in, columns out, by the equations of advantages.py.
 """
@@ -32,11 +32,11 @@ from .losses import log_ratio
 
 
 def with_next_state(sequences: Sequences, cut: Tensor) -> tuple[Sequences, Tensor]:
-    """One more id after each rollout of `cut` [K] bool, so that a pass also gives the value after
+    """Add one id after each rollout of `cut` [K] bool, so that a pass also gives the value after
     its last token.
 
-    Returns the longer rollouts, and [N'] bool: which of their tokens were sampled. The id is 0;
-    nobody reads it.
+    Returns the longer rollouts, and [N'] bool: which of their tokens were sampled. The added id is
+    0 and is not used otherwise.
     """
     completions = sequences.completions
     lengths = completions.lengths + cut
@@ -53,8 +53,9 @@ def with_next_state(sequences: Sequences, cut: Tensor) -> tuple[Sequences, Tenso
 
 
 def token_rewards(config: Config, batch: Batch) -> Tensor:
-    """[N] r_t: the rollout's reward, times `reward_scale`, on its last token, or those of its turns
-    on the last token of each; and with `kl_in_reward` −kl_coef · (old − ref) on every token."""
+    """Return r_t [N]: the rollout's reward, times `reward_scale`, on its last token, or its turns'
+    rewards on the last token of each turn; with `kl_in_reward` also −kl_coef · (old − ref) on every
+    token."""
     last_tokens = batch.sequences.completions.offsets[1:] - 1
     earned = batch.rewards
     if batch.turn_rewards is not None:
@@ -69,12 +70,15 @@ def token_rewards(config: Config, batch: Batch) -> Tensor:
 def with_token_advantages(
     config: Config, algorithm: Algorithm, batch: Batch, columns: Mapping[str, Tensor]
 ) -> Batch:
-    """The batch with advantages [N] of its tokens, 0 where a rollout is masked, whose tokens count
-    in no baseline; with a critic with old values [N] and returns [N] too. `columns`: of the policy
-    as it is, those that the algorithm asks for are taken.
+    """Return the batch with advantages [N] of its tokens; with a critic also old values [N] and
+    returns [N].
 
-    Advantages that compare no groups are whitened. With `critic_lambda` advantages and returns have
-    a λ each: a value that is near to the whole reward to come, under advantages of less variance.
+    A masked rollout has advantage 0, and its tokens count in no baseline. `columns` come from a
+    pass of the current policy; only the ones in `algorithm.columns` are used.
+
+    Advantages of functions without `groups` are whitened. With `critic_lambda`, advantages and
+    returns have different λ: the value then estimates nearly the whole reward to come, while
+    advantages have less variance.
 
     Reference: VC-PPO, https://arxiv.org/abs/2503.01491 (decoupled GAE).
     """
@@ -112,11 +116,12 @@ def with_token_advantages(
 
 
 def value_moments(values: Tensor, returns: Tensor) -> list[Tensor]:
-    """Σ R, Σ R², Σ (R − V) and Σ (R − V)² over tokens, in float64: micro-batches and ranks add up.
+    """Return Σ R, Σ R², Σ (R − V) and Σ (R − V)² over tokens, in float64, so that micro-batches and
+    ranks add up.
 
     Args:
         values: [N] V_t.
-        returns: [N] R_t, what V_t should be.
+        returns: [N] R_t, the target of V_t.
     Returns:
         Four sums, each [], without gradient; divided by N they are the arguments of
         `explained_variance`.
@@ -129,14 +134,13 @@ def value_moments(values: Tensor, returns: Tensor) -> list[Tensor]:
 def explained_variance(
     mean_return: float, mean_square: float, mean_error: float, mean_square_error: float
 ) -> float:
-    """1 − Var(R − V) / Var(R): 1 for a critic that is right, 0 for one that says the same
-    everywhere.
+    """1 − Var(R − V) / Var(R): 1 for a perfect critic, 0 for a constant one.
 
     Args:
         mean_return, mean_square, mean_error, mean_square_error: over tokens, of R, R², R − V and
             (R − V)².
     Returns:
-        At most 1; NaN where all returns are equal.
+        At most 1; NaN if all returns are equal.
     """
     variance = mean_square - mean_return**2
     if not variance > 1e-12 * max(mean_square, 1e-12):

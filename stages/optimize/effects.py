@@ -1,5 +1,5 @@
-"""Which algorithm a name means, and which fields of `[optimize]` it reads: any other is refused,
-since it would have no effect.
+"""Which algorithm a name means, and which fields of `[optimize]` it reads; fields without effect
+are refused.
 
 No torch is loaded here, and no code of a user's runs.
 
@@ -25,9 +25,9 @@ ADVANTAGE_OPTIONS = {
     "batch_normalized": ("epsilon",),
     "batch_normalized_baseline": ("epsilon",),
 }
-"""What an advantage takes, of those that take anything."""
+"""Options of each advantage that has any."""
 ADVANTAGE_FIELDS = {"epsilon": "advantage_epsilon", "k": "pass_k"}
-"""The field of each option of an advantage."""
+"""Config field of each option of an advantage."""
 CRITIC_OPTIONS = (
     "critic",
     "value_coef",
@@ -40,11 +40,12 @@ CRITIC_OPTIONS = (
     "critic_learning_rate",
     "critic_warmup_steps",
 )
-"""What only an algorithm with a critic reads."""
+"""Fields that only an algorithm with a critic reads."""
 
 
 def check_name(name: str) -> str:
-    """`name` if it is in the table or a dotted path; ValueError naming the nearest otherwise."""
+    """Return `name` if it is in the table or a dotted path; otherwise raise ValueError with the
+    nearest name."""
     if name in ALGORITHMS or ":" in name:
         return name
     raise ValueError(
@@ -54,16 +55,16 @@ def check_name(name: str) -> str:
 
 
 def source_hash(name: str) -> str:
-    """Fingerprint of the file behind a dotted path, so that an edited algorithm is not taken for
-    the old one; empty for table rows. No code of a user's runs. ConfigError."""
+    """Return a fingerprint of the file behind a dotted path, so that an edited algorithm gets
+    another run key; empty for table rows. No code of a user's runs. Raises ConfigError."""
     if name in ALGORITHMS:
         return ""
     return plugins.fingerprint(plugins.locate(name, "optimize.algorithm", Algorithm.__name__))
 
 
 def check_options(row: Algorithm, options: Iterable[str]) -> None:
-    """ValueError for an option that the surrogate of `row`, one of the table, does not take. The
-    options of a user's own algorithm are checked when its surrogate is loaded."""
+    """Raise ValueError for an option that the surrogate of `row`, one of the table, does not take.
+    The options of a user's own algorithm are checked when its surrogate is loaded."""
     accepted = OPTIONS[row.surrogate]
     unknown = sorted(set(options) - set(accepted))
     if unknown:
@@ -74,7 +75,7 @@ def check_options(row: Algorithm, options: Iterable[str]) -> None:
 
 
 def check_advantage(advantage: str, options: Iterable[str]) -> None:
-    """ValueError for an option that this `advantage` does not take."""
+    """Raise ValueError for an option that this `advantage` does not take."""
     for name in sorted(set(options) - set(ADVANTAGE_OPTIONS.get(advantage, ()))):
         takers = [other for other, names in ADVANTAGE_OPTIONS.items() if name in names]
         raise ValueError(
@@ -84,11 +85,11 @@ def check_advantage(advantage: str, options: Iterable[str]) -> None:
 
 
 def check_effect(row: Algorithm, changed: Mapping[str, object]) -> None:
-    """ValueError for options of a critic where `row` has none; `gamma` is one of the reward to go
-    too.
+    """Raise ValueError for changed critic options if `row` has no critic. `gamma` is also an option
+    of the reward to go.
 
-    `changed` maps each of the `CRITIC_OPTIONS` that differs from its default to that default, so a
-    recipe may go through all algorithms with the defaults written out.
+    `changed` maps each of the `CRITIC_OPTIONS` that differs from its default to that default, so
+    one recipe with the defaults written out works with every algorithm.
     """
     if row.advantage_of == "tokens" and not row.columns:
         changed = {name: value for name, value in changed.items() if name != "gamma"}

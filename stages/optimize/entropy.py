@@ -1,5 +1,5 @@
-"""What the entropy of the policy's tokens does in the loss: a bonus, whose coefficient may be
-steered towards a target, and a choice of the tokens that the policy learns from.
+"""Entropy of the policy's tokens in the loss: a bonus, with a fixed or steered coefficient, and a
+choice of the tokens that the policy learns from.
 
     coef = bonus(config, entropy_coef, last_entropy)      # loss − coef · Σ weight · entropy
     entropy_coef = next_coefficient(config, entropy_coef, entropy)
@@ -18,8 +18,8 @@ from .config import Config
 
 
 def bonus(config: Config, coef: float, last_entropy: float | None) -> float:
-    """The coefficient that a step has: `coef`; with a target, only where the mean entropy of the
-    step before, in nats a token, was at most the target. None: there was none yet.
+    """Return a step's coefficient: `coef` or, with a target, 0 if the previous step's mean entropy
+    in nats a token was above the target or is None, unknown.
 
     Reference: Skywork-OR1, https://arxiv.org/abs/2505.22312 (adaptive entropy control).
     """
@@ -30,10 +30,10 @@ def bonus(config: Config, coef: float, last_entropy: float | None) -> float:
 
 
 def next_coefficient(config: Config, coef: float, entropy: float) -> float:
-    """`coef` moved by `entropy_coef_step`: up where a step's mean `entropy` was at most the target,
-    else down; within 0 and `entropy_coef_max`. Without a target it stays.
+    """Return `coef` moved by `entropy_coef_step`: up if a step's mean `entropy` was at most the
+    target, else down; within 0 and `entropy_coef_max`. Without a target it stays.
 
-    The same reference. TRL moves it so; verl has no target.
+    The reference is the same. TRL does this too; verl has no target.
     """
     if config.entropy_target is None:
         return coef
@@ -44,9 +44,9 @@ def next_coefficient(config: Config, coef: float, entropy: float) -> float:
 
 
 def uncertain(entropies: Tensor, share: float) -> Tensor:
-    """The tokens of highest entropy: those at or above the (1 − share) quantile, interpolated.
+    """Select the tokens of highest entropy: at or above the (1 − share) quantile, interpolated.
 
-    Forking tokens, where the policy hesitates, carry nearly all that is learned.
+    Forking tokens, at which the policy hesitates, carry nearly all that is learned.
 
     Args:
         entropies: [n] of all tokens of the optimizer step, in nats.

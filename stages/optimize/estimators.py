@@ -1,5 +1,5 @@
-"""Advantages beside those of advantages.py, of the same form: pure functions, which are given what
-they name besides rewards and groups.
+"""More advantages, in the form of advantages.py: pure functions, some with arguments besides
+rewards and groups.
 
     length_weighted(rewards, groups, lengths=lengths)
 
@@ -19,20 +19,20 @@ from .advantages import gae, group_normalized, group_statistics, group_sums
 
 
 def batch_scaled(rewards: Tensor, groups: Tensor, *, epsilon: float = 1e-4) -> Tensor:
-    """A_i = (R_i − mean_g) / (std_B(R) + epsilon): the group's mean for baseline, and one scale for
-    all groups, the unbiased (n−1) standard deviation of the batch's scored rewards.
+    """A_i = (R_i − mean_g) / (std_B(R) + epsilon): the baseline is the group's mean, and one scale
+    serves all groups, the unbiased (n−1) standard deviation of the batch's scored rewards.
 
-    A group of nearly equal rewards is not blown up, as `group_normalized` does. The deviation is of
-    the rewards as they are, so how far prompts are apart counts in it;
-    `batch_normalized_baseline` takes that of R − mean_g. With a single group it is
-    `group_normalized`. TRL's `scale_rewards = "batch"`.
+    A group of nearly equal rewards is not amplified, unlike in `group_normalized`. The deviation is
+    taken of the raw rewards, so differences between prompts count in it;
+    `batch_normalized_baseline` uses the deviation of R − mean_g. With a single group it is
+    `group_normalized`. TRL's `scale_rewards = "batch"` is the same.
 
     Args:
         rewards: [B] float; NaN = not scored.
-        groups: [B] int64; rollouts of one prompt bear one number.
+        groups: [B] int64; rollouts of one prompt have one number.
         epsilon: added to the standard deviation, in units of reward.
     Returns:
-        [B] float32; NaN where the rollout is not scored or its group has fewer than 2 scored
+        [B] float32; NaN if the rollout is not scored or its group has fewer than 2 scored
         rollouts.
 
     Reference: Lite PPO, https://arxiv.org/abs/2508.08221.
@@ -53,8 +53,8 @@ def part_normalized(
     """A_i = S_i / (std_B(S) + epsilon) with S_i = Σ_k w_k (r_ik − mean_g(r_k)) / (std_g(r_k) +
     epsilon), k over the parts of the reward that rollout i has.
 
-    Each part has the same say in its group before the weights, however large its numbers are, and
-    rollouts of one sum are told apart by what it is made of. The mean of S over the
+    Before the weights, each part counts the same in its group, however large its numbers are.
+    Rollouts with equal sums of different parts can get different advantages. The mean of S over the
     batch is 0 by construction and is not subtracted again, so a group in which every part is equal
     has exactly 0. With one part and one group it is `group_normalized`, up to epsilon.
 
@@ -62,14 +62,14 @@ def part_normalized(
     tokens, so that a long completion counts more; here each rollout counts once.
 
     Args:
-        rewards: [B] float; NaN = not scored: the rollout's parts are not looked at.
-        groups: [B] int64; rollouts of one prompt bear one number.
+        rewards: [B] float; NaN = not scored: the rollout's parts are ignored.
+        groups: [B] int64; rollouts of one prompt have one number.
         parts: [B, P] r_ik before their weights; NaN = part k does not apply.
-        part_weights: [B, P] w_k, the same for all of a group; not read where the part is NaN.
+        part_weights: [B, P] w_k, equal within a group; not read if the part is NaN.
         epsilon: added to each standard deviation.
     Returns:
-        [B] float32; NaN where the rollout is not scored, or no part of it can be compared with
-        another rollout's of its group.
+        [B] float32; NaN if the rollout is not scored, or none of its parts can be compared within
+        its group.
 
     Reference: GDPO, https://arxiv.org/abs/2601.05242.
     """
@@ -89,24 +89,25 @@ def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, epsilon: float = 1
     """A_i = (mean of max R over the k-subsets of the group that hold i − mean over all of them) /
     (std over all of them + epsilon), the biased standard deviation.
 
-    What a rollout adds to the best of k answers: once a prompt is often solved its right answers
-    teach little, and wrong ones are not pushed down. Nothing is sampled: with the group's n scored
-    rewards in order, R_0 ≤ … ≤ R_{n−1}, R_j is the best of C(j, k−1) subsets. For rewards of 0 and
-    1, m of them 0, it is the paper's form: the mean is M = 1 − C(m, k) / C(n, k), the deviation
-    √(M (1−M)), the mean of those that hold a wrong answer 1 − C(m−1, k−1) / C(n−1, k−1), and of
-    those that hold a right one 1. With k = 1 it is `group_normalized` with the biased deviation.
+    It measures what a rollout adds to the best of k answers. Once a prompt is often solved, right
+    answers teach little, and wrong ones are not pushed down. Nothing is sampled: with the group's n
+    scored rewards in order, R_0 ≤ … ≤ R_{n−1}, R_j is the best of C(j, k−1) subsets. For rewards of
+    0 and 1, m of them 0, it is the paper's form: the mean is M = 1 − C(m, k) / C(n, k), the
+    deviation √(M (1−M)), the mean over subsets with a given wrong answer is 1 − C(m−1, k−1) /
+    C(n−1, k−1), and with a given right one it is 1. With k = 1 it is `group_normalized` with the
+    biased deviation.
 
     Args:
         rewards: [B] float; NaN = not scored.
-        groups: [B] int64; rollouts of one prompt bear one number.
+        groups: [B] int64; rollouts of one prompt have one number.
         k: ≥ 1.
         epsilon: added to the standard deviation, in units of reward.
     Returns:
-        [B] float32; NaN where the rollout is not scored or its group has not more than k scored
-        rollouts (of k there is one subset, and nothing to compare it with).
+        [B] float32; NaN if the rollout is not scored or its group has at most k scored rollouts
+        (with k there is one subset, and nothing to compare it with).
 
-    Reference: Pass@k Training, https://arxiv.org/abs/2508.10751 (analytical derivation); for other
-    rewards than 0 and 1 the same means over subsets.
+    Reference: Pass@k Training, https://arxiv.org/abs/2508.10751 (analytical derivation); for
+    rewards other than 0 and 1, the same means over subsets.
     """
     advantages = torch.full_like(rewards, torch.nan, dtype=torch.float64)
     for group in groups.unique():
@@ -121,7 +122,7 @@ def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, epsilon: float = 1
         shares = ascending.new_tensor([math.comb(j, k - 1) / num_subsets for j in ranks])
         mean = (shares * ascending).sum()
         std = (shares * (ascending - mean).square()).sum().sqrt()
-        # of the subsets that hold a certain rollout: it is the best itself, or one of rank j is
+        # in a subset that holds a given rollout, the best is that rollout or one of a higher rank j
         num_others = math.comb(n - 1, k - 1)
         own_shares = ascending.new_tensor([math.comb(j, k - 1) / num_others for j in ranks])
         shares_above = ascending.new_tensor(
@@ -136,22 +137,22 @@ def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, epsilon: float = 1
 
 def turn_leave_one_out(rewards: Tensor, offsets: Tensor, groups: Tensor) -> Tensor:
     """A_ik = G_ik − mean over the others j of the group of G_jk, with G_ik = Σ_{l ≥ k} r_il, the
-    reward that comes with turn k and after it; 0 for one that had ended before turn k.
+    reward of turn k and later turns; G_jk is 0 if rollout j ended before turn k.
 
-    A turn answers for nothing that was earned before it. The baseline does not depend on what
-    rollout i did, so the policy gradient stays unbiased. A mean over those alone that came as far
-    as turn k, rollout i among them, as in MT-GRPO, depends on it: with turns that do not come in
-    every rollout its gradient is another one's, of either sign. Of one turn it is `leave_one_out`.
+    A turn is not credited with earlier rewards. The baseline does not depend on what rollout i did,
+    so the policy gradient stays unbiased. MT-GRPO takes the mean over the rollouts that reached
+    turn k, rollout i included, which does depend on it: if some rollouts end earlier, its gradient
+    is biased, with either sign. With one turn it is `leave_one_out`.
 
     Args:
-        rewards: [T] float, of each turn; NaN = its rollout is not scored.
-        offsets: [B+1] int64; rollout i has the turns `offsets[i]:offsets[i+1]`, one at least.
-        groups: [B] int64; rollouts of one prompt bear one number.
+        rewards: [T] float, one for each turn; NaN = its rollout is not scored.
+        offsets: [B+1] int64; rollout i has the turns `offsets[i]:offsets[i+1]`, at least one.
+        groups: [B] int64; rollouts of one prompt have one number.
     Returns:
-        [T] of the dtype of `rewards`; NaN where the rollout is not scored or its group has fewer
-        than 2 scored rollouts.
+        [T], dtype of `rewards`; NaN if the rollout is not scored or its group has fewer than 2
+        scored rollouts.
 
-    Reference: RLOO, https://arxiv.org/abs/2402.14740, of each turn's return to go; MT-GRPO:
+    Reference: RLOO, https://arxiv.org/abs/2402.14740, applied to each turn's return to go; MT-GRPO:
     https://arxiv.org/abs/2505.11821.
     """
     turns = Ragged(rewards.double(), offsets)
@@ -174,13 +175,13 @@ def turn_leave_one_out(rewards: Tensor, offsets: Tensor, groups: Tensor) -> Tens
 def reward_to_go(rewards: Tensor, offsets: Tensor, *, gamma: float = 1.0) -> Tensor:
     """A_t = Σ_{k ≥ t} γ^{k−t} r_k over the rollout's tokens from t on.
 
-    What a token can still change: with the KL to the reference in the rewards, that of the tokens
-    before it is not laid on it. It is `gae` under a critic that says 0, with λ = 1; with one reward
-    on the last token and γ = 1 every token has the rollout's reward. The caller whitens it over the
-    batch's tokens, as REINFORCE++ does.
+    It covers only what a token can still change: if the rewards include the KL to the reference, a
+    token does not answer for the KL of earlier tokens. It is `gae` with all values 0 and λ = 1;
+    with one reward on the last token and γ = 1 every token has the rollout's reward. The caller
+    whitens it over the batch's tokens, as REINFORCE++ does.
 
     Args:
-        rewards: [N] of each token; the rollout's own reward stands on its last token.
+        rewards: [N] of each token; the rollout's own reward is on its last token.
         offsets: [B+1] int64.
         gamma: γ in [0, 1].
     Returns:
@@ -203,22 +204,22 @@ def optimal_token_baseline(
     """A_t = G_t − Σ_j G_jt W_jt / (Σ_j W_jt + epsilon) over the group's rollouts j that have a
     token t, with G the reward to go and W_t = Σ_{s ≤ t} (1 − 2 π_s + Σ_v π_v²).
 
-    1 − 2 π_s + Σ π² is the squared norm of the gradient of logprob s by the logits. So W_t stands
-    for how much the rollout's gradient weighs up to there, and the baseline of least variance
-    listens to the rollouts that weigh most. With equal weights, and the reward on the last token,
-    it is `group_centered` of the rollouts that are as long; a token that no other rollout of the
-    group is long enough for has 0.
+    1 − 2 π_s + Σ π² is the squared norm of the gradient of logprob s by the logits. So W_t
+    estimates the squared norm of the rollout's gradient up to token t, and the baseline of least
+    variance follows the rollouts with the largest. With equal weights, and the reward on the last
+    token, it is `group_centered` over the rollouts that have a token t. A token that only one
+    rollout of the group reaches has 0.
 
-    verl's `optimal_token_baseline` with `handle_zero_tail` off is the same. On, as by default, a
-    token that no other rollout is long enough for has the raw reward there, as a group of one
-    always has; and where the engine's gap is weighed, its square counts in W.
+    verl's `optimal_token_baseline` with `handle_zero_tail` off is the same. With it on (verl's
+    default), a token that only one rollout reaches has the raw reward, as a group of one always
+    has. If verl corrects for the engine's gap, the squared weight counts in W.
 
     Args:
-        rewards: [N] of each token; the rollout's own reward stands on its last token.
+        rewards: [N] of each token; the rollout's own reward is on its last token.
         offsets: [B+1] int64.
-        groups: [B] int64; rollouts of one prompt bear one number.
+        groups: [B] int64; rollouts of one prompt have one number.
         logprobs: [N] log π of each sampled token.
-        collisions: [N] Σ_v π_v² of the distribution that it was drawn from.
+        collisions: [N] Σ_v π_v² of the distribution that the token was drawn from.
         epsilon: added to the sum of weights.
     Returns:
         [N] float32.
@@ -240,20 +241,21 @@ def optimal_token_baseline(
 
 
 def length_weighted(rewards: Tensor, groups: Tensor, *, lengths: Tensor) -> Tensor:
-    """A_i = R_i − Σ_j l_j R_j / Σ_j l_j over the group's scored rollouts, l_j the tokens of each.
+    """A_i = R_i − Σ_j l_j R_j / Σ_j l_j over the group's scored rollouts, with l_j the tokens of
+    rollout j.
 
-    The baseline of least variance, where the squared norm of a completion's gradient grows with its
-    length. It holds for samples of the policy as it is: one mini-batch, one epoch. With equal
-    lengths it is `group_centered`.
+    This is the baseline of least variance if the squared norm of a completion's gradient is
+    proportional to its length. It holds for samples of the current policy: one mini-batch, one
+    epoch. With equal lengths it is `group_centered`.
 
-    verl takes the raw reward of a group of one for its advantage; here it is dropped.
+    For a group of one, verl uses the raw reward as advantage; here it is dropped.
 
     Args:
         rewards: [B] float; NaN = not scored.
-        groups: [B] int64; rollouts of one prompt bear one number.
+        groups: [B] int64; rollouts of one prompt have one number.
         lengths: [B] int64, tokens of each completion.
     Returns:
-        [B] float32; NaN where the rollout is not scored or its group has fewer than 2 scored
+        [B] float32; NaN if the rollout is not scored or its group has fewer than 2 scored
         rollouts.
 
     Reference: OPO, https://arxiv.org/abs/2505.23585.

@@ -1,7 +1,6 @@
-"""Good answers learned by heart: the negative log-likelihood of the rollouts of high reward, beside
-the policy's loss.
+"""NLL term: the negative log-likelihood of rollouts with high reward, added to the policy's loss.
 
-    loss = policy_loss − Σ_t weights(config, batch, members)_t · logprobs_t
+loss = policy_loss − Σ_t weights(config, batch, members)_t · logprobs_t
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ def weights(config: Config, batch: Batch, members: list[int]) -> Tensor | None:
     """nll_coef / M for each of the M tokens of the step's rollouts whose reward is at least
     `nll_reward`; 0 elsewhere. None without `nll_coef`.
 
-    The mean is over their tokens in the whole optimizer step, whatever the aggregation of the
-    policy's loss. Rollouts that are masked have no loss here either.
+    The mean is over these tokens in the whole optimizer step, with any aggregation of the policy's
+    loss. Rollouts that are masked have no loss here either.
 
     Args:
         batch: with rewards [K].
-        members: of the step.
+        members: rollouts of the step.
     Returns:
         [N] float64.
 
-    Reference: VAPO, https://arxiv.org/abs/2504.05118 (positive-example LM loss), with the right
-    answers for good ones.
+    Reference: VAPO, https://arxiv.org/abs/2504.05118 (positive-example LM loss), whose positive
+    examples are the correct answers.
     """
     if not config.nll_coef:
         return None

@@ -1,16 +1,15 @@
-"""Which versions optimize is given, and which of them belong together: one set for each version of
-rollouts.
+"""The input versions of optimize, grouped into one set for each version of rollouts.
 
-Replay trains on several versions at once, each sampled by a policy of its own. Rewards and logprobs
-go with the rollouts that their manifests name by content hash, never by position. Refused: the same
-rollouts twice, rewards or logprobs of other rollouts or twice of the same, rollouts that have none,
+Replay trains on several versions at once, each sampled by its own policy. Rewards and logprobs are
+matched to rollouts by the content hash in their manifests, never by position. Refused: the same
+rollouts twice, rewards or logprobs of other rollouts or twice of the same, rollouts without them,
 and logprobs of more than one reference.
 
     rewards = ["a/rewards@2", "a/rewards@3"]
     rollouts = ["a/rollouts@3", "a/rollouts@2"]
     inputs = open_inputs(store, "a/policy@2", rollouts, {"rewards": rewards})
     list(inputs)    # policy, rollouts, rollouts.2, rewards, rewards.2: the roles in the manifest
-    sets(inputs)[1]["rewards"]     # a/rewards@2, those of a/rollouts@2
+    sets(inputs)[1]["rewards"]     # a/rewards@2, made of a/rollouts@2
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def open_inputs(
     rollouts: GivenRefs,
     beside: Mapping[str, GivenRefs | None],
 ) -> dict[str, Version]:
-    """All versions by role. `beside`: references by role (rewards, ref, prox) of what goes with the
-    rollouts. ConfigError, LineageError."""
+    """Open all versions, by role. `beside`: references by role (rewards, ref, prox) of the versions
+    that belong to the rollouts. Raises ConfigError, LineageError."""
     rollouts_by_content: dict[str, Version] = {}
     for version in map(store.open, _as_list(rollouts)):
         equal = rollouts_by_content.setdefault(version.manifest.content_hash, version)
@@ -68,7 +67,7 @@ def open_inputs(
 
 
 def require_state(inputs: Mapping[str, Version]) -> None:
-    """LineageError where the optimizer state of the policy expired."""
+    """Raise LineageError if the optimizer state of the policy expired."""
     policy = inputs["policy"]
     try:
         policy.require(f"{OPTIMIZER_FOLDER}/state.json")
@@ -84,8 +83,8 @@ def require_state(inputs: Mapping[str, Version]) -> None:
 
 
 def sets(inputs: Mapping[str, Version]) -> list[dict[str, Version]]:
-    """The policy, one version of rollouts and what belongs to it, by plain roles; as many sets as
-    versions of rollouts."""
+    """Return one set for each version of rollouts: the policy, the rollouts and the versions that
+    belong to them, by plain roles."""
     sets_by_number: dict[str, dict[str, Version]] = {}
     for name, version in inputs.items():
         role, _, number = name.partition(".")
@@ -100,7 +99,7 @@ def _as_list(refs: GivenRefs | None) -> list[str | Ref]:
 
 
 def _numbered(role: str, versions: Iterable[Version]) -> dict[str, Version]:
-    """By role: `rollouts`, `rollouts.2`, `rollouts.3`, …"""
+    """Return the versions by role: `rollouts`, `rollouts.2`, `rollouts.3`, …"""
     return {
         f"{role}.{number}" if number > 1 else role: version
         for number, version in enumerate(versions, 1)
@@ -110,8 +109,8 @@ def _numbered(role: str, versions: Iterable[Version]) -> dict[str, Version]:
 def _in_order_of(
     rollouts: Mapping[str, Version], role: str, versions: list[Version]
 ) -> list[Version]:
-    """`versions` in the order of the rollouts, by content hash, that they are of, each of which has
-    exactly one."""
+    """Return `versions` in the order of their rollouts, which are keyed by content hash. Raises
+    LineageError or ConfigError unless each of the rollouts has exactly one."""
     versions_by_content: dict[str, Version] = {}
     for version in versions:
         source = version.manifest.input("rollouts")
@@ -142,7 +141,8 @@ def _in_order_of(
 
 
 def _require_one_reference(versions: list[Version]) -> None:
-    """The KL term holds on to one policy, whatever policies sampled."""
+    """Raise LineageError unless all logprobs are of one reference: the KL term needs a single one,
+    even with several sampling policies."""
     models = [version.manifest.model("ref") for version in versions]
     unknown = "no model that its manifest names"
     for version, model in zip(versions, models, strict=True):

@@ -1,6 +1,6 @@
-"""The weight of the KL to the reference, steered towards a target over the policy's life.
+"""The KL coefficient, steered towards a target over the policy's life.
 
-    config = carried(plan)                                    # begins with the last training's
+    config = carried(plan)                                    # starts from the last training's
     coef = next_coefficient(config, coef, kl, num_rollouts)   # after every step
 
 Not of the spine: numbers in, numbers out.
@@ -13,12 +13,12 @@ from quiver.stages.common.runtime.stage import Plan
 from .config import Config
 
 MOST_ERROR = 0.2
-"""Of the relative distance to the target, so much counts."""
+"""Limit of the relative distance to the target."""
 
 
 def carried(plan: Plan) -> Config:
-    """The plan's config; with a target, with the coefficient that the policy's last training ended
-    with, where it had one."""
+    """Return the plan's config. With a target, it has the coefficient with which the policy's last
+    training ended, if there is one."""
     config = plan.config
     if config.kl_target is None:
         return config
@@ -27,16 +27,16 @@ def carried(plan: Plan) -> Config:
 
 
 def next_coefficient(config: Config, coef: float, kl: float, num_rollouts: int) -> float:
-    """β (1 + e · num_rollouts / kl_horizon) with e = clip(KL / kl_target − 1, −0.2, 0.2): up where
-    a step's KL was above the target, else down. Without a target it stays.
+    """β (1 + e · num_rollouts / kl_horizon) with e = clip(KL / kl_target − 1, −0.2, 0.2): up if a
+    step's KL was above the target, else down. Without a target it stays.
 
     Args:
-        coef: β, of the step.
-        kl: of the step to the reference, by `kl_estimator`, in nats a token.
-        num_rollouts: of the step.
+        coef: β of the step.
+        kl: the step's KL to the reference, by `kl_estimator`, in nats a token.
+        num_rollouts: rollouts of the step.
 
     Reference: https://arxiv.org/abs/1909.08593, section 2.2, whose K_β is num_rollouts /
-    kl_horizon; their KL is of a completion, here and in verl it is of a token.
+    kl_horizon; their KL is per completion, here and in verl it is per token.
     """
     if config.kl_target is None:
         return coef

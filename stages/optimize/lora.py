@@ -1,17 +1,21 @@
-"""LoRA: a pair of small matrices beside each linear layer is trained, the layer itself stays.
+"""LoRA: the fields of `[optimize.lora]`, and which policy is the base. A pair of small matrices
+beside each linear layer is trained; the layer itself stays.
 
     W' = W + (alpha / rank) · B A,    A [rank, in], B [out, rank]
 
-B starts at 0, so the first ratio is 1. W is that of the base: the policy that the first adapter was
-trained over, whichever iteration that was; for passes in bfloat16 it is held in that where nothing
-is lost. A policy trained this way holds two things: at the top the merged weights W' in float32, so
-that every reader takes it for a model like any other (its size on disk is that of a full one);
-below them `adapter/`, A and B as peft writes them. The next iteration goes on from the base's
-weights and the adapter, so the rounding of merges never adds up; its manifest names the base as an
-input. By choice a policy holds the adapter alone (`save`), and who reads it reads its base too.
-Refused: another rank, alpha or other layers than the adapter has; a base that is gone or changed.
+B starts at 0, so the first ratio is 1. W is the weight of the base: the policy on which the first
+adapter was trained, several iterations ago or in this one. For passes in bfloat16 it is held in
+bfloat16 if that loses nothing.
 
-Here is what a recipe says of it and which policy is the base; `adapters` has the matrices.
+A policy trained this way holds two things. At the top are the merged weights W' in float32, so
+every reader can use it like any other model, with the disk size of a full one. Below them is
+`adapter/`, with A and B in peft's format. The next iteration starts from the base's weights and the
+adapter, so rounding of merges never adds up; its manifest names the base as an input. With `save =
+"adapter"` a policy holds only the adapter, and its readers read the base too.
+
+Refused: a rank, alpha or layers that differ from the adapter's, and a base that is gone or changed.
+
+The matrices themselves are in `adapters`.
 
 Not of the spine: only a recipe with `[optimize.lora]` uses it.
 """
@@ -37,8 +41,8 @@ log = logging.getLogger(__name__)
 
 
 class Lora(Config):
-    """Adapters instead of all weights. They want a larger learning rate than full training does,
-    about ten times.
+    """Adapters instead of all weights. They need a larger learning rate than full training, about
+    ten times.
 
     References: https://arxiv.org/abs/2106.09685; rate and alpha:
     https://thinkingmachines.ai/blog/lora/.
@@ -47,23 +51,24 @@ class Lora(Config):
     rank: int = Field(default=16, ge=1)
     """Rows of A and columns of B."""
     alpha: int = Field(default=32, ge=1)
-    """The adapter counts alpha / rank. Fixed rather than a multiple of the rank: then one learning
-    rate does for all ranks."""
+    """The adapter is scaled by alpha / rank. A fixed alpha, not a multiple of the rank, lets one
+    learning rate work for all ranks."""
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    """Which layers: all linear ones of the language model but the output embedding, or those whose
-    names end so, such as ["q_proj", "v_proj"]."""
+    """Layers that get adapters: all linear layers of the language model except the output
+    embedding, or those whose names end with one of these, such as ["q_proj", "v_proj"]."""
     save: Literal["merged", "adapter"] = "merged"
-    """What the next policy holds. merged: the whole model in float32, and the adapter. adapter:
-    that alone, some hundredth of the disk; its readers put it on the base as they load it, and vLLM
-    is given both."""
+    """Contents of the next policy. merged: the whole model in float32, and the adapter. adapter:
+    only the adapter, about a hundredth of the disk; its readers put it on the base as they load it,
+    and vLLM gets both."""
 
 
 def with_base(config: Lora | None, store: Store, inputs: dict[str, Version]) -> dict[str, Version]:
-    """The stage's inputs and, where adapters are trained, under role `base` the policy whose
-    weights stay as they are.
+    """Return the stage's inputs and, if adapters are trained, the policy with the frozen weights
+    under role `base`.
 
-    ConfigError: the adapter of the starting policy is of another kind. LineageError: its base is
-    gone or changed.
+    Raises:
+        ConfigError: the starting policy's adapter differs from `config`.
+        LineageError: its base is gone or changed.
     """
     if config is None:
         return inputs
@@ -91,7 +96,7 @@ def with_base(config: Lora | None, store: Store, inputs: dict[str, Version]) -> 
 
 
 def check_installed() -> None:
-    """ConfigError where there is no peft."""
+    """Raise ConfigError if peft is not installed."""
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(
             "optimize.lora", "peft is not installed here", next='pip install "quiver-rl[lora]"'
@@ -99,7 +104,8 @@ def check_installed() -> None:
 
 
 def has_moments(config: Lora | None, policy: Version) -> bool:
-    """Whether `policy` holds optimizer state of what is trained now, adapters or whole weights."""
+    """Return True if `policy` holds optimizer state for the weights trained now, adapters or whole
+    weights."""
     if f"{OPTIMIZER_FOLDER}/state.json" not in policy.files.names:
         return False
     trained = ["whole weights", "adapters"]

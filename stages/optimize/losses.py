@@ -1,10 +1,10 @@
 """Per-token losses, token weights, KL estimators and off-policy weights: pure functions.
 
-Legend: B rollouts, N completion tokens, one after another as an Arrow list column stores them;
-rollout i owns tokens `offsets[i]:offsets[i+1]`. `logprobs` [N] carries the gradient; everything
-else is data. The surrogate (what a token costs) and the aggregation (what a token weighs in the
-step) are apart: loss = Σ_t weight_t · surrogate_t. The weights are made once for the whole
-optimizer step, so micro-batches, their order and ranks change nothing.
+Legend: B rollouts with N completion tokens, concatenated as in an Arrow list column; rollout i owns
+tokens `offsets[i]:offsets[i+1]`. `logprobs` [N] carries the gradient; everything else is data. The
+surrogate (loss of a token) and the aggregation (weight of a token in the step) are separate: loss =
+Σ_t weight_t · surrogate_t. The weights are computed once for the whole optimizer step, so
+micro-batches, their order and ranks change nothing.
 
 More surrogates are in surrogates.py.
 
@@ -25,20 +25,20 @@ MAX_LOG_RATIO = 20.0
 
 
 class Tokens(NamedTuple):
-    """What a surrogate sees of the completion tokens of some whole rollouts."""
+    """The completion tokens of some whole rollouts, as a surrogate sees them."""
 
     logprobs: Tensor
     """[N] log π_θ, with gradient."""
     anchor: Tensor
-    """[N] the ratio's denominator: `prox_logprobs` where they are given, else `old_logprobs`."""
+    """[N] the ratio's denominator: `prox_logprobs` if they are given, else `old_logprobs`."""
     advantages: Tensor
-    """[N] of the token, or of its rollout repeated."""
+    """[N] of the token, or of its rollout, repeated."""
     offsets: Tensor
     """[B+1] int64."""
 
 
 def log_ratio(logprobs: Tensor, anchor: Tensor) -> Tensor:
-    """[N] logprobs − anchor, clamped to ±20 so that `exp` stays finite (the gradient is 0
+    """Return logprobs − anchor [N], clamped to ±20 so that `exp` stays finite (the gradient is 0
     beyond)."""
     return (logprobs - anchor).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -56,10 +56,10 @@ def clipped(
 ) -> tuple[Tensor, Tensor]:
     """loss_t = −min(r A, clip(r, 1−clip_low, 1+clip_high) A) with r = exp(logprobs − anchor).
 
-    Clipping stops the step where it would move a token further in the direction that its advantage
-    already pushed it. At r = 1 its gradient is REINFORCE's, −A ∇logprobs; with both bounds infinite
-    it is plain importance sampling. `dual_clip` c bounds the loss where A < 0: min(loss, −c A).
-    `delta` caps r in the unclipped branch only.
+    Clipping stops the gradient of a token that its advantage has already pushed past the bound. At
+    r = 1 its gradient is REINFORCE's, −A ∇logprobs; with both bounds infinite it is plain
+    importance sampling. If A < 0, `dual_clip` c bounds the loss: min(loss, −c A). `delta` caps r in
+    the unclipped branch only.
 
     Args:
         tokens: of whole rollouts.
@@ -85,7 +85,7 @@ def _clip_ratio(
     dual_clip: float | None,
     delta: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """The clipped objective of any ratio [N]: of a token, or of its sequence."""
+    """Return `clipped`'s loss and bound mask for any ratio [N], of a token or of its sequence."""
     capped_ratio = ratio if delta is None else ratio.clamp(max=delta)
     unclipped_gain = capped_ratio * advantages
     clipped_gain = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
@@ -113,25 +113,25 @@ def sequence_clipped(
     """loss_t = −min(s_i A, clip(s_i, 1−clip_low, 1+clip_high) A) with s_i = exp(mean over rollout
     i's tokens of log r).
 
-    The whole completion is in or out: its tokens share one ratio, whose gradient every one of them
-    gets alike. As a geometric mean s_i stays far nearer to 1 than a token's ratio, so its bounds
-    are hundreds of times tighter than `clipped`'s. With completions of one token it is `clipped`.
-    `token_form` takes s_i · exp(logprobs − sg(logprobs)) instead: the same value, and the same
-    gradient wherever a rollout's tokens bear one advantage and one weight; the two part where
-    tokens have advantages of their own.
+    The whole completion is clipped or not: its tokens share one ratio, and all get the same
+    gradient. As a geometric mean, s_i stays far nearer to 1 than a token's ratio, so its bounds are
+    hundreds of times tighter than `clipped`'s. With completions of one token it is `clipped`.
+    `token_form` uses s_i · exp(logprobs − sg(logprobs)) instead. The value is the same, and so is
+    the gradient if a rollout's tokens share one advantage and one weight; with advantages per token
+    the gradients differ.
 
-    The clamp to ±20 is of the mean, which is what goes into `exp`, not of single tokens. verl takes
+    The clamp to ±20 applies to the mean, which goes into `exp`, not to single tokens. verl takes
     the token form, bounded above by log s = 10; TRL (`importance_sampling_level`) and OpenRLHF take
     the sequence form, without a clamp.
 
     Args:
         tokens: of whole rollouts.
         clip_low, clip_high: distances from sequence ratio 1, each ≥ 0.
-        dual_clip, delta: as in `clipped`, of the sequence ratio.
+        dual_clip, delta: as in `clipped`, for the sequence ratio.
         token_form: as above.
     Returns:
-        loss [N]; and bool [N], true where a bound decided the loss (all of a rollout's tokens,
-        where A is the rollout's).
+        loss [N]; and bool [N], true where a bound decided the loss (for all tokens of a rollout, if
+        A is the rollout's).
 
     Reference: GSPO, https://arxiv.org/abs/2507.18071, section 4.1; the token form is its
     GSPO-token.
@@ -146,9 +146,9 @@ def sequence_clipped(
 def cispo(tokens: Tokens, *, clip_max: float) -> tuple[Tensor, Tensor]:
     """loss_t = −sg[min(r, clip_max)] A logprobs: REINFORCE, weighted by the bounded ratio.
 
-    The bound holds the weight back, not the token: none loses its gradient, so rare tokens that
+    The bound limits the weight and drops no token: none loses its gradient, so rare tokens that
     `clipped` would cut still teach. At r = 1, and with clip_max = 1 for every r ≥ 1, it is
-    `reinforce`; with an infinite clip_max its gradient is that of plain importance sampling, −r A
+    `reinforce`; with an infinite clip_max its gradient is plain importance sampling's, −r A
     ∇logprobs. Its value estimates no objective; only its gradient means something.
 
     `clip_max` bounds the ratio itself (5.0 lets weights up to 5 through). The paper writes clip(r,
@@ -214,7 +214,7 @@ def reinforce(tokens: Tokens) -> tuple[Tensor, Tensor]:
     return loss, torch.zeros_like(tokens.advantages, dtype=torch.bool)
 
 
-# -- aggregations: what a token of the optimizer step weighs
+# -- aggregations: the weight of a token in the optimizer step
 
 
 def token_mean(lengths: Tensor, max_completion_tokens: int | None = None) -> Tensor:
@@ -250,8 +250,8 @@ def sequence_mean(lengths: Tensor, max_completion_tokens: int | None = None) -> 
 def sequence_sum(lengths: Tensor, max_completion_tokens: int | None = None) -> Tensor:
     """1 / B: mean over the step's rollouts of the sum over the tokens of each.
 
-    A completion's pull grows with its length, as that of the policy gradient itself does; it is
-    `constant` but for the divisor max_completion_tokens.
+    A completion's influence grows with its length, as in the policy gradient itself. It is
+    `constant` times max_completion_tokens.
 
     Args:
         lengths: [B] int64, tokens of each of the step's completions.
@@ -270,11 +270,11 @@ def constant(lengths: Tensor, max_completion_tokens: int | None = None) -> Tenso
 
     Args:
         lengths: [B] int64, tokens of each of the step's completions.
-        max_completion_tokens: ≥ 1, what generation allowed.
+        max_completion_tokens: ≥ 1, the limit of generation.
     Returns:
         [N] float64.
     Raises:
-        ValueError: without max_completion_tokens.
+        ValueError: if max_completion_tokens is missing.
 
     Reference: Dr. GRPO, https://arxiv.org/abs/2503.20783, section 3.2.
     """
@@ -290,16 +290,16 @@ def constant(lengths: Tensor, max_completion_tokens: int | None = None) -> Tenso
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = 0.2
 ) -> Tensor:
-    """0.5 · max((V − R)², (clip(V, V_old − c, V_old + c) − R)²): the critic's squared error, with
-    the policy's caution.
+    """0.5 · max((V − R)², (clip(V, V_old − c, V_old + c) − R)²): the critic's squared error,
+    clipped as PPO clips the policy.
 
-    The larger of both, so a token has no gradient once V has moved by more than c towards its
-    return. With c = None it is half the squared error. verl takes the same.
+    It takes the larger of both, so a token has no gradient once V has moved by more than c towards
+    its return. With c = None it is half the squared error. verl uses the same.
 
     Args:
         values: [N] V_t, with gradient.
-        old_values: [N] the same before the first update.
-        returns: [N] what V_t should be.
+        old_values: [N] V_t before the first update.
+        returns: [N] target of V_t.
         clip: c ≥ 0 in units of reward, or None for off.
     Returns:
         [N] ≥ 0.
@@ -322,15 +322,15 @@ def kl(
     """Estimate of KL(π_θ ‖ π_ref) a token, with d = ref − logprobs: k1 = −d, k2 = d²/2, k3 = e^d −
     d − 1.
 
-    All three estimate the value; as a loss they differ: under samples of π_θ, the gradient of k1 is
-    0 in the mean and that of k3 is not the KL's, while that of k2 is. `unbiased_gradient` therefore
-    keeps the estimator's value and takes k2's gradient, −d ∇logprobs.
+    All three estimate the value, but as a loss they differ. Under samples of π_θ, k1's gradient is
+    0 in the mean, k3's is not the KL's gradient, and k2's is. `unbiased_gradient` therefore keeps
+    the estimator's value and takes k2's gradient, −d ∇logprobs.
 
     Args:
         logprobs: [N] with gradient.
         ref_logprobs: [N] under the reference, at the same temperature.
         estimator: k1, k2 or k3.
-        unbiased_gradient: take the gradient from k2 whatever the value is.
+        unbiased_gradient: take the gradient from k2 with every estimator.
     Returns:
         [N]; k2 and k3 are ≥ 0.
 
@@ -357,19 +357,18 @@ def correction(
     low: float = 0.0,
     high: float = 2.0,
 ) -> Tensor:
-    """w = exp(prox − old), bounded: what multiplies a token's loss when the ratio is taken against
+    """w = exp(prox − old), bounded: the factor of a token's loss if the ratio's denominator is
     `prox_logprobs`.
 
-    `level`: `token` as it stands; `sequence` the product over the rollout's tokens; `geometric`
-    their geometric mean. The logarithm of that, and not of each token, is clamped to ±20. `mode`:
+    `level`: `token` uses w itself; `sequence` the product over the rollout's tokens; `geometric`
+    their geometric mean. The logarithm of the result, not of each token, is clamped to ±20. `mode`:
     `truncate` sets w to min(w, high); `clamp` to the nearest in [low, high]; `mask` to 0 outside
-    [low, high] and leaves it inside.
-    Equal policies give 1 everywhere.
+    [low, high] and leaves it inside. Equal policies give 1 everywhere.
 
     Args:
-        prox_logprobs: [N] by the trainer's numerics, of the weights that sampled, or of those
-            that the training starts from.
-        old_logprobs: [N] of the weights that sampled, by the engine's.
+        prox_logprobs: [N] from the trainer, under the weights that sampled or the weights that the
+            training starts from.
+        old_logprobs: [N] from the engine, under the weights that sampled.
         offsets: [B+1] int64.
         mode, level, low, high: as above.
     Returns:

@@ -1,8 +1,9 @@
-"""What an optimizer step minimises: a micro-batch's weighted loss, and the step's numbers.
+"""The quantity that an optimizer step minimises: a micro-batch's weighted loss, and the step's
+numbers.
 
-The weights of the tokens are made for the whole step, so the sums of its micro-batches, on whatever
-ranks, are the step's. An algorithm and a config are all that is known here: nothing of models,
-ranks, or the store. The config's options override the algorithm's defaults.
+The weights of the tokens are computed for the whole step, so the sums over its micro-batches, on
+any ranks, are the step's. Only an algorithm and a config are known here: no models, ranks or store.
+The config's options override the algorithm's defaults.
 
     objective = Objective(config, resolve("grpo"))
     part = batch.part(layout.rows, device)
@@ -26,13 +27,12 @@ from .batch import Batch, Part, Step
 from .config import Config
 
 NUM_SUMS = 11
-"""Three losses, the weighted entropy, and over tokens the sums of three numbers and of the critic's
-four moments."""
+"""Three losses, the weighted entropy, three sums over tokens, and the critic's four moments."""
 
 
 class Objective:
-    """The loss of an algorithm, with the options of a config. ConfigError when its surrogate does
-    not take them."""
+    """The loss of an algorithm with the options of a config. Raises ConfigError if its surrogate
+    does not take them."""
 
     def __init__(self, config: Config, algorithm: Algorithm) -> None:
         self.config = config
@@ -52,7 +52,8 @@ class Objective:
             or self.options.get("drift_coef")
             or config.entropy_share < 1
         )
-        """Rollouts with advantage 0 need no pass: none of their tokens has a gradient."""
+        """True if rollouts with advantage 0 need no pass, since none of their tokens has a
+        gradient."""
         try:
             inspect.signature(self.surrogate).bind(None, **self.options)
         except TypeError as error:
@@ -63,8 +64,8 @@ class Objective:
             ) from None
 
     def weights(self, batch: Batch, members: list[int]) -> Tensor:
-        """[N] float64: what each token weighs in the step that rollouts `members` make up; 0 for
-        the tokens of other rollouts."""
+        """Return [N] float64: the weight of each token in the step of rollouts `members`; 0 for the
+        tokens of other rollouts."""
         lengths, positions = batch.counted_tokens(members)
         weights = torch.zeros(len(batch.old_logprobs), dtype=torch.float64)
         groups = torch.tensor(batch.groups, dtype=torch.int64)[members]
@@ -75,12 +76,15 @@ class Objective:
     def loss(
         self, part: Part, outputs: tuple[Tensor, ...], step: Step
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Weighted loss of the n tokens of `part`, on which the policy has the `outputs` logprobs,
-        entropy and, with a critic, values; `step` is of these n. All on one device, of which
-        nothing is read back here.
+        """Return the weighted loss of a micro-batch. Nothing is read back from the device.
 
-        Returns the loss, its share of the step's sums ([NUM_SUMS] float64, for `numbers`), and the
-        logarithm of the largest ratio.
+        Args:
+            part: columns of its n tokens.
+            outputs: logprobs, entropy and, with a critic, values of the policy on these tokens.
+            step: the step's columns for these tokens.
+        Returns:
+            The loss, its share of the step's sums ([NUM_SUMS] float64, for `numbers`), and the
+            logarithm of the largest ratio.
         """
         config = self.config
         logprobs, entropy, values = outputs
@@ -100,7 +104,7 @@ class Objective:
         zero = torch.zeros((), device=logprobs.device)
         kl_loss = value_loss = zero
         moments = [zero] * 4
-        if part.ref_logprobs is not None:  # reported, though `kl_coef` may be 0
+        if part.ref_logprobs is not None:  # reported even if `kl_coef` is 0
             kl = losses.kl(logprobs, part.ref_logprobs, config.kl_estimator, config.kl_unbiased)
             kl_loss = (weights * kl).sum()
         if self.has_critic:
@@ -121,8 +125,8 @@ class Objective:
     def numbers(
         self, sums: Tensor, num_tokens: int, warming: bool, step: Step
     ) -> dict[str, float | None]:
-        """Losses and means of a step over `num_tokens` tokens, of the sums over its micro-batches.
-        `warming`: the critic learns alone."""
+        """Return losses and means of a step over `num_tokens` tokens, from the sums over its
+        micro-batches. `warming`: only the critic learns."""
         policy_loss, kl_loss, value_loss, weighted_entropy, *totals = sums.tolist()
         clip_fraction, approx_kl, entropy, *moments = (total / num_tokens for total in totals)
         loss = policy_loss + step.kl_coef * kl_loss - step.entropy_coef * weighted_entropy

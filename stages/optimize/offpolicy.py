@@ -1,8 +1,8 @@
-"""What the gap between the engine's logprobs and the proximal ones does to a token's loss: a
-bounded weight, and the rejection of what lies too far off. Pure functions.
+"""Off-policy weights of tokens: a bounded weight for the gap between the engine's and the proximal
+logprobs, and the rejection of tokens too far off. Pure functions.
 
-The weight itself is `losses.correction`. What is rejected has no loss, and counts in the
-denominators all the same.
+The weight itself is `losses.correction`. A rejected token has no loss, but counts in the
+denominators.
 
     costs = costs * weight(prox_logprobs, old_logprobs, offsets, config.correction)
 """
@@ -21,8 +21,8 @@ from .config import Correction
 def weight(
     prox_logprobs: Tensor, old_logprobs: Tensor, offsets: Tensor, correction: Correction
 ) -> Tensor:
-    """What multiplies each token's loss: w of `losses.correction`, or 1 (mode `none`), and 0 where
-    the token is rejected.
+    """Return the factor of each token's loss: w of `losses.correction`, or 1 (mode `none`), and 0
+    if the token is rejected.
 
     Args:
         prox_logprobs, old_logprobs: [N].
@@ -58,23 +58,24 @@ def kept(
     low: float = 0.0,
     high: float,
 ) -> Tensor:
-    """Whether low ≤ D ≤ high, with d = prox − old of a token: D = exp(d) for `ratio`, d²/2 for
-    `k2`, e^d − d − 1 for `k3`, by `level` of the `token`, or the `sum`, `mean` or `max` over its
-    rollout's tokens.
+    """Return true where low ≤ D ≤ high, with d = prox − old of a token: D = exp(d) for `ratio`,
+    d²/2 for `k2`, e^d − d − 1 for `k3`. `level` takes D of the `token`, or its `sum`, `mean` or
+    `max` over the rollout's tokens.
 
-    For `ratio` sum and mean are of d, so they are the product of the ratios and their geometric
-    mean. The divergences are never below 0, however the gaps of a completion cancel out: they
-    reject where the mean of d is near 0 and single tokens are far off. Equal policies are kept
-    everywhere, unless `low` says otherwise.
+    For `ratio`, sum and mean are taken of d, so they give the product of the ratios and their
+    geometric mean. The divergences are never below 0, so gaps of opposite sign do not cancel: they
+    reject a completion with single tokens far off even if the mean of d is near 0. Equal policies
+    are kept everywhere, unless `low` says otherwise.
 
-    verl's `rollout_rs`: its k1 is −d, so its bounds are the inverse of those of `ratio` here; it
-    has no maximum of k1, and clamps d of each token to ±20, here the logarithm of D is.
+    In verl's `rollout_rs`, k1 is −d, so its bounds are the inverse of the `ratio` bounds here. verl
+    has no maximum of k1. It clamps d of each token to ±20; here the logarithm of a `ratio`'s D is
+    clamped.
 
     Args:
         prox_logprobs, old_logprobs: [N].
         offsets: [B+1] int64.
         measure, level: as above.
-        low, high: of D; of a ratio, or in nats.
+        low, high: bounds of D; a ratio, or nats.
     Returns:
         [N] bool.
 

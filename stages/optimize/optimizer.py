@@ -2,7 +2,7 @@
 
 optimizer = make_optimizer(config, model)
 load_state(optimizer, model, state(optimizer, model))
-# as if nothing had happened: the next step is equal bit for bit
+# no change: the next step is equal bit for bit
 
 Not of the spine: the trainer steps it like any optimizer of torch.
 """
@@ -24,9 +24,9 @@ from .shards import is_sharded, like, local
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "master"
-"""Beside the moments of a weight that is saved in bfloat16: its float32 value."""
+"""Key of the float32 value of a weight that is saved in bfloat16, stored beside its moments."""
 _PIECE = 1 << 18
-"""Numbers whose squares are summed in float32."""
+"""Number of squares that are summed in float32."""
 
 
 def make_optimizer(
@@ -36,8 +36,8 @@ def make_optimizer(
     *,
     step: int = 0,
 ) -> torch.optim.Optimizer:
-    """AdamW over all trainable weights; decay on matrices only. A critic's rate is `scale` times
-    the policy's. `step`: of the policy's life, for weights in bfloat16 (see bf16.py)."""
+    """Return AdamW over all trainable weights; decay on matrices only. A critic's rate is `scale`
+    times the policy's. `step`: step of the policy's life, for weights in bfloat16 (see bf16.py)."""
     groups = _groups(config, model)
     if critic is not None:
         critic_rate = config.critic_learning_rate or config.learning_rate
@@ -60,9 +60,11 @@ def _groups(config: Config, model: nn.Module, **options: Any) -> list[dict[str, 
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """L2 norm of all of them as one vector, float32 []. On a CPU from dot products of pieces:
-    torch's own sum of 28 million squares in float32 loses 1 in 2,000 and more. Of sharded ones: of
-    all ranks' rows."""
+    """Return the L2 norm of all gradients as one vector, float32 [].
+
+    On a CPU it is computed from dot products of pieces: torch's own float32 sum of 28 million
+    squares loses 1 in 2,000 or more. For sharded gradients it covers all ranks' rows.
+    """
     if gradients and is_sharded(gradients[0]):
         norm = total_norm([local(gradient) for gradient in gradients])
         square = norm.double().square()
@@ -79,8 +81,8 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Rate of optimizer step `step` of the policy's life: linear warm-up, then constant, linear or
-    cosine down to 0."""
+    """Return the rate of optimizer step `step` of the policy's life: linear warm-up, then constant,
+    linear or cosine down to 0."""
     warmup = min(1.0, (step + 1) / (config.warmup_steps + 1))
     if config.schedule == "constant":
         return config.learning_rate * warmup
@@ -93,8 +95,8 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The moments by parameter name, and `updates`, the number of steps that made them; empty
-    before the first step. They are the optimizer's own tensors, on its device."""
+    """Return the moments by parameter name, and `updates`, the number of steps that made them;
+    empty before the first step. They are the optimizer's own tensors, on its device."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         moments = optimizer.state.get(parameter, {})
@@ -107,19 +109,19 @@ def state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tenso
 
 
 def masters(model: nn.Module, before: Mapping[nn.Parameter, Tensor]) -> dict[str, Tensor]:
-    """The float32 weights of a model that is saved in bfloat16, as `state` names them. `before`:
-    what `narrow` gave."""
+    """Return the float32 weights of a model that is saved in bfloat16, named as in `state`.
+    `before`: the result of `narrow`."""
     return {f"{_MASTER}.{name}": before[weight] for name, weight in model.named_parameters()}
 
 
 def load_state(
     optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Take up what `state` gave; a weight that never had a gradient has no moments. ConfigError
-    when they belong to a model of other names or shapes, or to other weights.
+    """Load the tensors of `state` and `masters`. A weight that never had a gradient has no moments.
 
-    Saved float32 weights are taken up by the model, unless its weights are bfloat16 themselves:
-    then these, which are those rounded, go on.
+    Saved float32 weights replace the model's, unless its weights are bfloat16 themselves; those are
+    the same weights, rounded, and stay. Raises ConfigError if the tensors belong to other names,
+    shapes or weights.
     """
     parameters = dict(model.named_parameters())
     names = {key.partition(".")[2] for key in tensors if key != "updates"}

@@ -1,5 +1,5 @@
-"""What optimize leaves behind: the policy folder with its optimizer state, advantages/1, updates/1,
-and the manifest's numbers."""
+"""Writes the results of optimize: the policy folder with its optimizer state, advantages/1,
+updates/1, and the manifests' numbers."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 
 def save(parent: Version, trainer: Trainer, writer: Writer | None) -> None:
-    """Write the model directory and, if asked, the optimizer's state below it, into the folder of
-    `writer`, which the first rank has. `trainer` and its model are of no use after this."""
+    """Write the model and, if asked, the optimizer's state below it, into the folder of `writer`,
+    which only rank 0 has. `trainer` and its model cannot be used after this."""
     if writer is None:
         trainer.gather(None)
         return
@@ -39,9 +39,10 @@ def save(parent: Version, trainer: Trainer, writer: Writer | None) -> None:
     model = trainer.model
     with storage.storage_errors(f"{writer.run}/policy"):
         trainer.optimizer.zero_grad(set_to_none=True)
-        # not among the policy's files: where a file system keeps its name it would be one of them
+        # outside the policy's folder: some file systems keep the name of an unlinked file, which
+        # would then be published
         trainer.gather(writer.folder.with_name(f"{writer.run_key}.resume"))
-        trainer.policy.set_mode("single")  # the block attention is no business of the saved config
+        trainer.policy.set_mode("single")  # the block attention must not enter the saved config
         restore_dropout(model, parent)
         state = optimizer.state(trainer.optimizer, model) if config.save_optimizer else {}
         is_adapter_alone = config.lora is not None and config.lora.save == "adapter"
@@ -70,7 +71,7 @@ def save(parent: Version, trainer: Trainer, writer: Writer | None) -> None:
 
 
 def finish(writers: Mapping[str, Writer], loaded: Loaded, trainer: Trainer) -> None:
-    """Write advantages and updates, and say what the three manifests tell."""
+    """Write advantages and updates, and finish all three versions with their metrics."""
     device = trainer.accelerator.device.type
     updates = pa.Table.from_pylist(
         [_finite(update) for update in trainer.updates], schema=updates_kind.SCHEMA
@@ -87,7 +88,7 @@ def finish(writers: Mapping[str, Writer], loaded: Loaded, trainer: Trainer) -> N
 
 
 def metrics_of(loaded: Loaded, trainer: Trainer, seconds: float) -> dict[str, Any]:
-    """The policy's metrics: what was learned from, how fast, and the last step's numbers."""
+    """Return the policy's metrics: its rollouts, its speed, and the last step's numbers."""
     updates = trainer.updates
     tokens = sum(row["tokens"] for row in updates)
     names = ["loss", "grad_norm", "entropy", "approx_kl", "clip_fraction"]
@@ -115,8 +116,8 @@ def metrics_of(loaded: Loaded, trainer: Trainer, seconds: float) -> dict[str, An
 
 
 def _coefficients(trainer: Trainer) -> dict[str, float | None]:
-    """What the next training takes up of the entropy bonus and of the KL, where they are
-    steered."""
+    """Return the coefficients that the next training continues with: of the entropy bonus, if there
+    is one, and of the KL, if it has a target."""
     coefficients = {}
     if trainer.objective.has_bonus:
         coefficients["entropy_coef"] = trainer.entropy_coef
@@ -127,10 +128,10 @@ def _coefficients(trainer: Trainer) -> dict[str, float | None]:
 
 
 def first_clip_fraction(trainer: Trainer) -> float | None:
-    """Share of the first step's tokens whose loss a bound decided, where every ratio should be 1:
-    nothing has changed yet. None: some ratio differs from 1 by right, or no bound was asked.
+    """Return the share of the first step's tokens whose loss a bound decided, although no weight
+    has changed and every ratio should be 1. Logs a warning if it is above 0.
 
-    A warning is logged where it is not 0.
+    None if there was no step, or if stale rollouts make ratios other than 1 legitimate.
     """
     batch = trainer.batch
     from_start = trainer.config.prox_of == "start" and batch.prox_logprobs is not None
@@ -148,15 +149,18 @@ def first_clip_fraction(trainer: Trainer) -> float | None:
 
 
 def advantages_table(loaded: Loaded, trainer: Trainer) -> pa.Table:
-    """advantages/1, one row for each rollout of the dataset, in its order; of some
-    algorithms one advantage a token. `mean_ratio` is to `old_logprobs`, with proximal logprobs too;
-    the `clip_fraction` of updates/1 is of the ratio to those."""
+    """Return advantages/1, one row for each rollout of the dataset, in its order; with one
+    advantage for each token if the algorithm has those.
+
+    `mean_ratio` is the ratio to `old_logprobs`, even with proximal logprobs; the `clip_fraction` of
+    updates/1 uses the ratio to the proximal ones.
+    """
     batch = trainer.batch
     completions = batch.sequences.completions
     ratio = log_ratio(trainer.logprobs, batch.old_logprobs).exp()
     means = [completions.with_values(values).segment_mean() for values in (ratio, trainer.logprobs)]
     dropped = pa.array(loaded.reasons, pa.string())
-    # the place of each rollout in the batch; null where it was dropped, or has no loss
+    # the position of each rollout in the batch; null if it was dropped or has no loss
     places = pc.index_in(pa.array(range(len(dropped))), value_set=pa.array(loaded.rows.numpy()))
     places = pc.if_else(dropped.is_null(), places, None)
     schema = advantages_kind.SCHEMA
@@ -174,7 +178,7 @@ def advantages_table(loaded: Loaded, trainer: Trainer) -> pa.Table:
 
 
 def _finite(value: Any) -> Any:
-    """`value` with null for every number that is not finite, as JSON wants it."""
+    """Return `value` with None for every number that is not finite, as JSON requires."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,14 +1,14 @@
-"""A training that was killed goes on in the middle: the state after some step, beside the staging
-place, and the rollouts of a step that was not finite.
+"""Saved state of a running training, so that a killed training resumes in the middle; and the
+rollouts of a step that was not finite.
 
     STORE/<run>/policy/.staging/KEY.resume/state-….safetensors    weights and moments
-    STORE/<run>/policy/.staging/KEY.resume/progress               after which step; its checksum
-    STORE/<run>/policy/.not_finite/KEY-step-000007.arrow          what a broken step was made of
+    STORE/<run>/policy/.staging/KEY.resume/progress               place, file and checksums
+    STORE/<run>/policy/.not_finite/KEY-step-000007.arrow          rollouts of a broken step
 
-The trainer is made as at the first start, and values and audit are those of the starting weights;
-then the weights and moments of the saved step replace them. On a CPU the steps that follow are
-equal bit for bit to those of a training that was never killed. A state that is not whole, or does
-not fit, is thrown away, and the training starts over.
+The trainer is made as at the first start, with values and audit of the starting weights. Then the
+weights and moments of the saved step replace the starting ones. On a CPU the following steps are
+equal bit for bit to an uninterrupted training's. A state that is damaged or does not fit is
+deleted, and the training starts over.
 
     progress = SavedProgress(plan, rollout_ids, saves=writer is not None)
     trainer.train(progress)
@@ -47,11 +47,11 @@ _NOT_WHOLE = (
     *(ValueError, TypeError, KeyError, ArithmeticError, RecursionError),
     *(CorruptError, SchemaError, SafetensorError, pa.ArrowException),
 )
-"""What reading a saved state raises where it is not what was written."""
+"""Errors of reading a saved state that is damaged."""
 
 
 class _Progress(BaseModel):
-    """What the note says."""
+    """Content of the progress note."""
 
     file: str = Field(pattern=r"^state-[0-9]+-[0-9]+\.safetensors$")
     sha256: str
@@ -62,7 +62,7 @@ class _Progress(BaseModel):
 
 
 class _Counters(BaseModel):
-    """What a trainer counts besides its tensors."""
+    """A trainer's counters, which are saved beside its tensors."""
 
     step: int = Field(ge=0)
     updates: list[dict[str, Any]]
@@ -75,11 +75,11 @@ class _Counters(BaseModel):
 
 
 class SavedProgress:
-    """What is kept of one training while it runs."""
+    """Saved state of one training while it runs."""
 
     def __init__(self, plan: Plan, rollout_ids: pa.Array, *, saves: bool) -> None:
-        """`rollout_ids`: of the batch's rollouts, in its order. `saves`: of several ranks one
-        does."""
+        """`rollout_ids`: ids of the batch's rollouts, in its order. `saves`: true on the one rank
+        that saves."""
         self.saves = saves
         self._storage = plan.store.storage
         self._name = plan.name
@@ -88,12 +88,17 @@ class SavedProgress:
         self._rollout_ids = rollout_ids
         self._saved_at = time.monotonic()
 
-    # -- going on
+    # -- resuming
 
     def load(self, trainer: Trainer) -> tuple[int, int, int]:
-        """Put the saved state into the trainer: the epoch and the mini-batch that come next, and
-        the step that the epoch began with. (0, 0, the trainer's step) where nothing is saved.
-        ConfigError on all ranks where one reads another state."""
+        """Put the saved state into the trainer.
+
+        Returns:
+            The epoch and mini-batch that come next, and the step at which that epoch began; (0, 0,
+            the trainer's step) if nothing is saved.
+        Raises:
+            ConfigError: on all ranks, if they read different states.
+        """
         try:
             note, tensors, counters = self._read(trainer)
         except FileNotFoundError:
@@ -120,8 +125,8 @@ class SavedProgress:
         return note.epoch, note.minibatch, note.epoch_step
 
     def _read(self, trainer: Trainer) -> tuple[_Progress, dict[str, Tensor], _Counters]:
-        """Where it goes on, the tensors and the counters. Raises where there is nothing, or where
-        `trainer` cannot take it up."""
+        """Return the note, the tensors and the counters. Raises FileNotFoundError if nothing is
+        saved, or an error of `_NOT_WHOLE` if it is damaged or does not fit `trainer`."""
         from safetensors.torch import load_file
 
         if self._storage.is_linked(self._prefix):
@@ -148,7 +153,7 @@ class SavedProgress:
     # -- saving
 
     def step_done(self, trainer: Trainer, epoch: int, minibatch: int, epoch_step: int) -> None:
-        """Save the state where it is time for it. `epoch` and `minibatch` come next."""
+        """Save the state if it is time. `epoch` and `minibatch` come next."""
         config = trainer.config
         minutes = (time.monotonic() - self._saved_at) / 60
         steps = config.resume_steps
@@ -178,19 +183,21 @@ class SavedProgress:
         key = f"{self._prefix}/{file}"
         save_file(tensors, self._storage.path(key))
         self._storage.settle(key)
-        self._storage.sync_names(self._prefix)  # before the note that names it
-        # as text: the numbers of a step that was left out are not finite, and JSON has no such
+        # the state must be durable before the note that names it
+        self._storage.sync_names(self._prefix)
+        # as text: the numbers of a skipped step are not finite, and strict JSON cannot hold them
         note = {**place, "file": file, "sha256": self._storage.sha256(key)}
         note["counters"] = json.dumps(counters)
         line = json.dumps({**note, "checksum": digest(note)})
         self._storage.write(f"{self._prefix}/{PROGRESS}", line.encode())
-        self._storage.sync_names(self._prefix)  # before the state of the note before is deleted
+        # the note must be durable before the older state is deleted
+        self._storage.sync_names(self._prefix)
         for name in self._storage.list(self._prefix):
             if name not in (file, PROGRESS):
                 self._storage.delete(f"{self._prefix}/{name}")
 
     def not_finite(self, trainer: Trainer, update: dict[str, Any], rows: list[int]) -> None:
-        """Keep what a step was made of whose loss or gradient is not finite."""
+        """Write the rollouts and logprobs of a step whose loss or gradient is not finite."""
         if not self.saves:
             return
         batch = trainer.batch

@@ -1,4 +1,5 @@
-"""Rewards of unit deviation for a critic, whose loss and learning rate then fit every reward.
+"""Scale of a critic's rewards to unit deviation, so that one critic loss and learning rate fit
+every reward.
 
     moments = go_on(policy.manifest.metrics.get("reward_moments"), rewards)   # kept with the policy
     batch = replace(batch, reward_scale=scale(moments))
@@ -13,12 +14,12 @@ import math
 from torch import Tensor
 
 Moments = dict[str, float]
-"""`count`, `mean` and `squares`: how many rewards, their mean, and Σ (R − mean)²."""
+"""`count`, `mean` and `squares`: the number of rewards, their mean, and Σ (R − mean)²."""
 
 
 def go_on(before: Moments | None, rewards: Tensor) -> Moments:
-    """The moments of the rewards that a policy's trainings were given, with these [B] too; NaN, a
-    reward that is not there, does not count.
+    """Return the moments of all rewards in a policy's trainings, `before` and these [B]; NaN, a
+    missing reward, does not count.
 
     Reference: Chan, Golub, LeVeque 1979, Updating Formulae for Computing Sample Variances, 2.1.
     """
@@ -39,9 +40,9 @@ def go_on(before: Moments | None, rewards: Tensor) -> Moments:
 
 
 def scale(moments: Moments) -> float:
-    """1 / the unbiased (n−1) standard deviation; 1 where all rewards were equal.
+    """Return 1 / the unbiased (n−1) standard deviation; 1 if all rewards were equal.
 
-    The mean stays where it is.
+    The mean is not subtracted.
 
     Reference: https://arxiv.org/abs/2005.12729 (reward scaling), with one reward a rollout.
     """

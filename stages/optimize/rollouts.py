@@ -1,12 +1,13 @@
-"""Saved rollouts, rewards and logprobs joined into one batch: here advantages are computed, by the
-functions of advantages.py, and rollouts dropped and counted, each with its reason.
+"""Saved rollouts, rewards and logprobs, joined into one batch with advantages.
 
-Joins go by `rollout_id`; what has no partner, or belongs to other rollouts, is an error. Of several
-versions of rollouts each is checked and joined by itself, each row keeps its own old logprobs and
-temperature, and groups never mix: the same prompt in two versions is two groups, because other
-policies answered it. The reasons, in this order: `abort` (the engine gave up), `not_scored` (null
-reward), `small_group` (fewer than two scored), `zero_variance`, `length` (masked), `empty` (no
-token).
+The advantages are computed here by the functions of advantages.py, and rollouts are dropped and
+counted, each with its reason. Joins use `rollout_id`; a row without a partner, or with a partner
+from other rollouts, is an error. Several versions of rollouts are checked and joined one by one,
+each row keeps its own old logprobs and temperature, and groups never mix: the same prompt in two
+versions is two groups, because different policies answered it.
+
+The reasons, in this order: `abort` (the engine gave up), `not_scored` (null reward), `small_group`
+(fewer than two scored), `zero_variance`, `length` (masked), `empty` (no token).
 
     loaded = load(config, algorithm, store, {"policy": …, "rollouts": …, "rewards": …})
     loaded.batch; loaded.reasons; loaded.summary["dropped"]
@@ -50,26 +51,26 @@ from .inputs import sets
 from .losses import log_ratio
 
 SCORERS = ("functions", "models", "servers")
-"""What the config of rewards calls the lists of those that gave the parts."""
+"""Keys of the rewards' config under which the scorers of the parts are listed."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The batch, and what became of every rollout of the dataset."""
+    """The batch, and what happened to every rollout of the dataset."""
 
     batch: Batch
     ids: pa.ChunkedArray
     """rollout_id of all rollouts, version after version"""
     rows: Tensor
-    """[k] int64: which of them are the batch's"""
+    """[k] int64: indices of the batch's rollouts among all."""
     reasons: list[str | None]
-    """for all: why it was dropped, None where it is in the batch"""
+    """For each rollout, why it was dropped; None if it was kept."""
     summary: dict[str, Any]
-    """for the manifest: counts and means"""
+    """Counts and means for the manifest."""
 
     def batch_ids(self) -> pa.Array:
-        """[k] rollout_id of the batch's rollouts, in its order."""
+        """Return the rollout_id [k] of the batch's rollouts, in its order."""
         return self.ids.combine_chunks().take(pa.array(self.rows.numpy()))
 
 
@@ -79,25 +80,27 @@ class _Joined:
 
     versions: list[Sampled]
     table: pa.Table
-    """rollouts/1, or rollouts/2 where some are, with `stale`, `biases` and, where they are given,
-    the logprobs `ref` and `prox`"""
+    """rollouts/1, or rollouts/2 if any version is, with `stale`, `biases` and, if given, the
+    logprobs `ref` and `prox`."""
     rewards: Tensor
-    """[B] float32; NaN: not scored, or the engine gave up."""
+    """[B] float32; NaN if not scored, or if the engine gave up."""
     groups: Tensor
-    """[B] int64, numbered in order of first appearance, those of each version apart."""
+    """[B] int64, numbered in order of first appearance; versions share no group."""
     turns: Turns | None
-    """Where some rollouts have several, or turns have rewards."""
+    """None unless rollouts have several turns, or turns have rewards."""
     pictures: Pictures | None
-    """What prompts show, where they do."""
+    """Pictures in the prompts, if there are any."""
     turn_rewards: Ragged | None
-    """[B rows] float32: one for each turn; NaN as in `rewards`. None: they take no part."""
+    """[B rows] float32: one for each turn; NaN as in `rewards`. None if they are not used."""
 
 
 def load(
     config: Config, algorithm: Algorithm, store: Store, inputs: Mapping[str, Version]
 ) -> Loaded:
-    """Check, join, compute advantages and filter. LineageError, ConfigError, SchemaError;
-    NumericError when no rollout can have an advantage."""
+    """Check, join, compute advantages and filter.
+
+    Raises LineageError, ConfigError, SchemaError; NumericError if no rollout can have an advantage.
+    """
     versions = [Sampled(version_inputs) for version_inputs in sets(inputs)]
     allowed_biases = [b for version in versions for b in check_lineage(config, store, version)]
     joined = _join(config, store, versions)
@@ -156,16 +159,15 @@ def load(
 
 
 def _other_terms(config: Config, batch: Batch) -> list[str]:
-    """The keys of the loss's terms that train this batch although its advantages are 0."""
+    """Return the keys of the loss's terms that train this batch even if its advantages are 0."""
     terms = config.terms_beside_rewards()
     if "nll_coef" in terms and not (batch.rewards >= config.nll_reward).any():
-        terms.remove("nll_coef")  # no answer is good enough to be learned by heart
+        terms.remove("nll_coef")  # no answer has a reward high enough for the NLL term
     return terms
 
 
 def _join(config: Config, store: Store, versions: list[Sampled]) -> _Joined:
-    """Rewards and logprobs beside the rollouts that they are of, which the policy must be able to
-    read."""
+    """Join rewards and logprobs to their rollouts, and check that the policy can read these."""
     rewards = torch.cat([_tensor(v.column("rewards", "reward"), np.float32) for v in versions])
     require_own_ids(versions)
     groups = []
@@ -188,7 +190,7 @@ def _join(config: Config, store: Store, versions: list[Sampled]) -> _Joined:
         if config.credit != "rollout":
             table = with_turns(table).append_column("turn_rewards", turn_rewards(version))
         tables.append(table)
-    table = pa.concat_tables(tables, promote_options="default")  # /1 and /2: null where it is not
+    table = pa.concat_tables(tables, promote_options="default")  # absent columns become null
     rewards = torch.where(_ended_by(table, "abort"), torch.nan, rewards)
     return _Joined(
         versions,
@@ -202,13 +204,13 @@ def _join(config: Config, store: Store, versions: list[Sampled]) -> _Joined:
 
 
 def _pictures(store: Store, version: Sampled) -> tuple[Pictures | None, int]:
-    """What the prompts of a version show, if they do, and how many rows it has."""
+    """Return the pictures in a version's prompts, if any, and its number of rows."""
     policy = version.inputs["policy"]
     return load_pictures(store, version.rollouts, version.table, policy), len(version.table)
 
 
 def _logprobs(version: Sampled, role: str) -> pa.ChunkedArray:
-    """Logprobs `role` of the rollouts of `version`."""
+    """Return the logprobs of this role for the rollouts of `version`."""
     source = version.inputs[role]
     saved_role = source.manifest.config.get("role")
     if saved_role not in (None, role):
@@ -231,9 +233,13 @@ def _logprobs(version: Sampled, role: str) -> pa.ChunkedArray:
 def _advantages_of(
     config: Config, algorithm: Algorithm, joined: _Joined, turn_advantages: Ragged | None
 ) -> tuple[Tensor, Tensor]:
-    """[B] rewards less the KL that is part of them, Σ old − ref over each rollout; and [B]
-    advantages, NaN where there is none. Where they are of turns, how large these are together;
-    where of tokens, which come later, the rewards."""
+    """Return shaped rewards and advantages, [B] each.
+
+    For advantages of rollouts, the shaped rewards subtract the KL in the reward, Σ old − ref over
+    each rollout. Advantages are NaN for rollouts without one. For advantages of turns, the second
+    result is the sum of their absolute values. For advantages of tokens, which are computed later,
+    it is the rewards or, if they compare groups, the centered rewards.
+    """
     rewards = joined.rewards
     advantages = rewards
     function = find_function("advantages", algorithm.advantage)
@@ -252,7 +258,8 @@ def _advantages_of(
         columns = {name: columns[name] for name in ADVANTAGE_COLUMNS if name in parameters}
         advantages = function(rewards, joined.groups, **columns, **config.advantage_options())
     elif "groups" in parameters:
-        advantages = group_centered(rewards, joined.groups)  # for who has one; they come later
+        # only shows which rollouts can have one; the advantages of tokens come later
+        advantages = group_centered(rewards, joined.groups)
     if not bool(advantages.isnan().all()):
         return rewards, advantages
     num_scored = int((~joined.rewards.isnan()).sum())
@@ -289,9 +296,11 @@ def _advantages_of(
 
 
 def _parts(config: Config, versions: list[Sampled]) -> dict[str, Tensor]:
-    """[B, P] the parts of all rewards, NaN where there is none, and their weights, as the manifest
-    of their version says, 1 where it says nothing. ConfigError where a person has corrected the
-    sums: their parts are as before."""
+    """Return `parts` [B, P], NaN for an absent part, and their weights, from the manifest of their
+    version or else 1.
+
+    Raises ConfigError if a person has corrected the sums, since the parts are then outdated.
+    """
     tables = []
     for version in versions:
         manifest = version.inputs["rewards"].manifest
@@ -332,11 +341,11 @@ def _drop_reasons(
     shaped_rewards: Tensor,
     advantages: Tensor,
 ) -> list[str | None]:
-    """[B] why each rollout is left out: the first reason that holds, None for none."""
+    """Return [B] the first reason why each rollout is dropped, or None."""
     everyone = torch.ones(len(advantages), dtype=torch.bool)
     is_equal = zero_variance(shaped_rewards, joined.groups)
     if algorithm.advantage == "part_normalized" or algorithm.advantage_of == "turns":
-        is_equal &= advantages == 0  # equal sums of other parts are something to compare
+        is_equal &= advantages == 0  # equal sums can be made of different parts or turns
     holds = {
         "abort": _ended_by(joined.table, "abort"),
         "not_scored": shaped_rewards.isnan(),
@@ -347,7 +356,7 @@ def _drop_reasons(
         None: everyone,
     }
     reasons = list(holds)
-    first = torch.stack(list(holds.values())).int().argmax(0)  # of equal ones the first
+    first = torch.stack(list(holds.values())).int().argmax(0)  # the first of equal values
     return [reasons[index] for index in first.tolist()]
 
 
@@ -359,7 +368,7 @@ def _make_batch(
     advantages: Tensor,
     is_masked: Tensor,
 ) -> Batch:
-    """The rollouts `rows` [k] as tensors; those that are masked [B] have no loss."""
+    """Return the rollouts `rows` [k] as tensors; rollouts in `is_masked` [B] have no loss."""
     table = joined.table
     prompts = Mapped.from_arrow(table["prompt_ids"]).take(rows)
     completions = Mapped.from_arrow(table["completion_ids"]).take(rows)
@@ -398,8 +407,7 @@ def _make_batch(
 
 
 def _summarize(joined: _Joined, reasons: list[str | None]) -> dict[str, Any]:
-    """For the manifest: what the rollouts gave, and each version of them where there are
-    several."""
+    """Return the manifest's summary of the rollouts and, if there are several versions, of each."""
     scored = joined.rewards[~joined.rewards.isnan()].double()
     dropped = Counter(reason for reason in reasons if reason)
     summary = {
@@ -425,7 +433,8 @@ def _summarize(joined: _Joined, reasons: list[str | None]) -> dict[str, Any]:
 
 
 def _max_completion_tokens(version: Sampled) -> int:
-    """What generation allowed of this version, in all turns; or its longest completion."""
+    """Return the token limit of this version's generation, over all turns; else its longest
+    completion."""
     section = "turns" if "turns" in version.table.column_names else "sampling"
     allowed = version.rollouts.manifest.config_section(section).get("max_tokens")
     if isinstance(allowed, int) and allowed > 0:
@@ -434,17 +443,17 @@ def _max_completion_tokens(version: Sampled) -> int:
 
 
 def _lengths(table: pa.Table) -> Tensor:
-    """[B] int64: sampled ids of each rollout."""
+    """Return the number of sampled ids of each rollout, [B] int64."""
     return _tensor(pc.list_value_length(table["completion_ids"]), np.int64)
 
 
 def _ended_by(table: pa.Table, reason: str) -> Tensor:
-    """[B] bool"""
+    """Return [B] bool: the rollout's finish_reason is `reason`."""
     return _tensor(pc.equal(table["finish_reason"], reason), bool)
 
 
 def _tensor(column: pa.ChunkedArray | pa.Array, dtype: type) -> Tensor:
-    """[B] of `dtype`; null becomes NaN."""
+    """Return `column` as a tensor [B] of `dtype`; null becomes NaN."""
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
     return torch.from_numpy(np.array(column, dtype=dtype))

@@ -1,5 +1,5 @@
-"""What of a training is saved while it runs, and taken up by one that goes on: weights and moments
-as named tensors, and what has been counted.
+"""The part of a trainer that is saved while it runs, and restored on resume: weights and moments as
+named tensors, and counters.
 
     tensors, counters = trainer.state(folder)
     trainer.check_state(tensors); trainer.load_state(tensors, counters)
@@ -21,11 +21,11 @@ from .shards import like
 
 _COUNTERS = ("step", "updates", "audit_report", "padding", "places")
 _COUNTERS += ("entropy_coef", "last_entropy", "kl_coef")
-"""What a trainer counts besides its tensors."""
+"""Attributes that are saved beside the tensors."""
 
 
 class SavedState:
-    """A trainer, as it is saved."""
+    """Base class of trainers that saves and restores their state."""
 
     step: int
     logprobs: Tensor
@@ -33,8 +33,8 @@ class SavedState:
     optimizer: torch.optim.Optimizer
 
     def state(self, room: Path | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All that the next step depends on, and what has been counted, as plain JSON. `room`: a
-        folder with disk for it, where the memory of one rank has not enough."""
+        """Return the tensors and counters that the next step depends on; counters are plain JSON.
+        `room`: a folder on disk for copies, if one rank's memory cannot hold them."""
         tensors = {"logprobs": self.logprobs}
         for number, parameter in enumerate(self.parameters):
             tensors[f"weight.{number}"] = parameter.detach()
@@ -44,19 +44,20 @@ class SavedState:
         return self.copies(tensors, room), counters
 
     def copies(self, tensors: Mapping[str, Tensor], room: Path | None) -> dict[str, Tensor]:
-        """Whole, on the CPU, of the rank that saves them."""
+        """Return whole copies on the CPU, for the rank that saves them."""
         copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
         return {name: copy.contiguous() for name, copy in copies.items()}
 
     def agree(self, is_time: bool) -> bool:
-        """Whether this rank takes part in what is saved."""
+        """Return True if this rank takes part in saving. Sharded trainers decide together."""
         return is_time
 
     def gather(self, room: Path | None) -> None:
-        """Make whole what is sharded, before it is saved; see sharding.py."""
+        """Make sharded tensors whole before they are saved; see sharding.py."""
 
     def check_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """ValueError unless these are tensors that `state` gave of such a trainer."""
+        """Raise ValueError unless `tensors` have the names, shapes and dtypes of this trainer's
+        `state`."""
         expected = {"logprobs": (self.logprobs.shape, self.logprobs.dtype)}
         for number, parameter in enumerate(self.parameters):
             expected[f"weight.{number}"] = (parameter.shape, parameter.dtype)
@@ -68,7 +69,7 @@ class SavedState:
             raise ValueError("its tensors are not those of this training")
 
     def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
-        """Take up what `state` gave."""
+        """Restore the result of `state`."""
         self.logprobs.copy_(tensors["logprobs"])
         with torch.no_grad():
             for number, parameter in enumerate(self.parameters):

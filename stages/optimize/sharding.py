@@ -1,16 +1,18 @@
-"""Training with sharded weights: each of n ranks holds one n-th of every weight, gradient and
-moment, and a layer is whole only while it computes. torch's FSDP2, under the trainer of always.
+"""Training with sharded weights (torch's FSDP2): `optimize.shard = true`.
+
+Each of n ranks holds one n-th of every weight, gradient and moment. A layer is whole only while it
+computes.
 
     rank 0   rows 0 … 3 of each weight ─┐                                  ┌─ rows 0 … 3 of the
     rank 1   rows 4 … 7                 ├─ all, of one layer ─ gradient ───┤  gradient, summed
     rank 2   rows 8 … 9                ─┘  (in each pass)                  └─ over ranks, …
 
-Every pass is an exchange in which all ranks take part; so a rank that has no micro-batch left runs
-along with a gradient of 0. Gradients are summed, in float32, since every token's weight is made for
-the whole step. What is read and written is whole: policies, optimizer states and saved trainings
-are those of any other training, whatever the number of ranks.
+Every pass is an exchange in which all ranks take part, so a rank that has no micro-batch left runs
+a pass with a gradient of 0. Gradients are summed in float32, not averaged, since each token's
+weight is computed for the whole step. Policies, optimizer states and saved trainings are read and
+written whole. Their format is the same as without sharding, for any number of ranks.
 
-Left out: fused projections, and autocast's memory of cast weights, which would be a whole copy.
+Not used here: fused projections and autocast's cache of cast weights, which would be a whole copy.
 
     trainer = ShardedTrainer(config, model, batch, algorithm, accelerator)
     trainer.prepare(); trainer.train(); trainer.gather(folder)    # then rank 0 saves as always
@@ -48,17 +50,17 @@ log = logging.getLogger(__name__)
 
 
 class ShardedPolicy(Policy):
-    """A policy whose weights lie sharded over the ranks between passes. The model may lie on a CPU,
-    mapped from its files: each layer goes to the device when it is sharded."""
+    """A policy whose weights are sharded over the ranks between passes. The model may be on a CPU,
+    mapped from its files: each layer moves to the device when it is sharded."""
 
     def __init__(self, model: nn.Module, *, device: torch.device, **options: Any) -> None:
-        """ConfigError where the model has weights that cannot be sharded."""
+        """Shard the weights of `model`. Raises ConfigError if a weight cannot be sharded."""
         super().__init__(model, **options)
         self._device = device
         self._is_running = False
         self.keeps_casts = False
         self.given: set[str] = set()
-        """Names of the parameters that have had a gradient on this rank since the last step."""
+        """Names of the parameters that got a gradient on this rank since the last step."""
         self._watched: set[nn.Parameter] = set()
         for name, parameter in self.named_parameters():
             if not parameter.ndim:
@@ -85,10 +87,10 @@ class ShardedPolicy(Policy):
         for name, module in self.named_modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
-                module.set_reduce_scatter_unused_params(True)  # another rank may use them
+                module.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
+                module.set_reduce_scatter_unused_params(True)  # another rank may have used them
                 module.register_forward_pre_hook(partial(self.watch, f"{name}." if name else ""))
-        # its own pass, one rollout at a time, begins here as well
+        # packing "single" calls the model itself, so that call must gather the weights too
         model_forward = model.forward
 
         def whole_pass(*arguments: Any, **named: Any) -> Any:
@@ -112,25 +114,26 @@ class ShardedPolicy(Policy):
         return self._device
 
     def fuse(self) -> None:
-        """Nothing: a layer's projections are tensors of their own while it is whole, and norms and
+        """Do nothing: a layer's projections stay separate tensors while it is whole, and norms and
         MLPs are recomputed already."""
 
     def forward(self, layout: Layout | Pairs | partial, **options: Any) -> Any:
-        """As a policy's; or the call `layout`, with the weights of no layer whole."""
+        """Run the policy's forward pass, or the call `layout` if it is a `partial`. The weights
+        outside the layers are whole meanwhile."""
         self._is_running = True
         try:
             if isinstance(layout, partial):
                 return layout()
             return super().forward(layout, **options)
         except Exception:
-            self.reset_iter_state()  # whoever tries a way of packing goes on with another
+            self.reset_iter_state()  # the caller may try another packing after a failed one
             raise
         finally:
             self._is_running = False
 
     def watch(self, prefix: str, module: nn.Module, arguments: object) -> None:
-        """Note from now on which weights of `module`, which are whole in its pass, get a
-        gradient."""
+        """Add to `given`, from now on, the weights of `module` that get a gradient; they are whole
+        in its pass."""
         for name, parameter in module.named_parameters():
             is_whole = parameter.requires_grad and not is_sharded(parameter)
             if is_whole and parameter not in self._watched:
@@ -142,9 +145,12 @@ class ShardedPolicy(Policy):
 
 
 def layers_of(trunk: nn.Module) -> Iterator[nn.Module]:
-    """The layers that every pass goes through one after another: those that transformers never
-    splits, or makes again in the backward pass; but for what sees, and for layers that share
-    weights with another."""
+    """Yield the layers that every pass runs one after another.
+
+    They are the modules that transformers never splits over devices, or that it can recompute in
+    the backward pass. Layers of the vision encoder, and layers that share weights with another, are
+    left out.
+    """
     names = set(getattr(trunk, "_no_split_modules", None) or ())
     of_sight = {id(parameter) for parameter in sight(trunk)}
     uses = uses_of(trunk)
@@ -162,17 +168,17 @@ def layers_of(trunk: nn.Module) -> Iterator[nn.Module]:
 
 
 def uses_of(module: nn.Module) -> Counter[int]:
-    """In how many places of `module` each of its parameters stands, by their `id`."""
+    """Count how often each parameter occurs in `module`, by its `id`."""
     return Counter(
         id(parameter) for each in module.modules() for parameter in each.parameters(recurse=False)
     )
 
 
 class ShardedTrainer(Trainer):
-    """The trainer, where every rank holds its share of weights, gradients and moments."""
+    """The trainer with weights, gradients and moments sharded over the ranks."""
 
     step_rows: list[int]
-    """The rollouts that the step passes through the model."""
+    """Rollouts that the step passes through the model."""
 
     def _prepare_model(self, value_trunk: nn.Module | None) -> None:
         super()._prepare_model(value_trunk)
@@ -189,8 +195,8 @@ class ShardedTrainer(Trainer):
         return ShardedPolicy(model, device=self.accelerator.device, **options)
 
     def _run_along(self, rows: Sequence[int], sequences: Sequences, *, frozen: bool) -> None:
-        """One pass more, whose gradient is 0, where this rank has one micro-batch less of rollouts
-        `rows` than the first one."""
+        """Run one more pass, with a gradient of 0, if this rank has one micro-batch of rollouts
+        `rows` less than rank 0."""
         microbatches = self._microbatches(rows, sequences)
         num_ranks = self.accelerator.num_processes
         if self.accelerator.process_index < num_ranks - -len(microbatches) % num_ranks:
@@ -210,8 +216,8 @@ class ShardedTrainer(Trainer):
         return super().accumulate(members, active)
 
     def _sum_gradients(self) -> None:
-        """They are summed in the backward passes. A weight to which no rank gave a gradient has
-        none, not one of 0: a step would let its moments decay."""
+        """Finish the step's gradients, which the backward passes have summed already. A weight that
+        got no gradient on any rank has None, not 0: a step would decay its moments."""
         self._run_along(self.step_rows, self.batch.sequences, frozen=self.warming)
         names = [name for name, p in self.policy.named_parameters() if p.requires_grad]
         is_given = torch.tensor([name in self.policy.given for name in names])
@@ -222,7 +228,7 @@ class ShardedTrainer(Trainer):
         self.policy.given.clear()
 
     def agree(self, is_time: bool) -> bool:
-        """What the first rank says."""
+        """Return the first rank's `is_time`."""
         answer = torch.tensor([is_time and self.accelerator.is_main_process])
         return bool(self._sum_over_ranks(answer.float()))
 
@@ -231,14 +237,14 @@ class ShardedTrainer(Trainer):
         return {name: files.copy(tensor) for name, tensor in tensors.items()}
 
     def gather(self, room: Path | None) -> None:
-        """Make model, critic and moments whole on rank 0, for whoever saves them; the other ranks
-        have none of them any more. Nothing can be computed after this."""
+        """Make model, critic and moments whole on rank 0, which saves them; the other ranks lose
+        theirs. Nothing can be computed after this."""
         files = Room(room)
         whole: dict[nn.Parameter, nn.Parameter] = {}
         for module in self.policy.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-                module.__class__ = type(module).__mro__[2]  # what it was before
+                module.__class__ = type(module).__mro__[2]  # the class before fully_shard
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue

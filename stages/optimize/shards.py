@@ -1,9 +1,9 @@
-"""Tensors of which each rank holds its share of the rows, and how they become whole again, one
-after another, without anybody's memory holding all of them.
+"""Tensors that are sharded by rows over the ranks, and how they are made whole one by one without
+holding all of them in memory.
 
     torch.optim.AdamW's moments, a parameter, its gradient      this rank's rows (a DTensor)
-    like(tensor, parameter)      of a whole tensor the rows that this rank has of `parameter`
-    Room(folder).copy(tensor)    the whole tensor, in a file of which memory holds what is in use
+    like(tensor, parameter)      this rank's rows of a whole tensor, split as `parameter` is
+    Room(folder).copy(tensor)    the whole tensor, in a file that is mapped into memory
 
 Not of the spine: only a training with `optimize.shard` has such tensors.
 """
@@ -23,18 +23,18 @@ _ALIGNMENT = 64
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a share of a tensor, the rest of which other ranks have."""
+    """True if `tensor` is this rank's share of a tensor."""
     return hasattr(tensor, "to_local")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Of a sharded tensor this rank's rows; any other as it is."""
+    """Return this rank's rows of a sharded tensor; any other tensor unchanged."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """`tensor`, which is whole, on the device of `parameter`; where that is sharded, this rank's
-    rows of it. What counts steps has no rows and stays whole."""
+    """Return the whole `tensor` on the device of `parameter` or, if that is sharded, this rank's
+    rows of it. A step count has no rows and stays whole."""
     if not is_sharded(parameter) or not tensor.ndim:
         return tensor.to(parameter.device)
     from torch.distributed.tensor import DTensor
@@ -54,28 +54,30 @@ def like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 class Room:
-    """A file without a name that takes whole tensors, on rank 0; it is gone with the last of them,
-    and when the process dies.
+    """An unnamed file on rank 0 that holds whole tensors. It is freed with the last of them, or
+    when the process dies.
 
-    What lies in it is the kernel's to write out and read again, so it needs disk and not memory.
+    The kernel writes its pages out and reads them again, so it needs disk, not memory.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """`folder`: where there is disk for it, made if need be; None on the ranks that only give
-        their rows."""
+        """`folder`: where the file is made, created if absent; None on ranks that only send their
+        rows."""
         if folder is not None:
             folder.mkdir(exist_ok=True)
         self._file = None if folder is None else tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         self._end = 0
-        """Of what is mapped of the file."""
+        """End of the mapped part of the file, in bytes."""
         self._pages: mmap.mmap | None = None
-        """The last region. Each is an open file more, so one a tensor would be too many."""
+        """The last mapped region. Each region holds a file open, so one for each tensor would be
+        too many."""
         self._used = 0
-        """Bytes of it."""
+        """Bytes used in the last region."""
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """All of `tensor`, in CPU memory that is the file's; nothing on a rank without a file.
-        Every rank calls this, for the same tensors in the same order. OSError: the disk is full."""
+        """Return all of `tensor`, in CPU memory backed by the file; an empty tensor on a rank
+        without a file. Every rank calls this, for the same tensors in the same order. Raises
+        OSError if the disk is full."""
         whole = tensor.detach()
         if is_sharded(whole):
             whole = whole.full_tensor()
@@ -90,7 +92,7 @@ class Room:
             self._pages = mmap.mmap(self._file.fileno(), size, offset=self._end)
             self._end += size
             self._used = 0
-        # a page that finds no place on the disk would end the process
+        # reserve the disk first: writing a mapped page to a full disk kills the process
         start = self._end - len(self._pages) + self._used
         os.posix_fallocate(self._file.fileno(), start, whole.nbytes)
         copy = torch.frombuffer(

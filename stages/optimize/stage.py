@@ -1,18 +1,18 @@
-"""optimize: saved rollouts and their rewards turn a checkpoint into the next one.
+"""optimize: train a checkpoint on saved rollouts and their rewards, and write the next one.
 
 It reads datasets and weights, nothing else: no engine, no tokenizer. Several versions of rollouts
-may be given (replay), each with its own rewards and logprobs. A policy may have sampled any of them
-that is at most `max_staleness` older than the one that is trained.
+may be given (replay), each with its own rewards and logprobs. Each version may be sampled by a
+policy at most `max_staleness` older than the one that is trained.
 
 Refused: rollouts of another policy, rewards or logprobs that do not name exactly these rollouts,
 greedy rows, truncated sampling (unless `allow_biased_sampling`, with proximal logprobs), a KL term
 without reference logprobs, and logprobs that the trainer cannot reproduce (the audit).
 
-It writes three versions under one key: advantages, updates and, last, the policy with its optimizer
-state. A training that is killed goes on after the last step that it saved (`resume_minutes`); one
-that is killed between two versions leaves the first ones without a policy, and the same call trains
-again and publishes the policy. When every advantage is 0 and no other term of the loss trains
-(KL, entropy, NLL), the same weights become the next policy, and its metrics say so.
+It writes three versions under one run key: advantages, updates and, last, the policy with its
+optimizer state. A killed training resumes after the last step that it saved (`resume_minutes`). If
+it is killed between two versions, the first ones exist without a policy; the same call trains again
+and publishes the policy. If every advantage is 0 and no other term of the loss trains (KL, entropy,
+NLL), the same weights become the next policy, and its metrics say so.
 
     refs = {"policy": "a/policy@0", "rollouts": "a/rollouts@1", "rewards": "a/rewards@1"}
     ref = run_stage("optimize", Config(algorithm="dapo"), store, **refs)
@@ -51,15 +51,21 @@ log = logging.getLogger(__name__)
 
 
 def resolve(config: Config) -> Config:
-    """`config` with the defaults of its algorithm. Runs the file of a user's own one. ConfigError:
-    what is wrong with it."""
+    """Return `config` with the defaults of its algorithm. Runs the file of a user's own algorithm.
+    Raises ConfigError."""
     return config.resolved()
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
-    """Which policy is trained on what. `refs`: policy, rollouts, rewards, and where they are there
-    ref_logprobs and prox_logprobs; of all but policy several may be given. ConfigError,
-    LineageError."""
+    """Plan the training of a policy.
+
+    Args:
+        refs: policy, rollouts, rewards and, if given, ref_logprobs and prox_logprobs. All but
+            policy may be lists.
+        into: run to write into. Default: the policy's run.
+    Raises:
+        ConfigError, LineageError.
+    """
     inputs = open_inputs(
         store,
         refs["policy"],
@@ -96,25 +102,25 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 
 def check(config: Config, columns: Sequence[str], prompts: Version | None = None) -> None:
-    """ConfigError where adapters cannot be trained here, or a tracker is not installed."""
+    """Raise ConfigError if adapters cannot be trained here, or a tracker is not installed."""
     check_trackers(config.trackers, config.tracker_folder)
     if config.lora:
         check_installed()
 
 
 def prepare(config: Config) -> None:
-    """Import what takes long, before there is anything to learn from."""
+    """Import the slow modules early, before there are rollouts."""
     from transformers import AutoModelForCausalLM  # noqa: F401
 
     from . import results, rollouts, trainer  # noqa: F401
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
-    """Load, audit, train, save. Every rank calls this; only the first has writers.
+    """Load, audit, train, save. Every rank calls this; only rank 0 has writers.
 
-    Raises ConfigError, LineageError (also where the policy's optimizer state expired and
-    `load_optimizer` asks for it), NumericError, and ResourceError when memory is short; nothing
-    is published then.
+    Raises ConfigError, LineageError (also if the policy's optimizer state expired and
+    `load_optimizer` asks for it), NumericError, and ResourceError if memory is short; nothing is
+    published then.
     """
     from quiver.stages.common.models.loading import short_of_memory
 
@@ -130,6 +136,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         from .resume import SavedProgress
 
         accelerator = make_accelerator(config, plan)
+    # a user's file may have changed since the plan
     config.require_source()
     algorithm = config.row()
     next_step = "lower optimize.token_budget, or set optimize.activation_checkpointing = true"
@@ -145,7 +152,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             results.save(plan.inputs["policy"], trainer, writer)
     if writer:
         results.finish(writers, loaded, trainer)
-    # What holds on to the process group goes before the group does: gloo's threads else abort a
+    # Free what uses the process group before the group ends: gloo's threads otherwise abort a
     # rank at its exit, now and then.
     accelerator.free_memory()
     accelerator.wait_for_everyone()
@@ -159,8 +166,8 @@ def _load_trainer(
     accelerator: Accelerator,
     loads_state: bool,
 ) -> Trainer:
-    """The model's trainer, which goes on where the policy's training stopped; with its optimizer
-    state, if it `loads_state`."""
+    """Make the trainer, at the step where the policy's training stopped; with its optimizer state
+    if `loads_state`."""
     import torch
 
     from quiver.stages.common.forward.pictures import sight

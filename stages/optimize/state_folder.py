@@ -1,10 +1,10 @@
-"""Named tensors in a folder below a policy's: safetensors, and JSON that says of what; never a
-pickle.
+"""Named tensors in a folder below a policy's, as safetensors, with a JSON note about their content;
+never a pickle.
 
     write(folder / "optimizer", tensors, optimizer="adamw", step=12)
     tensors = read(policy, "optimizer", optimizer="adamw")
 
-One file, state.safetensors, or as many as it takes, state-00001-of-00003.safetensors.
+The tensors are in one file, state.safetensors, or in several, state-00001-of-00003.safetensors.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from quiver.stages.common.store import Version, storage
 def write(
     folder: Path, tensors: Mapping[str, Tensor], *, file_bytes: int = FILE_BYTES, **about: Any
 ) -> None:
-    """Make `folder` and write `tensors`, which may lie on any device, and what is said `about`
-    them. Those of one file are in the host's memory at a time; `file_bytes`: most of a file, unless
-    one tensor alone has more."""
+    """Create `folder` with `tensors`, which may be on any device, and a note with the fields
+    `about`.
+
+    Only one file's tensors are in host memory at a time. `file_bytes`: largest file, unless a
+    single tensor is larger.
+    """
     from safetensors.torch import save_file
 
     files: list[list[str]] = [[]]
@@ -51,13 +54,13 @@ def _file_name(number: int, count: int) -> str:
 
 
 def holds(policy: Version, folder: str) -> bool:
-    """Whether there is such a folder below this policy's."""
+    """Return True if this policy has such a folder."""
     return f"{folder}/state.json" in policy.files.names
 
 
 def read(policy: Version, folder: str, **about: Any) -> dict[str, Tensor]:
-    """What `write` wrote into this policy, checked against its hashes. ConfigError where it is not
-    what `about` says."""
+    """Return the tensors that `write` wrote into this policy, checked against its hashes. Raises
+    ConfigError if the note does not match `about`."""
     from safetensors.torch import load_file
 
     policy.verify(f"{folder}/")

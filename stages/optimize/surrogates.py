@@ -1,5 +1,4 @@
-"""Surrogates beside those of losses.py, of the same form, and an aggregation that looks at prompts:
-pure functions.
+"""More surrogates, in the form of losses.py, and an aggregation by prompt: pure functions.
 
     costs, at_bound = geometric_clipped(tokens, clip_low=0.4, clip_high=0.4)
 
@@ -30,22 +29,23 @@ def divergence_masked(
     """loss_t = −M r A + drift_coef (log r)²; M = 0 where A > 0, r > 1 and D > divergence_high, or A
     < 0, r < 1 and D > divergence_low; else 1. D is the `binary_divergence`.
 
-    A token is left out when its probability has moved by too much in the direction that its
-    advantage pushes it; a rare one may change its ratio a lot. At r = 1 its gradient is
-    REINFORCE's; with both bounds infinite it is plain importance sampling.
+    A token is left out if its probability has moved too far in the direction of its advantage; a
+    rare token may change its ratio a lot. At r = 1 its gradient is REINFORCE's; with both bounds
+    infinite it is plain importance sampling.
 
-    `ratio_max` caps r as a weight, which keeps the gradient, −M min(r, ratio_max) A ∇logprobs; the
-    paper finds that it harms. verl caps at 20 (`clip_ratio_c`), and its value is of logprobs.
-    `drift_coef` is prime-rl's, whose default is `tv` with bounds of 0.2 and a `drift_coef` of 1e-3.
+    `ratio_max` caps r as a weight and keeps the gradient, −M min(r, ratio_max) A ∇logprobs; the
+    paper finds that it harms. verl caps at 20 (`clip_ratio_c`), and its loss value is in terms of
+    logprobs. `drift_coef` is prime-rl's, whose default is `tv` with bounds of 0.2 and a
+    `drift_coef` of 1e-3.
 
     Args:
         tokens: of whole rollouts.
         divergence: tv or kl.
-        divergence_low, divergence_high: ≥ 0; of a probability for `tv`, in nats for `kl`.
+        divergence_low, divergence_high: ≥ 0; a difference of probabilities for `tv`, nats for `kl`.
         ratio_max: > 0, or None for off.
         drift_coef: ≥ 0.
     Returns:
-        loss [N]; and bool [N], true where M = 0 (of that token only the drift term has a gradient).
+        loss [N]; and bool [N], true where M = 0 (only that token's drift term has a gradient).
 
     Reference: DPPO, https://arxiv.org/abs/2602.04879; drift: https://arxiv.org/abs/2602.02276.
     """
@@ -66,17 +66,17 @@ def binary_divergence(logprobs: Tensor, anchor: Tensor, divergence: str) -> Tens
     = exp(logprobs) and μ = exp(anchor) are the probabilities of the first. It is their total
     variation |π − μ| (tv), or KL(μ ‖ π) = μ log(μ/π) + (1−μ) log((1−μ)/(1−π)) (kl).
 
-    It never exceeds the same distance between the distributions over the whole vocabulary, since
-    all other tokens count as one outcome: a token may pass although these lie further apart.
+    It never exceeds the same distance over the whole vocabulary, since all other tokens count as
+    one outcome: a token may pass although the full distributions are further apart.
 
     Args:
-        logprobs: [N] ≤ 0, of the policy, without gradient.
+        logprobs: [N] ≤ 0, under the policy, without gradient.
         anchor: [N] ≤ 0 and finite.
         divergence: tv or kl.
     Returns:
-        [N]; tv within [0, 1]; kl ≥ 0 but for rounding. kl is infinite where π = 0; where π rounds
-        to 1 and μ does not, log(1−π) is that of the dtype's smallest normal number, so kl is finite
-        (at most 88 in float32).
+        [N]; tv within [0, 1]; kl ≥ 0 up to rounding. kl is infinite if π = 0. If π rounds to 1 and
+        μ does not, log(1−π) is the log of the dtype's smallest normal number, so kl is finite (at
+        most 88 in float32).
 
     Reference: DPPO, https://arxiv.org/abs/2602.04879 (the binary approximation).
     """
@@ -97,19 +97,19 @@ def geometric_clipped(
     """loss_t = −A exp(mean over rollout i's tokens of c), with c = min(log r, clip_high) where A >
     0, max(log r, −clip_low) where A < 0.
 
-    The geometric mean of the tokens' ratios in place of the arithmetic mean, so that one token of
-    an extreme ratio moves little. Each token is clipped before the mean, where `sequence_clipped`
-    clips the mean: the others of its completion go on learning. The bounds are of log r, so 0.4
-    lets ratios between e^−0.4 and e^0.4 through. With infinite bounds it is `sequence_clipped` with
-    infinite bounds.
+    It uses the geometric mean of the tokens' ratios in place of the arithmetic mean, so that one
+    token with an extreme ratio changes little. Each token is clipped before the mean, while
+    `sequence_clipped` clips the mean: the other tokens of the completion keep their gradient. The
+    bounds apply to log r, so 0.4 lets ratios between e^−0.4 and e^0.4 through. With infinite bounds
+    it is `sequence_clipped` with infinite bounds.
 
-    As in TRL and verl. The paper has one distance: written for two, its formula would bound a token
-    of negative advantage by clip_high. Where tokens have advantages of their own, each is clipped
-    by the sign of its own.
+    TRL and verl do the same. The paper has one distance; with two, its formula would bound a token
+    of negative advantage by clip_high. With advantages per token, each token is clipped by the sign
+    of its own advantage.
 
     Args:
         tokens: of whole rollouts.
-        clip_low, clip_high: distances of log r from 0, each ≥ 0.
+        clip_low, clip_high: bounds of log r, as distances from 0, each ≥ 0.
     Returns:
         loss [N]; and bool [N], true where a token's ratio was clipped (it has no gradient).
 
@@ -126,7 +126,7 @@ def geometric_clipped(
     return loss, (bounded != log_ratios) & (advantages != 0)
 
 
-# -- aggregations: what a token of the optimizer step weighs
+# -- aggregations: the weight of a token in the optimizer step
 
 
 def prompt_mean(
@@ -135,14 +135,14 @@ def prompt_mean(
     """1 / (P L_g) for each token of a group with L_g tokens: mean over the step's P prompts of the
     mean over all tokens of a prompt's completions.
 
-    A prompt that is answered at length counts no more than another, as with `sequence_mean`; within
-    its group long completions count more, as with `token_mean`. With one rollout a prompt it is
+    A prompt with long completions counts no more than another, as with `sequence_mean`; within its
+    group long completions count more, as with `token_mean`. With one rollout a prompt it is
     `sequence_mean`, with one prompt `token_mean`.
 
     Args:
         lengths: [B] int64, tokens of each of the step's completions.
         max_completion_tokens: not used.
-        groups: [B] int64; rollouts of one prompt bear one number.
+        groups: [B] int64; rollouts of one prompt have one number.
     Returns:
         [N] float64.
 

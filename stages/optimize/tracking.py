@@ -1,13 +1,13 @@
 """Trackers: the curves of a run in tensorboard, wandb, mlflow or trackio, over optimizer steps.
 
-A training hands them the numbers of each step, and at its start those of the rollouts that it
-learns from. An evaluation comes later, from a process of its own:
+A training logs the numbers of each step and, at its start, the numbers of its rollouts. An
+evaluation is logged later, by a process of its own:
 
     python -m quiver.stages.optimize.tracking < call.json
     # {"trackers": ["wandb"], "folder": "logs", "store": "store", "ref": "arith/evaluations@1"}
 
-Each process starts the trackers anew; where a tracker can, it goes on with the one run that it has
-for a run of this store. A measurement stands at the step of the policy that was measured.
+Each process starts its own trackers. A tracker that supports it continues its one run for a run of
+this store. A measurement is logged at the step of the measured policy.
 
 Not of the spine: nothing depends on what is tracked.
 """
@@ -32,13 +32,13 @@ from quiver.stages.common.store import Store, Version
 from .inputs import sets
 
 PROJECT = "quiver"
-"""What trackers with projects file all runs under."""
+"""Project name under which trackers file all runs."""
 log = logging.getLogger(__name__)
 
 
 class _Wandb(WandBTracker):
-    """As accelerate's, with `step` as the axis: wandb's own counter only goes up, so what belongs
-    to a step that has passed would be left out."""
+    """accelerate's tracker with `step` as the axis. wandb's own counter only goes up, so numbers of
+    an earlier step would be dropped."""
 
     def start(self) -> None:
         super().start()
@@ -49,7 +49,7 @@ class _Wandb(WandBTracker):
 
 
 class _Trackio(TrackioTracker):
-    """As accelerate's, without the number `step`, a name that trackio keeps for itself."""
+    """accelerate's tracker without the number `step`, a name that trackio reserves."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
         numbers = {name: number for name, number in values.items() if name != "step"}
@@ -57,7 +57,7 @@ class _Trackio(TrackioTracker):
 
 
 def start(trackers: Sequence[str], folder: str, plan: Plan) -> list[GeneralTracker]:
-    """The trackers of a training, started in `folder`, with the numbers of what it learns from."""
+    """Start the trackers of a training in `folder`, and log the numbers of its rollouts."""
     opened = open_trackers(trackers, folder, plan.store, plan.run)
     step = int(plan.inputs["policy"].manifest.metrics.get("step", 0))
     for name, tracker in zip(trackers, opened, strict=True):
@@ -69,19 +69,18 @@ def start(trackers: Sequence[str], folder: str, plan: Plan) -> list[GeneralTrack
 def _log_or_warn(
     name: str, log_numbers: Callable[..., None], *arguments: Any, **named: Any
 ) -> None:
-    """A service that answers no more, or a full disk, costs a training its curve and nothing
-    else."""
+    """Log, and warn on any error: a dead service or a full disk must not stop a training."""
     try:
         log_numbers(*arguments, **named)
-    except Exception as error:  # of whatever library
+    except Exception as error:  # any library may raise anything
         log.warning("%s has not got all numbers: %s", name, printable(str(error)))
 
 
 def open_trackers(
     trackers: Sequence[str], folder: str, store: Store, run: str
 ) -> list[GeneralTracker]:
-    """accelerate's trackers by name, started; those that write files do it in `folder`. ConfigError
-    for one that does not start."""
+    """Start accelerate's trackers by name, and let them write files in `folder`. Raises ConfigError
+    if one does not start."""
     place = Path(folder).absolute()
     identity = f"{run}-{store.id[:8]}"
     opened = []
@@ -102,7 +101,7 @@ def open_trackers(
                 places = [place] if tracker_class.requires_logging_directory else []
                 tracker = tracker_class(PROJECT, *places)
             tracker.start()
-        except Exception as error:  # of whatever library
+        except Exception as error:  # any library may raise anything
             raise ConfigError(
                 f"optimize.trackers {name}",
                 f"does not start: {type(error).__name__}: {printable(str(error))}",
@@ -113,8 +112,8 @@ def open_trackers(
 
 
 def _mlflow_run(place: Path, run: str, identity: str) -> dict[str, Any]:
-    """What names the mlflow run with this identity, which may be new, for accelerate's tracker. It
-    lies in `place`, unless MLFLOW_TRACKING_URI names a server."""
+    """Return the arguments that make accelerate's tracker use the mlflow run with this identity,
+    existing or new. It is in `place`, unless MLFLOW_TRACKING_URI names a server."""
     import mlflow
 
     options = {"run_name": run, "tags": {"quiver": identity}}
@@ -133,8 +132,8 @@ def _mlflow_run(place: Path, run: str, identity: str) -> dict[str, Any]:
 
 
 def learned_from(inputs: Mapping[str, Version]) -> dict[str, float]:
-    """What the rollouts and rewards of a training tell. Rollouts of other policies than its newest
-    are of, which are trained on again, were told before.
+    """Return the mean rewards and lengths of a training's rollouts. Rollouts of a policy other than
+    the newest set's are trained on again, and were logged before.
 
     {"reward/mean": 0.4, "reward/parts/length": 0.1, "completion_tokens/mean": 88.0,
      "completion_tokens/truncated": 0.02}
@@ -167,7 +166,7 @@ def learned_from(inputs: Mapping[str, Version]) -> dict[str, float]:
 
 
 def evaluated(store: Store, evaluation: Version) -> tuple[int, dict[str, float]]:
-    """The step of the policy that was measured, and how well it did.
+    """Return the step of the measured policy, and its scores.
 
     (12, {"evaluation/score": 0.61, "evaluation/stderr": 0.02, "evaluation/pass_at_4": 0.8})
     """
@@ -182,7 +181,7 @@ def evaluated(store: Store, evaluation: Version) -> tuple[int, dict[str, float]]
 
 
 def main() -> None:
-    """Hand the evaluation that stdin names to the trackers that it names."""
+    """Log the evaluation named on stdin to the trackers named there."""
     from accelerate import PartialState
 
     asked = json.load(sys.stdin)
@@ -193,7 +192,7 @@ def main() -> None:
         opened = open_trackers(asked["trackers"], asked["folder"], store, evaluation.ref.run)
         step, numbers = evaluated(store, evaluation)
     except QuiverError as error:
-        sys.exit(f"{error.object}: {error.message}")  # the flow tells it in a line of its own
+        sys.exit(f"{error.object}: {error.message}")  # the flow logs this line
     for tracker in opened:
         tracker.log(numbers, step=step)
         tracker.finish()

@@ -1,14 +1,14 @@
 """The optimizer's loop: epochs of mini-batches (a step each) of micro-batches (a pass each).
 
-Every token's weight is made for the whole step at once, so neither micro-batches nor ranks change
-loss or gradient. Weights stay in float32, or are as bf16.py has them. A step whose loss or gradient
-is not finite is left out on every rank; three in a row stop the stage. Before the first update the
-logprobs are audited against the engine's. Nothing here knows of the store.
+Each token's weight is computed for the whole step at once, so neither micro-batches nor ranks
+change loss or gradient. Weights stay in float32, or in bfloat16 as in bf16.py. A step whose loss or
+gradient is not finite is skipped on every rank; three in a row stop the stage. Before the first
+update the logprobs are audited against the engine's. Nothing here knows of the store.
 
     trainer = Trainer(config, model, batch, algorithm, make_accelerator(config))
     trainer.prepare()              # a critic's values, the audit
     trainer.train()                # trainer.model holds the next policy's weights
-    trainer.train(progress)        # the same, and a restart goes on in the middle (see `resume`)
+    trainer.train(progress)        # the same, resumed after the last saved step (see `resume`)
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ log = logging.getLogger(__name__)
 
 
 class Progress(Protocol):
-    """What is kept of a training while it runs; `resume` keeps it in a store."""
+    """Saved state of a training while it runs; `resume` keeps it in a store."""
 
     def load(self, trainer: Trainer) -> tuple[int, int, int]:
-        """Put what was saved into the trainer: the epoch and mini-batch that come next, and the
-        step that the epoch began with."""
+        """Put the saved state into the trainer. Return the epoch and mini-batch that come next, and
+        the step at which that epoch began."""
 
     def step_done(self, trainer: Trainer, epoch: int, minibatch: int, epoch_step: int) -> None:
-        """A step is behind the trainer; this mini-batch of this epoch comes next."""
+        """Note that a step is done; this mini-batch of this epoch comes next."""
 
     def not_finite(self, trainer: Trainer, update: dict[str, Any], rows: list[int]) -> None:
-        """The step over these rollouts had a loss or gradient that is not finite."""
+        """Keep the rollouts `rows` of a step whose loss or gradient is not finite."""
 
 
 class Trainer(SavedState):
@@ -80,54 +80,57 @@ class Trainer(SavedState):
         step: int = 0,
         value_trunk: nn.Module | None = None,
     ) -> None:
-        """`step`: optimizer steps behind the policy."""
+        """Prepare model, optimizer and counters. `step`: optimizer steps taken so far in the
+        policy's life."""
         self.config = config
         self.model = model
         self.batch = batch
         self.algorithm = algorithm
         self.accelerator = accelerator
         self.step = step
-        """Optimizer steps over the policy's whole life; a step that was left out is none."""
+        """Optimizer steps over the policy's whole life, without skipped steps."""
         self.objective = Objective(config, algorithm)
         self.rank_share = slice(accelerator.process_index, None, accelerator.num_processes)
-        """Which of all ranks' micro-batches are this rank's."""
+        """This rank's share of all ranks' micro-batches."""
         self.precision = resolve(config.precision, accelerator.device)
         self.active = batch.active_rows(self.objective.zero_is_idle)
-        """The rollouts that are passed through the model."""
+        """Rollouts that are passed through the model."""
         self._prepare_model(value_trunk)
         self.parameters = [p for p in self.policy.parameters() if p.requires_grad]
         self.num_trained = sum(parameter.numel() for parameter in self.parameters)
-        """Of the policy, or of its adapters, and of the critic."""
+        """Trained numbers of the policy, or of its adapters, and of the critic."""
         self.logprobs = torch.full((len(batch.old_logprobs),), torch.nan)
-        """[N] under the policy when the rollout was last trained on (`score_after`: under the new
-        one); NaN where it never was."""
+        """[N] under the policy at the rollout's last training step (`score_after`: under the new
+        policy); NaN if it was never trained on."""
         self.audit_report: dict[str, Any] = {}
         self.updates: list[dict[str, Any]] = []
         """Rows of updates/1."""
         self.padding = 0
-        """Places without a token, of the `places` that this rank passed through the model."""
+        """Positions without a token, out of the `places` that this rank passed through the
+        model."""
         self.places = 0
         self.entropy_coef = config.entropy_coef
-        """As the next step has it, above the target too; see entropy.py."""
+        """Coefficient of the next step, without regard to the target's cut-off; see entropy.py."""
         self.last_entropy: float | None = None
-        """Mean over the tokens of the step before, of an earlier training of this policy too."""
+        """Mean entropy over the tokens of the previous step, which may belong to an earlier
+        training of this policy."""
         self.kl_coef = config.kl_coef
-        """As the next step has it, in the reward too; see kl_control.py."""
+        """KL coefficient of the next step, in the reward too; see kl_control.py."""
 
     def _prepare_model(self, value_trunk: nn.Module | None) -> None:
-        """Critic, packing, dtypes, attention kernel and optimizer, in the order in which each needs
-        the one before."""
+        """Prepare critic, packing, dtypes, attention kernel and optimizer. Each needs the ones
+        before it."""
         config = self.config
         sequences = self.batch.sequences
         value_head = None
         self.critic: nn.Module | None = None
-        """The value head, with its trunk where it has one of its own."""
+        """The value head, together with its own trunk if it has one."""
         if self.algorithm.critic:
             width = self.model.get_output_embeddings().weight.shape[1]
             value_head = ValueHead(width).to(self.accelerator.device)
             self.critic = with_trunk(value_head, value_trunk)
             if config.value_coef == 0:
-                self.critic.requires_grad_(False)  # it gives values, and learns nothing
+                self.critic.requires_grad_(False)  # it gives values and learns nothing
         self.policy = self.make_policy(
             self.model,
             autocast=self.precision == "bf16",
@@ -136,7 +139,7 @@ class Trainer(SavedState):
         )
         if config.activation_checkpointing:
             for trunk in filter(None, (self.model, value_trunk)):
-                trunk.train()  # transformers checkpoints in train mode only; every dropout is 0
+                trunk.train()  # transformers checkpoints only in train mode; every dropout is 0
                 trunk.gradient_checkpointing_enable({"use_reentrant": False})
         self.mode = config.packing
         if self.batch.groups:
@@ -148,9 +151,9 @@ class Trainer(SavedState):
         if config.lora and self.precision == "bf16":
             narrow_frozen(self.model)
         self.policy.entropy_gradient = self.objective.has_bonus
-        self.policy.fuse()  # after whatever moves weights
+        self.policy.fuse()  # after every change that moves weights in memory
         self.kernel = None
-        """Of attention; None where nothing is passed through the model."""
+        """Attention kernel; None if nothing is passed through the model."""
         if self.active:
             longest = self._microbatches(self.active, sequences)[0]
             self.kernel = choose_kernel(self.policy, longest, sequences)
@@ -159,20 +162,24 @@ class Trainer(SavedState):
         self.clip_groups = [
             [p for p in module.parameters() if p.requires_grad] for module in modules
         ]
-        """The parameters whose gradients are clipped by one norm; the critic's are the last."""
+        """Parameters whose gradients are clipped by one norm; a critic with its own trunk is the
+        last group."""
 
     # -- the loop
 
     @property
     def warming(self) -> bool:
-        """The critic learns alone: the next step leaves every weight of the policy as it is."""
+        """True if only the critic learns in the next step, and every weight of the policy stays."""
         return self.algorithm.critic and self.step < self.config.critic_warmup_steps
 
     def prepare(self) -> None:
-        """What must be known before the first update: advantages of tokens, and the audit. Where
-        the algorithm asks for no pass the audit waits for the first step, whose pass gives the
-        logprobs of its rollouts before any weight changes; those of an older policy are all looked
-        at, though. NumericError."""
+        """Compute what the first update needs: advantages of tokens, and the audit.
+
+        If the algorithm needs no pass before the first step, the audit waits for that step: its
+        pass gives the logprobs before any weight changes. If some rollouts are of an older policy
+        and an epoch has several steps, all rollouts are scored and audited here. Raises
+        NumericError.
+        """
         if not self.active:
             return
         audits = self.config.audit.enabled
@@ -188,7 +195,8 @@ class Trainer(SavedState):
             self.audit_report = audit(self.objective, self.batch, logprobs, self.active)
 
     def _columns(self) -> dict[str, Tensor]:
-        """What one pass says of the policy as it is, for `Algorithm.columns`."""
+        """Run one pass under the current policy, and return the columns that `Algorithm.columns`
+        may ask for."""
         sequences = self.batch.sequences
         sampled = torch.ones(len(self.batch.old_logprobs), dtype=torch.bool)
         cut = self.batch.cut & self.config.bootstrap_length
@@ -203,8 +211,8 @@ class Trainer(SavedState):
         return {**columns, "last_values": last_values}
 
     def train(self, progress: Progress | None = None) -> None:
-        """Run all epochs, from where `progress` says that an earlier attempt came to. NumericError
-        when the audit fails, or when steps are not finite: then nothing may be committed."""
+        """Run all epochs, from the point that `progress` has saved. Raises NumericError if the
+        audit fails or steps are not finite; nothing may be committed then."""
         first_epoch, first_minibatch, epoch_step = 0, 0, self.step
         if progress:
             first_epoch, first_minibatch, epoch_step = progress.load(self)
@@ -226,8 +234,8 @@ class Trainer(SavedState):
             self.logprobs = self.score(range(len(self.batch.groups)))
 
     def _members(self, step: int) -> list[list[int]]:
-        """The rollouts of each mini-batch of the epoch that begins with `step`: groups shuffled by
-        seed and step, each group whole."""
+        """Return the rollouts of each mini-batch of the epoch that begins with `step`. Groups are
+        shuffled by seed and step, and stay whole."""
         num_groups = max(self.batch.groups, default=-1) + 1
         chance = torch.Generator().manual_seed((self.config.seed * 1_000_003 + step) % 2**63)
         order = torch.randperm(num_groups, generator=chance).tolist()
@@ -235,8 +243,7 @@ class Trainer(SavedState):
         return minibatches(shuffled, self.config.minibatches)
 
     def free(self) -> None:
-        """Give back the memory of model, critic and moments, of which nothing is needed any more;
-        `train` is done."""
+        """Free the memory of model, critic and moments; call it only after `train`."""
         self.optimizer.zero_grad(set_to_none=True)
         self.optimizer.state.clear()
         self.policy.free()
@@ -244,8 +251,8 @@ class Trainer(SavedState):
     def _train_minibatch(
         self, epoch: int, minibatch: int, members: list[int], progress: Progress | None
     ) -> None:
-        """One optimizer step over rollouts `members`, unless none of them is passed through the
-        model."""
+        """Take one optimizer step over rollouts `members`, unless none of them is passed through
+        the model."""
         started = time.monotonic()
         trained = set(self.active)
         active = [row for row in members if row in trained]
@@ -275,7 +282,7 @@ class Trainer(SavedState):
     # -- passes through the model
 
     def _microbatches(self, rows: Sequence[int], sequences: Sequences) -> list[list[Piece]]:
-        """Of all ranks, the longest first."""
+        """Return all ranks' micro-batches, the longest first."""
         budget = self.config.token_budget or token_budget(self.accelerator.device)
         return self.policy.microbatches(rows, self.batch.prompt_numbers, sequences, budget)
 
@@ -283,23 +290,23 @@ class Trainer(SavedState):
         return self.accelerator.reduce(tensor.to(self.accelerator.device), "sum").cpu()
 
     def score(self, rows: Sequence[int]) -> Tensor:
-        """[N] logprobs of rollouts `rows` under the policy as it is, NaN elsewhere; the same on
-        every rank."""
+        """Return the logprobs [N] of rollouts `rows` under the current policy, NaN elsewhere; equal
+        on every rank."""
         positions = self.batch.positions(rows)
         logprobs = torch.full_like(self.logprobs, torch.nan)
         logprobs[positions] = self._score_and_judge(rows, self.batch.sequences)[0, positions]
         return logprobs
 
     def _score_and_judge(self, rows: Sequence[int], sequences: Sequences) -> Tensor:
-        """[3, N'] logprobs, values and entropy of the tokens of `sequences`, 0 for those of other
-        rollouts than `rows`; the same on every rank."""
+        """Return [3, N'] logprobs, values, and entropy or collisions of the tokens of `sequences`,
+        0 for rollouts outside `rows`; equal on every rank."""
         microbatches = self._microbatches(rows, sequences)[self.rank_share]
         return self._sum_over_ranks(score_and_judge(self.policy, microbatches, sequences))
 
     # -- one step
 
     def accumulate(self, members: list[int], active: list[int]) -> dict[str, Any]:
-        """Sum the step's gradient over all micro-batches; the step's numbers.
+        """Sum the step's gradient over all micro-batches, and return the step's numbers.
 
         `members` count in the denominators; only `active` are passed through the model.
         """
@@ -319,7 +326,7 @@ class Trainer(SavedState):
             finish = partial(self._with_columns, step)
             ready = self.policy.layouts(rank_microbatches, sequences, finish)
             for number, (layout, positions, part, step_part) in enumerate(ready, 1):
-                # until all passes are under way nothing is read back, which would wait for a GPU
+                # read nothing back before all passes are queued: reading waits for the GPU
                 outputs = self.policy(layout, frozen=self.warming)
                 loss, loss_sums, largest = self.objective.loss(part, outputs, step_part)
                 loss.backward()
@@ -349,14 +356,16 @@ class Trainer(SavedState):
         }
 
     def _with_columns(self, step: Step, layout: Layout) -> tuple[Layout, Tensor, Part, Step]:
-        """A layout, where its tokens stand among the N, and their columns on the device."""
+        """Return a layout, the positions of its tokens among the N, and their columns on the
+        device."""
         positions = self.batch.positions(layout.rows)
         device = self.accelerator.device
         part = self.batch.part(layout.rows, device)
         return layout, positions, part, step.at(positions, device)
 
     def _step(self, members: list[int], active: list[int]) -> Step:
-        """What tokens are in the step. Where a share of them learns, all are scored first."""
+        """Return the per-token columns of the step. With `entropy_share` below 1, all its tokens
+        are scored first."""
         weights = self.objective.weights(self.batch, members)
         coef = entropy.bonus(self.config, self.entropy_coef, self.last_entropy)
         step = Step(
@@ -375,9 +384,12 @@ class Trainer(SavedState):
         return replace(step, learns=learns)
 
     def _sum_gradients(self) -> None:
-        """Sum the step's gradient over ranks, in float32 whatever the weights are. A weight has a
-        gradient where some rank gave it one: another may have had no micro-batch, or sent no
-        token through an expert. And while the critic warms up, only its own weights have one."""
+        """Sum the step's gradient over ranks, in float32 for every weight dtype.
+
+        A weight gets a gradient on all ranks if any rank has one: a rank may have had no
+        micro-batch, or sent no token through an expert. While the critic warms up, only the
+        critic's weights have one.
+        """
         is_given = torch.tensor([parameter.grad is not None for parameter in self.parameters])
         num_given = self._sum_over_ranks(is_given.float()).tolist()
         for parameter, given in zip(self.parameters, num_given, strict=True):
@@ -387,8 +399,8 @@ class Trainer(SavedState):
                 parameter.grad = self.accelerator.reduce(parameter.grad, "sum")
 
     def apply(self, update: Mapping[str, Any]) -> dict[str, Any]:
-        """Clip and step when loss and gradient are finite; they are the same numbers on every rank,
-        so all decide alike."""
+        """Clip the gradient and take the step if loss and gradient are finite. All ranks see the
+        same numbers, so they decide alike."""
         rate = learning_rate(self.config, self.step)
         norms = [
             total_norm([p.grad for p in parameters if p.grad is not None])

@@ -1,10 +1,11 @@
-"""The critic's weights: a value head, maybe on a trunk of its own, and their life on disk.
+"""The critic's weights: a value head, optionally on its own trunk, and how they are saved and
+restored.
 
-The head makes one number of each hidden state. It starts at 0, so the first values are 0 whatever
-the model is. On the policy's trunk (`critic = "trunk"`) head and moments lie in `value_head/` below
-the policy's folder; a critic that is a model of its own (`"model"`), which begins as a copy of the
-policy that it starts beside, lies whole in `critic/`. Never at the top: engines load every
-*.safetensors there, and the policy is no other model for having a critic.
+The head maps each hidden state to one number. It starts at 0, so the first values are 0 for every
+model. On the policy's trunk (`critic = "trunk"`), head and moments are saved in `value_head/` below
+the policy's folder. A critic with its own trunk (`"model"`), initially a copy of the starting
+policy's, is saved whole in `critic/`. It is never at the top: engines load every *.safetensors
+there, and a critic must not change the policy itself.
 
     save(critic, optimizer, folder, "model", moments=True)
     resume(critic, optimizer, version, "model", moments=True)
@@ -45,9 +46,9 @@ class ValueHead(nn.Module):
 
 
 def trunk_of(model: nn.Module) -> nn.Module:
-    """`model` without its output embedding, which no value needs: each weight that is left has a
-    gradient."""
-    # T5 and its kin hold encoder, decoder and output embedding side by side
+    """Return `model` without its output embedding, which no value needs; every remaining weight has
+    a gradient."""
+    # T5-like models hold encoder, decoder and output embedding side by side
     trunk = attention.trunk_of(model)
     if trunk is model:
         model.set_output_embeddings(None)
@@ -55,8 +56,8 @@ def trunk_of(model: nn.Module) -> nn.Module:
 
 
 def with_trunk(head: ValueHead, trunk: nn.Module | None) -> nn.Module:
-    """What is trained, saved and restored as the critic: the head, with its trunk where it has one
-    of its own."""
+    """Return the module that is trained, saved and restored as the critic: the head, with its own
+    trunk if it has one."""
     return head if trunk is None else nn.ModuleDict({"head": head, "trunk": trunk})
 
 
@@ -77,8 +78,8 @@ def restore(
     *,
     moments: bool,
 ) -> None:
-    """Take up what `save` wrote: the weights and, if asked and there, the moments. ConfigError when
-    they are another model's."""
+    """Restore what `save` wrote: the weights and, if asked and present, the moments. Raises
+    ConfigError if they belong to another model."""
     parameters = dict(critic.named_parameters())
     for name, parameter in parameters.items():
         shape = list(tensors[name].shape) if name in tensors else "nothing"
@@ -104,11 +105,11 @@ def resume(
     *,
     moments: bool,
 ) -> None:
-    """Go on with the critic that `policy` was saved with, if any.
+    """Continue with the critic that `policy` was saved with, if any.
 
-    A head that was on the policy's trunk goes on upon the copy of that trunk, with new moments: the
-    values are the same at first. The other way there is no going on, because the head was trained
-    on other hidden states: ConfigError.
+    A head from the policy's trunk continues on the copy of that trunk, with new moments: the values
+    are the same at first. The other direction raises ConfigError, because the head was trained on
+    other hidden states.
     """
     saved = next((kind for kind in FOLDERS if state_folder.holds(policy, FOLDERS[kind])), None)
     if saved is None:
