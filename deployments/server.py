@@ -1,9 +1,9 @@
-"""Prefect's server: whether one answers, whether strangers can use it, and one of our own for a
-laptop.
+"""Check Prefect's server, or start one for a laptop. Look here for what `quiver deploy` refuses
+before it registers anything.
 
-Whoever reaches Prefect's API can run what they like on every worker. So an API that answers without
-credentials is accepted on loopback only: `PREFECT_SERVER_API_AUTH_STRING=user:password` closes the
-server, `PREFECT_API_AUTH_STRING` opens it to a client.
+A client of Prefect's API can run any code on every worker. So an API that answers without
+credentials is accepted on loopback only. `PREFECT_SERVER_API_AUTH_STRING=user:password` closes the
+server; `PREFECT_API_AUTH_STRING` opens it to a client.
 
     check_api()                                 # ConfigError, RemoteError, SecurityError
     with own_server(4200) as url: ...           # http://127.0.0.1:4200/api, until the block ends
@@ -37,11 +37,12 @@ from quiver.stages.common.runtime.subprocesses import Process
 from quiver.stages.common.servers import is_loopback
 
 LEASES = "prefect.server.concurrency.lease_storage.filesystem"
-"""Where the server keeps who holds a concurrency slot. By default that is its memory: what is held
-when it dies stays held."""
+"""Storage of concurrency slots' holders on the server. The default is memory, where a slot held
+when the server dies stays held."""
 _LEASE_STORAGE = "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"
 _CORS = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
-"""Prefect's default lets any page that the user's browser shows use a server on loopback."""
+"""Origins that may call the server. Prefect's default lets any page in the user's browser use a
+server on loopback."""
 _START_SECONDS = 120
 _START = "prefect server start"
 _LISTEN = "0A"
@@ -49,10 +50,12 @@ log = logging.getLogger("quiver")
 
 
 def check_api() -> str:
-    """The API's URL.
+    """Return the API's URL after checking that the server is usable and not open to strangers.
 
-    ConfigError: none is set, or it refuses our credentials; RemoteError: nobody answers;
-    SecurityError: strangers could use it.
+    Raises:
+        ConfigError: No URL is set, or the server refuses our credentials.
+        RemoteError: The server does not answer.
+        SecurityError: The server answers without credentials on an address other than loopback.
     """
     url = PREFECT_API_URL.value()
     if not url:
@@ -104,7 +107,8 @@ def _refuse_open(url: str, settings: dict[str, Any]) -> None:
 
 
 def listening(port: int) -> list[str]:
-    """The addresses of this machine on which a process listens at `port`, as Linux tells them."""
+    """Return the addresses of this machine on which a process listens at `port`, from Linux's
+    /proc/net. Empty on other systems."""
     addresses = []
     for table in map(Path, ("/proc/net/tcp", "/proc/net/tcp6")):
         rows = table.read_text().splitlines()[1:] if table.exists() else []
@@ -112,7 +116,7 @@ def listening(port: int) -> list[str]:
             _, local, _, state, *_ = row.split()
             address, _, number = local.partition(":")
             if state == _LISTEN and int(number, 16) == port:
-                # words of four bytes, each in this machine's order
+                # the address is in words of four bytes, each in this machine's byte order
                 words = struct.iter_unpack("=I", bytes.fromhex(address))
                 ip = ipaddress.ip_address(b"".join(struct.pack(">I", *word) for word in words))
                 addresses.append(str(getattr(ip, "ipv4_mapped", None) or ip))
@@ -120,7 +124,8 @@ def listening(port: int) -> list[str]:
 
 
 def _check_credentials(shown: str) -> dict[str, Any]:
-    """The server's settings, where it gives them to us."""
+    """Return the server's settings, or an empty dict if it does not give them to us. Raises
+    RemoteError or ConfigError if our own requests fail."""
     try:
         with get_client(sync_client=True) as client:
             client.read_work_pools(limit=1)
@@ -148,8 +153,8 @@ def _check_credentials(shown: str) -> dict[str, Any]:
 
 @contextmanager
 def own_server(port: int) -> Iterator[str]:
-    """A real server on loopback, and this process as its client: until the block ends, or the
-    process does, even by kill -9."""
+    """Start a real server on loopback and make this process its client, until the block ends. The
+    server also ends if this process dies, even by kill -9."""
     host = "127.0.0.1"
     url = f"http://{host}:{port}/api"
     with socket.socket() as probe:
