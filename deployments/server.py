@@ -37,7 +37,7 @@ from quiver.stages.common.runtime.subprocesses import Process
 from quiver.stages.common.servers import is_loopback
 
 LEASES = "prefect.server.concurrency.lease_storage.filesystem"
-"""Storage of concurrency slots' holders on the server. The default is memory, where a slot held
+"""Storage of concurrency slots' holders on the server. By default it is memory, so a slot held
 when the server dies stays held."""
 _LEASE_STORAGE = "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"
 _CORS = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
@@ -129,7 +129,7 @@ def _check_credentials(shown: str) -> dict[str, Any]:
     try:
         with get_client(sync_client=True) as client:
             client.read_work_pools(limit=1)
-            with suppress(PrefectHTTPStatusError):  # somebody's proxy may keep them
+            with suppress(PrefectHTTPStatusError):  # a proxy may withhold them
                 return client.request("GET", "/admin/settings").json().get("server", {})
             return {}
     except (httpx.HTTPError, ValueError) as error:  # ValueError: its answer is not Prefect's
