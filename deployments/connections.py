@@ -58,7 +58,7 @@ class Connection(H11Protocol):
     def _watch(self) -> None:
         """Start the timer of the part of a request that comes next."""
         if self.conn.their_state is self._awaited:
-            return  # its clock runs already, however many bytes have come
+            return  # its timer runs already; further bytes do not extend it
         self._awaited = self.conn.their_state
         if self._timer is not None:
             self._timer.cancel()

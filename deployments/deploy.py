@@ -191,8 +191,8 @@ def _schedules(where: Where) -> list[Schedule]:
     try:
         # Prefect checks part of it only when it registers
         schedule = CronSchedule(cron=where.cron, timezone=timezone)
-        asyncio.run(schedule.get_dates(1))  # 30 February never comes
-    except ValueError as error:  # pydantic's is one too
+        asyncio.run(schedule.get_dates(1))  # fails for a date that never comes, such as 30 February
+    except ValueError as error:  # pydantic's ValidationError is one too
         raise ConfigError(
             f"--cron {printable(where.cron)} --timezone {printable(timezone)}",
             printable(error.errors()[0]["msg"] if isinstance(error, ValidationError) else error),

@@ -71,7 +71,7 @@ def check_api() -> str:
         stranger = httpx.URL(url).copy_with(username=None, password=None)
         about = {"json": {"limit": 1}, "follow_redirects": True, "timeout": 60}
         with httpx.stream("POST", f"{stranger}/work_pools/filter", **about) as answer:
-            pass  # its status is all that is read
+            pass  # only the status matters
     except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
         raise no_address(url, error) from None
     except httpx.HTTPError as error:
@@ -92,7 +92,7 @@ def check_api() -> str:
 def _refuse_open(url: str, settings: dict[str, Any]) -> None:
     address = urlsplit(url)
     hosts = [address.hostname or "", settings.get("api", {}).get("host", "")]
-    if is_loopback(hosts[0]):  # on this machine; its command may say another host than its settings
+    if is_loopback(hosts[0]):  # its command line may override the host in its settings
         hosts += listening(address.port or 80)
     for host in filter(None, hosts):
         if not is_loopback(host):
@@ -132,7 +132,7 @@ def _check_credentials(shown: str) -> dict[str, Any]:
             with suppress(PrefectHTTPStatusError):  # a proxy may withhold them
                 return client.request("GET", "/admin/settings").json().get("server", {})
             return {}
-    except (httpx.HTTPError, ValueError) as error:  # ValueError: its answer is not Prefect's
+    except (httpx.HTTPError, ValueError) as error:  # ValueError: not an answer of Prefect
         code = error.response.status_code if isinstance(error, PrefectHTTPStatusError) else None
         if code not in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             raise RemoteError(
@@ -183,7 +183,7 @@ def own_server(port: int) -> Iterator[str]:
             )
             stack.enter_context(server)
             _wait_for(server, url, log_file)
-        os.environ["PREFECT_API_URL"] = url  # of what is started from here
+        os.environ["PREFECT_API_URL"] = url  # for processes that this one starts
         stack.callback(os.environ.pop, "PREFECT_API_URL", None)
         with temporary_settings({PREFECT_API_URL: url}):
             yield url

@@ -78,7 +78,7 @@ class Tokens:
     ratios: dict[str, list[float]]
     """π of another model / π of the sampling policy, by role of that model: `prox`, `ref`."""
     advantages: list[float] | None
-    """None if the rollout has none."""
+    """Advantage per token. None if the rollout has none."""
     turns: list[dict[str, Any]] | None = None
     """Turns in the form of rollouts/2, with their observations. None for other rollouts."""
 

@@ -37,7 +37,7 @@ class NightRow(NamedTuple):
     difference: str
     """Candidate − in use on the same held-out rows, and its lower confidence bound."""
     watch: str
-    """How far the candidate moved from the policy in use, if that is beyond [promotion]."""
+    """Distance of the candidate from the policy in use, if it is beyond [promotion]."""
     who: str
     why: str
 

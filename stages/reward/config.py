@@ -47,7 +47,7 @@ class Overlong(Base):
 
 
 class Config(Base):
-    """How rollouts are scored."""
+    """The scorers of rollouts and the arithmetic of their parts."""
 
     functions: tuple[FunctionConfig, ...] = ()
     """Reward functions. The reward is the weighted sum of all parts; a function that returns None
@@ -74,9 +74,8 @@ class Config(Base):
     """Most rows per call. A function's value for a row must not depend on the other rows in its
     call, unless its scope is `group`: then a call holds one group of any size."""
     patience_seconds: Runtime[float | None] = Field(default=None, ge=0)
-    """How long an idle process waits for another process's shard before it scores that shard too,
-    if several share the work. Default: twice the longest time of a shard so far, and at least 30
-    s."""
+    """Seconds that an idle process waits for another process's shard before it scores it too, if
+    several share the work. Default: twice the longest time of a shard so far, and at least 30."""
 
     @property
     def scorers(self) -> tuple[FunctionConfig | ModelConfig | ServerConfig, ...]:

@@ -1,4 +1,7 @@
-"""Offer scorers the pictures of prompts. Only prompts with pictures use this module."""
+"""Offer scorers the pictures of prompts.
+
+Not of the spine: only prompts with pictures use this module.
+"""
 
 from __future__ import annotations
 

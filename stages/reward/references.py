@@ -1,5 +1,5 @@
 """Find references (right answers, schemas) that a shipped function cannot read. Such a mistake of a
-row is reported before anything is generated, and is told apart from a mistake of the function.
+row is reported before anything is generated, and is distinguished from a mistake of the function.
 
     column_of_reference(function, ["question", "solution"])    # "solution"; None without one
     refusals(config, rows)        # {2: ("numeric", "solution", "ValueError: the answer 'NaN' …")}

@@ -4,7 +4,7 @@ becomes a number.
 There are three kinds: functions (`pool`), models (`models`) and servers (`servers`). The stage
 knows them by this protocol alone. This module is light, because each worker imports it.
 
-Read it when you write another kind of scorer.
+Not of the spine: read it when you write another kind of scorer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OF_TURNS = ("turns", "transcript", "end_reason")
 """Names that a function may also ask for if the rollouts have turns."""
 OVERLONG = "overlong"
 """The penalty's column in `parts`."""
-LARGEST = 3.4028234663852886e38  # of a float32
+LARGEST = 3.4028234663852886e38  # largest finite float32
 EXTRA_BYTES = 10_000
 """Most bytes kept of the data beside a number."""
 Batch = Mapping[str, list[Any]]

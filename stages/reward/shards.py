@@ -109,7 +109,7 @@ class Shards:
                 self._writer.drop(index)
                 raise
             except FileNotFoundError:
-                continue  # another process has just come to the same end
+                continue  # another process has just dropped the shard too
             self._counted.add(index)
 
     def _batches(self) -> Iterator[tuple[int, Batch]]:

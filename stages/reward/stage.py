@@ -45,8 +45,8 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     """Plan the scoring of rollouts.
 
     Args:
-        refs: "rollouts", and optionally "retry": earlier rewards, of which only the rows without a
-            reward are scored again. If every row has one, they are the result.
+        refs: "rollouts", and optionally "retry": earlier rewards. Then only rows without a reward
+            are scored again; if every row has one, the earlier rewards are the result.
 
     Raises ConfigError, LineageError.
     """

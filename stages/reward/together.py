@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from .scoring import Batch, Part, Scorer
 
-AHEAD = 2  # shards that are being scored at a time
+AHEAD = 2  # shards scored at a time
 
 
 class TooMany(Exception):
@@ -31,7 +31,7 @@ class Allowance:
 
     def notice(self, name: str, rollout_id: str, error: str) -> None:
         """Count a failed row. Raises TooMany as soon as that is one too many."""
-        self.failed.setdefault(rollout_id, (name, error))  # one step, whatever other threads do
+        self.failed.setdefault(rollout_id, (name, error))  # atomic, so threads may race
         if len(self.failed) > self.most:
             raise TooMany
 
@@ -68,7 +68,8 @@ def score_all(
             if isinstance(outcome, BaseException):
                 raise outcome
             under_way[index][name] = outcome
-            if len(under_way[index]) == len(scorers):  # before any later one: each goes in order
+            # complete before any later shard, since scorers go in order
+            if len(under_way[index]) == len(scorers):
                 parts = under_way.pop(index)
                 yield index, {scorer.name: parts[scorer.name] for scorer in scorers}
     finally:

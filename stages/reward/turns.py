@@ -108,8 +108,8 @@ def messages_of(turns: Sequence[dict[str, Any]]) -> list[Message]:
 
 
 def without_failed(rollouts: pa.Table, parts: Mapping[str, list[Part]]) -> dict[str, list[Part]]:
-    """Return `parts` without the values of failed episodes: their true reward is unknown, whatever
-    a scorer returned."""
+    """Return `parts` without the values of failed episodes: their true reward is unknown, even
+    if a scorer returned a value."""
     if not has_turns(rollouts):
         return dict(parts)
     failed = [reason in FAILURES for reason in rollouts["end_reason"].to_pylist()]

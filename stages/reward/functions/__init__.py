@@ -38,7 +38,7 @@ def exact_match(
         reward_i = 1 if extract(completion_i) = answer_i else 0
 
     Both sides are compared as text without surrounding white space. 7 equals 7.0 and true equals
-    True, in whatever type the row holds them. A number in the row equals every plain spelling of it
+    True, in any type of the row's cell. A number in the row equals every plain spelling of it
     (0.5, .50, 5e-1), but not 1,000 or 1/2, which `numeric` reads.
 
     Args:
@@ -60,7 +60,7 @@ def exact_match(
     fold = str.casefold if ignore_case else str
 
     def score(text: str, right: Any) -> float:
-        answers.as_text(right)  # one that cannot be compared is an error, whatever the completion
+        answers.as_text(right)  # first, so that a bad answer is an error for every completion
         extracted = extractors[extract](text)
         if extracted is None:
             return 0.0
@@ -275,7 +275,7 @@ def repetition(completion_ids: Sequence[Sequence[int]], n: int = 4) -> list[floa
 
 
 class Shipped(NamedTuple):
-    """A function with the version of its meaning. Raising the version makes rewards anew."""
+    """A function with the version of its meaning. A higher version makes rewards anew."""
 
     function: Callable[..., list[float | None]]
     description: str
@@ -285,7 +285,7 @@ class Shipped(NamedTuple):
     """Returns the hash of the files that the arguments name and that decide the numbers. Its second
     argument: true if a remembered hash is enough."""
     columns: tuple[str, ...] = ()
-    """Columns that it accepts beyond those that it requires."""
+    """Optional columns, beyond the required ones."""
     reference: str = ""
     """Name of the parameter that a row's completions are compared with. A value that it cannot read
     is an error of the row. Empty if there is none."""

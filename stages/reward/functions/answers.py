@@ -33,7 +33,8 @@ _BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+(?P<word>[^\s{}$\\]+))|[{}
 _BETWEEN_BOXES = re.compile(
     r"(?:\s|[,;$&]|\\[,;: ()\[\]]|\\q?quad|\\text\{\s*(?:and|or)\s*\}|and\b|or\b)*"
 )
-_HASHES = re.compile(r"####[ \t]*+([^\n#]++)\s*+\Z")  # headings of Markdown stand elsewhere
+# at the end only, since Markdown headings use #### too
+_HASHES = re.compile(r"####[ \t]*+([^\n#]++)\s*+\Z")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _WHOLE = re.compile(r"([-+−]?[0-9]+)\.0+")
 _TRUTHS = ("true", "false")
@@ -71,7 +72,8 @@ def boxed(text: str) -> str | None:
         elif token[0] != "}":
             opened.append(token)
         elif opened and (opening := opened.pop())[0] != "{":
-            holds_a_box = boxes and boxes[-1][0] > opening.start()  # which is the one that counts
+            # of nested boxes the inner one counts
+            holds_a_box = boxes and boxes[-1][0] > opening.start()
             if not holds_a_box:
                 content = text[opening.end() : token.start()].strip()
                 boxes.append((opening.start(), token.end(), content))

@@ -143,7 +143,7 @@ def json_schema(
 
 def _json(text: str, schema: Any, find: str) -> float:
     schema = schema if isinstance(schema, str) else json.dumps(_without_nulls(schema))
-    validator = _validator(schema)  # a schema that is none is an error, whatever the completion
+    validator = _validator(schema)  # first, so that a bad schema is an error for every completion
     blocks = _FENCED.findall(text) if find != "text" else []
     if find == "fenced" and not blocks:
         return 0.0

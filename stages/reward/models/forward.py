@@ -215,7 +215,7 @@ def _load(folder: Path, language_model: bool, dtype: torch.dtype) -> PreTrainedM
     make_first_calls()
     loader = AutoModelForCausalLM if language_model else AutoModelForSequenceClassification
     model = load_pretrained(loader, folder, f"reward model {folder.name}", dtype=dtype)
-    # a single input has no padding, even where it ends with the pad id
+    # a single input has no padding, even if it ends with the pad id
     model.config.pad_token_id = None
     model.config.get_text_config().pad_token_id = None
     return model.eval()

@@ -121,7 +121,7 @@ class ModelScorer:
                 next='set pooling = "last_not_pad" (transformers; most models trained with it) or '
                 '"last"',
             )
-        _ = self._targets  # ConfigError, where a word is no token
+        _ = self._targets  # raises ConfigError if a word is no single token
 
     def score(self, batch: Batch) -> list[Part]:
         """Return one part per row; a row's own failure is its error.
@@ -147,7 +147,7 @@ class ModelScorer:
         finally:
             self.seconds += time.monotonic() - started_at
             if self._closed:
-                self.close()  # of what was in the making when `close` came
+                self.close()  # also release what was being made when `close` came
 
     def _require_open(self) -> None:
         if self._closed:
@@ -167,7 +167,7 @@ class ModelScorer:
         if config.kind == "token" and config.question:
             messages.append({"role": "user", "content": config.question})
         try:
-            self._require_open()  # else a reader would be made anew
+            self._require_open()  # after `close` a new reader would leak
             ids = self._reader.read(f"rollout {rollout_id}", messages)
         except (ConfigError, SecurityError) as error:
             return Part(error=printable(error.message))

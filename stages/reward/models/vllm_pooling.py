@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from .config import ModelConfig
 
-_CPU_SEQUENCES = 64  # that the cache of a CPU has room for
+_CPU_SEQUENCES = 64  # sequences that fit into the cache of a CPU
 
 
 class Pooling:

@@ -30,7 +30,7 @@ Columns = dict[str, list[Any]]
 
 
 class About(NamedTuple):
-    """How to call a reward function."""
+    """The calling convention of a reward function."""
 
     takes: list[str] | None
     """Names that it accepts. None: every column."""
@@ -200,7 +200,7 @@ async def call_together(
         async with gate:
             task = asyncio.ensure_future(call_rows(rows))
             done, _ = await asyncio.wait({task}, timeout=seconds)
-            task.cancel()  # and not waited for: it may refuse
+            task.cancel()  # not awaited, since it may ignore the cancellation
             parts = task.result() if done else [late(seconds)] * len(rows)
             for row, part in zip(rows, parts, strict=True):
                 report(row, part)
@@ -243,7 +243,7 @@ def _raised(error: BaseException, source: str = "") -> Part:
         text = "".join(traceback.format_exception_only(error)).strip()
     except BaseException as worse:
         text = f"{type(error).__name__}, whose text cannot be had: {type(worse).__name__}"
-    text = printable(text[:1000])  # cut first: it may be of any length
+    text = printable(text[:1000])  # cut first: the text may be very long
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         folder, name = os.path.split(frame.f_code.co_filename)
@@ -318,10 +318,10 @@ def _read_mapping(members: Mapping, extra: bool) -> Part:
     if isinstance(members["reward"], Mapping):
         return Part(error="returned a mapping under the key reward, expected a float or None")
     part = _read_row(members["reward"], extra)
-    try:  # what JSON has no word for is there as text
+    try:  # values without JSON are kept as text
         plain = {str(key): _plain(members[key]) for key in members if key != "reward"}
         return part._replace(extra=as_extra(plain))
-    except (ValueError, RecursionError) as error:  # a circle, or depth without end
+    except (ValueError, RecursionError) as error:  # a circular or endlessly deep value
         return part._replace(extra=as_extra({"unreadable": _raised(error).error}))
 
 

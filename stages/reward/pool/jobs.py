@@ -25,8 +25,8 @@ from quiver.stages.reward.pool.calls import About, late
 from quiver.stages.reward.scoring import Notice, Part
 
 BATCH_SECONDS = 3.0
-_CALL_SECONDS = 1.0  # what a call should take
-_SHORTEST_CALL_SECONDS = 0.005  # a shorter one is not worth its way
+_CALL_SECONDS = 1.0  # target duration of a call
+_SHORTEST_CALL_SECONDS = 0.005  # a shorter call costs more to send than to run
 _GROWTH = 8
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class Job:
                 rows_per_second = num_rows / max(seconds, 1e-9)
                 longest = min(_CALL_SECONDS, self.function.batch_seconds / 3)
                 size = min(size, num_rows * _GROWTH, int(longest * rows_per_second))
-                if workers > 1:  # small last calls: all workers end at about one time
+                if workers > 1:  # small last calls, so that all workers end at about the same time
                     shortest = int(_SHORTEST_CALL_SECONDS * rows_per_second)
                     size = min(size, max(math.ceil(unasked / (2 * workers)), shortest))
             self._next_row = min(start + max(1, size), len(self.parts))

@@ -127,7 +127,7 @@ class Pool:
         for _ in range(self._num_places):
             if process := self._idle.get():
                 process.end()
-        self._idle.put(None)  # whoever still waits for a place learns of it, one after the other
+        self._idle.put(None)  # wakes each thread that still waits for a place, one by one
 
     def _deal(self, job: Job, num_rows: int) -> None:
         """Start threads that call rows of the job until all are taken."""

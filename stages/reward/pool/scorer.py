@@ -51,7 +51,7 @@ class FunctionScorer(Function):
         require(self.config, about.needs, columns)
         if self.config.is_shipped:
             function = shipped(self.config.use).function
-            try:  # on no rows: what cannot work here is told before anything is generated
+            try:  # on no rows, so that errors show before anything is generated
                 function(**dict.fromkeys(about.needs, ()), **self.config.arguments)
             except QuiverError:
                 raise
@@ -68,7 +68,7 @@ class FunctionScorer(Function):
         about = self._pool.describe(self)
         require_sent(self.config, about.needs, batch)
         takes = about.takes
-        if self.config.is_shipped:  # a column never stands in for one of its settings
+        if self.config.is_shipped:  # a column must never replace one of its settings
             takes = [*about.needs, *shipped(self.config.use).columns]
         if self.config.scope == "row":
             return self._pool.run(self, given(self.config, takes, batch), batch["rollout_ids"])

@@ -142,7 +142,7 @@ class ServerScorer:
         """Cancel what is running; nothing is held between calls."""
         self._closed = True
         if stop := self._stop:
-            with suppress(RuntimeError):  # its loop came to an end by itself meanwhile
+            with suppress(RuntimeError):  # the loop ended by itself meanwhile
                 stop()
 
     async def _score(self, rows: list[Row]) -> list[Part]:
@@ -231,7 +231,7 @@ class ServerScorer:
 
     def _read(self, rows: list[Row], raw: bytes) -> list[Part]:
         parts = self._dialect.decode(read_json(raw), rows, self.config)
-        hide = self._transport.hide  # again: what was escaped in JSON is plain now
+        hide = self._transport.hide  # again, since a token escaped in JSON is plain text now
         return [
             Part(value, error and hide(error), extra and hide(extra))
             for value, error, extra in parts

@@ -41,15 +41,15 @@ if TYPE_CHECKING:
     from .config import ServerConfig
 
 log = logging.getLogger(__name__)
-for _chatty in ("httpx", "httpcore"):  # a line a request, and at DEBUG the headers of servers
+for _chatty in ("httpx", "httpcore"):  # they log a line per request, and headers at DEBUG
     logging.getLogger(_chatty).setLevel(logging.WARNING)
 _T = TypeVar("_T")
 _MAY_PASS = {408, 409, 425, 429, *range(500, 600)} - {501, 505}
 _ABOUT_ROWS = {400, 413}
 _LONGEST_PAUSE = 30.0  # seconds of back-off
-_POLL_SECONDS = 0.05  # between looks at resting hosts
-_REFUSAL_BYTES = 2000  # of a refusal that are read to show its beginning
-_REFUSAL_SECONDS = 1.0  # that this may take
+_POLL_SECONDS = 0.05  # between checks of resting hosts
+_REFUSAL_BYTES = 2000  # read of a refusal, to show its beginning
+_REFUSAL_SECONDS = 1.0  # for reading it
 # made once: loading the certificates takes longer than many requests
 _tls = functools.cache(httpx.create_ssl_context)
 
@@ -263,7 +263,7 @@ class Transport:
                     return await self._read_body(response)
         except TimeoutError:
             raise FailedError(f"no whole answer within {seconds:g} s", is_answered=False) from None
-        except RemoteError:  # an OSError too, and the one that is final
+        except RemoteError:  # also an OSError, but final
             raise
         except (httpx.HTTPError, OSError) as error:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):

@@ -5,8 +5,8 @@ library only.
     └── candidate  has its own interpreter and the program, but no test; the judge asks it over a
                    pipe to load the program, for a function, for its value
 
-So `assert f(2) == 4` compares plain values here, whatever the program did to `==`, to builtins or
-to its own exit. The program may call the functions that a test hands it, and can do nothing else to
+So `assert f(2) == 4` compares plain values here, even if the program changed `==`, builtins or its
+own exit. The program may call the functions that a test hands it, and can do nothing else to
 this process.
 
 Stdin: JSON `{"program", "text", "calls", "entry", "seconds", "all", "candidate"}`. The tests are
@@ -34,7 +34,7 @@ def main():
     sys.set_int_max_str_digits(0)
     job = json.loads(sys.stdin.buffer.read())
     out = os.dup(1)
-    os.dup2(2, 1)  # what tests print is no verdict
+    os.dup2(2, 1)  # so that the output of tests is no verdict
     signal.signal(signal.SIGALRM, ring)
     judge(job, lambda text: os.write(out, text.encode()))
     sys.stderr.flush()
@@ -65,7 +65,7 @@ def judge(job, say):
     passed, in_time = attempt(job["seconds"], enter, wire, job, names, space)
     for step, is_test in steps if passed else ():
         passed, in_time = attempt(job["seconds"], step, space)
-        passed = passed and not wire.ended  # a test may catch anything
+        passed = passed and not wire.ended  # a test may catch any exception
         if is_test:
             say("01"[passed])
         if not in_time or wire.ended or (job["all"] and is_test and not passed):

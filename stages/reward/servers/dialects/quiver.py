@@ -57,7 +57,7 @@ class _AnsweredRow(_Strict):
 
 
 class _Answered(_Strict):
-    format: int = Field(ge=FORMAT, le=FORMAT)  # true and 1.0 are a Literal[1]
+    format: int = Field(ge=FORMAT, le=FORMAT)  # not Literal[1], which accepts true and 1.0
     rows: list[_AnsweredRow]
 
 
