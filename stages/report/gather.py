@@ -111,8 +111,8 @@ class Gathered:
     base: Manifest
     iterations: list[Iteration]
     evaluations: list[Manifest]
-    """Evaluations on the line that are comparable to the newest policy's latest evaluation, by
-    policy number."""
+    """Newest comparable evaluation of each policy on the line, by policy number. If nights decide,
+    of each policy of the run. Comparable to the newest policy's latest one."""
     nights: dict[str, list[NightRow]]
     """Decisions by tag, for each tag that nights decide about."""
     nightly: list[Manifest]
