@@ -1,1 +1,1 @@
-"""Where and when: recipes to start from, and how they are served, deployed and scheduled."""
+"""Recipes to start from, and the code that serves, deploys and schedules them."""

@@ -1,9 +1,10 @@
-"""What happens by itself: a run that fell silent has crashed; a new version, or a promotion, starts
-a deployment.
+"""Prefect automations: mark silent runs as crashed, and start a deployment at a new version or a
+promotion. Look here for what happens without a schedule.
 
-Prefect's automations watch events. A flow run beats every `HEARTBEAT_SECONDS`; Quiver emits one
-event a version that it made, an asset `quiver://RUN/KIND`, and one of `quiver://RUN/KIND@TAG` when
-a tag moves, in a flow or by hand. Installing twice leaves one automation of each name.
+Automations watch events. A flow run sends a heartbeat every `HEARTBEAT_SECONDS`. Quiver emits an
+event for each version it makes, with the asset `quiver://RUN/KIND`. It emits another with the asset
+`quiver://RUN/KIND@TAG` when a tag moves, in a flow or by hand. Installing twice leaves one
+automation of each name.
 
     install(client, silent_runs())
     triggers = [on_event("arith/prompts", "post-train/arith")]    # a deployment owns them
@@ -25,11 +26,11 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.refs import KINDS, NAME
 
 TAG = "quiver"
-"""On every deployment of ours, and so on its runs: no other flow's silence is judged."""
+"""Tag of all our deployments and so of their runs. Runs of other flows are never marked."""
 HEARTBEAT_SECONDS = 30
-"""Prefect's smallest."""
+"""Prefect's minimum."""
 SILENT_SECONDS = 180
-"""Longest silence of a live run; a server that is away for less marks nobody."""
+"""Longest silence of a live run. If the server is away for less, no run is marked."""
 _BEAT = "prefect.flow-run.heartbeat"
 _ENDS = tuple(
     f"prefect.flow-run.{state}"
@@ -38,8 +39,8 @@ _ENDS = tuple(
 
 
 def silent_runs(seconds: float = SILENT_SECONDS) -> AutomationCore:
-    """A run of ours that has beaten once, and then neither beats again nor ends for `seconds`, is
-    marked as crashed."""
+    """Return the automation that marks one of our runs as crashed. The run must have sent a
+    heartbeat, and then neither another nor its end for `seconds`."""
     trigger = EventTrigger(
         after={_BEAT},
         expect={_BEAT, *_ENDS},
@@ -64,10 +65,11 @@ def silent_runs(seconds: float = SILENT_SECONDS) -> AutomationCore:
 
 
 def on_event(source: str, deployment: str) -> DeploymentEventTrigger:
-    """Run `deployment` at each new version of `source` = RUN/KIND, or each time that a tag moves:
-    RUN/policy@TAG.
+    """Return the trigger that runs `deployment` at each new version of `source` = RUN/KIND, or each
+    time that the tag of `source` = RUN/policy@TAG moves.
 
-    ConfigError: it is neither, or the deployment would start itself for ever.
+    Raises ConfigError if `source` has another form, or if the deployment would start itself for
+    ever.
     """
     run, slash, rest = source.partition("/")
     kind, at, tag = rest.partition("@")
@@ -93,8 +95,8 @@ def on_event(source: str, deployment: str) -> DeploymentEventTrigger:
 
 
 def install(client: SyncPrefectClient, automation: AutomationCore) -> dict[str, bool]:
-    """Create or correct the automation of this name; whether it is `new`, or `changed`. What a
-    person switched off stays off."""
+    """Create or correct the automation of this name. An automation that a person switched off stays
+    off. Returns whether it is `new`, and whether it is `changed`."""
     installed = client.read_automations_by_name(automation.name)
     if not installed:
         client.create_automation(automation)
@@ -103,7 +105,7 @@ def install(client: SyncPrefectClient, automation: AutomationCore) -> dict[str, 
     for double in doubles:
         client.delete_automation(double.id)
     compared = {"trigger", "actions", "description"}
-    # not as JSON, in which sets would have an order
+    # compare models, not JSON, in which the order of sets would differ
     if first.model_dump(include=compared) == automation.model_dump(include=compared):
         return {"new": False, "changed": bool(doubles)}
     client.update_automation(first.id, automation.model_copy(update={"enabled": first.enabled}))

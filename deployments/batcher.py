@@ -1,8 +1,8 @@
-"""Rows of many requests, scored together: collected for a moment, scored in a thread, each answer
-handed back to its request.
+"""Score rows of many requests together. Rows are collected for a moment and scored in a thread;
+each request gets its own answers. Look here for the reward server's limits.
 
-What is said of a row is what the reward stage would write of it: parts, weights, clip, overlong
-penalty; null is "not scored".
+A row gets what the reward stage would write for it: parts, weights, clip, overlong penalty. A null
+means "not scored".
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from quiver.stages.reward.stage import Config
 
 
 class Limits(NamedTuple):
-    """What a server takes. `rows` a batch, `wait` seconds for a batch to fill, `queued` rows at
-    most, `bytes` of a request's body; `headers` of a request, and bytes of them; how long headers,
-    and then a body, may take to arrive; `connections` at a time."""
+    """Limits of the server: `rows` per batch, `wait` seconds for a batch to fill, and most `queued`
+    rows. `bytes` of a request's body, number of `headers` and their bytes. Seconds for the headers
+    and then for the body to arrive. `connections` at a time."""
 
     rows: int = 256
     wait: float = 0.005
@@ -40,7 +40,7 @@ class Limits(NamedTuple):
 
 
 class Batcher:
-    """Collects rows of requests that come together, and has them scored in a thread, one batch at a
+    """Collects rows of requests that arrive together and scores them in a thread, one batch at a
     time."""
 
     def __init__(self, score: Callable[[list[Row]], list[Scored]], limits: Limits) -> None:
@@ -50,8 +50,8 @@ class Batcher:
         self._arrived = asyncio.Event()
 
     async def score(self, rows: list[Row]) -> list[Scored]:
-        """What is said of each row, in order. BusyError where too many wait; what scoring
-        raises."""
+        """Return the result of each row, in order. Raises BusyError if too many rows wait, and
+        anything that scoring raises."""
         if len(self._waiting) + len(rows) > self._limits.queued:
             raise BusyError(
                 "reward server", f"{len(self._waiting)} rows wait already", next="ask again later"
@@ -64,13 +64,13 @@ class Batcher:
 
     @asynccontextmanager
     async def lifespan(self, _: Any) -> AsyncIterator[None]:
-        """Score while an application runs."""
+        """Score while the application runs."""
         work = asyncio.create_task(self.work())
         yield
         work.cancel()
 
     async def work(self) -> None:
-        """Score until it is cancelled, which does not wait for what is being scored."""
+        """Score until the task is cancelled. Cancelling does not wait for the current batch."""
         thread = ThreadPoolExecutor(1, thread_name_prefix="score")
         try:
             while True:
@@ -95,7 +95,7 @@ class Batcher:
             thread.shutdown(wait=False, cancel_futures=True)
 
     def _take(self) -> list[tuple[Row, asyncio.Future[Scored]]]:
-        """The first rows that have the same columns, at most as many as a batch has."""
+        """Remove and return the first rows that have the same columns, at most one batch."""
         names = self._waiting[0][0].columns.keys()
         batch = []
         others = []
@@ -109,11 +109,11 @@ class Batcher:
 
 
 def score_rows(config: Config, scorers: list[Scorer], rows: list[Row]) -> list[Scored]:
-    """What the section says of rows that have the same columns. ConfigError where a scorer needs
-    another column."""
+    """Score rows that have the same columns by the [reward] section. Raises ConfigError if a scorer
+    needs a missing column."""
     for scorer in scorers:
         scorer.require(rows[0].columns)
-    # ids of different requests may be the same
+    # rows of different requests may have the same id
     batch = as_batch([row._replace(id=str(index)) for index, row in enumerate(rows)])
     ((_, parts_of),) = score_all(scorers, [(0, batch)], Allowance(math.inf))
     return [
@@ -123,7 +123,8 @@ def score_rows(config: Config, scorers: list[Scorer], rows: list[Row]) -> list[S
 
 
 def _weigh(config: Config, row: Row, parts: dict[str, Part]) -> Scored:
-    """The reward of one row as the reward stage makes it: weights, clip, overlong penalty."""
+    """Return the reward of one row as the reward stage computes it: weights, clip, overlong
+    penalty."""
     errors = [
         f"{name}: {part.error}" if len(parts) > 1 else part.error
         for name, part in parts.items()

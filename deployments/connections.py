@@ -1,8 +1,9 @@
-"""Connections to the reward server, each of which may take only so long to bring its request.
+"""Connections to the reward server, with a time limit for each request. Look here for what guards
+the server against slow clients.
 
-uvicorn has limits of its own, but none for a request whose headers never end, and none for the body
-of a request that was refused already: whoever sends those would keep a connection for ever. What it
-has is used: h11 limits the bytes of headers that are not complete.
+uvicorn does not limit the time of headers that never end, or of a body whose request was already
+refused. A client that sends those would keep a connection for ever. The bytes of incomplete headers
+are limited by h11.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 GRACE_SECONDS = 5.0
-"""How much longer than the application the connection waits for a body: it answers first."""
+"""Seconds that the connection waits for a body beyond the application's limit, so that the
+application answers first."""
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\n"
     b"connection: close\r\n\r\n"
@@ -22,14 +24,14 @@ _FULL = (
 
 
 class Connection(H11Protocol):
-    """One connection; the application's `state.limits` says how many there may be, and how long
-    headers and bodies may take."""
+    """One connection. The application's `state.limits` gives the number of connections and the
+    seconds for headers and bodies."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._limits = self.config.app.state.limits
         self._awaited: Any = None
-        """The part of a request that is to come: h11.IDLE for headers, h11.SEND_BODY for a body."""
+        """The next part of a request: h11.IDLE for headers, h11.SEND_BODY for a body."""
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -54,9 +56,9 @@ class Connection(H11Protocol):
         super().connection_lost(error)
 
     def _watch(self) -> None:
-        """Give what is to come now its time."""
+        """Start the timer of the part of a request that comes next."""
         if self.conn.their_state is self._awaited:
-            return  # its clock runs already, however many bytes have come
+            return  # its timer runs already; further bytes do not extend it
         self._awaited = self.conn.their_state
         if self._timer is not None:
             self._timer.cancel()

@@ -1,10 +1,11 @@
-"""Put a recipe on a Prefect server: who runs it, where, when, and what starts it besides.
+"""Register a recipe on a Prefect server: its flow, work pools, schedule and triggers. Look here for
+`quiver deploy`.
 
-`deploy` registers `post-train/RUN` (`nightly/RUN` where the recipe has a section [promotion]) with
-a work pool, and `stage/POOL` with every pool that [placement] names. All paths are made absolute
-first, and what the workers could not see is refused before anything is registered. A deployment's
-version is the hash of all that it says: deploying the same again changes nothing, not even the
-schedule's next runs or what a person paused meanwhile.
+`deploy` registers `post-train/RUN` with a work pool (`nightly/RUN` if the recipe has a section
+[promotion]), and `stage/POOL` with every pool that [placement] names. Paths are made absolute
+first. A path that the workers could not see is refused before anything is registered. A
+deployment's version is the hash of its content. Deploying the same again changes nothing: the
+schedule's next runs stay, and what a person paused stays paused.
 
     deploy(load("recipe.toml"), Where(pool="gpu", cron="0 2 * * *", timezone="Europe/Berlin"))
 """
@@ -52,29 +53,29 @@ log = logging.getLogger("quiver")
 
 @dataclass(frozen=True)
 class Where:
-    """Where and when. `overlap`: what a run does whose predecessor still runs, wait (queue) or not
-    run at all (skip)."""
+    """Place and time of a deployment's runs. `overlap`: a run that is due while the last one still
+    runs waits (queue) or does not run (skip)."""
 
     pool: str = ""
-    """Work pool whose workers run it; none where the flow is served."""
+    """Work pool whose workers run it; empty if the flow is served."""
     cron: str | None = None
     timezone: str | None = None
-    """Whose clock `cron` goes by. None: UTC's."""
+    """Time zone of `cron`. Default: UTC."""
     overlap: Literal["queue", "skip"] = "queue"
     on: tuple[str, ...] = ()
-    """RUN/KIND whose new versions start a run, too; RUN/KIND@TAG: a tag that moves."""
+    """RUN/KIND: each new version starts a run. RUN/KIND@TAG: each move of the tag does."""
     image: str | None = None
-    """Container image, for pools that are not of type process; refused where all are."""
+    """Container image for pools of other types than process. Refused if all are of type process."""
     folder: str | None = None
-    """What relative paths of the recipe are taken from: a folder of that image, say. None: the
-    folder of the command."""
+    """Folder of the recipe's relative paths, for example one inside the image. Default: the folder
+    of the command."""
     now: bool = False
     """Start a run at once."""
 
 
 def deploy(recipe: Recipe, where: Where) -> dict[str, Any]:
-    """Register everything; what there is now, by name, and whether it is new or changed. Raises
-    before anything is registered."""
+    """Register everything. Returns the deployments and automations by name, and for each whether it
+    is new or changed. Raises before anything is registered."""
     url = check_api()
     with get_client(sync_client=True) as client:
         names = dict.fromkeys([where.pool, *recipe.placement.pools.values()])
@@ -114,8 +115,8 @@ def deploy(recipe: Recipe, where: Where) -> dict[str, Any]:
 def recipe_parameters(
     file: str, pool: str, folder: str | None = None, settings: list[str] | None = None
 ) -> dict[str, Any]:
-    """A build step of prefect.yaml: the recipe in `file` as parameters, `{{ id.recipe }}`, with the
-    checks that `deploy` makes."""
+    """Return the recipe in `file` as parameters: a build step of prefect.yaml, used as
+    `{{ id.recipe }}`. It makes the checks of `deploy`."""
     check_api()
     with get_client(sync_client=True) as client:
         recipe = load(file, settings or [])
@@ -124,14 +125,17 @@ def recipe_parameters(
 
 
 def parameters_of(recipe: Recipe) -> dict[str, Any]:
-    """What a run is started with: only what the recipe says, since a section's own value goes
-    before the run's."""
+    """Return the parameters of a run. Unset keys stay unset, so that a section without a value
+    still takes the run's value."""
     return {"recipe": recipe.model_dump(mode="json", exclude_unset=True)}
 
 
 def flow_of(recipe: Recipe, where: Where) -> Flow:
-    """`nightly` for a recipe that says when a policy is promoted, else `post-train`: as [schedule]
-    says where something starts it again and again, and else as it is. ConfigError."""
+    """Return the flow of a recipe: `nightly` if it has a section [promotion], else `post-train`.
+
+    A post-train recipe that has a section [schedule], a cron or a trigger runs as `scheduled`,
+    which follows [schedule]. Raises ConfigError.
+    """
     if "promotion" in recipe.model_fields_set:
         from quiver.flows.nightly import nightly
 
@@ -144,7 +148,7 @@ def flow_of(recipe: Recipe, where: Where) -> Flow:
 
 
 def each_time(flow: Flow, recipe: Recipe) -> str:
-    """What one run of the deployment does, in a line."""
+    """Describe in one line what each run of the deployment does."""
     if flow.fn is scheduled.fn:
         return {
             "go on": f"{recipe.iterations} more iterations",
@@ -158,8 +162,8 @@ def each_time(flow: Flow, recipe: Recipe) -> str:
 
 
 def described(flow: Flow, name: str, where: Where, **more: Any) -> RunnerDeployment:
-    """A deployment of `flow` by module path, one run at a time, with schedule and triggers;
-    ConfigError: the schedule is none."""
+    """Return a deployment of `flow` by module path, one run at a time, with schedule and triggers.
+    Raises ConfigError if the schedule is invalid."""
     return RunnerDeployment.from_flow(
         flow,
         name=name,
@@ -185,10 +189,10 @@ def _schedules(where: Where) -> list[Schedule]:
             )
         return []
     try:
-        # Prefect checks some of it only as it registers
+        # Prefect checks part of it only when it registers
         schedule = CronSchedule(cron=where.cron, timezone=timezone)
-        asyncio.run(schedule.get_dates(1))  # 30 February never comes
-    except ValueError as error:  # pydantic's is one too
+        asyncio.run(schedule.get_dates(1))  # fails for a date that never comes, such as 30 February
+    except ValueError as error:  # pydantic's ValidationError is one too
         raise ConfigError(
             f"--cron {printable(where.cron)} --timezone {printable(timezone)}",
             printable(error.errors()[0]["msg"] if isinstance(error, ValidationError) else error),
@@ -200,7 +204,7 @@ def _schedules(where: Where) -> list[Schedule]:
 def _deployments(
     recipe: Recipe, where: Where, pools: dict[str, WorkPool]
 ) -> Iterator[RunnerDeployment]:
-    """The recipe's own flow first, then `stage/POOL` of each pool that [placement] names."""
+    """Yield the recipe's own flow first, then `stage/POOL` for each pool that [placement] names."""
     work = _work(pools[where.pool], where)
     parameters = parameters_of(recipe)
     yield described(flow_of(recipe, where), recipe.run, where, parameters=parameters, **work)
@@ -212,8 +216,8 @@ def _deployments(
 
 
 def _work(pool: WorkPool, where: Where) -> dict[str, Any]:
-    """Which pool, and the job variables over its own: the image, and heartbeats, which the worker
-    puts beside the environment that the pool has by then."""
+    """Return the pool and the job variables to override: the image and the heartbeats. The worker
+    merges them with the pool's own environment when a run starts."""
     env = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS)}
     variables: dict[str, Any] = {"env": env}
     if pool.type != _LOCAL:
@@ -250,8 +254,8 @@ def _pool(client: SyncPrefectClient, name: str) -> WorkPool:
 
 
 def _seen_from(recipe: Recipe, pools: dict[str, WorkPool], folder: str | None) -> Recipe:
-    """`recipe` with absolute paths that the workers of all these pools can see, as far as can be
-    known."""
+    """Return `recipe` with absolute paths. Refuse paths that workers of these pools cannot see, as
+    far as that can be known."""
     containers = [pool for pool in pools.values() if pool.type != _LOCAL]
     resolved, paths = resolve(
         recipe, f"work pool {next(iter(pools))}", folder=folder, must_exist=not containers
@@ -259,7 +263,7 @@ def _seen_from(recipe: Recipe, pools: dict[str, WorkPool], folder: str | None) -
     if not containers:
         check_runnable(resolved, paths)
     for pool in containers:
-        # a container sees the host's folder under the same path where its volume says `PATH:PATH`
+        # a container sees the host's folder under the same path only if a volume says `PATH:PATH`
         volumes = [str(volume).split(":") for volume in _default(pool, "volumes") or []]
         mounts = tuple(
             parts[0] for parts in volumes if parts[:1] == parts[1:2] and parts[0].startswith("/")
@@ -269,14 +273,14 @@ def _seen_from(recipe: Recipe, pools: dict[str, WorkPool], folder: str | None) -
 
 
 def _default(pool: WorkPool, variable: str) -> Any:
-    """What the pool's template says of a job variable; None where it says nothing."""
+    """Return the default of a job variable in the pool's template, or None."""
     properties = pool.base_job_template.get("variables", {}).get("properties", {})
     return properties.get(variable, {}).get("default")
 
 
 def _register(client: SyncPrefectClient, deployment: RunnerDeployment) -> dict[str, bool]:
-    """Create or update; whether it is `new`, or `changed`. Neither if the server has this very
-    version, with all its triggers."""
+    """Create or update a deployment. Returns whether it is `new`, and whether it is `changed`;
+    neither if the server has this version with all its triggers."""
     try:
         registered = client.read_deployment_by_name(deployment.full_name)
     except ObjectNotFound:
@@ -289,7 +293,7 @@ def _register(client: SyncPrefectClient, deployment: RunnerDeployment) -> dict[s
         if all(trigger.name in names for trigger in deployment.triggers):
             return {"new": False, "changed": False}
     deployment.apply()
-    # the server takes an empty list for "as they were"
+    # for the server an empty list means "keep the schedules", so they are deleted one by one
     if registered and not deployment.schedules:
         for schedule in registered.schedules:
             client.delete_deployment_schedule(registered.id, schedule.id)
@@ -297,6 +301,6 @@ def _register(client: SyncPrefectClient, deployment: RunnerDeployment) -> dict[s
 
 
 def start_run(client: SyncPrefectClient, deployment: RunnerDeployment) -> str:
-    """Start a run of a registered deployment; its id."""
+    """Start a run of a registered deployment and return its id."""
     registered = client.read_deployment_by_name(deployment.full_name)
     return str(client.create_flow_run_from_deployment(registered.id).id)

@@ -1,10 +1,10 @@
-"""Every path of a recipe, made absolute where the recipe is handed in; what another host could not
-see is refused.
+"""Make every path of a recipe absolute when it is handed in, and refuse paths that another host
+could not see. Look here if a deployed recipe names a missing file.
 
-A worker runs in another folder, maybe on another host, maybe in a container. So a relative path is
-taken from the folder of the command, as everywhere, but now; and what has to be there is looked for
-now. Left as they are: names that are no paths (hub ids, `package:…`, `datasets:…`, functions that
-come with Quiver, modules that are installed), and arguments of the user's own functions.
+A worker runs in another folder, perhaps on another host or in a container. So relative paths are
+resolved now, from the folder of the command, and files that must exist are checked now. Values that
+are no paths stay as they are: hub ids, `package:…`, `datasets:…`, Quiver's own functions, installed
+modules, and the arguments of the user's functions.
 
     recipe, paths = resolve(load("recipe.toml"), "work pool gpu")
     check_visible(paths, mounts=("/srv/quiver",), where="work pool gpu (docker)")
@@ -36,11 +36,14 @@ Paths = dict[str, Path]
 def resolve(
     recipe: Recipe, where: str, *, folder: str | Path | None = None, must_exist: bool = True
 ) -> tuple[Recipe, Paths]:
-    """The recipe with absolute paths, and those paths. ConfigError: one is not there, or names what
-    only this folder has.
+    """Return the recipe with absolute paths, and those paths.
 
-    Relative paths are taken from `folder`, or from here. Without `must_exist`, files may be those
-    of an image: they are not looked for. The store need not be there yet.
+    Args:
+        folder: Folder of relative paths. Default: the current folder.
+        must_exist: If false, files may lie in a container image and are not checked. The store
+            never needs to exist yet.
+
+    Raises ConfigError if a path is missing, or if a module is found only in the current folder.
     """
     data = recipe.model_dump(mode="json", exclude_unset=True)
     data.setdefault("store", recipe.store)
@@ -54,7 +57,7 @@ def resolve(
                 continue
             paths[name] = path
             holder[last] = f"{path}{function}"
-            # a file that is named after a night may be yet to come
+            # a file named after a night may not exist yet
             if must_exist and name != "store" and NIGHT not in str(path) and not path.exists():
                 raise ConfigError(
                     f"{name} {printable(path)}",
@@ -65,17 +68,18 @@ def resolve(
 
 
 def check_runnable(recipe: Recipe, paths: Paths) -> None:
-    """What `quiver run` refuses before anything runs; `recipe` and `paths` are those of `resolve`.
+    """Make the checks that `quiver run` makes before anything runs. `recipe` and `paths` come from
+    `resolve`.
 
-    Nothing is looked at where a file is named after a night: it may be yet to come.
+    Nothing is checked if a file is named after a night, since it may not exist yet.
     """
     if not any(NIGHT in str(path) for path in paths.values()):
         preflight(recipe.for_night(f"{datetime.now(UTC):%Y-%m-%d}"))
 
 
 def check_visible(paths: Paths, mounts: tuple[str, ...], where: str) -> None:
-    """ConfigError when a container would not see a path: one in this host's home or temporary
-    folder, below none of `mounts`."""
+    """Raise ConfigError if a container would not see a path: one in this host's home or temporary
+    folder that is below none of `mounts`."""
     private_folders = (
         Path.home(),
         Path(tempfile.gettempdir()).absolute(),
@@ -104,14 +108,14 @@ def _path(value: str) -> tuple[Path | None, str]:
 
 
 def _code(value: str) -> tuple[Path | None, str]:
-    """`file.py:function`; a module, or a name that comes with Quiver, is no path."""
+    """Split `file.py:function`. A module, or the name of one of Quiver's functions, is no path."""
     holder, colon, attribute = value.rpartition(":")
     return (_path(holder)[0], colon + attribute) if holder.endswith(".py") else (None, "")
 
 
 def _model(value: str) -> tuple[Path | None, str]:
-    """A directory or file that is there, or is written as a path; else a function, a package's
-    file, or a hub id."""
+    """Read a model: an existing directory or file, or a text that looks like a path; else a
+    function, a package's file, or a hub id."""
     path = Path(os.path.expanduser(value))
     looks_like = value.startswith((".", "/", "~")) or path.suffix == ".gguf" or value.count("/") > 1
     is_path = path.exists() or (looks_like and ":" not in value)
@@ -124,8 +128,8 @@ def _rows(value: str) -> tuple[Path | None, str]:
 
 
 def _interpreter(value: str) -> tuple[Path | None, str]:
-    """A bare name is looked for in PATH; links are not followed, since a virtual environment's
-    python is one."""
+    """Search PATH for a bare name. Links are not followed, since a virtual environment's python is
+    one."""
     return _path(value if "/" in value else shutil.which(value) or value)
 
 
@@ -150,16 +154,16 @@ PATHS: dict[str, Callable[[str], tuple[Path | None, str]]] = {
     "optimize.algorithm": _code,
     "placement.python.*": _interpreter,
 }
-"""Every key of a recipe that may name a path, and how it is read."""
+"""Reader of every key of a recipe that may name a path."""
 
 
 _NO_MODULES = tuple(f"{name}:" for name in ("package", "datasets", *ENVIRONMENTS, *TOOLS))
-"""What stands before a colon and is no module."""
+"""Prefixes before a colon that are no modules."""
 
 
 def _values(data: Any, keys: list[str], before: list[str]) -> Iterator[tuple[Any, Any, str]]:
-    """The places in `data` at `keys` (`*`: each entry) that hold text: their holder, its key, and
-    the whole name."""
+    """Yield the text values in `data` at `keys` (`*`: each entry) as their container, their key in
+    it, and their full dotted name."""
     first, *further = keys
     if isinstance(data, list):
         names = range(len(data)) if first == "*" else []
@@ -175,7 +179,8 @@ def _values(data: Any, keys: list[str], before: list[str]) -> Iterator[tuple[Any
 
 
 def _check_importable(name: str, value: str, where: str) -> None:
-    """ConfigError where `module:function` is found only because the command runs in this folder."""
+    """Raise ConfigError if `module:function` is found only because the command runs in this
+    folder."""
     module, colon, function = value.rpartition(":")
     if not colon or not module.replace(".", "").isidentifier() or value.startswith(_NO_MODULES):
         return

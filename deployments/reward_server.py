@@ -5,17 +5,20 @@ RECIPE.toml
     POST /get_reward   dialect openrlhf     queries, prompts and labels
     GET  /health, /openapi.json
 
-The protocols are those of `stages/reward/servers/dialects`, so any of these dialects in
-[[reward.servers]] scores here as the section would score by itself, row by row: weights, clip and
-the overlong penalty included; but a reward model here is told what the policy was given to continue
-by its own `prefill` alone. Labels reach functions as the column `--label`. Rows of requests that
-come together are scored together. A row that fails is an error in the answer, never a number.
-OpenRLHF sends the policy's end token with each answer: it is taken off, unless `--keep-end-tokens`.
+The protocols are in `stages/reward/servers/dialects`. A recipe whose [[reward.servers]] uses one of
+these dialects gets the scores that this section gives, row by row, with weights, clip and the
+overlong penalty. One difference: a reward model served here knows only its own `prefill`, not the
+text that the policy had to continue.
 
-It listens on loopback; anywhere else it wants `--token env:NAME`, which requests must carry as
-bearer token. Without a token it answers only requests that name a loopback host, so that no web
-page can reach it through a browser. Headers and bodies have limits of bytes and of time, and there
-may be only so many connections (`batcher.Limits`).
+- Labels reach functions as the column `--label`.
+- Rows of requests that arrive together are scored together.
+- A row that fails is an error in the answer, never a number.
+- OpenRLHF sends the policy's end token with each answer. It is removed, unless `--keep-end-tokens`.
+
+The server listens on loopback. On any other address it requires `--token env:NAME`, and requests
+must carry that bearer token. Without a token it answers only requests that name a loopback host, so
+that no web page can reach it through a browser. `batcher.Limits` limits the size and time of
+headers and bodies, and the number of connections.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ _STATUS = {"E-CONFIG": 422, "E-BUSY": 503, "E-REMOTE": 502}
 
 
 class _StrictRequest(Request):
-    """Its body is limited in size and time, and read as strict JSON."""
+    """A request whose body is limited in size and time, and parsed as strict JSON."""
 
     async def body(self) -> bytes:
         seconds = self.app.state.limits.body_seconds
@@ -101,8 +104,8 @@ class _StrictRoute(APIRoute):
 
 
 class _Gate:
-    """Lets nobody in with more headers than anybody needs, nor without the token; where there is
-    none, nobody who does not name a loopback host."""
+    """Middleware that refuses requests with too many headers or without the token. If the server
+    has no token, it refuses requests that do not name a loopback host."""
 
     def __init__(self, app: Any, token: str, most_headers: int) -> None:
         self._app = app
@@ -143,7 +146,7 @@ def _refuse(status: int, error: QuiverError) -> Response:
 
 
 async def _explain(_: Request, error: Exception) -> Response:
-    """Every refusal is an `Error`, and repeats nothing of what was sent but the place."""
+    """Answer every refusal as an `Error`. Of the request it repeats only the place of the error."""
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         status = 422
@@ -166,7 +169,7 @@ _HANDLERS = dict.fromkeys(
 
 
 class Error(BaseModel):
-    """Why a request was refused."""
+    """Reason why a request was refused."""
 
     error: dict[str, str]
 
@@ -185,7 +188,12 @@ def make_app(
     keeps_end_tokens: bool = False,
     limits: Limits = DEFAULT,
 ) -> FastAPI:
-    """The application. `label` is the column that labels of openrlhf become."""
+    """Return the application.
+
+    Args:
+        label: Column that labels of openrlhf become.
+        keeps_end_tokens: If true, end tokens that openrlhf sends are scored.
+    """
     batcher = Batcher(lambda rows: score_rows(config, scorers, rows), limits)
 
     app = FastAPI(
@@ -203,18 +211,18 @@ def make_app(
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        """Whether the server is there."""
+        """Answer that the server is running."""
         return {"status": "ok", "format": quiver.FORMAT}
 
     @router.post(quiver.PATH, response_model=quiver.Answer)
     async def score(request: quiver.Request) -> Response:
-        """Score rows, told apart by their ids."""
+        """Score rows, identified by their ids."""
         rows = request.as_rows()
         return JSONResponse(quiver.answer(rows, await batcher.score(rows)))
 
     @router.post(openrlhf.PATH, response_model=openrlhf.Answer)
     async def get_reward(request: openrlhf.Request) -> Response:
-        """Score queries that begin with their prompts, as OpenRLHF asks."""
+        """Score queries that begin with their prompts, as OpenRLHF sends them."""
         rows = request.as_rows(label, keeps_end_tokens=keeps_end_tokens)
         scored = await batcher.score(rows) if rows else []
         return JSONResponse(openrlhf.answer(request, rows, scored))
@@ -224,7 +232,7 @@ def make_app(
 
 
 def make_server(app: FastAPI) -> uvicorn.Server:
-    """What serves the application on a socket."""
+    """Return the uvicorn server of the application."""
     settings = uvicorn.Config(
         app,
         http=Connection,
@@ -242,7 +250,8 @@ def make_server(app: FastAPI) -> uvicorn.Server:
 
 
 def load(path: Path) -> Config:
-    """The [reward] section of a TOML file, which may hold nothing else. ConfigError."""
+    """Return the [reward] section of a TOML file, which may hold other sections too. Raises
+    ConfigError."""
     try:
         section = tomllib.loads(path.read_text(encoding="utf-8")).get("reward")
     except (OSError, ValueError, RecursionError) as error:
@@ -259,8 +268,12 @@ def load(path: Path) -> Config:
 
 
 def listen(host: str, port: int, token: str) -> socket.socket:
-    """A socket at `host`. SecurityError: anywhere but on loopback without a token. ConfigError: it
-    cannot be had."""
+    """Return a socket that listens at `host`.
+
+    Raises:
+        SecurityError: The host is not loopback and there is no token.
+        ConfigError: The address cannot be used.
+    """
     if not token and not is_loopback(host):
         raise SecurityError(
             f"reward server on {printable(host)}",
@@ -279,8 +292,8 @@ def listen(host: str, port: int, token: str) -> socket.socket:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until a signal, then end in order; the exit code is the error's, or 143 for SIGTERM and
-    130 for SIGINT."""
+    """Serve until a signal, then shut down in order. Returns the exit code: the error's, 143 after
+    SIGTERM or 130 after SIGINT."""
     parser = argparse.ArgumentParser(
         prog="python -m quiver.deployments.reward_server", description=__doc__.splitlines()[0]
     )
@@ -315,7 +328,7 @@ def main(arguments: list[str] | None = None) -> int:
                 limits=DEFAULT._replace(rows=max(1, options.rows)),
             )
             log.info("rewards are served on http://%s:%d", options.host, listener.getsockname()[1])
-            # the server ends by it in order, then raises it anew
+            # uvicorn catches the signal, shuts down in order, then raises it again for this handler
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
             make_server(app).run(sockets=[listener])
     except QuiverError as error:

@@ -1,10 +1,11 @@
-"""Serve a recipe from this very process: a schedule for a laptop, without work pools and workers.
+"""Serve a recipe from this process: a schedule for a laptop, without work pools and workers. Look
+here for `quiver serve`.
 
-Prefect's embedded server, which `quiver run` lives with, has no scheduler and triggers nothing. So
-where PREFECT_API_URL names no server, a real one is started on loopback and ends with this command.
-Runs are child processes; a run that is due while the last one still runs waits, or is skipped. When
-this process ends, its schedule is paused and its runs are cancelled; the finished shards of an
-unfinished stage are kept, and serving again goes on from there.
+The embedded server of `quiver run` has no scheduler and triggers nothing. So if PREFECT_API_URL is
+not set, a real server is started on loopback and ends with this command. Runs are child processes.
+A run that is due while the last one still runs waits, or is skipped. When this process ends, its
+schedule is paused and its runs are cancelled. The finished shards of an unfinished stage are kept,
+and serving again continues from there.
 
     serve(load("recipe.toml"), Where(cron="0 2 * * *", timezone="Europe/Berlin"))
 """
@@ -39,9 +40,14 @@ def serve(
     port: int | None = None,
     tell: Callable[[dict[str, Any]], None] = lambda served: None,
 ) -> None:
-    """Run `recipe` when `where` says (its pool is left out), until SIGINT or SIGTERM. `port`: of a
-    server of its own; None: Prefect's setting PREFECT_SERVER_API_PORT, 4200. `tell` is called once
-    with what is served, and where."""
+    """Run `recipe` on the schedule of `where`, until SIGINT or SIGTERM. `where.pool` is ignored.
+
+    Args:
+        port: Port of the server to start. Default: Prefect's PREFECT_SERVER_API_PORT, 4200.
+        tell: Called once with a summary: the API, deployment and schedule.
+
+    Raises ConfigError if `port` is given although PREFECT_API_URL names a server.
+    """
     if port and PREFECT_API_URL.value():
         named = without_login(PREFECT_API_URL.value())
         what = f"no server is started: PREFECT_API_URL names one, {named}"
@@ -84,15 +90,15 @@ def serve(
 
 
 class SaidOnce(logging.Filter):
-    """Says once of a flow run that is due while the last one still runs that it waits. Prefect asks
-    its server every few seconds, and tells each refusal as an aborted submission."""
+    """Logs once per flow run that it is due and waits for the last run. Prefect asks its server
+    every few seconds, and logs each refusal as an aborted submission."""
 
     def __init__(self) -> None:
         super().__init__()
         self._waiting: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is logged."""
+        """True if the record is to be logged."""
         match record.args:
             case (flow_run_id, "SCHEDULED") if "non-pending state" in record.getMessage():
                 is_new = str(flow_run_id) not in self._waiting
@@ -104,8 +110,8 @@ class SaidOnce(logging.Filter):
 
 
 def _run(runner: Runner) -> None:
-    """Until a signal. SIGTERM ends it as Ctrl-C does: Prefect's own answer to it leaves the runs to
-    themselves."""
+    """Run until a signal. SIGTERM is handled like Ctrl-C, because Prefect's own handler leaves the
+    runs behind."""
 
     async def until_stopped() -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()

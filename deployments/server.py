@@ -1,9 +1,9 @@
-"""Prefect's server: whether one answers, whether strangers can use it, and one of our own for a
-laptop.
+"""Check Prefect's server, or start one for a laptop. Look here for what `quiver deploy` refuses
+before it registers anything.
 
-Whoever reaches Prefect's API can run what they like on every worker. So an API that answers without
-credentials is accepted on loopback only: `PREFECT_SERVER_API_AUTH_STRING=user:password` closes the
-server, `PREFECT_API_AUTH_STRING` opens it to a client.
+A client of Prefect's API can run any code on every worker. So an API that answers without
+credentials is accepted on loopback only. `PREFECT_SERVER_API_AUTH_STRING=user:password` closes the
+server; `PREFECT_API_AUTH_STRING` opens it to a client.
 
     check_api()                                 # ConfigError, RemoteError, SecurityError
     with own_server(4200) as url: ...           # http://127.0.0.1:4200/api, until the block ends
@@ -37,11 +37,12 @@ from quiver.stages.common.runtime.subprocesses import Process
 from quiver.stages.common.servers import is_loopback
 
 LEASES = "prefect.server.concurrency.lease_storage.filesystem"
-"""Where the server keeps who holds a concurrency slot. By default that is its memory: what is held
-when it dies stays held."""
+"""Storage of concurrency slots' holders on the server. By default it is memory, so a slot held
+when the server dies stays held."""
 _LEASE_STORAGE = "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"
 _CORS = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
-"""Prefect's default lets any page that the user's browser shows use a server on loopback."""
+"""Origins that may call the server. Prefect's default lets any page in the user's browser use a
+server on loopback."""
 _START_SECONDS = 120
 _START = "prefect server start"
 _LISTEN = "0A"
@@ -49,10 +50,12 @@ log = logging.getLogger("quiver")
 
 
 def check_api() -> str:
-    """The API's URL.
+    """Return the API's URL after checking that the server is usable and not open to strangers.
 
-    ConfigError: none is set, or it refuses our credentials; RemoteError: nobody answers;
-    SecurityError: strangers could use it.
+    Raises:
+        ConfigError: No URL is set, or the server refuses our credentials.
+        RemoteError: The server does not answer.
+        SecurityError: The server answers without credentials on an address other than loopback.
     """
     url = PREFECT_API_URL.value()
     if not url:
@@ -68,7 +71,7 @@ def check_api() -> str:
         stranger = httpx.URL(url).copy_with(username=None, password=None)
         about = {"json": {"limit": 1}, "follow_redirects": True, "timeout": 60}
         with httpx.stream("POST", f"{stranger}/work_pools/filter", **about) as answer:
-            pass  # its status is all that is read
+            pass  # only the status matters
     except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
         raise no_address(url, error) from None
     except httpx.HTTPError as error:
@@ -89,7 +92,7 @@ def check_api() -> str:
 def _refuse_open(url: str, settings: dict[str, Any]) -> None:
     address = urlsplit(url)
     hosts = [address.hostname or "", settings.get("api", {}).get("host", "")]
-    if is_loopback(hosts[0]):  # on this machine; its command may say another host than its settings
+    if is_loopback(hosts[0]):  # its command line may override the host in its settings
         hosts += listening(address.port or 80)
     for host in filter(None, hosts):
         if not is_loopback(host):
@@ -104,7 +107,8 @@ def _refuse_open(url: str, settings: dict[str, Any]) -> None:
 
 
 def listening(port: int) -> list[str]:
-    """The addresses of this machine on which a process listens at `port`, as Linux tells them."""
+    """Return the addresses of this machine on which a process listens at `port`, from Linux's
+    /proc/net. Empty on other systems."""
     addresses = []
     for table in map(Path, ("/proc/net/tcp", "/proc/net/tcp6")):
         rows = table.read_text().splitlines()[1:] if table.exists() else []
@@ -112,7 +116,7 @@ def listening(port: int) -> list[str]:
             _, local, _, state, *_ = row.split()
             address, _, number = local.partition(":")
             if state == _LISTEN and int(number, 16) == port:
-                # words of four bytes, each in this machine's order
+                # the address is in words of four bytes, each in this machine's byte order
                 words = struct.iter_unpack("=I", bytes.fromhex(address))
                 ip = ipaddress.ip_address(b"".join(struct.pack(">I", *word) for word in words))
                 addresses.append(str(getattr(ip, "ipv4_mapped", None) or ip))
@@ -120,14 +124,15 @@ def listening(port: int) -> list[str]:
 
 
 def _check_credentials(shown: str) -> dict[str, Any]:
-    """The server's settings, where it gives them to us."""
+    """Return the server's settings, or an empty dict if it does not give them to us. Raises
+    RemoteError or ConfigError if our own requests fail."""
     try:
         with get_client(sync_client=True) as client:
             client.read_work_pools(limit=1)
-            with suppress(PrefectHTTPStatusError):  # somebody's proxy may keep them
+            with suppress(PrefectHTTPStatusError):  # a proxy may withhold them
                 return client.request("GET", "/admin/settings").json().get("server", {})
             return {}
-    except (httpx.HTTPError, ValueError) as error:  # ValueError: its answer is not Prefect's
+    except (httpx.HTTPError, ValueError) as error:  # ValueError: not an answer of Prefect
         code = error.response.status_code if isinstance(error, PrefectHTTPStatusError) else None
         if code not in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             raise RemoteError(
@@ -148,8 +153,8 @@ def _check_credentials(shown: str) -> dict[str, Any]:
 
 @contextmanager
 def own_server(port: int) -> Iterator[str]:
-    """A real server on loopback, and this process as its client: until the block ends, or the
-    process does, even by kill -9."""
+    """Start a real server on loopback and make this process its client, until the block ends. The
+    server also ends if this process dies, even by kill -9."""
     host = "127.0.0.1"
     url = f"http://{host}:{port}/api"
     with socket.socket() as probe:
@@ -178,7 +183,7 @@ def own_server(port: int) -> Iterator[str]:
             )
             stack.enter_context(server)
             _wait_for(server, url, log_file)
-        os.environ["PREFECT_API_URL"] = url  # of what is started from here
+        os.environ["PREFECT_API_URL"] = url  # for processes that this one starts
         stack.callback(os.environ.pop, "PREFECT_API_URL", None)
         with temporary_settings({PREFECT_API_URL: url}):
             yield url

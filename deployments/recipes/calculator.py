@@ -1,7 +1,7 @@
-"""The task of calculator.toml: sums that a model of 135M parameters cannot do in its head, and a
-calculator that it may use.
+"""The task of calculator.toml: sums that are too hard for a model of 135M parameters, and a
+calculator as its tool.
 
-Pairs of numbers are split once, by a rule that no seed changes, so a held-out pair never stands in
+Pairs of numbers are split by a fixed rule that no seed changes. A held-out pair never occurs in
 training.
 
 >>> calculate("347 * 12")
@@ -46,8 +46,8 @@ def _worked_out(node: ast.expr) -> int:
 
 
 def rows(split: str, seed: int | str = 0, count: int = 2048) -> Iterator[dict[str, Any]]:
-    """`count` questions of one split, `train` or `held_out`, in an order that `seed` decides; each
-    behind three examples of how the calculator is used."""
+    """Yield `count` questions of one split, `train` or `held_out`, in an order set by `seed`. Three
+    examples of the calculator's use precede each."""
     rng = random.Random(f"{split} {seed}")
     asked: set[str] = set()
     while len(asked) < count:

@@ -1,9 +1,8 @@
-"""The game of guess.toml, whole: its rows, its environment, its score, and the small model that it
-starts from.
+"""The whole task of guess.toml: its rows, its environment, its score, and the small base model.
 
-A number from 1 to 15 is to be found in four turns; each wrong guess is answered `higher` or
-`lower`. Halving what is left finds every number. The model (0.1M parameters) is taught by a teacher
-who heeds the answers three times in four.
+The policy has four turns to find a number from 1 to 15. Each wrong guess is answered `higher` or
+`lower`. Halving the remaining range finds every number. The model (0.1M parameters) learns from a
+teacher who heeds the answers three times in four.
 
 >>> game = Guess()
 >>> game.reset(number=11)
@@ -31,8 +30,8 @@ _TEMPLATE = (
 
 
 def rows(split: str, count: int = 512) -> Iterator[dict[str, Any]]:
-    """`count` games of one split, `train` or `held_out`, each with its number. Both draw from the
-    same fifteen numbers."""
+    """Yield `count` games of one split, `train` or `held_out`, each with its number. Both splits
+    draw from the same fifteen numbers."""
     rng = random.Random(split)
     for row in range(count):
         name = f"{split}-{row:04d}"
@@ -40,11 +39,11 @@ def rows(split: str, count: int = 512) -> Iterator[dict[str, Any]]:
 
 
 class Guess:
-    """One game. A guess is paid for what it tells: the bits of the number that are known from then
-    on, of all its bits; so the rewards of a game add up to 1 where the number was found."""
+    """One game. The reward of a guess is the share of the number's bits that it reveals. So a
+    game's rewards add up to 1 if the number was found."""
 
     def reset(self, number: int) -> None:
-        """Begin with that number."""
+        """Begin a game with that number."""
         self.number = number
         self.low, self.high = 1, HIGHEST
 
@@ -65,7 +64,7 @@ class Guess:
 
 
 def found(end_reason: Sequence[str], **_: Any) -> list[float]:
-    """1 for games that ended because the number was found."""
+    """Return 1 for each game that ended because the number was found, else 0."""
     return [float(reason == "environment") for reason in end_reason]
 
 
@@ -73,8 +72,10 @@ def prepare(folder: Path, seed: int = 0, steps: int = 800, heeds: float = 0.75) 
     """Write the base model into `folder`: a Llama after `steps` of supervised warm-up, 64 games
     each.
 
-    `heeds`: how often the teacher looks at what the answers left. On one machine the same arguments
-    give the same weights.
+    Args:
+        heeds: Probability that the teacher guesses within the range that the answers left.
+
+    On one machine the same arguments give the same weights.
     """
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -97,7 +98,7 @@ def prepare(folder: Path, seed: int = 0, steps: int = 800, heeds: float = 0.75) 
 
 
 def _teach(model: Any, tokenizer: Any, steps: int, heeds: float, rng: random.Random) -> None:
-    """Next tokens of whole games by AdamW; only what the teacher says is a target."""
+    """Train on next tokens of whole games with AdamW; only the teacher's guesses are targets."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
@@ -117,7 +118,8 @@ def _teach(model: Any, tokenizer: Any, steps: int, heeds: float, rng: random.Ran
 
 
 def _said_by_teacher(ids: Any, tokenizer: Any) -> Any:
-    """Labels [B, T]: the token behind `assistant` and a line feed, and the end behind that."""
+    """Return labels [B, T]: the token after `assistant` and a line feed, and the end token after
+    it."""
     import torch
 
     assistant, line_feed = tokenizer.convert_tokens_to_ids(["assistant", "\n"])
@@ -129,7 +131,7 @@ def _said_by_teacher(ids: Any, tokenizer: Any) -> Any:
 
 
 def _game(rng: random.Random, heeds: float) -> list[dict[str, str]]:
-    """A game as the teacher plays it, as a chat."""
+    """Return one game of the teacher as a chat."""
     game = Guess()
     game.reset(rng.randint(1, HIGHEST))
     chat = [{"role": "user", "content": QUESTION}]
@@ -145,7 +147,7 @@ def _game(rng: random.Random, heeds: float) -> list[dict[str, str]]:
 
 
 def _tokenizer() -> Any:
-    """A token a word or number; a line feed is one too."""
+    """Return a tokenizer with one token per word or number, and one for a line feed."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

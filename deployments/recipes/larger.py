@@ -1,7 +1,7 @@
 """The demo's task: which of two numbers is larger, each written in words or in digits? The answer
 is exact, in digits.
 
-Pairs of numbers are split once, by a rule that no seed changes, so a held-out pair never stands in
+Pairs of numbers are split by a fixed rule that no seed changes. A held-out pair never occurs in
 training, in either order.
 
 >>> row = next(rows("train", seed=0))
@@ -44,7 +44,7 @@ _EXAMPLE = (
 
 
 def in_words(number: int) -> str:
-    """0 to 99 in English: `forty-two`."""
+    """Return 0 to 99 in English, such as `forty-two`."""
     if number < len(_ONES):
         return _ONES[number]
     tens, ones = divmod(number, 10)
@@ -52,8 +52,8 @@ def in_words(number: int) -> str:
 
 
 def rows(split: str, seed: int | str = 0) -> Iterator[dict[str, Any]]:
-    """Questions of one split, `train` or `held_out`, in an order and wording that `seed`
-    decides."""
+    """Yield the questions of one split, `train` or `held_out`, in an order and wording set by
+    `seed`."""
     pairs = [(low, high) for low in range(10, 100) for high in range(low + 1, 100)]
     random.Random(0).shuffle(pairs)
     chosen = {"held_out": pairs[:_HELD_OUT], "train": pairs[_HELD_OUT:]}[split]

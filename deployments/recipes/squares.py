@@ -1,8 +1,7 @@
-"""The task of squares.toml, whole: its rows with their pictures, and the small model that it starts
-from.
+"""The whole task of squares.toml: its rows with their pictures, and the small base model.
 
 A picture of 32 × 32 pixels is grey noise with two coloured squares, one in its upper half and one
-in its lower half. The model is to say both colours and sides, from the top: `red left blue right`.
+in its lower half. The policy must name both colours and sides, from the top: `red left blue right`.
 
 >>> [row["answer"] for row in rows("train", count=2)]
 ['blue right red right', 'yellow left blue left']
@@ -36,7 +35,8 @@ _TEMPLATE = (
 
 
 def rows(split: str, count: int = 512) -> Iterator[dict[str, Any]]:
-    """`count` questions of one split, `train` or `held_out`, each with its picture and answer."""
+    """Yield `count` questions of one split, `train` or `held_out`, each with its picture and
+    answer."""
     rng = random.Random(split)
     for row in range(count):
         picture, answer = draw(rng)
@@ -51,7 +51,7 @@ def rows(split: str, count: int = 512) -> Iterator[dict[str, Any]]:
 
 
 def draw(rng: random.Random) -> tuple[Any, str]:
-    """A picture, and what is right about it."""
+    """Return a picture and its correct answer."""
     import numpy as np
     from PIL import Image
 
@@ -68,7 +68,7 @@ def draw(rng: random.Random) -> tuple[Any, str]:
 
 
 def right_words(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """The share of the four words that are right; 0 where there are more or fewer."""
+    """Return the share of the four words that are right; 0 if there are more or fewer words."""
     shares = []
     for said, expected in zip(completions, answer, strict=True):
         words, right = said.split(), expected.split()
@@ -81,8 +81,10 @@ def prepare(folder: Path, seed: int = 0, steps: int = 300, slips: float = 0.4) -
     """Write the base model into `folder`: an Idefics3 of 0.1M parameters after `steps` of
     supervised warm-up, 64 pictures each.
 
-    `slips`: how often the teacher says any word in place of the right one. On one machine the same
-    arguments give the same weights.
+    Args:
+        slips: Probability that the teacher replaces a word by a random colour or side.
+
+    On one machine the same arguments give the same weights.
     """
     import torch
     from transformers import (
@@ -121,7 +123,7 @@ def prepare(folder: Path, seed: int = 0, steps: int = 300, slips: float = 0.4) -
 
 
 def _teach(model: Any, processor: Any, steps: int, slips: float, rng: random.Random) -> None:
-    """Next tokens of right answers by AdamW; the question is no target."""
+    """Train on next tokens of the teacher's answers with AdamW; the question is no target."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
@@ -145,7 +147,7 @@ def _teach(model: Any, processor: Any, steps: int, slips: float, rng: random.Ran
 
 
 def _with_slips(answer: str, slips: float, rng: random.Random) -> str:
-    """What the teacher says: now and then another colour or side."""
+    """Return the teacher's answer: each word is replaced at random with probability `slips`."""
     words = [
         rng.choice([*(COLOURS if word in COLOURS else SIDES)]) if rng.random() < slips else word
         for word in answer.split()
@@ -160,7 +162,7 @@ def _asked(processor: Any, answer: str) -> str:
 
 
 def _tokenizer() -> Any:
-    """A token a word; a line feed is one too."""
+    """Return a tokenizer with one token per word, and one for a line feed."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

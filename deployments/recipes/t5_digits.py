@@ -1,10 +1,9 @@
-"""The task of t5_ppo.toml, whole: its rows, its reward, and the small T5 that it starts from. Sort
-the digits: 52917 → 12579.
+"""The whole task of t5_ppo.toml: its rows, its reward, and the small base T5. The task is to sort
+digits: 52917 → 12579.
 
-Which multisets of digits are held out is a rule that no seed changes, so a held-out row stands in
-training or warm-up in no order of its digits. The T5 (0.9M parameters, a token a digit) is taught
-by a teacher who swaps neighbours now and then, and not for long; what it does not know after that,
-PPO has to find.
+Multisets of digits are held out by a fixed rule that no seed changes. So no order of a held-out
+row's digits occurs in training or warm-up. The T5 (0.9M parameters, one token per digit) learns
+briefly from a teacher who sometimes swaps neighbours. PPO has to find the rest.
 
 >>> next(rows("train", seed=1))
 {'digits': '65785074', 'answer': '04556778'}
@@ -26,8 +25,8 @@ _PAD, _END, _UNKNOWN = range(3)
 
 
 def rows(split: str, seed: int = 0, count: int = 12_288) -> Iterator[dict[str, str]]:
-    """`count` different rows of one split, `train` or `held_out`: digits in an order that `seed`
-    decides, and the answer."""
+    """Yield `count` different rows of one split, `train` or `held_out`: digits in an order set by
+    `seed`, and the answer."""
     seen: set[str] = set()
     drawn = _draw(split, random.Random(f"{split} {seed}"))
     while len(seen) < count:
@@ -38,7 +37,7 @@ def rows(split: str, seed: int = 0, count: int = 12_288) -> Iterator[dict[str, s
 
 
 def _draw(split: str, rng: random.Random) -> Iterator[str]:
-    """Strings of digits without end; a fifth of all multisets is held out."""
+    """Yield strings of digits without end; a fifth of all multisets is held out."""
     while True:
         digits = "".join(rng.choices("0123456789", k=rng.randint(SHORTEST, LONGEST)))
         held_out = zlib.crc32("".join(sorted(digits)).encode()) % 5 == 0
@@ -47,8 +46,8 @@ def _draw(split: str, rng: random.Random) -> Iterator[str]:
 
 
 def in_place(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
-    """Share of digits that stand where they belong: right ones / length of the longer of completion
-    and answer."""
+    """Return the share of digits in their right place: right digits / length of the longer of
+    completion and answer."""
     return [
         sum(map(str.__eq__, got, want)) / max(len(got), len(want))
         for got, want in zip(completions, answer, strict=True)
@@ -58,8 +57,10 @@ def in_place(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
 def prepare(folder: Path, seed: int = 0, steps: int = 180, slips: float = 0.1) -> None:
     """Write the base model into `folder`: a T5 after `steps` of supervised warm-up, 64 rows each.
 
-    `slips`: how often the teacher swaps a digit with its neighbour. On one machine the same
-    arguments give the same weights.
+    Args:
+        slips: Probability that the teacher swaps a digit with its neighbour.
+
+    On one machine the same arguments give the same weights.
     """
     import torch
     from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
@@ -80,7 +81,8 @@ def prepare(folder: Path, seed: int = 0, steps: int = 180, slips: float = 0.1) -
 
 
 def _teach(model, tokenizer, steps: int, slips: float, rng: random.Random) -> None:
-    """Teacher forcing by AdamW; the rate rises over 20 steps, then falls to 0."""
+    """Train by teacher forcing with AdamW. The learning rate rises over 20 steps, then falls to
+    0."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
@@ -111,7 +113,8 @@ def _teach(model, tokenizer, steps: int, slips: float, rng: random.Random) -> No
 
 
 def _taught(digits: str, slips: float, rng: random.Random) -> str:
-    """The digits sorted by the teacher: from left to right each may be swapped with the next."""
+    """Return the digits sorted by the teacher: from left to right each may be swapped with the
+    next."""
     shown = sorted(digits)
     for at in range(len(shown) - 1):
         if rng.random() < slips:
@@ -120,7 +123,8 @@ def _taught(digits: str, slips: float, rng: random.Random) -> str:
 
 
 def _tokenizer():
-    """A token a digit after three special ones; a text ends with `</s>`, as T5 has it."""
+    """Return a tokenizer with three special tokens and one per digit. A text ends with `</s>`, as
+    for T5."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

@@ -1,1 +1,1 @@
-"""One HTML file over a whole run: read-only, self-contained, the same bytes for the same store."""
+"""One HTML file about a whole run: read-only, self-contained, the same bytes for the same store."""

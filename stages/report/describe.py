@@ -1,9 +1,9 @@
-"""A version in words, for a terminal: what it is, its size, what it was made of, its numbers, and
-its first rows with all that is told of them elsewhere.
+"""Describe a version in lines of text for a terminal: kind, size, inputs, metrics and first rows.
+Look here to change what `quiver show` prints.
 
     describe(store, store.open("arith/rewards@3"), rows=10)     # lines of text
 
-All of it may be foreign text; whoever prints it escapes control characters.
+All of it may be foreign text: the caller must escape control characters before it prints.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from .words import counted, number, size, unscored_of
 WIDTH = 100
 _INDENT = 12
 MOST_LINES = 12
-"""Of one text."""
+"""Lines shown of one text."""
 MOST_TURNS = 20
-"""Of one episode."""
+"""Turns shown of one episode."""
 OBSERVED = "│ "
-"""Before each line of an observation: nobody learns from it."""
+"""Prefix of each line of an observation, to show that it is not trained on."""
 _LONGEST_NAME = 40
 Z = 1.96
-"""Standard errors from the middle to the end of a normal interval of 95 %."""
+"""Half the width of a normal 95 % interval, in standard errors."""
 
 
 def describe(store: Store, version: Version, rows: int) -> list[str]:
-    """Lines for a person, with up to `rows` rows. CorruptError, LineageError."""
+    """Return lines for a person, with up to `rows` rows. Raises CorruptError, LineageError."""
     manifest = version.manifest
     episodes = numbers_of(version)
     lines = [*_about(store, version), *_numbers(manifest, episodes or ())]
@@ -73,8 +73,8 @@ def describe(store: Store, version: Version, rows: int) -> list[str]:
 def row_lines(
     row: Mapping[str, Any], width: int = WIDTH, most_lines: int = MOST_LINES
 ) -> list[str]:
-    """A row of `Joined.rows` as lines of `width` characters: each piece after its name, wrapped,
-    and cut after `most_lines`."""
+    """Return a row of `Joined.rows` as lines of `width` characters. Each field follows its name,
+    wrapped, and cut after `most_lines`."""
     lines = asked_lines(row, width, most_lines)
     if "turns" in row:
         for part in parts_of(row, MOST_TURNS):
@@ -85,7 +85,8 @@ def row_lines(
 
 
 def asked_lines(row: Mapping[str, Any], width: int, most_lines: int) -> list[str]:
-    """What stands before the completion: the prompt, and what else its row of the source holds."""
+    """Return the lines before the completion: the prompt and the other columns of its source
+    row."""
     piece = partial(_piece, width=width, most_lines=most_lines)
     lines = []
     reference = row.get("reference")
@@ -102,13 +103,13 @@ def asked_lines(row: Mapping[str, Any], width: int, most_lines: int) -> list[str
 
 
 def part_lines(part: Part, width: int, most_lines: int) -> list[str]:
-    """A part of a turn as lines; those of an observation have a mark."""
+    """Return a part of a turn as lines; lines of an observation start with `OBSERVED`."""
     mark = OBSERVED if part.voice == "observation" else ""
     return _piece(part.name, part.text, width, most_lines, mark)
 
 
 def outcome_lines(row: Mapping[str, Any], width: int, most_lines: int) -> list[str]:
-    """What stands after the completion: how it ended, and what it was worth."""
+    """Return the lines after the completion: how it ended, its reward, errors and advantage."""
     piece = partial(_piece, width=width, most_lines=most_lines)
     lines = piece("ended by", ending(row))
     lines += piece("score", _cell(row["score"]) if "score" in row else None)
@@ -124,7 +125,7 @@ def outcome_lines(row: Mapping[str, Any], width: int, most_lines: int) -> list[s
 
 
 def ending(row: Mapping[str, Any]) -> str | None:
-    """How many tokens a rollout has, and why it ended there."""
+    """Return why a rollout ended and how many tokens it has."""
     if "finish_reason" not in row:
         return None
     if "turns" in row:
@@ -133,7 +134,7 @@ def ending(row: Mapping[str, Any]) -> str | None:
 
 
 def score_line(metrics: Mapping[str, Any]) -> str:
-    """The score of an evaluation or of a difference, with its interval."""
+    """Return the score of an evaluation or of a difference, with its 95 % interval."""
     score, stderr = metrics["score"], metrics["stderr"]
     prompts = counted(metrics["n"], "prompt")
     if stderr is None:
@@ -146,8 +147,8 @@ def score_line(metrics: Mapping[str, Any]) -> str:
 
 
 def tags_of(store: Store, run: str) -> dict[str, list[str]]:
-    """The tags of a run by the reference that they hold; what is damaged, or cannot be read, is
-    left to `verify`."""
+    """Return the tags of a run by the reference that they hold. Damaged or unreadable tags are
+    skipped; `verify` reports them."""
     tags: dict[str, list[str]] = {}
     with suppress(CorruptError, PermissionError):
         for name in store.tag_names(run):
@@ -157,7 +158,7 @@ def tags_of(store: Store, run: str) -> dict[str, list[str]]:
 
 
 def _about(store: Store, version: Version) -> Iterator[str]:
-    """What it is, when and of what it was made, its size and tags."""
+    """Yield kind, size, date, tags, inputs and status."""
     manifest = version.manifest
     tags = tags_of(store, manifest.run).get(manifest.ref, [])
     rows = f", {counted(manifest.rows, 'row')}" if manifest.rows else ""
@@ -176,8 +177,8 @@ def _about(store: Store, version: Version) -> Iterator[str]:
 
 
 def _numbers(manifest: Manifest, others: Container[str] = ()) -> Iterator[str]:
-    """The manifest's metrics: plain ones together, each nested group on a line of its own; without
-    those that are told elsewhere, `others`."""
+    """Yield the manifest's metrics: plain ones together, each nested group on a line of its own.
+    Metrics in `others` are shown elsewhere and left out."""
     metrics = {name: cell for name, cell in manifest.metrics.items() if name not in others}
     if manifest.kind == "evaluations":
         yield from _piece("score", score_line(metrics) + unscored_of(metrics))
@@ -205,13 +206,13 @@ def _numbers(manifest: Manifest, others: Container[str] = ()) -> Iterator[str]:
 
 
 def _episodes(numbers: Mapping[str, Any] | None, num_rows: int) -> Iterator[str]:
-    """How the episodes of rollouts/2 went."""
+    """Yield the counts of episodes of rollouts/2."""
     for name, text in in_words(numbers, num_rows) if numbers else ():
         yield from _piece(name, text)
 
 
 def _steps(store: Store, policy: Manifest, rows: int) -> list[str]:
-    """The last optimizer steps that made a policy."""
+    """Return a table of the last optimizer steps that made a policy."""
     steps = Manifests(store).steps(policy)
     if not steps or not rows:
         return []
@@ -226,8 +227,12 @@ def _table(rows: list[dict[str, Any]], columns: list[str]) -> list[str]:
 
 
 def _named_cells(cells: Mapping[str, Any], *, in_words: bool = True) -> str:
-    """`mean 0.25 · std 0.125`; nothing of lists that are empty. Names that a recipe may hold, as
-    those of columns, are not put `in_words`."""
+    """Return `mean 0.25 · std 0.125`, without empty lists.
+
+    Args:
+        in_words: If true, underscores in names become spaces. False for names from a recipe, such
+            as columns, which are quoted instead.
+    """
     return " · ".join(
         f"{str(name).replace('_', ' ') if in_words else quoted_name(name)} {_cell(cell)}"
         for name, cell in cells.items()
@@ -248,7 +253,7 @@ def _cell(content: Any) -> str:
 def _piece(
     name: str, text: Any, width: int = WIDTH, most_lines: int = MOST_LINES, mark: str = ""
 ) -> list[str]:
-    """`name`, then `text` in lines beside it, each after `mark`; nothing where there is no text."""
+    """Return `name`, then the lines of `text` beside it, each after `mark`. Empty if no text."""
     if text is None or text == "":
         return []
     width = max(width - _INDENT - 2 - len(mark), 20)

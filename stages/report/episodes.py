@@ -1,11 +1,11 @@
-"""Episodes of several turns as people see them: the parts of a turn, each in the voice of who
-speaks, and the numbers of a version in words.
+"""Show episodes of several turns to people: the parts of a turn, each with the voice that speaks,
+and the counts of a version as text. Look here to change how turns are shown.
 
     for part in parts_of(joined.rows([0])[0]):
         print(part.voice, part.name, part.text)
 
-Only what the policy sampled is learned from; what an environment answered is an `observation`. All
-texts may be foreign.
+Only the text that the policy sampled is trained on; an environment's answer is an `observation`.
+All texts may be foreign.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from .shards import columns_of
 from .words import counted, number
 
 MOST_BYTES = 256 * 1024 * 1024
-"""Of a version whose episodes are counted: those of its first shards."""
+"""Bytes read of a version to count its episodes, from its first shards."""
 FEW_BYTES = 12 * 1024 * 1024
-"""The same where many versions are looked at."""
+"""The same limit when many versions are read."""
 _LAST = 3
-"""Turns at the end that are shown of a long episode."""
+"""Turns shown from the end of a long episode."""
 
 
 class Part(NamedTuple):
     """A piece of a turn."""
 
     voice: str
-    """Whose it is: `policy`, `observation`, `error`; or what Quiver says: `title` of a turn,
-    `restart` where a new sequence begins, `note`."""
+    """The speaker: `policy`, `observation` or `error`. Or Quiver itself: `title` of a turn,
+    `restart` if a new sequence begins, `note`."""
     name: str
     text: str
 
@@ -45,8 +45,9 @@ class Part(NamedTuple):
 
 
 def told_of_turns(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Turns of rollouts/2 with the numbers of their ids, `observation_tokens` and `restart_tokens`
-    (None: no new sequence begins), in place of the ids; `tool_calls` is a list, `info` is read."""
+    """Replace the ids in turns of rollouts/2 by their counts, `observation_tokens` and
+    `restart_tokens`. The latter is None if no new sequence begins. `tool_calls` and `info` are
+    parsed from JSON."""
     told = []
     for turn in turns:
         fields = dict(turn)
@@ -61,8 +62,8 @@ def told_of_turns(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parts_of(row: Mapping[str, Any], most: int | None = None) -> list[Part]:
-    """All turns of a row, of which `turns` are as `told_of_turns` has them; of more than `most` the
-    first and the last ones."""
+    """Return the parts of all turns of a row, whose `turns` come from `told_of_turns`. If the row
+    has more than `most` turns, return the first and the last ones."""
     parts = []
     for index in shown_turns(len(row["turns"]), most):
         if index is None:
@@ -73,7 +74,7 @@ def parts_of(row: Mapping[str, Any], most: int | None = None) -> list[Part]:
 
 
 def shown_turns(count: int, most: int | None) -> list[int | None]:
-    """Indices of the turns that are shown, with None where some are left out.
+    """Return the indices of the turns to show, with None in place of turns that are left out.
 
     >>> shown_turns(9, 5)
     [0, 1, None, 6, 7, 8]
@@ -84,12 +85,12 @@ def shown_turns(count: int, most: int | None) -> list[int | None]:
 
 
 def left_out(count: int, most: int) -> Part:
-    """What stands for the turns that `shown_turns` leaves out."""
+    """Return the part that stands for the turns that `shown_turns` leaves out."""
     return Part("note", "left out", counted(count - most, "turn"))
 
 
 def parts_of_turn(row: Mapping[str, Any], index: int) -> list[Part]:
-    """One turn: what it is, what was sampled, and what came of it."""
+    """Return the parts of one turn: title, sampled text, tool calls, errors and observation."""
     turn = row["turns"][index]
     info = turn["info"]
     failure = None
@@ -117,12 +118,12 @@ def parts_of_turn(row: Mapping[str, Any], index: int) -> list[Part]:
 
 
 def turns_and_end(row: Mapping[str, Any]) -> str:
-    """`max_turns, after 3 turns`."""
+    """Return text such as `max_turns, after 3 turns`."""
     return f"{row['end_reason']}, after {counted(len(row['turns']), 'turn')}"
 
 
 def _reward(row: Mapping[str, Any], index: int) -> list[str]:
-    """What the turn earned: of the rewards that are shown, or else what the environment gave."""
+    """Return the turn's reward from the rewards that are shown, else from the environment."""
     earned = row.get("turn_rewards")
     if earned is not None and len(earned) == len(row["turns"]):
         return [f"reward {number(earned[index])}"]
@@ -131,7 +132,7 @@ def _reward(row: Mapping[str, Any], index: int) -> list[str]:
 
 
 def _call(call: Any) -> str:
-    """`look_up {"word": "elk"}`."""
+    """Return text such as `look_up {"word": "elk"}`."""
     if isinstance(call, dict) and isinstance(call.get("name"), str):
         return f"{call['name']} {_as_text(call.get('arguments', {}))}"
     return _as_text(call)
@@ -145,15 +146,15 @@ def _as_text(content: Any) -> str:
 
 
 def numbers_of(version: Version, most_bytes: int = MOST_BYTES) -> dict[str, Any] | None:
-    """How the episodes of a rollouts version went, counted in its first shards. None where it has
-    no turns. CorruptError, LineageError."""
+    """Count the episodes in the first shards of a rollouts version. None if it has no turns. Raises
+    CorruptError, LineageError."""
     if version.ref.kind != "rollouts" or "turns" not in columns_of(version):
         return None
     return measure(version.head(["turns", "end_reason"], most_bytes))
 
 
 def in_words(numbers: Mapping[str, Any], num_rows: int) -> Iterable[tuple[str, str]]:
-    """The numbers of a version of `num_rows` rows as (name, text)."""
+    """Yield the counts of a version of `num_rows` rows as (name, text)."""
     num_counted = numbers["rollouts"]
     if num_counted < num_rows:
         yield "episodes", f"the first {num_counted:,} of {num_rows:,} are counted"
@@ -178,7 +179,7 @@ def in_words(numbers: Mapping[str, Any], num_rows: int) -> Iterable[tuple[str, s
 
 
 def ends_in_words(numbers: Mapping[str, Any]) -> str:
-    """`answered 9 (75.0%) · timeout 3 (25.0%)`."""
+    """Return text such as `answered 9 (75.0%) · timeout 3 (25.0%)`."""
     return " · ".join(
         f"{printable(reason)} {count:,} ({share(count / numbers['rollouts'])})"
         for reason, count in numbers["end_reasons"].items()
@@ -186,17 +187,17 @@ def ends_in_words(numbers: Mapping[str, Any]) -> str:
 
 
 def share(part: float | None) -> str:
-    """A share in percent; a dash where there is none."""
+    """Return a share in percent; a dash for None."""
     return number(None) if part is None else f"{part:.1%}"
 
 
 def share_of_ends(numbers: Mapping[str, Any], reasons: Iterable[str]) -> float:
-    """Of the episodes that ended for one of `reasons`."""
+    """Return the share of episodes that ended for one of `reasons`."""
     num_ended = sum(numbers["end_reasons"].get(reason, 0) for reason in reasons)
     return num_ended / numbers["rollouts"] if numbers["rollouts"] else 0.0
 
 
 def failures_in_words(numbers: Mapping[str, Any]) -> str:
-    """`2 timeout, 1 environment_error`."""
+    """Return text such as `2 timeout, 1 environment_error`."""
     counts = {reason: numbers["end_reasons"].get(reason, 0) for reason in FAILURES}
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.items() if count)

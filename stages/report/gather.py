@@ -1,9 +1,9 @@
-"""What is told of a run, read from its versions: the line of policies, what each learned from, and
-how they were measured. The HTML file and Prefect's pages render it.
+"""Gather all that a report says about a run: its line of policies, their data, their evaluations.
+Look here to change what the HTML report and Prefect's pages show.
 
-The line ends at a policy that is named, else where the run's own line ends (`ends_of`), and goes
-back to the base model, into other runs where the run is a fork. Of versions whose files expired the
-manifest is told; those that are gone otherwise are left out; both are counted.
+The line ends at a given policy; default: the end of the run's own line (`ends_of`). It goes back to
+the base model, and into other runs if the run is a fork. A version whose files expired keeps its
+manifest, so it is shown. A version that is missing otherwise is left out. Both are listed.
 
     gathered = gather(store, "arith")
     gathered.iterations[-1].rewards.metrics["reward_mean"]
@@ -35,34 +35,35 @@ _UPDATES_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Iteration:
-    """One policy that optimize made, and the newest of what it learned from: of several rounds of
-    sampling the first one."""
+    """One policy that optimize made, with the newest versions that it learned from. After several
+    rounds of sampling, `prompts`, `rollouts` and `rewards` are those versions from the first round.
+    """
 
     policy: Manifest
     prompts: Manifest | None
     rollouts: Manifest | None
     rewards: Manifest | None
     more: list[Manifest]
-    """Prompts, rollouts and rewards of further rounds, as far as they are there."""
+    """Prompts, rollouts and rewards of further rounds, as far as they exist."""
     steps: list[dict[str, Any]]
-    """The rows of its updates: `step` and `STEP_COLUMNS`."""
+    """Rows of its updates: `step` and `STEP_COLUMNS`."""
     episodes: dict[str, Any] | None = None
-    """How the episodes of its rollouts went, as `common.episodes` counts them; None: they have no
-    turns, or are gone."""
+    """Counts of its rollouts' episodes, from `common.episodes`. None if the rollouts have no turns
+    or are missing."""
 
     @property
     def versions(self) -> list[Manifest]:
-        """Those that are there, in the order in which they were made."""
+        """The existing versions, in the order in which they were made."""
         versions = (self.prompts, self.rollouts, self.rewards, *self.more, self.policy)
         return [manifest for manifest in versions if manifest]
 
     def of_kind(self, kind: str) -> list[Manifest]:
-        """The versions of this kind, one a round."""
+        """Return the versions of this kind, one per round."""
         return [manifest for manifest in self.versions if manifest.kind == kind]
 
     @property
     def reward_mean(self) -> float | None:
-        """Over the scored rollouts of all rounds."""
+        """Mean reward over the scored rollouts of all rounds."""
         total = 0.0
         num_scored = 0
         for rewards in self.of_kind("rewards"):
@@ -73,7 +74,8 @@ class Iteration:
 
     @property
     def contrast(self) -> tuple[int, int] | None:
-        """How many groups of all rounds have different rewards, and how many there are."""
+        """(groups whose rewards differ, all groups), over all rounds. None if a count is
+        missing."""
         groups = [metric(rewards, "groups") or {} for rewards in self.of_kind("rewards")]
         if not groups or not all("count" in each for each in groups):
             return None
@@ -81,7 +83,7 @@ class Iteration:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By stage."""
+        """Seconds by stage."""
         seconds: dict[str, float] = {}
         for manifest in self.versions:
             before = seconds.get(manifest.stage, 0.0)
@@ -90,50 +92,54 @@ class Iteration:
 
     @property
     def length_share(self) -> float | None:
-        """The share of the completions that ended at the token limit."""
+        """Share of the first round's completions that ended at the token limit."""
         if self.rollouts is None or not self.rollouts.rows:
             return None
         return self.rollouts.status.get("length", 0) / self.rollouts.rows
 
     @property
     def num_bytes(self) -> int:
-        """Of all that was written."""
+        """Bytes of data in all versions."""
         return sum(manifest.bytes.get("data", 0) for manifest in self.versions)
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """All that is told of a run."""
+    """Everything that a report shows about a run."""
 
     run: str
     base: Manifest
     iterations: list[Iteration]
     evaluations: list[Manifest]
-    """Those of the line that measured what the latest one of its newest policy did, by number of
-    the policy."""
+    """Newest comparable evaluation of each policy on the line, by policy number. If nights decide,
+    of each policy of the run. Comparable to the newest policy's latest one."""
     nights: dict[str, list[NightRow]]
-    """By tag, of those that nights decide about."""
+    """Decisions by tag, for each tag that nights decide about."""
     nightly: list[Manifest]
-    """The evaluations of nights whose held-out rows are others each night, by number of the policy;
-    none where all have the same."""
+    """Evaluations of nights by policy number, if the held-out rows change from night to night.
+    Empty if all nights use the same rows."""
     gone: list[str]
-    """References that are named and no longer there."""
+    """References that are named but no longer exist."""
     expired: list[str]
-    """Those of which the manifest alone is left."""
+    """References of expired versions: only the manifest is left."""
     branches: list[str]
-    """The policies of the run that end other lines than the one that is told of."""
+    """Policies of the run that end other lines than this one."""
     newest: str
-    """What `latest` said of the run."""
+    """Result of `latest`; a report holds it to show whether it is current."""
 
     @property
     def scores(self) -> dict[int, dict[str, Any]]:
-        """The metrics of each measured policy's evaluation, by the policy's number."""
+        """Metrics of each measured policy's evaluation, by policy number."""
         return {policy_number(each): each.metrics for each in self.evaluations}
 
 
 class Manifests:
-    """The manifests of a store; of a version that is not there the reference is noted in `gone`, of
-    one that expired in `expired`. `passed_over`: the errors that count as not being there."""
+    """The manifests of a store. References that cannot be opened are collected in `gone`,
+    references of expired versions in `expired`.
+
+    Args:
+        passed_over: Errors that count as a missing version.
+    """
 
     def __init__(self, store: Store, passed_over: type[QuiverError] = LineageError) -> None:
         self.store = store.with_expired()
@@ -142,7 +148,8 @@ class Manifests:
         self._passed_over = passed_over
 
     def open(self, ref: str | None, kind: str | None = None) -> Manifest | None:
-        """The manifest of `ref`, if it is there, and of that kind where one is asked for."""
+        """Return the manifest of `ref`. None if it is missing or not of `kind`. Default: any
+        kind."""
         if ref is None:
             return None
         try:
@@ -158,17 +165,19 @@ class Manifests:
         return version.manifest
 
     def input(self, manifest: Manifest | None, role: str) -> Manifest | None:
-        """What has this role among the inputs of `manifest`; of several, the first."""
+        """Return the first input of `manifest` that has this role."""
         entry = manifest.input(role) if manifest else None
         return self.open(entry.ref, role if role in KINDS else None) if entry else None
 
     def line(self, policy: Manifest) -> Iterator[Manifest]:
-        """`policy` and those that it was trained from, newest first, as far as they are there.
-        LineageError where they lead in a circle."""
+        """Yield `policy` and its ancestors, newest first, as far as they exist.
+
+        Raises LineageError if they form a circle.
+        """
         return line_of(policy, self.open)
 
     def steps(self, policy: Manifest) -> list[dict[str, Any]]:
-        """The rows of the updates that made `policy`: `step` and `STEP_COLUMNS`."""
+        """Return the rows of the updates that made `policy`: `step` and `STEP_COLUMNS`."""
         updates = self.open(policy.metrics.get("updates"), "updates")
         if updates is None or updates.rows == 0:
             return []
@@ -178,15 +187,15 @@ class Manifests:
         return []
 
     def episodes(self, rollouts: Manifest | None) -> dict[str, Any] | None:
-        """How the episodes of a rollouts version went, by its first shards."""
+        """Count the episodes of a rollouts version, from its first shards."""
         if rollouts is not None:
             with suppress(LineageError):  # they expired
                 return numbers_of(self.store.open(rollouts.ref), FEW_BYTES)
         return None
 
     def comparable(self, evaluation: Manifest, candidates: Iterable[Manifest]) -> list[Manifest]:
-        """Those of `candidates` that measured what `evaluation` did: the same prompts, scored in
-        the same way."""
+        """Return the `candidates` that measured the same prompts as `evaluation`, scored in the
+        same way."""
         prompts, rewards = self._measured(evaluation)
         if not prompts or not rewards:
             return []
@@ -200,21 +209,23 @@ class Manifests:
         return alike
 
     def _measured(self, evaluation: Manifest) -> tuple[str | None, Manifest | None]:
-        """Hash of the prompts, and what scored the answers."""
+        """Return the hash of the prompts and the rewards that scored the answers."""
         return self.prompts_hash(evaluation), self.input(evaluation, "rewards")
 
     def prompts_hash(self, evaluation: Manifest) -> str | None:
-        """Hash of the prompts that were answered; None if the rollouts are gone."""
+        """Return the hash of the prompts that were answered; None if the rollouts are gone."""
         rollouts = self.input(evaluation, "rollouts")
         prompts = rollouts.input("prompts") if rollouts else None
         return prompts.content_hash if prompts else None
 
 
 def ends_of(store: Store, run: str) -> list[str]:
-    """The policies of a run that none of its others was trained from, that of the run's own line
-    first: of the longest line, and of two that are as long the older, since what was trained by
-    hand came later. Where nights decide, the newest is first. CorruptError; LineageError: the run
-    has no policy."""
+    """Return the policies of a run that no other policy of the run was trained from.
+
+    The end of the run's own line comes first. This is the longest line; of two equally long lines
+    it is the older, since policies trained by hand come later. If nights decide, the newest policy
+    is first. Raises CorruptError, or LineageError if the run has no policy.
+    """
     visible = set(map(str, store.refs(run, "policy")))
     lengths: dict[str, int] = {}
     for version in store.with_expired().versions(run, "policy"):  # by number: parents first
@@ -229,16 +240,16 @@ def ends_of(store: Store, run: str) -> list[str]:
 
 
 def latest(store: Store, run: str, policy: str) -> str:
-    """The policy that a line ends at, and the newest policy, evaluation and decisions of a run:
-    what a report over it must know."""
+    """Return a text that changes whenever a report over the run would change: the policy at the end
+    of the line, the newest policy and evaluation, and the number of decisions per tag."""
     newest = [*store.refs(run, "policy")][-1:] + [*store.refs(run, "evaluations")][-1:]
     decisions = [f"{tag}:{len(entries)}" for tag, entries in histories(store, run).items()]
     return " ".join(map(str, [policy, *newest, *decisions]))
 
 
 def histories(store: Store, run: str) -> dict[str, list[Entry]]:
-    """The journals of the run's tags that nights decide about, by tag; what is damaged is left to
-    `verify`."""
+    """Return the journals of the run's tags that nights decide about, by tag. Damaged journals are
+    skipped; `verify` reports them."""
     found: dict[str, list[Entry]] = {}
     with suppress(CorruptError, PermissionError):
         for name in store.tag_names(run):
@@ -250,8 +261,13 @@ def histories(store: Store, run: str) -> dict[str, list[Entry]]:
 
 
 def gather(store: Store, run: str, end: str | None = None) -> Gathered:
-    """Read it all, of the line that ends at the policy `end`; None: of the run's own (`ends_of`).
-    LineageError: the run has no policy."""
+    """Read everything about the line that ends at the policy `end`.
+
+    Args:
+        end: Default: the end of the run's own line (`ends_of`).
+
+    Raises LineageError if the run has no policy.
+    """
     ends = ends_of(store, run)
     end = end or ends[0]
     manifests = Manifests(store)
@@ -265,7 +281,7 @@ def gather(store: Store, run: str, end: str | None = None) -> Gathered:
             more = []
             for entry in policy.inputs:
                 role, _, number = entry.role.partition(".")
-                # what an earlier policy learned from is replay
+                # rollouts that an earlier policy learned from are replay
                 if role == "rollouts" and number and entry.ref not in learned_from:
                     further = manifests.open(entry.ref, "rollouts")
                     rewards = policy.input(f"rewards.{number}")
@@ -286,7 +302,7 @@ def gather(store: Store, run: str, end: str | None = None) -> Gathered:
             )
             iterations.append(iteration)
     journals = histories(store, run)
-    # nights measure what they reject, too
+    # nights also measure policies that they reject, which are not on the line
     evaluations = _evaluations(manifests, run, None if journals else line)
     nights = {tag: nights_of(entries) for tag, entries in journals.items()}
     nightly = evaluations_of_nights(manifests, chain.from_iterable(journals.values()))
@@ -307,8 +323,8 @@ def gather(store: Store, run: str, end: str | None = None) -> Gathered:
 
 
 def evaluations_of_nights(manifests: Manifests, entries: Iterable[Entry]) -> list[Manifest]:
-    """The evaluations that nights decided on, by number of the policy, if their held-out rows are
-    not the same every night; else none: the ordinary curve shows them."""
+    """Return the evaluations that nights decided on, by policy number, if their held-out rows
+    differ. Return none if all nights use the same rows: the ordinary curve shows them."""
     noted = [notes for notes in map(read_about, entries) if notes.night and notes.evaluation]
     found = [manifests.open(notes.evaluation, "evaluations") for notes in noted]
     by_policy = {policy_number(each): each for each in found if each and each.model("policy")}
@@ -318,8 +334,8 @@ def evaluations_of_nights(manifests: Manifests, entries: Iterable[Entry]) -> lis
 
 
 def _evaluations(manifests: Manifests, run: str, line: set[str] | None) -> list[Manifest]:
-    """Those of the policies in `line` (None: of all) that measured what the latest one of the
-    newest policy did; of each policy the newest."""
+    """Return the newest evaluation of each policy in `line` that is comparable to the newest
+    policy's latest one. `line` None: all policies."""
     measured = []
     for version in manifests.store.versions(run, "evaluations"):
         model = version.manifest.model("policy")
@@ -334,7 +350,8 @@ def _evaluations(manifests: Manifests, run: str, line: set[str] | None) -> list[
 
 
 def policy_number(evaluation: Manifest) -> int:
-    """The version of the policy that was measured. LineageError."""
+    """Return the version of the policy that was measured. Raises LineageError if the reference has
+    no number."""
     version = parse(evaluation.require_model("policy").ref).version
     if isinstance(version, int):
         return version
@@ -346,7 +363,7 @@ def policy_number(evaluation: Manifest) -> int:
 
 
 def metric(manifest: Manifest | None, *names: str) -> Any:
-    """What stands at this path of a version's metrics; None where there is none."""
+    """Return the entry at this path of a version's metrics; None if it is missing."""
     metrics: Any = manifest.metrics if manifest else None
     for name in names:
         metrics = metrics.get(name) if isinstance(metrics, dict) else None

@@ -1,11 +1,12 @@
-"""Rollouts with all that is told of them elsewhere: prompt and reference answer, reward, parts and
-errors, score, advantage, ratio. Joined by id, read page by page; sorted, filtered and searched by
-whole columns.
+"""Join rollouts with their prompt, reward, parts, errors, score, advantage and ratio, by id. Look
+here for the rows of `quiver show` and `quiver view`.
 
-Whatever version of the chain is named (rollouts, rewards, logprobs, advantages, updates,
-evaluations, a policy, or prompts), the rollouts behind it are shown, with what belongs to that
-version, and of all else the newest that was made of these rollouts; of advantages, the newest that
-was made of the rewards that are shown.
+Rows are read page by page; sorting, filters and search read whole columns.
+
+Any version of the chain may be named: rollouts, rewards, logprobs, advantages, updates,
+evaluations, a policy, or prompts. The rollouts behind it are joined with what belongs to that
+version. For every other kind, the newest version made from these rollouts is taken. Advantages
+are the newest made from the rewards that are shown.
 
     joined = open_joined(store, "arith/rewards@3")
     order = joined.order(Selection(sort="reward", descending=True, where="length > 20"))
@@ -39,8 +40,8 @@ from .episodes import told_of_turns
 from .shards import Shards, columns_of
 
 ANSWERS = ("answer", "reference", "solution", "target", "label", "ground_truth", "expected")
-"""Columns of the user's that hold the reference answer; the first that there is. Without them it is
-the field `ground_truth` of a column `reward_model`, where rows in verl's layout have it."""
+"""User columns that may hold the reference answer; the first present one is used. Without one, the
+field `ground_truth` of a column `reward_model` is used, as in verl's layout."""
 _CONDITION = re.compile(r"\s*([\w.\- ]+?)\s*(<=|>=|!=|=|<|>)\s*(.+?)\s*")
 _COMPARE = {
     "<": operator.lt,
@@ -56,89 +57,95 @@ _TEXTS = ("finish_reason", "group_id", "rollout_id")
 
 @dataclass(frozen=True)
 class Selection:
-    """Which rollouts, in which order."""
+    """A choice of rollouts and their order."""
 
     sort: str = ""
-    """One of `Joined.numbers`; `random`; empty: as they are stored."""
+    """One of `Joined.numbers`, or `random`. Empty: the stored order."""
     descending: bool = False
     where: str = ""
     """Conditions such as `reward < 0.5, finish_reason = length`; all must hold."""
     search: str = ""
-    """Text that the completion or the prompt holds, or any turn or observation; upper and lower
-    case are the same."""
+    """Text that the completion, the prompt, a turn or an observation must contain, in any case."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """One completion, token by token; every list has one entry a token."""
+    """One completion, token by token; every list has one entry per token."""
 
     ids: list[int]
     logprobs: list[float]
-    """Of the policy that sampled, in nats."""
+    """Log-probabilities under the policy that sampled, in nats."""
     ratios: dict[str, list[float]]
-    """π of another model / π that sampled, by the role of that model: `prox`, `ref`."""
+    """π of another model / π of the sampling policy, by role of that model: `prox`, `ref`."""
     advantages: list[float] | None
-    """None where the rollout has none."""
+    """Advantage per token. None if the rollout has none."""
     turns: list[dict[str, Any]] | None = None
-    """As rollouts/2 has them, with what was read between; None where there are none."""
+    """Turns in the form of rollouts/2, with their observations. None for other rollouts."""
 
 
 @dataclass
 class Joined:
-    """The rollouts behind a version, and what else there is of them."""
+    """The rollouts behind a version, with the shards of every other version joined to them."""
 
     store: Store
     ref: Ref
-    """What was asked for."""
+    """The version that was asked for."""
     rollouts: Shards
     prompts: Shards | None = None
     rewards: Shards | None = None
     evaluation: Shards | None = None
     advantages: Shards | None = None
     logprobs: dict[str, Shards] | None = None
-    """By the role of the model that scored again: `prox`, `ref`."""
+    """Logprobs by the role of the model that computed them: `prox`, `ref`."""
     added: dict[str, Callable[[], np.ndarray]] = field(default_factory=dict)
-    """Further numbers of the rollouts by their names, each [rollouts] float64."""
+    """Functions for further numbers of the rollouts, by name, each [rollouts] float64."""
 
     def __len__(self) -> int:
         return len(self.rollouts)
 
     @property
     def sources(self) -> list[str]:
-        """References of all versions that are joined."""
+        """References of all joined versions."""
         shards = [self.rollouts, self.prompts, self.rewards, self.evaluation, self.advantages]
         shards += (self.logprobs or {}).values()
         return [str(each.version.ref) for each in shards if each is not None]
 
     @property
     def policy(self) -> str | None:
-        """The reference of the policy that sampled."""
+        """Reference of the policy that sampled."""
         model = self.rollouts.version.manifest.model("policy")
         return model.ref if model else None
 
     @property
     def score_name(self) -> str:
-        """What rollouts are ranked by: `score`, `reward`, or nothing."""
+        """Column that rollouts are ranked by: `score`, `reward`, or empty."""
         if self.evaluation is not None:
             return "score"
         return "" if self.rewards is None else "reward"
 
     @property
     def has_turns(self) -> bool:
-        """Whether they are rollouts/2."""
+        """True if the rollouts are rollouts/2."""
         return "turns" in columns_of(self.rollouts.version)
 
     # -- rows
 
     def rows(self, positions: Sequence[int] | np.ndarray) -> list[dict[str, Any]]:
-        """The rollouts at `positions` as plain values.
+        """Return the rollouts at `positions` as plain values.
 
-        `position`, the columns of rollouts without the token ids; `tokens`: their number; `turns`
-        as `told_of_turns` has them, and of rewards/2 `turn_rewards`;
-        `prompt`: the last message or the rendered prompt; `columns`: the user's; `reference`: that
-        of `ANSWERS` that there is; `reward`, `parts`, `errors`, `extra`, `score`, `advantage` (the
-        mean of its tokens where there is one a token), `kept`, `drop_reason`, `mean_ratio`. A name
-        is absent where nothing is told of it.
+        Each row holds:
+            position: Its place in the version.
+            (columns of rollouts): All, except the token ids and `old_logprobs`.
+            tokens: Number of completion tokens.
+            turns: As `told_of_turns` returns them; with rewards/2 also `turn_rewards`.
+            prompt: The last message, or the rendered prompt.
+            columns: The user's columns.
+            reference: The first of `ANSWERS` that is present.
+            advantage: The rollout's advantage, or the mean over its tokens if there is one per
+                token.
+            reward, parts, errors, extra, score, kept, drop_reason, mean_ratio.
+
+        A name is absent if no joined version has it.
         """
         positions = np.asarray(positions, np.int64)
         rows = self.rollouts.at(positions)
@@ -167,7 +174,7 @@ class Joined:
         return rows
 
     def tokens(self, position: int) -> Tokens:
-        """The completion at `position`, token by token."""
+        """Return the completion at `position`, token by token."""
         columns = ["rollout_id", "completion_ids", "old_logprobs"]
         columns += ["turns"] if self.has_turns else []
         (row,) = self.rollouts.at([position], columns)
@@ -204,8 +211,11 @@ class Joined:
         return [*names, *(name for name in self.added if name not in names)]
 
     def number(self, name: str) -> np.ndarray:
-        """[rollouts] float64: one of `numbers`, NaN where a rollout has none. `logprob` is the mean
-        of its tokens, `change` |log mean_ratio|: how far training moved it. ConfigError."""
+        """Return one of `numbers` as [rollouts] float64, NaN for a rollout that has none.
+
+        `logprob` is the mean over a rollout's tokens. `change` is |log mean_ratio|: how far
+        training moved the rollout. Raises ConfigError if the name is unknown.
+        """
         if name not in self.numbers:
             raise ConfigError(
                 f"column {quoted_name(name)}",
@@ -217,8 +227,8 @@ class Joined:
         return self._numbers[name]
 
     def order(self, selection: Selection) -> np.ndarray | range:
-        """Positions of the rollouts that are meant, in their order; those without the number that
-        is sorted by come last. ConfigError: a condition that cannot be read."""
+        """Return the positions of the selected rollouts in order. Rollouts without the number to
+        sort by come last. Raises ConfigError if a condition cannot be read."""
         if selection == Selection():
             return range(len(self))
         is_meant = np.ones(len(self), bool)
@@ -236,9 +246,12 @@ class Joined:
         return positions
 
     def groups(self) -> pa.Table:
-        """One row a prompt, in the order of the rollouts: `group_id`, `count`, and of the reward
-        (or score) `mean`, `std` (of the group, not an estimate), `min`, `max`; null where nothing
-        is scored; `position` of its first rollout. [groups]"""
+        """Return a table with one row per prompt, in the order of the rollouts. [groups]
+
+        Columns: `group_id`, `count`; `mean`, `std`, `min` and `max` of the reward (or score), null
+        if nothing is scored; `position` of the group's first rollout. `std` divides by n, not n −
+        1.
+        """
         numbers = np.full(len(self), np.nan)
         if self.score_name:
             numbers = self.number(self.score_name)
@@ -302,12 +315,12 @@ class Joined:
         numbers = _list_means(column) if pa.types.is_list(column.type) else column.to_numpy()
         if shards is self.rollouts:
             return numbers.astype(np.float64)
-        # in the order of the rollouts; place −1: no such row
+        # in the order of the rollouts; place −1 (no such row) picks the appended NaN
         places = shards.find_all(self.rollouts.column("rollout_id"))
         return np.append(numbers.astype(np.float64), np.nan)[places]
 
     def _holds(self, condition: str) -> np.ndarray:
-        """[rollouts] bool: where a condition such as `reward < 0.5` holds."""
+        """Return [rollouts] bool: true if a condition such as `reward < 0.5` holds."""
         match = _CONDITION.fullmatch(condition)
         if not match:
             raise ConfigError(
@@ -328,12 +341,12 @@ class Joined:
                 f"expected a number, found {printable(text)}; texts are {', '.join(text_names)}",
                 next="write it as in: reward < 0.5, finish_reason = length",
             ) from None
-        # rewards are float32: 0.1 of a filter means the 0.1 of a reward
+        # rewards are float32, so 0.1 in a filter must become the float32 that a reward of 0.1 is
         return _COMPARE[sign](self.number(name).astype(np.float32), number)
 
     def _contains(self, text: str) -> np.ndarray:
-        """[rollouts] bool: where the completion, any turn or observation, or the prompt holds
-        `text`."""
+        """Return [rollouts] bool: true if the completion, a turn, an observation or the prompt
+        contains `text`."""
         completions = self.rollouts.column("completion_text")
         is_there = pc.match_substring(completions, text, ignore_case=True).to_numpy()
         if self.has_turns:
@@ -354,8 +367,8 @@ class Joined:
 
 
 def told_of_prompt(row: dict[str, Any]) -> dict[str, Any]:
-    """`prompt`, `columns` and `reference` of a row of prompts, and its `images` where it shows any;
-    nothing of an empty one."""
+    """Return `prompt`, `columns`, `reference` and `images` of a row of prompts, each only if the
+    row has it. An empty row gives an empty dict."""
     if not row:
         return {}
     columns = {name: cell for name, cell in (row["columns"] or {}).items() if name not in OURS}
@@ -375,7 +388,7 @@ def told_of_prompt(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_joined(store: Store, ref: str | Ref) -> Joined:
-    """The rollouts behind `ref` and what there is of them. LineageError where there are none."""
+    """Open the rollouts behind `ref` and all that joins them. Raises LineageError if none exist."""
     version = store.open(ref)
     manifest = version.manifest
     roles: dict[str, Version | None] = {manifest.kind: version}
@@ -429,15 +442,20 @@ def open_joined(store: Store, ref: str | Ref) -> Joined:
 
 
 def _opened(store: Store, ref: str | None) -> Version | None:
-    """The version, if it is there and its rows too."""
+    """Return the version if it exists and its rows have not expired."""
     with suppress(LineageError):
         return store.open(ref) if ref else None
     return None
 
 
 def _named(store: Store, manifest: Manifest, role: str, kind: str = "") -> Version | None:
-    """What has this role among the inputs of `manifest`. LineageError where that is no version of
-    `kind` (by default of the kind that the role is called)."""
+    """Return the input of `manifest` that has this role.
+
+    Args:
+        kind: Expected kind. Default: the kind with the role's name.
+
+    Raises LineageError if the input is a version of another kind.
+    """
     entry = manifest.input(role)
     version = _opened(store, entry.ref if entry else None)
     if version is not None and version.ref.kind != (kind or role):
@@ -449,8 +467,8 @@ def _named(store: Store, manifest: Manifest, role: str, kind: str = "") -> Versi
 def _newest(
     store: Store, source: Version, kind: str, role: str = "rollouts", model: str = ""
 ) -> Version | None:
-    """The newest version of `kind` in the run of `source` that was made of it; `model`: by a model
-    of this role."""
+    """Return the newest version of `kind` in the run of `source` that was made from it as `role`.
+    With `model`, only versions made by a model of this role count."""
     for version in _made_after(store, source, kind):
         entries = [entry for entry in version.manifest.inputs if entry.ref == str(source.ref)]
         roles = {entry.role.partition(".")[0] for entry in entries}
@@ -460,7 +478,7 @@ def _newest(
 
 
 def _made_after(store: Store, source: Version, kind: str) -> Iterator[Version]:
-    """Versions of `kind` in the same run that are not older than `source`, newest first."""
+    """Yield versions of `kind` in the same run that are not older than `source`, newest first."""
     run = source.ref.run
     for entry in reversed(store.index(run, kind).entries()):
         if not entry.error and entry.created >= source.manifest.created:
@@ -468,7 +486,7 @@ def _made_after(store: Store, source: Version, kind: str) -> Iterator[Version]:
 
 
 def _list_means(column: pa.ChunkedArray) -> np.ndarray:
-    """[rows] float64: the mean of each list, NaN of an empty one or of null."""
+    """Return [rows] float64: the mean of each list; NaN for an empty list or null."""
     means = [np.zeros(0)]
     for chunk in column.chunks:
         lengths = pc.list_value_length(chunk).fill_null(0).to_numpy(False).astype(np.int64)

@@ -1,4 +1,5 @@
-"""What a version was made of: its parents, and theirs, down to the sources."""
+"""Trace a version back to its sources: its parents, their parents, and so on. Look here for
+`quiver lineage`."""
 
 from __future__ import annotations
 
@@ -10,18 +11,17 @@ from quiver.stages.common.store import Store
 
 
 def parents_of(manifest: Manifest) -> dict[str, str]:
-    """Versions of a store that this one was made of, each with its role."""
+    """Return the versions of a store that this one was made from, each with its role."""
     return {ref: role for ref, role in _sources(manifest).items() if as_version(ref)}
 
 
 def lineage(store: Store, ref: str) -> dict[str, Any]:
-    """`ref` and what it was made of, down to the sources: {"ref", "stage", "inputs": [{"role",
-    "ref", …}]}.
+    """Return `ref` and everything it was made from, down to the sources: {"ref", "stage", "inputs":
+    [{"role", "ref", …}]}.
 
-    A version that was reached before is named without its inputs again. One that was deleted on
-    purpose is marked `expired`, one that is gone otherwise `missing`; its manifest is still known.
-    A reward model that a hub's id or a folder names has no inputs. The tree is as deep as the line
-    of policies is long.
+    A version that occurs again is named without its inputs. A version deleted on purpose is marked
+    `expired`, one lost otherwise `missing`; its manifest may still be known. A reward model named
+    by a hub id or a folder has no inputs. The tree is as deep as the line of policies is long.
     """
     root: dict[str, Any] = {"ref": ref}
     seen: set[str] = set()
@@ -47,12 +47,12 @@ def lineage(store: Store, ref: str) -> dict[str, Any]:
         seen.add(manifest.ref)
         sources = _sources(manifest)
         node["inputs"] = [{"role": sources[ref], "ref": ref, "inputs": []} for ref in sources]
-        # the last one is taken first, and all that it was made of before the next
+        # depth first: the last child is taken first, with everything below it
         waiting += [child for child in reversed(node["inputs"]) if as_version(child["ref"])]
     return root
 
 
 def _sources(manifest: Manifest) -> dict[str, str]:
-    """Models and inputs by reference, each with its role."""
+    """Return models and inputs by reference, each with its role."""
     entries = (*manifest.models, *manifest.inputs)
     return {entry.ref: entry.role for entry in entries if entry.ref != manifest.ref}

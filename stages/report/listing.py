@@ -1,4 +1,5 @@
-"""The versions of a store as a table: what `quiver ls` prints, and where `quiver view` begins."""
+"""List the versions of a store as a table, for `quiver ls` and the first screen of `quiver
+view`."""
 
 from __future__ import annotations
 
@@ -18,24 +19,24 @@ from .words import number, score_of, size
 
 
 class Listed(NamedTuple):
-    """A version in words, a cell a column."""
+    """A version as text, one cell per column."""
 
     version: str
     score: str
-    """Of an evaluation, or of a policy by its newest one; of rewards the mean; else empty."""
+    """Score of an evaluation, newest score of a policy, or mean reward of rewards; else empty."""
     label: str
-    """Its tags."""
+    """The version's tags."""
     size: str
     rows: str
     when: str
-    """Of its making, in UTC."""
+    """Time of creation, in UTC."""
 
 
 HEADER = Listed("version", "score or reward", "label", "size", "rows", "when")
 
 
 def listed(store: Store, entries: Iterable[tuple[Ref, IndexEntry]]) -> list[Listed | str]:
-    """A row for each version; of a torn one why it cannot be read."""
+    """Return a row for each version; for a torn version, the reason why it cannot be read."""
     entries = list(entries)
     tags: dict[str, list[str]] = {}
     for run in {ref.run for ref, _ in entries}:
@@ -45,7 +46,7 @@ def listed(store: Store, entries: Iterable[tuple[Ref, IndexEntry]]) -> list[List
         if ref.kind in ("rewards", "evaluations") and not entry.error:
             try:
                 manifest = store.version(ref).manifest
-            except (CorruptError, PermissionError):  # `verify` tells of it
+            except (CorruptError, PermissionError):  # `verify` reports it
                 continue
             scores |= _scores(manifest)
     return [
@@ -63,11 +64,11 @@ def listed(store: Store, entries: Iterable[tuple[Ref, IndexEntry]]) -> list[List
 
 
 def lines_of(store: Store, entries: Iterable[tuple[Ref, IndexEntry]]) -> list[str]:
-    """The same as lines of text under a header."""
+    """Return the versions as lines of text under a header."""
     rows = [HEADER, *listed(store, entries)]
     cells = [row for row in rows if isinstance(row, Listed)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    # sizes and numbers of rows stand at the right of their column
+    # sizes and row counts are right-aligned
     template = "{:<{}}  {:<{}}  {:<{}}  {:>{}}  {:>{}}  {:<{}}"
     lines = []
     for row in rows:
@@ -80,7 +81,8 @@ def lines_of(store: Store, entries: Iterable[tuple[Ref, IndexEntry]]) -> list[st
 
 
 def _scores(manifest: Manifest) -> dict[str, str]:
-    """What rewards or an evaluation say, by the references of which they say it."""
+    """Return the score of rewards or of an evaluation, by reference of each version it applies
+    to."""
     if manifest.kind == "rewards":
         mean = metric(manifest, "reward_mean")
         return {} if mean is None else {manifest.ref: number(mean)}

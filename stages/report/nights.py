@@ -1,7 +1,7 @@
-"""The nights of a tag as one table: which policy was in use, which one might have replaced it, and
-what was decided, on what numbers, by whom and why. Rejected nights are rows like the others.
+"""Turn a tag's journal into one table of nights: the policy in use, the candidate, and the decision
+with its numbers, author and reason. `quiver history`, the report and Prefect's pages show it.
 
-`quiver history`, the report and Prefect's pages show it.
+Rejected nights are rows like the others.
 
     for night in nights_of(store.history("arith", "prod")):
         print(night.name, night.decision, night.difference)
@@ -22,22 +22,22 @@ _LONGEST = 1000
 
 
 class NightRow(NamedTuple):
-    """One decision in words, a cell a column. All texts may be foreign."""
+    """One decision as text, one cell per column. All texts may be foreign."""
 
     name: str
     """Empty if no night decided it."""
     decided: str
-    """When, in UTC."""
+    """Time of the decision, in UTC."""
     in_use: str
-    """The version that bore the tag before."""
+    """The version that had the tag before."""
     candidate: str
-    """The version that it was compared with, or that the tag was given to."""
+    """The version that was compared with it, or that got the tag."""
     decision: str
     """began, promoted, rejected, rolled back or set by hand."""
     difference: str
     """Candidate − in use on the same held-out rows, and its lower confidence bound."""
     watch: str
-    """How far the candidate moved from the policy in use, if that is beyond [promotion]."""
+    """Distance of the candidate from the policy in use, if it is beyond [promotion]."""
     who: str
     why: str
 
@@ -53,7 +53,7 @@ class _Difference(BaseModel):
 
 
 class About(BaseModel):
-    """What a tag's entry says of a night."""
+    """Notes of a night in a tag's journal entry."""
 
     model_config = ConfigDict(strict=True)
 
@@ -80,7 +80,7 @@ class About(BaseModel):
 
 
 def read_about(entry: Entry) -> About:
-    """What `entry` says of a night; nothing if it is in another form."""
+    """Return the notes of a night in `entry`; default notes if they have another form."""
     try:
         return About.model_validate(entry.about)
     except ValidationError:
@@ -88,7 +88,7 @@ def read_about(entry: Entry) -> About:
 
 
 def nights_of(entries: Iterable[Entry]) -> list[NightRow]:
-    """One row an entry of a tag's journal, oldest first."""
+    """Return one row per entry of a tag's journal, oldest first."""
     rows = []
     for entry in entries:
         notes = read_about(entry)
@@ -109,7 +109,7 @@ def nights_of(entries: Iterable[Entry]) -> list[NightRow]:
 
 
 def lines_of(nights: Sequence[NightRow]) -> list[str]:
-    """The same as lines of text under a header."""
+    """Return the nights as lines of text under a header."""
     rows = [HEADER, *nights]
     *padded, _ = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

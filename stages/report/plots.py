@@ -1,9 +1,10 @@
-"""Small line charts as SVG text: nothing is fetched, nothing is installed for it.
+"""Draw small line charts as SVG text, without a network or a plotting library. Look here for the
+curves of a report.
 
     picture = draw([Panel("mean reward", [(1, 0.2, 0.0), (2, 0.5, 0.0)])], "iteration")
     picture.svg, picture.words                   # "<svg …", "mean reward 0.2 → 0.5"
 
-`chart.svg.j2` draws; here is where everything stands.
+This module computes positions; the template `chart.svg.j2` draws.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .words import number
 
 MOST_POINTS = 200
 _MOST = 1e100
-"""Beyond it a number is drawn as little as infinity is: its differences would overflow."""
+"""Numbers beyond it are not drawn, like infinity: their differences would overflow."""
 # edges of a curve within its panel, in pixels; an SVG's y grows downwards
 _LEFT = 66
 _RIGHT = 346
@@ -26,8 +27,8 @@ _BOTTOM = 154
 
 
 class Panel(NamedTuple):
-    """One curve: points (x, y, half the length of its error bar), x rising; y None where there is
-    no value. `beside`: the points of another run, for comparison."""
+    """One curve: points (x, y, half the length of its error bar), x rising, y None if missing.
+    `beside` holds the points of another run, for comparison."""
 
     title: str
     points: Sequence[tuple[int, float | None, float]]
@@ -35,21 +36,21 @@ class Panel(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """Panels as SVG, and the same in words for whoever sees no picture."""
+    """Panels as SVG, and the same as text for readers who see no picture."""
 
     svg: str
     words: str
 
 
 def score_panel(evaluations: Iterable[tuple[int, Mapping[str, Any]]]) -> Panel:
-    """Held-out scores with their standard errors, given (x, metrics)."""
+    """Return held-out scores with their standard errors, given (x, metrics)."""
     points = [(x, metrics["score"], metrics["stderr"] or 0.0) for x, metrics in evaluations]
     return Panel("held-out score", points)
 
 
 def night_panel(evaluations: Iterable[tuple[int, Mapping[str, Any]]]) -> Panel:
-    """Scores of nights, each on rows of its own, beside those of its baseline on the same rows,
-    given (x, metrics)."""
+    """Return the scores of nights beside their baselines' scores on the same rows, given (x,
+    metrics). Each night has rows of its own."""
     measured = list(evaluations)
     baselines = [(x, metrics.get("baseline")) for x, metrics in measured]
     in_use = score_panel((x, baseline) for x, baseline in baselines if baseline)
@@ -58,13 +59,13 @@ def night_panel(evaluations: Iterable[tuple[int, Mapping[str, Any]]]) -> Panel:
 
 
 def step_panels(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> list[Panel]:
-    """One panel a column of an updates table, over `step`."""
+    """Return one panel per column of an updates table, over `step`."""
     return [Panel(name, [(row["step"], row[name], 0.0) for row in rows]) for name in columns]
 
 
 def draw(panels: Sequence[Panel], x_name: str) -> Picture | None:
-    """Two panels a row, on a ground of their own, since a page may be dark or light. A panel
-    without any value is left out; None where no panel has one."""
+    """Draw two panels per row. The chart has its own background, since a page may be dark or light.
+    A panel without values is left out; returns None if no panel has one."""
     thinned = [
         Panel(panel.title, _thinned(panel.points), _thinned(panel.beside)) for panel in panels
     ]
@@ -87,8 +88,8 @@ def draw(panels: Sequence[Panel], x_name: str) -> Picture | None:
 
 
 def _thinned(points: Sequence[tuple[int, float | None, float]]) -> list[tuple[int, float, float]]:
-    """Those whose value can be drawn, at most `MOST_POINTS`, evenly spaced, first and last among
-    them."""
+    """Return at most `MOST_POINTS` points that can be drawn, evenly spaced, with the first and the
+    last."""
     finite = [
         (x, y, error)
         for x, y, error in points
@@ -101,7 +102,7 @@ def _thinned(points: Sequence[tuple[int, float | None, float]]) -> list[tuple[in
 
 
 def _chart(panel: Panel) -> dict[str, Any]:
-    """What the template draws of one panel, in pixels."""
+    """Return the coordinates that the template needs for one panel, in pixels."""
     both = [*panel.points, *panel.beside]
     first_x = min(x for x, _, _ in both)
     last_x = max(x for x, _, _ in both)
@@ -136,8 +137,8 @@ def _chart(panel: Panel) -> dict[str, Any]:
 
 
 def ticks(low: float, high: float, most: int, least_step: float = 0.0) -> list[float]:
-    """Up to `most` + 1 round numbers from `low` to `high`, a step of 1, 2 or 5 times a power of ten
-    apart, and of at least `least_step`; `low` where they are one."""
+    """Return up to `most` + 1 round numbers from `low` to `high`. Their distance is 1, 2 or 5 times
+    a power of ten, and at least `least_step`. Returns [`low`] if `high` is not above it."""
     if high <= low:
         return [low]
     power = 10.0 ** math.floor(math.log10((high - low) / most))

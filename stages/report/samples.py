@@ -1,5 +1,7 @@
-"""A few rows of a version for a person: read from its first shards alone, so that nobody holds, or
-hashes, a whole dataset."""
+"""Pick a few rows of a version to show to a person. Look here for the examples in a report.
+
+Only the first shards are read, so a whole dataset is never held in memory or hashed.
+"""
 
 from __future__ import annotations
 
@@ -28,30 +30,31 @@ _TURNS = ["turns", "end_reason"]
 
 
 class Samples(NamedTuple):
-    """Up to `ROWS` rollouts of a version."""
+    """Up to `ROWS` rollouts of a version; from `best_and_worst`, up to `ROWS` of those with a
+    reward."""
 
     rows: list[dict[str, Any]]
-    """Their columns; `asked`, an `Asked`; where rewards were asked for, `reward` and `parts`, of
-    rewards/2 `turn_rewards`; of rollouts/2 `end_reason`, and `turns` as `told_of_turns` has
-    them."""
+    """Rollout columns plus `asked`, an `Asked`. With rewards, also `reward` and `parts`, and for
+    rewards/2 `turn_rewards`. For rollouts/2, also `end_reason`, and `turns` as `told_of_turns`
+    returns them."""
     candidates: int
-    """How many they were chosen from."""
+    """Rollouts that they were chosen from."""
     rows_read: int
 
     def among(self, rows: int) -> str:
-        """What they could be chosen from, where that is less than all `rows` of the version."""
+        """Return a phrase for how many rows were read; empty if all `rows` of the version were."""
         if self.rows_read == rows:
             return ""
         return f" among the first {self.rows_read:,} of {rows:,}"
 
 
 class Asked(NamedTuple):
-    """What the answers of a group are answers to."""
+    """The question of a group."""
 
     prompt: str
-    """The last message or the rendered prompt; the group's id where the prompts are gone."""
+    """The last message or the rendered prompt; the group's id if the prompts are gone."""
     reference: Any = None
-    """None: the rows have no such column."""
+    """None if the rows have no such column."""
     images: Sequence[dict[str, Any]] = ()
 
 
@@ -60,21 +63,21 @@ class Compared(NamedTuple):
 
     asked: Asked
     before: dict[str, Any]
-    """`completion_text`, `score`; of rollouts/2 `turns` and `end_reason` too."""
+    """`completion_text` and `score`; for rollouts/2 also `turns` and `end_reason`."""
     after: dict[str, Any]
 
 
 class Group(NamedTuple):
-    """A prompt with its rollouts, by falling reward."""
+    """A prompt with its rollouts, highest reward first."""
 
     asked: Asked
     mean: float
-    """Of those that have a reward."""
+    """Mean over the rollouts that have a reward."""
     rows: list[dict[str, Any]]
 
 
 def evenly(store: Store, rollouts: Version) -> Samples:
-    """Rollouts from the beginning to the end, evenly spaced."""
+    """Return rollouts from the beginning to the end, evenly spaced."""
     texts = rollouts.head(_there(rollouts, _TEXTS + _TURNS), MOST_BYTES)
     rows = [_row(texts, index) for index in _evenly_spaced(len(texts))]
     _add_prompts(store, rollouts, rows)
@@ -82,8 +85,11 @@ def evenly(store: Store, rollouts: Version) -> Samples:
 
 
 def best_and_worst(store: Store, rewards: Version) -> Samples:
-    """Rollouts by falling reward: all, or the best of half as many prompts and the worst of as many
-    others. LineageError: they are gone."""
+    """Return rollouts, highest reward first: all if they are few, else the best `ROWS` / 2 and the
+    worst `ROWS` / 2, from different prompts if there are enough.
+
+    Raises LineageError if the rollouts are gone.
+    """
     rollouts = open_input(store, rewards, "rollouts")
     ranked, row_at, rows_read = _ranked(rollouts, rewards)
     chosen = list(range(len(ranked)))
@@ -98,8 +104,8 @@ def best_and_worst(store: Store, rewards: Version) -> Samples:
 
 
 def groups(store: Store, rewards: Version) -> list[Group]:
-    """Up to `ROWS` prompts with all of their rollouts, evenly spaced from the highest mean reward
-    to the lowest. LineageError: they are gone."""
+    """Return up to `ROWS` prompts with all of their rollouts, evenly spaced from the highest mean
+    reward to the lowest. Raises LineageError if the rollouts are gone."""
     rollouts = open_input(store, rewards, "rollouts")
     ranked, row_at, _ = _ranked(rollouts, rewards)
     places: dict[str, list[int]] = {}
@@ -116,8 +122,12 @@ def groups(store: Store, rewards: Version) -> list[Group]:
 def _ranked(
     rollouts: Version, rewards: Version
 ) -> tuple[list[str], Callable[[int], dict[str, Any]], int]:
-    """The group of each rollout that has a reward, the highest reward first; what gives the row at
-    a place of these; and how many rows were read."""
+    """Rank the rollouts that have a reward, the highest reward first.
+
+    Returns:
+        The group of each ranked rollout, a function that returns the row at a rank, and the number
+        of rows that were read.
+    """
     texts = rollouts.head(_there(rollouts, _TEXTS + _TURNS), MOST_BYTES)
     columns = _there(rewards, ["rollout_id", "reward", "parts", "turn_rewards"])
     scores = rewards.head(columns, MOST_BYTES)
@@ -139,8 +149,8 @@ def _ranked(
 def _of_different_groups(
     group_ids: list[str], places: list[int], count: int, taken: set[str]
 ) -> list[int]:
-    """The first `count` of `places` whose groups differ, and are none of those `taken`; others
-    where there are too few."""
+    """Return the first `count` of `places` whose groups differ and are not in `taken`. If too few
+    differ, fill up with other places."""
     seen = set(taken)
     chosen = []
     for place in places:
@@ -152,13 +162,14 @@ def _of_different_groups(
 
 
 def _rollouts_of(store: Store, evaluation: Manifest) -> Version:
-    """LineageError: they are gone, or are no rollouts."""
+    """Open the rollouts of an evaluation. Raises LineageError if they are gone or are no
+    rollouts."""
     return open_input(store, store.with_expired().open(evaluation.ref), "rollouts")
 
 
 def before_and_after(store: Store, before: Manifest, after: Manifest) -> list[Compared]:
-    """The first answers to some held-out prompts, evenly chosen, of two evaluations. LineageError:
-    their rollouts are gone."""
+    """Return the first answers to some held-out prompts, evenly spaced, from two evaluations.
+    Raises LineageError if their rollouts are gone."""
     answers_before = _first_answers(store, before)
     answers_after = _first_answers(store, after)
     both = [group for group in answers_after.places if group in answers_before.places]
@@ -179,7 +190,7 @@ def _add_prompts(store: Store, rollouts: Version, rows: list[dict[str, Any]]) ->
 
 
 def _prompts(store: Store, rollouts: Version, groups: list[str]) -> dict[str, Asked]:
-    """What these groups were asked; nothing where the prompts are gone."""
+    """Return the prompts of these groups; empty if the prompts are gone."""
     columns = ["group_id", "messages", "prompt_text", "columns", "images"]
     try:
         prompts = open_input(store, rollouts, "prompts")
@@ -203,7 +214,7 @@ class _Answers(NamedTuple):
     scores: dict[str, float | None]
 
     def of(self, group: str) -> dict[str, Any]:
-        """The answer of a group, with its `score`."""
+        """Return the answer of a group, with its `score`."""
         return {**_row(self.texts, self.places[group]), "score": self.scores.get(group)}
 
 
@@ -220,7 +231,7 @@ def _first_answers(store: Store, evaluation: Manifest) -> _Answers:
 
 
 def _row(table: pa.Table, index: int) -> dict[str, Any]:
-    """One row as plain values. (`take` would first copy the whole column into one piece.)"""
+    """Return one row as plain values. (`take` would first copy the whole column into one piece.)"""
     row = table.slice(index, 1).to_pylist()[0]
     if "turns" in row:
         row["turns"] = told_of_turns(row["turns"])
@@ -228,10 +239,10 @@ def _row(table: pa.Table, index: int) -> dict[str, Any]:
 
 
 def _there(version: Version, columns: list[str]) -> list[str]:
-    """Those of `columns` that the version has."""
+    """Return the `columns` that the version has."""
     return [name for name in columns if name in columns_of(version)]
 
 
 def _evenly_spaced(count: int) -> list[int]:
-    """Up to `ROWS` positions of `count`."""
+    """Return up to `ROWS` evenly spaced positions below `count`."""
     return sorted({index * count // ROWS for index in range(ROWS)}) if count else []

@@ -1,9 +1,9 @@
-"""Rows of a version by position or by id, its shards read only when a row of theirs is needed, so
-that a version of a million rows opens at once.
+"""Read rows of a version by position or by id. A shard is read only when one of its rows is needed,
+so a version of a million rows opens at once.
 
     rows = Shards(store.open("arith/rollouts@3"))
     rows.at([0, 999_999], ["completion_text"])      # a list of dicts; two shards are read
-    rows.find(["4be1c0de-sum-0017-2"], [17])        # positions; −1 where there is no such row
+    rows.find(["4be1c0de-sum-0017-2"], [17])        # positions; −1 if there is no such row
     rows.column("finish_reason")                    # of all shards, mapped into memory
 """
 
@@ -21,17 +21,17 @@ from quiver.stages.common.store import Version
 from quiver.stages.common.store.versions import schema_module
 
 _AT_ONCE = 256
-"""Shards that are checked and mapped in one go where all are needed."""
+"""Shards checked and mapped per batch when all are needed."""
 
 
 class Shards:
     """The rows of one version. Each shard is checked (size, sha256) once, before it is mapped."""
 
     def __init__(self, version: Version, key: str = "rollout_id") -> None:
-        """Raises CorruptError where the files do not have as many rows as the version."""
+        """Raises CorruptError if the files do not have as many rows as the version."""
         self.version = version
         self.key = key
-        """The column of the ids by which `find` looks."""
+        """Column of the ids that `find` looks up."""
         self._entries = [entry for entry in version.manifest.files if entry.rows]
         self._ends = np.cumsum([entry.rows for entry in self._entries], dtype=np.int64)
         self._mapped: dict[int, pa.Table] = {}
@@ -45,8 +45,8 @@ class Shards:
     def at(
         self, positions: Sequence[int] | np.ndarray, columns: list[str] | None = None
     ) -> list[dict[str, Any]]:
-        """The rows at `positions` in this order, as plain values; an empty one for a negative
-        position. CorruptError, LineageError."""
+        """Return the rows at `positions`, in this order, as plain values; an empty row for a
+        negative position. Raises CorruptError, LineageError."""
         rows: list[dict[str, Any]] = []
         for position in np.asarray(positions, np.int64).tolist():
             if position < 0:
@@ -60,10 +60,11 @@ class Shards:
         return rows
 
     def find(self, ids: Sequence[str], near: Sequence[float] | np.ndarray) -> np.ndarray:
-        """[ids] int64: where each id stands; −1 where it does not.
+        """Return [ids] int64: the position of each id, −1 if it is missing.
 
-        `near`: for each a share of the way through the version, in [0, 1), at which the row may
-        stand. A row there counts only if it bears the id; otherwise all ids are looked through.
+        Args:
+            near: For each id a share of the way through the version, in [0, 1), near which its row
+                is expected. If any row there has another id, all ids are searched.
         """
         if not ids or not len(self):
             return np.full(len(ids), -1, np.int64)
@@ -76,7 +77,7 @@ class Shards:
         return self.find_all(pa.array(ids, pa.string()))
 
     def find_all(self, ids: pa.Array | pa.ChunkedArray) -> np.ndarray:
-        """[ids] int64: where each id stands; −1 where it does not."""
+        """Return [ids] int64: the position of each id, −1 if it is missing."""
         mine = self.column(self.key)
         if len(mine) == len(ids) and pc.all(pc.equal(mine, ids)).as_py():
             return np.arange(len(ids))
@@ -84,7 +85,7 @@ class Shards:
         return places.fill_null(-1).to_numpy().astype(np.int64)
 
     def column(self, name: str) -> pa.ChunkedArray:
-        """A column of all shards, mapped into memory. [rows]"""
+        """Return a column of all shards, mapped into memory. [rows]"""
         for start in range(0, len(self._entries), _AT_ONCE):
             self._map(range(start, min(start + _AT_ONCE, len(self._entries))))
         tables = [self._mapped[index] for index in range(len(self._entries))]
@@ -97,11 +98,11 @@ class Shards:
         return self._mapped[index]
 
     def _map(self, indices: Iterable[int]) -> None:
-        """Check and map these shards, as far as that is not done."""
+        """Check and map the shards that are not mapped yet."""
         missing = [index for index in indices if index not in self._mapped]
         if not missing:
             return
-        # the same version with these files alone: they are read as those of every other
+        # a copy of the version with these files alone, so that the ordinary reader checks them
         part = copy.copy(self.version)
         files = tuple(self._entries[index] for index in missing)
         part.manifest = self.version.manifest.model_copy(update={"files": files})
@@ -118,13 +119,13 @@ class Shards:
 
 
 def columns_of(version: Version) -> list[str]:
-    """The columns that a version has by its schema."""
+    """Return the columns that a version has by its schema."""
     return schema_module(version.ref.kind).SCHEMAS[version.manifest.kind_schema].names
 
 
 def _is_of(field: pa.Field, schema: pa.Schema) -> bool:
-    """Whether a file of this schema has the column as its kind has it: a struct may have any
-    fields, and what is a number may be a list with one a token."""
+    """True if a file with this schema holds the column as its kind defines it. A struct may have
+    any fields, and a number may be a list with one entry per token."""
     index = schema.get_field_index(field.name)
     if index < 0:
         return False

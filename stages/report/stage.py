@@ -1,9 +1,9 @@
-"""report: one self-contained HTML file over a whole run, read from its versions; it decides nothing
-and writes nothing else.
+"""Write one self-contained HTML file about a whole run, read from its versions. Look here for
+`quiver report`; it decides nothing and writes nothing else.
 
-The same store gives the same bytes: no clock, no host. How well it went stands first, then what to
-look at, then curves, iterations, answers before and after, and what everything was made of.
-Refused: a run without a policy.
+The same store gives the same bytes: no clock, no host name. The page shows the result first, then
+warnings, curves, iterations, answers before and after, and the lineage. A run without a policy is
+refused.
 
     path = write(Store("store"), "arith")            # store/arith/report.html
     write(Store("store"), "arith", policy="arith/policy@3")    # another line than the run's own
@@ -33,7 +33,7 @@ _HEAD_BYTES = 2048
 
 
 def path_of(store: Store, run: str) -> Path:
-    """Where the report of `run` lies unless it is told otherwise: in the run's folder."""
+    """Return the default path of the report of `run`: a file in the run's folder."""
     return store.path / run / FILE
 
 
@@ -45,10 +45,16 @@ def write(
     difference: Sequence[str] = (),
     policy: str | None = None,
 ) -> Path:
-    """Write the report of `run` to `path`, whole or not at all; None: `path_of`. `beside`: another
-    run whose curves and iterations stand beside them, `difference`: sentences on how the two
-    compare. `policy`: where the line ends that is told of; None: where the run's own does.
-    ConfigError, CorruptError, LineageError, ResourceError."""
+    """Write the report of `run` atomically.
+
+    Args:
+        path: Default: `path_of`.
+        beside: Another run, whose curves and iterations are shown for comparison.
+        difference: Sentences on how the two runs compare.
+        policy: End of the line to report. Default: the end of the run's own line.
+
+    Raises ConfigError, CorruptError, LineageError, ResourceError.
+    """
     target = Path(path) if path else path_of(store, run)
     other = gather(store, beside) if beside else None
     content = render(store, gather(store, run, policy), other, difference).encode()
@@ -69,8 +75,8 @@ def write(
 
 
 def is_current(store: Store, run: str, policy: str | None = None) -> bool:
-    """Whether the report in the run's folder tells of its newest versions, and of the line that
-    `write` would take."""
+    """True if the report in the run's folder covers the newest versions and the line that `write`
+    would take."""
     path = path_of(store, run)
     if not path.is_file():
         return False
@@ -85,7 +91,7 @@ def render(
     beside: Gathered | None = None,
     difference: Sequence[str] = (),
 ) -> str:
-    """The page as text."""
+    """Return the page as text."""
     evaluations = gathered.evaluations
     last = gathered.iterations[-1] if gathered.iterations else None
     extremes = None
@@ -127,13 +133,13 @@ def _steps(gathered: Gathered) -> list[dict[str, Any]]:
 
 
 def _side_by_side(panels: list[Panel], others: list[Panel]) -> list[Panel]:
-    """The panels, each with the points of the one among `others` that has its title."""
+    """Return the panels, each with the points of the panel in `others` that has the same title."""
     points = {panel.title: panel.points for panel in others}
     return [panel._replace(beside=points.get(panel.title, panel.beside)) for panel in panels]
 
 
 def _curves(gathered: Gathered) -> list[Panel]:
-    """Scores, rewards, lengths and contrast over the iterations."""
+    """Return panels of scores, rewards, lengths and contrast over the iterations."""
     iterations = gathered.iterations
 
     def curve(title: str, kind: str, *names: str) -> Panel:
@@ -155,7 +161,7 @@ def _curves(gathered: Gathered) -> list[Panel]:
         (done.policy.version, done.episodes and done.episodes["mean_turns"], 0.0)
         for done in iterations
     ]
-    # rows that are others each night make a curve by policy meaningless
+    # held-out rows that change each night make a curve by policy meaningless
     evaluations = gathered.nightly or gathered.evaluations
     panel = night_panel if gathered.nightly else score_panel
     return [

@@ -1,9 +1,9 @@
-"""Jinja2 over the `*.j2` files of this folder: HTML and SVG in which everything foreign is escaped,
-and markdown in which it is quoted.
+"""Render the Jinja2 templates (`*.j2`) of this folder: HTML and SVG with foreign text escaped,
+markdown with foreign text quoted. Look here for what keeps a page safe.
 
-What a model wrote may hold markup, script, pictures that a browser would fetch, control characters,
-megabytes. The filter `foreign` keeps its lines, spells out every character that is not printable
-and cuts it; Jinja2 escapes what remains. In markdown the filter `quoted` makes one code span of it.
+A model's text may hold markup, script, pictures that a browser would fetch, control characters, or
+megabytes. The filter `foreign` keeps its lines, spells out unprintable characters and cuts it;
+Jinja2 escapes the rest. In markdown the filter `quoted` turns it into one code span.
 """
 
 from __future__ import annotations
@@ -23,41 +23,44 @@ from .gather import metric
 LIMIT = 1200
 SPAN_LIMIT = 300
 MOST_TURNS = 8
-"""Of an episode on the page of a run."""
+"""Turns shown of an episode on the page of a run."""
 
 
 def render(name: str, **context: Any) -> str:
-    """The template `name` filled in."""
+    """Render the template `name`."""
     return _ENVIRONMENT.get_template(name).render(context)
 
 
 def page(macro: str, *arguments: Any) -> str:
-    """What a macro of `pages.md.j2` makes of `arguments`: markdown for one of Prefect's pages."""
+    """Render a macro of `pages.md.j2` with `arguments`: markdown for one of Prefect's pages."""
     return getattr(_ENVIRONMENT.get_template("pages.md.j2").module, macro)(*arguments).strip()
 
 
 def quoted(text: str, limit: int = SPAN_LIMIT) -> str:
-    """Foreign text as one code span of at most `limit` characters, without a backtick that could
-    end it, and an ellipsis where it was cut; nothing stays nothing."""
+    """Return foreign text as one code span of at most `limit` characters.
+
+    Backticks, which could end the span, are replaced. Cut text ends in an ellipsis. Empty text
+    stays empty.
+    """
     shown = printable(text[: limit + 1], limit).replace("`", "ˋ")
     return f"`{shown}`" if shown else ""
 
 
 def cell(content: Any) -> str:
-    """A cell of a markdown table: our own words, a number, or what is `quoted`."""
+    """Return a cell of a markdown table: a number as text, or text that is our own or `quoted`."""
     text = content if isinstance(content, str) else words.number(content)
-    # how many backslashes keep a pipe from ending the cell, renderers do not agree on
+    # a pipe ends the cell, and renderers disagree on how many backslashes prevent that
     return text.replace("|", "∣")
 
 
 def foreign(text: str, limit: int = LIMIT) -> str:
-    """Foreign text with its lines, at most `limit` characters of it."""
+    """Return at most `limit` characters of foreign text, with its line breaks."""
     lines = "\n".join(printable(line, limit) for line in text[: limit + 1].split("\n"))
     return lines if len(lines) <= limit else lines[: limit - 1] + "…"
 
 
 def as_json(plain: Any) -> str:
-    """JSON for a person, its keys sorted."""
+    """Return indented JSON for a person, with sorted keys."""
     return json.dumps(plain, indent=2, ensure_ascii=False, sort_keys=True, default=str)
 
 

@@ -1,4 +1,4 @@
-"""Pictures of prompts for people: small ones for a page, a line about each for a terminal."""
+"""Show pictures of prompts to people: small ones on a page, one line each in a terminal."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 from .words import size
 
 _SIDE = 192
-"""Pixels of a small picture's longer side, at most."""
+"""Longest side of a small picture, in pixels."""
 MOST = 8
-"""Of one prompt."""
+"""Pictures shown of one prompt."""
 
 
 def data_url(image: dict[str, Any]) -> str:
-    """A picture of prompts/2, made small, as a page holds it within itself."""
+    """Shrink a picture of prompts/2 and return it as a data URL, so that a page needs no other
+    file."""
     from quiver.stages.common.images.decoder import open_image
 
     small = open_image(image["bytes"])
@@ -27,7 +28,7 @@ def data_url(image: dict[str, Any]) -> str:
 
 
 def lines_of(images: Sequence[dict[str, Any]]) -> list[str]:
-    """A line a picture: `PNG, 40 × 20, 2.5 kB, 0.png`."""
+    """Return one line per picture, such as `PNG, 40 × 20, 2.5 kB, 0.png`."""
     from PIL import Image
 
     lines = []

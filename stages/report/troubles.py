@@ -1,5 +1,5 @@
-"""What somebody should look at in a run, each with the key of the recipe that would help most: the
-warnings of the report, which `quiver run` repeats at its end.
+"""Write the warnings about a run, each with the recipe key that would help most. The report shows
+them and `quiver run` repeats them at its end.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _MOST_PARSE_ERRORS = 0.2
 
 
 def warnings(gathered: Gathered) -> list[str]:
-    """Of each kind of trouble what the newest iteration that has it says, and how many have it;
-    first of all, that nothing was learned."""
+    """Return one sentence per kind of trouble, from the newest iteration that has it, and how many
+    iterations have it. A run that learned nothing is reported first."""
     num_iterations = len(gathered.iterations)
     sentences = []
     if gathered.iterations and all(map(learned_nothing, gathered.iterations)):
@@ -38,14 +38,14 @@ def warnings(gathered: Gathered) -> list[str]:
 
 
 def learned_nothing(iteration: Iteration) -> bool:
-    """Whether nothing moved the policy: every advantage was 0, or no rollout was left, and no other
+    """True if nothing moved the policy: every advantage was 0 or no rollout was left, and no other
     term of the loss trained it."""
     is_idle = metric(iteration.policy, "all_advantages_zero")
     return bool(is_idle and not metric(iteration.policy, "trained_by"))
 
 
 def _troubles(iteration: Iteration) -> list[str]:
-    """A sentence for each kind of trouble, empty where there is none."""
+    """Return a sentence for each kind of trouble, empty if the iteration does not have it."""
     policy = iteration.policy
     rewards = iteration.rewards
     skipped = metric(policy, "skipped_steps") or 0
@@ -84,7 +84,7 @@ def _troubles(iteration: Iteration) -> list[str]:
 
 
 def _troubles_of_episodes(iteration: Iteration) -> list[str]:
-    """The same of rollouts with turns."""
+    """Return the same for the episodes of rollouts with turns."""
     numbers = iteration.episodes
     if not numbers or not numbers["rollouts"]:
         return ["", "", ""]
@@ -111,7 +111,7 @@ def _troubles_of_episodes(iteration: Iteration) -> list[str]:
 
 
 def _failure_key(numbers: dict[str, Any], ref: str) -> str:
-    """What to do about episodes that failed, by what most of them failed of."""
+    """Return what to do about failed episodes, by their most frequent failure."""
     num_late, num_broken = (numbers["end_reasons"].get(reason, 0) for reason in FAILURES)
     if num_broken > num_late:
         return f'`quiver view {ref} --where "end_reason = environment_error"` tells why.'
@@ -121,12 +121,12 @@ def _failure_key(numbers: dict[str, Any], ref: str) -> str:
 
 
 def _limit_key(limit: str, iteration: Iteration) -> str:
-    """The key that lets episodes go on which ended by `limit`."""
+    """Return the key to change so that fewer episodes end by `limit`."""
     config = iteration.rollouts.config
     if limit == "max_tokens":
         return way_to_end(iteration.rollouts, iteration.episodes["max_limited_tokens"])
     if limit == "context":
-        # without that key it is the model's own
+        # without that key the limit is the model's own, which cannot be raised
         is_set = config.get("max_model_len") is not None
         observed = "lower generate.turns.max_observation_tokens"
         return "raise generate.max_model_len" if is_set else observed

@@ -1,4 +1,4 @@
-"""Numbers, sizes and counts as a person reads them."""
+"""Format numbers, sizes and counts for people. Look here to change how figures are printed."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from typing import Any
 
 
 def rounded(cell: Any) -> Any:
-    """A number with four significant digits, for tables; all else as it is."""
+    """Round a float to four significant digits, for tables; return anything else unchanged."""
     return float(f"{cell:.4g}") if isinstance(cell, float) else cell
 
 
 def number(amount: float | None) -> str:
-    """The same as text; a dash where there is none."""
+    """Return a number as text with four significant digits; a dash for None."""
     if amount is None:
         return "–"
     return f"{amount:,}" if isinstance(amount, int) else f"{amount:.4g}"
 
 
 def score_of(metrics: Mapping[str, Any]) -> str:
-    """The score of an evaluation with its standard error, of its metrics, and `unscored_of`."""
+    """Return the score of an evaluation with its standard error and `unscored_of`, from its
+    metrics."""
     stderr = metrics["stderr"]
     error = "–" if stderr is None else f"{stderr:.2g}"
     return f"{number(metrics['score'])} ± {error}{unscored_of(metrics)}"
 
 
 def unscored_of(metrics: Mapping[str, Any]) -> str:
-    """How many answers no scorer gave a number for, and what became of them: ` (2 cut off count as
-    0, 3 left out)`; empty if there are none."""
+    """Return how many answers got no score, and how they count: ` (2 cut off count as 0, 3 left
+    out)`. Empty if all were scored."""
     notes = []
     if metrics.get("limited"):
         notes.append(f"{metrics['limited']:,} cut off count as {number(metrics['limited_score'])}")
@@ -37,12 +38,12 @@ def unscored_of(metrics: Mapping[str, Any]) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 step`, `2,048 steps`."""
+    """Return `1 step`, `2,048 steps`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def size(num_bytes: int) -> str:
-    """Bytes as a person reads them: `13.1 kB`."""
+    """Return bytes as text, such as `13.1 kB`."""
     if num_bytes < 1000:
         return f"{num_bytes} B"
     amount = num_bytes / 1000

@@ -1,7 +1,7 @@
-"""What a recipe says under [reward]: what scores rollouts, and what becomes of the parts; and which
-code, model or server that is now (`pinned`), told from files alone.
+"""The section [reward] of a recipe: the scorers, and how their parts become rewards. `pinned` adds
+the fingerprint of each scorer's code, model or server, from files alone.
 
-No process is started for it, no code of a user's runs, and torch is not imported.
+It starts no process, runs no user code and does not import torch.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Overlong(Base):
     linearly to −1 at max_tokens."""
 
     max_tokens: int = Field(ge=1)
-    """Completion tokens, end token included, from which the penalty is whole. Usually what
-    generation allows."""
+    """Completion tokens, end token included, from which the penalty is −1. Usually the limit of
+    generation."""
     cache: int = Field(ge=1)
     """Tokens before `max_tokens` over which it grows."""
     weight: float = Field(default=1.0, gt=0)
-    """Factor of it in the reward."""
+    """Factor of the penalty in the reward."""
 
     @model_validator(mode="after")
     def _fits(self) -> Overlong:
@@ -47,11 +47,11 @@ class Overlong(Base):
 
 
 class Config(Base):
-    """How rollouts are scored."""
+    """The scorers of rollouts and the arithmetic of their parts."""
 
     functions: tuple[FunctionConfig, ...] = ()
-    """The reward is the weighted sum of all parts; a function that returns None is left out of
-    it."""
+    """Reward functions. The reward is the weighted sum of all parts; a function that returns None
+    is left out of it."""
     models: tuple[ModelConfig, ...] = ()
     """Reward models, each with a part of its own."""
     servers: tuple[ServerConfig, ...] = ()
@@ -60,27 +60,26 @@ class Config(Base):
     """Lowest and highest reward, applied to the sum before the overlong penalty."""
     overlong: Overlong | None = None
     """Penalty on long completions, added to the clipped sum; in `parts` as `overlong`. A row
-    without a reward stays without. None: off."""
+    without a reward stays without one. Default: off."""
     max_invalid: Runtime[float] = Field(default=0.0, ge=0, le=1)
-    """Largest share of rows in which a function may fail before the stage does. Rewards that were
-    made with a larger one are refused too, not made anew; with a larger one the finished shards of
-    a stage that failed count."""
+    """Largest share of rows that may fail before the stage fails. Finished rewards with a larger
+    share are refused, not made anew. After raising it, the finished shards of a failed stage are
+    reused."""
     workers: Runtime[int | None] = Field(default=None, ge=1, le=1024)
-    """Processes in which functions run. None: one a core."""
+    """Processes in which functions run. Default: one per core."""
     max_memory_gib: Runtime[float | None] = Field(default=None, gt=0)
-    """Private memory of each of these processes; beyond it a call fails with MemoryError. None: an
-    equal share of the machine's memory, and at least 4 GiB where it has twice as much."""
+    """Private memory of each of these processes; beyond it a call fails with MemoryError. Default:
+    an equal share of the machine's memory, and at least 4 GiB if the machine has twice as much."""
     batch_rows: Runtime[int] = Field(default=ROWS_PER_SHARD, ge=1)
-    """Most rows a call. What a function says of a row must not depend on the others in its call,
-    unless its scope is `group`: then a call holds one group, whatever its size."""
+    """Most rows per call. A function's value for a row must not depend on the other rows in its
+    call, unless its scope is `group`: then a call holds one group of any size."""
     patience_seconds: Runtime[float | None] = Field(default=None, ge=0)
-    """Processes that share the work: how long an idle one waits for another's shard before it
-    scores that shard too. None: twice as long as the slowest shard took so far, and at least 30
-    s."""
+    """Seconds that an idle process waits for another process's shard before it scores it too, if
+    several share the work. Default: twice the longest time of a shard so far, and at least 30."""
 
     @property
     def scorers(self) -> tuple[FunctionConfig | ModelConfig | ServerConfig, ...]:
-        """Everything that scores, of every kind."""
+        """All scorers, of every kind."""
         return (*self.functions, *self.models, *self.servers)
 
     @property
@@ -108,11 +107,15 @@ class Config(Base):
 
 
 def pinned(config: Config, *, remembered: bool = True) -> tuple[Config, tuple[Model, ...]]:
-    """`config` with the fingerprints of what scores, and the manifest's entries of all reward
-    models. ConfigError where it asks for other code or another model than there is; SecurityError
-    where a model is not whole.
+    """Return `config` with the fingerprints of its scorers, and the manifest's entries of all
+    reward models.
 
-    Not `remembered`: every byte of the models is read, as for a hash that goes into a new manifest.
+    Args:
+        remembered: If false, every byte of the models is read, as for a hash in a new manifest.
+
+    Raises:
+        ConfigError: The config asks for other code or another model than there is now.
+        SecurityError: A model is not whole.
     """
     models = tuple(model_entry(model, remembered=remembered) for model in config.models)
     found = {

@@ -1,5 +1,5 @@
-"""Whole groups, for functions of scope `group`: a shard may hold some rows of a group alone, and a
-retry asks for those that have no reward.
+"""Collect whole groups for functions of scope `group`. A shard may hold only some rows of a group,
+and a retry asks only for rows without a reward.
 
     groups = Groups(rollouts, prompts)
     whole = groups.of(["r-4", "r-9"])       # whole.batch holds every row of their groups
@@ -25,13 +25,13 @@ class Whole(NamedTuple):
 
     batch: Batch
     sizes: list[int]
-    """How many rows each group has."""
+    """Number of rows in each group."""
     rows: list[int]
     """Positions of the rows in the batch."""
 
 
 class Groups:
-    """The groups of a version of rollouts; within each, rows come by their `sample_index`."""
+    """The groups of a rollouts version. Within each, rows are sorted by `sample_index`."""
 
     def __init__(self, rollouts: Version, prompts: Version) -> None:
         """The tables are read when groups are first asked for."""
@@ -45,11 +45,11 @@ class Groups:
 
     @cached_property
     def _prompt_rows(self) -> pa.Array:
-        """For each rollout the row of its prompt."""
+        """Row of its prompt for each rollout."""
         return tables.join(*self._tables)
 
     def of(self, rollout_ids: Sequence[str]) -> Whole:
-        """The whole groups of these rollouts, in the order in which they are named first."""
+        """Return the whole groups of these rollouts, in order of first mention."""
         rollouts, prompts = self._tables
         ids = rollouts["rollout_id"].combine_chunks()
         groups = rollouts["group_id"].combine_chunks()

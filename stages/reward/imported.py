@@ -1,8 +1,8 @@
-"""imported_rewards: what lines of another system's trajectories say that they are worth becomes
-rewards of the rollouts that the stage `imported` made of these lines.
+"""imported_rewards: take the rewards in another system's trajectories as the rewards of the
+rollouts that the stage `imported` made from the same file.
 
-They are rewards/2 where some turn has a reward of its own, else rewards/1. A line without one is
-not scored.
+The result is rewards/2 if some turn has a reward of its own, else rewards/1. A line without a
+reward is not scored.
 
     config = Config(source="trajectories.jsonl")
     ref = run_stage("imported_rewards", config, store, rollouts="arith/rollouts@4")
@@ -28,24 +28,24 @@ from .measures import summary
 
 STAGE_VERSION = 1
 _PART = "imported"
-"""The one part of such a reward."""
+"""Name of the only part of such a reward."""
 
 
 class Config(common.Config):
-    """The file whose rewards are meant."""
+    """The file that holds the rewards."""
 
     source: str = Field(min_length=1)
-    """The very file that the rollouts were made of."""
+    """The same file that the rollouts were made from."""
     source_sha256: str = ""
-    """Filled in by the stage: hash of the file."""
+    """Hash of the file, filled in by the stage."""
 
     def key(self) -> dict[str, Any]:
-        """The bytes decide, wherever they lie."""
+        """Leave out the folder: the file's bytes decide."""
         return {**super().key(), "source": common.without_folder(self.source)}
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
-    """The rewards of `refs["rollouts"]`. LineageError."""
+    """Plan the rewards of `refs["rollouts"]`. Raises LineageError unless they were imported."""
     rollouts = store.open(refs["rollouts"])
     manifest = rollouts.manifest
     if manifest.stage != "imported":
@@ -67,7 +67,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
-    """Write the rewards, row by row as the rollouts stand. ConfigError."""
+    """Write the rewards, in the order of the rollouts. Raises ConfigError."""
     writer = writers["rewards"]
     lines, _ = trajectories.read(plan.config.source, plan.config.source_sha256)
     rollouts = plan.inputs["rollouts"].table(["rollout_id", "group_id"]).to_pylist()

@@ -1,5 +1,5 @@
-"""What the manifest says of a rewards table, and what changed between two versions of the same
-rollouts."""
+"""Compute the manifest's metrics of a rewards table, and the changes between two versions of the
+same rollouts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quiver.schemas.rewards import names_of
 
 
 def failures(table: pa.Table) -> Iterator[tuple[str, str, str]]:
-    """Function, rollout_id and error of everything that failed in a rewards table, row by row."""
+    """Yield scorer, rollout_id and error of each failure in a rewards table, row by row."""
     for row in table.select(["rollout_id", "errors"]).to_pylist():
         for name, error in row["errors"].items():
             if error is not None:
@@ -29,8 +29,8 @@ def failures(table: pa.Table) -> Iterator[tuple[str, str, str]]:
 
 
 def summary(table: pa.Table, seconds: dict[str, float]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Metrics and row counts by status of a whole rewards table. `seconds`: of those parts that
-    took time."""
+    """Return metrics and row counts by status of a whole rewards table. `seconds`: time in each
+    part's scorer, if it took any."""
     num_rows = len(table)
     rewards = table["reward"].to_numpy()
     is_scored = ~np.isnan(rewards)
@@ -68,7 +68,7 @@ def summary(table: pa.Table, seconds: dict[str, float]) -> tuple[dict[str, Any],
 
 
 def means(texts: pa.ChunkedArray) -> dict[str, float]:
-    """The mean of every number in the rows' JSON texts, by its name, over the rows that have it;
+    """Return the mean of every number in the rows' JSON texts, by name, over the rows that have it;
     true is 1, and false 0."""
     found: dict[str, list[float]] = {}
     for text in texts.drop_null().to_pylist():
@@ -80,8 +80,8 @@ def means(texts: pa.ChunkedArray) -> dict[str, float]:
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Pearson's correlation of two [rows] columns over the rows where neither is NaN; None where
-    one of them does not vary."""
+    """Return Pearson's correlation of two [rows] columns over the rows without NaN in either; None
+    if one of them does not vary."""
     in_both = ~(np.isnan(a) | np.isnan(b))
     x = a[in_both].astype(np.float64)
     y = b[in_both].astype(np.float64)
@@ -93,9 +93,12 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float | None:
 
 
 def describe(column: np.ndarray, null: int) -> dict[str, float | None]:
-    """Mean, unbiased standard deviation, least and largest of the numbers of a column [rows], in
-    float64, without NaN; None where they are too few for it. `null`: how many rows are not scored,
-    of which this adds the rate."""
+    """Return mean, unbiased standard deviation, minimum and maximum of a [rows] column in float64,
+    without NaN. A statistic is None if there are too few numbers.
+
+    Args:
+        null: Number of rows that are not scored; returned together with its rate.
+    """
     numbers = column[~np.isnan(column)].astype(np.float64)
     statistics = dict.fromkeys(("mean", "std", "min", "max"))
     if len(numbers):
@@ -109,11 +112,11 @@ def describe(column: np.ndarray, null: int) -> dict[str, float | None]:
 
 
 def groups(table: pa.Table) -> dict[str, Any]:
-    """How many groups there are, and how many can teach nothing: fewer than two scored rollouts, or
-    equal rewards.
+    """Count the groups, and the groups that cannot teach anything: fewer than two scored rollouts,
+    or equal rewards.
 
-    `zero_variance` is the share among groups with at least two scored rollouts; None where there is
-    no such group.
+    `zero_variance` is the share among groups with at least two scored rollouts; None if there is no
+    such group.
     """
     scores = [("reward", "count"), ("reward", "min"), ("reward", "max"), ("rollout_id", "count")]
     columns = table.group_by("group_id").aggregate(scores)
@@ -135,11 +138,16 @@ def groups(table: pa.Table) -> dict[str, Any]:
 
 
 def changes(group_ids: list[str], a: np.ndarray, b: np.ndarray) -> dict[str, Any]:
-    """What became of [rows] rewards `a` in `b`, NaN where there is none.
+    """Compare [rows] rewards `a` with `b`; NaN stands for no reward.
 
-    `order`: rows that changed places with another of their group (one was above the other and is
-    below it now); `sign`: rows that went from one of negative, zero, positive to another; both
-    among the rows that have a reward in both, like `mean_difference` (b − a) and `correlation`.
+    Returns:
+        order: Rows that changed places with another row of their group (one was above the other and
+            is now below it).
+        sign: Rows that changed between negative, zero and positive.
+        mean_difference, correlation: b − a on average, and Pearson's correlation.
+        null_to_value, value_to_null: Rows that gained or lost their reward.
+
+    All but the last two count only rows that have a reward in both.
     """
     in_a = ~np.isnan(a)
     in_b = ~np.isnan(b)
@@ -159,7 +167,7 @@ def changes(group_ids: list[str], a: np.ndarray, b: np.ndarray) -> dict[str, Any
 
 
 def _overtaken(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """[n] bool: some other row is below in x and above in y, or the reverse."""
+    """Return [n] bool: true if another row is below in x and above in y, or the reverse."""
     before = np.sign(x[:, None] - x)
     after = np.sign(y[:, None] - y)
     return (before * after < 0).any(1)

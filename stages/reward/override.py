@@ -1,9 +1,9 @@
-"""override: single rewards of a saved version are replaced by what a person says, who says so, and
-why: a new rewards version.
+"""override: replace single rewards of a saved version by a person's values, with author and reason,
+as a new rewards version.
 
-Nothing but the reward of the named rows changes: parts, errors and extra still tell what the
-scorers said. Refused: ids that are no rollouts of these rewards, values that are not finite, no
-author, no reason.
+Only the reward of the named rows changes (and their last turn reward, so that turn rewards still
+add up). Parts, errors and extra keep the scorers' output. Refused: ids that are no rollouts of
+these rewards, values that are not finite, a missing author or reason.
 
     overrides = {"4be1c0de-sum-0017-2": 1.0}
     config = Config(author="ada", reason="right, in another unit", overrides=overrides)
@@ -40,19 +40,19 @@ log = logging.getLogger(__name__)
 
 
 class Config(common.Config):
-    """What a person says of single rollouts."""
+    """Corrections of single rollouts by a person."""
 
     author: Text
-    """Who says so."""
+    """Person who makes the corrections."""
     reason: Text
-    """Why."""
+    """Reason for the corrections."""
     overrides: dict[str, Annotated[float, Field(ge=-LARGEST, le=LARGEST)]] = Field(min_length=1)
     """The new reward by rollout_id."""
 
 
 def load(path: str | Path) -> Config:
-    """The config in a JSON file: {"author": …, "reason": …, "overrides": {rollout_id: reward}}.
-    ConfigError."""
+    """Read the config from a JSON file: {"author": …, "reason": …, "overrides": {rollout_id:
+    reward}}. Raises ConfigError."""
     name = f"--override {printable(path)}"
     try:
         fields = read_json(read_file(Path(path)))
@@ -65,7 +65,7 @@ def load(path: str | Path) -> Config:
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
-    """`refs`: the rewards in which rows are replaced. LineageError."""
+    """Plan the new version. `refs["rewards"]` names the rewards to correct. Raises LineageError."""
     rewards = store.open(refs["rewards"])
     sampled = rewards.manifest.input("rollouts")
     if rewards.ref.kind != "rewards" or sampled is None:
@@ -85,7 +85,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 
 def _with_turn_rewards(table: pa.Table, values: list[float | None]) -> pa.Table:
-    """What the turns earned adds up to the rewards `values`, too: the last turn has the rest."""
+    """Adjust the last turn's reward of each row, so that its turns add up to `values`."""
     field = table.schema.field("turn_rewards")
     earned = [
         with_rest(turns, value) if turns and value is not None else turns
@@ -96,7 +96,7 @@ def _with_turn_rewards(table: pa.Table, values: list[float | None]) -> pa.Table:
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
-    """Write the rewards with the overrides in place. ConfigError for an id that is not there."""
+    """Write the rewards with the overrides in place. Raises ConfigError for an unknown id."""
     config = plan.config
     writer = writers["rewards"]
     rewards = plan.inputs["rewards"]

@@ -1,6 +1,6 @@
-"""What scorers are told of the pictures that prompts show.
+"""Offer scorers the pictures of prompts.
 
-Not of the spine: only prompts with pictures come here.
+Not of the spine: only prompts with pictures use this module.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from quiver.schemas.prompts import most_images
 from .scoring import Batch
 
 OFFERED = "images"
-"""What a function asks for by name: a list of PIL images a row."""
+"""Name by which a function asks for pictures: a list of PIL images per row."""
 
 
 class ImageBytes(bytes):
-    """The bytes of a picture. A process of functions gets a PIL image for it."""
+    """The bytes of a picture. Pickling turns it into a PIL image in a worker of functions."""
 
     def __reduce__(self) -> Any:
         from quiver.stages.common.images.decoder import open_image
@@ -27,14 +27,14 @@ class ImageBytes(bytes):
 
 
 def without_empty(prompts: pa.Table) -> pa.Table:
-    """`prompts` without the column of pictures, where none shows any."""
+    """Return `prompts` without the column of pictures if no row has any."""
     if OFFERED in prompts.column_names and not most_images(prompts):
         return prompts.drop_columns(OFFERED)
     return prompts
 
 
 def offered(prompts: pa.Table) -> dict[str, list[list[ImageBytes]]]:
-    """The pictures of each row's prompt; nothing where the prompts have no such column."""
+    """Return the pictures of each row's prompt; empty if the prompts have no such column."""
     if OFFERED not in prompts.column_names:
         return {}
     rows = prompts[OFFERED].to_pylist()
@@ -42,7 +42,8 @@ def offered(prompts: pa.Table) -> dict[str, list[list[ImageBytes]]]:
 
 
 def are_in(batch: Batch) -> bool:
-    """Whether a batch holds pictures, under a name that a user's column might have too."""
+    """True if a batch holds pictures. A user's column may have the same name, so values are
+    checked."""
     cells = batch.get(OFFERED, ())
     return any(isinstance(picture, ImageBytes) for cell in cells for picture in _listed(cell))
 

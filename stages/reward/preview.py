@@ -1,8 +1,8 @@
-"""What can be told of rewards from names, files and columns alone, before a process is started.
+"""Check rewards from names, files and columns alone, before a process is started.
 
-A user's function is read and not run: a file without it, an argument that it does not take, a
-column that it asks for and the source does not have. What only trying can tell is left to the
-stage's `check`.
+A user's function is parsed, not run. This finds a file without the function, an argument that it
+does not take, and a column that the source lacks. The stage's `check` finds the errors that only a
+call can show.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .servers.dialects.rows import fields
 
 
 class Reads(NamedTuple):
-    """Which columns of the source the rewards read."""
+    """Columns of the source that the rewards read."""
 
     by_name: set[str]
-    """Those that something asks for by name."""
+    """Columns that some scorer asks for by name."""
     may_be_all: bool
-    """Whether something may read any other, too: a function with `**columns`, a server."""
+    """True if a scorer may read any other column too: a function with `**columns`, a server."""
 
 
 def preview(config: Config, columns: Iterable[str]) -> Reads:
-    """What is read of the `columns` of the source. ConfigError or SecurityError unless everything
-    that scores is there, and finds what it asks for by name among them."""
+    """Return the `columns` of the source that are read. Raises ConfigError or SecurityError if a
+    scorer is missing, or if it asks by name for a missing column."""
     pinned(config)
     columns = [*columns]
     by_name: set[str] = set()
@@ -53,7 +53,7 @@ def preview(config: Config, columns: Iterable[str]) -> Reads:
 
 
 def _read_by(function: FunctionConfig, about: About, columns: list[str]) -> set[str]:
-    """The columns that a function asks for by name."""
+    """Return the columns that a function asks for by name."""
     takes = about.takes or about.needs
     if function.is_shipped:
         takes = [*about.needs, *shipped(function.use).columns]
@@ -65,8 +65,8 @@ def _read_by(function: FunctionConfig, about: About, columns: list[str]) -> set[
 
 
 def _callee(config: FunctionConfig) -> Any:
-    """A function with the parameters of the one that is named, and nothing in it; a shipped one
-    itself. None where parameters cannot be read."""
+    """Return a shipped function itself, or an empty function with the parameters of the user's.
+    None if the parameters cannot be read."""
     if config.is_shipped:
         return shipped(config.use).function
     node = plugins.definition(config.use, "reward.functions.use")

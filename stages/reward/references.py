@@ -1,7 +1,7 @@
-"""References (right answers, schemas) that a shipped function cannot read: a mistake of the row,
-which is told before anything is generated, and told apart from one of the function.
+"""Find references (right answers, schemas) that a shipped function cannot read. Such a mistake of a
+row is reported before anything is generated, and is distinguished from a mistake of the function.
 
-    column_of_reference(function, ["question", "solution"])    # "solution"; None where it has none
+    column_of_reference(function, ["question", "solution"])    # "solution"; None without one
     refusals(config, rows)        # {2: ("numeric", "solution", "ValueError: the answer 'NaN' …")}
 """
 
@@ -22,7 +22,7 @@ from .pool.pool import Pool
 from .pool.scorer import FunctionScorer
 
 _COMPLETION = "0"
-"""Read at once by every function that compares, as a number and as JSON."""
+"""A completion that every comparing function reads quickly, as a number and as JSON."""
 
 
 def column_of_reference(function: FunctionConfig, columns: Iterable[str]) -> str | None:
@@ -35,7 +35,7 @@ def column_of_reference(function: FunctionConfig, columns: Iterable[str]) -> str
 
 
 def source_row(prompts: Mapping[str, Any], group_id: str) -> str:
-    """Return where the row of `group_id` stands in its source, by the config of its prompts: file
+    """Return the place of the row of `group_id` in its source, from the config of its prompts: file
     and row, or its group if rows have names of their own."""
     source = printable(prompts.get("source", "prompts"))
     number = group_id.removeprefix(prompts.get("group_prefix", ""))
@@ -45,9 +45,9 @@ def source_row(prompts: Mapping[str, Any], group_id: str) -> str:
 
 
 def refusals(config: Config, rows: pa.Table) -> dict[int, tuple[str, str, str]]:
-    """Return the position of each of the source's `rows` whose reference a shipped function
-    refuses, with the first such function, the column and the error. Functions that run programs or
-    models are not asked. ResourceError: no process can be started."""
+    """Return the rows whose reference a shipped function refuses, by position, each with the first
+    such function, the column and the error. Functions that run programs or models are skipped.
+    Raises ResourceError if no process can be started."""
     refused: dict[int, tuple[str, str, str]] = {}
     with Pool(config.workers, config.max_memory_gib) as pool:
         for function in config.functions:

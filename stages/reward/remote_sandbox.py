@@ -1,5 +1,5 @@
-"""A sandbox on a server: a program goes there by HTTP and its output comes back. Strict about what
-it takes for an answer.
+"""Run programs in a sandbox on a server: a program is sent over HTTP and its output comes back.
+Answers are read strictly.
 
     POST URL        Authorization: Bearer TOKEN
     {"language": "python", "code": "print(input())", "stdin": "abc",
@@ -7,10 +7,10 @@ it takes for an answer.
      64, "output_kib": 64}}
     →  {"stdout": "abc\\n", "stderr": "", "exit_code": 0, "timed_out": false}
 
-How well programs are kept apart there, and from the harness of `code`, is the server's matter. A
-program may be sent again after a lost or malformed answer, a 429 or a 5xx (see
-`servers.transport`). No redirects, no compressed answers, no proxy or password of the environment;
-no token over plain http, but to this machine.
+The server alone decides how well programs are isolated from each other and from the harness of
+`code`. A program may be sent again after a lost or malformed answer, a 429 or a 5xx (see
+`servers.transport`). Redirects, compressed answers, and proxies or passwords from the environment
+are not used. A token is sent over plain http only to this machine.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from quiver.stages.reward.servers.transport import FailedError, Transport
 
 ATTEMPTS = 3
 ANSWER_SECONDS = 30.0
-"""How long an answer may take beyond the program's own limit."""
+"""Seconds that an answer may take beyond the program's own limit."""
 PAUSE_SECONDS = 0.5
 """Longest pause before the second attempt; doubled before each further one."""
 
 
 class Answer(BaseModel):
-    """What the server says of a program."""
+    """The server's result of a program."""
 
     stdout: str
     stderr: str
@@ -51,11 +51,14 @@ class Answer(BaseModel):
 def run_program(
     program: str, *, stdin: str = "", limits: Limits | None = None, url: str, token: str = ""
 ) -> Finished:
-    """Run Python source on the server at `url` and wait for it. `token` is `env:NAME`, a variable
-    of this process.
+    """Run Python source on the server at `url` and wait for it.
 
-    RemoteError: no answer, or none that can be trusted, which says nothing about the program.
-    ConfigError: the token or the URL.
+    Args:
+        token: `env:NAME`, a variable of this process.
+
+    Raises:
+        RemoteError: No answer came, or none that can be trusted. It says nothing about the program.
+        ConfigError: The token or the URL is wrong.
     """
     limits = limits or Limits()
     seconds = limits.seconds + ANSWER_SECONDS
@@ -93,7 +96,7 @@ def run_program(
 
 @cache
 def check(url: str, token: str) -> None:
-    """RemoteError unless the server runs a program that does nothing."""
+    """Raise RemoteError unless the server runs a trivial program. Checked once per process."""
     finished = run_program("print('ready')", url=url, token=token)
     if finished.stdout.strip() != "ready":
         raise _remote_error(

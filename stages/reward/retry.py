@@ -1,9 +1,9 @@
-"""Rewards taken over from an earlier version of the same rollouts: only rows that have none are
-scored again.
+"""Take over rewards from an earlier version of the same rollouts, and score only the rows without
+one.
 
-What is taken over (reward, parts, errors, extra) is so byte for byte. So the recipe must name the
-same parts and weigh them as the earlier one did; a function's own code and arguments may differ,
-since mending them is what a retry is for.
+Rewards, parts, errors and extra are taken over byte for byte. So the recipe must name the same
+parts with the same weights. A function's code and arguments may differ, since fixing them is the
+purpose of a retry.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from .config import SCORERS, Config
 
 
 def require_same(earlier: Version, rollouts: Version, config: Config) -> None:
-    """LineageError unless `earlier` was made of `rollouts`; ConfigError unless it has the parts of
-    `config`, weighed so."""
+    """Check that `earlier` fits.
+
+    Raises:
+        LineageError: It was not made from `rollouts`.
+        ConfigError: It is an override, or its parts or weights differ from those in `config`.
+    """
     entry = earlier.manifest.input("rollouts")
     if entry is None or entry.content_hash != rollouts.manifest.content_hash:
         raise LineageError(
@@ -52,7 +56,7 @@ def require_same(earlier: Version, rollouts: Version, config: Config) -> None:
 
 
 def _arithmetic(config: dict[str, Any]) -> dict[str, Any]:
-    """What a config makes of the parts."""
+    """Return the settings that turn parts into rewards."""
     scorers = [scorer for kind in SCORERS for scorer in config.get(kind, ())]
     weights = {f"weight of {scorer['name']}": scorer["weight"] for scorer in scorers}
     return {**weights, "reward_clip": config.get("reward_clip"), "overlong": config.get("overlong")}
@@ -61,8 +65,8 @@ def _arithmetic(config: dict[str, Any]) -> dict[str, Any]:
 def aligned(
     earlier: pa.Table, rollouts: pa.Table, names: list[str], extras: list[str], *, of_turns: bool
 ) -> pa.Table:
-    """The earlier rewards in the order of `rollouts`, joined by id, their parts in the order of
-    `names`; `of_turns`: with those of turns. LineageError."""
+    """Return the earlier rewards in the order of `rollouts`, joined by id, with parts in the order
+    of `names`. `of_turns`: with turn rewards. Raises LineageError if a rollout has no row."""
     order = pc.index_in(
         rollouts.column("rollout_id").combine_chunks(),
         earlier.column("rollout_id").combine_chunks(),
@@ -78,8 +82,8 @@ def aligned(
 
 
 def merged(earlier: pa.Table, again: pa.Table) -> pa.Table:
-    """`earlier`, with the rows of `again` in place of those without a reward; both in the same
-    order."""
+    """Return `earlier` with the rows of `again` in place of the rows without a reward; both in the
+    same order."""
     scored = earlier.filter(earlier.column("reward").is_valid())
     table = pa.concat_tables([scored, again]).combine_chunks()
     ids = earlier.column("rollout_id").combine_chunks()

@@ -1,10 +1,10 @@
-"""What a scorer is: something that says of each row a number, nothing, or why it failed. A failure
-never becomes a number.
+"""The protocol of a scorer: for each row it returns a number, nothing, or an error. A failure never
+becomes a number.
 
 There are three kinds: functions (`pool`), models (`models`) and servers (`servers`). The stage
 knows them by this protocol alone. This module is light, because each worker imports it.
 
-Not of the spine: what scorers are is read when one writes another kind of them.
+Not of the spine: read it when you write another kind of scorer.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ OFFERED = (
     "finish_reason",
     "rollout_ids",
 )
-"""What every scorer may ask for by name: `prompts` are messages, or text; `prompt_text` is the text
-that was rendered of them, `prompt_ids` its token ids, as the policy read them."""
+"""Names that every scorer may ask for. `prompts` are messages, or text; `prompt_text` is the text
+rendered from them; `prompt_ids` are its token ids, as the policy read them."""
 OF_TURNS = ("turns", "transcript", "end_reason")
-"""What a function may ask for by name, where the rollouts have turns."""
+"""Names that a function may also ask for if the rollouts have turns."""
 OVERLONG = "overlong"
 """The penalty's column in `parts`."""
-LARGEST = 3.4028234663852886e38  # of a float32
+LARGEST = 3.4028234663852886e38  # largest finite float32
 EXTRA_BYTES = 10_000
-"""Most of what came beside the number that is kept."""
+"""Most bytes kept of the data beside a number."""
 Batch = Mapping[str, list[Any]]
-"""Lists of equal length, one item a row: OFFERED, and the user's columns by their names. Not to be
+"""Lists of equal length, one item per row: OFFERED, and the user's columns by name. Must not be
 changed in place."""
 Notice = Callable[[str, str, str], None]
-"""Hears of a failed row at once: name of the scorer, rollout_id, error. What it raises ends the
-scoring."""
+"""Called at once for a failed row with the scorer's name, the rollout_id and the error. An
+exception it raises ends the scoring."""
 
 
 def _in_order(ends: tuple[float, float]) -> tuple[float, float]:
@@ -55,57 +55,56 @@ Interval = Annotated[tuple[float, float], AfterValidator(_in_order)]
 
 
 class ScorerConfig(Config):
-    """What a recipe says of every scorer."""
+    """Settings that every scorer has."""
 
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]{0,64}$")
-    """Its column in `parts`, unique. Empty: the function's own name, the last part of a model's, or
-    a server's dialect."""
+    """Column in `parts`, unique. Empty: the function's own name, the last part of a model's, or a
+    server's dialect."""
     weight: float = 1.0
     """Factor of its part in the reward."""
     extra: bool = False
-    """Keep as JSON in `extra` what came beside the number: of a function the rest of a row's value,
-    which may then be a mapping with the number under `reward`; of a classifier the values of all
-    labels."""
+    """Keep the data beside the number as JSON in `extra`. For a function this is the rest of a
+    row's value, which may then be a mapping with the number under `reward`. For a classifier it is
+    the values of all labels."""
     fingerprint: str = ""
-    """Filled in by the stage: of the code, the weights or the section that decide the number. If
-    set, the scorer must have it."""
+    """Hash of the code, the weights or the section that decide the number, filled in by the stage.
+    If set, the scorer must match it."""
 
 
 class Part(NamedTuple):
-    """What one scorer said of one row: a value, or an error, or neither (it does not apply
-    there)."""
+    """A scorer's result for one row: a value, or an error, or neither (it does not apply)."""
 
     value: float | None = None
     error: str | None = None
     extra: str | None = None
-    """JSON text of what came beside the number."""
+    """JSON text of the data beside the number."""
 
 
 class Scorer(Protocol):
     """One source of rewards, with its column in `parts`.
 
-    The stage calls `score` from one thread of its own, never twice at once. Whoever opened it may
-    close what it holds from another thread while `score` waits; the call must end soon then, in
-    whatever way.
+    The stage calls `score` from one thread of its own, never twice at once. The opener may close
+    the scorer's resources from another thread while `score` waits; the call must then end soon, in
+    any way.
     """
 
     name: str
     """Its column."""
     seconds: float
-    """Time that scoring took so far, summed over processes."""
+    """Seconds of scoring so far, summed over processes."""
 
     def require(self, columns: Iterable[str]) -> None:
-        """ConfigError unless everything that it needs is offered, or among the prompts'
+        """Raise ConfigError unless everything that it needs is offered, or among the prompts'
         `columns`."""
 
     def score(self, batch: Batch) -> list[Part]:
-        """One part a row; a failure is a part with an error. QuiverError only where no row at all
-        can be scored."""
+        """Return one part per row; a failure is a part with an error. Raises QuiverError only if no
+        row at all can be scored."""
 
 
 def as_extra(beside: Any) -> str:
-    """JSON text of what came beside the number; beyond EXTRA_BYTES only the start is kept, and said
-    to be. ValueError, RecursionError: it is no JSON."""
+    """Return JSON text of the data beside a number. Beyond EXTRA_BYTES only the start is kept, and
+    the text says so. Raises ValueError or RecursionError if it has no JSON."""
     text = json.dumps(beside, ensure_ascii=False, allow_nan=False)
     if len(text.encode(errors="replace")) > EXTRA_BYTES:
         shortened = {"cut": True, "length": len(text), "start": text[: EXTRA_BYTES // 8]}
@@ -114,7 +113,7 @@ def as_extra(beside: Any) -> str:
 
 
 def require_columns(owner: str, needs: Iterable[str], columns: Iterable[str]) -> None:
-    """ConfigError unless everything that `owner` needs is offered, or a column."""
+    """Raise ConfigError unless everything that `owner` needs is offered, or a column."""
     columns = sorted(columns)
     for missing in sorted(set(needs) - {*OFFERED, *columns}):
         if missing == "images":

@@ -1,5 +1,5 @@
-"""The rows of one rewards version, shard by shard: which are to be scored, and what is written of
-them."""
+"""Score the rows of one rewards version shard by shard, and write them. Look here for retries,
+shared work and the count of failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Shards:
-    """Shards of ROWS_PER_SHARD rollouts; those that an earlier attempt wrote are not scored
+    """Shards of ROWS_PER_SHARD rollouts. Shards that an earlier attempt wrote are not scored
     again."""
 
     def __init__(
@@ -62,8 +62,8 @@ class Shards:
         """Shards whose failures the allowance has counted."""
 
     def score(self) -> pa.Table:
-        """Score the shards that are not there yet; the whole table. RewardError when too many rows
-        failed."""
+        """Score the shards that are not there yet and return the whole table. Raises RewardError if
+        too many rows failed."""
         try:
             self._count_failures()
             if self._handout.unfinished():
@@ -90,25 +90,26 @@ class Shards:
         return table.slice(self._starts[index], ROWS_PER_SHARD)
 
     def _rows_to_score(self, index: int) -> pa.Array:
-        """Positions within shard `index` of the rows that are to be scored."""
+        """Return the positions within shard `index` of the rows to be scored."""
         if self.earlier is None:
             return pa.array(range(len(self._shard(self._rollouts, index))), pa.int64())
         return pc.indices_nonzero(self._shard(self.earlier, index).column("reward").is_null())
 
     def _count_failures(self) -> None:
-        """Have the allowance count what failed in shards that an earlier attempt, or another
-        process, has finished."""
+        """Add the failures in shards that an earlier attempt or another process finished to the
+        allowance."""
         uncounted = set(range(len(self._starts))) - {*self._handout.unfinished(), *self._counted}
         for index in sorted(uncounted):
             try:
                 for failure in failures(self._writer.read(index)):
                     self._allowance.notice(*failure)
             except TooMany:
-                # as if it had been scored here: it is done again when the scorer is mended
+                # drop the shard, as if scoring had failed here, so that it is scored again with a
+                # mended scorer
                 self._writer.drop(index)
                 raise
             except FileNotFoundError:
-                continue  # another process has just come to the same end
+                continue  # another process has just dropped the shard too
             self._counted.add(index)
 
     def _batches(self) -> Iterator[tuple[int, Batch]]:
@@ -136,7 +137,8 @@ class Shards:
         self._writer.notes["scorers"] = {scorer.name: scorer.seconds for scorer in self._scorers}
 
     def seconds(self) -> dict[str, float]:
-        """Time in each scorer, summed over its processes and over those that share the work."""
+        """Return seconds in each scorer, summed over its processes and the processes that share the
+        work."""
         self._note_seconds()
         seconds: Counter[str] = Counter()
         for notes in self._writer.reports():
@@ -144,7 +146,7 @@ class Shards:
         return seconds
 
     def _too_many(self) -> RewardError:
-        """The error for more failed rows than are allowed; it shows the first."""
+        """Return the error for more failed rows than are allowed, with the first failure."""
         failed = dict(self._allowance.failed)  # scorers that still run may add to it
         rollout_id, (name, error) = next(iter(failed.items()))
         scorers = {

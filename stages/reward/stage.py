@@ -1,11 +1,11 @@
-"""reward: rollouts become rewards/1, by functions, models and servers that a recipe names; null is
+"""reward: turn rollouts into rewards/1 by the functions, models and servers of a recipe. Null means
 "not scored", never 0.
 
 Prompts are found through the rollouts' manifest and joined by group_id. Functions run in worker
-processes (`pool`), models in this one (`models`), servers are asked over HTTP (`servers`). A row
-where one failed has no reward; more such rows than `max_invalid` allows end the stage with
-RewardError as soon as that is certain, and finished shards are kept. The code of a user's functions
-enters the run_key by the hash of its file, so an edited function scores anew.
+processes (`pool`), models in this process (`models`), servers are asked over HTTP (`servers`). A
+row for which a scorer failed has no reward. If more rows fail than `max_invalid` allows, the stage
+ends with RewardError as soon as that is certain; finished shards are kept. The hash of a user's
+file enters the run key, so an edited function scores anew.
 
     config = Config(functions=[{"use": "numeric"}, {"use": "mine.py:polite", "weight": 0.2}])
     ref = run_stage("reward", config, store, rollouts="arith/rollouts@3")
@@ -42,9 +42,14 @@ log = logging.getLogger(__name__)
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
-    """What scores which rollouts. `refs`: rollouts, and `retry` for earlier rewards of which only
-    the rows without a reward are scored again; where every row has one, they are the answer.
-    ConfigError, LineageError."""
+    """Plan the scoring of rollouts.
+
+    Args:
+        refs: "rollouts", and optionally "retry": earlier rewards. Then only rows without a reward
+            are scored again; if every row has one, the earlier rewards are the result.
+
+    Raises ConfigError, LineageError.
+    """
     rollouts = store.open(refs["rollouts"])
     inputs = {"rollouts": rollouts, "prompts": open_input(store, rollouts, "prompts")}
     answer = None
@@ -70,7 +75,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 
 def accept(plan: Plan, version: Version) -> None:
-    """RewardError where more rows failed in finished rewards than `max_invalid` allows now."""
+    """Raise RewardError if more rows failed in finished rewards than `max_invalid` allows now."""
     failed = version.manifest.status.get("failed", 0)
     rows = version.manifest.rows
     max_invalid = plan.config.max_invalid
@@ -85,9 +90,10 @@ def accept(plan: Plan, version: Version) -> None:
 
 
 def check(config: Config, columns: Sequence[str], prompts: Version | None = None) -> None:
-    """ConfigError unless each scorer exists and can be called with the prompts' `columns`.
+    """Raise ConfigError unless each scorer exists and can be called with the prompts' `columns`.
 
-    `prompts`, where they are there already: reward models look at them too.
+    Args:
+        prompts: If they exist already, reward models check them too.
     """
     config, _ = pinned(config)
     with open_scorers(config, prompts=prompts) as scorers:
@@ -96,8 +102,8 @@ def check(config: Config, columns: Sequence[str], prompts: Version | None = None
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
-    """Score what is not scored yet. RewardError when more rows failed than `max_invalid` allows;
-    ConfigError where a scorer is not the planned one."""
+    """Score the rows that are not scored yet. Raises RewardError if more rows failed than
+    `max_invalid` allows, ConfigError if a scorer is not the planned one."""
     config = plan.config
     pinned(config, remembered=False)  # these hashes go into a new manifest
     writer = writers["rewards"]
@@ -129,11 +135,13 @@ def open_scorers(
     prompts: Version | None = None,
     rollouts: Version | None = None,
 ) -> Iterator[list[Scorer]]:
-    """The scorers that `config` names, in the order of their parts; what they hold is let go of at
-    the end.
+    """Open the scorers of `config`, in the order of their parts, and close them at the end.
 
-    `notice` hears at once of rows that failed; `prompts` and `rollouts` are what is to be scored,
-    where that is known. ConfigError where one of them is not there.
+    Args:
+        notice: Called at once for each row that failed.
+        prompts, rollouts: The data to be scored, if it is known.
+
+    Raises ConfigError if a scorer is missing.
     """
     with Pool(config.workers, config.max_memory_gib) as pool, ExitStack() as stack:
         groups = Groups(rollouts, prompts) if rollouts and prompts else None

@@ -1,4 +1,5 @@
-"""Tables in and out of scoring: rollouts joined with their prompts, parts weighted into rewards.
+"""Tables in and out of scoring: rollouts are joined with their prompts, parts are weighted into
+rewards.
 
 A reward is made in this order, each part kept as its own column: raw parts, weights, clip, overlong
 penalty.
@@ -23,8 +24,8 @@ from .scoring import LARGEST, OVERLONG, Batch, Part
 
 
 def join(rollouts: pa.Table, prompts: pa.Table) -> pa.Array:
-    """For each rollout the row of its prompt. LineageError for a group that the prompts do not
-    hold."""
+    """Return for each rollout the row of its prompt. Raises LineageError if a group has no
+    prompt."""
     groups = rollouts.column("group_id").combine_chunks()
     order = pc.index_in(groups, value_set=prompts.column("group_id").combine_chunks())
     if order.null_count:
@@ -38,8 +39,11 @@ def join(rollouts: pa.Table, prompts: pa.Table) -> pa.Array:
 
 
 def offered(rollouts: pa.Table, prompts: pa.Table) -> Batch:
-    """What scorers are offered of `rollouts`, by name; `prompts`: row by row those of them. A
-    user's column never hides one of ours."""
+    """Return the lists that scorers are offered, by name. A user's column never hides one of ours.
+
+    Args:
+        prompts: The prompt of each row of `rollouts`, in the same order.
+    """
     columns = prompts.column("columns")
     batch = {
         field.name: column.to_pylist()
@@ -65,8 +69,8 @@ def offered(rollouts: pa.Table, prompts: pa.Table) -> Batch:
 
 
 class PromptIds(Mapping[str, list[list[int]]]):
-    """`prompt_ids` of rollouts, made when it is first asked for: prompts are long, and few scorers
-    ask for their ids."""
+    """`prompt_ids` of rollouts, converted on first use: prompts are long, and few scorers ask for
+    their ids."""
 
     def __init__(self, rollouts: pa.Table) -> None:
         self._column = rollouts.column("prompt_ids")
@@ -92,8 +96,12 @@ class PromptIds(Mapping[str, list[list[int]]]):
 def as_rewards(
     config: Config, rollouts: pa.Table, parts: dict[str, list[Part]], extras: list[str]
 ) -> pa.Table:
-    """rewards/1 for `rollouts`, with one list of parts a scorer, in order of rows; with the extra
-    of the scorers in `extras`. rewards/2 where the environment's rewards are a part."""
+    """Return rewards/1 for `rollouts`; rewards/2 if the environment's rewards are a part.
+
+    Args:
+        parts: One list of parts per scorer, in order of rows.
+        extras: Scorers whose extra is written.
+    """
     lengths = pc.list_value_length(rollouts.column("completion_ids")).to_pylist()
     parts = turns.without_failed(rollouts, parts)
     parts, sums = weigh_rows(config, parts, lengths)
@@ -118,8 +126,11 @@ def as_rewards(
 def weigh_rows(
     config: Config, parts: dict[str, list[Part]], lengths: list[int]
 ) -> tuple[dict[str, list[Part]], list[float | None]]:
-    """The parts of rows, with those of the overlong penalty on completions of `lengths` tokens, and
-    the rows' rewards."""
+    """Return the parts and the rewards of rows.
+
+    Args:
+        lengths: Completion tokens of each row, for the overlong penalty, which becomes a part.
+    """
     weights = {scorer.name: scorer.weight for scorer in config.scorers}
     sums = [
         weigh(dict(zip(parts, row_parts, strict=True)), weights, config.reward_clip)
@@ -139,9 +150,11 @@ def weigh_rows(
 def weigh(
     parts: dict[str, Part], weights: dict[str, float], clip: tuple[float, float] | None
 ) -> float | None:
-    """The reward of one row, R = clip(Σ_f weight_f · part_f) over the functions that gave a value.
+    """Return the reward of one row, R = clip(Σ_f weight_f · part_f) over the scorers that gave a
+    value.
 
-    None where a function failed, or where none gave a value.
+    None if a scorer failed, or if none gave a value. Raises NumericError if R is not finite as
+    float32.
 
     >>> weights = {"a": 1.0, "b": 2.0, "c": 9.0}
     >>> weigh({"a": Part(1.0), "b": Part(0.5), "c": Part()}, weights, (0.0, 1.5))
@@ -161,7 +174,7 @@ def weigh(
 
 
 def storable(total: float) -> float:
-    """`total` where a float32 can hold it. NumericError."""
+    """Return `total` if a float32 can hold it. Raises NumericError."""
     if abs(total) > LARGEST:
         raise NumericError(
             "reward",

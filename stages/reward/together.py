@@ -1,8 +1,8 @@
-"""All scorers at once: each in a thread of its own, through one shard after the other, and not more
-than AHEAD shards at a time.
+"""Run all scorers at once. Each has a thread, goes through the shards in order, and at most AHEAD
+shards are scored at a time.
 
-A failed row is counted when it is known; when more have failed than are allowed, nothing further is
-scored.
+A failed row is counted as soon as it is known. Once more have failed than are allowed, nothing
+further is scored.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from .scoring import Batch, Part, Scorer
 
-AHEAD = 2  # shards that are being scored at a time
+AHEAD = 2  # shards scored at a time
 
 
 class TooMany(Exception):
@@ -21,18 +21,17 @@ class TooMany(Exception):
 
 
 class Allowance:
-    """How many rows may fail. `notice` is called from any thread, for a row as often as one
-    likes."""
+    """Number of rows that may fail. `notice` may be called from any thread, and repeatedly for a
+    row."""
 
     def __init__(self, most: float) -> None:
         self.most = most
         self.failed: dict[str, tuple[str, str]] = {}
-        """By rollout_id, in the order in which they were noticed: scorer and error of the first
-        failure."""
+        """Scorer and error of the first failure by rollout_id, in the order of notice."""
 
     def notice(self, name: str, rollout_id: str, error: str) -> None:
-        """A row failed. TooMany as soon as that is one too many."""
-        self.failed.setdefault(rollout_id, (name, error))  # one step, whatever other threads do
+        """Count a failed row. Raises TooMany as soon as that is one too many."""
+        self.failed.setdefault(rollout_id, (name, error))  # atomic, so threads may race
         if len(self.failed) > self.most:
             raise TooMany
 
@@ -40,16 +39,16 @@ class Allowance:
 def score_all(
     scorers: list[Scorer], shards: Iterable[tuple[int, Batch]], allowance: Allowance
 ) -> Iterator[tuple[int, dict[str, list[Part]]]]:
-    """Score each shard's batch (none of them empty): its index and each scorer's parts, in order of
-    shards.
+    """Score each shard's batch, none of them empty. Yields its index and each scorer's parts, in
+    order of shards.
 
-    What a scorer raises, this raises at once, and TooMany when `allowance` says so.
+    An exception of a scorer is raised at once, and so is TooMany of `allowance`.
     """
     remaining = iter(shards)
     outcomes = queue.SimpleQueue()
     queues = [queue.SimpleQueue() for _ in scorers]
     for scorer, batches in zip(scorers, queues, strict=True):
-        # a daemon: it must not keep a process that was told to end
+        # a daemon thread, so that it does not keep the process alive on exit
         threading.Thread(
             target=_score_batches,
             args=(scorer, batches, outcomes, allowance),
@@ -69,7 +68,8 @@ def score_all(
             if isinstance(outcome, BaseException):
                 raise outcome
             under_way[index][name] = outcome
-            if len(under_way[index]) == len(scorers):  # before any later one: each goes in order
+            # complete before any later shard, since scorers go in order
+            if len(under_way[index]) == len(scorers):
                 parts = under_way.pop(index)
                 yield index, {scorer.name: parts[scorer.name] for scorer in scorers}
     finally:
@@ -83,8 +83,7 @@ def _score_batches(
     outcomes: queue.SimpleQueue[tuple[int, str, list[Part] | BaseException]],
     allowance: Allowance,
 ) -> None:
-    """Score what comes until it is None; what comes of it, or what it raised, goes to
-    `outcomes`."""
+    """Score batches until None comes, and put each result or exception into `outcomes`."""
     for index, batch in iter(batches.get, None):
         try:
             outcome = scorer.score(batch)

@@ -1,7 +1,7 @@
-"""What scorers are told of rollouts with turns, and what each turn earned of the reward.
+"""Offer scorers the turns of rollouts, and split each reward over its turns.
 
-Offered(rollouts, prompts)["transcript"]    # the prompt's messages and those of the turns
-turn_rewards(config, rollouts, sums)        # one list a row, which add up to its reward
+Offered(rollouts, prompts)["transcript"]    # the messages of the prompt and of the turns
+turn_rewards(config, rollouts, sums)        # one list per row, which adds up to its reward
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from .config import Config
 from .scoring import OF_TURNS, Part
 
 ENVIRONMENT = "environment"
-"""The shipped function that takes the rewards which the environment gave."""
+"""Name of the shipped function that uses the environment's rewards."""
 _IDS = ("observation_ids", "restart_ids")
 
 
 def has_turns(rollouts: pa.Table) -> bool:
-    """Whether they are rollouts/2."""
+    """True if they are rollouts/2."""
     return "turns" in rollouts.column_names
 
 
 class Offered(Mapping[str, list[Any]]):
-    """`OF_TURNS` of rollouts with turns, whose row by row prompts are given; of turns without ids,
-    and with what is JSON text there read. They are made when one of them is first asked for: most
-    scorers ask for none."""
+    """`OF_TURNS` of rollouts with turns, whose prompts are given row by row. Turns come without
+    ids, with JSON texts parsed. The lists are made on first use, since most scorers do not ask for
+    them."""
 
     def __init__(self, rollouts: pa.Table, prompts: pa.Table) -> None:
         self._rollouts = rollouts
@@ -79,7 +79,7 @@ class Offered(Mapping[str, list[Any]]):
 
 
 def read(text: str | None) -> Any:
-    """What JSON text says; the text itself if it cannot be read."""
+    """Parse JSON text; return the text itself if it is not JSON."""
     try:
         return None if text is None else read_json(text)
     except ValueError:
@@ -87,14 +87,14 @@ def read(text: str | None) -> Any:
 
 
 def beginning(chat: list[Message] | None, text: str) -> list[Message]:
-    """A prompt as messages, without fields that are null."""
+    """Return a prompt as messages, without null fields."""
     if chat is None:
         return [{"role": "user", "content": text}]
     return read_messages(chat)
 
 
 def messages_of(turns: Sequence[dict[str, Any]]) -> list[Message]:
-    """What was said in the turns: by the policy, and by its tools or the environment."""
+    """Return the messages of the turns: the policy's, and those by its tools or the environment."""
     messages: list[Message] = []
     for turn in turns:
         calls = turn["tool_calls"]
@@ -108,8 +108,8 @@ def messages_of(turns: Sequence[dict[str, Any]]) -> list[Message]:
 
 
 def without_failed(rollouts: pa.Table, parts: Mapping[str, list[Part]]) -> dict[str, list[Part]]:
-    """`parts` without a value where the episode failed, whatever a scorer made of it: nothing is
-    known of what it would have been worth."""
+    """Return `parts` without the values of failed episodes: their true reward is unknown, even
+    if a scorer returned a value."""
     if not has_turns(rollouts):
         return dict(parts)
     failed = [reason in FAILURES for reason in rollouts["end_reason"].to_pylist()]
@@ -123,7 +123,7 @@ def without_failed(rollouts: pa.Table, parts: Mapping[str, list[Part]]) -> dict[
 
 
 def are_told(config: Config, rollouts: pa.Table) -> bool:
-    """Whether rewards of these rollouts say what each turn earned."""
+    """True if rewards of these rollouts include turn rewards."""
     uses = [function.use for function in config.functions]
     return has_turns(rollouts) and ENVIRONMENT in uses
 
@@ -131,8 +131,12 @@ def are_told(config: Config, rollouts: pa.Table) -> bool:
 def turn_rewards(
     config: Config, rollouts: pa.Table, sums: Sequence[float | None]
 ) -> list[list[float | None] | None]:
-    """Of each row, whose reward is in `sums`, what its turns earned: what the environment gave in
-    each, weighed as in the reward; the last has the rest, so that they add up. None: not scored."""
+    """Return the turn rewards of each row, whose reward is in `sums`; None if the row is not
+    scored.
+
+    A turn earns the environment's reward, weighted as in the reward. The last turn gets the rest,
+    so that they add up.
+    """
     weight = sum(function.weight for function in config.functions if function.use == ENVIRONMENT)
     rows: list[list[float | None] | None] = []
     for turns, reward in zip(rollouts["turns"].to_pylist(), sums, strict=True):
@@ -145,7 +149,7 @@ def turn_rewards(
 
 
 def with_rest(earned: Sequence[float | None], reward: float) -> list[float | None]:
-    """`earned` of each turn, the last one such that they add up to `reward`.
+    """Return `earned` per turn, with the last one changed so that they add up to `reward`.
 
     >>> with_rest([0.5, None, 0.25], 1.0)
     [0.5, None, 0.5]

@@ -1,10 +1,10 @@
-r"""Reward functions that come with Quiver, by name in FUNCTIONS; each a plain function that a
-user's own may copy.
+r"""Reward functions that come with Quiver, by name in FUNCTIONS. Each is a plain function that you
+may copy as a start for your own.
 
-A function gets lists with one item a rollout, by keyword: `prompts` (messages, or text),
-`completions` (text), `completion_ids`, `finish_reason`, every column of the user's by its name, and
-the recipe's `arguments`. It returns one float a rollout; None means that it does not apply there,
-which is not 0.
+A function gets lists with one item per rollout, by keyword: `prompts` (messages, or text),
+`completions` (text), `completion_ids`, `finish_reason`, every user column by its name, and the
+recipe's `arguments`. It returns one float per rollout. None means that it does not apply to the
+rollout, which is not 0.
 """
 
 from __future__ import annotations
@@ -33,16 +33,19 @@ def exact_match(
     extract: str = "text",
     ignore_case: bool = False,
 ) -> list[float | None]:
-    r"""1 where the completion says the row's `answer`, else 0.
+    r"""Return 1 if the completion gives the row's `answer`, else 0.
 
         reward_i = 1 if extract(completion_i) = answer_i else 0
 
-    Both sides are compared as text without white space around them. 7 is 7.0 and true is True,
-    however the row holds them; a row's number equals every plain spelling of it (0.5, .50, 5e-1),
-    not 1,000 or 1/2, which `numeric` reads. `extract`: `text` (the whole completion), `tag` (the
-    last <answer>…</answer>) or `boxed` (the last \boxed{…}, without \text around what it holds);
-    nothing found is 0. Boxes side by side are one answer: \boxed{1}\boxed{2} says "1, 2". A null
-    answer gives None; a list, a mapping, bytes or NaN is an error of the row.
+    Both sides are compared as text without surrounding white space. 7 equals 7.0 and true equals
+    True, in any type of the row's cell. A number in the row equals every plain spelling of it
+    (0.5, .50, 5e-1), but not 1,000 or 1/2, which `numeric` reads.
+
+    Args:
+        answer: Null gives None. A list, a mapping, bytes or NaN is an error of the row.
+        extract: `text` (the whole completion), `tag` (the last <answer>…</answer>) or `boxed` (the
+            last \boxed{…}, without \text around its content). Nothing found is 0. Boxes side by
+            side are one answer: \boxed{1}\boxed{2} gives "1, 2".
 
     >>> exact_match(["7 ", "<answer>7</answer>"], [7, 7])
     [1.0, 0.0]
@@ -57,7 +60,7 @@ def exact_match(
     fold = str.casefold if ignore_case else str
 
     def score(text: str, right: Any) -> float:
-        answers.as_text(right)  # one that cannot be compared is an error, whatever the completion
+        answers.as_text(right)  # first, so that a bad answer is an error for every completion
         extracted = extractors[extract](text)
         if extracted is None:
             return 0.0
@@ -72,22 +75,24 @@ def exact_match(
 def numeric(
     completions: Sequence[str], answer: Sequence[Any], tolerance: float = 0.0
 ) -> list[float | None]:
-    r"""1 where the completion's number is the row's `answer`, else 0.
+    r"""Return 1 if the completion's number is the row's `answer`, else 0.
 
         reward_i = 1 if |number(completion_i) − answer_i| ≤ tolerance · max(1, |answer_i|) else 0
 
     The number is the last one in the last \boxed{…}, else in the last <answer>…</answer>, else
     after the #### of the last line, else in the whole text. A box (or boxes side by side) with
-    several numbers is no answer, nor are numbers without a word around them (1, 2), unless = stands
-    before the last. Nor is a box that never closes.
+    several numbers is no answer, and neither are several numbers without a word around them (1, 2),
+    unless = precedes the last. A box that never closes is no answer either.
 
     Numbers are read exactly: 1,000, 1 000 and 1{,}000 are 1000; 3.50 is 7/2; 1/2, \frac12 and ½ are
-    a half, 1½ is 3/2; 1e3 and 1.5 × 10^3 are known; 3,14 is 3.14. What stands around them ($, cm,
-    °, x =) is not compared. Where a sign may be read in two ways the answer tells which is meant:
-    1.000 is 1 or 1000, 50% is 50 or 1/2. π and roots are no plain numbers: see `math`.
+    a half, 1½ is 3/2; 1e3 and 1.5 × 10^3 are known; 3,14 is 3.14. Signs around a number ($, cm, °,
+    x =) are not compared. If a spelling can be read in two ways, the answer decides: 1.000 is 1 or
+    1000, 50% is 50 or 1/2. π and roots are no plain numbers: see `math`.
 
-    The answer is a number, or text with one number; in longer text mark it, as GSM8K's "… #### 72"
-    does. A null answer gives None; one with no number, or several, is an error of the row, not a 0.
+    Args:
+        answer: A number, or text with one number. In longer text mark it, as GSM8K's "… #### 72"
+            does. Null gives None. An answer without a number, or with several, is an error of the
+            row, not a 0.
 
     >>> numeric(["7 + 5 = 12.", "about 0.5", "twelve", "1,000"], [12, "1/2", 12, None])
     [1.0, 1.0, 0.0, None]
@@ -105,16 +110,18 @@ def numeric(
 def choice(
     completions: Sequence[str], answer: Sequence[Any], choices: str = "ABCD"
 ) -> list[float | None]:
-    r"""1 where the completion chooses the row's `answer` among lettered choices, else 0.
+    r"""Return 1 if the completion chooses the row's `answer` among lettered choices, else 0.
 
         reward_i = 1 if chosen(completion_i) = letter(answer_i) else 0
 
-    Chosen is the letter in the last \boxed{…}, else in the last <answer>…</answer>, else after the
-    last "answer is" or "answer:", else the letter that the completion consists of; brackets, stars
-    and a full stop around it do not matter, nor does what follows a letter with a bracket, point or
-    colon, as in "B) Paris". No letter found is 0, and so are several (A and B). The answer is a
-    letter of `choices`, written in the same ways, or its place, counted from 0; null gives None,
-    anything else is an error of the row.
+    The chosen letter is the one in the last \boxed{…}, else in the last <answer>…</answer>, else
+    after the last "answer is" or "answer:", else the letter that is the whole completion. Brackets,
+    stars and a full stop around it are ignored, and so is text after a letter with a bracket, point
+    or colon, as in "B) Paris". No letter is 0, and so are several (A and B).
+
+    Args:
+        answer: A letter of `choices`, written in the same ways, or its position, counted from 0.
+            Null gives None, anything else is an error of the row.
 
     >>> choice(["The answer is (B).", r"\boxed{C}", "**a**", "A or B"], ["B", 2, "B", "A"])
     [1.0, 1.0, 0.0, 0.0]
@@ -139,13 +146,15 @@ def choice(
 def format(
     completions: Sequence[str], pattern: str = "think_answer", match: str = "full", flags: str = "s"
 ) -> list[float | None]:
-    r"""1 where the completion has the form that `pattern` describes, else 0.
+    r"""Return 1 if the completion has the form that `pattern` describes, else 0.
 
         reward_i = 1 if completion_i matches pattern else 0
 
-    `pattern` is a regular expression of Python's, or `think_answer`:
-    <think>…</think><answer>…</answer> and nothing else, each tag once. `match`: `full` (the whole
-    completion) or `search` (anywhere in it). `flags`: letters of i, m, s, x.
+    Args:
+        pattern: A regular expression of Python's, or `think_answer`:
+            <think>…</think><answer>…</answer> and nothing else, each tag once.
+        match: `full` (the whole completion) or `search` (anywhere in it).
+        flags: Letters of i, m, s, x.
 
     >>> format(["<think>3 + 4</think> <answer>7</answer>", "7"])
     [1.0, 0.0]
@@ -165,12 +174,13 @@ def format(
 def environment(
     turns: Sequence[Sequence[dict[str, Any]]], end_reason: Sequence[str]
 ) -> list[float | None]:
-    """What the environment gave in the turns of a rollout, summed up.
+    """Return the sum of the environment's rewards over a rollout's turns.
 
         reward_i = Σ_k r_ik over its turns k in which there was a reward
 
-    None where it gave none in any of them, or where it failed or hung: then nothing is known. It
-    also says what each turn earned (`turn_rewards`), for `optimize.credit`.
+    None if no turn has a reward, or if the environment failed or hung: then the true reward is
+    unknown. With this function the rewards also hold each turn's share (`turn_rewards`), for
+    `optimize.credit`.
 
     >>> turns = [[{"reward": None}, {"reward": 0.5}, {"reward": 1.0}], [{"reward": None}]]
     >>> environment(turns, ["environment", "answered"])
@@ -188,8 +198,8 @@ def environment(
 def length(
     completion_ids: Sequence[Sequence[int]], target: int, tolerance: int = 0
 ) -> list[float | None]:
-    """1 for completions of at most `target` tokens, falling linearly to 0 over the next `tolerance`
-    tokens.
+    """Return 1 for completions of at most `target` tokens, falling linearly to 0 over the next
+    `tolerance` tokens.
 
         reward_i = clip(1 − (T_i − target) / tolerance, 0, 1)
 
@@ -208,11 +218,11 @@ def length(
 def overlong(
     completion_ids: Sequence[Sequence[int]], max_tokens: int, cache: int
 ) -> list[float | None]:
-    """The soft penalty on completions of nearly `max_tokens` tokens, in [−1, 0]: `overlong_penalty`
-    of each.
+    """Return the soft penalty on completions of nearly `max_tokens` tokens, in [−1, 0]:
+    `overlong_penalty` of each.
 
-    As a function it is weighed and clipped with the others; `[reward.overlong]` adds the same
-    number after the clip.
+    As a function its part is weighted and clipped with the others. `[reward.overlong]` adds the
+    same number after the clip.
 
     >>> overlong([[5] * 12, [5] * 14, [5] * 20, [5] * 25], max_tokens=20, cache=8)
     [0.0, -0.25, -1.0, -1.0]
@@ -223,12 +233,13 @@ def overlong(
 
 
 def overlong_penalty(length: int, max_tokens: int, cache: int) -> float:
-    """The soft penalty of a completion of `length` tokens, end token included, in [−1, 0].
+    """Return the soft penalty of a completion of `length` tokens, end token included, in [−1, 0].
 
         penalty = −clip((length − (max_tokens − cache)) / cache, 0, 1)
 
-    It tells the policy that it runs out of room before it does, where cutting alone says it in a
-    jump; `cache` = 1 is that jump. As in the paper, whose L_max and L_cache these are.
+    The policy learns gradually that it is running out of room, while cutting alone would be a
+    sudden penalty; `cache` = 1 is that jump. `max_tokens` and `cache` are the paper's L_max and
+    L_cache.
 
     Reference: DAPO, https://arxiv.org/abs/2503.14476, equation 13.
 
@@ -239,14 +250,13 @@ def overlong_penalty(length: int, max_tokens: int, cache: int) -> float:
 
 
 def repetition(completion_ids: Sequence[Sequence[int]], n: int = 4) -> list[float | None]:
-    """The share of a completion's n-grams of tokens that were there before, as a penalty in (−1,
+    """Return minus the share of a completion's token n-grams that repeat an earlier one, in (−1,
     0].
 
         reward_i = −(1 − distinct n-grams of completion_i / n-grams of completion_i)
 
-    0 where no n-gram comes twice, and for completions of fewer than n + 1 tokens; near −1 for one
-    that goes round in circles. Over tokens, where the paper counts words, so that code and
-    languages without spaces count alike.
+    0 if no n-gram repeats, and for completions of fewer than n + 1 tokens; near −1 for a completion
+    that loops. The paper counts words; tokens treat code and languages without spaces alike.
 
     Reference: Demystifying Long Chain-of-Thought Reasoning in LLMs,
     https://arxiv.org/abs/2502.03373, appendix C.
@@ -265,25 +275,26 @@ def repetition(completion_ids: Sequence[Sequence[int]], n: int = 4) -> list[floa
 
 
 class Shipped(NamedTuple):
-    """A function with the version of its meaning: a higher one makes rewards anew."""
+    """A function with the version of its meaning. A higher version makes rewards anew."""
 
     function: Callable[..., list[float | None]]
     description: str
     arguments: dict[str, str]
     version: int = 1
     hash_files: Callable[[dict[str, Any], bool], str] = lambda *_: ""
-    """Hash of the files that the arguments name and that decide the numbers; whether one from
-    memory is enough comes second."""
+    """Returns the hash of the files that the arguments name and that decide the numbers. Its second
+    argument: true if a remembered hash is enough."""
     columns: tuple[str, ...] = ()
-    """Columns that it takes beside those that it needs."""
+    """Optional columns, beyond the required ones."""
     reference: str = ""
-    """The parameter with what a row's completions are compared with; one that it cannot read is an
-    error of the row. Empty: none."""
+    """Name of the parameter that a row's completions are compared with. A value that it cannot read
+    is an error of the row. Empty if there is none."""
     is_quick: bool = True
-    """Whether a call runs no program and no model."""
+    """True if a call runs no program and no model."""
 
     def fingerprint(self, arguments: dict[str, Any], *, remembered: bool = True) -> str:
-        """What decides the numbers: its version, and the hash of those files where it has any."""
+        """Return its version and, if it reads files, their hash: together they decide the
+        numbers."""
         hashed = self.hash_files(arguments, remembered)
         return f"quiver:{self.version}:{hashed}" if hashed else f"quiver:{self.version}"
 
@@ -388,7 +399,7 @@ FUNCTIONS: dict[str, Shipped] = {
 
 
 def shipped(use: str) -> Shipped:
-    """The function of that name that comes with Quiver. ConfigError."""
+    """Return the function of that name that comes with Quiver. Raises ConfigError."""
     if use not in FUNCTIONS:
         hint = did_you_mean(use, FUNCTIONS, f"; there are {', '.join(FUNCTIONS)}")
         raise ConfigError(

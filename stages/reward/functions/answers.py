@@ -1,5 +1,5 @@
-r"""Answers found in text: in the last \boxed{…}, the last <answer>…</answer>, after the last ####,
-or as the last number. None when there is none. And reference answers, as rows hold them.
+r"""Find answers in text: in the last \boxed{…}, the last <answer>…</answer>, after the last ####,
+or as the last number; None if there is none. Also read the reference answers of rows.
 
 >>> last_number("3 apples and 4 make 1,007."), boxed(r"so \boxed{\frac{1}{2}}.")
 (Fraction(1007, 1), '\\frac{1}{2}')
@@ -33,18 +33,19 @@ _BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+(?P<word>[^\s{}$\\]+))|[{}
 _BETWEEN_BOXES = re.compile(
     r"(?:\s|[,;$&]|\\[,;: ()\[\]]|\\q?quad|\\text\{\s*(?:and|or)\s*\}|and\b|or\b)*"
 )
-_HASHES = re.compile(r"####[ \t]*+([^\n#]++)\s*+\Z")  # headings of Markdown stand elsewhere
+# at the end only, since Markdown headings use #### too
+_HASHES = re.compile(r"####[ \t]*+([^\n#]++)\s*+\Z")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _WHOLE = re.compile(r"([-+−]?[0-9]+)\.0+")
 _TRUTHS = ("true", "false")
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number of `text`, exactly: 7, -3, +2, 3.50, 1,000, 1 000, $5, 1e-3, 1/2, 1½; None
-    where it is no plain number, as 2π.
+    """Return the last number of `text`, exactly: 7, -3, +2, 3.50, 1,000, 1 000, $5, 1e-3, 1/2, 1½.
+    None if it is no plain number, such as 2π.
 
-    A comma groups digits only where three follow each; a sign counts where no letter or digit
-    stands before it (so 5-3 ends in 3, not -3); a fraction with 0 below is left out; digits inside
+    A comma groups digits only if three digits follow each. A sign counts only if no letter or digit
+    precedes it (so 5-3 ends in 3, not -3). A fraction with denominator 0 is left out. Digits inside
     a word (x2) are no number.
 
     >>> [str(last_number(text)) for text in ("5-3", "2, not -3.50", "7 or 1,000", "so 1/2", "x2")]
@@ -55,8 +56,8 @@ def last_number(text: str) -> Fraction | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{…} of `text`, braces balanced. Boxes with nothing but commas,
-    space, "and" or "or" between them are one answer: what each holds, with commas between.
+    r"""Return the content of the last \boxed{…} of `text`, with balanced braces. Boxes with only
+    commas, space, "and" or "or" between them are one answer: their contents, joined by commas.
 
     >>> boxed(r"first \boxed{1}, then \boxed{x^{2}}"), boxed(r"\boxed{never closed")
     ('x^{2}', None)
@@ -71,7 +72,8 @@ def boxed(text: str) -> str | None:
         elif token[0] != "}":
             opened.append(token)
         elif opened and (opening := opened.pop())[0] != "{":
-            holds_a_box = boxes and boxes[-1][0] > opening.start()  # which is the one that counts
+            # of nested boxes the inner one counts
+            holds_a_box = boxes and boxes[-1][0] > opening.start()
             if not holds_a_box:
                 content = text[opening.end() : token.start()].strip()
                 boxes.append((opening.start(), token.end(), content))
@@ -87,8 +89,8 @@ def boxed(text: str) -> str | None:
 
 
 def tagged(text: str) -> str | None:
-    """What stands in the last <answer>…</answer> of `text`, without white space around it. A tag
-    that is only spoken of opens none.
+    """Return the content of the last <answer>…</answer> of `text`, without surrounding white space.
+    An opening tag that is only mentioned does not count.
 
     >>> tagged("<answer>6</answer> no, <answer> 7 </answer>"), tagged("7")
     ('7', None)
@@ -98,9 +100,9 @@ def tagged(text: str) -> str | None:
 
 
 def marked(text: str) -> str | None:
-    r"""The answer of `text` where it is marked as such: in the last \boxed{…}, else in the last
-    <answer>…</answer>, else after the #### of the last line. A last box that never closes marks
-    nothing as the answer: it was cut.
+    r"""Return the marked answer of `text`: in the last \boxed{…}, else in the last
+    <answer>…</answer>, else after the #### of the last line. If the last box never closes, the
+    answer was cut and is empty.
 
     >>> marked(r"<answer>\boxed{7}</answer>"), marked("9 * 8 = 72\n#### 72"), marked("72")
     ('7', '72', None)
@@ -114,9 +116,9 @@ def marked(text: str) -> str | None:
 
 
 def number_of(text: str) -> Number | None:
-    r"""The number that a completion gives as its answer: the last one of what is `marked`, else of
-    the whole text. Where no words stand around several numbers, and in a box, none of them is the
-    answer, unless = stands before the last.
+    r"""Return the number that a completion gives as its answer: the last one of what is `marked`,
+    else of the whole text. In a box, or in text without words, several numbers are no answer,
+    unless = precedes the last.
 
     >>> str(number_of(r"\boxed{3 + 4 = 7}, in 2 steps").value), number_of(r"\boxed{1}\boxed{2}")
     ('7', None)
@@ -132,20 +134,21 @@ def number_of(text: str) -> Number | None:
 
 
 def has_words(text: str) -> bool:
-    """Whether letters stand in `text` beside those of LaTeX's commands."""
+    """True if `text` has letters outside LaTeX commands."""
     return re.search(r"[^\W\d_]", _COMMAND.sub("", text)) is not None
 
 
 def _only_number(text: str) -> Number | None:
-    """The one number of `text`, or of what stands after its last =."""
+    """Return the only number of `text`, or of the part after its last =."""
     side = text.rpartition("=")[2]
     found = plain_numbers.find(side)
     return None if len(found) != 1 or plain_numbers.leaves_more(side) else found[0]
 
 
 def chosen(text: str, choices: str = "ABCD") -> str | None:
-    r"""The letter of `choices` that `text` settles on, upper case: in the last \boxed{…}, else the
-    last <answer>…</answer>, else after the last "answer is" or "answer:", else as the whole text.
+    r"""Return the letter of `choices` that `text` settles on, upper case: in the last \boxed{…},
+    else the last <answer>…</answer>, else after the last "answer is" or "answer:", else as the
+    whole text.
 
     >>> chosen("I thought A, but the answer is **b**."), chosen("B) Paris"), chosen("A or B")
     ('B', 'B', None)
@@ -158,7 +161,7 @@ def chosen(text: str, choices: str = "ABCD") -> str | None:
 
 
 def letter_in(text: str, choices: str) -> str | None:
-    """The one letter of `choices` that `text` begins with, upper case.
+    """Return the one letter of `choices` that `text` begins with, upper case.
 
     >>> letter_in("(b)", "ABCD"), letter_in("C. Paris", "ABCD"), letter_in("A, B", "ABCD")
     ('B', 'C', None)
@@ -177,9 +180,9 @@ def letter_in(text: str, choices: str) -> str | None:
 
 
 def as_text(right: Any) -> str:
-    """A row's answer as text: of true and false as JSON writes them, of dates as ISO has them.
+    """Return a row's answer as text: true and false as in JSON, dates in ISO form.
 
-    ValueError for what no text is equal to: lists, mappings, bytes, NaN.
+    Raises ValueError if no text can equal it: lists, mappings, bytes, NaN.
 
     >>> as_text(7.0), as_text(True), as_text("7.0")
     ('7.0', 'true', '7.0')
@@ -203,8 +206,8 @@ def as_text(right: Any) -> str:
 
 
 def as_number(right: Any) -> Number:
-    """A row's answer as a number: itself, or the one number of its text, which may follow #### or a
-    box. ValueError: it holds none, several, or none that is plain."""
+    """Return a row's answer as a number: itself, or the one number of its text, which may follow
+    #### or be in a box. Raises ValueError if it holds none, several, or none that is plain."""
     is_number = isinstance(right, int | float | Decimal) and not isinstance(right, bool)
     right = as_text(right)
     if is_number:
@@ -225,8 +228,8 @@ def as_number(right: Any) -> Number:
 
 
 def is_exactly(text: str, right: Any, fold: Callable[[str], str] = str) -> bool:
-    """Whether `text` says what `right` is. Numbers are compared as numbers where the row holds one;
-    of two texts, 7.0 is 7 and True is true."""
+    """True if `text` states `right`. If the row holds a number, numbers are compared. As texts, 7.0
+    equals 7 and True equals true."""
     expected = as_text(right)
     if isinstance(right, int | float | Decimal) and not isinstance(right, bool):
         found = plain_numbers.find(text) if plain_numbers.is_literal(text) else []
@@ -237,7 +240,8 @@ def is_exactly(text: str, right: Any, fold: Callable[[str], str] = str) -> bool:
 
 
 def _spelled(text: str) -> str:
-    """`text` without white space around it, whole numbers and truths in one spelling."""
+    """Return `text` without surrounding white space; whole numbers, true and false in one
+    spelling."""
     text = text.strip()
     if whole := _WHOLE.fullmatch(text):
         text = whole[1]
@@ -247,7 +251,7 @@ def _spelled(text: str) -> str:
 def score_each(
     score: Callable[[str, Any], float], completions: Sequence[str], answer: Sequence[Any]
 ) -> list[float | None]:
-    """`score` of each completion and its row's answer; None where that is null."""
+    """Return `score` of each completion and its row's answer; None if the answer is null."""
     return [
         None if right is None else score(text, right)
         for text, right in zip(completions, answer, strict=True)

@@ -1,4 +1,4 @@
-"""What a recipe says of a reward function under `[[reward.functions]]`."""
+"""The section `[[reward.functions]]` of a recipe: one reward function and how it is called."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ class FunctionConfig(ScorerConfig):
     """A function that comes with Quiver (`quiver rewards`), `module:function`, or
     `file.py:function` seen from the working directory."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments for every call; they come before columns of the same name."""
+    """Keyword arguments for every call. They take precedence over columns of the same name."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """Which column each parameter is given, where it has another name: `{ answer = "solution" }`;
-    `reward_model.ground_truth` is the field of a column. A parameter left out has its own name."""
+    """Column for each parameter that has another name: `{ answer = "solution" }`.
+    `reward_model.ground_truth` is the field of a column. Parameters left out take the column of
+    their own name."""
     completions: Literal["text", "messages"] = "text"
-    """What a completion is given as: its text, or a chat of one message, as TRL gives it:
-    `[{"role": "assistant", "content": text}]`."""
+    """Form of a completion: its text, or a chat of one message, as TRL gives it: `[{"role":
+    "assistant", "content": text}]`."""
     style: Literal["quiver", "verl"] = "quiver"
-    """`verl`: one row a call, with the parameters data_source, solution_str, ground_truth and
-    extra_info of rows in verl's layout; the number, or a mapping with it under `score`, comes
-    back."""
+    """`verl`: one row per call, with the parameters data_source, solution_str, ground_truth and
+    extra_info of rows in verl's layout. It returns the number, or a mapping with it under
+    `score`."""
     scope: Literal["row", "group"] = "row"
     """`group`: each call holds one whole group, the rollouts of one prompt in the order of their
-    `sample_index`, and nothing else. What fails in it fails for all of its rows. It holds every row
-    that the rollouts have of the group, also those of which an episode failed (`end_reason` tells)
-    and, in a retry, those whose rewards are taken over. A group that lies in two shards is called
-    for each of them."""
+    `sample_index`, and nothing else. A failed call fails for all of its rows. The group has every
+    row of the rollouts, including failed episodes (see `end_reason`) and, in a retry, rows whose
+    rewards are taken over. A group that lies in two shards is called for each of them."""
     timeout_seconds: Runtime[float] = Field(default=30.0, gt=0)
-    """Longest time for one row, in seconds; a row beyond it has failed. With scope `group`: for one
-    group."""
+    """Longest time for one row, in seconds; a row that takes longer has failed. With scope `group`:
+    for one group."""
     concurrency: Runtime[int] = Field(default=64, ge=1)
-    """Rows of an async function that wait together. Others: see `reward.workers`."""
+    """Rows of an async function that wait together. Other functions: see `reward.workers`."""
 
     @property
     def is_shipped(self) -> bool:
-        """Whether it comes with Quiver, and is no code of a user's."""
+        """True if it comes with Quiver and is not the user's code."""
         return ":" not in self.use
 
     @model_validator(mode="before")
     @classmethod
     def _nothing_secret(cls, section: Any) -> Any:
-        """With the whole section as its input, so that no message shows what was written; named
-        after the function."""
+        """Refuse written secrets and style errors, and fill in the name. It runs on the whole
+        section as its input, so that no message shows what was written."""
         if not isinstance(section, dict) or not isinstance(section.get("use"), str):
             return section
         arguments = section.get("arguments")
@@ -70,17 +70,21 @@ class FunctionConfig(ScorerConfig):
         return {**section, "name": section.get("name") or section["use"].rpartition(":")[2]}
 
     def key(self) -> dict[str, Any]:
-        """The file's bytes decide, wherever it lies, once the fingerprint is known."""
+        """Leave out the folder once the fingerprint is known: then the file's bytes decide."""
         if not self.fingerprint:
             return super().key()
         return {**super().key(), "use": without_folder(self.use)}
 
 
 def fingerprint(config: FunctionConfig, *, remembered: bool = True) -> str:
-    """Hash of a user's source, or the version of a shipped function with the hash of the model that
-    it reads, from memory unless it is to be computed. No code of a user's runs.
+    """Return the hash of a user's source, or the version of a shipped function with the hash of the
+    model that it reads. No user code runs.
 
-    ConfigError, SecurityError: it is not there, or a model that it names is not whole.
+    Args:
+        remembered: If true, a remembered hash of the model is enough.
+
+    Raises ConfigError or SecurityError if the source is missing, or if a model that it names is not
+    whole.
     """
     if config.is_shipped:
         return shipped(config.use).fingerprint(config.arguments, remembered=remembered)

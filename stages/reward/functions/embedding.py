@@ -1,8 +1,8 @@
-"""The reward function `similarity`: how near a completion's meaning is to the row's answer, by an
+"""The reward function `similarity`: how close a completion's meaning is to the row's answer, by an
 embedding model.
 
-Refused: texts that are longer than the model reads (unless `cut` says so), models without
-safetensors, code that a model brings. The model is loaded once a worker, on the CPU, in float32.
+Refused: texts that are longer than the model reads (unless `cut` is set), models without
+safetensors, code in a model. Each worker loads the model once, on the CPU, in float32.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ def similarity(
     pooling: str = "mean",
     cut: bool = False,
 ) -> list[float | None]:
-    """Cosine of the embeddings of the completion and of the row's `answer`, in [−1, 1].
+    """Return the cosine of the embeddings of the completion and of the row's `answer`, in [−1, 1].
 
         reward_i = ⟨e(completion_i), e(answer_i)⟩ / (‖e(completion_i)‖ ‖e(answer_i)‖)
 
-    e(text): the encoder's last hidden states, their `mean` over the text's tokens or that of the
-    first token (`cls`), as the model was trained. `model`: a directory, `package:NAME/FOLDER`, or a
-    hub id. A text with more tokens than the model reads is an error of the row, or, with `cut`,
-    read up to there. A null answer gives None.
+    e(text) pools the encoder's last hidden states.
+
+    Args:
+        answer: Null gives None.
+        model: A directory, `package:NAME/FOLDER`, or a hub id.
+        pooling: `mean` over the text's tokens, or the first token's state (`cls`). Use the one that
+            the model was trained with.
+        cut: If true, a text longer than the model reads is cut; else it is an error of the row.
 
     Reference: Sentence-BERT, https://arxiv.org/abs/1908.10084, section 3.
 
@@ -54,7 +58,7 @@ def similarity(
 
 
 def _embed(texts: list[str], model: str, pooling: str, cut: bool) -> torch.Tensor:
-    """[n, d] float32 embeddings of length 1."""
+    """Return [n, d] float32 embeddings of length 1."""
     import torch
 
     tokenizer, encoder, longest = _load(model)
@@ -78,8 +82,8 @@ def _embed(texts: list[str], model: str, pooling: str, cut: bool) -> torch.Tenso
 
 
 def model_hash(arguments: dict[str, Any], remembered: bool) -> str:
-    """Hash of the model that `arguments` name, from memory or computed; empty where they name none.
-    ConfigError, SecurityError: it is not whole."""
+    """Return the hash of the model that `arguments` name, remembered or computed; empty if they
+    name none. Raises ConfigError or SecurityError if the model is not whole."""
     from quiver.schemas.manifest import digest
     from quiver.stages.common.models.checkpoints import find_folder, folder_as_model
 
@@ -93,7 +97,7 @@ def model_hash(arguments: dict[str, Any], remembered: bool) -> str:
 
 @functools.cache
 def _load(model: str) -> tuple[Any, Any, int]:
-    """Tokenizer, encoder, and how many tokens they read."""
+    """Return tokenizer, encoder, and the number of tokens they read."""
     import torch
     from transformers import AutoModel, AutoTokenizer
 

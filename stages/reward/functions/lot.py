@@ -1,6 +1,6 @@
-"""A reward that says nothing of an answer, for a run that is only tried (`quiver run --dry-run`).
+"""A random reward that ignores the answer, for `quiver run --dry-run`.
 
-In a module of its own, since each process that scores imports it, and Prefect would cost seconds.
+It has its own module, because each scoring process imports it, and importing Prefect takes seconds.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-r"""Numbers written in answers: 7, -3, 1,000, 1 000, 3.50, 1/2, \frac12, ½, 1½, $5, 50%, 1e-3,
+r"""Read numbers in answers: 7, -3, 1,000, 1 000, 3.50, 1/2, \frac12, ½, 1½, $5, 50%, 1e-3,
 1.5 × 10^3. They are read exactly, as fractions.
 
 >>> [str(number.value) for number in find(r"so \dfrac{1}{2} of 1,000")]
 ['1/2', '1000']
 
-Nothing is computed beyond that: π, roots, and products with a letter (2x) are found, but have no
+Other expressions are not computed: π, roots, and products with a letter (2x) are found, but have no
 value here; the function `math` reads them.
 """
 
@@ -69,16 +69,16 @@ _EAST_ASIAN = re.compile(
     r"(?<=[\u3000-\u9fff\uac00-\ud7af\uff00-\uffef])(?=[-0-9$\\])"
     r"|(?<=[0-9$])(?=[\u3000-\u9fff\uac00-\ud7af\uff00-\uffef])"
 )
-"""Where a number stands beside a character of a script that has no spaces."""
+"""Places between a number and a character of a script without spaces."""
 _PLACE = "\0"
-"""Stands where a number was."""
+"""Placeholder of a number that was taken out."""
 _UNIT = re.compile(r"(?! ?[a-zA-Z][\s.$*]*\Z)[a-zA-Z°'\"′″€£¥/^\d\s*_`.$()]*")
 _AROUND = " \t\n*_`.$()"
 _SYMBOL = "\\symbol"
 
 
 def plain(text: str) -> str:
-    r"""`text` with each sign written in one way: unicode and LaTeX become what a keyboard has.
+    r"""Return `text` with one spelling for each sign: unicode and LaTeX become keyboard characters.
 
     >>> plain(r"$\dfrac{3}{4}$ or 1½"), plain(r"\text{about } 1{,}000\,m²"), plain("−7")
     ('$3/4$ or 1 1/2', 'about  1,000 m^2', '-7')
@@ -92,7 +92,7 @@ def plain(text: str) -> str:
 
 
 def without_wrappers(text: str) -> str:
-    r"""`text` without \text{…} and its like; what they hold stays.
+    r"""Return `text` without \text{…} and similar commands; their content stays.
 
     >>> without_wrappers(r"\text{(B)}"), without_wrappers(r"\mathbf{\text{yes}}")
     ('(B)', 'yes')
@@ -142,16 +142,16 @@ class Number(NamedTuple):
     """A number as it was written."""
 
     value: Fraction | None
-    """None: no plain number, as 2π."""
+    """None if it is no plain number, such as 2π."""
     is_percent: bool = False
     grouped: Fraction | None = None
-    """Its value if its points separate thousands, where they may: 1.000 is 1 or 1000."""
+    """Value if its points are thousands separators, in case they may be: 1.000 is 1 or 1000."""
     has_comma: bool = False
-    """Whether a comma stands before its decimals: 3,14."""
+    """True if a comma precedes its decimals: 3,14."""
 
 
 def is_literal(text: str) -> bool:
-    """Whether `text` is one number and nothing else, as JSON or Python writes it.
+    """True if `text` is one number and nothing else, as JSON or Python writes it.
 
     >>> is_literal(" -7.0 "), is_literal("1e3"), is_literal("$7"), is_literal("1,000")
     (True, True, False, False)
@@ -160,14 +160,14 @@ def is_literal(text: str) -> bool:
 
 
 def find(text: str) -> list[Number]:
-    """The numbers of `text`, in order; those with 0 below the bar are left out."""
+    """Return the numbers of `text`, in order; fractions with denominator 0 are left out."""
     text = _NO_PLAIN_NUMBER.sub(_symbol, plain(text))
     found = (_read(match) for match in _NUMBER.finditer(text))
     return [number for number in found if number is not None]
 
 
 def only(text: str) -> Number | None:
-    r"""The number of `text` where that is all it says, a unit aside.
+    r"""Return the number of `text` if the text is only that, except for a unit.
 
     >>> str(only("**7.**").value), str(only("7 cm").value), only("x = 7"), only(r"2\pi")
     ('7', '7', None, None)
@@ -180,7 +180,7 @@ def only(text: str) -> Number | None:
 
 
 def readable(text: str) -> str:
-    r"""`text` with signs in it that LaTeX has no reader for (½, −, ×) written as LaTeX.
+    r"""Return `text` with signs that the LaTeX reader does not know (½, −, ×) written as LaTeX.
 
     >>> readable("1½ − x"), readable("7.")
     ('1\\frac{1}{2} - x', '7')
@@ -202,8 +202,8 @@ def _symbol(_: re.Match[str]) -> str:
 
 
 def leaves_more(text: str) -> bool:
-    """Whether something remains in `text` beside its numbers that changes what they mean: digits,
-    as in 1.2.3, or arithmetic, as in x + 7."""
+    """True if, beside its numbers, `text` has something that changes their meaning: digits, as in
+    1.2.3, or arithmetic, as in x + 7."""
     rest = _NUMBER.sub(" ", _NO_PLAIN_NUMBER.sub(" ", plain(text)))
     return _MORE.search(rest) is not None
 
@@ -247,10 +247,10 @@ def _raised(value: Fraction, power: int) -> Fraction | None:
 
 
 def same(number: Number, right: Number, tolerance: Fraction = Fraction(0)) -> bool:
-    """Whether `number`, of a completion, is the number `right` of the row.
+    """True if a completion's `number` equals the row's number `right`.
 
-    Where a sign may be read in two ways, `right` tells which is meant: 1.000 is 1 or 1000, and 50%
-    is 50 or 1/2. Two percentages are compared as they stand.
+    If a spelling can be read in two ways, `right` decides: 1.000 is 1 or 1000, and 50% is 50 or
+    1/2. Two percentages are compared directly.
     """
     if right.value is None or number.value is None:
         return False

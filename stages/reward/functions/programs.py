@@ -1,8 +1,8 @@
-r"""The reward function `code`: the program in a completion, run apart against the row's tests.
+r"""The reward function `code`: run the program in a completion, isolated, against the row's tests.
 
-The program never runs in this process, nor does the text of a test: both go to
-`quiver.stages.common.sandbox`, or to a server. A failure of the sandbox is an error of the row;
-what the program does wrong is 0.
+Neither the program nor the text of a test runs in this process: both go to
+`quiver.stages.common.sandbox`, or to a server. A failure of the sandbox is an error of the row; a
+failure of the program is 0.
 """
 
 from __future__ import annotations
@@ -43,44 +43,53 @@ def code(
     sandbox_url: str = "",
     sandbox_token: str = "",
 ) -> list[float | None]:
-    r"""The share of the row's `tests` that the program in the completion passes; with `all`, 1 for
-    all of them, else 0.
+    r"""Return the share of the row's `tests` that the program in the completion passes; with `all`,
+    1 if it passes all of them, else 0.
 
         reward_i = passed_i / tests_i            all: reward_i = 1 if passed_i = tests_i else 0
 
     The program is the last fenced block of the completion that is marked python or not marked (an
-    open one reaches to the end); without a fence the whole completion. The tests of a row, in the
-    column `tests`, as they are or as JSON text, are one of
-      * a list of {"input": stdin, "output": stdout}, or {"inputs": [...], "outputs": [...]}: the
-        program is run once a test and must end with exit code 0; its output is compared word by
-        word, so white space does not count;
-      * the same with an `entry`, the name of a function (also of a method of a class `Solution`):
-        it is called with each input (a list of arguments, or text with one JSON value a line) and
-        must return the output, lists and tuples being the same. A "testtype" of "functional" asks
-        for an entry;
-      * Python text, or a list of texts, run top to bottom after the program. Counted is each
-        statement with an assert, each function `test_…`, and `check(entry)` where they define
-        `check`. Names that they do not define are the program's, but for builtins; it may be
-        imported as `solution`; its `__name__` is not `__main__`.
-    `timeout_seconds` and `memory_mib` are limits of one test; tests after one that timed out are
-    not run and count as failed, as do those after the program's process has ended. Null tests give
-    None. `entry` and `language` may be columns.
+    open one reaches to the end); without a fence the whole completion. The column `tests` holds a
+    row's tests, as plain data or as JSON text, in one of these forms:
+      * A list of {"input": stdin, "output": stdout}, or {"inputs": [...], "outputs": [...]}. The
+        program runs once per test and must end with exit code 0. Its output is compared word by
+        word, so white space does not count.
+      * The same with an `entry`, the name of a function (or of a method of a class `Solution`). It
+      is
+        called with each input (a list of arguments, or text with one JSON value per line) and must
+        return the output; lists and tuples are equal. A "testtype" of "functional" requires an
+        entry.
+      * Python text, or a list of texts, run top to bottom after the program. Each statement with an
+        assert counts, each function `test_…`, and `check(entry)` if they define `check`. Names that
+        they do not define are the program's, except builtins. The program may be imported as
+        `solution`; its `__name__` is not `__main__`.
 
-    `isolation`: see `sandbox.run`; `sandbox_python`: an interpreter with packages to use;
-    `sandbox_url`, `sandbox_token` (as `env:NAME`): a server that runs the programs, see
-    `remote_sandbox`. These come from the recipe alone. Called on no rows, it only sees whether a
-    sandbox here could run programs, and whether there is a token for a server.
+    Args:
+        timeout_seconds: Limit of one test. Tests after one that timed out do not run and count as
+            failed, and so do tests after the end of the program's process.
+        memory_mib: Memory limit of one test.
+        tests: Null gives None.
+        entry, language: May be columns.
+        isolation: See `sandbox.run`.
+        sandbox_python: An interpreter with packages to use.
+        sandbox_url, sandbox_token: A server that runs the programs, and its token as `env:NAME`.
+            See `remote_sandbox`.
 
-    What can be gamed. Expected outputs are kept out of the sandbox, or in a process that the
-    program cannot read: leaving early, patching builtins, printing a verdict or overriding == wins
-    nothing. But a program may answer just the inputs that it is given; a test that hands what it
-    expects to the program (`f(x).startswith("a")` where f returns an object of its own, `a == b` of
-    two such objects) has the program's word for it; and isolation "process" keeps no program from
-    reading the tests out of the judge's memory. Tests that need a class of the program as a base or
-    in `isinstance`, or hand it objects of their own classes, fail.
+    `isolation` and the sandbox's arguments come from the recipe alone. Called on no rows, the
+    function only checks that a sandbox here could run programs, and that a server has a token.
 
-    Raises ValueError for tests that cannot be read, SecurityError and ResourceError of the
-    sandbox, RemoteError of the server.
+    Ways to game it: Expected outputs stay out of the sandbox, or in a process that the program
+    cannot read. So leaving early, patching builtins, printing a verdict or overriding == gains
+    nothing. But a program may answer only the inputs that it is given. A test that hands its
+    expectation to the program (`f(x).startswith("a")` with an object of f's own, `a == b` of two
+    such objects) relies on the program's word. Isolation "process" does not keep a program from
+    reading the tests out of the judge's memory. Tests fail if they need a class of the program as a
+    base or in `isinstance`, or hand it objects of their own classes.
+
+    Raises:
+        ValueError: The tests cannot be read.
+        SecurityError, ResourceError: From the sandbox.
+        RemoteError: From the server.
 
     >>> tests = ["assert double(2) == 4", "assert double(1) == 3"]
     >>> code(["Sure:\n```python\ndef double(x):\n    return 2 * x\n```"], [tests])
@@ -96,7 +105,7 @@ def code(
         for text, column, name, spoken in zip(completions, tests, entries, languages, strict=True)
     ]
     limits = sandbox.Limits(seconds=timeout_seconds, memory_mib=memory_mib)
-    # that a program can run at all is tried first, so that none is blamed for a sandbox that fails
+    # check first that any program can run, so that no program is blamed for a broken sandbox
     if sandbox_url:
         from quiver.stages.common.servers import secret
         from quiver.stages.reward import remote_sandbox
@@ -120,7 +129,7 @@ def code(
 
 
 def extract(completion: str) -> str:
-    """The program in a completion, as `code` describes it.
+    """Return the program in a completion, as `code` describes it.
 
     >>> first, last = "```python\\nx = 1\\n```\\n", "```\\nx = 2\\n```\\n"
     >>> extract(f"First:\\n{first}then\\n{last}prints\\n```text\\n2\\n```"), extract("x = 3")
@@ -134,8 +143,8 @@ def extract(completion: str) -> str:
 
 
 class Tests(NamedTuple):
-    """The tests of a row: `cases` of stdin and stdout, or `calls` of `entry` with arguments and
-    value, or Python `text`."""
+    """The tests of a row: `cases` of stdin and stdout, `calls` of `entry` with arguments and value,
+    or Python `text`."""
 
     entry: str = ""
     text: str = ""
@@ -144,7 +153,7 @@ class Tests(NamedTuple):
 
 
 def read_tests(column: Any, entry: str = "", language: str = "python") -> Tests:
-    """What a column holds, as `code` describes it. ValueError when it holds no tests.
+    """Read the tests of a column, as `code` describes them. Raises ValueError if there are none.
 
     >>> read_tests([{"input": "1 2", "output": "3"}]).cases
     [('1 2', '3')]
@@ -194,7 +203,7 @@ def _as_text(stream: Any) -> str:
 
 
 def _read_call(input: Any, output: Any) -> tuple[list[Any], Any]:
-    """The arguments of a call, and the value that it must return."""
+    """Return the arguments of a call, and the value that it must return."""
     if isinstance(input, str):  # then the output is JSON text too
         lines = filter(str.strip, input.splitlines())
         return [json.loads(line) for line in lines], json.loads(output)
@@ -211,7 +220,7 @@ def _read_call(input: Any, output: Any) -> tuple[list[Any], Any]:
 def _compare_outputs(
     program: str, tests: Tests, run: Run, limits: Limits, all: bool
 ) -> tuple[int, int]:
-    """Run the program on each stdin; how many outputs are right, and how many tests there are."""
+    """Run the program on each stdin. Returns the number of right outputs and of tests."""
     passed = 0
     for stdin, expected in tests.cases:
         output_kib = limits.output_kib + len(expected) // 256
@@ -227,7 +236,8 @@ def _compare_outputs(
 def _run_harness(
     program: str, tests: Tests, run: Run, limits: Limits, all: bool
 ) -> tuple[int, int]:
-    """Have the tests' text or calls run by the harness; how many passed, and how many there are."""
+    """Run the tests' text or calls in the harness. Returns the number of passed tests and of
+    tests."""
     job = {
         **tests._asdict(),
         "seconds": limits.seconds,
@@ -235,7 +245,7 @@ def _run_harness(
         "program": program,
         "candidate": (_HARNESS / "candidate.py").read_text("utf-8"),
     }
-    # at most; the harness times each
+    # an upper bound for the whole run; the harness times each step
     steps = len(tests.calls) + tests.text.count("\n") + tests.text.count(";") + 3
     limits = dataclasses.replace(limits, seconds=min(limits.seconds * steps, _DAY))
     judge = (_HARNESS / "judge.py").read_text("utf-8")

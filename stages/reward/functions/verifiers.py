@@ -1,8 +1,8 @@
-r"""Reward functions that stand on a library: `math` on math-verify, `json_schema` on jsonschema.
-Each imports its own when called.
+r"""Reward functions that need a library: `math` uses math-verify, `json_schema` uses jsonschema.
+Each imports its library when called.
 
-They are called as those in `__init__.py` are, and listed there. Nothing here fetches anything, and
-nothing of a completion is run.
+They are called like the functions in `__init__.py`, and listed there. They fetch nothing, and run
+no part of a completion.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _FENCED = re.compile(r"```[ \t]*(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNOR
 
 
 def math(completions: Sequence[str], answer: Sequence[Any]) -> list[float | None]:
-    r"""1 where the completion's mathematical answer equals the row's `answer`, else 0.
+    r"""Return 1 if the completion's mathematical answer equals the row's `answer`, else 0.
 
         reward_i = 1 if verify(parse(answer_i), parse(completion_i)) else 0
 
-    parse and verify are math-verify's: the answer is read as LaTeX or plain text and compared
+    parse and verify are math-verify's. The answer is read as LaTeX or plain text and compared
     symbolically and numerically (1/2 is 0.5, x + 1 is 1 + x; sets, intervals, matrices and
-    equations are known). It is what stands in the last \boxed{…}, else in the last
+    equations are known). The completion's answer is in the last \boxed{…}, else in the last
     <answer>…</answer>, else after the last ####, else the last formula or number. Boxes side by
-    side are one answer, so \boxed{1}\boxed{2} is 1, 2 and not 2. Where both sides are one number
-    alone, they are compared as `numeric` does; the same text is equal, whatever it means.
+    side are one answer, so \boxed{1}\boxed{2} is 1, 2 and not 2. If both sides are a single number,
+    they are compared as in `numeric`. Identical texts are always equal.
 
-    An answer without LaTeX marks is read as a formula. A null answer gives None, one that cannot
-    be read (a list, a date) is an error of the row; a completion that cannot be read is wrong, 0.
-    Units are not compared. Formulas that take sympy for ever end by the row's time limit.
+    An answer without LaTeX marks is read as a formula. A null answer gives None. An answer that
+    cannot be read (a list, a date) is an error of the row; a completion that cannot be read is
+    wrong, 0. Units are not compared. Formulas that take sympy for ever end by the row's time limit.
 
     Reference: https://github.com/huggingface/Math-Verify
 
@@ -57,8 +57,8 @@ def math(completions: Sequence[str], answer: Sequence[Any]) -> list[float | None
 
 def _math(text: str, right: Any) -> float:
     right = as_text(right).strip()
-    # most answers are whole numbers; reading them as LaTeX costs a hundred times as much and says
-    # the same
+    # most answers are whole numbers; reading them as LaTeX takes a hundred times as long, with the
+    # same result
     if _INTEGER.fullmatch(right) and text.count(r"\boxed") == 1:
         boxed_integer = _BOXED_INTEGER.search(text)
         if boxed_integer:
@@ -85,7 +85,7 @@ def _math(text: str, right: Any) -> float:
 
 
 def _bare(text: str) -> str:
-    """Text without signs that only stand around an answer."""
+    """Return text without signs that only surround an answer."""
     bare = plain_numbers.without_wrappers(text).strip(_AROUND)
     letter = _LETTER.fullmatch(bare)
     return letter[1] if letter else bare
@@ -109,22 +109,25 @@ def _parse(text: str) -> list[Any]:
             next="pip install 'quiver-rl[rewards]'",
         ) from None
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that time limits are off
-    # its own limit is a signal of the main thread; the row's limit is outside
+    # its own limit needs a signal, which only the main thread gets; the row's limit is outside
     return parse(text, parsing_timeout=None)
 
 
 def json_schema(
     completions: Sequence[str], schema: Sequence[Any] | dict[str, Any] | str, find: str = "auto"
 ) -> list[float | None]:
-    """1 where the completion is JSON that its schema allows, else 0.
+    """Return 1 if the completion is JSON that its schema allows, else 0.
 
         reward_i = 1 if json(completion_i) is valid under schema_i else 0
 
-    `schema`: a column of the rows (JSON text or a struct; null gives None), or one for all in
-    `arguments`. Its draft is told by `$schema`, 2020-12 without; a schema that is none is an error
-    of the row, and `$ref` reaches nothing outside it. `find`: `text` (the whole completion),
-    `fenced` (the last ``` block, nothing found is 0) or `auto` (the last block where there is one).
-    JSON is read strictly: no NaN, no key twice.
+    JSON is read strictly: no NaN, no duplicate keys.
+
+    Args:
+        schema: A column of the rows (JSON text or a struct; null gives None), or one for all rows
+            in `arguments`. `$schema` names its draft; default: 2020-12. An invalid schema is an
+            error of the row. `$ref` reaches nothing outside the schema.
+        find: `text` (the whole completion), `fenced` (the last ``` block, nothing found is 0) or
+            `auto` (the last block if there is one).
 
     Reference: https://json-schema.org/draft/2020-12
 
@@ -140,7 +143,7 @@ def json_schema(
 
 def _json(text: str, schema: Any, find: str) -> float:
     schema = schema if isinstance(schema, str) else json.dumps(_without_nulls(schema))
-    validator = _validator(schema)  # a schema that is none is an error, whatever the completion
+    validator = _validator(schema)  # first, so that a bad schema is an error for every completion
     blocks = _FENCED.findall(text) if find != "text" else []
     if find == "fenced" and not blocks:
         return 0.0
@@ -159,7 +162,7 @@ def _json(text: str, schema: Any, find: str) -> float:
 
 
 def _without_nulls(schema: Any) -> Any:
-    """A schema as it was before Arrow gave every struct every key, null where there was none."""
+    """Remove the nulls that Arrow adds to a schema, since it gives every struct every key."""
     if isinstance(schema, dict):
         return {key: _without_nulls(rule) for key, rule in schema.items() if rule is not None}
     return [_without_nulls(rule) for rule in schema] if isinstance(schema, list) else schema

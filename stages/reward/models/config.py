@@ -1,9 +1,8 @@
-"""What a recipe says of a reward model under `[[reward.models]]`, and what can be told of the model
-without loading it.
+"""The section `[[reward.models]]` of a recipe, and the checks of a reward model that need no
+loading.
 
-Refused before any generation: a directory that is not whole, pickled weights, code that a model
-brings, a language model in a classifier's place (its head would be random), several labels and none
-chosen.
+Refused before any generation: an incomplete directory, pickled weights, code in a model, a language
+model in place of a classifier (its head would be random), several labels without a choice.
 
     check(ModelConfig(model="path/to/reward-model"))
 """
@@ -44,50 +43,51 @@ class ModelConfig(ScorerConfig):
     """A model directory, `package:NAME/FOLDER` (a directory inside an installed package), or a hub
     id. Safetensors only."""
     kind: Literal["classifier", "token"] = "classifier"
-    """`classifier`: a sequence classifier's logit. `token`: a language model that judges, and how
-    probable it finds `token`."""
+    """`classifier`: a sequence classifier's logit. `token`: a language model as judge, and its
+    probability of `token`."""
     label: str | int | None = None
-    """Which of a classifier's labels is the reward, by name or number. None: the only one."""
+    """Label of a classifier that is the reward, by name or number. Default: the only one."""
     activation: Literal["none", "sigmoid", "softmax"] = "none"
-    """Of a classifier's logits; softmax is over its labels."""
+    """Activation over a classifier's logits; softmax is over its labels."""
     question: str = "Is the answer above correct? Reply with Yes or No."
-    """What a judge is asked: one more user message behind the conversation. Empty: the template
-    file asks, or nobody does."""
+    """Question to a judge: one more user message after the conversation. Empty: no message; the
+    template file may ask instead."""
     token: str = Field(default="Yes", min_length=1)
-    """The word whose probability as the judge's next token is the reward."""
+    """Word whose probability as the judge's next token is the reward."""
     against: str | None = Field(default=None, min_length=1)
-    """The other word, such as No: probability among the two. None: over the whole vocabulary."""
+    """The other word, such as No: the probability is among the two. Default: over the whole
+    vocabulary."""
     template: str | None = None
-    """File with a jinja chat template. None: the model's own. An encoder's writes the token that
-    ends an input, such as [SEP]."""
+    """File with a jinja chat template. Default: the model's own. An encoder's template writes the
+    token that ends an input, such as [SEP]."""
     template_arguments: dict[str, Any] = Field(default_factory=dict)
-    """More variables for the template, such as date_string for one that would ask for today's
+    """Further variables for the template, such as date_string for a template that would use today's
     date."""
     text_as: Literal["user"] | None = None
-    """How prompts that are plain text are read: as one user message. None: they are an error."""
+    """`user` reads prompts that are plain text as one user message. Default: they are an error."""
     prefill: str | None = None
-    """What the policy was given to continue, as the beginning of each answer. None: what the
-    prompts' manifest tells of each."""
+    """Text that the policy had to continue, as the beginning of each answer. Default: from the
+    prompts' manifest."""
     max_tokens: int | None = Field(default=None, ge=2)
-    """Longest input; a longer one is that row's error. None: the model's context."""
+    """Longest input in tokens; a longer one is that row's error. Default: the model's context."""
     pooling: Literal["last", "last_not_pad"] | None = None
-    """Which token's hidden state a classifier's logit is of. It must be said only where inputs end
-    with the pad token: `last` as vLLM takes it, `last_not_pad` as transformers does (and models
-    trained with its own forward pass need)."""
+    """Token whose hidden state gives a classifier's logit. Required only if inputs end with the pad
+    token: `last` as in vLLM, `last_not_pad` as in transformers (and for models trained with its own
+    forward pass)."""
     engine: Literal["transformers", "vllm"] = "transformers"
-    """Who runs it. On vLLM a judge needs `against`."""
+    """Library that runs the model. On vLLM a judge needs `against`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What it computes in; auto: bfloat16 on a GPU, float32 on a CPU."""
+    """Data type to compute in. auto: bfloat16 on a GPU, float32 on a CPU."""
     revision: str | None = None
     """Commit or tag of a hub id."""
     device: Runtime[Literal["auto", "cpu", "cuda"]] = "auto"
-    """Where transformers runs it; auto: the GPU where there is one."""
+    """Device for transformers. auto: the GPU if there is one."""
     token_budget: Runtime[int | None] = Field(default=None, ge=1)
-    """Tokens of one pass. None: 8192 on a GPU, 2048 on a CPU (vLLM: its own choice)."""
+    """Tokens per forward pass. Default: 8192 on a GPU, 2048 on a CPU (vLLM: its own choice)."""
     template_seconds: Runtime[float] = Field(default=10.0, gt=0)
     """Longest time that the template may take for one row."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """More arguments of `vllm.LLM`, as vLLM names them."""
+    """Further arguments of `vllm.LLM`, named as in vLLM."""
 
     @model_validator(mode="before")
     @classmethod
@@ -131,11 +131,11 @@ class ModelConfig(ScorerConfig):
 
     @property
     def title(self) -> str:
-        """What errors call it."""
+        """Name of the model in errors."""
         return f"reward model {printable(self.name)}"
 
     def key(self) -> dict[str, Any]:
-        """The bytes decide, wherever they lie, once the fingerprint is there."""
+        """Leave out the model's location once the fingerprint is set: then its bytes decide."""
         key = super().key()
         if self.fingerprint:
             for name in ("model", "revision", "template"):
@@ -144,22 +144,22 @@ class ModelConfig(ScorerConfig):
 
 
 class ModelFolder(NamedTuple):
-    """What can be told of a reward model without loading it."""
+    """Facts about a reward model that need no loading."""
 
     folder: Path
     labels: list[str]
-    """Of a classifier, in the order of its logits."""
+    """Labels of a classifier, in the order of its logits."""
     label: int
     limit: float
     """Most ids of an input."""
     pad: int | None
     template: str | None
-    """Text of the file that replaces its own."""
+    """Text of the file that replaces its own template. None: its own."""
 
 
 def check(config: ModelConfig) -> ModelFolder:
-    """What and where the model is. ConfigError or SecurityError unless it is whole and of its kind.
-    Loads no torch."""
+    """Find the model. Raises ConfigError or SecurityError unless it is whole and of its kind. Does
+    not load torch."""
     folder = checkpoints.find_folder(config.model, config.revision, "reward.models.model")
     about = parse_object((folder / "config.json").read_bytes()) or {}
     architectures = about.get("architectures")
@@ -198,7 +198,7 @@ def check(config: ModelConfig) -> ModelFolder:
 
 
 def _choose_label(config: ModelConfig, labels: list[str]) -> int:
-    """The number of the label that is the reward. ConfigError."""
+    """Return the number of the label that is the reward. Raises ConfigError."""
     if config.activation == "softmax" and len(labels) == 1:
         raise ConfigError(
             config.title,
@@ -221,8 +221,13 @@ def _choose_label(config: ModelConfig, labels: list[str]) -> int:
 
 
 def model_entry(config: ModelConfig, *, remembered: bool = True) -> Model:
-    """Its entry in the manifest, by hashes from memory unless they are to be computed. ConfigError,
-    SecurityError: it is not there, or not whole."""
+    """Return the manifest's entry of a model.
+
+    Args:
+        remembered: If true, remembered hashes are used; else they are computed.
+
+    Raises ConfigError or SecurityError if the model is missing or not whole.
+    """
     model = check(config)
     role = f"reward:{config.name}"
     entry = checkpoints.folder_as_model(role, config.model, model.folder, remembered=remembered)
@@ -232,5 +237,5 @@ def model_entry(config: ModelConfig, *, remembered: bool = True) -> Model:
 
 
 def fingerprint(entry: Model) -> str:
-    """Hash of weights, tokenizer and template: another model scores anew."""
+    """Return the hash of weights, tokenizer and template: another model scores anew."""
     return f"sha256:{digest([entry.weights, entry.tokenizer, entry.template])}"

@@ -1,11 +1,11 @@
-"""A reward model's pass over many inputs, by transformers: nothing padded where the architecture
-allows it.
+"""Run a reward model over many inputs with transformers, without padding if the architecture allows
+it. Look here for the numerics of reward models.
 
-A decoder reads the inputs of one prompt as one packed row in which their common beginning stands
-once (`shared`), or packed one after another (`packed`); where its attention cannot be cut into
-blocks, inputs of similar length are padded to the longest (`padded`). What counts is the hidden
-state of an input's last id, told by its length: never by the pad id, which may be an end token. A
-way is used only when it agrees with the model's own pass over one input at a time (`single`).
+A decoder reads the inputs of one prompt as one packed row that holds their common beginning once
+(`shared`), or packed one after another (`packed`). If its attention cannot be cut into blocks,
+inputs of similar length are padded to the longest (`padded`). The value comes from the hidden state
+of an input's last id. Its length locates that id, not the pad id, which may be an end token. A way
+is used only if it agrees with the model's own pass over one input at a time (`single`).
 
     forward = Forward(folder, config)
     logits = forward.score([[1, 5, 2], [1, 5, 9, 2]], groups=[0, 0])       # [2, labels]
@@ -45,19 +45,22 @@ if TYPE_CHECKING:
 
 WAYS = ("shared", "packed", "padded", "single")
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
-"""Largest difference from the model's own pass, as a share of its largest value there (of 1, where
-that is smaller)."""
+"""Largest difference from the model's own pass, relative to its largest absolute value there (or to
+1 if that is smaller)."""
 _UNSUITED = (NotImplementedError, TypeError, ValueError, AttributeError)
 log = logging.getLogger(__name__)
 
 
 class Forward:
-    """A model on a device. Its values: a classifier's logits, or the log-probabilities of `targets`
-    as the next id."""
+    """A model on a device. Its values are a classifier's logits, or the log-probabilities of
+    `targets` as the next id."""
 
     def __init__(self, folder: Path, config: ModelConfig, targets: Sequence[int] = ()) -> None:
-        """`targets`: ids whose probability is asked of a language model; none: a sequence
-        classifier. ConfigError."""
+        """Load the model. Raises ConfigError.
+
+        Args:
+            targets: Ids whose probability a language model gives. Default: a sequence classifier.
+        """
         cuda = uses_gpu("reward.models.device", config.device)
         dtype = config.dtype
         if dtype == "auto":
@@ -71,16 +74,19 @@ class Forward:
         self.has_plain_head = self.targets or isinstance(
             getattr(self.model, "score", None), nn.Module
         )
-        """Whether its values are those of a head on the last hidden state."""
+        """True if its values come from a head on the last hidden state."""
         self.budget = config.token_budget or token_budget(self.device)
         self.way = ""
 
     @torch.inference_mode()
     def score(self, inputs: list[list[int]], groups: Sequence[Hashable]) -> torch.Tensor:
-        """[inputs, values] float32 on the CPU, for at least one input; none is empty, those of one
-        group begin alike.
+        """Return [inputs, values] float32 on the CPU.
 
-        ResourceError when memory is short.
+        Args:
+            inputs: At least one input, none empty.
+            groups: Group of each input. Inputs of one group begin alike.
+
+        Raises ResourceError if memory is short.
         """
         name = f"reward model {type(self.model).__name__}"
         with (
@@ -96,7 +102,7 @@ class Forward:
             return values.cpu()
 
     def _run(self, way: str, inputs: list[list[int]], groups: Sequence[Hashable]) -> torch.Tensor:
-        """[inputs, values]"""
+        """Return [inputs, values], computed in one way."""
         if self.has_plain_head:
             set_mode(self.model, way if way in ("shared", "packed") else "single")
         if way == "single":
@@ -113,20 +119,20 @@ class Forward:
     # -- the ways
 
     def _run_alone(self, ids: list[int]) -> torch.Tensor:
-        """[1, values] of one input, as whoever uses the model alone has them."""
+        """Return [1, values] of one input, exactly as the model alone computes them."""
         logits = self.model(input_ids=torch.tensor([ids], device=self.device)).logits.float()
         return logits[:, -1].log_softmax(-1)[:, self.targets] if self.targets else logits
 
     def _packed(
         self, way: str, inputs: list[list[int]], groups: Sequence[Hashable]
     ) -> Iterator[tuple[list[int], torch.Tensor]]:
-        """Rows, and their values: each group's common beginning is its prompt, the rest are
+        """Yield rows and their values. Each group's common beginning is its prompt, the rest are
         completions."""
         group_of, lengths = _common_beginnings(inputs, groups)
         pairs = list(zip(inputs, lengths, strict=True))
         sequences = Sequences(
             _ragged([ids[:length] for ids, length in pairs]),
-            # one id more, which is not read: the hidden state of the one before predicts it
+            # one more id, whose value is not read: the hidden state of the id before predicts it
             _ragged([[*ids[length:], 0] for ids, length in pairs]),
             torch.ones(len(inputs)),
         )
@@ -139,7 +145,7 @@ class Forward:
             yield layout.rows.tolist(), self._values(hidden_states(self.model, layout))
 
     def _padded(self, inputs: list[list[int]]) -> Iterator[tuple[list[int], torch.Tensor]]:
-        """Rows, and their values: inputs of similar length together."""
+        """Yield rows and their values, inputs of similar length together."""
         unscored = sorted(range(len(inputs)), key=lambda row: -len(inputs[row]))
         while unscored:
             longest = len(inputs[unscored[0]])
@@ -158,7 +164,7 @@ class Forward:
                 yield rows, self.model(**arguments).logits.float()
 
     def _values(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[b, d] hidden states as values [b, values] in float32."""
+        """Map [b, d] hidden states to values [b, values] in float32."""
         if not self.targets:
             return self.model.score(hidden).float()
         head = self.model.get_output_embeddings()
@@ -173,8 +179,8 @@ class Forward:
     # -- which of them
 
     def _choose_way(self, inputs: list[list[int]], groups: Sequence[Hashable]) -> str:
-        """The first way whose values agree with the model's own on up to three short inputs: the
-        shortest, another of its group, and one of another group."""
+        """Return the first way whose values agree with the model's own on up to three short inputs:
+        the shortest, another of its group, and one of another group."""
         if depends_on_length(self.model.config):
             log.warning(
                 "reward model: its positions depend on the length of the row, so one input runs "
@@ -202,14 +208,14 @@ class Forward:
 
 
 def _load(folder: Path, language_model: bool, dtype: torch.dtype) -> PreTrainedModel:
-    """The model in eval mode. ConfigError where weights are missing: transformers would draw them
-    at random."""
+    """Return the model in eval mode. Raises ConfigError if weights are missing, which transformers
+    would draw at random."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     make_first_calls()
     loader = AutoModelForCausalLM if language_model else AutoModelForSequenceClassification
     model = load_pretrained(loader, folder, f"reward model {folder.name}", dtype=dtype)
-    # a single input has no padding, even where it ends with the pad id
+    # a single input has no padding, even if it ends with the pad id
     model.config.pad_token_id = None
     model.config.get_text_config().pad_token_id = None
     return model.eval()
@@ -218,9 +224,10 @@ def _load(folder: Path, language_model: bool, dtype: torch.dtype) -> PreTrainedM
 def _common_beginnings(
     inputs: list[list[int]], groups: Sequence[Hashable]
 ) -> tuple[list[int], list[int]]:
-    """For each input: the number of its group, and how many ids it shares with the whole group.
+    """Return for each input the number of its group, and how many ids it shares with the whole
+    group.
 
-    A group whose inputs do not begin alike is taken apart: at least one id must be shared.
+    If a group's inputs share no first id, the group is split into single inputs.
     """
     members: dict[Hashable, list[int]] = {}
     for row, group in enumerate(groups):

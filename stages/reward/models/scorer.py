@@ -1,10 +1,10 @@
-"""A reward model as a scorer: a classifier's logit, or how probable a judge finds a word such as
-Yes.
+"""A reward model as a scorer: a classifier's logit, or a judge's probability of a word such as Yes.
+Look here for how an input is built and which inputs are errors.
 
-It reads each conversation as if it were used alone (`template`): the prompt's messages and the
-decoded completion, never the policy's ids. An input that is too long, a text that its template
-refuses, or a logit that is not finite costs its row; nothing is cut. The weights are read when it
-first scores.
+The model reads each conversation as if it were used alone (see `template`): the prompt's messages
+and the decoded completion, never the policy's ids. Inputs that are too long, texts that the
+template refuses, and logits that are not finite are errors of their row; nothing is cut. The
+weights are loaded at the first call of `score`.
 
     scorer = ModelScorer(ModelConfig(model="path/to/reward-model"), prompts, rollouts)
     scorer.require(columns); scorer.score(batch); scorer.close()
@@ -41,10 +41,11 @@ class ModelScorer:
     def __init__(
         self, config: ModelConfig, prompts: Version | None = None, rollouts: Version | None = None
     ) -> None:
-        """Weights are read when it first scores. ConfigError, SecurityError.
+        """Check the model; weights are loaded later. Raises ConfigError, SecurityError.
 
-        `prompts` and `rollouts`: what is to be scored; prompts alone are checked. Without them
-        answers begin with `prefill`, or with nothing.
+        Args:
+            prompts, rollouts: The data to be scored; only prompts are checked. Without them answers
+                begin with `prefill`, or with nothing.
         """
         reads_chats = prompts is not None and config.text_as is None
         if reads_chats and prompts.table(["messages"]).column("messages").null_count:
@@ -80,7 +81,7 @@ class ModelScorer:
 
     @cached_property
     def _targets(self) -> list[int]:
-        """The ids of a judge's `token` and `against`. ConfigError."""
+        """Ids of a judge's `token` and `against`. Raises ConfigError."""
         if self.config.kind != "token":
             return []
         words = {"token": self.config.token, "against": self.config.against}
@@ -92,8 +93,8 @@ class ModelScorer:
 
     @cached_property
     def _engine(self) -> Any:
-        """What runs the model: `score(inputs, groups)` gives [inputs, values], logits of all labels
-        or log-probabilities of the targets."""
+        """The engine that runs the model. Its `score(inputs, groups)` returns [inputs, values]:
+        logits of all labels or log-probabilities of the targets."""
         config = self.config
         folder = self._model.folder
         log.info("reward model %s: loading", config.name)
@@ -107,8 +108,8 @@ class ModelScorer:
         return Forward(folder, config, self._targets)
 
     def require(self, columns: Iterable[str]) -> None:
-        """ConfigError unless tokenizer and template can be used; it needs none of the prompts'
-        columns."""
+        """Raise ConfigError unless tokenizer and template can be used. It needs none of the
+        prompts' columns."""
         config = self.config
         last = self._reader.read("probe", PROBE)[-1]
         if config.kind == "classifier" and config.pooling is None and last == self._model.pad:
@@ -120,13 +121,13 @@ class ModelScorer:
                 next='set pooling = "last_not_pad" (transformers; most models trained with it) or '
                 '"last"',
             )
-        _ = self._targets  # ConfigError, where a word is no token
+        _ = self._targets  # raises ConfigError if a word is no single token
 
     def score(self, batch: Batch) -> list[Part]:
-        """One part a row. ResourceError or ConfigError where the model itself fails; a row's own
-        failure is its error.
+        """Return one part per row; a row's own failure is its error.
 
-        ResourceError after `close`, which may come from another thread.
+        Raises ResourceError or ConfigError if the model itself fails, and ResourceError after
+        `close`, which may come from another thread.
         """
         started_at = time.monotonic()
         try:
@@ -146,14 +147,14 @@ class ModelScorer:
         finally:
             self.seconds += time.monotonic() - started_at
             if self._closed:
-                self.close()  # of what was in the making when `close` came
+                self.close()  # also release what was being made when `close` came
 
     def _require_open(self) -> None:
         if self._closed:
             raise ResourceError(self.config.title, "was closed while it scored", next="run again")
 
     def _read(self, batch: Batch, row: int) -> tuple[int, ...] | Part:
-        """The ids of one row, or why there are none."""
+        """Return the ids of one row, or a part with the error."""
         config = self.config
         prompt = batch["prompts"][row]
         rollout_id = batch["rollout_ids"][row]
@@ -166,7 +167,7 @@ class ModelScorer:
         if config.kind == "token" and config.question:
             messages.append({"role": "user", "content": config.question})
         try:
-            self._require_open()  # else a reader would be made anew
+            self._require_open()  # after `close` a new reader would leak
             ids = self._reader.read(f"rollout {rollout_id}", messages)
         except (ConfigError, SecurityError) as error:
             return Part(error=printable(error.message))
@@ -178,7 +179,7 @@ class ModelScorer:
         return tuple(ids)
 
     def _part(self, values: list[float]) -> Part:
-        """The part of a row from what the engine gave."""
+        """Return the part of a row from the engine's values."""
         for value in values:
             if not math.isfinite(value):
                 return Part(error=f"the model gave {value}")
@@ -196,7 +197,7 @@ class ModelScorer:
         return Part(values[self._model.label], extra=extra)
 
     def close(self) -> None:
-        """End the template's process and let go of the model."""
+        """End the template's process and release the model."""
         self._closed = True
         for name in ("_reader", "_engine"):
             resource = self.__dict__.pop(name, None)
@@ -205,7 +206,7 @@ class ModelScorer:
 
 
 def _sigmoid(logit: float) -> float:
-    """1 / (1 + e^−logit), without overflow.
+    """Return 1 / (1 + e^−logit), without overflow.
 
     >>> _sigmoid(0.0), _sigmoid(-1000.0)
     (0.5, 0.0)

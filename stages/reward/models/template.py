@@ -1,11 +1,10 @@
-"""Conversations as the ids that a reward model reads when it is used alone: its own tokenizer, its
-own chat template, one BOS.
+"""Turn conversations into the ids that a reward model reads when it is used alone: with its own
+tokenizer, its own chat template, and one BOS.
 
-The policy's ids never come here: what is read is the prompt's messages and, as the assistant's
-message, the text that the policy was given to continue (`<think>`) with the text that it wrote.
-Control tokens typed into any of them are spelled out. Added tokens that are neither special nor
-part of the template's own turns (`</think>`) stay what they are in text; in an answer, special tags
-in pairs do too.
+The policy's ids are never used. The input is the prompt's messages and the assistant's message. The
+latter is the text that the policy had to continue (`<think>`) plus the text that it wrote. Control
+tokens typed into either are spelled out. Added tokens that are neither special nor part of the
+template's own turns (`</think>`) stay tokens in text; in an answer, paired special tags do too.
 
     with closing(Reader(tokenizer, template, config)) as reader:
         ids = reader.read("rollout 4be1c0de-sum-0017-2", [{"role": "user", …}, {"role": "assistant",
@@ -38,8 +37,8 @@ class Reader:
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, template: str, config: ModelConfig
     ) -> None:
-        """What a judge reads ends with a generation prompt. ConfigError where the template cannot
-        render an answer."""
+        """Start the template's process. A judge's input ends with a generation prompt. Raises
+        ConfigError if the template cannot render an answer."""
         variables = {
             "tools": None,
             "documents": None,
@@ -70,8 +69,8 @@ class Reader:
         self._template.close()
 
     def read(self, name: str, messages: Messages) -> list[int]:
-        """The ids of `messages`. ConfigError or SecurityError about `name` where they cannot be
-        rendered."""
+        """Return the ids of `messages`. Raises ConfigError or SecurityError about `name` if they
+        cannot be rendered."""
         roles = tuple(message["role"] for message in messages)
 
         def render(contents: list[str]) -> str:
@@ -87,7 +86,7 @@ class Reader:
 
 
 def token_id(tokenizer: PreTrainedTokenizerFast, field: str, text: str) -> int:
-    """The one id of `text`. ConfigError where it has several."""
+    """Return the one id of `text`. Raises ConfigError if it has several."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(ids) != 1:
         pieces = ", ".join(repr(tokenizer.decode([id])) for id in ids)
@@ -105,9 +104,14 @@ def token_id(tokenizer: PreTrainedTokenizerFast, field: str, text: str) -> int:
 def beginnings(
     beginning: str | None, prompts: Version | None, rollouts: Version | None
 ) -> Callable[[str], str]:
-    """From a rollout_id to what the policy was given to continue, the end of its prompt that is the
-    answer's own beginning, such as `<think>`: `beginning` where a recipe says it, else what
-    `prompts` tell; mostly empty. ConfigError where they do not tell it."""
+    """Return a function from a rollout_id to the text that the policy had to continue: the part of
+    the prompt that begins the answer, such as `<think>`. It is mostly empty.
+
+    Args:
+        beginning: The recipe's setting. Default: computed from `prompts`.
+
+    Raises ConfigError if the prompts do not determine it.
+    """
     if beginning is not None or prompts is None:
         return lambda _: beginning or ""
     starts = prompts.manifest.metrics.get("assistant_starts", {})

@@ -1,8 +1,8 @@
-"""A reward model's pass over many inputs, by vLLM's pooling runner: ids in, raw logits out.
+"""Run a reward model over many inputs with vLLM's pooling runner: ids in, raw logits out.
 
-vLLM would put a sigmoid or softmax over them; it is told not to. A judge becomes a classifier of
-one logit, that of `token` less that of `against`. The engine lives as long as its scorer; one that
-fails is not used again.
+vLLM's default sigmoid or softmax is turned off. A judge becomes a classifier of one logit, the
+difference between the logits of `token` and `against`. The engine lives as long as its scorer. An
+engine that failed is not used again.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ if TYPE_CHECKING:
 
     from .config import ModelConfig
 
-_CPU_SEQUENCES = 64  # that the cache of a CPU has room for
+_CPU_SEQUENCES = 64  # sequences that fit into the cache of a CPU
 
 
 class Pooling:
     """`vllm.LLM` with its pooling runner."""
 
     def __init__(self, folder: Path, config: ModelConfig, words: list[str]) -> None:
-        """`words`: the judge's two tokens as its vocabulary spells them; none: a classifier.
-        ConfigError, ResourceError."""
+        """Start the engine. Raises ConfigError, ResourceError.
+
+        Args:
+            words: The judge's two tokens as its vocabulary spells them; empty for a classifier.
+        """
         self._title = config.title
         self._is_judge = bool(words)
         build = vllm_env.prepare(self._title, config.device)
@@ -50,7 +53,7 @@ class Pooling:
         if words:
             token, against = words
             architecture = about["architectures"][0]
-            # one weight: the head's row of `token` less that of `against`
+            # one weight row: the head's row of `token` minus its row of `against`
             arguments["hf_overrides"] = {
                 "architectures": [architecture.replace("ForCausalLM", "ForSequenceClassification")],
                 "classifier_from_token": [against, token],
@@ -73,8 +76,8 @@ class Pooling:
             self._raw = PoolingParams(use_activation=False)
 
     def score(self, inputs: list[list[int]], groups: list[str]) -> np.ndarray:
-        """[inputs, values] float32: a classifier's logits; a judge's logit of its word against the
-        other, and 0."""
+        """Return [inputs, values] float32: a classifier's logits, or a judge's logit of `token`
+        against `against`, and 0."""
         import numpy as np
         from vllm import TokensPrompt
 

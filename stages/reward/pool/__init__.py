@@ -1,2 +1,1 @@
-"""Functions in worker processes: a row that hangs, crashes or prints without end costs itself
-alone."""
+"""Functions in worker processes: a row that hangs, crashes or prints endlessly fails alone."""

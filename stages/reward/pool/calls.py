@@ -1,10 +1,10 @@
-"""Calls of reward functions, as they happen inside a worker: what is asked for is given by name,
-what comes back is read.
+"""Call reward functions inside a worker: arguments are given by name, and the returned values are
+read. Look here for what counts as a valid return value.
 
-Where a call on several rows fails as a whole (it raises, or returns no list of their number), the
-rows are called one by one, so that only those carry the error that fail alone. Async functions are
-called with one row each, many at once. After each call the working folder, the environment and the
-standard streams are what they were.
+If a call on several rows fails as a whole (it raises, or returns no list of their number), the rows
+are called one by one. Then only rows that fail alone carry the error. Async functions are called
+with one row each, many at once. After each call the working folder, the environment and the
+standard streams are restored.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ Columns = dict[str, list[Any]]
 
 
 class About(NamedTuple):
-    """What a reward function is called with."""
+    """The calling convention of a reward function."""
 
     takes: list[str] | None
-    """Names that it may be called with. None: every column."""
+    """Names that it accepts. None: every column."""
     needs: list[str]
-    """Those that it must be called with, beside the recipe's arguments."""
+    """Names that it requires, beyond the recipe's arguments."""
     is_async: bool
     fingerprint: str = ""
 
 
 class Function(NamedTuple):
-    """A reward function that was loaded, and its arguments."""
+    """A loaded reward function and its arguments."""
 
     call: Callable[..., Any]
     arguments: dict[str, Any]
     about: About
     extra: bool = False
     source: str = ""
-    """A user's file, where errors are to be looked for."""
+    """A user's file, whose lines errors point to."""
     of_group: bool = False
-    """Whether all rows of a call belong together, so that they are never called one by one."""
+    """True if all rows of a call belong together, so that they are never called one by one."""
 
     def keywords(self, columns: Columns) -> dict[str, Any]:
-        """What it is called with; its arguments come first, in copies, since a call may change them
-        in place."""
+        """Return the keyword arguments of a call. The recipe's arguments override columns, and are
+        copied, since a call may change them in place."""
         return {**columns, **copy.deepcopy(self.arguments)}
 
 
@@ -66,8 +66,8 @@ def load(
     style: str = "quiver",
     scope: str = "row",
 ) -> Function:
-    """The function that a recipe names. ConfigError: there is none of that name, or it cannot take
-    the arguments."""
+    """Return the function that a recipe names. Raises ConfigError if it does not exist or cannot
+    take the arguments."""
     source = ""
     if ":" in use:
         function, sha256 = plugins.load(use, "reward.functions.use")
@@ -85,7 +85,7 @@ def load(
 def describe(
     function: Callable[..., Any], name: str, arguments: dict[str, Any], fingerprint: str = ""
 ) -> About:
-    """How `function` is called. ConfigError where it cannot take the arguments."""
+    """Inspect how `function` is called. Raises ConfigError if it cannot take the arguments."""
     is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -137,9 +137,10 @@ def describe(
 def call(
     function: Function, fresh: Callable[[], Columns], num_rows: int
 ) -> tuple[list[Part], str | None]:
-    """One part a row; and why the rows were called one by one, where they were.
+    """Return one part per row, and the reason if the rows were called one by one.
 
-    `fresh` gives the columns anew, since a call may change them in place.
+    Args:
+        fresh: Returns new copies of the columns, since a call may change them in place.
     """
     parts, length = _call_once(function, fresh(), num_rows)
     if num_rows in (length, 1) or function.of_group:
@@ -148,26 +149,26 @@ def call(
     columns = fresh()
     calls = [_call_once(function, pick(columns, row), 1) for row in range(num_rows)]
     if length is not None and sum(row_length or 0 for _, row_length in calls) != length:
-        # its answers do not belong to rows (a mean of all, say): none of them is to be trusted
+        # the values belong to no single row (perhaps a mean of all), so none of them can be trusted
         return parts, failure
     return [row_parts[0] for row_parts, _ in calls], failure
 
 
 def pick(columns: Columns, row: int) -> Columns:
-    """The columns of one row."""
+    """Return the columns of one row."""
     return {name: column[row : row + 1] for name, column in columns.items()}
 
 
 def _call_once(
     function: Function, columns: Columns, num_rows: int
 ) -> tuple[list[Part], int | None]:
-    """The parts of one call, and how many values it returned; None where it raised or returned no
-    list."""
+    """Return the parts of one call, and the number of values it returned; None if it raised or
+    returned no list."""
     try:
         with _surroundings():
             returned = function.call(**function.keywords(columns))
         return read(returned, num_rows, function.extra)
-    # SystemExit and KeyboardInterrupt too: they are the function's, nobody interrupts a worker
+    # SystemExit and KeyboardInterrupt too: they come from the function, no user interrupts a worker
     except BaseException as error:
         return [_raised(error, function.source)] * num_rows, None
 
@@ -180,8 +181,8 @@ async def call_together(
     seconds: float,
     report: Callable[[int, Part], None],
 ) -> None:
-    """Call an async function for each row (or for the one group), `at_once` of them waiting
-    together, each for `seconds`; `report` as each is done."""
+    """Call an async function for each row (or for the one group). At most `at_once` calls wait
+    together, each for at most `seconds`. `report` is called as each row is done."""
     import asyncio  # slow to import, and most workers do not need it
 
     gate = asyncio.Semaphore(at_once)
@@ -199,7 +200,7 @@ async def call_together(
         async with gate:
             task = asyncio.ensure_future(call_rows(rows))
             done, _ = await asyncio.wait({task}, timeout=seconds)
-            task.cancel()  # and not waited for: it may refuse
+            task.cancel()  # not awaited, since it may ignore the cancellation
             parts = task.result() if done else [late(seconds)] * len(rows)
             for row, part in zip(rows, parts, strict=True):
                 report(row, part)
@@ -213,8 +214,8 @@ async def call_together(
 
 @contextmanager
 def _surroundings() -> Iterator[None]:
-    """Puts back working folder, environment and standard streams after a call, and ends a copy of
-    the process that it forked."""
+    """Restore working folder, environment and standard streams after a call, and end any copy of
+    the process that the call forked."""
     environment = os.environ.copy()
     folder = os.open(".", os.O_RDONLY)
     streams = sys.stdout, sys.stderr
@@ -231,17 +232,18 @@ def _surroundings() -> Iterator[None]:
 
 
 def late(seconds: float) -> Part:
-    """The part of a row that took too long."""
+    """Return the part of a row that took too long."""
     return Part(error=f"TimeoutError: no answer within {seconds:g} s")
 
 
 def _raised(error: BaseException, source: str = "") -> Part:
-    """The part of a row in which `error` was raised; it says where in the folder of `source`."""
+    """Return the part of a row in which `error` was raised, with the line in the folder of
+    `source`."""
     try:
         text = "".join(traceback.format_exception_only(error)).strip()
     except BaseException as worse:
         text = f"{type(error).__name__}, whose text cannot be had: {type(worse).__name__}"
-    text = printable(text[:1000])  # cut first: it may be of any length
+    text = printable(text[:1000])  # cut first: the text may be very long
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         folder, name = os.path.split(frame.f_code.co_filename)
@@ -256,7 +258,7 @@ def _raised(error: BaseException, source: str = "") -> Part:
 
 
 def memory_allowance(limit: int) -> str:
-    """What an error says of a worker's limit, in bytes, and of the key that raises it."""
+    """Describe a worker's memory limit, in bytes, and the key that raises it."""
     return f"a reward worker may have {limit / 2**30:.3g} GiB, reward.max_memory_gib"
 
 
@@ -264,11 +266,15 @@ def memory_allowance(limit: int) -> str:
 
 
 def read(returned: Any, num_rows: int, extra: bool = False) -> tuple[list[Part], int | None]:
-    """One part a row of what a function returned, a list or an array or tensor of one dimension,
-    and its length.
+    """Read the value of a call: a list, or an array or tensor of one dimension, with one item per
+    row.
 
-    Anything else is an error of every row; the length is None where it has none. `extra`: a value
-    may be a mapping with the number under `reward`; what stands beside it is kept.
+    Args:
+        extra: If true, an item may be a mapping with the number under `reward`; the rest is kept.
+
+    Returns:
+        One part per row, and the length of the value; None if it has no length. A value of another
+        form or length is an error of every row.
     """
     values = _to_list(returned)
     length = len(values) if isinstance(values, list | tuple) else None
@@ -281,7 +287,7 @@ def read(returned: Any, num_rows: int, extra: bool = False) -> tuple[list[Part],
 
 
 def _to_list(array: Any) -> Any:
-    """An array or tensor as Python's own numbers; anything else as it is."""
+    """Convert an array or tensor to Python's own numbers; return anything else unchanged."""
     return array.tolist() if hasattr(array, "tolist") else array
 
 
@@ -312,10 +318,10 @@ def _read_mapping(members: Mapping, extra: bool) -> Part:
     if isinstance(members["reward"], Mapping):
         return Part(error="returned a mapping under the key reward, expected a float or None")
     part = _read_row(members["reward"], extra)
-    try:  # what JSON has no word for is there as text
+    try:  # values without JSON are kept as text
         plain = {str(key): _plain(members[key]) for key in members if key != "reward"}
         return part._replace(extra=as_extra(plain))
-    except (ValueError, RecursionError) as error:  # a circle, or depth without end
+    except (ValueError, RecursionError) as error:  # a circular or endlessly deep value
         return part._replace(extra=as_extra({"unreadable": _raised(error).error}))
 
 

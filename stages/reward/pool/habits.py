@@ -1,8 +1,9 @@
-"""Reward functions that were written for TRL or verl, called as those call them.
+"""Support reward functions that were written for TRL or verl: find their columns and call them as
+those libraries do.
 
-verl's `compute_score(data_source, solution_str, ground_truth, extra_info)` is given one row a call
-and may return a mapping with the number under `score`. A function of TRL's may ask for `log_extra`
-and `log_metric`; what it tells them is kept beside the rows' numbers, in `extra`.
+verl's `compute_score(data_source, solution_str, ground_truth, extra_info)` gets one row per call
+and may return a mapping with the number under `score`. A function for TRL may ask for `log_extra`
+and `log_metric`; the values it logs are kept beside the rows' numbers, in `extra`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.scoring import OFFERED, Batch, require_columns
 
 LOGS = ("log_extra", "log_metric")
-"""Parameters that are no columns: functions, given for the time of a call."""
+"""Parameters that are functions instead of columns, valid during a call."""
 VERL_COLUMNS = {
     "data_source": "data_source",
     "solution_str": "completions",
     "ground_truth": "reward_model.ground_truth",
     "extra_info": "extra_info",
 }
-"""Where verl's parameters come from in rows that are laid out for it."""
+"""Sources of verl's parameters in rows with verl's layout."""
 Callee = Callable[..., Any]
 
 
@@ -32,7 +33,7 @@ Callee = Callable[..., Any]
 
 
 def column_of(parameter: str, config: FunctionConfig, columns: Iterable[str]) -> str:
-    """The column that `parameter` is given, `a.b` for the field b of column a."""
+    """Return the column for `parameter`; `a.b` is the field b of column a."""
     if parameter in config.columns:
         return config.columns[parameter]
     if config.style == "verl" and parameter not in columns:
@@ -41,8 +42,8 @@ def column_of(parameter: str, config: FunctionConfig, columns: Iterable[str]) ->
 
 
 def require(config: FunctionConfig, needs: Iterable[str], columns: Iterable[str]) -> None:
-    """ConfigError unless each parameter that the function `needs`, and each column that the recipe
-    names for one, is offered or among `columns`."""
+    """Raise ConfigError unless each parameter that the function `needs`, and each column that the
+    recipe names for one, is offered or among `columns`."""
     columns = list(columns)
     owner = f"reward function {config.name}"
     if config.style == "quiver" and "solution_str" in {*needs} - {*columns, *config.columns}:
@@ -62,8 +63,8 @@ def require(config: FunctionConfig, needs: Iterable[str], columns: Iterable[str]
 
 
 def require_sent(config: FunctionConfig, needs: Iterable[str], batch: Batch) -> None:
-    """ConfigError unless `batch` holds what the function `needs` of OFFERED: a request to a reward
-    server has not all of it."""
+    """Raise ConfigError unless `batch` holds each name of OFFERED that the function `needs`. A
+    request to a reward server may lack some."""
     for parameter in needs:
         column = column_of(parameter, config, batch)
         if column in OFFERED and column not in batch:
@@ -75,8 +76,13 @@ def require_sent(config: FunctionConfig, needs: Iterable[str], batch: Batch) -> 
 
 
 def given(config: FunctionConfig, takes: Iterable[str] | None, batch: Batch) -> Batch:
-    """The columns of `batch` by the parameters that they are given to. `takes`: those that the
-    function has; None: any. An argument of the recipe's comes before a column of its name."""
+    """Return the columns of `batch` by parameter name.
+
+    Args:
+        takes: Parameters of the function. None: it takes any.
+
+    The recipe's argument takes precedence over a column of the same name.
+    """
     if takes is None:
         known = VERL_COLUMNS if config.style == "verl" else batch
         takes = [*known, *config.columns]
@@ -108,8 +114,12 @@ def _find(column: str, batch: Batch) -> list[Any] | None:
 
 
 def adapted(function: Callee, style: str, arguments: dict[str, Any], extra: bool) -> Callee:
-    """`function` as it is called here: with columns by keyword, for one value a row. `extra`: what
-    comes beside the number is kept. A function of verl's has the `arguments` with it."""
+    """Wrap `function` so that it takes columns by keyword and returns one value per row.
+
+    Args:
+        arguments: Passed to a function of style verl, once per row.
+        extra: If true, everything that comes beside the number is kept.
+    """
     is_async = inspect.iscoroutinefunction(function)
     try:
         logs = [name for name in LOGS if name in inspect.signature(function).parameters]
@@ -121,7 +131,7 @@ def adapted(function: Callee, style: str, arguments: dict[str, Any], extra: bool
 
 
 def _of_rows(function: Callee, is_async: bool, arguments: dict[str, Any], extra: bool) -> Callee:
-    """A function of one row as one of columns."""
+    """Turn a function of one row into a function of columns."""
 
     def calls(columns: dict[str, list[Any]]) -> list[Any]:
         rows = zip(*columns.values(), strict=True)
@@ -146,7 +156,7 @@ def _of_rows(function: Callee, is_async: bool, arguments: dict[str, Any], extra:
 
 
 def _with_logs(function: Callee, logs: list[str], is_async: bool, extra: bool) -> Callee:
-    """A function that is given `logs`, and returns what it told them beside its numbers."""
+    """Wrap a function so that it gets `logs`, and returns the logged values beside its numbers."""
     told: set[str] = set()
 
     def recorders(beside: dict[str, Any]) -> dict[str, Callee]:

@@ -1,13 +1,12 @@
-"""The rows of one scoring as they are dealt out: how many a call has, which are called alone, and
-what came of them.
+"""Deal out the rows of one scoring: the size of each call, the rows to call alone, and the results.
 
-    job = Job(function, columns, rollout_ids)
-    job.take((0, 0.0), workers=2)        # range(0, 1): a function's first call in a process
-    job.take((1, 0.01), workers=2)       # range(1, 9): later ones grow, up to about a second
-    job.spoiled(range(1, 9), Late())     # called alone now; a row that was alone has failed
+job = Job(function, columns, rollout_ids)
+job.take((0, 0.0), workers=2)        # range(0, 1): a function's first call in a process
+job.take((1, 0.01), workers=2)       # range(1, 9): later ones grow, up to about a second
+job.spoiled(range(1, 9), Late())     # called alone now; a row that was alone has failed
 
-    job = Job(function, columns, rollout_ids, sizes=[4, 4])      # two groups
-    job.take((0, 0.0), workers=2)        # range(0, 4): each is called by itself
+job = Job(function, columns, rollout_ids, sizes=[4, 4])      # two groups
+job.take((0, 0.0), workers=2)        # range(0, 4): each is called by itself
 """
 
 from __future__ import annotations
@@ -26,30 +25,30 @@ from quiver.stages.reward.pool.calls import About, late
 from quiver.stages.reward.scoring import Notice, Part
 
 BATCH_SECONDS = 3.0
-_CALL_SECONDS = 1.0  # what a call should take
-_SHORTEST_CALL_SECONDS = 0.005  # a shorter one is not worth its way
+_CALL_SECONDS = 1.0  # target duration of a call
+_SHORTEST_CALL_SECONDS = 0.005  # a shorter call costs more to send than to run
 _GROWTH = 8
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class Function:
-    """A reward function as a recipe names it, and what is learned of it on the way."""
+    """A reward function of a recipe, and what is learned about it while it runs."""
 
     config: FunctionConfig
     max_rows: int
-    """Most rows a call."""
+    """Most rows per call."""
     notice: Notice
     about: About | None = None
     seconds: float = 0.0
-    """In calls so far, summed over processes."""
+    """Seconds in calls so far, summed over processes."""
     kills: int = 0
-    """How many processes in a row were killed while they imported it."""
+    """Processes in a row that were killed while they imported it."""
     is_told: bool = False
-    """Whether the log says that its rows were called one by one."""
+    """True if the log already says that its rows were called one by one."""
 
     def tell_done_again(self, num_rows: int, why: str) -> None:
-        """Say, once, that a call on several rows failed and they are called one by one."""
+        """Log once that a call on several rows failed and they are called one by one."""
         if not self.is_told:
             self.is_told = True
             log.warning(
@@ -66,8 +65,8 @@ class Function:
 
 
 class Job:
-    """The rows of one `run`: those to be called, those to be called alone, and what came of the
-    others. Any thread may use it."""
+    """The rows of one `run`: rows to call, rows to call alone, and the parts so far. Any thread may
+    use it."""
 
     def __init__(
         self,
@@ -76,9 +75,14 @@ class Job:
         rollout_ids: list[str | None],
         sizes: list[int] | None = None,
     ) -> None:
-        """`function` has its `about`. A row whose id is None is called with the others, and nobody
-        hears of its errors. `sizes`: how many rows each group has, where they are called
-        group by group."""
+        """Prepare the rows.
+
+        Args:
+            function: Must have its `about`.
+            rollout_ids: A row whose id is None is called with the others, but its errors are not
+                reported.
+            sizes: Number of rows per group, if each group has its own call.
+        """
         self.function = function
         self.columns = columns
         self.rollout_ids = rollout_ids
@@ -86,12 +90,12 @@ class Job:
         self.num_missing = len(rollout_ids)
         """Rows without a part."""
         self.error: BaseException | None = None
-        """The first one; `run` raises it."""
+        """The first error; `run` raises it."""
         self.done = threading.Event()
-        """Each row has its part, or there is an error."""
+        """Set when each row has its part, or there is an error."""
         self._next_row = 0
         self._alone = deque[range]()
-        """Calls that are not put together with others."""
+        """Calls that are not merged with others."""
         self._of_groups = sizes is not None
         if sizes is not None:
             ends = [0, *itertools.accumulate(sizes)]
@@ -100,8 +104,11 @@ class Job:
         self._lock = threading.Lock()
 
     def take(self, last_call: tuple[int, float], workers: int) -> range:
-        """The next rows for one of `workers` processes, whose last call of this function had so
-        many rows and took so many seconds; none where all are taken."""
+        """Return the next rows for one of `workers` processes; empty if all are taken.
+
+        Args:
+            last_call: Rows and seconds of the process's last call of this function.
+        """
         with self._lock:
             if self._alone:
                 return self._alone.popleft()
@@ -113,19 +120,19 @@ class Job:
                 rows_per_second = num_rows / max(seconds, 1e-9)
                 longest = min(_CALL_SECONDS, self.function.batch_seconds / 3)
                 size = min(size, num_rows * _GROWTH, int(longest * rows_per_second))
-                if workers > 1:  # small last calls: all workers end at about one time
+                if workers > 1:  # small last calls, so that all workers end at about the same time
                     shortest = int(_SHORTEST_CALL_SECONDS * rows_per_second)
                     size = min(size, max(math.ceil(unasked / (2 * workers)), shortest))
             self._next_row = min(start + max(1, size), len(self.parts))
             return range(start, self._next_row)
 
     def put_back(self, rows: range) -> None:
-        """Rows that were taken and not called."""
+        """Return rows that were taken but not called."""
         with self._lock:
             self._alone.extend(self._calls_alone(rows))
 
     def is_alone(self, rows: range) -> bool:
-        """Whether a call on them cannot be parted further: one row, or one group."""
+        """True if a call on these rows cannot be split further: one row, or one group."""
         return self._of_groups or len(rows) == 1
 
     def _calls_alone(self, rows: range) -> list[range]:
@@ -134,7 +141,8 @@ class Job:
         return [range(row, row + 1) for row in rows if self.parts[row] is None]
 
     def put(self, row: int, part: Part) -> None:
-        """The part of a row, unless it has one; the function's `notice` hears of an error."""
+        """Store the part of a row, unless it has one; an error is reported to the function's
+        `notice`."""
         with self._lock:
             if self.parts[row] is not None:
                 return
@@ -145,8 +153,8 @@ class Job:
             self.function.notice(self.function.config.name, rollout_id, part.error)
 
     def spoiled(self, rows: range, error: Late | Ended) -> None:
-        """A call took too long or ended its process: the rows without a part are called one by one;
-        a row or group that was alone has failed."""
+        """Handle a call that took too long or ended its process: rows without a part are called one
+        by one. A row or group that was alone has failed."""
         is_late = isinstance(error, Late)
         if not self.is_alone(rows):
             limit = self.function.batch_seconds

@@ -1,19 +1,18 @@
-"""A pool of worker processes: rows are dealt out in calls of about a second, and a row that spoils
-its call is called alone.
+"""A pool of worker processes for reward functions. Rows are dealt out in calls of about a second,
+and rows of a call that failed are called alone.
 
     with Pool(workers=2) as pool:
         function = Function(FunctionConfig(use="numeric"), max_rows=256, notice=…)
         pool.describe(function)
         parts = pool.run(function, {"completions": [...], "answer": [...]}, rollout_ids)
 
-A worker's first call of a function has one row, later ones grow with the measured speed. A call on
-several rows has at most BATCH_SECONDS; where it takes longer, or its process ends, the process is
-killed and each of the rows is called alone, with the function's own `timeout_seconds`. So a row
-that hangs costs itself alone, at most that time + BATCH_SECONDS and the start of a process, and a
-slow one succeeds. What comes out does not depend on how many workers there are, nor on the calls'
-sizes.
+A worker's first call of a function has one row; later calls grow with the measured speed. A call on
+several rows has at most BATCH_SECONDS. If it takes longer, or its process ends, the process is
+killed. Each of the rows is then called alone, with the function's own `timeout_seconds`. So a row
+that hangs fails alone, and costs at most that time + BATCH_SECONDS and the start of a process; a
+slow row succeeds. Results do not depend on the number of workers or the sizes of calls.
 
-Functions are loaded in a process when they are first called there.
+A process loads a function when it first calls it.
 """
 
 from __future__ import annotations
@@ -37,19 +36,23 @@ from quiver.stages.reward.scoring import Part
 
 LOAD_SECONDS = 120.0
 LOAD_ATTEMPTS = 3
-"""Processes that a signal may end, one after another, while they import a function."""
+"""Processes in a row that a signal may end while they import a function."""
 _LATE_SECONDS = 0.5  # in which an async function's worker may report that a row took too long
 log = logging.getLogger(__name__)
 
 
 class NotLoaded(Exception):
-    """The process is lost, through no fault of the rows: a signal ended it while it imported the
-    function, or it answered an earlier call twice. Another one may try."""
+    """The process is lost, and the rows did not cause it. Either a signal ended it while it
+    imported the function, or it answered an earlier call twice. Another process may try."""
 
 
 class Pool:
-    """`workers` processes (None: one a core), each with at most `memory_gib` (None: its share of
-    the machine's memory); and one more for each async function."""
+    """A pool of worker processes, plus one for each async function.
+
+    Args:
+        workers: Number of processes. Default: one per core.
+        memory_gib: Memory of each. Default: its share of the machine's memory.
+    """
 
     def __init__(self, workers: int | None = None, memory_gib: float | None = None) -> None:
         self.workers = workers or len(os.sched_getaffinity(0))
@@ -60,7 +63,7 @@ class Pool:
         self._processes: set[ScoringWorker] = set()
         self._closing = False
         self._idle = queue.SimpleQueue[ScoringWorker | None]()
-        """Processes that wait for a call; None: one that is still to be started."""
+        """Processes that wait for a call. None: a process that is not started yet."""
         self._num_places = 0
         for _ in range(self.workers):
             self._add_place()
@@ -76,8 +79,8 @@ class Pool:
         self.close()
 
     def describe(self, function: Function) -> About:
-        """What `function` takes. ConfigError where it cannot be loaded, ResourceError where no
-        process can be started, or none lives long enough."""
+        """Return how to call `function`. Raises ConfigError if it cannot be loaded, ResourceError
+        if no process can be started, or none lives long enough."""
         if function.about is None:
             while function.about is None:
                 with suppress(NotLoaded), self._process(function) as process:
@@ -93,12 +96,18 @@ class Pool:
         rollout_ids: list[str | None],
         sizes: list[int] | None = None,
     ) -> list[Part]:
-        """One part a row of a function that was described. `sizes`: of the groups that the rows
-        form, where each call has one of them. Its `notice` hears of each error at once, from
-        another thread, but of rows without an id; what it raises, this does.
+        """Return one part per row of a function that was described.
 
-        ConfigError where the function cannot be loaded, ResourceError where no process can be
-        started, none lives long enough to load it, or the pool is closed.
+        The function's `notice` is called at once for each error of a row with an id, from another
+        thread. An exception it raises is raised here.
+
+        Args:
+            sizes: Sizes of the groups that the rows form; each call then has one group.
+
+        Raises:
+            ConfigError: The function cannot be loaded.
+            ResourceError: No process can be started, none lives long enough to load it, or the pool
+                is closed.
         """
         job = Job(function, columns, rollout_ids, sizes)
         if rollout_ids:
@@ -109,7 +118,7 @@ class Pool:
         return job.parts
 
     def close(self) -> None:
-        """Kill all processes and all that they started; a `run` that waits ends with
+        """Kill all processes and everything that they started. A waiting `run` ends with
         ResourceError."""
         with self._lock:
             self._closing = True
@@ -118,7 +127,7 @@ class Pool:
         for _ in range(self._num_places):
             if process := self._idle.get():
                 process.end()
-        self._idle.put(None)  # whoever still waits for a place learns of it, one after the other
+        self._idle.put(None)  # wakes each thread that still waits for a place, one by one
 
     def _deal(self, job: Job, num_rows: int) -> None:
         """Start threads that call rows of the job until all are taken."""
@@ -150,7 +159,7 @@ class Pool:
 
     @contextmanager
     def _process(self, function: Function) -> Iterator[ScoringWorker]:
-        """An idle process, waited for, or a new one; it is ended where the block raises."""
+        """Wait for an idle process, or start one. The process is ended if the block raises."""
         process = self._idle.get()
         is_sound = False
         try:
@@ -179,9 +188,13 @@ class Pool:
             self._idle.put(process if is_sound else None)
 
     def _load(self, process: ScoringWorker, function: Function) -> None:
-        """Have the function loaded, once a process. ConfigError where that fails, or where its code
-        is another than before; NotLoaded where a signal ended the process, ResourceError where one
-        ended the processes before it too."""
+        """Load the function in a process, once.
+
+        Raises:
+            ConfigError: Loading fails, or the code changed since it was first loaded.
+            NotLoaded: A signal ended the process.
+            ResourceError: Signals ended several processes in a row.
+        """
         if function in process.last_calls:
             return
         config = function.config
@@ -233,7 +246,7 @@ class Pool:
         process.last_calls[function] = (0, 0.0)
 
     def _call(self, process: ScoringWorker, job: Job, rows: range) -> None:
-        """One call. Late, Ended; what it has answered by then is kept."""
+        """Make one call. Raises Late or Ended; rows answered before that are kept."""
         function = job.function
         config = function.config
         is_async = function.about.is_async
@@ -250,7 +263,7 @@ class Pool:
         deadline = time.monotonic() + limit + (_LATE_SECONDS if is_async else 0)
         seconds_of_call = None
         while seconds_of_call is None:
-            # an async function's worker reports all the time, however long the rows take
+            # an async function's worker sends pieces all the time, however long the rows take
             beats = is_async and is_batch
             patience = BATCH_SECONDS if beats else deadline - time.monotonic()
             answer = process.ask(request, patience, Answer)

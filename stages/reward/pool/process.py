@@ -1,7 +1,7 @@
-"""One worker process of the pool: what it may be asked, and what its answers look like.
+"""One worker process of the pool: its requests, and the form of its answers.
 
 worker = ScoringWorker(share_of_memory(workers=2))
-worker.ask({"key": 1, "load": {…}}, 60, Loaded)    # or Late, Ended
+worker.ask({"key": 1, "load": {…}}, 60, Loaded)    # or raises Late, Ended
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from quiver.stages.reward.scoring import LARGEST
 
 
 class Loaded(BaseModel):
-    """What a worker says of a function that it was to load."""
+    """A worker's answer to a request to load a function."""
 
     about: About | None
     error: dict[str, str] | None
-    """Why it could not be loaded."""
+    """Reason why it could not be loaded."""
 
 
 class Answer(BaseModel):
-    """What a worker says of a call, or a piece of it."""
+    """A worker's answer to a call, or a piece of it."""
 
     parts: list[
         tuple[
@@ -37,19 +37,19 @@ class Answer(BaseModel):
     ]
     """Row, value, error, extra."""
     seconds: Annotated[float, Field(ge=0)] | None
-    """Of the whole call; None: more pieces come."""
+    """Seconds of the whole call. None: more pieces follow."""
     failure: str | None
-    """Why the call on all rows failed and they were called one by one, where that is so."""
+    """Reason why the call on all rows failed, if the rows were then called one by one."""
 
 
 class ScoringWorker(Worker):
     """A process in which reward functions run (see `worker`)."""
 
     def __init__(self, memory_bytes: int) -> None:
-        """`memory_bytes`: the most private memory that it may have."""
+        """Start the process with at most `memory_bytes` of private memory."""
         self.last_calls: dict[Any, tuple[int, float]] = {}
-        """By each function that it has loaded: rows and seconds of its last call here; no rows
-        before the first."""
+        """Rows and seconds of the last call here, for each function that it has loaded; 0 rows
+        before the first call."""
         super().__init__(
             worker.__name__,
             memory_bytes,
@@ -60,5 +60,5 @@ class ScoringWorker(Worker):
 
     @property
     def has_called(self) -> bool:
-        """Whether a call has been answered here."""
+        """True if a call has been answered here."""
         return any(rows for rows, _ in self.last_calls.values())

@@ -1,5 +1,5 @@
-"""Reward functions as a scorer: those that come with Quiver and the user's own, called in a pool of
-worker processes."""
+"""Reward functions as a scorer: shipped ones and the user's own, called in a pool of worker
+processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quiver.stages.reward.scoring import Batch, Notice, Part
 
 
 class FunctionScorer(Function):
-    """A reward function. The user's code is imported and called in the pool's processes only."""
+    """A reward function. The user's code is imported and called only in the pool's processes."""
 
     def __init__(
         self,
@@ -27,8 +27,14 @@ class FunctionScorer(Function):
         notice: Notice = lambda *_: None,
         groups: Groups | None = None,
     ) -> None:
-        """`rows`: most rows a call; `groups`: for a function of scope `group`. ConfigError where
-        a shipped function of that name is not there or cannot be called so."""
+        """Prepare the scorer; the user's code is not imported here.
+
+        Args:
+            rows: Most rows per call.
+            groups: Needed by a function of scope `group`.
+
+        Raises ConfigError if a shipped function does not exist or cannot take its arguments.
+        """
         super().__init__(config, rows, notice)
         self.name = config.name
         self._pool = pool
@@ -39,13 +45,13 @@ class FunctionScorer(Function):
             )
 
     def require(self, columns: Iterable[str]) -> None:
-        """ConfigError unless the function exists, can work here, and everything that it needs is
-        offered or among `columns`."""
+        """Raise ConfigError unless the function exists, can work here, and everything that it needs
+        is offered or among `columns`."""
         about = self._pool.describe(self)
         require(self.config, about.needs, columns)
         if self.config.is_shipped:
             function = shipped(self.config.use).function
-            try:  # on no rows: what cannot work here is told before anything is generated
+            try:  # on no rows, so that errors show before anything is generated
                 function(**dict.fromkeys(about.needs, ()), **self.config.arguments)
             except QuiverError:
                 raise
@@ -57,11 +63,12 @@ class FunctionScorer(Function):
                 ) from error
 
     def score(self, batch: Batch) -> list[Part]:
-        """One part a row. ConfigError: its scope is `group`, and whole groups are not at hand."""
+        """Return one part per row. Raises ConfigError if its scope is `group` and groups are
+        missing."""
         about = self._pool.describe(self)
         require_sent(self.config, about.needs, batch)
         takes = about.takes
-        if self.config.is_shipped:  # a column never stands in for one of its settings
+        if self.config.is_shipped:  # a column must never replace one of its settings
             takes = [*about.needs, *shipped(self.config.use).columns]
         if self.config.scope == "row":
             return self._pool.run(self, given(self.config, takes, batch), batch["rollout_ids"])
@@ -79,7 +86,7 @@ class FunctionScorer(Function):
 
 
 def no_groups(name: str) -> ConfigError:
-    """The error for a function of scope `group` where rows do not come in groups."""
+    """Return the error for a function of scope `group` if rows do not come in groups."""
     return ConfigError(
         f"reward function {name}",
         "has scope group, and here rows are scored as they come",

@@ -1,4 +1,4 @@
-"""What reward functions are asked in a worker process (see `answering`), and what is answered.
+"""The requests to reward functions in a worker process (see `answering`), and their answers.
 
     {"key": …, "load": {use, name, arguments, extra}}
                                                   → {"about": […], "error": {…}}, one of them null
@@ -7,8 +7,8 @@
                                                      "seconds": of the whole call,
                                                      "failure": why its rows were called one by one}
 
-The answer to a call of an async function comes in pieces, at least one each BEAT_SECONDS, all but
-the last with `seconds` null; silence says that its loop is blocked.
+The answer to a call of an async function comes in pieces, at least one every BEAT_SECONDS. All but
+the last have `seconds` null. Silence means that the event loop is blocked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Host:
         self._functions: dict[int, Any] = {}
 
     def answer(self, request: dict[str, Any], send: Send) -> dict[str, Any]:
-        """What one request comes to, or the last piece of it."""
+        """Return the answer to one request, or its last piece."""
         if "load" in request:
             return _load(self._functions, request["key"], **request["load"])
         function = self._functions[request["key"]]
@@ -69,7 +69,7 @@ def _load(functions: dict[int, Any], key: int, use: str, name: str, **options: A
 
 
 def _call(function: Any, request: dict[str, Any], send: Send) -> tuple[list[list[Any]], str | None]:
-    """The rows that were not sent before, and why they were called one by one, if they were."""
+    """Return the rows that were not sent before, and the reason if rows were called one by one."""
     from quiver.stages.reward.pool import calls
 
     if not function.about.is_async:

@@ -1,1 +1,1 @@
-"""Reward servers: one client, six dialects, and no way for a failure to become a number."""
+"""Reward servers: one client and five dialects. A failure never becomes a number."""

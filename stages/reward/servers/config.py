@@ -1,15 +1,15 @@
-"""[[reward.servers]]: which server scores, in which dialect, and how patiently it is asked. Plain
-config; nothing is loaded for it.
+"""The section [[reward.servers]]: which server scores, in which dialect, and with which limits.
+Plain config: nothing is loaded for it.
 
     [[reward.servers]]
     dialect = "quiver"
     urls = ["http://127.0.0.1:8700"]
 
-`ServerConfig` refuses what can be told from the text alone. A token is named, as `env:NAME`, never
-written, and no message here shows what was written in its place.
+`ServerConfig` refuses errors that the text alone shows. A token is named as `env:NAME`, never
+written, and no message here shows the text written in its place.
 
-What the config cannot see is the model behind a URL: raise `revision` when it changes, so that
-rewards are made anew.
+The config cannot see the model behind a URL. Raise `revision` when it changes, so that rewards are
+made anew.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .dialects import judge
 from .dialects.rows import fields
 
 VERSION = 1
-"""Of what the client makes of an answer: a higher one makes rewards anew."""
+"""Version of how the client reads an answer. Raising it makes rewards anew."""
 _BELONGS = {
     "columns": ("quiver",),
     "label": ("openrlhf",),
@@ -46,95 +46,94 @@ _BELONGS = {
 
 
 class ServerConfig(ScorerConfig):
-    """One reward server, on one host or several that are alike."""
+    """One reward server, on one host or on several identical ones."""
 
     model_config = ConfigDict(hide_input_in_errors=True)
 
     dialect: Literal["quiver", "openrlhf", "vllm-classify", "vllm-score", "openai-judge"]
-    """How it is asked and answers; `stages/reward/servers/dialects` describes each."""
+    """Protocol of requests and answers; `stages/reward/servers/dialects` describes each."""
     urls: tuple[str, ...] = Field(min_length=1)
-    """One URL a host, asked in turn. Without any path, not even /, the dialect's own is taken. No
-    user, query or fragment."""
+    """One URL per host, asked in turn. A URL without any path, not even /, gets the dialect's own.
+    No user, query or fragment."""
     token: Runtime[str] = ""
-    """Bearer token, as `env:NAME`: the environment variable that holds it where the stage runs."""
+    """Bearer token, as `env:NAME`: an environment variable that is set where the stage runs."""
     model: str = ""
-    """Name of the model on the server: vllm-classify and vllm-score need it where several are
-    served, openai-judge always."""
+    """Name of the model on the server. vllm-classify and vllm-score need it if several are served,
+    openai-judge always."""
     label: str = ""
-    """Column sent as label by openrlhf. Empty: null."""
+    """Column that openrlhf sends as label. Empty: null."""
     columns: tuple[str, ...] | None = None
-    """Columns sent by quiver; `prompt_ids` and `prompt_text` may be among them. None: all of the
-    user's, without cells that have no JSON (bytes, decimals, durations, NaN), which the log names.
-    A column that is named and has no JSON is the row's error."""
+    """Columns that quiver sends; `prompt_ids` and `prompt_text` may be among them. Default: all of
+    the user's, without cells that have no JSON (bytes, decimals, durations, NaN), which the log
+    names. If a named column has no JSON, that is the row's error."""
     score_key: str = ""
-    """Which number counts. openrlhf: `rewards` (empty) or `scores`. vllm-classify: number of the
-    class, needed where the model has several."""
+    """Number to use as the reward. openrlhf: `rewards` (empty) or `scores`. vllm-classify: number
+    of the class, required if the model has several."""
     range: Interval | None = None
-    """Lowest and highest number that is believed; one outside is the row's error. None: any finite
-    one."""
+    """Lowest and highest number to accept; a number outside is the row's error. Default: any finite
+    number."""
     rescale: bool = False
     """Map `range` linearly to 0 … 1."""
     rubric: str = ""
-    """What openai-judge asks, with {prompt}, {completion}, {finish_reason}, {prompt_text} and any
-    column by name.
-    Empty: for a score from 0 to 10, on a last line `Score: N`."""
+    """Question that openai-judge asks, with {prompt}, {completion}, {finish_reason}, {prompt_text}
+    and any column by name.
+    Empty: asks for a score from 0 to 10, on a last line `Score: N`."""
     score_pattern: str = ""
     """Regular expression whose one group is the number in the judge's answer; the last match
     counts. Empty: `Score: N`."""
     max_tokens: int = Field(default=512, ge=1)
-    """Longest answer of the judge. One that is cut is the row's error."""
+    """Longest answer of the judge, in tokens. An answer that is cut is the row's error."""
     message_template: str = "{role}: {content}\n\n"
-    """How each message of a conversation becomes text, for openrlhf, vllm-score and
-    openai-judge."""
+    """Text of each message of a conversation, for openrlhf, vllm-score and openai-judge."""
     reply_template: str = "assistant: "
-    """What stands between a conversation and the completion in openrlhf's query."""
+    """Text between a conversation and the completion in openrlhf's query."""
     prefill: str | None = None
-    """What the policy was given to continue, as the beginning of each answer that is sent. None:
-    what the prompts' manifest tells of each. Dialect `quiver` sends completions as they are:
-    functions behind it get what they get here."""
+    """Text that the policy had to continue, sent as the beginning of each answer. Default: from the
+    prompts' manifest. Dialect `quiver` sends completions unchanged: functions behind it get what
+    they get here."""
     use_activation: bool = False
-    """Whether a vLLM server puts its scores through the model's activation (usually a sigmoid)."""
+    """If true, a vLLM server applies the model's activation (usually a sigmoid) to its scores."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """More fields of each request to vllm-classify, vllm-score and openai-judge, over the dialect's
-    own."""
+    """Further fields of each request to vllm-classify, vllm-score and openai-judge. They override
+    the dialect's own."""
     revision: str = ""
     """Raise it when the model behind the URL changes: rewards are then made anew."""
     allow_plain_http: Runtime[bool] = False
-    """Send a token over http to a host other than this one."""
+    """If true, a token may be sent over http to another host."""
     batch_rows: Runtime[int] = Field(default=16, ge=1, le=10_000)
-    """Rows a request, where the dialect takes several."""
+    """Rows per request, if the dialect takes several."""
     concurrency: Runtime[int] = Field(default=64, ge=1, le=1024)
-    """Requests under way at once."""
+    """Requests that run at once."""
     retries: Runtime[int] = Field(default=5, ge=0)
-    """Further attempts for a request that failed in a way that may pass."""
+    """Further attempts for a request whose failure may be temporary."""
     connect_seconds: Runtime[float] = Field(default=5.0, gt=0)
     """Longest wait for a connection."""
     read_seconds: Runtime[float] = Field(default=60.0, gt=0)
-    """Longest time for one attempt, until its answer is whole."""
+    """Longest time for one attempt, until its answer is complete."""
     total_seconds: Runtime[float] = Field(default=300.0, gt=0)
     """Longest time for one request with its retries and waits."""
     backoff_seconds: Runtime[float] = Field(default=0.5, ge=0)
-    """Longest pause before the first retry; it doubles with each, and is drawn at random below
-    that."""
+    """Longest pause before the first retry. It doubles with each retry; the pause is random below
+    it."""
     requests_per_second: Runtime[float | None] = Field(default=None, gt=0)
-    """Most requests a second, over all hosts. None: as many as `concurrency` gives."""
+    """Most requests per second, over all hosts. Default: limited by `concurrency` only."""
     breaker_failures: Runtime[int] = Field(default=8, ge=1)
     """Failures in a row after which a host rests."""
     breaker_seconds: Runtime[float] = Field(default=5.0, gt=0)
-    """How long it rests before one request tries it again."""
+    """Seconds that a host rests before one request tries it again."""
     max_bytes: Runtime[int] = Field(default=16 * 1024 * 1024, ge=1)
-    """Largest answer that is read."""
+    """Largest answer to read, in bytes."""
 
     @property
     def begins_with(self) -> str | None:
-        """`prefill`, and nothing for a dialect that sends completions as they are."""
+        """`prefill`, or empty for the dialect that sends completions unchanged."""
         return "" if self.dialect == "quiver" else self.prefill
 
     @model_validator(mode="before")
     @classmethod
     def _nothing_secret(cls, section: Any) -> Any:
-        """First, and with the whole section as its input, so that no message shows what was
-        written."""
+        """Refuse written secrets, and fill in the name and the judge's defaults. It runs first, on
+        the whole section as its input, so that no message shows what was written."""
         if not isinstance(section, dict):
             return section
         refuse_section(section)
@@ -185,7 +184,7 @@ class ServerConfig(ScorerConfig):
 
 
 def fingerprint(config: ServerConfig) -> str:
-    """Hash of everything in the section that decides what the server says of a row."""
+    """Return the hash of everything in the section that decides the server's answer for a row."""
     no_matter = {"name", "weight", "extra", "fingerprint"}
     decides = {name: setting for name, setting in config.key().items() if name not in no_matter}
     return f"server:{digest([VERSION, decides])}"

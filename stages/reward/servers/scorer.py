@@ -1,9 +1,10 @@
-"""A server as a scorer: batches become requests, some at a time, and answers become one part a row.
+"""Score rollouts on a reward server: batches become requests, and answers become one part per row.
+Look here for what happens to a row whose request fails.
 
-What fails is a row's error, never a number: a request that is not answered in the retries and the
-time that the config allows, an answer that is not of its dialect, a number that is none. A row that
-spoils a request for others is found by halving. What no row could pass (a refused token, a
-redirect, a wrong path) ends scoring with RemoteError.
+A failure is a row's error, never a number. Failures are: no answer within the configured retries
+and time, an answer that breaks the dialect, a value that is no number. A row that spoils a request
+for others is found by halving. An error that every row would get (a refused token, a redirect, a
+wrong path) ends scoring with RemoteError.
 
     scorer = ServerScorer(ServerConfig(dialect="quiver", urls=["http://127.0.0.1:8700"]))
     parts = scorer.score(batch)
@@ -33,7 +34,7 @@ from .dialects.strict import read_json
 from .transport import FailedError, Transport
 
 _NAMED_IN = {"quiver": "columns", "openai-judge": "rubric"}
-"""The key in which a section names columns; of the other dialects it is label."""
+"""Config key that names the columns to send, by dialect. Default: label."""
 log = logging.getLogger(__name__)
 
 
@@ -46,10 +47,11 @@ class ServerScorer:
         notice: Notice = lambda *_: None,
         prefill: Callable[[str], str] = lambda _: "",
     ) -> None:
-        """`notice` hears at once of rows that failed; `prefill`: the beginning of the answer that a
-        rollout, by its id, was given.
+        """Raises ConfigError if the token's variable is not set.
 
-        ConfigError: the token's variable holds none.
+        Args:
+            notice: Called at once for each row that failed.
+            prefill: Returns the beginning of the answer that a rollout, by its id, was given.
         """
         self.config = config
         self.name = config.name
@@ -59,7 +61,7 @@ class ServerScorer:
         self._stop: Callable[[], Any] | None = None
         self._closed = False
         self._left_out: set[str] = set()
-        """Columns of which the log says that they are not sent."""
+        """Columns that the log has named as not sent."""
         self._dialect = DIALECTS[config.dialect]
         urls = [
             url._replace(path=url.path or self._dialect.path).geturl()
@@ -70,12 +72,13 @@ class ServerScorer:
         self._transport = Transport(config, urls, token, keeps_connections=keeps)
 
     def require(self, columns: Iterable[str]) -> None:
-        """ConfigError unless every column that is sent is there."""
+        """Raise ConfigError unless every column to send exists."""
         columns = set(columns)
         require_columns(f"reward server {self.name}", self._sent_columns(columns), columns)
 
     def _sent_columns(self, columns: Iterable[str]) -> set[str]:
-        """The user's columns that requests hold, of `columns` where the config names none."""
+        """Return the user's columns that requests hold. If the config names none, take them from
+        `columns`."""
         config = self.config
         if config.dialect == "quiver":
             return set(columns) - set(OFFERED) if config.columns is None else set(config.columns)
@@ -84,10 +87,13 @@ class ServerScorer:
         return {config.label} - {""}
 
     def score(self, batch: Batch) -> list[Part]:
-        """One part a row of `batch`, in order; called in a thread without an event loop.
-        RemoteError where the server refuses whatever is asked (401, a redirect, …).
+        """Return one part per row of `batch`, in order. Call it in a thread without an event loop.
 
-        What `notice` raises, this does. ResourceError after `close`.
+        Raises:
+            RemoteError: The server refuses every request (401, a redirect, …).
+            ResourceError: The scorer was closed.
+
+        Errors that `notice` raises pass through.
         """
         started_at = time.monotonic()
         columns = self._sent_columns(batch)
@@ -112,8 +118,8 @@ class ServerScorer:
             self.seconds += time.monotonic() - started_at
 
     def _sendable(self, rows: list[Row]) -> list[Row]:
-        """`rows` without those cells that nobody asked for by name and that have no JSON; the log
-        says once which columns they are of."""
+        """Return `rows` without the cells that have no JSON. The log names each affected column
+        once. Called only if the config names no columns."""
         sendable = []
         left_out = {}
         for row in rows:
@@ -133,15 +139,15 @@ class ServerScorer:
         return sendable
 
     def close(self) -> None:
-        """Give up what is under way; nothing is held between calls."""
+        """Cancel what is running; nothing is held between calls."""
         self._closed = True
         if stop := self._stop:
-            with suppress(RuntimeError):  # its loop came to an end by itself meanwhile
+            with suppress(RuntimeError):  # the loop ended by itself meanwhile
                 stop()
 
     async def _score(self, rows: list[Row]) -> list[Part]:
-        """Requests of the rows, `concurrency` at a time; each worker has a connection of its own.
-        While it runs, `close` cancels it, from whatever thread."""
+        """Send requests of the rows, `concurrency` at a time; each worker has its own connection.
+        `close` may cancel it from any thread."""
         parts: dict[str, Part] = {}
         is_alone = self._dialect.is_alone
         size = self.config.batch_rows
@@ -171,7 +177,7 @@ class ServerScorer:
         try:
             if self._closed:
                 raise asyncio.CancelledError
-            # the first error ends the others too, with the loop
+            # the first error ends the loop, and with it the other workers
             await asyncio.gather(
                 *(work() for _ in range(min(self.config.concurrency, len(requests))))
             )
@@ -182,8 +188,8 @@ class ServerScorer:
     async def _ask(
         self, connection: Any, rows: list[Row], deadline: float | None = None
     ) -> list[Part]:
-        """The parts of one request. Rows that spoil it for the others are found by halving, while
-        the hosts work otherwise."""
+        """Return the parts of one request. If hosts work otherwise, a failed request is halved to
+        find the rows that spoil it."""
         last_deadline = deadline or time.monotonic() + self.config.total_seconds
         may_be_a_row = True
         try:
@@ -191,8 +197,8 @@ class ServerScorer:
         except (ValueError, TypeError) as error:
             cause = self._not_sent(rows[0]) or f"cannot be sent: {printable(error, 120)}"
         else:
-            # the same for each attempt at these rows and texts, another for any other: a server may
-            # know a repetition by it
+            # the same key for each attempt at these rows and texts, another for any other: a server
+            # may recognise a repeated request by it
             ids = to_json([self.config.revision, *(row.id for row in rows)]).encode()
             key = hashlib.sha256(ids + b"\n" + body).hexdigest()
             read = functools.partial(self._read, rows)
@@ -212,8 +218,8 @@ class ServerScorer:
         ]
 
     def _not_sent(self, row: Row) -> str:
-        """The error of a row of which a column that was asked for by name has no JSON; empty where
-        all have."""
+        """Return the error of a row whose requested columns include one without JSON; empty if all
+        have JSON."""
         for name, problem in without_json(row.columns).items():
             if name != pictures.OFFERED:
                 key = _NAMED_IN.get(self.config.dialect, "label")
@@ -225,7 +231,7 @@ class ServerScorer:
 
     def _read(self, rows: list[Row], raw: bytes) -> list[Part]:
         parts = self._dialect.decode(read_json(raw), rows, self.config)
-        hide = self._transport.hide  # again: what was escaped in JSON is plain now
+        hide = self._transport.hide  # again, since a token escaped in JSON is plain text now
         return [
             Part(value, error and hide(error), extra and hide(extra))
             for value, error, extra in parts

@@ -1,20 +1,20 @@
-"""One request to one of several hosts until it is answered, refused, or out of time: what may go
-wrong on a wire, in one place.
+"""Send one request to one of several hosts until it is answered, refused, or out of time. Look here
+for everything that can go wrong on the network.
 
-* Deadlines: for connecting, for one whole answer (so a server that trickles gains nothing), for the
-  request with its retries.
-* Retries, with exponential back-off and full jitter, for what may pass: no connection, resets,
-  time-outs, answers that are not of the dialect, 408, 409, 425, 429 and 5xx (not 501 and 505).
-  Retry-After is kept; a 429 costs time, not a retry.
-* What cannot pass ends everything at once with RemoteError: redirects (never followed), 401, 403,
-  404, 422 and their like. 400 and 413 are about the rows asked.
-* A host that fails several times in a row rests; after a while one request tries it, and the others
-  wait for how that ends.
-* Bodies are read as they are sent, up to a size; a compressed one is refused, so none unfolds into
-  memory. Where one repeats the token, the token is taken out before anything else sees it.
-* A server or proxy may write one response too many, and on a kept connection each later request
-  would be given the answer to the one before. So a connection is kept only where answers name
-  their rows, and not after one that was wrong.
+* Deadlines: for connecting, for one whole answer (so a server that trickles gains nothing), and for
+  the request with its retries.
+* Retries, with exponential back-off and full jitter, for failures that may be temporary: no
+  connection, resets, time-outs, answers that break the dialect, 408, 409, 425, 429 and 5xx (not 501
+  and 505). Retry-After is respected; a 429 costs time, not a retry.
+* Permanent failures end everything at once with RemoteError: redirects (never followed), 401, 403,
+  404, 422 and similar ones. 400 and 413 concern the rows of the request.
+* A host that fails several times in a row rests. After a while one request tries it, and the others
+  wait for its result.
+* Bodies are read as they are sent, up to a size. Compressed ones are refused, so that none expands
+  in memory. A token in a body is removed before any other code sees it.
+* A server or proxy may send one response too many. On a kept connection each later request would
+  then get the answer to the one before. So a connection is kept only if answers name their rows,
+  and not after a wrong one.
 """
 
 from __future__ import annotations
@@ -41,33 +41,33 @@ if TYPE_CHECKING:
     from .config import ServerConfig
 
 log = logging.getLogger(__name__)
-for _chatty in ("httpx", "httpcore"):  # a line a request, and at DEBUG the headers of servers
+for _chatty in ("httpx", "httpcore"):  # they log a line per request, and headers at DEBUG
     logging.getLogger(_chatty).setLevel(logging.WARNING)
 _T = TypeVar("_T")
 _MAY_PASS = {408, 409, 425, 429, *range(500, 600)} - {501, 505}
 _ABOUT_ROWS = {400, 413}
 _LONGEST_PAUSE = 30.0  # seconds of back-off
-_POLL_SECONDS = 0.05  # between looks at resting hosts
-_REFUSAL_BYTES = 2000  # of a refusal that are read to show its beginning
-_REFUSAL_SECONDS = 1.0  # that this may take
+_POLL_SECONDS = 0.05  # between checks of resting hosts
+_REFUSAL_BYTES = 2000  # read of a refusal, to show its beginning
+_REFUSAL_SECONDS = 1.0  # for reading it
 # made once: loading the certificates takes longer than many requests
 _tls = functools.cache(httpx.create_ssl_context)
 
 
 @dataclass(eq=False)
 class FailedError(Exception):
-    """A request, or one attempt at it, failed; a later one, or one for other rows, may not."""
+    """A request, or one attempt at it, failed. A later one, or one for other rows, may succeed."""
 
     cause: str
-    """The last one."""
+    """Reason of the last failure."""
     is_refused: bool = False
-    """The server says that it cannot take these rows."""
+    """True if the server says that it cannot take these rows."""
     is_answered: bool = True
-    """It is a server that gave the cause."""
+    """True if a server answered, and the cause is in its answer."""
     after: float = 0.0
     """Seconds until the server wants to be asked again."""
     is_busy: bool = False
-    """It only asked for time."""
+    """True if the server only asked for time."""
 
     def __str__(self) -> str:
         return self.cause
@@ -75,36 +75,40 @@ class FailedError(Exception):
 
 @dataclass
 class Host:
-    """One URL, and how it has been doing. Times are in monotonic seconds."""
+    """One URL and its recent failures. Times are in monotonic seconds."""
 
     url: httpx.URL
     failures: int = 0
-    """In a row."""
+    """Failures in a row."""
     rest_until: float = 0.0
-    """It failed too often."""
+    """End of its rest after too many failures."""
     busy_until: float = 0.0
-    """It asked for that time itself."""
+    """End of the time that the host itself asked for."""
 
     @property
     def free_at(self) -> float:
-        """When it may be asked again."""
+        """Time from which it may be asked again."""
         return max(self.rest_until, self.busy_until)
 
     def reset(self) -> None:
-        """It works: no failure is held against it."""
+        """Forget all failures: the host works."""
         self.failures = 0
         self.rest_until = 0.0
 
 
 class Transport:
-    """Sends bodies to the hosts of one server section; the state of the hosts outlives an event
+    """Sends bodies to the hosts of one server section. The state of the hosts outlives an event
     loop."""
 
     def __init__(
         self, config: ServerConfig, urls: list[str], token: str, *, keeps_connections: bool = False
     ) -> None:
-        """`keeps_connections`: for the next request; else each has its own. ConfigError: a URL
-        that no request can have."""
+        """Raises ConfigError if a URL is invalid.
+
+        Args:
+            keeps_connections: If true, a connection is kept for the next request; else each request
+                has its own.
+        """
         self.config = config
         try:
             self._hosts = [Host(url) for url in map(httpx.URL, urls) if url.host]
@@ -126,21 +130,21 @@ class Transport:
 
     @property
     def has_working_host(self) -> bool:
-        """Whether some host has not failed too often."""
+        """True if some host has not failed too often."""
         return any(host.failures < self.config.breaker_failures for host in self._hosts)
 
     def connection(self) -> httpx.AsyncHTTPTransport:
-        """Connections for one worker, one a host: a pool shared by many workers spends most of its
-        time on itself.
+        """Return connections for one worker, one per host. A pool shared by many workers would
+        spend most of its time on itself.
 
-        The layer below httpx's client: it knows no cookies, redirects, proxies or environment, so
-        none has to be turned off.
+        This is the layer below httpx's client. It has no cookies, redirects, proxies or
+        environment, so none has to be turned off.
         """
         limits = httpx.Limits(max_connections=len(self._hosts))
         return httpx.AsyncHTTPTransport(verify=_tls(), trust_env=False, limits=limits)
 
     def hide(self, text: str) -> str:
-        """`text` without the token, before anyone sees or cuts it."""
+        """Return `text` without the token. Call it before the text is shown or cut."""
         return text.replace(self._token, "***") if self._token else text
 
     async def ask(
@@ -151,12 +155,18 @@ class Transport:
         read: Callable[[bytes], _T],
         deadline: float | None = None,
     ) -> _T:
-        """What `read` makes of the answer to `body`, which any number of attempts send under the
-        same idempotency `key`.
+        """Send `body` and return what `read` makes of the answer.
 
-        FailedError where the rows are refused, or in the retries and the time allowed nothing
-        came; RemoteError where asking on is useless. `read` may raise MalformedError. `deadline`:
-        in monotonic seconds, by default `total_seconds` after the first attempt got its place.
+        Args:
+            key: Idempotency key, the same in every attempt.
+            read: May raise MalformedError, which counts as a failed attempt.
+            deadline: In monotonic seconds. Default: `total_seconds` after the first attempt got its
+                place in the rate limit.
+
+        Raises:
+            FailedError: The rows are refused, or no good answer came within the retries and the
+                time.
+            RemoteError: Further requests are useless.
         """
         failure = FailedError("no host was free in time", is_answered=False)
         failures = 0
@@ -206,14 +216,15 @@ class Transport:
             await asyncio.sleep(slot - now)
 
     async def _take_host(self, deadline: float) -> Host | None:
-        """The next host that does not rest, waited for; None when none will be there before
+        """Wait for the next host that does not rest. None if none will be free before
         `deadline`."""
         while True:
             now = time.monotonic()
             for host in itertools.islice(self._turns, len(self._hosts)):
                 if host.free_at <= now:
                     if host.failures >= self.config.breaker_failures:
-                        # this request tries it, for all
+                        # one request tries the host; the others see it resting until that request
+                        # is done
                         host.rest_until = now + self.config.breaker_seconds
                     return host
             free_at = min(host.free_at for host in self._hosts)
@@ -242,7 +253,7 @@ class Transport:
     async def _attempt(
         self, connection: httpx.AsyncHTTPTransport, request: httpx.Request, deadline: float
     ) -> bytes:
-        """The body of one good answer, within the time for one."""
+        """Return the body of one good answer, within the time for one attempt."""
         seconds = max(0.0, min(self.config.read_seconds, deadline - time.monotonic()))
         try:
             async with asyncio.timeout(seconds):
@@ -252,7 +263,7 @@ class Transport:
                     return await self._read_body(response)
         except TimeoutError:
             raise FailedError(f"no whole answer within {seconds:g} s", is_answered=False) from None
-        except RemoteError:  # an OSError too, and the one that is final
+        except RemoteError:  # also an OSError, but final
             raise
         except (httpx.HTTPError, OSError) as error:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
@@ -278,13 +289,13 @@ class Transport:
         return bytes(body.replace(self._token.encode(), b"***") if self._token else body)
 
     async def _refusal(self, request: httpx.Request, response: httpx.Response) -> Exception:
-        """The error for an answer whose status is not good."""
+        """Return the error for an answer whose status is not a success."""
         status = response.status_code
         if 300 <= status < 400:
             cause = f"answered {status}: a redirect is not followed"
             return self._final(request, cause, "name the final address in urls")
         beginning = bytearray()
-        # the status says what to do; its text only helps people
+        # the status decides; its text only helps people
         with suppress(TimeoutError, httpx.HTTPError):
             async with asyncio.timeout(_REFUSAL_SECONDS):
                 async for chunk in response.aiter_raw():
@@ -307,7 +318,7 @@ class Transport:
         return self._final(request, cause, hints.get(status, otherwise))
 
     def _final(self, request: httpx.Request, cause: str, next: str) -> RemoteError:
-        """The error for what cannot pass."""
+        """Return the error for a permanent failure."""
         return RemoteError(
             f"reward server {self.config.name}",
             f"{request.url}: {cause}",
@@ -317,8 +328,8 @@ class Transport:
 
 
 def _retry_after(text: str) -> float:
-    """Seconds that a Retry-After header asks for, as a number or a date; 0 where it says nothing
-    that can be read."""
+    """Return the seconds that a Retry-After header asks for, as a number or a date; 0 if it cannot
+    be read."""
     text = text.strip()
     if text.isdecimal():
         return float(text[:9])

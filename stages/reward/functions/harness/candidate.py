@@ -1,13 +1,13 @@
-"""The program's side of the harness of `code`: a process of its own that holds the program and is
-asked by a pipe.
+"""The program's side of the harness of `code`: a separate process that holds the program and
+answers the judge over a pipe.
 
-Run in the sandbox as `python -c SOURCE READ WRITE`, so: one file, stdlib only. The judge loads the
-same text as a module, for its end of the wire.
+It runs in the sandbox as `python -c SOURCE READ WRITE`, so it is one file and uses the standard
+library only. The judge loads the same text as a module, for its own end of the wire.
 
-Values cross as plain data (numbers, text, lists, dicts, … made anew on the other side). An object
-of the program's own stays here and is a `Remote` over there: its attributes, items, length and
-methods are asked for; compared with plain data it counts as the plain value that it derives from
-(list, dict, int, …), or is unequal. So no `==` of the program's ever sees what a test expects.
+Values cross as plain data (numbers, text, lists, dicts, …) and are rebuilt on the other side. An
+object of the program's own stays here and is a `Remote` over there, which asks for its attributes,
+items, length and methods. Compared with plain data it counts as the plain value that it derives
+from (list, dict, int, …), or is unequal. So no `==` of the program ever sees a test's expectation.
 """
 
 import builtins
@@ -21,8 +21,8 @@ SCALARS = {type(None), bool, int, float, str}
 
 
 class Ended(BaseException):
-    """The other process is gone: no exception of the program's, so no test that expects one is
-    passed by it."""
+    """The other process is gone. It is no Exception, so that a test that expects an exception does
+    not pass because of it."""
 
 
 # -- values on the wire
@@ -33,7 +33,8 @@ def _pairs(mapping):
 
 
 def _maker(name):
-    """What makes a value of a standard type, whose module is loaded only when one comes."""
+    """Return a function that makes a value of a standard type; its module is loaded on first
+    use."""
     module, _, attributes = name.partition(".")
 
     def make(*parts):
@@ -42,8 +43,8 @@ def _maker(name):
     return make
 
 
-# name of a type: (to something plain, back again); what comes is looked up here, so nothing else
-# can be made
+# name of a type: (to something plain, back again); received names are looked up here, so that no
+# other type can be made
 _TYPES = {
     "builtins.list": (list, list),
     "builtins.tuple": (list, tuple),
@@ -71,7 +72,7 @@ _BASES = (bool, int, float, str, list, tuple, dict, set, frozenset, bytes)
 
 
 def _type_name(thing):
-    """The name under which a value is sent; None unless its type is exactly the one of that
+    """Return the name under which a value is sent; None unless its type is exactly the type of that
     name."""
     kind = type(thing)
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -107,7 +108,7 @@ class Remote:
 
 
 def _compare_plain(name):
-    """A comparison with plain data: of the plain value that the object derives from, never by the
+    """Compare with plain data by the plain value that the object derives from, never by the
     object's own method."""
 
     def compare(self, operand):
@@ -131,10 +132,10 @@ for _name in ("__lt__", "__le__", "__gt__", "__ge__"):
 
 
 class Wire:
-    """Questions and answers between the two processes, one JSON array a line; either side may ask
-    while it is asked.
+    """Questions and answers between the two processes, one JSON array per line. Either side may ask
+    while it is being asked.
 
-    What an operation raises is sent back, except for `passing`.
+    An exception of an operation is sent back, except for `passing`.
     """
 
     def __init__(self, read, write, operations, passing=(Ended,)):
@@ -147,8 +148,8 @@ class Wire:
         self.ended = False
 
     def ask(self, operation, *operands):
-        """What the other side answers; raises what it raised, as the nearest of Python's own
-        exceptions."""
+        """Return the other side's answer. Raises the other side's exception, as the nearest of
+        Python's own exceptions."""
         self.send(["ask", operation, list(map(self.pack, operands))])
         while True:
             kind, *content = self.receive()
@@ -186,7 +187,7 @@ class Wire:
     def receive(self):
         if self.ended:
             raise Ended("gone")
-        # an exception from here on, a test's time being up among them, leaves half a message behind
+        # an exception from here on, such as a test's TimeUp, would leave half a message behind
         self.ended = True
         line = self.read.readline()
         if not line.endswith(b"\n"):
@@ -196,7 +197,7 @@ class Wire:
         return message
 
     def pack(self, thing):
-        """Scalars are themselves, everything else is a pair of a kind and its content."""
+        """Return a scalar unchanged, anything else as a pair of a kind and its content."""
         if type(thing) in SCALARS:
             return thing
         if isinstance(thing, types.ModuleType) and thing.__name__ in sys.stdlib_module_names:
@@ -242,7 +243,7 @@ def _exception(names, text):
 
 
 def program(read, write):
-    """Load the program when asked to, then do with it what is asked, until the judge hangs up."""
+    """Load the program when asked, then answer requests until the judge hangs up."""
     from _sitebuiltins import Quitter
 
     builtins.exit = builtins.quit = Quitter("exit", "Ctrl-D")

@@ -1,17 +1,18 @@
-"""Judges a program by its tests: the source that `code` gives to `run_program`, so: stdlib only.
+"""Judge a program by its tests. `code` passes this source to `run_program`, so it uses the standard
+library only.
 
     judge          has the tests, never runs a line of the program, and alone can write the verdict
-    └── candidate  has its own interpreter, the program and no test; it is asked by a pipe: to load,
-    for a function, for its value
+    └── candidate  has its own interpreter and the program, but no test; the judge asks it over a
+                   pipe to load the program, for a function, for its value
 
-So `assert f(2) == 4` compares plain values here, whatever the program did to `==`, to builtins or
-to its own exit. The program may call the functions that a test hands it, and can do nothing else to
+So `assert f(2) == 4` compares plain values here, even if the program changed `==`, builtins or its
+own exit. The program may call the functions that a test hands it, and can do nothing else to
 this process.
 
-Stdin: JSON `{"program", "text", "calls", "entry", "seconds", "all", "candidate"}`; the tests are
-`text` or `calls`, and `candidate` is the text of candidate.py. Stdout: how many tests there are (or
-why there are none), before the program is loaded; then, as they end, one 1 or 0 for each. Those
-that are missing at the end were not passed.
+Stdin: JSON `{"program", "text", "calls", "entry", "seconds", "all", "candidate"}`. The tests are
+`text` or `calls`; `candidate` is the text of candidate.py. Stdout: before the program is loaded,
+the number of tests (or why there are none); then one 1 or 0 per test, as each ends. Verdicts that
+are missing at the end count as failed.
 """
 
 import ast
@@ -25,15 +26,15 @@ from functools import partial
 
 
 class TimeUp(BaseException):
-    """A test's time is up."""
+    """The time of a test is up."""
 
 
 def main():
-    """Judge the job of stdin."""
+    """Judge the job on stdin."""
     sys.set_int_max_str_digits(0)
     job = json.loads(sys.stdin.buffer.read())
     out = os.dup(1)
-    os.dup2(2, 1)  # what tests print is no verdict
+    os.dup2(2, 1)  # so that the output of tests is no verdict
     signal.signal(signal.SIGALRM, ring)
     judge(job, lambda text: os.write(out, text.encode()))
     sys.stderr.flush()
@@ -64,7 +65,7 @@ def judge(job, say):
     passed, in_time = attempt(job["seconds"], enter, wire, job, names, space)
     for step, is_test in steps if passed else ():
         passed, in_time = attempt(job["seconds"], step, space)
-        passed = passed and not wire.ended  # a test may catch anything
+        passed = passed and not wire.ended  # a test may catch any exception
         if is_test:
             say("01"[passed])
         if not in_time or wire.ended or (job["all"] and is_test and not passed):
@@ -72,8 +73,8 @@ def judge(job, say):
 
 
 def start_program(source):
-    """The wire to a new process, which has the text of candidate.py, two pipes and nothing else of
-    this process."""
+    """Start a process that has the text of candidate.py, two pipes and nothing else of this
+    process. Returns the wire to it."""
     candidate = types.ModuleType("candidate")
     exec(compile(source, "candidate.py", "exec"), candidate.__dict__)
     read, their_write = os.pipe()
@@ -96,7 +97,7 @@ def start_program(source):
 
 
 def enter(wire, job, names, space):
-    """Load the program and give the tests what they use of it; they may also import it as
+    """Load the program and give the tests the names that they use of it. They may also import it as
     `solution`."""
     wire.ask("load", job["program"])
     space |= wire.ask("names", sorted(names))
@@ -114,7 +115,7 @@ def enter(wire, job, names, space):
 
 
 def attempt(seconds, step, *arguments):
-    """Whether the step passed, and whether it ended in time."""
+    """Run a step. Returns whether it passed, and whether it ended in time."""
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         step(*arguments)
@@ -129,7 +130,7 @@ def attempt(seconds, step, *arguments):
 
 
 def compare_value(args, expected, space):
-    """A call's value must be what is expected, where lists and tuples are the same."""
+    """Assert that a call returns the expected value; lists and tuples are equal."""
     assert same(space["candidate"](*args)) == same(expected), "another value was expected"
 
 
@@ -142,11 +143,11 @@ def same(plain):
 
 
 def plan_statements(job):
-    """The top-level statements in order, then the functions test_… that they do not call
-    themselves, then check(entry).
+    """Plan the steps: the top-level statements in order, then the functions test_… that they do not
+    call themselves, then check(entry).
 
-    Counted are statements that hold an assert or call a function of the tests' own, and those
-    functions.
+    A step counts as a test if it is such a function or check, or a statement that holds an assert
+    or calls a function of the tests' own.
     """
     tree = ast.parse(job["text"])
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}

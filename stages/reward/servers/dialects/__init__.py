@@ -1,7 +1,7 @@
-"""Dialects: how a server is asked for rewards and how its answer is read. Pure functions; nothing
-here touches the network.
+"""Dialects: the requests and answers of each kind of reward server, as pure functions without a
+network.
 
-| dialect | asked | answered | rows a request |
+| dialect | asked | answered | rows per request |
 |---|---|---|---|
 | quiver | rows with ids, prompt, completion, columns | reward, error, parts, extra by id | many |
 | openrlhf | query, prompts, labels | rewards, scores, extra_logs | many |
@@ -9,10 +9,10 @@ here touches the network.
 | vllm-score | text_1, text_2 | score by index | many |
 | openai-judge | a rubric, filled in | text with a score in it | one |
 
-`encode(rows, config)` gives the request's JSON, `decode(answer, rows, config)` the parts, one a row
-and in order. Where the answer as a whole is not of the dialect, `decode` raises MalformedError;
-where one row has no number, that row's part carries an error. The first two have an answering
-side too: `Request`, `Answer` and `answer`, which `deployments/reward_server.py` serves.
+`encode(rows, config)` returns the request's JSON, `decode(answer, rows, config)` the parts, one per
+row and in order. If the answer as a whole breaks the dialect, `decode` raises MalformedError. If
+one row has no number, that row's part carries an error. The first two also have an answering side:
+`Request`, `Answer` and `answer`, which `deployments/reward_server.py` serves.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .rows import Row
 
 
 class Dialect(NamedTuple):
-    """`path` stands in for that of a URL that has none; `is_alone` says whether a row needs a
-    request of its own; `has_ids`, whether an answer names the rows that it is about."""
+    """A dialect. `path` is for URLs without one. `is_alone` returns true if a row needs a request
+    of its own. `has_ids`: answers name their rows."""
 
     path: str
     encode: Callable[..., dict[str, Any]]

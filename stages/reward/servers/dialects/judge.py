@@ -6,11 +6,11 @@ by a rubric.
      "temperature": 0, "max_tokens": 512}
     →  {"choices": [{"message": {"content": "Right.\nScore: 8"}, "finish_reason": "stop"}]}
 
-The pictures of a prompt stand before the rubric, as parts of type image_url.
+The pictures of a prompt precede the rubric, as parts of type image_url.
 
-The rubric asks by {name} for `prompt`, `completion`, `finish_reason` and any column. The score is
-what the pattern's one group catches last; an answer without one, or one that was cut by its length,
-is the row's error, never a 0.
+The rubric may use {name} for `prompt`, `completion`, `finish_reason` and any column. The score is
+the last match of the pattern's one group. An answer without a score, or one cut by its length, is
+the row's error, never a 0.
 
 >>> re.findall(PATTERN, "Score: 3? No.\n**Score:** 8/10.")
 ['3', '8']
@@ -51,8 +51,8 @@ Say in a few sentences what is right and what is wrong. Then end with a line of 
 Score: N
 where N is a number from 0 (worthless) to 10 (perfect)."""
 _MEDIA_TYPES = {b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"RIFF": "image/webp"}
-# characters of the answer in which the score is looked for: a pattern of the user's meets no
-# endless text
+# characters at the answer's end that are searched for the score, so that a slow pattern of the
+# user's never meets a very long text
 _LAST = 4000
 
 
@@ -70,7 +70,7 @@ class _Completion(BaseModel):
 
 
 def encode(rows: list[Row], config: Any) -> dict[str, Any]:
-    """The request for the one row of `rows`."""
+    """Return the request for the one row of `rows`."""
     (row,) = rows
     names = {
         **row.columns,
@@ -88,21 +88,22 @@ def encode(rows: list[Row], config: Any) -> dict[str, Any]:
         "messages": [{"role": "user", "content": content}],
         "temperature": 0,
     }
-    # a server that knows the newer name refuses the older one beside it
+    # a server that knows the newer name refuses both together
     if "max_completion_tokens" not in config.arguments:
         request["max_tokens"] = config.max_tokens
     return {**request, **config.arguments}
 
 
 def _as_part(image: bytes) -> dict[str, Any]:
-    """A picture as OpenAI's messages show it, its bytes as they are stored."""
+    """Return a picture in the form of OpenAI's messages, with its stored bytes."""
     kind = next(kind for start, kind in _MEDIA_TYPES.items() if image.startswith(start))
     url = f"data:{kind};base64,{base64.b64encode(image).decode()}"
     return {"type": "image_url", "image_url": {"url": url}}
 
 
 def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:
-    """The part of the one row. MalformedError: not a chat completion with one choice."""
+    """Return the part of the one row. Raises MalformedError unless the answer is a chat completion
+    with one choice."""
     (choice,) = read_as(_Completion, answer).choices
     text = choice.message.content
     score = None

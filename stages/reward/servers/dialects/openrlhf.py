@@ -1,18 +1,17 @@
-"""Dialect `openrlhf`: the remote reward server of OpenRLHF. Texts only, many rows a request,
+"""Dialect `openrlhf`: the remote reward server of OpenRLHF. Texts only, many rows per request,
 matched by position.
 
     POST /get_reward
     {"query": ["2 + 2? 4"], "prompts": ["2 + 2? "], "labels": ["4"]}
     →  {"rewards": [1.0], "scores": [1.0], "extra_logs": {}}
 
-`query` is prompt and completion in one. The protocol has no word for a row that failed, so a null
-in `rewards` is an error; where `extra_logs` has a list `error`, as this project's own server writes
-it, text there is the row's failure, and null beside a null reward means that nothing applies to the
-row.
+`query` is prompt and completion in one. The protocol cannot express a failed row, so a null in
+`rewards` is an error. This project's own server adds a list `error` to `extra_logs`: text there is
+the row's failure, and null beside a null reward means that nothing applies to the row.
 
-OpenRLHF decodes with special tokens, so its queries end in the policy's end token, and no answer
-that ends so is equal to the right one. The side that answers takes such tokens off the end and says
-how many in `extra_logs`.
+OpenRLHF decodes with special tokens, so its queries end in the policy's end token, and would never
+equal the right answer. The answering side removes such tokens from the end and reports how many in
+`extra_logs`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _ONE_TOKEN = re.compile(r"<[^<>]+>")
 
 
 def encode(rows: list[Row], config: Any) -> dict[str, Any]:
-    """The request for `rows`; a conversation is written out by the config's templates."""
+    """Return the request for `rows`; a conversation is written out by the config's templates."""
     prompts = []
     for row in rows:
         text = as_text(row.prompt, config.message_template)
@@ -56,7 +55,8 @@ class _Answered(BaseModel):
 
 
 def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:
-    """The parts of `rows`. MalformedError: no list of the right length where one belongs."""
+    """Return the parts of `rows`. Raises MalformedError if a list is missing or has another
+    length."""
     num_rows = len(rows)
     answered = read_as(_Answered, answer)
     columns = {
@@ -80,7 +80,7 @@ def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:
 
 
 class Request(BaseModel):
-    """Rows to score: each query holds its prompt, at the beginning or after a token such as <s>;
+    """Rows to score. Each query holds its prompt, at the beginning or after a token such as <s>;
     the rest is the completion."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -97,12 +97,12 @@ class Request(BaseModel):
         return self
 
     def completions(self) -> list[str]:
-        """What follows the prompt in each query, end tokens included."""
+        """Return the text after the prompt in each query, end tokens included."""
         pairs = zip(self.query, self.prompts, strict=True)
         return [query[query.index(prompt) + len(prompt) :] for query, prompt in pairs]
 
     def as_rows(self, label: str, *, keeps_end_tokens: bool = False) -> list[Row]:
-        """The rows as they are scored; `label` is the column that the labels become."""
+        """Return the rows to score; the labels become the column `label`."""
         return [
             Row(
                 str(place),
@@ -117,9 +117,8 @@ class Request(BaseModel):
 
 
 def without_end_tokens(text: str) -> str:
-    """`text` up to the special tokens that it ends in, and the white space around them; as it is
-    where it ends in none. Each character is looked at a few times at most, however many there
-    are."""
+    """Remove the special tokens at the end of `text`, and the white space around them. Text without
+    them is unchanged. The time is linear in the length."""
     kept = len(text)
     end = len(text.rstrip())
     while match := _END_TOKEN.search(text[max(0, end - _LONGEST_END_TOKEN) : end]):
@@ -131,7 +130,7 @@ def without_end_tokens(text: str) -> str:
 
 
 class Answer(BaseModel):
-    """One item a row in each list. `extra_logs` holds `error` and one list a part."""
+    """One item per row in each list. `extra_logs` holds `error` and one list per part."""
 
     rewards: list[float | None]
     scores: list[float | None]
@@ -139,7 +138,7 @@ class Answer(BaseModel):
 
 
 def answer(request: Request, rows: list[Row], scored: list[Scored]) -> dict[str, Any]:
-    """The answer for `rows` of the request; empty lists for none."""
+    """Return the answer for `rows` of the request; empty lists for none."""
     rewards = [row.reward for row in scored]
     names = scored[0].parts if scored else []
     logs: dict[str, list[Any]] = {name: [row.parts[name] for row in scored] for name in names}

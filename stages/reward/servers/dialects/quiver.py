@@ -1,5 +1,5 @@
-"""Dialect `quiver`, format 1: many rows a request, matched by id; numbers, nulls and errors kept
-apart.
+"""Dialect `quiver`, format 1: many rows per request, matched by id; numbers, nulls and errors are
+kept apart.
 
     POST /v1/score
     {"format": 1, "rows": [
@@ -8,7 +8,7 @@ apart.
     →  {"format": 1, "rows": [
         {"id": "a", "reward": 1.0, "error": null, "parts": {"numeric": 1.0}, "extra": {}}]}
 
-`prompt` is messages or text. `completion_ids` and `finish_reason` may be null; every row of a
+`prompt` is messages or text. `completion_ids` and `finish_reason` may be null. Every row of a
 request has the same `columns`. Rows of the answer come in any order, each id once. `reward` is a
 number; or null with an `error` (the row failed); or null without one (nothing applies to the row,
 which is not 0). `error`, `parts` and `extra` may be left out.
@@ -38,7 +38,7 @@ class _Strict(BaseModel):
 
 
 def encode(rows: list[Row], config: Any) -> dict[str, Any]:
-    """The request for `rows`."""
+    """Return the request for `rows`."""
     names = rows[0].columns if config.columns is None else config.columns
     encoded = [
         {**row._asdict(), "columns": {name: row.columns[name] for name in names}} for row in rows
@@ -47,7 +47,7 @@ def encode(rows: list[Row], config: Any) -> dict[str, Any]:
 
 
 class _AnsweredRow(_Strict):
-    """A row of an answer; what stands in `reward` is its own matter."""
+    """A row of an answer; `as_part` checks `reward`, so that a bad one costs only its row."""
 
     id: str
     reward: Any
@@ -57,13 +57,13 @@ class _AnsweredRow(_Strict):
 
 
 class _Answered(_Strict):
-    format: int = Field(ge=FORMAT, le=FORMAT)  # true and 1.0 are a Literal[1]
+    format: int = Field(ge=FORMAT, le=FORMAT)  # not Literal[1], which accepts true and 1.0
     rows: list[_AnsweredRow]
 
 
 def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:
-    """The parts of `rows`. MalformedError: another format, or ids that are not those asked for,
-    each once."""
+    """Return the parts of `rows`. Raises MalformedError for another format, or if the answer does
+    not have each requested id once."""
     answered = read_as(_Answered, answer).rows
     row_of = {row.id: row for row in answered}
     if len(answered) != len(rows) or row_of.keys() != {row.id for row in rows}:
@@ -98,7 +98,7 @@ class RequestRow(_Strict):
 
 
 class Request(_Strict):
-    """Rows to score: ids differ, columns have the same names."""
+    """Rows to score. All ids differ; all rows have the same columns."""
 
     format: Literal[1]
     rows: list[RequestRow] = Field(min_length=1, max_length=10_000)
@@ -112,12 +112,12 @@ class Request(_Strict):
         return self
 
     def as_rows(self) -> list[Row]:
-        """The rows as they are scored."""
+        """Return the rows to score."""
         return [Row(**row.model_dump()) for row in self.rows]
 
 
 class AnswerRow(_Strict):
-    """What is said of one completion: a number, or an error, or neither (nothing applies to it)."""
+    """The result for one completion: a number, or an error, or neither (nothing applies to it)."""
 
     id: str
     reward: float | None
@@ -134,7 +134,7 @@ class Answer(_Strict):
 
 
 def answer(rows: list[Row], scored: list[Scored]) -> dict[str, Any]:
-    """The answer for `rows`."""
+    """Return the answer for `rows`."""
     answered = [
         {"id": row.id, **reward._asdict()} for row, reward in zip(rows, scored, strict=True)
     ]

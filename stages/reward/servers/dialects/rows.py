@@ -1,4 +1,4 @@
-"""Rows as every dialect takes them, and their text where a dialect has no messages.
+"""Rows in the form that every dialect takes, and their text for dialects without messages.
 
 >>> messages = [{"role": "user", "content": "2 + 2?"}]
 >>> as_text(messages, "{role}: {content}\\n")
@@ -21,8 +21,8 @@ _FIELD = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 
 
 class Row(NamedTuple):
-    """One rollout to score. `prompt` is messages, or text; ids and reason are None where a dialect
-    does not carry them."""
+    """One rollout to score. `prompt` is messages, or text. `completion_ids` and `finish_reason` are
+    None if a dialect does not carry them."""
 
     id: str
     prompt: str | list[dict[str, str]]
@@ -33,8 +33,8 @@ class Row(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """What the serving side says of one row: a reward, or an error, or neither (nothing applies),
-    and the parts it is made of."""
+    """The serving side's result for one row: a reward, or an error, or neither (nothing applies),
+    and its parts."""
 
     reward: float | None
     error: str | None
@@ -53,7 +53,7 @@ _LIST_OF = {
 
 
 def as_rows(batch: Batch, columns: Iterable[str]) -> list[Row]:
-    """The rows of a batch, with those of the user's columns that are named."""
+    """Return the rows of a batch, with the named user columns."""
     names = list(columns)
     return [
         Row(
@@ -65,30 +65,31 @@ def as_rows(batch: Batch, columns: Iterable[str]) -> list[Row]:
 
 
 def as_batch(rows: list[Row]) -> dict[str, list[Any]]:
-    """The reverse of `as_rows`, for rows that have the same columns. A column never hides one of
-    the batch's own lists."""
+    """Reverse `as_rows`, for rows that have the same columns. A column never hides one of the
+    batch's own lists."""
     columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}
     lists = {name: [getattr(row, field) for row in rows] for field, name in _LIST_OF.items()}
     return columns | lists
 
 
 def as_text(prompt: str | list[dict[str, str]], message_template: str) -> str:
-    """A prompt as text: itself, or its messages one after the other, each by the template."""
+    """Return a prompt as text: itself, or its messages one after the other, each by the
+    template."""
     if isinstance(prompt, str):
         return prompt
     return "".join(fill(message_template, message) for message in prompt)
 
 
 def fields(template: str) -> set[str]:
-    """The names that a template asks for."""
+    """Return the names that a template asks for."""
     return {match[2] for match in _FIELD.finditer(template) if match[2]}
 
 
 def fill(template: str, values: Mapping[str, Any]) -> str:
-    """`template` with each {name} replaced in one pass, so that braces in a value stay what they
-    are; {{name}} gives {name}.
+    """Replace each {name} of `template` in one pass, so that braces in a value stay unchanged;
+    {{name}} gives {name}.
 
-    Text is put in as it is, any other value as JSON. Other braces mean themselves.
+    Text is inserted unchanged, any other value as JSON. Other braces stay.
     """
 
     def replace(match: re.Match[str]) -> str:
@@ -102,13 +103,13 @@ def fill(template: str, values: Mapping[str, Any]) -> str:
 
 
 def to_json(cell: Any) -> str:
-    """JSON of what a column may hold: dates as ISO text. ValueError, TypeError for NaN, bytes and
-    what else JSON has not."""
+    """Return JSON of a column's cell, with dates as ISO text. Raises ValueError or TypeError for
+    NaN, bytes and other values without JSON."""
     return json.dumps(cell, ensure_ascii=False, allow_nan=False, default=_plain)
 
 
 def without_json(cells: Mapping[str, Any]) -> dict[str, str]:
-    """Why cells cannot be sent, by the names of those that have no JSON.
+    """Return the reason for each cell that has no JSON, by name.
 
     >>> without_json({"answer": 7, "picture": b"7", "rate": float("nan")})
     {'picture': 'bytes has no JSON', 'rate': 'NaN and infinite numbers have no JSON'}

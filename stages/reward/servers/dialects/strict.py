@@ -1,5 +1,5 @@
-"""What a stranger sent, read strictly: JSON as RFC 8259 has it, shallow, no key twice; numbers that
-are numbers.
+"""Read untrusted JSON strictly: as in RFC 8259, shallow, no duplicate keys, numbers that are
+numbers.
 
 The same reader serves both sides: answers of servers that score for us, and requests to the server
 that scores for others.
@@ -27,12 +27,12 @@ _T = TypeVar("_T", bound=BaseModel)
 
 
 class MalformedError(ValueError):
-    """What came is not of its dialect; the message says what was expected and found."""
+    """A message breaks its dialect; the text says what was expected and found."""
 
 
 def read_json(raw: bytes) -> Any:
-    """What stands in `raw`. MalformedError: no UTF-8, half a character, or what `plain.read_json`
-    refuses."""
+    """Parse `raw`. Raises MalformedError for invalid UTF-8, half a character, or anything that
+    `plain.read_json` refuses."""
     try:
         text = raw.decode()
         document = plain.read_json(text)
@@ -47,7 +47,8 @@ def read_json(raw: bytes) -> Any:
 
 
 def read_as(cls: type[_T], document: Any) -> _T:
-    """`document` as a `cls`, nothing converted. MalformedError names the place that is wrong."""
+    """Return `document` as a `cls`, without conversions. MalformedError names the place that is
+    wrong."""
     try:
         return cls.model_validate(document, strict=True)
     except ValidationError as error:
@@ -57,11 +58,12 @@ def read_as(cls: type[_T], document: Any) -> _T:
 
 
 def as_part(number: Any, config: Any, extra: Any = None, error: Any = "") -> Part:
-    """What one row got, of a server with this `config`, with `extra` beside it.
+    """Return the part of one row from a server with this `config`, with `extra` beside it.
 
-    Text in `error`: its failure. Null there and in `number`: nothing applies. Else the number, or
-    an error unless it is one, finite as float32 and within `config.range`, which `config.rescale`
-    maps linearly to 0 … 1. Text that looks like a number is text, and true is not 1.
+    Text in `error` is the row's failure. If `error` and `number` are null, nothing applies.
+    Otherwise the number counts. It must be finite as float32 and within `config.range`, which
+    `config.rescale` maps linearly to 0 … 1; else the part has an error. Text that looks like a
+    number is text, and true is not 1.
 
     >>> from types import SimpleNamespace
     >>> config = SimpleNamespace(range=(0, 10), rescale=True)

@@ -9,10 +9,10 @@
     {"text_1": ["2 + 2?"], "text_2": ["4"], "use_activation": false}
     →  {"data": [{"index": 0, "score": 0.83}]}
 
-A conversation goes as `messages`, one a request, and the reward model's own template renders it;
-text prompts go as `input`, many a request. `use_activation` is always sent, because the
-server's default squashes a scalar reward by a sigmoid. With several classes `score_key` is the
-number of the one that counts. `model` may be left out where the server has one.
+A conversation is sent as `messages`, one per request, and the reward model's own template renders
+it. Text prompts are sent as `input`, many per request. `use_activation` is always sent, because
+the server's default applies a sigmoid to a scalar reward. With several classes `score_key` is the
+number of the one to use. `model` may be left out if the server has one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Scores(BaseModel):
 
 
 def encode_classify(rows: list[Row], config: Any) -> dict[str, Any]:
-    """The request for one conversation, or for rows whose prompts are text."""
+    """Return the request for one conversation, or for rows whose prompts are text."""
     if isinstance(rows[0].prompt, str):
         texts = [f"{row.prompt}{row.completion}" for row in rows]
         return _request({"input": texts}, config)
@@ -60,12 +60,13 @@ def encode_classify(rows: list[Row], config: Any) -> dict[str, Any]:
 
 
 def is_alone(row: Row) -> bool:
-    """Whether a row needs a request of its own: a conversation does."""
+    """True if a row needs a request of its own: a conversation does."""
     return not isinstance(row.prompt, str)
 
 
 def decode_classify(answer: Any, rows: list[Row], config: Any) -> list[Part]:
-    """The parts of `rows`. MalformedError: not one item a row, or no number for the class."""
+    """Return the parts of `rows`. Raises MalformedError unless each row has one item with a number
+    for the class."""
     parts = []
     for row in _by_index(read_as(_Classes, answer).data, len(rows)):
         num_classes = len(row.probs)
@@ -84,13 +85,13 @@ def decode_classify(answer: Any, rows: list[Row], config: Any) -> list[Part]:
 
 
 def encode_score(rows: list[Row], config: Any) -> dict[str, Any]:
-    """The request for `rows`: prompt against completion."""
+    """Return the request for `rows`: prompt against completion."""
     prompts = [as_text(row.prompt, config.message_template) for row in rows]
     return _request({"text_1": prompts, "text_2": [row.completion for row in rows]}, config)
 
 
 def decode_score(answer: Any, rows: list[Row], config: Any) -> list[Part]:
-    """The parts of `rows`. MalformedError: not one item a row."""
+    """Return the parts of `rows`. Raises MalformedError unless each row has one item."""
     ordered = _by_index(read_as(_Scores, answer).data, len(rows))
     return [as_part(row.score, config) for row in ordered]
 
