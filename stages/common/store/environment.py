@@ -1,6 +1,6 @@
-"""What a version was made with, for its manifest: packages, Python, machine and git commit.
+"""The environment a version was made in, for its manifest: packages, Python, machine, git commit.
 
-Not of the spine: nothing that is made depends on it.
+Not part of the spine: no output depends on it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _PACKAGES = (
 
 @cache
 def environment() -> dict[str, Any]:
-    """Package versions, Python, machine, and the git commit of the code where it stands in a
-    checkout."""
+    """Return package versions, Python version, machine, and the git commit if the code is in a
+    checkout.
+    """
     packages = {}
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
