@@ -57,7 +57,7 @@ class Rule:
         return store.runs() if self.runs is None else self.runs
 
     def why(self, folder: str) -> str:
-        """Return the reason to write in the tombstone of a version (empty `folder`) or of its folder."""
+        """Return the reason for the tombstone of a version, or of its `folder`."""
         return f"gc, moments = {self.moments}" if folder else f"gc, keep = {self.keep}"
 
 

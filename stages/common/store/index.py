@@ -41,8 +41,8 @@ _TORN = b'["torn"'
 _VERSION_NAME = re.compile(r"^v([0-9]{6,12})$", re.MULTILINE)
 _SECOND = 1_000_000_000
 _TICK, _COARSE_TICK = _SECOND // 10, 2 * _SECOND
-"""Nanoseconds. Two changes of a folder closer than its clock's tick may bear the same time; some file
-systems count whole seconds.
+"""Nanoseconds. Two changes of a folder closer than its clock's tick may bear the same time; some
+file systems count whole seconds.
 """
 
 
@@ -86,7 +86,8 @@ class Index:
         self._run = run
         self._kind = kind
         self._folder = f"{run}/{kind}"
-        # a folder of its own, since writing into it must not change the kind folder's modification time
+        # a folder of its own, since writing into it must not change the modification time of the
+        # kind's folder
         self._key = f"{self._folder}/.index/versions"
         self._ledger = Ledger(storage, run, kind)
 
@@ -97,7 +98,7 @@ class Index:
         return sorted(int(digits) for digits in found if len(digits) == 6 or digits[0] != "0")
 
     def entries(self) -> list[IndexEntry]:
-        """Return every visible version, rising. A manifest changed since it was noted is read again."""
+        """Return every visible version, rising. Changed manifests are read again."""
         return [
             entry if entry.stamp == self._stamp(entry.number) else self._read(entry.number)
             for entry in self._entries()
@@ -182,8 +183,8 @@ class Index:
     def _state(self, count: int | None = None) -> dict[str, Any]:
         """Return the folder's state now: its stamp and the number of versions.
 
-        Without `count`, the versions are counted after the stamp is read. So if a version is published
-        in between, the stamp is too old and the index is not trusted.
+        Without `count`, the versions are counted after the stamp is read. So if a version is
+        published in between, the stamp is too old and the index is not trusted.
         """
         stamp = self._storage.stamp(self._folder) or (0,)
         if count is None:

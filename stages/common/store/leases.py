@@ -64,7 +64,7 @@ class Owner:
 
     @property
     def is_visible(self) -> bool:
-        """True if the owner is on this host and in this pid namespace, so that it can be observed."""
+        """True if the owner is on this host and in this pid namespace, so it can be observed."""
         return (self.boot_id, self.pid_namespace) == (_boot_id(), _pid_namespace())
 
     @property
@@ -204,7 +204,8 @@ class Leases:
                 return None
         except BaseException:
             with suppress(OSError):
-                lease.release()  # the object may exist all the same, and only this process could release it
+                # the object may exist all the same, and only this process can release it
+                lease.release()
             raise
         _keep_renewed(lease)
         return lease
@@ -309,7 +310,7 @@ def _start_time(pid: int) -> int | None:
 
 
 def _status(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the process's name; [""] if there is no such process."""
+    """Return the fields of /proc/PID/stat after the process's name; [""] if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

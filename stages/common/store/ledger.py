@@ -54,8 +54,8 @@ class Tombstone:
     commit_id: str = ""
     """Commit id of the deleted version; empty if it could not be read."""
     expired: bool = False
-    """True: deleted by age, and its manifest still proves that the work is done. False: a user deleted it,
-    and a stage that needs it makes it again.
+    """True: deleted by age, and its manifest still proves that the work is done. False: a user
+    deleted it, and a stage that needs it makes it again.
     """
     files: Mapping[str, str] = field(default_factory=dict)
     """Texts of small files that plans read beside the manifest, by name."""
@@ -215,7 +215,7 @@ class Ledger:
         self._storage.delete(self._tombstone_key(number, folder))
 
     def tombstones(self) -> list[tuple[int, str]]:
-        """Return number and folder of every tombstone, rising; the folder is empty for a version."""
+        """Return number and folder of every tombstone, rising; no folder for a whole version."""
         matches = filter(None, map(_TOMBSTONE_NAME.fullmatch, self._storage.list(self._prefix)))
         return [(int(match[1]), match[2] or "") for match in matches]
 
