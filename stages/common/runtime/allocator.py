@@ -3,7 +3,7 @@
 An optimize process uses slightly less memory with it, and is as fast or slightly faster in most
 shapes (tests/benchmarks/RESULTS.md).
 
-Not part of the spine: the output of a stage does not depend on it.
+Not of the spine: the output of a stage does not depend on it.
 """
 
 from __future__ import annotations

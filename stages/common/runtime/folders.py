@@ -7,7 +7,7 @@ Each folder holds a file that its process keeps locked. A killed process cannot 
 kernel releases its lock, and the next process to start, on any host that sees the folder, removes
 it.
 
-Not part of the spine: these folders hold no results.
+Not of the spine: these folders hold no results.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ an earlier call, with an engine asleep. A process decides nothing before its cal
 waiting one, or starting it in vain, does no harm. If a call fails in a kept process, it is repeated
 once in a fresh one.
 
-Not part of the spine: the output of a stage does not depend on the process that it runs in.
+Not of the spine: the output of a stage does not depend on the process that it runs in.
 """
 
 from __future__ import annotations

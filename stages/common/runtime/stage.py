@@ -86,7 +86,7 @@ class Plan:
     already_made: Version | None = None
     """A version that answers the call without any work, whatever its run key."""
     patience_seconds: float | None = None
-    """How long an idle process waits for another's shard, in seconds, if the work is shared."""
+    """Seconds that an idle process waits for another's shard, if the work is shared."""
 
     @cached_property
     def run_key(self) -> str:

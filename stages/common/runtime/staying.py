@@ -7,7 +7,7 @@
 A process that keeps nothing ends after its answer. A kept engine is put to sleep before the answer
 is given, so on a device it holds no more than its context and its graphs.
 
-Not part of the spine: the output of a stage does not depend on the process that it runs in.
+Not of the spine: the output of a stage does not depend on the process that it runs in.
 """
 
 from __future__ import annotations

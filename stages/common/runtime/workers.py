@@ -122,8 +122,8 @@ class Worker(Process):
         """Send a request and return its answer.
 
         Args:
-            request: its `key` comes back with the answer. None: read the next piece of the answer to
-                the request before.
+            request: its `key` comes back with the answer. None: read the next piece of the
+                answer to the request before.
             seconds: longest time to wait.
             kind: model of the answer.
 

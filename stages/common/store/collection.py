@@ -88,7 +88,7 @@ class Leftover:
 
 @dataclass
 class Collected:
-    """What a collection deleted, or would delete; and the bytes left in trash and quarantine."""
+    """Result of a collection: the deletions, done or planned, and bytes in trash and quarantine."""
 
     versions: list[Candidate] = field(default_factory=list)
     optimizer: list[Candidate] = field(default_factory=list)

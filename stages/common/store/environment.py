@@ -1,6 +1,6 @@
 """The environment a version was made in, for its manifest: packages, Python, machine, git commit.
 
-Not part of the spine: no output depends on it.
+Not of the spine: no output depends on it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Each process that inherits the variable counts for itself. A place is recognised
 operation and the object's key, so the protocol above the storage needs no code for failures. A few
 places without an object are named in the code itself.
 
-Not part of the spine: without the variable, nothing here has an effect.
+Not of the spine: without the variable, nothing here has an effect.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ as the files exist, a tombstone changes nothing.
 Choosing a number reads only names, so it costs a few listings however many versions there are. If a
 process dies between publishing a version and noting it here, the next process notes it.
 
-Not part of the spine: its readers need to know only that a number is never reused.
+Not of the spine: its readers need to know only that a number is never reused.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ They record which shards are finished, how rows are cut into shards, which versi
 how far it is, and each process's report. A note with a wrong checksum is ignored, and the work that
 it stood for is done again.
 
-Not part of the spine: the writer needs to know only that a note is either whole or absent.
+Not of the spine: the writer needs to know only that a note is either whole or absent.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Note(BaseModel):
 
 
 class _PlanNote(_Note):
-    """How the rows are cut into shards."""
+    """The number of rows per shard."""
 
     rows_per_shard: int = Field(gt=0, lt=2**63)
 

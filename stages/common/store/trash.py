@@ -17,7 +17,7 @@ over, its folder was renamed, so it cannot take anything any more.
         trash.take(ref)
     rescue(storage, ref)        # keep a version in use that is about to be deleted, or just was
 
-Not part of the spine: no run reads from the trash.
+Not of the spine: no run reads from the trash.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .ledger import Ledger, Tombstone
 from .storage import Storage, storage_errors
 
 WAIT_SECONDS = 10.0
-"""How long a process waits for another one that takes versions away or back."""
+"""Seconds that a process waits for another one that takes versions away or back."""
 FOLDER = ".trash"
 LEASES = ".leases"
 _LEASE = "gc"
