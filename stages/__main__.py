@@ -65,7 +65,7 @@ def main() -> int:
         staying.serve_all()
     code = 0
     try:
-        # an empty line means that stdin was closed: the process is not needed any more
+        # ends at EOF: the process is not needed any more
         while sys.stdin.readline():
             call = json.loads(arguments.call.read_text())
             if ranks.needed(call["stage"], call["config"]) > 1:

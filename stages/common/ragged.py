@@ -41,7 +41,7 @@ class Ragged:
                 f"offsets must be int64 [B+1], got {self.offsets.dtype} {list(self.offsets.shape)}"
             )
         if self.offsets.device.type != "cpu":
-            # the check would make the host wait for the device; they were checked on the CPU
+            # the check would make the host wait for the device, and offsets come from a CPU
             return
         if self.offsets[0] != 0 or self.offsets[-1] != len(self.values):
             raise ValueError(

@@ -67,7 +67,7 @@ class Turns:
 
     @cached_property
     def begins_sequence(self) -> Tensor:
-        """[T bool] true if the turn is its rollout's first, or has a history of its own."""
+        """[T] bool: true if the turn is its rollout's first, or has a history of its own."""
         begins = self.histories.lengths > 0
         begins[self.lengths.offsets[:-1]] = True
         return begins

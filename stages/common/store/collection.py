@@ -264,8 +264,8 @@ def _expire(store: Store, rule: Rule, candidate: Candidate) -> None:
 def leftovers_of(store: Store, rule: Rule) -> Iterator[Leftover]:
     """Yield abandoned staging folders, and folders that were half deleted.
 
-    Staging counts as abandoned if no process holds its lease and its version is committed, or if it
-    is older than the grace period.
+    Staging is abandoned if no process holds one of its leases, and if its versions are committed or
+    it is older than the grace period.
     """
     storage = store.storage
     for run in rule.runs_of(store):

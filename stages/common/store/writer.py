@@ -350,7 +350,8 @@ class Writer:
         """Flush and hash everything staged; nothing may be written afterwards.
 
         Raises:
-            CorruptError: the rows are not those that were asked for. The staged data is discarded.
+            CorruptError: shards are missing, or rows are not the ones that were asked for. The
+                staged data is discarded.
         """
         if self._finished is None:
             raise RuntimeError(f"{self._name}: the stage has not finished its writer")
