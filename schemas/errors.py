@@ -56,9 +56,7 @@ UNCHANGED = "nothing was changed."
 
 
 def printable(text: object, limit: int = 200) -> str:
-    """Make foreign text safe for a terminal: escape control characters, cut at `limit`
-    characters.
-    """
+    """Make foreign text safe for a terminal: escape control characters, cut at `limit`."""
     escaped = "".join(map(_escaped, str(text)[: limit + 1]))
     return escaped if len(escaped) <= limit else escaped[: limit - 1] + "…"
 

@@ -35,16 +35,14 @@ def token_ids(name: str) -> pa.Field:
 
 
 def per_token(name: str) -> pa.Field:
-    """Return a ragged column with one float32 per token: list<float32>, neither lists nor items
+    """Return a ragged float32 column: list<float32>, one per token, neither lists nor items
     null.
     """
     return required(name, pa.list_(required("item", pa.float32())))
 
 
 def open_struct(name: str) -> pa.Field:
-    """Return a struct column whose fields the user decides; `compare` checks only that it is a
-    struct.
-    """
+    """Return a struct column with fields of the user's choice; `compare` ignores these."""
     return required(name, pa.struct([]))
 
 

@@ -31,9 +31,7 @@ _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 def canonical(data: Any) -> bytes:
-    """Return canonical JSON as UTF-8 bytes. Raises ValueError for NaN, infinity, lone
-    surrogates.
-    """
+    """Return canonical JSON in UTF-8. Raises ValueError for NaN, infinity, lone surrogates."""
     return json.dumps(
         data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     ).encode()

@@ -98,9 +98,7 @@ _BY_KIND: dict[str, type[_Metrics]] = {
 
 
 def score_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the score of an evaluation's metrics, and how many answers it counts and leaves
-    out.
-    """
+    """Return the score of an evaluation, and its counts of answers scored and left out."""
     names = ("score", "stderr", "n", "null", "limited", "limited_score")
     return {name: metrics[name] for name in names if name in metrics}
 

@@ -26,8 +26,10 @@ Message = dict[str, Any]
 MORE = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 """Members that a message may have beside role and content."""
 CHARACTERS_OF_TOKEN = 128
-"""Most characters per token: longer tokens consist of white space only. Text with more
-characters per token is cut or refused unencoded, since encoding it could take minutes.
+"""Most characters per token: longer tokens are runs of white space alone.
+
+Text with more characters than its token limit allows by this is cut or refused unencoded, because
+encoding it could take minutes.
 """
 LARGEST = 3.4028234663852886e38
 """The largest number of a float32."""
@@ -66,9 +68,7 @@ log = logging.getLogger(__name__)
 
 
 def read_message(given: Any, place: str) -> Message:
-    """Read a message of a chat. Null members count as absent, and so do empty ones except
-    content.
-    """
+    """Read a message of a chat. Null and empty members are ignored, except an empty content."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{place} has {shape_of(given)}, expected role and content")
     content = given.get("content")
@@ -282,9 +282,7 @@ def read_name(given: Any, place: str) -> str:
 
 
 def read_number(given: Any) -> float:
-    """Read a number that a float32 holds. Text that looks like a number is refused, and so is
-    true.
-    """
+    """Read a number that a float32 holds. Text and booleans are refused."""
     if isinstance(given, bool) or not isinstance(given, int | float):
         raise ValueError(f"{shape_of(given)}, expected a number")
     if not abs(given) <= LARGEST:

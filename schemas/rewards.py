@@ -61,9 +61,7 @@ def schema_for(
 
 
 def names_of(table: pa.Table, column: str = "parts") -> list[str]:
-    """Return the functions' names in a struct column, in order; empty if there is no such
-    column.
-    """
+    """Return the functions' names in a struct column, in order; empty without the column."""
     return table.schema.field(column).type.names if column in table.column_names else []
 
 

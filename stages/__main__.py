@@ -95,6 +95,7 @@ def serve(call: dict, answer_path: Path) -> int:
         answer["stays"] = True
     temporary = answer_path.with_suffix(".tmp")
     temporary.write_text(json.dumps({**answer, "quiver": quiver_version()}))
+    # a rename, so that the caller never reads half an answer
     temporary.replace(answer_path)
     return code
 

@@ -31,9 +31,7 @@ _LATE_KEY = re.compile(r"generate\.turns\.(step_seconds|episode_seconds)")
 
 
 def first_failure(rollouts: pa.Table) -> str | None:
-    """Return why the first failed episode of rollouts/2 failed; None if none failed or none
-    says.
-    """
+    """Return why the first failed episode of rollouts/2 failed, or None if unknown."""
     failed = pc.is_in(rollouts["end_reason"], value_set=pa.array(FAILURES))
     for turns in rollouts["turns"].filter(failed).slice(0, 1).to_pylist():
         return (read_json(turns[-1]["info"] or "null") or {}).get(FAILURE_INFO)

@@ -70,6 +70,7 @@ class Ragged:
         """Return a list array without nulls. Values on the CPU are shared, not copied."""
         values = pa.array(self.values.detach().cpu().numpy())
         field = pa.field("item", values.type, nullable=False)
+        # Arrow's list type has int32 offsets
         offsets = pa.array(self.offsets.cpu().numpy(), pa.int32())
         return pa.ListArray.from_arrays(offsets, values, type=pa.list_(field))
 
@@ -162,9 +163,7 @@ class Mapped(Ragged):
 
     @classmethod
     def from_arrow(cls, column: pa.ChunkedArray | pa.Array) -> Mapped:
-        """Read a list column of numbers with any number of chunks. Raises ValueError for any
-        null.
-        """
+        """Read a list column of numbers in any number of chunks. Raises ValueError for nulls."""
         chunks = _chunks(column)
         counts = [len(chunk) for chunk in chunks]
         return cls(

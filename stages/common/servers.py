@@ -50,8 +50,9 @@ def refuse_token(token: Any, name: str = "token") -> None:
 
 
 def refuse_url(url: Any, needs_tls: bool, otherwise: str = "") -> None:
-    """Raise ValueError unless `url` can be used. The error shows at most the host, because the rest
-    may hold a secret.
+    """Raise ValueError unless `url` can be used.
+
+    The error shows at most the host, because the rest may hold a secret.
 
     Args:
         needs_tls: if true, plain http is refused, except to this machine.

@@ -99,9 +99,7 @@ class Turns:
         )
 
     def with_next_state(self, cut: Tensor) -> Turns:
-        """Return the turns with one more sampled id at the end of each rollout of `cut` [B]
-        bool.
-        """
+        """Return the turns with one more sampled id at the end of rollouts in `cut` [B] bool."""
         lengths = self.lengths.values.clone()
         lengths[self.lengths.offsets[1:][cut] - 1] += 1
         return replace(self, lengths=self.lengths.with_values(lengths))

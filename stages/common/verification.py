@@ -29,8 +29,10 @@ from quiver.stages.common.store.storage import storage_errors
 
 
 def verify(store: Store, ref: str | Ref | None = None) -> tuple[int, list[QuiverError]]:
-    """Check one version, or the whole store. Returns the number of versions checked, and all
-    errors.
+    """Check one version, or the whole store.
+
+    Returns:
+        The number of versions checked, and all errors.
     """
     errors: list[QuiverError] = []
     checked = [store.resolve(ref)] if ref else list(_every_version(store, errors))

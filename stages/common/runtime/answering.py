@@ -43,6 +43,7 @@ def no_copies() -> Iterator[None]:
 def main() -> None:
     """Answer requests until the connection is closed."""
     connection = Connection(int(sys.argv[1]))
+    # programs that a user's code starts must not keep the connection open
     os.set_inheritable(connection.fileno(), False)
     # output that was printed before a kill must reach the stage
     sys.stdout.reconfigure(line_buffering=True)

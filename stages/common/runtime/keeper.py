@@ -107,6 +107,7 @@ def main() -> None:
         os.close(int(lifeline))
         os.setsid()
         die_with_parent()
+        # the keeper may have died before the death signal was set
         if os.getppid() != keeper:
             os._exit(1)
         for limit in filter(None, limits.split(",")):
@@ -139,6 +140,7 @@ def _keep(child: int, lifeline: int, grace: float) -> int:
     os.set_blocking(wake, False)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
+    # poll() restarts after a signal, so a byte in this pipe must end it
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     # select() refuses descriptors above 1023, and the requesting process may have passed such
     poll = select.poll()

@@ -248,6 +248,7 @@ def ask(
             if child.stays():
                 del answer["stays"]
                 child.has_stayed = True
+                # a waiting process outlives this block; a second one with the same key ends here
                 if _waiting.setdefault(key, child) is child:
                     stack.pop_all()
         if answer is not None and not ("error" in answer and child.has_stayed):

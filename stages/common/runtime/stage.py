@@ -167,9 +167,7 @@ class _RequiredRefs(dict):
 
 
 def is_made_alike(first: Manifest, second: Manifest) -> bool:
-    """Return True if one stage made both with the same config, ignoring runtime knobs and
-    inputs.
-    """
+    """Return True if one stage made both with one config, ignoring runtime knobs and inputs."""
     if (first.stage, first.stage_version) != (second.stage, second.stage_version):
         return False
     if first.config == second.config:

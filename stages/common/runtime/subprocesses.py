@@ -139,6 +139,7 @@ class Process(subprocess.Popen):
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"still running after {timeout:g} s")
             is_over = until()
+            # 200 ms, so that `stopped` and `until` are polled
             if poll.poll(0 if is_over else 200):
                 chunk = os.read(self.stdout.fileno(), 65536)
             elif is_over or self.poll() is not None:

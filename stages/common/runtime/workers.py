@@ -135,6 +135,7 @@ class Worker(Process):
         After an error the process must not be used again.
         """
         deadline = time.monotonic() + seconds
+        # a blocked read has no timeout of its own: killing the process ends it
         watchdog = threading.Timer(seconds, self.kill)
         watchdog.daemon = True
         watchdog.start()

@@ -28,9 +28,7 @@ _PACKAGES = (
 
 @cache
 def environment() -> dict[str, Any]:
-    """Return package versions, Python version, machine, and the git commit if the code is in a
-    checkout.
-    """
+    """Return versions of packages and Python, the machine, and the git commit of a checkout."""
     packages = {}
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):

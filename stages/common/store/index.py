@@ -145,6 +145,7 @@ class Index:
         last_line = lines[lines.rfind(b"\n", 0, -1) + 1 :]
         with suppress(ValueError):
             is_highest = not last_line or _parse(last_line).number < manifest.version
+            # otherwise other versions were published or deleted meanwhile
             if is_highest and noted.get("count") == state["count"] - 1:
                 entry = IndexEntry.of(manifest, self._stamp(manifest.version))
                 self._write(lines + _line(astuple(entry)), state)
@@ -176,6 +177,7 @@ class Index:
                 self._ledger.note_missing(numbers)
                 self._storage.make_prefix(f"{self._folder}/.index", durable=False)
                 state = self._state()
+                # otherwise a version was published or deleted meanwhile
                 if state["count"] == len(numbers):
                     self._write(lines, state)
         return lines
@@ -210,6 +212,7 @@ class Index:
         state = self._state(noted.get("count", -1))
         modified = state["folder"][0]
         tick = _TICK if modified % _SECOND else _COARSE_TICK
+        # within one tick, a later change could bear the same time
         if time.time_ns() - modified <= tick:
             state["count"] = len(self.numbers())
         return noted == state

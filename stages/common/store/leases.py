@@ -110,9 +110,7 @@ class Lease:
         return self._link.number
 
     def is_held(self) -> bool:
-        """Return True if the lease was neither released nor taken over: it still has the highest
-        number.
-        """
+        """Return True if the lease is still in force: neither released nor taken over."""
         top = self._leases.top(self.name)
         return top is not None and top.token == self._link.token and not top.released
 

@@ -95,8 +95,9 @@ class Storage:
         return path
 
     def read_table(self, key: str) -> pa.Table:
-        """Read an Arrow file, mapped into memory. Raises pyarrow.ArrowException if it cannot be
-        parsed.
+        """Read an Arrow file, mapped into memory.
+
+        Raises pyarrow.ArrowException if it cannot be parsed.
         """
         file = pa.memory_map(str(self._file(key)))
         try:
@@ -141,9 +142,7 @@ class Storage:
         return []
 
     def list_numbers(self, prefix: str) -> list[int]:
-        """Return the numbers of objects directly below `prefix` with names like `000001`,
-        rising.
-        """
+        """Return the numbers of objects directly below `prefix` named like `000001`, rising."""
         return [int(name) for name in self.list(prefix) if _NUMBER.fullmatch(name)]
 
     def list_files(self, prefix: str) -> list[str]:
@@ -154,9 +153,7 @@ class Storage:
         )
 
     def stats(self, prefix: str) -> Iterator[os.stat_result]:
-        """Yield the status of `prefix` and everything below it, skipping files that vanish
-        meanwhile.
-        """
+        """Yield the status of `prefix` and everything below it. Files that vanish are skipped."""
         paths = [str(self.path(prefix))]
         for folder, folder_names, names in os.walk(paths[0]):
             paths += [os.path.join(folder, name) for name in (*folder_names, *names)]
@@ -250,9 +247,7 @@ class Storage:
         failpoint("linked", self.path(target))
 
     def settle(self, key: str) -> None:
-        """Flush a file that a library wrote, and make it readable for all: some libraries do
-        not.
-        """
+        """Flush a file that a library wrote, and make it readable for other users too."""
         self.path(key).chmod(0o644)
         sync(self.path(key))
 
@@ -261,9 +256,7 @@ class Storage:
         sync(self.path(prefix))
 
     def sync_folders(self, prefix: str) -> None:
-        """Flush the folders below `prefix`, so that objects linked into them survive a power
-        loss.
-        """
+        """Flush the folders below `prefix`, so that links in them survive a power loss."""
         for path in self.path(prefix).rglob("*"):
             if path.is_dir():
                 sync(path)
@@ -285,6 +278,7 @@ class Storage:
         if not path.name.endswith(".gone"):
             trash = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.gone")
         with contextlib.suppress(FileNotFoundError):
+            # one rename hides the whole tree at once; deleting file by file would not
             path.rename(trash)
         failpoint("hidden", path)
         if trash.is_dir():
@@ -294,8 +288,9 @@ class Storage:
         failpoint("deleted", path)
 
     def publish(self, prefix: str, target: str) -> bool:
-        """Make everything below `prefix` visible as `target` at once; return False if `target` is
-        taken.
+        """Make everything below `prefix` visible as `target` at once.
+
+        Returns False if `target` is taken.
         """
         return publish(self.path(prefix), self.path(target))
 
@@ -309,8 +304,9 @@ def _not_a(key: str, kind: str, path: Path) -> CorruptError:
 
 @contextlib.contextmanager
 def storage_errors(name: object) -> Iterator[None]:
-    """Turn an operating system error (disk full, read-only, I/O) into a ResourceError about
-    `name`.
+    """Turn an operating system error into a ResourceError about `name`.
+
+    Covers a full disk, missing permissions, I/O errors and the like (`SYSTEM_REASONS`).
     """
     try:
         yield
@@ -380,6 +376,7 @@ def replacing(
                 failpoint("flushing", path)
                 os.fsync(raw.fileno())
         if if_absent:
+            # unlike a rename, a link fails if the name exists
             os.link(temporary, path)
             # the object is in place even if its temporary name stays
             with contextlib.suppress(OSError):
@@ -441,6 +438,7 @@ def publish(folder: Path, target: Path) -> bool:
 
     Raises OutcomeUnknownError if the rename was done but could not be flushed.
     """
+    # a version that is visible after a power loss must be complete
     sync(folder)
     failpoint("renaming", target)
     try:

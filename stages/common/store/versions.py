@@ -111,9 +111,7 @@ class Version:
         self.ref = ref
         self.files = VersionFiles(self, storage)
         self.tombstone = tombstone
-        """Set if its files expired: the manifest is the ledger's copy, and reading data is an
-        error.
-        """
+        """Set if its files expired: the manifest is the ledger's copy, and data cannot be read."""
         self._storage = storage
         self._ledger = Ledger(storage, ref.run, ref.kind)
         self._checked: set[str] = set()
@@ -177,9 +175,7 @@ class Version:
             raise expired_error(self._storage, self.ref, tombstone, folder)
 
     def tombstone_of(self, name: str) -> Tombstone | None:
-        """Return the tombstone of file `name`; None if it exists, or should. Raises
-        CorruptError.
-        """
+        """Return the tombstone of file `name`; None if it should exist. Raises CorruptError."""
         is_optimizers = name.startswith(f"{OPTIMIZER_FOLDER}/")
         if self.tombstone or not is_optimizers or self.files.size(name) is not None:
             return self.tombstone
@@ -207,9 +203,7 @@ class Version:
         )
 
     def table(self, columns: list[str] | None = None) -> pa.Table:
-        """Return all rows in order, mapped into memory without a copy. [rows] with the kind's
-        schema.
-        """
+        """Return all rows [rows] in order with the kind's schema, mapped into memory, not copied."""
         return self.head(columns, sum(entry.bytes for entry in self.manifest.files))
 
     def head(self, columns: list[str] | None, most_bytes: int) -> pa.Table:

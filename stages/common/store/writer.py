@@ -131,9 +131,7 @@ class Writer:
 
     @property
     def folder(self) -> Path:
-        """Folder on this host for a policy's files. Its contents when the work is finished are
-        published.
-        """
+        """Folder on this host for a policy's files; its final contents are published."""
         return self._storage.path(self._files_prefix)
 
     def prepare(self, *, fresh: bool) -> None:
@@ -425,9 +423,11 @@ class Writer:
                 manifest = Manifest(run=self.run, kind=self.kind, version=number, **fields)
                 self._storage.write(f"{candidate}/manifest.json", manifest.to_json())
                 ref = Ref(self.run, self.kind, number)
+                # the last look before the rename: another process may have taken over
                 if not lease.is_held():
                     raise taken_over(self._name)
                 if self._storage.publish(candidate, ref.folder):
+                    # if this process dies here, the next one notes the version in ledger and index
                     ledger.note(manifest)
                     index.add(manifest)
                     keep_reserve(self._storage)
@@ -435,21 +435,18 @@ class Writer:
                     self.committed = Version(ref, self._storage)
 
     def _link_shards(self, lease: Lease) -> None:
-        """Link the shards into the candidate. Raises BusyError if one changed since it was
-        sealed.
-        """
+        """Link the shards into the candidate. Raises BusyError if one changed after sealing."""
         self._storage.make_prefix(self._candidate, durable=False)
         for entry in self._entries:
             key = f"{self._candidate}/{entry.name}"
             self._storage.copy_into(f"{self._prefix}/{entry.name}", key)
+            # another process may have written to a shard after it was sealed
             is_after_others = lease.number > 1 or not self.shards.is_sole
             if is_after_others and self._storage.sha256(key) != entry.sha256:
                 raise taken_over(self._name)
 
     def _number(self, ledger: Ledger, first: int, content_hash: str, visible: list[int]) -> int:
-        """Return the version's number: the next one, or the old one if a deleted version is made
-        again.
-        """
+        """Return the next number, or the old one if a deleted version is made again."""
         number = None
         if not self._force:
             is_imported = self._plan.only_number is not None
@@ -624,9 +621,7 @@ class Staging:
                     storage.delete_tree(f"{staging}/{name}")
 
     def _is_at_work(self, run_key: str) -> bool:
-        """Return True if a process holds a lease of this other work, which may be a forced
-        repeat.
-        """
+        """Return True if a process holds a lease of this other work, maybe a forced repeat."""
         leases = self._leases_of(run_key)
         return any(leases.holder(name) for name in leases.names())
 
