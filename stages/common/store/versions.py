@@ -203,7 +203,7 @@ class Version:
         )
 
     def table(self, columns: list[str] | None = None) -> pa.Table:
-        """Return all rows [rows] in order with the kind's schema, mapped into memory, not copied."""
+        """Return all rows [rows] in order, with the kind's schema, mapped into memory uncopied."""
         return self.head(columns, sum(entry.bytes for entry in self.manifest.files))
 
     def head(self, columns: list[str] | None, most_bytes: int) -> pa.Table:
