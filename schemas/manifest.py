@@ -1,5 +1,4 @@
-"""The manifest: a version's description of itself, as canonical JSON (sorted keys, no spaces, no
-NaN).
+"""The manifest: a version's description as canonical JSON (sorted keys, no spaces, no NaN).
 
 It carries its own checksum, so a flipped bit in it is detected. It also has the sha256, size and
 row count of each file, because a flipped bit in an Arrow file would silently read as other numbers.

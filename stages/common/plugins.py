@@ -1,5 +1,4 @@
-"""User code that a recipe names: `module:function` or `file.py:function`, with a hash of its
-source.
+"""User code named in a recipe, `module:function` or `file.py:function`, with a hash of its source.
 
 Only a recipe may name code; a path is never taken from data. The hash covers the file and the files
 of its own folder that its import statements name (`import helper`, `from .helper import x`, `from
@@ -169,7 +168,7 @@ def fingerprint(path: Path) -> str:
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
-    """Find the spec of module `name`, unlike importlib without importing its packages."""
+    """Find the spec of module `name`, without importing its packages as importlib does."""
     top, *submodules = name.split(".")
     if top == "quiver":  # our packages may be imported: they hold nothing but docstrings
         with suppress(ModuleNotFoundError):

@@ -10,9 +10,9 @@ mounted at a different folder on each host. PET_RDZV_CONF sets join_timeout, kee
 keep_alive_max_attempt, as in torchrun.
 
 A torch agent watches only its own ranks. If another host loses power, a rank would wait for its
-peer for a day. So each agent writes heartbeats to the rendezvous store. An agent that is silent for
-keep_alive_interval times keep_alive_max_attempt, or that reports a failure of its ranks, ends the
-others.
+peer for a day. So each agent writes heartbeats to the rendezvous store. If one is
+silent for keep_alive_interval times keep_alive_max_attempt, or reports that its ranks failed, the
+other agents end.
 
 Not of the spine: the output of a stage does not depend on the hosts of its ranks.
 """
@@ -286,7 +286,7 @@ class Watch:
             self._is_over.wait(1.0)
 
     def _beat_in_store(self) -> None:
-        """Send heartbeats and read those of the other hosts.
+        """Send heartbeats and read the other hosts' heartbeats.
 
         Each store call may hang if the store's host died silently. A host that was killed while it
         waited, and started again, has a new number. So before all are present, only hosts with a
