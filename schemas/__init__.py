@@ -1,2 +1,1 @@
-"""What travels between stages: one module a kind, each with its table, its SCHEMA and
-`check(table)`."""
+"""The data that travels between stages: one module per kind, with its table, SCHEMA and `check`."""

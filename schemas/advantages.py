@@ -1,10 +1,10 @@
-"""advantages/1: what each rollout weighed in the optimizer, and what became of it.
+"""advantages/1: each rollout's weight in the optimizer, and if it was used or dropped.
 
 | column | type | meaning |
 |---|---|---|
 | rollout_id | string | joined by id |
-| advantage | float32, null | or list<float32> a token, for PPO; null where dropped |
-| kept | bool | it took part in the update |
+| advantage | float32, null | or list<float32>, one per token, for PPO; null if dropped |
+| kept | bool | true if it took part in the update |
 | drop_reason | string, null | not_scored, small_group, zero_variance, empty, … |
 | mean_ratio | float32, null | mean of π_θ / π_old when last trained on, or of the new policy |
 | mean_logprob | float32, null | mean logprob of its tokens under the same π_θ |
@@ -33,8 +33,10 @@ SCHEMAS = fields.by_name(SCHEMA)
 
 
 def check(table: pa.Table) -> pa.Schema:
-    """The schema of `table`; SchemaError unless it is advantages/1, one value a rollout or one a
-    token."""
+    """Return the schema of `table`.
+
+    Raises SchemaError unless it is advantages/1, with one value per rollout or one per token.
+    """
     listed = "advantage" in table.column_names and pa.types.is_list(table.column("advantage").type)
     fields.compare(table, PER_TOKEN if listed else SCHEMA, unique="rollout_id")
     return SCHEMA

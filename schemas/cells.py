@@ -1,18 +1,18 @@
-"""The Arrow type of columns whose Python values are not what Arrow alone gives.
+"""An Arrow type for columns whose Python values differ from those that Arrow alone gives.
 
 | in Arrow | in Python |
 |---|---|
-| JSON text (`arrow.json`, at any depth) | what the text says |
+| JSON text (`arrow.json`, at any depth) | the parsed JSON |
 | map, at any depth | a dict |
 | struct | a dict with each key of the type; a null is None |
 
-`to_pylist` and `as_py` of such a column give these values wherever a version is read, also inside
+`to_pylist` and `as_py` of such a column give these values everywhere a version is read, also inside
 the struct `columns` of prompts. Columns without JSON or maps keep their own type.
 
     column = json_array([7, 2.5, {"a": None}])     # an Arrow type would make 7 a float
     column.to_pylist()                             # [7, 2.5, {"a": None}]
 
-Not of the spine: to the code that reads a column its values are Python's, as those of any other.
+Not of the spine: to code that reads a column, its values are plain Python values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CellScalar(pa.ExtensionScalar):
     """A cell; `as_py` gives its Python value."""
 
     def as_py(self, **_: Any) -> Any:
-        """The Python value. ValueError, TypeError: its JSON or its map cannot be read."""
+        """Return the Python value. Raises ValueError or TypeError if its JSON or map is invalid."""
         return None if self.value is None else to_python(self.value.as_py(), self.type)
 
 
@@ -62,8 +62,10 @@ pa.register_extension_type(Cells(pa.string()))
 
 
 def json_array(cells: Sequence[Any]) -> pa.ChunkedArray:
-    """Cells kept as JSON text. NaN and infinity are kept, though JSON has no word for them.
-    TypeError, ValueError: JSON cannot hold one."""
+    """Return the cells as a column of JSON text. NaN and infinity are kept, unlike in strict JSON.
+
+    Raises TypeError or ValueError if JSON cannot hold a cell.
+    """
     kind = Cells(pa.string())
     texts = [None if cell is None else json.dumps(cell, ensure_ascii=False) for cell in cells]
     # in short chunks, since an array of strings holds 2 GB at most
@@ -73,7 +75,7 @@ def json_array(cells: Sequence[Any]) -> pa.ChunkedArray:
 
 
 def wrap(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """`column` as `Cells` if it holds JSON or maps; else unchanged."""
+    """Return `column` as `Cells` if it holds JSON or maps; else unchanged."""
     kind = column.type
     if not holds(kind, lambda inner: isinstance(inner, pa.JsonType) or pa.types.is_map(inner)):
         return column
@@ -87,10 +89,10 @@ def wrap(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def without_nulls(column: pa.ChunkedArray) -> list[Any]:
-    """The cells of `column`, without the keys that are null in an Arrow struct, at any depth.
+    """Return the cells of `column` without keys that are null in an Arrow struct, at any depth.
 
-    A struct has the keys of all rows, so its null stands for a key that the row does not have.
-    Nulls in JSON and in maps were written, and stay.
+    A struct type has the keys of all rows, so a null in it stands for a key that the row does not
+    have. Nulls in JSON and in maps were written, and stay.
     """
     kind = column.type
     if isinstance(kind, Cells):
@@ -103,14 +105,16 @@ def without_nulls(column: pa.ChunkedArray) -> list[Any]:
 
 
 def holds(kind: pa.DataType, test: Callable[[pa.DataType], bool]) -> bool:
-    """Whether `kind`, or a type inside it, passes the `test`."""
+    """Return True if `kind`, or a type inside it, passes the `test`."""
     inner = [kind.field(at).type for at in range(kind.num_fields)]
     return test(kind) or any(holds(each, test) for each in inner)
 
 
 def to_python(cell: Any, kind: pa.DataType, *, keep_nulls: bool = True) -> Any:
-    """Return `cell`, which Arrow's `as_py` gave of the type `kind`, as described above. ValueError,
-    TypeError: its JSON or its map cannot be read."""
+    """Convert `cell`, the result of Arrow's `as_py` for type `kind`, as described above.
+
+    Raises ValueError or TypeError if its JSON or map is invalid.
+    """
     is_json = isinstance(kind, pa.JsonType)
     if isinstance(kind, Cells):
         kind = kind.storage_type
@@ -136,8 +140,10 @@ def to_python(cell: Any, kind: pa.DataType, *, keep_nulls: bool = True) -> Any:
 
 
 def to_dict(entries: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return the dict of a map's entries. ValueError, TypeError: a key is there twice, or is of a
-    type that no dict takes."""
+    """Return the dict of a map's entries.
+
+    Raises ValueError if a key appears twice, TypeError if a key is not hashable.
+    """
     read: dict[Any, Any] = {}
     for key, item in entries:
         if key in read:

@@ -1,22 +1,22 @@
-"""The exception tree: one class a code, each also a standard type, each with what to do next.
+"""The exception tree: one class per code, each also a standard type, each with a next step.
 
-    QuiverError           E-INTERNAL         1 Exception     a defect of Quiver's: report it
+    QuiverError           E-INTERNAL         1 Exception     a bug in Quiver: report it
   ├── ConfigError         E-CONFIG           2 ValueError      a recipe, option or file
-  ├── CorruptError        E-CORRUPT          3 OSError         bytes are not those that were written
-  ├── BusyError           E-BUSY             4 OSError         another process is at this very work
-  ├── ConflictError       E-CONFLICT         4 OSError         somebody else was first
-  ├── LineageError        E-LINEAGE          5 LookupError     a reference leads nowhere, or astray
-  ├── SchemaError         E-SCHEMA           5 TypeError       a table is not of its kind
+  ├── CorruptError        E-CORRUPT          3 OSError         bytes differ from what was written
+  ├── BusyError           E-BUSY             4 OSError         another process does the same work
+  ├── ConflictError       E-CONFLICT         4 OSError         another process was first
+  ├── LineageError        E-LINEAGE          5 LookupError     a reference is missing or wrong
+  ├── SchemaError         E-SCHEMA           5 TypeError       a table does not fit its kind
   ├── RewardError         E-REWARD           6 RuntimeError    a reward function failed
   ├── RemoteError         E-REMOTE           6 ConnectionError a server failed
   ├── ResourceError       E-RESOURCE         7 OSError         disk, memory, GPU, a dead child
   ├── NumericError        E-NUMERIC          8 ArithmeticError NaN, inf, an audit beyond its limit
-  ├── OutcomeUnknownError E-OUTCOME-UNKNOWN  9 RuntimeError    it is unknown whether it was done
+  ├── OutcomeUnknownError E-OUTCOME-UNKNOWN  9 RuntimeError    the action may or may not be done
   └── SecurityError       E-SECURITY        10 PermissionError refused on purpose
 
-Every error carries `code`, `object` (what it is about), `message` (expected and found), `state`
-(what is still whole) and `next` (one command or one change). It survives a process boundary:
-`to_dict` / `from_dict`.
+Every error carries `code`, `object` (the thing at fault), `message` (expected and found), `state`
+(what is still intact) and `next` (one command or one change). `to_dict` and `from_dict` carry it
+across a process boundary.
 
 >>> state = "versions 1-6 are intact"
 >>> print(CorruptError("arith/rollouts@7", "sha256 differs", state=state, next="quiver verify"))
@@ -24,7 +24,7 @@ E-CORRUPT arith/rollouts@7: sha256 differs
 State: versions 1-6 are intact
 Next: quiver verify
 
-Not of the spine: one reads it when an error is raised.
+Not of the spine: you need this file only when an error is raised.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ SYSTEM_REASONS = {
     errno.EFBIG: "a file is larger than the system allows",
     errno.EXDEV: "it lies on another file system than the store's folder",
 }
-"""What is wrong with a host, by the number of the system's error."""
+"""Explanations of operating system errors, by errno."""
 _SHORTAGES = (
     "allocate memory",
-    "failed to map segment",  # of a shared library
+    "failed to map segment",  # a shared library
     "can't start new thread",
     "Resource temporarily unavailable",  # a process, beyond `ulimit -u`
 )
 UNCHANGED = "nothing was changed."
-"""The state of an error that says nothing else of it: it was found before anything was done."""
+"""Default state of an error: it was found before anything was done."""
 
 
 def printable(text: object, limit: int = 200) -> str:
-    """Foreign text made safe for a terminal: control characters escaped, cut at `limit`
-    characters."""
+    """Make foreign text safe for a terminal: escape control characters, cut at `limit`."""
     escaped = "".join(map(_escaped, str(text)[: limit + 1]))
     return escaped if len(escaped) <= limit else escaped[: limit - 1] + "…"
 
 
 def quoted_name(name: object) -> str:
-    """A user's name of a column, made safe as by `printable`; in quotation marks if the eye would
-    miss it, or a space of it.
+    """Make a user's column name safe as `printable` does.
+
+    It is put in quotation marks if it is empty or has spaces at an end, which a reader would miss.
 
     >>> quoted_name("answer"), quoted_name("answer "), quoted_name("")
     ('answer', '"answer "', '""')
@@ -74,14 +74,15 @@ def quoted_name(name: object) -> str:
 
 
 def did_you_mean(name: str, choices: Iterable[str], otherwise: str = "") -> str:
-    """The end of a message about an unknown `name`: the choice that is spelled most like it."""
+    """Return the end of a message about an unknown `name`: the choice with the closest spelling."""
     near = difflib.get_close_matches(name, choices, 1, 0.5)
     return f"; did you mean {quoted_name(near[0])}?" if near else otherwise
 
 
 def reason(error: BaseException) -> str:
-    """What `error` says, printable. Of one of the system, without its number and the path, which
-    the message around it names.
+    """Return the text of `error`, printable.
+
+    For a system error, its number and path are left out, because the message around it names them.
 
     >>> reason(FileNotFoundError(2, "No such file or directory", "rows.csv"))
     'No such file or directory'
@@ -90,8 +91,10 @@ def reason(error: BaseException) -> str:
 
 
 def for_terminal(text: object) -> str:
-    """Lines that leave for a terminal, whoever wrote them: no character in them moves the cursor,
-    changes colours or the direction of writing."""
+    """Make lines from any source safe for a terminal.
+
+    No character in them can move the cursor, or change colours or the writing direction.
+    """
     return "".join(c if c in "\n\t" else _escaped(c) for c in str(text))
 
 
@@ -121,7 +124,7 @@ class QuiverError(Exception):
         return from_dict, (self.to_dict(),)
 
     def to_dict(self) -> dict[str, str]:
-        """The error as the command line's JSON has it."""
+        """Return the error as it appears in the command line's JSON."""
         names = ("code", "object", "message", "state", "next")
         return {name: getattr(self, name) for name in names}
 
@@ -180,13 +183,16 @@ BY_CODE: dict[str, type[QuiverError]] = {
 
 
 def unexpected(object: str, error: BaseException) -> QuiverError:
-    """Any other exception as one of ours: what memory, disk and system refuse as E-RESOURCE, a
-    name that no file can have and settings that Prefect refuses as E-CONFIG, the rest as
-    E-INTERNAL."""
+    """Convert any other exception to a QuiverError.
+
+    A shortage of memory or disk, and refusals by the system, become E-RESOURCE. A file name that is
+    too long, and settings that Prefect refuses, become E-CONFIG. Everything else becomes
+    E-INTERNAL.
+    """
     problem = f"{type(error).__name__}: {printable(error)}"
-    model = str(getattr(error, "title", ""))  # pydantic's name of what was not valid
+    model = str(getattr(error, "title", ""))  # pydantic's name of the invalid model
     if type(error).__name__ == "ValidationError" and model.endswith("Settings"):
-        # Prefect reads them as it is imported, from the environment and from its profile
+        # Prefect reads them at import, from the environment and from its profile
         first = error.errors()[0]
         return ConfigError(
             "Prefect's settings",
@@ -199,7 +205,7 @@ def unexpected(object: str, error: BaseException) -> QuiverError:
     reason = SYSTEM_REASONS.get(error.errno) if isinstance(error, OSError) else None
     refused = shortage(error)
     if refused is not None:
-        # numpy, for one, has a page of advice around the line that says it
+        # numpy, for one, surrounds the relevant line with a page of advice
         lines = [
             line for line in str(refused).splitlines() if any(map(line.__contains__, _SHORTAGES))
         ]
@@ -218,8 +224,11 @@ def unexpected(object: str, error: BaseException) -> QuiverError:
 
 
 def shortage(error: BaseException | None) -> BaseException | None:
-    """The error that says that the system gave no memory or no thread, be it `error` or what led to
-    it, the first that did; None if there is none. Libraries have several types and texts for it."""
+    """Return the first error in the chain of `error` that reports a lack of memory or threads.
+
+    The chain is `error` and its causes; the result is None if none does. Libraries use several
+    types and texts for such an error.
+    """
     first = None
     while error is not None:
         is_known = isinstance(error, OSError | ImportError | RuntimeError)
@@ -231,6 +240,6 @@ def shortage(error: BaseException | None) -> BaseException | None:
 
 
 def from_dict(data: dict[str, str]) -> QuiverError:
-    """The error that `to_dict` described, as the same class."""
+    """Rebuild the error that `to_dict` described, with the same class."""
     fields = dict(data)
     return BY_CODE.get(fields.pop("code"), QuiverError)(**fields)

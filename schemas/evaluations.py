@@ -1,10 +1,10 @@
-"""evaluations/1: held-out scores; the manifest carries score, standard error, n and pass@k.
+"""evaluations/1: held-out scores; the manifest has score, standard error, n and pass@k.
 
 | column | type | meaning |
 |---|---|---|
-| group_id, sample_index | string, int32 | the held-out prompt, and which of its samples |
-| rollout_id | string | of the evaluation's rollouts |
-| score | float32, null | null = left out; of a cut answer what `evaluate.unscored` says |
+| group_id, sample_index | string, int32 | the held-out prompt, and the number of the sample |
+| rollout_id | string | the evaluation's rollout |
+| score | float32, null | null = left out; a cut answer scores as `evaluate.unscored` says |
 | completion_tokens | int32 | length of the completion |
 | finish_reason | string | stop, length or abort |
 
@@ -31,6 +31,9 @@ SCHEMAS = fields.by_name(SCHEMA)
 
 
 def check(table: pa.Table) -> pa.Schema:
-    """The schema of `table`; SchemaError unless it is evaluations/1 with unique rollout ids."""
+    """Return the schema of `table`.
+
+    Raises SchemaError unless it is evaluations/1 with unique rollout ids.
+    """
     fields.compare(table, SCHEMA, unique="rollout_id")
     return SCHEMA

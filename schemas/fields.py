@@ -1,9 +1,9 @@
-"""Fields that several kinds share, and the one comparison of a table with its schema.
+"""Fields that several kinds share, and the comparison of a table with its schema.
 
-Ids and logprobs are lists with items that cannot be null: an Arrow list column is values +
-offsets, and so is every tensor made of it, without a copy.
+Ids and logprobs are lists whose items cannot be null. So an Arrow list column is values and
+offsets, and every tensor made from it shares them without a copy.
 
-Not of the spine: that columns are what a kind's schema says is all that the spine needs of it.
+Not of the spine: the spine only relies on columns being as the kind's schema says.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .errors import SchemaError
 
 
 def required(name: str, kind: pa.DataType) -> pa.Field:
-    """A column, or the items of one, that is never null."""
+    """Return a column, or the items of one, that is never null."""
     return pa.field(name, kind, nullable=False)
 
 
@@ -30,45 +30,50 @@ CONTENT = required("content", pa.string())
 
 
 def token_ids(name: str) -> pa.Field:
-    """A ragged column of token ids: list<int32>, neither lists nor items null."""
+    """Return a ragged column of token ids: list<int32>, neither lists nor items null."""
     return required(name, pa.list_(required("item", pa.int32())))
 
 
 def per_token(name: str) -> pa.Field:
-    """A ragged column with one float32 a token: list<float32>, neither lists nor items null."""
+    """Return a ragged float32 column: list<float32>, one per token, neither lists nor items
+    null.
+    """
     return required(name, pa.list_(required("item", pa.float32())))
 
 
 def open_struct(name: str) -> pa.Field:
-    """A struct whose fields the user decides; `compare` looks only at its being a struct."""
+    """Return a struct column with fields of the user's choice; `compare` ignores these."""
     return required(name, pa.struct([]))
 
 
 def kind_schema(kind: str, fields: list[pa.Field]) -> pa.Schema:
-    """The schema of `kind`, with its name (`rollouts/1`) in the metadata."""
+    """Return the schema of `kind`, with its name (`rollouts/1`) in the metadata."""
     return pa.schema(fields, metadata={"quiver": kind})
 
 
 def kind_of(schema: pa.Schema) -> str:
-    """`rollouts/1`: what `kind_schema` wrote."""
+    """Return the name that `kind_schema` wrote: `rollouts/1`."""
     return schema.metadata[b"quiver"].decode()
 
 
 def by_name(*schemas: pa.Schema) -> dict[str, pa.Schema]:
-    """All versions of a kind's schema, by what they are called."""
+    """Return all schemas of a kind by name."""
     return {kind_of(schema): schema for schema in schemas}
 
 
 def with_struct(schema: pa.Schema, **structs: pa.StructType) -> pa.Schema:
-    """`schema` with each open struct replaced by the given type, to build a table with."""
+    """Return `schema` with each open struct replaced by the given type, to build a table with."""
     for name, kind in structs.items():
         schema = schema.set(schema.get_field_index(name), required(name, kind))
     return schema
 
 
 def require_names(fields: Iterable[pa.Field]) -> None:
-    """Raise ArrowInvalid where the name of a column, or of a struct's member, is no text or stands
-    twice. pyarrow reads such a file, and fails only where somebody asks for the name."""
+    """Check the names of columns and struct members. Raises ArrowInvalid.
+
+    A name that is not text, or appears twice, is refused. pyarrow reads such a file, and fails only
+    later, when the name is used.
+    """
     try:
         fields = list(fields)
         names = [field.name for field in fields]
@@ -81,7 +86,7 @@ def require_names(fields: Iterable[pa.Field]) -> None:
 
 
 def fail(schema: pa.Schema, message: str) -> SchemaError:
-    """A SchemaError about a table that should be of `schema`'s kind."""
+    """Build a SchemaError about a table that should be of `schema`'s kind."""
     kind = kind_of(schema)
     return SchemaError(
         kind, message, next=f"make the table as schemas/{kind.partition('/')[0]}.py describes it"
@@ -89,8 +94,11 @@ def fail(schema: pa.Schema, message: str) -> SchemaError:
 
 
 def compare(table: pa.Table, schema: pa.Schema, unique: str | None = None) -> None:
-    """Raise SchemaError with the difference unless `table` has `schema`'s columns, types and no
-    forbidden null, and no value twice in the column `unique`."""
+    """Raise SchemaError with the difference, unless `table` fits `schema`.
+
+    It fits if it has the columns and types, no forbidden null, and no value twice in the column
+    `unique`.
+    """
     names = table.column_names
     problems = [f"missing {name}" for name in schema.names if name not in names]
     problems += [f"unexpected {name}" for name in names if name not in schema.names]
@@ -127,12 +135,15 @@ def require_same_lengths(table: pa.Table, schema: pa.Schema, first: str, second:
 
 
 def require_values(table: pa.Table, schema: pa.Schema, name: str, wrong, message: str) -> None:
-    """Raise SchemaError when `wrong(values)` (a compute expression on the flat values) is true
-    anywhere."""
+    """Raise SchemaError if any value of a column is wrong.
+
+    Args:
+        wrong: a compute expression that maps the flat values to booleans.
+    """
     column = table.column(name)
     values = pc.list_flatten(column) if pa.types.is_list(column.type) else column
     is_wrong = wrong(values)
-    if pc.any(is_wrong).as_py():  # None of no values
+    if pc.any(is_wrong).as_py():  # None if there are no values
         first_wrong = values[pc.index(is_wrong, True).as_py()]
         raise fail(schema, f"{name} holds {first_wrong}: {message}")
 
@@ -151,7 +162,7 @@ def require_among(table: pa.Table, schema: pa.Schema, name: str, allowed: tuple[
 
 def require_logprobs(table: pa.Table, schema: pa.Schema, name: str) -> None:
     """Raise SchemaError for a logprob that is NaN, infinite or above 0 (by more than rounding)."""
-    most = pa.scalar(1e-4, pa.float32())  # of another type, it has the column copied into that
+    most = pa.scalar(1e-4, pa.float32())  # with another type, Arrow would copy the column into it
     require_values(table, schema, name, lambda v: pc.invert(pc.is_finite(v)), "a logprob is finite")
     require_values(table, schema, name, lambda v: pc.greater(v, most), "a logprob is at most 0")
 

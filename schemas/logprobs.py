@@ -3,9 +3,9 @@
 | column | type | meaning |
 |---|---|---|
 | rollout_id | string | joined by id |
-| logprobs | list<float32> | one a completion id, at the row's temperature |
+| logprobs | list<float32> | one per completion id, at the row's temperature |
 
-The manifest says the role (`ref` or `prox`) and the model's hash.
+The manifest has the role (`ref` or `prox`) and the model's hash.
 
     {"rollout_id": "4be1c0de-sum-0017-2", "logprobs": [-0.29, -0.02]}
 """
@@ -19,8 +19,10 @@ SCHEMAS = fields.by_name(SCHEMA)
 
 
 def check(table: pa.Table) -> pa.Schema:
-    """The schema of `table`; SchemaError unless it is logprobs/1: unique ids, every logprob finite
-    and at most 0."""
+    """Return the schema of `table`.
+
+    Raises SchemaError unless it is logprobs/1: unique ids, every logprob finite and at most 0.
+    """
     fields.compare(table, SCHEMA, unique="rollout_id")
     fields.require_logprobs(table, SCHEMA, "logprobs")
     return SCHEMA

@@ -1,8 +1,7 @@
-"""The manifest: what a version says of itself, as canonical JSON (sorted keys, no spaces, no NaN).
+"""The manifest: a version's description as canonical JSON (sorted keys, no spaces, no NaN).
 
-It carries its own checksum, so a flipped bit in it is found like one in the data, and the sha256,
-size and row count of each file, because a flipped bit in an Arrow file reads as silently different
-numbers.
+It carries its own checksum, so a flipped bit in it is detected. It also has the sha256, size and
+row count of each file, because a flipped bit in an Arrow file would silently read as other numbers.
 
 Not of the spine: any manifest.json of a store shows the same fields.
 """
@@ -21,9 +20,9 @@ from .plain import read_json
 from .refs import KINDS, NAME
 
 FORMAT = 2
-"""The store's, which store.json and every manifest bear; no other is read."""
+"""Format of the store, in store.json and every manifest; no other format is read."""
 MAX_BYTES = 8 * 1024 * 1024
-"""Of a manifest; as Python objects it takes up to 24 times as much."""
+"""Largest manifest; as Python objects it takes up to 24 times as much memory."""
 _SHA = r"^[0-9a-f]{64}$"
 FILE_NAME = "[A-Za-z0-9_][A-Za-z0-9._-]{0,254}"
 _VERSION = rf"^{NAME.pattern}/({'|'.join(KINDS)})@[0-9]{{1,12}}$"
@@ -31,14 +30,14 @@ _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 def canonical(data: Any) -> bytes:
-    """Canonical JSON as UTF-8 bytes. ValueError for NaN, infinity and lone surrogates."""
+    """Return canonical JSON in UTF-8. Raises ValueError for NaN, infinity, lone surrogates."""
     return json.dumps(
         data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     ).encode()
 
 
 def digest(data: Any) -> str:
-    """sha256 of the canonical JSON, as 64 hex digits."""
+    """Return the sha256 of the canonical JSON, as 64 hex digits."""
     return hashlib.sha256(canonical(data)).hexdigest()
 
 
@@ -56,7 +55,7 @@ class FileEntry(_Part):
 
 
 class Input(_Part):
-    """One dataset or checkpoint that this version was made of."""
+    """One dataset or checkpoint that this version was made from."""
 
     role: str
     ref: str = Field(pattern=_VERSION)
@@ -64,7 +63,7 @@ class Input(_Part):
 
 
 class Model(_Part):
-    """One model that took part, by the hash of what decides its numbers."""
+    """One model that took part, identified by the hashes of everything that decides its numbers."""
 
     role: str
     ref: str
@@ -72,16 +71,16 @@ class Model(_Part):
     tokenizer: str = ""
     template: str = ""
     processor: str = ""
-    """Of what makes pixels of pictures; empty where the model sees none."""
+    """Hash of the image processor; empty if the model sees no pictures."""
 
     @property
     def hashes(self) -> list[str]:
-        """Those that decide what is made with it."""
+        """Hashes of everything that decides the model's output."""
         return [self.weights, self.tokenizer, self.template, self.processor]
 
 
 class Manifest(_Part):
-    """What `manifest.json` holds. `kind_schema` is written as `schema`."""
+    """The contents of `manifest.json`. `kind_schema` is written as `schema`."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -106,31 +105,33 @@ class Manifest(_Part):
     bytes: dict[str, _Count]
     metrics: dict[str, Any]
     status: dict[str, _Count]
-    """Row counts by what became of them (stop, length, not_scored, dropped, …)."""
+    """Row counts by outcome (stop, length, not_scored, dropped, …)."""
 
     @property
     def ref(self) -> str:
         return f"{self.run}/{self.kind}@{self.version}"
 
     def model(self, role: str) -> Model | None:
-        """The model with this role, or None."""
+        """Return the model with this role, or None."""
         return next((model for model in self.models if model.role == role), None)
 
     def input(self, role: str) -> Input | None:
-        """The input with this role, or None."""
+        """Return the input with this role, or None."""
         return next((entry for entry in self.inputs if entry.role == role), None)
 
     def require_model(self, role: str) -> Model:
-        """The model with this role. LineageError where there is none."""
+        """Return the model with this role. Raises LineageError if there is none."""
         return self.model(role) or self._names_no(role)
 
     def require_input(self, role: str) -> Input:
-        """The input with this role. LineageError where there is none."""
+        """Return the input with this role. Raises LineageError if there is none."""
         return self.input(role) or self._names_no(role)
 
     def config_section(self, name: str) -> dict[str, Any]:
-        """What the config says under this name; nothing where it has no such key. CorruptError
-        where that is no section."""
+        """Return a section of the config; empty if there is none.
+
+        Raises CorruptError if the key is not a section.
+        """
         section = self.config.get(name) or {}
         if isinstance(section, dict):
             return section
@@ -142,8 +143,10 @@ class Manifest(_Part):
         raise LineageError(self.ref, f"its manifest names no {role}", next=next)
 
     def to_json(self) -> bytes:
-        """Canonical JSON with the checksum of everything else under `checksum`. SchemaError where
-        nobody could read so much."""
+        """Return canonical JSON, with a checksum of everything else under `checksum`.
+
+        Raises SchemaError if it is larger than a reader accepts.
+        """
         data = self.model_dump(mode="json", by_alias=True)
         raw = canonical({**data, "checksum": digest(data)})
         if len(raw) > MAX_BYTES:
@@ -153,14 +156,18 @@ class Manifest(_Part):
 
 
 def content_hash(schema: str, files: tuple[FileEntry, ...]) -> str:
-    """Hash of what a version holds: its schema and its files' names, hashes and rows; not of when
-    or where it was made."""
+    """Hash a version's content: its schema and its files' names, hashes and rows.
+
+    Time and place of making do not enter.
+    """
     return digest([schema, [[entry.name, entry.sha256, entry.rows] for entry in files]])
 
 
 def line_of(newest: Manifest, open: Callable[[str], Manifest | None]) -> Iterator[Manifest]:
-    """The policy `newest` and those that it was trained from, newest first, as far as `open` gives
-    them. LineageError where they lead in a circle."""
+    """Yield the policy `newest` and its ancestors, newest first, until `open` returns None.
+
+    Raises LineageError if they form a circle.
+    """
     seen: set[str] = set()
     manifest: Manifest | None = newest
     while manifest is not None:
@@ -174,8 +181,11 @@ def line_of(newest: Manifest, open: Callable[[str], Manifest | None]) -> Iterato
 
 
 def from_json(raw: bytes, name: str) -> Manifest:
-    """The manifest in `raw`; CorruptError (naming `name`) when it is torn, changed, of another
-    format, or not one at all."""
+    """Parse a manifest.
+
+    Raises:
+        CorruptError: about `name`; it is torn, changed, of another format, or no manifest.
+    """
 
     def corrupt(problem: str, next: str = f"quiver verify {name}") -> CorruptError:
         state = "no file was changed; other versions are not touched by this."

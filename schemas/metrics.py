@@ -1,8 +1,8 @@
-"""What others rely on in the metrics that a manifest holds, by kind. All else in them is free.
+"""The metrics in a manifest that other code relies on, by kind. All other metrics are free.
 
     problem("evaluations", {"score": "high"})     # "score: Input should be a valid number"
 
-Not of the spine: a stage writes its metrics as it likes, and this is asked when they are read.
+Not of the spine: a stage writes its metrics freely, and this check runs when they are read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Metrics(BaseModel):
 
 
 class _Estimate(_Metrics):
-    """A mean over prompts. `stderr` None: there is one prompt only."""
+    """A mean over prompts. `stderr` is None if there is only one prompt."""
 
     score: float
     stderr: Number
@@ -30,15 +30,18 @@ class _Estimate(_Metrics):
 
 
 class _Difference(_Metrics):
-    """To a baseline."""
+    """The difference to a baseline."""
 
     score: _Estimate
     pass_at_k: dict[str, _Estimate] = Field({}, alias="pass@k")
 
 
 class _Evaluations(_Estimate):
-    """`null`: answers that are left out; `limited`: those that a limit cut off before they were
-    scored, which count as `limited_score`."""
+    """Metrics of an evaluation.
+
+    `null` counts answers that are left out. `limited` counts answers that a limit cut off before
+    they were scored; each counts as `limited_score`.
+    """
 
     null: int = 0
     limited: int = 0
@@ -95,20 +98,22 @@ _BY_KIND: dict[str, type[_Metrics]] = {
 
 
 def score_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Of an evaluation's metrics the score, and how many answers it counts and leaves out."""
+    """Return the score of an evaluation, and its counts of answers scored and left out."""
     names = ("score", "stderr", "n", "null", "limited", "limited_score")
     return {name: metrics[name] for name in names if name in metrics}
 
 
 def groups_with_contrast(groups: dict[str, Any]) -> int:
-    """How many groups of a rewards version have different rewards, by what its metrics say of
-    `groups`: at least two are scored, and not all are equal."""
+    """Count the groups of a rewards version whose rewards differ, from its metrics `groups`.
+
+    Such a group has at least two scored rollouts, whose rewards are not all equal.
+    """
     num_scored = groups["count"] - groups.get("too_small", 0)
     return num_scored - round(num_scored * (groups.get("zero_variance") or 0.0))
 
 
 def problem(kind: str, metrics: dict[str, Any]) -> str:
-    """What is wrong with the metrics of a version of this kind; empty where nothing is."""
+    """Return the problem with the metrics of a version of this kind, or an empty string."""
     if kind in _BY_KIND:
         try:
             _BY_KIND[kind].model_validate(metrics)

@@ -1,12 +1,11 @@
-"""What others gave: messages, calls of tools, numbers, words and paths. One function reads each
-kind, and every entrance uses it.
+"""Readers for outside data: messages, tool calls, numbers, words and paths. One function per kind.
 
     read_message({"role": "user", "content": "3 + 4?", "weight": None}, "message 0")
     # {"role": "user", "content": "3 + 4?"}
 
-Entrances are the rows of a source, what environments and tools return, the calls that a policy
-writes, imported trajectories, and answers of reward servers. Each function raises ValueError, whose
-text says what came and what was expected; the entrance adds where it came from.
+Outside data comes from source rows, environments and tools, tool calls of the policy, imported
+trajectories, and reward servers. Each function raises ValueError with what was found and expected;
+its caller adds where the data came from.
 """
 
 from __future__ import annotations
@@ -27,15 +26,18 @@ Message = dict[str, Any]
 MORE = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 """Members that a message may have beside role and content."""
 CHARACTERS_OF_TOKEN = 128
-"""Most characters that one token stands for: longer ones are runs of white space alone. Text longer
-than this many characters a token is cut or refused unencoded: encoding it could take minutes."""
+"""Most characters per token: longer tokens are runs of white space alone.
+
+Text with more characters than its token limit allows by this is cut or refused unencoded, because
+encoding it could take minutes.
+"""
 LARGEST = 3.4028234663852886e38
 """The largest number of a float32."""
 THINKING = ("reasoning_content", "reasoning", "thinking")
-"""Names of an assistant's thinking in chats."""
+"""Names that chats use for an assistant's thinking."""
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _UNUSED = frozenset({"annotations", "id", "refusal", "train", "weight"})
-"""Members of a message that change nothing of a prompt; a refusal, if there is a content."""
+"""Members of a message that do not affect a prompt; `refusal` only if there is a content."""
 _REFUSED = {
     "audio": "no model here hears; take it out",
     "from": "rename `from` to role and `value` to content",
@@ -44,7 +46,7 @@ _REFUSED = {
     "images": "pictures stand in the column data.images",
     "value": "rename `from` to role and `value` to content",
 }
-"""Members of a message that are not read, and what to do about each."""
+"""Members of a message that are refused, and the advice for each."""
 _LONGEST_WORD = 64
 _WORD = re.compile(rf"[A-Za-z0-9_.:-]{{1,{_LONGEST_WORD}}}")
 _LONGEST_NAME = 256
@@ -66,7 +68,7 @@ log = logging.getLogger(__name__)
 
 
 def read_message(given: Any, place: str) -> Message:
-    """A message of a chat. Null members are absent, and so are empty ones, except content."""
+    """Read a message of a chat. Null and empty members are ignored, except an empty content."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{place} has {shape_of(given)}, expected role and content")
     content = given.get("content")
@@ -129,8 +131,10 @@ def _read_thinking(members: dict[Any, Any], place: str) -> str:
 
 
 def read_content(given: Any, place: str) -> str | list[dict[str, str]]:
-    """A text, or a list of parts: {"type": "text", "text": …} each, or {"type": "image"}, which
-    stands for the next picture."""
+    """Read a content: a text, or a list of parts.
+
+    A part is {"type": "text", "text": …}, or {"type": "image"}, which stands for the next picture.
+    """
     if not isinstance(given, list):
         return read_text(given, f"content of {place}")
     parts: list[dict[str, str]] = []
@@ -151,12 +155,15 @@ def read_content(given: Any, place: str) -> str | list[dict[str, str]]:
     return parts
 
 
-# -- calls of tools
+# -- tool calls
 
 
 def read_tool_call(given: Any, place: str) -> dict[str, Any]:
-    """A call of a chat as templates take it, of {"function": {"name", "arguments"}} or these two
-    alone. ValueError if Arrow or JSON cannot store a text or number in it."""
+    """Read a tool call of a chat into the form that templates take.
+
+    Accepts {"function": {"name", "arguments"}}, or these two members alone. Raises ValueError also
+    if Arrow or JSON cannot store a text or number in it.
+    """
     if isinstance(given, str):
         given = read_json_text(given, place)
     if not isinstance(given, Mapping):
@@ -164,7 +171,7 @@ def read_tool_call(given: Any, place: str) -> dict[str, Any]:
     call = {key: member for key, member in given.items() if member not in (None, "")}
     call_id = call.pop("id", None)
     kind = call.pop("type", "function")
-    call.pop("index", None)  # a place in a stream
+    call.pop("index", None)  # the position in a stream
     function = call.pop("function", None)
     if function is None:
         function = call
@@ -186,8 +193,10 @@ def read_tool_call(given: Any, place: str) -> dict[str, Any]:
 
 
 def read_call(given: Any, place: str, key: str = "arguments") -> tuple[str, dict[str, Any]]:
-    """Name and arguments of a call {"name": …, key: {…}}, which has no other member. Arguments may
-    be the text of a JSON object; no arguments mean {}."""
+    """Read name and arguments of a call {"name": …, key: {…}} with no other member.
+
+    The arguments may be the text of a JSON object; missing arguments mean {}.
+    """
     if not isinstance(given, Mapping):
         raise ValueError(f"{place} is {shape_of(given)}, expected a JSON object")
     if given.get("name") in (None, ""):
@@ -201,7 +210,7 @@ def read_call(given: Any, place: str, key: str = "arguments") -> tuple[str, dict
         )
     arguments = given.get(key, {})
     place = f'"{key}" of {printable(name)} in {place}'
-    if isinstance(arguments, str):  # JSON inside JSON, as OpenAI's interface has it
+    if isinstance(arguments, str):  # JSON inside JSON, as in OpenAI's interface
         arguments = read_json_text(arguments, place)
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{place} is {shape_of(arguments)}, expected a JSON object")
@@ -211,13 +220,13 @@ def read_call(given: Any, place: str, key: str = "arguments") -> tuple[str, dict
         raise ValueError(f"{place} is no plain JSON: {problem}")
     try:
         json.dumps(arguments)
-    except TypeError as error:  # a date of Arrow, an object of a user's function
+    except TypeError as error:  # a date from Arrow, or an object from a user's function
         raise ValueError(f"{place} is no plain JSON: {printable(error)}") from None
     return name, arguments
 
 
 def read_json_text(text: str, place: str) -> Any:
-    """What JSON text holds. ValueError names the `place`."""
+    """Parse JSON text. A ValueError names the `place`."""
     try:
         return read_json(text)
     except ValueError as error:
@@ -228,7 +237,7 @@ def read_json_text(text: str, place: str) -> Any:
 
 
 def read_text(given: Any, place: str) -> str:
-    """A text that UTF-8 and templates can hold."""
+    """Read a text that UTF-8 and templates can hold."""
     if not isinstance(given, str):
         raise ValueError(f"the {place} holds {shape_of(given)}, expected text")
     problem = bad_text(given)
@@ -238,7 +247,7 @@ def read_text(given: Any, place: str) -> str:
 
 
 def count_characters(given: Any) -> int:
-    """How many characters the texts in plain content have; pictures have none."""
+    """Count the characters of all texts in plain content; pictures have none."""
     waiting = [given]
     count = 0
     while waiting:
@@ -253,7 +262,7 @@ def count_characters(given: Any) -> int:
 
 
 def read_word(given: Any, place: str) -> str:
-    """A role or an id: templates write it as it is, so it must not spell a control token."""
+    """Read a role or an id. Templates insert it verbatim, so it must not spell a control token."""
     if not isinstance(given, str) or not _WORD.fullmatch(given):
         raise ValueError(
             f"{place} is {printable(repr(given))}, expected a word of A-Z a-z 0-9 _ . : - of at "
@@ -263,7 +272,7 @@ def read_word(given: Any, place: str) -> str:
 
 
 def read_name(given: Any, place: str) -> str:
-    """The name of a tool or of a speaker."""
+    """Read the name of a tool or of a speaker."""
     name = read_text(given, place)
     if len(name) > _LONGEST_NAME:
         raise ValueError(
@@ -273,7 +282,7 @@ def read_name(given: Any, place: str) -> str:
 
 
 def read_number(given: Any) -> float:
-    """A number that a float32 holds. Text that looks like a number is text, and true is not 1."""
+    """Read a number that a float32 holds. Text and booleans are refused."""
     if isinstance(given, bool) or not isinstance(given, int | float):
         raise ValueError(f"{shape_of(given)}, expected a number")
     if not abs(given) <= LARGEST:
@@ -282,7 +291,7 @@ def read_number(given: Any) -> float:
 
 
 def read_path(given: Any, place: str) -> str:
-    """The path of a file, as a system can have it."""
+    """Read a file path within the system's limits."""
     path = read_text(given, place)
     if len(path.encode()) > _LONGEST_PATH:
         raise ValueError(f"the {place} has more than {_LONGEST_PATH} bytes")
@@ -292,7 +301,7 @@ def read_path(given: Any, place: str) -> str:
 
 
 def shape_of_part(given: Any) -> str:
-    """What a part of a content is, for a message: its type first, of all else the names alone.
+    """Describe a part of a content for an error message: its type, then the other members' names.
 
     >>> shape_of_part({"video": "a.mp4", "type": "input_video"})
     '{"type": "input_video", "video": …}'
@@ -307,7 +316,7 @@ def shape_of_part(given: Any) -> str:
 
 
 def shape_of(given: Any) -> str:
-    """What `given` is, for a message."""
+    """Describe the type of `given` for an error message."""
     if isinstance(given, float) and not math.isfinite(given):
         return "no finite number"
     return _SHAPES.get(type(given), f"a {type(given).__name__}")

@@ -1,7 +1,6 @@
-"""Plain JSON, read strictly: no key twice, no NaN, no number beyond a float's range, at most 100
-levels of nesting.
+"""Strict reading of plain JSON: no duplicate key, NaN or number beyond a float, at most 100 levels.
 
-    fields = read_json(raw)     # ValueError, whatever is wrong
+    fields = read_json(raw)     # any problem is a ValueError
 
 Not of the spine: it is a stricter `json.loads`.
 """
@@ -17,21 +16,21 @@ from typing import Any
 from .errors import printable
 
 MOST_LEVELS = 100
-"""Of nesting. Libraries give up at some hundreds, each at another depth."""
+"""Most levels of nesting. Libraries fail at some hundreds, each at another depth."""
 _MOST_OF_PATH = 60
 MOST_DIGITS = 300
 """Most digits of a whole number: a float ends at 1e308."""
 _DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 _BAD_ESCAPE = re.compile(r"\\u(?:0000|[dD][89a-fA-F])")
-"""Alone can say a NUL character, or half of a pair of surrogates."""
+"""Finds the escapes that can produce a NUL character or half a surrogate pair."""
 _BAD_CHARACTER = re.compile("[\0\ud800-\udfff]")
 
 
 def read_json(raw: bytes | str) -> Any:
-    """What JSON text holds. ValueError says what is wrong with it."""
+    """Parse JSON text. Raises ValueError that says what is wrong with it."""
     text = raw if isinstance(raw, str) else raw.decode(json.detect_encoding(raw), "surrogatepass")
     zeros = text.encode(errors="surrogatepass").translate(_DIGITS_AS_ZEROS)
-    has_long_number = b"0" * (MOST_DIGITS + 1) in zeros  # looked for since a hook is slow
+    has_long_number = b"0" * (MOST_DIGITS + 1) in zeros  # a search, since a parse hook is slow
     try:
         content = json.loads(
             text,
@@ -48,8 +47,10 @@ def read_json(raw: bytes | str) -> Any:
 
 
 def read_clean_json(text: str) -> Any:
-    """As `read_json`, of what goes to templates and tables. ValueError also for a NUL or a lone
-    surrogate in one of its texts."""
+    """Parse JSON for templates and tables.
+
+    Like `read_json`, but raises ValueError also for a NUL or a lone surrogate in a text.
+    """
     content = read_json(text)
     problem = problem_of(content) if _BAD_ESCAPE.search(text) else ""
     if problem:
@@ -61,7 +62,7 @@ TOO_DEEP = f"it is nested more than {MOST_LEVELS} levels deep"
 
 
 def is_too_deep(content: Any) -> bool:
-    """Whether lists and objects in it hold one another on more than `MOST_LEVELS` levels."""
+    """Return True if lists and objects are nested more than `MOST_LEVELS` deep."""
     containers = [content]
     for _ in range(MOST_LEVELS):
         containers = [
@@ -77,12 +78,15 @@ def is_too_deep(content: Any) -> bool:
 
 
 def problem_of(content: Any, *, bits: int = 0, with_texts: bool = True) -> str:
-    """The first text, number or depth in plain Python content that `read_json`, or what takes its
-    texts, would refuse, and where; empty if there is none. Types are not looked at.
+    """Describe the first problem in plain Python content, and its place; empty if there is none.
+
+    A problem is a text, number or depth that `read_json`, or a consumer of its texts, would refuse.
+    Types are not checked.
 
     Args:
-        bits: Most bits of a whole number, with its sign; 0: `MOST_DIGITS` digits.
-        with_texts: Whether texts are looked at. JSON has escapes for what they may not hold.
+        bits: most bits of a whole number, including its sign. 0: at most `MOST_DIGITS` digits.
+        with_texts: if true, texts are checked. JSON can escape the characters that they may not
+            hold.
     """
     waiting = [("", content, 0)]
     while waiting:
@@ -110,7 +114,7 @@ def problem_of(content: Any, *, bits: int = 0, with_texts: bool = True) -> str:
 
 
 def bad_text(text: str) -> str:
-    """What keeps `text` from being rendered: NUL or a lone surrogate. Empty when nothing does."""
+    """Return why `text` cannot be rendered (NUL or a lone surrogate), or an empty string."""
     match = _BAD_CHARACTER.search(text)
     if match is None:
         return ""
@@ -119,8 +123,7 @@ def bad_text(text: str) -> str:
 
 
 def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An `object_pairs_hook` for JSON that refuses an object with the same key twice.
-    ValueError."""
+    """Refuse JSON objects with a duplicate key, as `object_pairs_hook`. Raises ValueError."""
     data = dict(pairs)
     if len(data) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -130,7 +133,7 @@ def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def no_constant(name: str) -> float:
-    """A `parse_constant` for JSON that refuses NaN and Infinity. ValueError."""
+    """Refuse NaN and Infinity, as `parse_constant` for JSON. Raises ValueError."""
     raise ValueError(f"{name} is not JSON")
 
 
@@ -142,7 +145,7 @@ def _integer(text: str) -> int:
 
 
 def finite_float(text: str) -> float:
-    """A `parse_float` for JSON that refuses a number beyond floats, such as 1e400. ValueError."""
+    """Refuse numbers beyond floats, such as 1e400, as `parse_float` for JSON. Raises ValueError."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text[:20]} is more than a float holds")
@@ -150,8 +153,10 @@ def finite_float(text: str) -> float:
 
 
 def flatten(node: Any, path: str = "") -> dict[str, Any]:
-    """Return the leaves of `node` by their dotted path. Objects in a list are named by their role
-    if they have one, else by their place."""
+    """Return the leaves of `node` by their dotted path.
+
+    Objects in a list are named by their role if they have unique ones, else by their position.
+    """
     if isinstance(node, list) and node and all(isinstance(entry, dict) for entry in node):
         by_role = {str(entry.get("role", place)): entry for place, entry in enumerate(node)}
         node = by_role if len(by_role) == len(node) else dict(enumerate(node))

@@ -1,40 +1,40 @@
-"""prompts/1, prompts/2: what the model is asked, rendered to ids once, before any GPU.
+"""prompts/1, prompts/2: the model's prompts, rendered to ids once, before any GPU is used.
 
 | column | type | meaning |
 |---|---|---|
 | group_id | string | the prompt; all rollouts of one prompt are a group |
-| messages | list<struct<role, content>>, null | the chat that the template was given, if one was |
+| messages | list<struct<role, content>>, null | the chat given to the template, if any |
 | prompt_text | string | the rendered text, for people |
-| prompt_ids | list<int32> | what the engine gets; exactly one BOS where the model has one |
+| prompt_ids | list<int32> | input of the engine; exactly one BOS if the model has one |
 | columns | struct | the user's own columns; rewards get their values by name (`cells.py`) |
 
     {"group_id": "sum-0017", "messages": [{"role": "user", "content": "3 + four?"}], "prompt_text":
     "<|im_start|>user…",
      "prompt_ids": [1, 4093, …], "columns": {"answer": 7}}
 
-`messages` begin with the recipe's system message, end with what an environment says at the start,
-and lack a last message of the assistant, which the policy continues.
+`messages` begin with the recipe's system message and end with an environment's opening message. A
+last message of the assistant is left out, and the policy continues it.
 
 prompts/2 are written if chats have more than roles and contents, rows show pictures, the template
-is given tools, or an environment answers. Messages have four fields more, strings or null:
-`tool_calls` (JSON), an assistant's thinking as `reasoning_content`, and of what a tool answered
-`tool_call_id` and the tool's `name`. There are three columns more:
+gets tools, or an environment answers. Messages then have four more fields, strings or null:
+`tool_calls` (JSON), an assistant's thinking as `reasoning_content`, and for a tool's answer
+`tool_call_id` and the tool's `name`. There are three more columns:
 
 | column | type | meaning |
 |---|---|---|
-| tools | string, null | JSON of the tools that the template was given |
+| tools | string, null | JSON of the tools given to the template |
 | images | list<struct<bytes, path>>, null | a prompt's pictures, as `datasets.Image` stores them |
-| image_spans | list<struct<start, length>>, null | where their ids stand in `prompt_ids` |
+| image_spans | list<struct<start, length>>, null | positions of their ids in `prompt_ids` |
 
-Where an environment answers, `columns` have one text more, with which it must begin again:
-`quiver_opening`, JSON of the messages that it began with.
+If an environment answers, `columns` have one more text, `quiver_opening`: JSON of the environment's
+opening messages. It must open the same way again.
 
-A prompt may be the beginning of a saved episode, up to a turn that is to be sampled anew. Its
-`columns` then have two texts more, by which the environment is brought to that place:
+A prompt may be the beginning of a saved episode, up to a turn that is to be sampled again. Its
+`columns` then have two more texts, from which the environment is brought to that state:
 
 | in `columns` | meaning |
 |---|---|
-| quiver_turns | JSON of the turns that it had answered, and of what it said |
+| quiver_turns | JSON of the turns that it had answered, and of its answers |
 | quiver_group | the group_id of the episode, which gives the environment's seed |
 
 A turn of `quiver_turns` is {text, calls: [{name, arguments}], observation, cut, reward}; `cut`
@@ -61,7 +61,7 @@ PLAYED_TURNS = "quiver_turns"
 PLAYED_GROUP = "quiver_group"
 OPENING = "quiver_opening"
 OURS = (PLAYED_TURNS, PLAYED_GROUP, OPENING)
-"""Columns that are not the user's."""
+"""Columns that Quiver adds to the user's."""
 _MORE = [pa.field(name, pa.string()) for name in outside.MORE]
 MESSAGES_WITH_MORE = pa.list_(
     fields.required("item", pa.struct([fields.ROLE, fields.CONTENT, *_MORE]))
@@ -81,8 +81,11 @@ SCHEMAS = fields.by_name(SCHEMA, BEYOND_TEXT)
 
 
 def check(table: pa.Table) -> pa.Schema:
-    """The schema that `table` is of: unique group ids, prompts that are not empty and hold no
-    negative id. SchemaError."""
+    """Return the schema of `table`.
+
+    Raises SchemaError unless group ids are unique and prompts are not empty and hold no negative
+    id.
+    """
     schema = BEYOND_TEXT if "tools" in table.column_names else SCHEMA
     fields.compare(table, schema, unique="group_id")
     fields.require_ids(table, schema, "prompt_ids")
@@ -90,7 +93,7 @@ def check(table: pa.Table) -> pa.Schema:
 
 
 def most_images(table: pa.Table) -> int:
-    """Of one prompt; 0 where none shows any, or `table` has no such column."""
+    """Return the most pictures of one prompt; 0 if none shows any or there is no such column."""
     if "images" not in table.column_names:
         return 0
     return pc.max(pc.list_value_length(table["images"])).as_py() or 0

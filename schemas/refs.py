@@ -1,14 +1,14 @@
 """References: `run/kind@version`, the only thing that travels between tasks.
 
 A version is a number, `latest`, or a tag. Inside a recipe the run may be left out: `policy@3`.
-Names are checked here, once, so that no name can leave the store's folder.
+Names are checked only here, so that no name can lead out of the store's folder.
 
 >>> parse("arith/rollouts@3")
 Ref(run='arith', kind='rollouts', version=3)
 >>> str(parse("policy@latest", run="arith"))
 'arith/policy@latest'
 
-Not of the spine: a reference says by itself what it is, `run/kind@version`.
+Not of the spine: the form of a reference explains itself, `run/kind@version`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ KINDS = (
 )
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _NUMBER = re.compile(r"[0-9]{1,12}")
-"""Of a version."""
+"""The number of a version."""
 
 
 def check_name(name: str, what: str = "name") -> str:
-    """`name` if it may be a run or a tag; ConfigError otherwise."""
+    """Return `name` if it may name a run or a tag. Raises ConfigError otherwise."""
     if not isinstance(name, str) or not NAME.fullmatch(name) or ".." in name:
         raise ConfigError(
             f"{what} {printable(repr(name))}",
@@ -61,13 +61,15 @@ class Ref(NamedTuple):
 
 
 def version_name(number: int) -> str:
-    """The name of a version's folder: `v000003`."""
+    """Return the name of a version's folder: `v000003`."""
     return f"v{number:06d}"
 
 
 def parse(text: str | Ref, run: str | None = None) -> Ref:
-    """`run/kind@version`, or `kind@version` where `run` is given. ConfigError says what is
-    wrong."""
+    """Parse `run/kind@version`, or `kind@version` if `run` is given.
+
+    Raises ConfigError that says what is wrong.
+    """
     if isinstance(text, Ref):
         return text
     head, at, version = str(text).rpartition("@")
@@ -94,7 +96,7 @@ def parse(text: str | Ref, run: str | None = None) -> Ref:
 
 
 def as_version(text: str) -> Ref | None:
-    """The version that a manifest names as a source; None for a hub's id or a folder.
+    """Parse a source named in a manifest; None for a hub's id or a folder.
 
     >>> as_version("arith/policy@3").version, as_version("somebody/reward-model")
     (3, None)

@@ -1,21 +1,21 @@
-"""rewards/1, rewards/2: what each rollout is worth. Null is "not scored", never 0.
+"""rewards/1, rewards/2: the reward of each rollout. Null means "not scored", never 0.
 
 | column | type | meaning |
 |---|---|---|
 | rollout_id, group_id | string | joined by id, never by position |
 | reward | float32, null | weighted, clipped sum; null: a part failed or none applied |
-| parts | struct<float32, null> | a field a function, before its weight; null = none |
-| errors | struct<string, null> | one field a reward function: why it failed; null = it did not |
-| extra | struct<string, null> | JSON text of what a function gave beside the number |
+| parts | struct<float32, null> | one field per function, before its weight; null = none |
+| errors | struct<string, null> | one field per function: why it failed; null = it did not |
+| extra | struct<string, null> | JSON text of what a function returned beside the number |
 
     {"rollout_id": "4be1c0de-sum-0017-2", "group_id": "sum-0017", "reward": 1.2,
      "parts": {"accuracy": 1.0, "format": 1.0}, "errors": {"accuracy": null, "format": null}}
 
-rewards/2 say too which turn earned what, in one column more:
+rewards/2 also give each turn's reward, in one more column:
 
 | column | type | meaning |
 |---|---|---|
-| turn_rewards | list<float32>, null | one a turn, which add up to `reward`; null: not scored |
+| turn_rewards | list<float32>, null | one per turn, which add up to `reward`; null: not scored |
 """
 
 import math
@@ -44,8 +44,13 @@ SCHEMAS = fields.by_name(SCHEMA, OF_TURNS)
 def schema_for(
     functions: list[str], extras: list[str] | tuple[str, ...] = (), *, of_turns: bool = False
 ) -> pa.Schema:
-    """The schema of a rewards table with one part and one error for each function's name, and
-    `extra` for `extras`, if any; `of_turns`: with `turn_rewards`."""
+    """Return the schema of a rewards table for these functions.
+
+    Args:
+        functions: names of the reward functions; each has a part and an error.
+        extras: names of functions with an `extra`; if empty, the column is left out.
+        of_turns: if true, the table has `turn_rewards`.
+    """
     made = fields.with_struct(
         OF_TURNS if of_turns else SCHEMA,
         parts=pa.struct(dict.fromkeys(functions, pa.float32())),
@@ -56,14 +61,16 @@ def schema_for(
 
 
 def names_of(table: pa.Table, column: str = "parts") -> list[str]:
-    """The functions' names in a struct column of a rewards table, in order; none where there is no
-    such column."""
+    """Return the functions' names in a struct column, in order; empty without the column."""
     return table.schema.field(column).type.names if column in table.column_names else []
 
 
 def check(table: pa.Table) -> pa.Schema:
-    """The schema that `table` is of: unique ids, finite rewards, parts and errors of the same
-    functions, rewards of turns that add up. SchemaError."""
+    """Return the schema of `table`.
+
+    Raises SchemaError unless ids are unique, rewards finite, parts and errors from the same
+    functions, and turn rewards add up.
+    """
     of_turns = "turn_rewards" in table.column_names
     schema = OF_TURNS if of_turns else SCHEMA
     has_extra = "extra" in table.column_names
@@ -91,7 +98,7 @@ def check(table: pa.Table) -> pa.Schema:
 
 
 def _check_sums(table: pa.Table) -> None:
-    """SchemaError unless the turns' rewards of each scored rollout add up to its own."""
+    """Raise SchemaError unless the turn rewards of each scored rollout add up to its reward."""
     for row, (reward, turns) in enumerate(
         zip(table["reward"].to_pylist(), table["turn_rewards"].to_pylist(), strict=True)
     ):

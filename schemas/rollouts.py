@@ -1,51 +1,51 @@
-"""rollouts/1, /2 and /3: what the policy answered, token by token, with the probability it had when
-it was sampled.
+"""rollouts/1, /2 and /3: the policy's answers, token by token, with their sampling probabilities.
 
 | column | type | meaning |
 |---|---|---|
-| rollout_id | string | unique, the same for the same work done again |
-| group_id, sample_index | string, int32 | the prompt, and which of its samples |
+| rollout_id | string | unique; the same if the same work is done again |
+| group_id, sample_index | string, int32 | the prompt, and the number of the sample |
 | prompt_ids, completion_ids | list<int32> | as the engine saw and sampled them; the end token too |
-| old_logprobs | list<float32> | of each completion id, in the distribution it was sampled from |
+| old_logprobs | list<float32> | one per completion id, in the distribution it was sampled from |
 | finish_reason | string | stop, length or abort |
-| stop_reason | string, null | the stop id or text, where the engine names one |
+| stop_reason | string, null | the stop id or text, if the engine names one |
 | completion_text | string | for people and rewards only; never tokenised again for the policy |
 | temperature | float32 | the logits were divided by it |
-| seed | int64 | of this row |
+| seed | int64 | the row's seed |
 
     {"rollout_id": "4be1c0de-sum-0017-2", "group_id": "sum-0017", "sample_index": 2,
     "completion_ids": [45, 2],
      "old_logprobs": [-0.31, -0.02], "finish_reason": "stop", "completion_text": "7", "temperature":
      1.0, …}
 
-rollouts/2 are episodes of several turns. `completion_ids` and `old_logprobs` are the sampled ids of
-all turns, one after another, and nothing else; `finish_reason`, `stop_reason` and `completion_text`
-are of the last turn. Two columns more:
+rollouts/2 are episodes of several turns. `completion_ids` and `old_logprobs` hold only the sampled
+ids of all turns, one after another. `finish_reason`, `stop_reason` and `completion_text` are from
+the last turn. There are two more columns:
 
 | column | type | meaning |
 |---|---|---|
-| turns | list<struct> | at least one; what stood between the sampled ids |
+| turns | list<struct> | at least one; the ids read between the sampled ids |
 | end_reason | string | why the episode ended: one of `END_REASONS` |
 
 | field of a turn | type | meaning |
 |---|---|---|
-| length | int32 | of `completion_ids` as many were sampled in this turn; they add up to all |
+| length | int32 | ids of `completion_ids` sampled in this turn; the lengths add up to all |
 | text | string | of these ids, for people and rewards; never tokenised again |
-| observation_ids | list<int32> | what the model reads after them; empty where it reads no more |
-| restart_ids | list<int32>, null | all that it reads before them: the history was rewritten |
-| finish_reason | string | as above, of this turn |
+| observation_ids | list<int32> | ids the model reads after them; empty if it reads no more |
+| restart_ids | list<int32>, null | all ids it reads before them, if the history was rewritten |
+| finish_reason | string | as above, for this turn |
 | tool_calls | string, null | JSON of the calls that were read from it |
 | parse_error | string, null | why none could be read |
-| observation | string | what the environment answered, for people and rewards |
-| reward | float32, null | of this turn; null: the environment gave none |
-| info | string, null | JSON of what it told beside |
-| seconds | float32 | that it took |
+| observation | string | the environment's answer, for people and rewards |
+| reward | float32, null | reward of this turn; null: the environment gave none |
+| info | string, null | JSON of the environment's other information |
+| seconds | float32 | time that the environment took |
 
-The model read the prompt, then of each turn sampled ids and observation. With `restart_ids` a new
-sequence begins, of the same rollout and for the same reward; the observation before it is empty.
+The model reads the prompt, then for each turn the sampled ids and the observation. With
+`restart_ids` a new sequence begins, in the same rollout and for the same reward; the observation
+before it is empty.
 
-rollouts/3 are episodes in which the policy may be shown pictures by what answers it. One column
-more:
+rollouts/3 are episodes in which an environment or tool may show pictures to the policy. There is
+one more column:
 
 | column | type | meaning |
 |---|---|---|
@@ -53,8 +53,8 @@ more:
 
 | field of an image | type | meaning |
 |---|---|---|
-| turn | int32 | in whose `observation_ids`, from 0 |
-| start, length | int32 | where its ids stand there |
+| turn | int32 | the turn whose `observation_ids` contain it, from 0 |
+| start, length | int32 | position of its ids there |
 | bytes | binary | a PNG, JPEG or WebP |
 """
 
@@ -128,12 +128,15 @@ OF_PICTURES = fields.kind_schema(
 )
 SCHEMAS = fields.by_name(SCHEMA, OF_TURNS, OF_PICTURES)
 OF_EPISODES = tuple(map(fields.kind_of, (OF_TURNS, OF_PICTURES)))
-"""The names of those that have turns."""
+"""Names of the schemas that have turns."""
 
 
 def check(table: pa.Table) -> pa.Schema:
-    """The schema that `table` is of: unique ids, one finite logprob ≤ 0 a token, known finish
-    reasons, turns that add up. SchemaError."""
+    """Return the schema of `table`.
+
+    Raises SchemaError unless ids are unique, each token has one finite logprob ≤ 0, finish reasons
+    are known, and turns add up.
+    """
     has_turns = not {"turns", "end_reason"}.isdisjoint(table.column_names)
     schema = OF_TURNS if has_turns else SCHEMA
     if has_turns and "images" in table.column_names:
@@ -160,7 +163,7 @@ def check(table: pa.Table) -> pa.Schema:
 
 
 def _check_images(table: pa.Table) -> None:
-    """SchemaError unless each picture's ids stand in the observation of one of its row's turns."""
+    """Raise SchemaError unless each picture's ids are inside an observation of its own rollout."""
     for row, images in enumerate(table["images"]):
         if not images.is_valid:
             continue
@@ -177,7 +180,7 @@ def _check_images(table: pa.Table) -> None:
 
 
 def _check_turns(table: pa.Table) -> None:
-    """SchemaError unless each rollout's turns say where all of its sampled ids stood."""
+    """Raise SchemaError unless each rollout's turns account for all of its sampled ids."""
     counts = pc.cast(pc.list_value_length(table["turns"]), pa.int64())
     if pc.any(pc.equal(counts, 0)).as_py():
         row = pc.index(counts, 0).as_py()

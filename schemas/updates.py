@@ -1,23 +1,23 @@
-"""updates/1: one row an optimizer step.
+"""updates/1: one row per optimizer step.
 
 | column | unit | meaning |
 |---|---|---|
-| step, epoch, minibatch | | `step`: optimizer steps of the policy's life that came before |
-| loss, policy_loss, kl_loss | | as minimised; means as the aggregation says, over the step |
-| grad_norm | | before clipping; without a critic of its own trunk, unless it learns alone |
+| step, epoch, minibatch | | `step`: optimizer steps taken before in the policy's whole training |
+| loss, policy_loss, kl_loss | | as minimised; mean over the step, by the recipe's aggregation |
+| grad_norm | | before clipping; without a critic's separate trunk, unless it trains alone |
 | learning_rate | | of this step |
-| clip_fraction | share of tokens | the surrogate's clipped branch was the one taken |
+| clip_fraction | share of tokens | tokens for which the surrogate's clipped branch was taken |
 | approx_kl | nats a token | k3 estimate of KL(old ‖ current), mean over tokens |
 | ratio_max | | largest π_θ / π_old of a token |
 | entropy | nats a token | of the temperature-scaled distribution, mean over tokens |
 | value_loss | | the critic's part of the loss, before `value_coef`; null without a critic |
 | explained_variance | share | 1 − Var(returns − values) / Var(returns); null: equal returns |
 | tokens, prompt_tokens, rollouts, microbatches | count | tokens in the loss, … |
-| applied | | false: loss or gradient was not finite; left out, so the next has the same `step` |
+| applied | | false: loss or gradient not finite; not applied, so the next has the same `step` |
 | seconds | s | wall time of the step |
 
     {"step": 0, "epoch": 0, "minibatch": 0, "loss": 0.01, "grad_norm": 1.3, "tokens": 4096,
-    "applied": true, …}
+     "applied": true, …}
 """
 
 import pyarrow as pa
@@ -52,6 +52,6 @@ SCHEMAS = fields.by_name(SCHEMA)
 
 
 def check(table: pa.Table) -> pa.Schema:
-    """The schema of `table`; SchemaError unless it is updates/1."""
+    """Return the schema of `table`. Raises SchemaError unless it is updates/1."""
     fields.compare(table, SCHEMA)
     return SCHEMA

@@ -1,1 +1,1 @@
-"""What is done: one package a stage, each runs alone; no stage knows another, nor who runs it."""
+"""The stages: one package each, which runs alone and knows neither other stages nor its runner."""

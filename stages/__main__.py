@@ -1,16 +1,16 @@
 """One stage, one process: python -m quiver.stages [NAME] --call call.json --answer answer.json
 
-Where the call asks for several ranks this process starts them (`ranks`), each by the same command
-with `--rank`, and its answer is theirs.
+If the call asks for several ranks, this process starts them (`ranks`), each by the same command
+with `--rank`, and their answer is its answer.
 
-The process imports what the stage needs, if it is told its config beforehand, and waits for a line
-on stdin; then the call is there. The answer is one JSON object in a file, because libraries print
-on stdout as they like: {"ref", "cached", "rows", "seconds", "metrics"}, or {"error": {"code",
-"object", "message", "next"}}, with the version of Quiver.
+Given a config beforehand, the process imports the modules that the stage needs. Then it waits for a
+line on stdin, which means that the call is written. The answer is one JSON object in a file,
+because libraries print to stdout. It is {"ref", "cached", "rows", "seconds", "metrics"}, or
+{"error": {"code", "object", "message", "next"}}, with the version of Quiver.
 
-A call that says "stay" lets the process wait for another call in the same way, where its stage kept
-something for that (`staying`), or it was started without NAME: it then does what each call says, of
-whatever stage. The answer then says "stays".
+A call with "stay" lets the process wait for another call in the same way, if its stage kept
+something for it (`staying`), or if the process was started without NAME and so answers calls for
+any stage. The answer then has "stays".
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Run the stage; the exit code is the error's."""
+    """Run the stage; return its exit code, which is the error's."""
     parser = argparse.ArgumentParser(
         prog="python -m quiver.stages", description=__doc__.splitlines()[0]
     )
@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--answer", type=Path, required=True)
     parser.add_argument("--rank", action="store_true", help="one of several, as RANK says")
     arguments = parser.parse_args()
-    # at Python's own setting, walks over what imports made are a third of their time
+    # with Python's default, collecting the objects of imports takes a third of their time
     gc.set_threshold(100_000, 50, 100)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
@@ -56,7 +56,7 @@ def main() -> int:
     if arguments.rank:
         keeper.die_with_parent()
         answer_path = ranks.answer_of(arguments.answer, os.environ["RANK"])
-        if os.environ["RANK"] != "0":  # what rank 0 says goes for all
+        if os.environ["RANK"] != "0":  # rank 0's output is enough
             logging.getLogger("quiver.stages").setLevel(logging.ERROR)
         return serve(json.loads(arguments.call.read_text()), answer_path)
     if arguments.stage:
@@ -65,7 +65,8 @@ def main() -> int:
         staying.serve_all()
     code = 0
     try:
-        while sys.stdin.readline():  # else nobody needs it, or nobody needs it any more
+        # ends at EOF: the process is not needed any more
+        while sys.stdin.readline():
             call = json.loads(arguments.call.read_text())
             if ranks.needed(call["stage"], call["config"]) > 1:
                 command = [sys.executable, "-u", "-P", "-m", "quiver.stages", *sys.argv[1:]]
@@ -73,18 +74,19 @@ def main() -> int:
             code = serve(call, arguments.answer)
             if not staying.keeps():
                 break
-            print(flush=True)  # whoever waits for the answer reads what is printed
+            # wakes the caller, which reads the output while it waits for the answer
+            print(flush=True)
     except SystemExit as told:
         if not staying.keeps():
             raise
-        code = told.code  # asleep, and told to end: at once
+        code = told.code  # asleep, and asked to end: at once
     finally:
         staying.close()
     return code
 
 
 def serve(call: dict, answer_path: Path) -> int:
-    """Do what the call says, and write the answer to `answer_path`; the exit code."""
+    """Answer the call, write the answer to `answer_path`, and return the exit code."""
     staying.ask(call.pop("stay", False))
     answer, code = answer_call(call)
     if code or not staying.is_asked():
@@ -93,12 +95,13 @@ def serve(call: dict, answer_path: Path) -> int:
         answer["stays"] = True
     temporary = answer_path.with_suffix(".tmp")
     temporary.write_text(json.dumps({**answer, "quiver": quiver_version()}))
+    # a rename, so that the caller never reads half an answer
     temporary.replace(answer_path)
     return code
 
 
 def import_beforehand(name: str, hint: Path) -> None:
-    """Import what the stage needs for the config in the file `hint`, where there is one."""
+    """Import what the stage needs for the config in the file `hint`, if it exists."""
     stage = load(name)
     if not hint.exists() or not hasattr(stage, "prepare"):
         return
@@ -108,12 +111,12 @@ def import_beforehand(name: str, hint: Path) -> None:
             ranks.prepare()
         else:
             stage.prepare(parse(stage.Config, config, f"stage {name}"))
-    except Exception as error:  # the call meets it again, if there is one, and tells it as its own
+    except Exception as error:  # the call, if one comes, will meet and report it itself
         log.debug("%s could not prepare: %s", name, error)
 
 
 def answer_call(fields: dict) -> tuple[dict, int]:
-    """What to answer a call in plain JSON, and the exit code."""
+    """Answer a call in plain JSON. Returns the answer and the exit code."""
     try:
         return asdict(perform(Call.from_json(fields))), 0
     except Exception as error:
@@ -125,8 +128,10 @@ def answer_call(fields: dict) -> tuple[dict, int]:
 
 
 def leave(code: int) -> None:
-    """End the process now. All is written; taking a model and a million objects apart would take
-    seconds that somebody waits."""
+    """End the process at once.
+
+    All output is written, and freeing a model and a million objects would take seconds.
+    """
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

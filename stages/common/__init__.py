@@ -1,2 +1,1 @@
-"""What every stage stands on: config, store, files, checkpoints, models, ragged tensors, child
-processes."""
+"""Code shared by all stages: config, store, files, models, ragged tensors, child processes."""

@@ -1,9 +1,8 @@
-"""The base of every config: frozen, refuses unknown keys (naming the nearest), a docstring under
-each field.
+"""The base class of every config: frozen, strict about unknown keys, one docstring per field.
 
-A field that changes how fast or where the work runs, but not what comes out, is annotated
-`Runtime[...]`; it is left out of the run_key, so a rerun with another batch size is still "already
-done".
+An unknown key is refused with the nearest known name. A field that changes how fast or where the
+work runs, but not its result, is annotated `Runtime[...]`. It is left out of the run key, so a
+rerun with another batch size is still "already done".
 
 Not of the spine: a config reads like any pydantic model.
 """
@@ -30,19 +29,19 @@ from quiver.stages.common.threads import parse_python
 
 _RUNTIME = "runtime knob: not part of the run_key"
 _SURE = 0.8
-"""A misspelt key that is spelled more like one beside it than this means that one."""
+"""A misspelt key more similar than this to a key of the same section is taken for that key."""
 _T = TypeVar("_T")
 Runtime = Annotated[_T, _RUNTIME]
 
 
 def _without_truth(schema: Any) -> Any:
-    """A schema of pydantic's core in which no number takes true or false."""
+    """Return a copy of a pydantic core schema in which no number accepts true or false."""
     if isinstance(schema, list | tuple):
         return type(schema)(map(_without_truth, schema))
     if not isinstance(schema, dict):
         return schema
     if schema.get("type") == "function-before" and schema["function"]["function"] is _not_truth:
-        return schema  # of a section, which is seen to already
+        return schema  # a section, whose schema was changed already
     if schema.get("type") in ("int", "float"):
         return core_schema.no_info_before_validator_function(_not_truth, schema)
     kept = ("default", "metadata", "serialization")
@@ -63,8 +62,11 @@ class Config(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _is_plain(cls, fields: Any) -> Any:
-        """Values that go anywhere, such as a function's arguments, go into a manifest too. Whole
-        numbers go to libraries that hold 64 bits of them."""
+        """Refuse values that cannot be stored.
+
+        Free values, such as a function's arguments, are written to a manifest too, and whole
+        numbers go to libraries that hold 64 bits of them.
+        """
         problem = problem_of(fields, bits=64)
         if problem:
             raise ValueError(printable(problem))
@@ -72,12 +74,13 @@ class Config(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        # pydantic takes true as the number 1; strict types would refuse a list for a tuple too
+        # pydantic accepts true as the number 1; its strict types would also refuse a list for a
+        # tuple
         return _without_truth(handler(source))
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
-        # pydantic's use_attribute_docstrings reads the source of each class that is imported
+        # pydantic's use_attribute_docstrings would read the source of every imported class
         schema = handler(core_schema)
         properties = handler.resolve_ref_schema(schema).get("properties", {})
         for name, text in descriptions(cls).items():
@@ -86,7 +89,7 @@ class Config(BaseModel):
         return schema
 
     def key(self) -> dict[str, Any]:
-        """The resolved values that decide the outcome, as plain JSON: what enters the run_key."""
+        """Return the resolved values that decide the result, as plain JSON, for the run key."""
         fields = type(self).model_fields.items()
         knobs = {name for name, field in fields if _RUNTIME in field.metadata}
         dumped = self.model_dump(mode="json", exclude=knobs)
@@ -103,7 +106,7 @@ class Config(BaseModel):
 
 @cache
 def descriptions(cls: type[Config]) -> dict[str, str]:
-    """The docstring under each field, by the field's name."""
+    """Return the docstring under each field, by the field's name."""
     texts = {}
     for part in reversed(cls.__mro__):
         if not issubclass(part, Config) or part is Config:
@@ -117,7 +120,7 @@ def descriptions(cls: type[Config]) -> dict[str, str]:
 
 
 def without_folder(name: str) -> str:
-    """What a key says of a file, or of `file.py:function`, beside the hash of its bytes.
+    """Return a file name as the run key has it: without its folder, since the bytes are hashed.
 
     >>> without_folder("/srv/quiver/mine.py:score"), without_folder("rows.jsonl")
     ('mine.py:score', 'rows.jsonl')
@@ -126,24 +129,24 @@ def without_folder(name: str) -> str:
 
 
 class Key(NamedTuple):
-    """One key of a config, or of one below it."""
+    """One key of a config, or of a section below it."""
 
     path: str
-    """`sampling.temperature`; of a list of tables, that in one of them: `functions.use`."""
+    """`sampling.temperature`; for a list of tables, the key in one of them: `functions.use`."""
     field: FieldInfo
     owner: type[Config]
     """The class that has the field; `descriptions(owner)` holds its docstring."""
     section: type[Config] | None
-    """The class of the keys below it, where there are any."""
+    """The class of the keys below this key, if any."""
 
     @property
     def is_runtime(self) -> bool:
-        """Whether it is left out of the run_key."""
+        """True if the key is left out of the run key."""
         return _RUNTIME in self.field.metadata
 
 
 def keys_of(cls: type[Config], prefix: str = "") -> Iterator[Key]:
-    """Every key of a config and of those below it, in their order; `prefix` stands before each."""
+    """Yield every key of a config and its sections, in order, each path starting with `prefix`."""
     for name, field in cls.model_fields.items():
         section = _model_in(field.annotation)
         yield Key(prefix + name, field, cls, section)
@@ -159,9 +162,16 @@ def parse(
     is_section: bool = False,
     context: dict[str, Any] | None = None,
 ) -> _T:
-    """`data` as a `cls`; ConfigError says which field of `name` is wrong, what came, what is
-    allowed and what to do. Where `name` is a section of a recipe (`generate.options`), keys are
-    named as the recipe has them. `context`: for the validators of `cls`."""
+    """Parse `data` as a `cls`.
+
+    Args:
+        name: the name for error messages, such as a recipe's section (`generate.options`).
+        is_section: if true, `name` is a section, and keys are named with their full path.
+        context: for the validators of `cls`.
+
+    Raises:
+        ConfigError: says which field is wrong, what was given, what is allowed, and what to do.
+    """
     try:
         return cls.model_validate(data, context=context)
     except ValidationError as error:
@@ -191,7 +201,7 @@ def _explain(
         elif entry["type"] == "missing":
             problem = f"{path} is missing"
         elif isinstance(cause, ConfigError) and not path:
-            problem = cause.message  # names its keys itself
+            problem = cause.message  # it names its keys itself
             _, _, key = cause.next.partition("quiver keys ")
         else:
             message = cause.message if isinstance(cause, ConfigError) else entry["msg"]
@@ -200,7 +210,7 @@ def _explain(
                 problem = f"is one table, expected a list of them: write [[{key}]]"
             if entry["type"] != "value_error" or not isinstance(entry["input"], dict):
                 problem += f", got {printable(repr(entry['input']))}"
-            if path:  # the whole is named by the error itself
+            if path:  # the object of the error names the whole
                 problem = f"{path}: {problem}"
         problems.append(problem)
         keys_to_read.append(key)
@@ -211,18 +221,18 @@ def _explain(
 
 
 class _Place(NamedTuple):
-    """Where in a config something is wrong."""
+    """The position of a problem in a config."""
 
     path: str
-    """As the recipe has it, with the number of a table in a list: `reward.functions.0.use`."""
+    """Path as in the recipe, with the number of a table in a list: `reward.functions.0.use`."""
     names: list[str]
-    """Names of the keys on the way that there are."""
+    """Names of the known keys on the way."""
     section: type[BaseModel] | None
     """The class of the keys below the last of them."""
 
 
 def _place(cls: type[BaseModel], location: tuple[int | str, ...], prefix: list[str]) -> _Place:
-    """`location` as pydantic has it, without the types of a union that it names on the way."""
+    """Locate a pydantic `location`, leaving out the union types that it mentions on the way."""
     shown: list[str] = list(prefix)
     names = list(prefix)
     section: Any = cls
@@ -240,8 +250,11 @@ def _place(cls: type[BaseModel], location: tuple[int | str, ...], prefix: list[s
 
 
 def _similar_keys(cls: type[BaseModel], place: _Place, key: str, prefix: list[str]) -> list[str]:
-    """The paths of what an unknown key may mean: the key beside it whose initials it is (lr:
-    learning_rate) or that is spelled like it, or those that have its name in other sections."""
+    """Return the paths that an unknown key may stand for.
+
+    These are a key of the same section with these initials (lr: learning_rate) or with a similar
+    spelling, or keys of that name in other sections.
+    """
     all_paths = [".".join([*prefix, entry.path]) for entry in keys_of(cls)]
     meant = KEYS.get(key, "")
     # the keys of an engine's options are known by the section alone
@@ -262,7 +275,7 @@ def _similar_keys(cls: type[BaseModel], place: _Place, key: str, prefix: list[st
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """`annotation` itself, or what it is a list, a table or a choice of."""
+    """Return the model in `annotation`, which may be a list, table or union of it."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(_model_in, get_args(annotation))), None)

@@ -1,4 +1,4 @@
-"""How episodes of several turns went, in numbers.
+"""Statistics of episodes with several turns.
 
 measure(store.open("guess/rollouts@1").table(["turns", "end_reason"]))["mean_turns"]
 """
@@ -18,20 +18,20 @@ from quiver.schemas.manifest import Manifest
 from quiver.schemas.plain import read_json
 
 FAILURES = ("timeout", "environment_error")
-"""End reasons of episodes that failed: nothing is known of their rewards."""
+"""End reasons of failed episodes; their rewards are unknown."""
 FAILURE_INFO = "quiver_failure"
-"""In the info of a turn: why the environment did not answer it."""
+"""Key in a turn's info: why the environment did not answer it."""
 CUT_INFO = "quiver_cut_characters"
-"""The same: how many characters of the observation were cut."""
+"""Key in a turn's info: how many characters of the observation were cut."""
 LIMITS = ("max_turns", "max_tokens", "context", "max_tool_calls", "max_images")
-"""End reasons of episodes that would have gone on."""
+"""End reasons of episodes that a limit ended."""
 COUNTS = ("turns", "tool_calls", "parse_errors", "observation_tokens")
-"""What is counted of each episode."""
+"""Quantities counted for each episode."""
 _LATE_KEY = re.compile(r"generate\.turns\.(step_seconds|episode_seconds)")
 
 
 def first_failure(rollouts: pa.Table) -> str | None:
-    """Why the first episode of rollouts/2 that failed did; None where none failed, or none says."""
+    """Return why the first failed episode of rollouts/2 failed, or None if unknown."""
     failed = pc.is_in(rollouts["end_reason"], value_set=pa.array(FAILURES))
     for turns in rollouts["turns"].filter(failed).slice(0, 1).to_pylist():
         return (read_json(turns[-1]["info"] or "null") or {}).get(FAILURE_INFO)
@@ -39,8 +39,11 @@ def first_failure(rollouts: pa.Table) -> str | None:
 
 
 def way_to_end(rollouts: Manifest, longest: int | None = None) -> str:
-    """Return what lets the completions of a version end that its token limit cut. `longest`: the
-    most ids that an episode has which `max_tokens` ended; None: there are no episodes."""
+    """Return the advice for completions of a version that were cut by its token limit.
+
+    Args:
+        longest: most ids in an episode that `max_tokens` ended. None: there are no episodes.
+    """
     end = rollouts.metrics.get("unknown_end")
     if isinstance(end, dict):
         return (
@@ -52,14 +55,16 @@ def way_to_end(rollouts: Manifest, longest: int | None = None) -> str:
     most = rollouts.config_section("turns").get("max_tokens")
     if longest is not None and isinstance(most, int) and longest >= most:
         return "raise generate.turns.max_tokens"
-    return "raise generate.sampling.max_tokens"  # of one turn, where there are several
+    return "raise generate.sampling.max_tokens"  # it limits one turn, if there are several
 
 
 def measure(rollouts: pa.Table) -> dict[str, Any]:
-    """The numbers of rollouts/2. Means are of an episode, `parse_error_share` is of all turns,
-    `max_observation_tokens` and `max_seconds` of a turn, `timeouts` by the key of
-    [generate.turns] that was too low, `max_limited_tokens` the most ids that an episode which ended
-    by max_tokens had sampled. None: there is nothing to count."""
+    """Return the statistics of rollouts/2; None in place of a number if there is nothing to count.
+
+    Means are per episode. `parse_error_share` is a share of all turns. `max_observation_tokens` and
+    `max_seconds` are maxima over turns. `timeouts` counts by the key of [generate.turns] that was
+    too low. `max_limited_tokens` is the most ids sampled in an episode that max_tokens ended.
+    """
     counts = counts_of(rollouts["turns"])
     turns = pc.list_flatten(rollouts["turns"])
     num_turns = len(turns)
@@ -95,7 +100,7 @@ def measure(rollouts: pa.Table) -> dict[str, Any]:
 
 
 def counts_of(column: pa.ChunkedArray) -> dict[str, np.ndarray]:
-    """[rollouts] int64 each: `COUNTS`, of a column of turns."""
+    """Return the `COUNTS` of each rollout from a column of turns: [rollouts] int64 each."""
     lengths = pc.list_value_length(column).to_numpy().astype(np.int64)
     turns = pc.list_flatten(column)
     texts = pc.struct_field(turns, "tool_calls").to_pylist()
@@ -112,15 +117,17 @@ def counts_of(column: pa.ChunkedArray) -> dict[str, np.ndarray]:
 
 
 def sum_of_each(numbers: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[rollouts] int64: the sum over the turns of each, of `numbers` [turns]."""
+    """Sum `numbers` [turns] over the turns of each rollout: [rollouts] int64."""
     sums = np.append(0, np.cumsum(numbers, dtype=np.int64))
     ends = np.cumsum(lengths)
     return sums[ends] - sums[ends - lengths]
 
 
 def read_calls(text: str | None) -> list[Any]:
-    """The tool calls of a turn, `{name, arguments}` each as its JSON has them; what is no list, or
-    no JSON, is one entry."""
+    """Return the tool calls of a turn, each `{name, arguments}` as in its JSON.
+
+    Text that is not JSON, or not a list, counts as one entry.
+    """
     if text is None:
         return []
     try:
@@ -131,7 +138,7 @@ def read_calls(text: str | None) -> list[Any]:
 
 
 def _late_keys(rollouts: pa.Table) -> dict[str, int]:
-    """How many episodes ended by each time limit, by its key: the last turn of each says which."""
+    """Count the episodes that each time limit ended, by its key; the last turn names the key."""
     infos = pc.struct_field(pc.list_flatten(rollouts["turns"]), "info")
     ends = pc.cumulative_sum(pc.cast(pc.list_value_length(rollouts["turns"]), pa.int64()))
     is_late = pc.equal(rollouts["end_reason"], "timeout")

@@ -1,4 +1,4 @@
-"""Strict JSON lines of a user's file. What is wrong is named by file and line.
+"""Strict JSON lines from a user's file. Errors name the file and the line.
 
 for line, row in json_rows(Path("rows.jsonl")):
     ...
@@ -17,14 +17,14 @@ from quiver.schemas.plain import read_clean_json
 
 
 def bad_source(place: object, message: str) -> ConfigError:
-    """The error for a source, or a line or row of it."""
+    """Build the error for a source, or for a line or row in it."""
     return ConfigError(
         f"source {printable(place)}", message, next="correct the source and run again"
     )
 
 
 def unit_of(path: Path) -> str:
-    """What `json_rows` counts in a file: "item" if it holds one array, else "line"."""
+    """Return the unit that `json_rows` counts: "item" if the file holds one array, else "line"."""
     with open(path, "rb") as file:
         beginning = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
         while not beginning and (chunk := file.read(1 << 16)):
@@ -33,7 +33,7 @@ def unit_of(path: Path) -> str:
 
 
 def json_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """(number, row): of JSON lines, or of the items of one array (`unit_of`)."""
+    """Yield (number, row) for JSON lines, or for the items of one array (see `unit_of`)."""
     if unit_of(path) == "item":
         yield from enumerate(parse_line(path.read_bytes(), f"{path}"), 1)
         return
@@ -61,7 +61,7 @@ def _is_object(text: bytes) -> bool:
 
 
 def parse_line(raw: bytes, place: str) -> Any:
-    """Strict JSON in UTF-8 (`read_clean_json`). ConfigError names `place`."""
+    """Parse strict JSON in UTF-8 (see `read_clean_json`). Raises ConfigError that names `place`."""
     try:
         return read_clean_json(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:

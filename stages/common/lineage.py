@@ -1,4 +1,4 @@
-"""What a version was made of, opened, and held to the hash that its manifest names."""
+"""Open a version's inputs, and check that they have the hash that its manifest names."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from quiver.stages.common.store import Store, Version
 
 
 def open_input(store: Store, version: Version, role: str) -> Version:
-    """The version that `version` names as its input `role`. LineageError where it names none, or
-    that is not there, or is another, or of another kind than the role is called."""
+    """Return the version that `version` names as its input `role`.
+
+    Raises LineageError if it names none, or if the input is missing, has other content, or has
+    another kind than its role.
+    """
     entry = version.manifest.require_input(role)
     source = store.open(entry.ref)
     if role in KINDS and source.ref.kind != role:

@@ -1,7 +1,8 @@
-"""Keys of a recipe by what TRL, verl and peft call them, for people who type those names; and the
-columns that their trainers read, for rows that were made for them.
+"""Names from other trainers: their words for recipe keys, and the data columns that they read.
 
-Not of the spine: only errors, warnings and `quiver keys` ask.
+Helps users who type keys of TRL, verl or peft, or bring rows made for these.
+
+Not of the spine: only errors, warnings and `quiver keys` use it.
 """
 
 KEYS = {
@@ -69,9 +70,12 @@ KEYS = {
     "vllm_importance_sampling_correction": "logprobs.prox",
     "vllm_tensor_parallel_size": "generate.options.tensor_parallel_size",
 }
-"""As the table in deployments/docs/coming-from.md has them, but for names that are keys here."""
+"""Recipe keys by their names elsewhere.
+
+Same as the table in deployments/docs/coming-from.md, without names that are recipe keys themselves.
+"""
 IN_SECTIONS = {"model.path": "policy.model", "rollout.name": "generate.engine"}
-"""The same of names that mean something else without verl's section."""
+"""The same for names that mean something else without verl's section."""
 
 COLUMNS = {
     "messages": 'set data.messages = "messages" instead',
@@ -90,4 +94,4 @@ COLUMNS = {
     "chosen": "answers are sampled, so prompts do not show it; a reward may read it",
     "rejected": "answers are sampled, so prompts do not show it; a reward may read it",
 }
-"""Columns that prompts are made of elsewhere: what to do about each if it is not used here."""
+"""Advice for columns that other trainers read, if a recipe does not use them."""

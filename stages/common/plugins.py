@@ -1,15 +1,15 @@
-"""Code that a recipe names: `module:function` or `file.py:function`, with a hash of its source.
+"""User code named in a recipe, `module:function` or `file.py:function`, with a hash of its source.
 
 Only a recipe may name code; a path is never taken from data. The hash covers the file and the files
 of its own folder that its import statements name (`import helper`, `from .helper import x`, `from
-package.helper import x`), these name, and so on, with the folder's `__init__.py`. Other folders,
-installed packages and names that are computed are not covered.
+package.helper import x`), the files that these import, and so on, with the folder's `__init__.py`.
+It does not cover other folders, installed packages, or module names computed at run time.
 
     path = locate("rewards/mine.py:politeness", "reward.functions[0].use")     # runs nothing
     fingerprint(path)
     function, sha256 = load("rewards/mine.py:politeness", "reward.functions[0].use")
 
-Not of the spine: to those who call it, a plugin is a function and a hash.
+Not of the spine: to its callers, a plugin is a function and a hash.
 """
 
 from __future__ import annotations
@@ -46,9 +46,13 @@ _hash_when_imported: dict[Path, str] = {}
 
 
 def load(name: str, field: str, kind: type = Callable) -> tuple[Any, str]:
-    """The function (or the object of class `kind`) that `name` points at, and its `fingerprint`.
+    """Import the function, or the object of class `kind`, that `name` points at.
 
-    ConfigError names `field`.
+    Returns:
+        The object, and the `fingerprint` of its file.
+
+    Raises:
+        ConfigError: about `field`; the object is missing or cannot be imported.
     """
     kind_name = "function" if kind is Callable else kind.__name__
     path = locate(name, field, kind_name)
@@ -73,9 +77,9 @@ def load(name: str, field: str, kind: type = Callable) -> tuple[Any, str]:
 
 
 def locate(name: str, field: str, kind_name: str = "function") -> Path:
-    """The source file of `file.py:function` or `module:function`. No code of a user's runs.
+    """Return the source file of `file.py:function` or `module:function`. Runs no user code.
 
-    ConfigError names `field`.
+    Raises ConfigError about `field`.
     """
     holder, _, attribute = name.rpartition(":")
     is_name = holder.endswith(".py") or all(holder.split("."))
@@ -85,7 +89,7 @@ def locate(name: str, field: str, kind_name: str = "function") -> Path:
             f"expected module:{kind_name} or file.py:{kind_name}",
             next=f"correct {field}",
         )
-    if os.getcwd() not in sys.path:  # `python -m` puts it there, a console script does not
+    if os.getcwd() not in sys.path:  # `python -m` adds it, a console script does not
         sys.path.append(os.getcwd())
     if holder.endswith(".py"):
         path = Path(os.path.expanduser(holder)).absolute()
@@ -109,11 +113,13 @@ def locate(name: str, field: str, kind_name: str = "function") -> Path:
 def definition(
     name: str, field: str, kind_name: str = "function"
 ) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """The `def` that `name` points at, read and not run; None where the file makes it otherwise, as
-    a class is.
+    """Return the `def` that `name` points at, by parsing the file, not running it.
 
-    ConfigError where the file is not there, is no Python, or surely has nothing of that name: no
-    statement at its top binds it, and none imports names that are not written down.
+    Returns None if the file defines it in another way, such as a class.
+
+    Raises:
+        ConfigError: the file is missing or is not Python, or certainly does not define the name:
+            it neither binds the name nor imports or computes names that are not written down.
     """
     path = locate(name, field, kind_name)
     holder, _, attribute = name.rpartition(":")
@@ -150,8 +156,7 @@ def definition(
 
 
 def fingerprint(path: Path) -> str:
-    """sha256 of the source file `path`; with those of the files beside it that it imports, if
-    any."""
+    """Return the sha256 of the source file `path`, including files beside it that it imports."""
     hashes = _hashes(path)
     if len(hashes) == 1:
         return hashes[path]
@@ -159,11 +164,11 @@ def fingerprint(path: Path) -> str:
     return hashlib.sha256(json.dumps(names, sort_keys=True).encode()).hexdigest()
 
 
-# -- where a module is
+# -- finding a module
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
-    """The spec of module `name`; unlike importlib's own, found without importing its packages."""
+    """Find the spec of module `name`, without importing its packages as importlib does."""
     top, *submodules = name.split(".")
     if top == "quiver":  # our packages may be imported: they hold nothing but docstrings
         with suppress(ModuleNotFoundError):
@@ -186,11 +191,11 @@ def _is_ours(path: Path) -> bool:
     return any(path.resolve().is_relative_to(folder) for folder in _OUR_FOLDERS)
 
 
-# -- what a file imports
+# -- imports of a file
 
 
 def _hashes(path: Path) -> dict[Path, str]:
-    """sha256 of `path`, and of the files beside it that it imports, they import, and so on."""
+    """Return the sha256 of `path` and of the files beside it that it imports, recursively."""
     sources = [path]
     for source in sources:  # grows on the way
         beside = {source.with_name(f"{name}.py") for name in _imported(source)}
@@ -199,12 +204,12 @@ def _hashes(path: Path) -> dict[Path, str]:
 
 
 def _imported(path: Path) -> Iterator[str]:
-    """Names in the import statements of `path`, each of which may be a file beside it."""
+    """Yield names in the import statements of `path`; each may be a file beside it."""
     if path.suffix != ".py" or _is_library(path):
         return
     try:
         tree = parse_python(path.read_bytes())
-    except (SyntaxError, ValueError, RecursionError):  # importing it will tell
+    except (SyntaxError, ValueError, RecursionError):  # importing it will raise the error
         return
     yield "__init__"
     for node in ast.walk(tree):
@@ -222,7 +227,7 @@ def _is_library(path: Path) -> bool:
 
 
 def _project(path: Path) -> Path:
-    """The folder from which the packages that `path` lies in are imported."""
+    """Return the folder from which the packages that contain `path` are imported."""
     project = path.parent
     while (project / "__init__.py").is_file():
         project = project.parent
@@ -233,27 +238,32 @@ def _project(path: Path) -> Path:
 
 
 def _module_name(path: Path) -> str:
-    """A name below this module, which stands in for a package: so a process that a plugin starts
-    can import the file too."""
+    """Return a module name below this module, which acts as a package.
+
+    So a process that a plugin starts can import the file too.
+    """
     place = hashlib.sha256(bytes(path)).hexdigest()[:8]
     return f"{__name__}.{path.stem}_{storage.sha256(path)[:12]}_{place}"
 
 
 __path__: list[str] = []
-"""Modules below this one are found by _Finder alone."""
+"""Makes this module act as a package; _Finder alone finds the modules below it."""
 
 
 class _FileLoader(SourceFileLoader):
-    """Runs a file as a module of its own for each content: neither an edited file nor its copy
-    elsewhere is mistaken for another. Compiled here: Python's bytecode cache takes a file of the
-    same size and second for the old one."""
+    """Runs a file as a separate module for each content.
+
+    So an edited file, or a copy elsewhere, is never mistaken for another. It compiles the source
+    itself, because Python's bytecode cache mistakes a file of the same size and second for the old
+    one.
+    """
 
     def get_code(self, fullname: str) -> CodeType:
         return compile(self.get_data(self.path), self.path, "exec")
 
     def exec_module(self, module: ModuleType) -> None:
         path = Path(self.path)
-        # where it lies in a package it may import what is relative to it
+        # in a package it may use relative imports
         name = ".".join([*path.parent.relative_to(_project(path)).parts, path.stem])
         module.__spec__ = importlib.util.spec_from_file_location(name, path)
         module.__package__ = module.__spec__.parent
@@ -262,10 +272,10 @@ class _FileLoader(SourceFileLoader):
 
 
 def _forget_changed(path: Path) -> None:
-    """Have `path` and all its neighbours imported anew if one of them has changed since: a process
-    that lives long must not score with the code of yesterday.
+    """Make `path` and its neighbours be imported again if one of them has changed.
 
-    Bytecode that is older than its source is stale, though it names the same second and size.
+    A long-lived process must not score with outdated code. Bytecode older than its source is stale,
+    even if it records the same second and size.
     """
     hashes = {source: fingerprint(source) for source in _hashes(path)}
     changed = any(
@@ -282,14 +292,15 @@ def _forget_changed(path: Path) -> None:
         _forget(
             name
             for name, module in sys.modules.items()
-            # not by getattr, at which a module may import or raise
+            # not by getattr, which can make a module import or raise
             if getattr(module, "__dict__", {}).get("__file__") in paths
         )
 
 
 def _forget(names: Iterable[str]) -> None:
     names = set(names)
-    below = tuple(f"{name}." for name in names)  # a package's modules would hang in the old one
+    # a package's modules would stay in the old package object
+    below = tuple(f"{name}." for name in names)
     for name in list(sys.modules):
         if name in names or name.startswith(below):
             del sys.modules[name]
@@ -315,23 +326,24 @@ def _not_importable(holder: str, error: Exception, field: str) -> ConfigError:
 
 
 class _Finder:
-    """Finds a file that a recipe names by its `_module_name`, also in a process of a pool that was
-    started by `spawn` or `forkserver`: such a process unpickles a function by its module's name,
-    and has the `sys.path` of the one that started it.
+    """Finds modules for files that a recipe names, by their `_module_name`.
 
-    Finds modules beside such a file, too, then those of its project, before what is installed; so
-    Python does for a script. The standard library goes first, and so does an installed package
+    It also works in a pool process started by `spawn` or `forkserver`: such a process unpickles a
+    function by its module's name, and inherits the `sys.path` of its parent.
+
+    It finds modules beside such a file too, then those of its project, before installed ones, as
+    Python does for a script. The standard library comes first, and an installed package comes
     before a folder that holds no module.
     """
 
     files: ClassVar[dict[str, Path]] = {}
-    """Those that this process was asked for, by module."""
+    """Files that this process loaded, by module name."""
     folders: tuple[str, ...] = ()
-    """They stand at the end of `sys.path` too, for processes that a plugin starts."""
+    """Folders of these files, also at the end of `sys.path` for processes that a plugin starts."""
     on_path: frozenset[str] = frozenset()
-    """Those that were put there, and were not there before."""
+    """Folders that this finder added to `sys.path`."""
     names: frozenset[str] = frozenset()
-    """The modules that were found in them."""
+    """Names of the modules found in these folders."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name.startswith(f"{__name__}."):
@@ -361,8 +373,11 @@ sys.meta_path.insert(0, _finder)
 
 @contextmanager
 def _among_neighbours(path: Path) -> Iterator[None]:
-    """Within it the neighbours of `path` are found, and those of no other file; after it both, for
-    what a function imports when it is called."""
+    """Let imports find the neighbours of `path`, inside the block no other file's.
+
+    After the block, neighbours of `path` and of earlier files are found, since a function may
+    import when it is called.
+    """
     earlier = _finder.folders
     _finder.folders = () if _is_library(path) else (str(path.parent), str(_project(path)))
     sys.path[:] = [entry for entry in sys.path if entry not in _finder.on_path]

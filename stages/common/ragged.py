@@ -1,17 +1,16 @@
-"""Rows of different lengths as `values` and `offsets`: what an Arrow list column is, and what every
-tensor here is.
+"""Ragged rows as `values` and `offsets`, the layout of Arrow list columns and of every tensor here.
 
-Nothing is padded and no Python list is made on the way. A tensor that comes from a mapped file is
-read-only memory: writing into it in place kills the process (SIGSEGV), or changes somebody else's
-data in silence when the column lies on the heap. So clone, convert (`.long()`) or move
-(`.to(device)`) before any `_`-method; nothing in this module writes in place into `values`.
+Nothing is padded, and no Python list is made on the way. A tensor from a mapped file is read-only
+memory: writing to it in place kills the process (SIGSEGV). If the column is on the heap, writing
+silently changes data that others share. So clone, convert (`.long()`) or move (`.to(device)`)
+before any `_`-method. Nothing in this module writes into `values` in place.
 
     completions = Ragged.from_arrow(table["completion_ids"])
     completions[i]                             # values[offsets[i] : offsets[i + 1]]
     completions.lengths; completions.take(torch.tensor([3, 1])); completions.to_arrow()
     Mapped.from_arrow(table["completion_ids"]) # the same, but nothing is read before it is needed
 
-Not of the spine: of a column one needs to know `values[offsets[i] : offsets[i + 1]]`, no more.
+Not of the spine: row i is `values[offsets[i] : offsets[i + 1]]`, and that is enough to know.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Ragged:
-    """B rows, N values in all. `values` [N, …] of any dtype, `offsets` [B+1] int64 rising from 0 to
-    N.
+    """B rows with N values in all: `values` [N, …] of any dtype, `offsets` [B+1] int64 from 0 to N.
 
     >>> Ragged(torch.tensor([45, 2, 7]), torch.tensor([0, 2, 2, 3])).lengths.tolist()
     [2, 0, 1]
@@ -43,7 +41,8 @@ class Ragged:
                 f"offsets must be int64 [B+1], got {self.offsets.dtype} {list(self.offsets.shape)}"
             )
         if self.offsets.device.type != "cpu":
-            return  # reading them would make the host wait for the device; they came from a CPU
+            # the check would make the host wait for the device, and offsets come from a CPU
+            return
         if self.offsets[0] != 0 or self.offsets[-1] != len(self.values):
             raise ValueError(
                 f"offsets run from {self.offsets[0]} to {self.offsets[-1]}, expected 0 to "
@@ -52,13 +51,15 @@ class Ragged:
 
     @classmethod
     def from_lengths(cls, values: Tensor, lengths: Tensor) -> Ragged:
-        """`values` [N, …] cut into rows of `lengths` [B]."""
+        """Cut `values` [N, …] into rows of `lengths` [B]."""
         return cls(values, _offsets(lengths))
 
     @classmethod
     def from_arrow(cls, column: pa.ChunkedArray | pa.Array) -> Ragged:
-        """A list column of numbers. One chunk is not copied; several are joined by one copy.
-        ValueError for any null."""
+        """Read a list column of numbers. One chunk is not copied; several are joined by one copy.
+
+        Raises ValueError for any null.
+        """
         chunks = _chunks(column)
         if len(chunks) == 1:
             return chunks[0]
@@ -66,10 +67,10 @@ class Ragged:
         return cls.from_lengths(values, torch.cat([chunk.lengths for chunk in chunks]))
 
     def to_arrow(self) -> pa.Array:
-        """A list array whose lists and items are not null. The values are shared, not copied, where
-        they lie on the CPU."""
+        """Return a list array without nulls. Values on the CPU are shared, not copied."""
         values = pa.array(self.values.detach().cpu().numpy())
         field = pa.field("item", values.type, nullable=False)
+        # Arrow's list type has int32 offsets
         offsets = pa.array(self.offsets.cpu().numpy(), pa.int32())
         return pa.ListArray.from_arrays(offsets, values, type=pa.list_(field))
 
@@ -77,14 +78,16 @@ class Ragged:
         return len(self.offsets) - 1
 
     def __getitem__(self, row: int) -> Tensor:
-        """The values of one row, as a view. IndexError beyond the last row, which ends a loop over
-        all of them."""
+        """Return the values of one row, as a view.
+
+        Raises IndexError beyond the last row, which ends a loop over all rows.
+        """
         row = range(len(self))[row]
         return self.values[self.offsets[row] : self.offsets[row + 1]]
 
     @cached_property
     def lengths(self) -> Tensor:
-        """[B] int64."""
+        """[B] int64: the number of values in each row."""
         return self.offsets.diff()
 
     @property
@@ -94,19 +97,21 @@ class Ragged:
         return _repeat(rows, self.lengths, len(self.values))
 
     def with_values(self, values: Tensor) -> Ragged:
-        """Other values [N, …] in the same rows."""
+        """Return other values [N, …] in the same rows."""
         return Ragged(values, self.offsets)
 
     def positions(self, indices: Tensor) -> Tensor:
-        """Where the values of rows `indices` [b] lie in `values`, row after row: [n] int64."""
+        """Return the positions in `values` of rows `indices` [b], row after row: [n] int64."""
         lengths = self.lengths[indices]
         starts_here = lengths.cumsum(0) - lengths
         shift = _repeat(self.offsets[indices] - starts_here, lengths, int(lengths.sum()))
         return shift + torch.arange(len(shift), device=shift.device)
 
     def take(self, indices: Tensor) -> Ragged:
-        """Rows `indices` [b] in that order; a row may be taken twice. On the CPU. Where each row
-        is the next one, the values are a view."""
+        """Return rows `indices` [b] in that order; a row may be taken twice. CPU only.
+
+        If the rows are consecutive, the values are a view.
+        """
         offsets = _offsets(self.lengths[indices])
         if len(indices) and (indices.diff() == 1).all():
             start = self.offsets[indices[0]]
@@ -115,44 +120,50 @@ class Ragged:
         return Ragged(torch.from_numpy(np.concatenate(views)), offsets)
 
     def views(self, rows: np.ndarray) -> list[np.ndarray]:
-        """The values of each of `rows` [b], not copied; on the CPU."""
+        """Return the values of each of `rows` [b], without a copy. CPU only."""
         values = self.values.numpy()
         offsets = self.offsets.numpy()
         bounds = zip(offsets[rows].tolist(), offsets[rows + 1].tolist(), strict=True)
         return [values[start:end] for start, end in bounds]
 
     def segment_sum(self) -> Tensor:
-        """[B, …] sum of each row; 0 for an empty one. Differentiable."""
+        """Sum each row: [B, …]; 0 for an empty one. Differentiable."""
         zeros = self.values.new_zeros((len(self), *self.values.shape[1:]))
         return zeros.index_add(0, self.segment_ids, self.values)
 
     def segment_mean(self) -> Tensor:
-        """[B, …] mean over each row's own values; 0 for an empty row. Differentiable."""
+        """Average over each row's own values: [B, …]; 0 for an empty row. Differentiable."""
         lengths = self.lengths.clamp(min=1).to(self.values.dtype)
         return self.segment_sum() / lengths.view(-1, *[1] * (self.values.ndim - 1))
 
 
 class Mapped(Ragged):
-    """Rows of an Arrow column that stay in its chunks, so in the mapped files: only what is looked
-    at becomes memory. A row itself takes 28 bytes.
+    """Rows of an Arrow column that stay in its chunks, and so in the mapped files.
 
-    As a `Ragged` otherwise, on the CPU. Rows are taken without copying; `values` joins them all,
-    once, for whoever asks.
+    Only the rows that are read use memory; each row also needs 28 bytes. Otherwise it is like
+    `Ragged`, on the CPU. Rows are taken without a copy; `values` joins all of them once, when it is
+    first used.
     """
 
     def __init__(
         self, chunks: list[np.ndarray], chunk_of: np.ndarray, starts: np.ndarray, lengths: Tensor
     ) -> None:
-        """The values of each chunk; and of each row [B] its chunk (int32), where it starts there
-        (int64), and its length (int64)."""
-        # past the dataclass, which is frozen and would set `values`
+        """Hold rows in chunks.
+
+        Args:
+            chunks: the values of each chunk.
+            chunk_of: [B] int32, the chunk of each row.
+            starts: [B] int64, the row's position in its chunk.
+            lengths: [B] int64.
+        """
+        # bypass the dataclass, which is frozen and would set `values`
         vars(self).update(
             offsets=_offsets(lengths), _chunks=chunks, _chunk_of=chunk_of, _starts=starts
         )
 
     @classmethod
     def from_arrow(cls, column: pa.ChunkedArray | pa.Array) -> Mapped:
-        """A list column of numbers, however many chunks it has. ValueError for any null."""
+        """Read a list column of numbers in any number of chunks. Raises ValueError for nulls."""
         chunks = _chunks(column)
         counts = [len(chunk) for chunk in chunks]
         return cls(
@@ -192,8 +203,10 @@ def _offsets(lengths: Tensor) -> Tensor:
 
 
 def _chunks(column: pa.ChunkedArray | pa.Array) -> list[Ragged]:
-    """The chunks of a list column that have rows, not copied; of an empty column one chunk without
-    rows. A chunk may be a slice of a longer array."""
+    """Return the chunks of a list column that have rows, without a copy.
+
+    An empty column gives one chunk without rows. A chunk may be a slice of a longer array.
+    """
     arrays = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     arrays = [array for array in arrays if len(array)] or [pa.array([], column.type)]
     chunks = []
@@ -203,7 +216,7 @@ def _chunks(column: pa.ChunkedArray | pa.Array) -> list[Ragged]:
         for what, nulls in (("rows", array.null_count), ("items", values.null_count)):
             if nulls:
                 raise ValueError(f"{nulls} {what} are null; a ragged column has none")
-        # of no values Arrow's buffer has no address
+        # without values, Arrow's buffer has no address
         tensor = (
             torch.from_dlpack(values)
             if len(values)
@@ -214,9 +227,12 @@ def _chunks(column: pa.ChunkedArray | pa.Array) -> list[Ragged]:
 
 
 def _repeat(values: Tensor, counts: Tensor, total: int) -> Tensor:
-    """Each of `values` [n] as often as `counts` [n] say, `total` numbers in all. On a CPU torch's
-    own starts threads however short it is, and those of a layout get in the way of the model's."""
+    """Repeat each of `values` [n] as often as `counts` [n] say, `total` numbers in all.
+
+    On a CPU, torch's own function starts threads even for short inputs, which disturb the model's
+    threads.
+    """
     if values.device.type != "cpu":
-        # without the total the host would wait for the device to say it
+        # without the total, the host would wait for the device to compute it
         return values.repeat_interleave(counts, output_size=total)
     return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))

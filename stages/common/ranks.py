@@ -1,18 +1,19 @@
-"""Several ranks of one stage, started by the elastic agent of torch.distributed.run: on this host,
-or on several of which each runs the same command (`rendezvous`).
+"""Several ranks of one stage, started by the elastic agent of torch.distributed.run.
 
-    count = needed("optimize", config)      # of all hosts; 1 where there is nothing to start
-    code = launch(command, answer, call)    # exit code; the stage's answer lies in `answer`
+They run on this host, or on several hosts that each run the same command (`rendezvous`).
 
-The stage's own process becomes the agent. It is the one that the keeper watches, so no rank
-outlives it, and it ends as the ranks did:
+    count = needed("optimize", config)      # over all hosts; 1 if there is nothing to start
+    code = launch(command, answer, call)    # exit code; the stage's answer is in `answer`
+
+The stage's own process becomes the agent. The keeper watches it, so no rank outlives it, and it
+ends as its ranks did:
 
     keeper
     └── python -m quiver.stages optimize …              the agent
         ├── python -m quiver.stages optimize … --rank   RANK=0: writes the versions
         └── python -m quiver.stages optimize … --rank   RANK=1
 
-Not of the spine: what a stage makes does not depend on who started its ranks.
+Not of the spine: the output of a stage does not depend on how its ranks were started.
 """
 
 from __future__ import annotations
@@ -49,22 +50,24 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
 LAUNCHED = ("WORLD_SIZE", "ACCELERATE_NUM_PROCESSES")
-"""What a launcher sets. Where one is set the ranks are there already."""
+"""Environment variables of launchers. If one is set, the ranks were started already."""
 _LOST_PEER = re.compile(
     r"gloo/|NCCL|Dist(Network|Backend|Store)Error|Connection (reset|closed|refused)|Broken pipe"
 )
-"""In what a rank meets whose peer is gone; torch has no class for it with gloo."""
+"""Matches errors of a rank that lost its peer; with gloo, torch has no exception class for them."""
 
 
 def needed(stage: str, config: Mapping[str, Any]) -> int:
-    """How many ranks a call of `stage` is to be started as, on all hosts together. 1: its work is
-    not shared among ranks, or a launcher has started them."""
+    """Return the number of ranks to start for a call of `stage`, over all hosts.
+
+    1 means that the work is not shared among ranks, or that a launcher has started them.
+    """
     if not getattr(load(stage), "RANKS", False) or any(name in os.environ for name in LAUNCHED):
         return 1
     try:
         rendezvous = several_hosts()
     except ConfigError:
-        return 2  # `launch` says what is wrong
+        return 2  # `launch` reports the error
     processes = config.get("processes")
     if str(processes).isdecimal():
         return max(int(processes), rendezvous.nodes if rendezvous else 1)
@@ -72,23 +75,25 @@ def needed(stage: str, config: Mapping[str, Any]) -> int:
 
 
 def prepare() -> None:
-    """Import what `launch` needs, before there is a call."""
+    """Import what `launch` needs, before a call arrives."""
     import torch.distributed.launcher.api  # noqa: F401
 
 
 def answer_of(answer: Path, rank: str | int) -> Path:
-    """The file in which a rank says what it came to."""
+    """Return the file to which a rank writes its answer."""
     return answer.with_name(f"{answer.stem}-{rank}.json")
 
 
 def launch(command: list[str], answer: Path, call: Mapping[str, Any]) -> int:
-    """Run this host's share of the ranks, which are `command`, and put what they came to into
-    `answer`; the exit code.
+    """Run this host's ranks, each by `command`, and write their answer to `answer`.
 
-    That is the outcome of rank 0, or of any where rank 0 is on another host. Without one it is the
-    first typed error of any rank, or else its first defect: what the others met after it, a lost
-    connection say, tells nothing. Where a rank was killed there is no answer, as where a stage of
-    one process was.
+    The answer is the outcome of rank 0, or of any rank here if rank 0 is on another host. Without
+    an outcome it is the first typed error of any rank, or else the first error that is not a lost
+    connection, because that is only a consequence of an earlier failure. If a rank was killed,
+    there is no answer, just as for a killed stage of one process.
+
+    Returns:
+        The exit code.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
@@ -108,10 +113,10 @@ def launch(command: list[str], answer: Path, call: Mapping[str, Any]) -> int:
         if signal_number:
             return 128 + signal_number
         told = _Answers.of(answer, is_alone=rendezvous is None)
-        # the agent ends those that are left by SIGTERM
+        # the agent ends the remaining ranks by SIGTERM
         killed = [one for one in failures if one.exitcode < 0 and -one.exitcode != signal.SIGTERM]
         if failures and watch is not None and not told.outcomes:
-            # that a connection was lost is no defect where the other host was
+            # a lost connection is not a rank's own failure if the other host was lost
             reasons = [*told.typed, *told.defects, *killed]
             problem = "" if reasons else watch.why_lost()
             if not problem:
@@ -133,8 +138,12 @@ def launch(command: list[str], answer: Path, call: Mapping[str, Any]) -> int:
 def _run(
     config: LaunchConfig, command: list[str], watch: Watch | None
 ) -> tuple[list[ProcessFailure], str, int]:
-    """Start the ranks and wait for them. Which failed, the first one first; what became of other
-    hosts; the signal that ended all for no fault of theirs, or 0."""
+    """Start the ranks and wait for them.
+
+    Returns:
+        The failed ranks, the first one first; a problem with other hosts, or ""; and the signal
+        that ended the ranks from outside, or 0.
+    """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -148,7 +157,7 @@ def _run(
         if watch is None or not watch.problem:
             return [], "", int(error.sigval)
         return [], watch.problem, 0
-    except SystemExit:  # SIGTERM before there are ranks
+    except SystemExit:  # SIGTERM before the ranks exist
         if watch is None or not watch.problem:
             raise
         return [], watch.problem, 0
@@ -160,19 +169,23 @@ def _run(
 
 
 class _Answers(NamedTuple):
-    """Files in which ranks of this host said what they came to, the oldest first."""
+    """Answer files of this host's ranks, the oldest first."""
 
     outcomes: list[Path]
-    """Those that say that there is a version."""
+    """Answers with a version."""
     errors: list[Path]
     typed: list[Path]
-    """Errors that say what to do."""
+    """Errors with a code other than E-INTERNAL, which say what to do."""
     defects: list[Path]
-    """Errors of the rank's own: a connection that was lost is none."""
+    """Errors of the rank itself, not from a lost connection."""
 
     @classmethod
     def of(cls, answer: Path, *, is_alone: bool) -> _Answers:
-        """`is_alone`: there is no other host, so the first rank is here, and its outcome counts."""
+        """Read the answers written so far.
+
+        Args:
+            is_alone: there is no other host, so rank 0 is here, and only its outcome counts.
+        """
         written = sorted(
             answer.parent.glob(f"{answer.stem}-*.json"), key=lambda path: path.stat().st_mtime_ns
         )
@@ -189,7 +202,10 @@ class _Answers(NamedTuple):
 
 
 def _agent(rendezvous: Rendezvous | None, call: Mapping[str, Any]) -> tuple[LaunchConfig, int]:
-    """How the agent of this host starts its ranks, and how many. ConfigError."""
+    """Return the launch config of this host's agent, and the number of its ranks.
+
+    Raises ConfigError.
+    """
     from torch.distributed.launcher.api import LaunchConfig
 
     nodes = rendezvous.nodes if rendezvous else 1
@@ -200,7 +216,7 @@ def _agent(rendezvous: Rendezvous | None, call: Mapping[str, Any]) -> tuple[Laun
     address = "localhost"
     run_id = uuid.uuid4().hex
     if rendezvous is None:
-        # gloo need not find out by which name other hosts would know this one
+        # saves gloo from finding out the name by which other hosts know this one
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     else:
         address, is_host = address_towards(rendezvous)
@@ -208,11 +224,11 @@ def _agent(rendezvous: Rendezvous | None, call: Mapping[str, Any]) -> tuple[Laun
             os.environ.setdefault(name, interface_of(address) or "")
         patience = rendezvous.settings["join_timeout"]
         settings = {**rendezvous.settings, "read_timeout": patience}
-        if not ip_address(address.partition("%")[0]).is_loopback:  # to try it on one machine
+        if not ip_address(address.partition("%")[0]).is_loopback:  # a trial on one machine
             settings["is_host"] = is_host
         endpoint = f"{rendezvous.host}:{rendezvous.port}"
-        # whether the process stays is its caller's affair, and so is where a host mounts the store
-        # of a meeting that has a name
+        # these may differ between equal calls: if the process stays, and, with a meeting id, the
+        # folder of the store on each host
         equal_parts = {**call, "stay": None}
         if rendezvous.id:
             equal_parts["store"] = None
@@ -233,7 +249,7 @@ def _agent(rendezvous: Rendezvous | None, call: Mapping[str, Any]) -> tuple[Laun
 
 
 def _say(answer: Path, problem: str | ConfigError) -> int:
-    """Answer with an error of this host's agent; its exit code."""
+    """Write an error of this host's agent as the answer; return its exit code."""
     error = problem
     if isinstance(problem, str):
         error = ResourceError(

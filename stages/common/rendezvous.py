@@ -1,19 +1,20 @@
-"""Ranks on several hosts: where their agents meet, and whether the others still live.
+"""Ranks on several hosts: the meeting point of their agents, and detection of dead hosts.
 
 Each host runs the same command with torchrun's own variables:
 
     PET_NNODES=2 PET_RDZV_ENDPOINT=first-host:29400 quiver optimize recipe.toml
 
-PET_NPROC_PER_NODE is how many ranks a host has where `optimize.processes` does not say how many
-all have. Hosts meet in equal calls. PET_RDZV_ID names the meeting besides; then the store may be
-mounted in another folder on each host. PET_RDZV_CONF sets join_timeout, keep_alive_interval and
-keep_alive_max_attempt as torchrun has them.
+PET_NPROC_PER_NODE is the number of ranks per host, if `optimize.processes` does not give the total.
+Hosts meet if their calls are equal. PET_RDZV_ID also names the meeting; then the store may be
+mounted at a different folder on each host. PET_RDZV_CONF sets join_timeout, keep_alive_interval and
+keep_alive_max_attempt, as in torchrun.
 
-An agent of torch's watches its own ranks alone. A rank whose peer's host lost its power would wait
-for a day, so the agents beat in the store of their rendezvous: who is silent for
-keep_alive_interval times keep_alive_max_attempt, or says that its ranks failed, ends the others.
+A torch agent watches only its own ranks. If another host loses power, a rank would wait for its
+peer for a day. So each agent writes heartbeats to the rendezvous store. If one is
+silent for keep_alive_interval times keep_alive_max_attempt, or reports that its ranks failed, the
+other agents end.
 
-Not of the spine: what a stage makes does not depend on where its ranks are.
+Not of the spine: the output of a stage does not depend on the hosts of its ranks.
 """
 
 from __future__ import annotations
@@ -34,38 +35,38 @@ from quiver.schemas.errors import ConfigError, printable
 
 _DEFAULTS = {"join_timeout": 600, "keep_alive_interval": 5, "keep_alive_max_attempt": 12}
 _GRACE_SECONDS = (
-    10.0  # of ranks that end by themselves, since the version is there or a peer is not
+    10.0  # for ranks to end by themselves, because the version is committed or a peer is lost
 )
-_PAUSE = 0.5  # seconds between two beats, until all hosts are there
-_SECONDS_UNTOLD = 10.0  # of waiting for the other hosts
-_SECONDS_TO_RETURN = 5.0  # from a call of the store, of a host that lives
+_PAUSE = 0.5  # seconds between two heartbeats, until all hosts are present
+_SECONDS_UNTOLD = 10.0  # of waiting for other hosts without a log line
+_SECONDS_TO_RETURN = 5.0  # longest time of a store call while the store's host is alive
 _STORE_GONE = "the host of the rendezvous is gone, or its ranks failed"
 _ENDPOINT_ADVICE = "set PET_RDZV_ENDPOINT to a host that all can reach and a free port of it"
 log = logging.getLogger(__name__)
 
 
 class Rendezvous(NamedTuple):
-    """Where the agents of all hosts meet."""
+    """The meeting point of all hosts' agents."""
 
     nodes: int
     ranks: int
-    """Of each host, where the recipe does not say it."""
+    """Ranks per host, if the recipe does not say it."""
     host: str
     port: int
     id: str
-    """Of PET_RDZV_ID; may be empty."""
+    """PET_RDZV_ID; may be empty."""
     settings: dict[str, int]
 
     @property
     def silence(self) -> float:
-        """Seconds without a beat after which a host counts as dead."""
+        """Seconds without a heartbeat after which a host counts as dead."""
         return float(self.settings["keep_alive_interval"] * self.settings["keep_alive_max_attempt"])
 
 
 def several_hosts(environ: Mapping[str, str] = os.environ) -> Rendezvous | None:
-    """What the environment says of other hosts; None where there are none. ConfigError."""
+    """Read the rendezvous from the environment; None for a single host. Raises ConfigError."""
     nodes = environ.get("PET_NNODES") or "1"
-    least, _, most = nodes.partition(":")  # torchrun's own way to say it
+    least, _, most = nodes.partition(":")  # torchrun's syntax for a range
     nodes = least if least == most else nodes
     if nodes == "1":
         return None
@@ -107,8 +108,10 @@ def several_hosts(environ: Mapping[str, str] = os.environ) -> Rendezvous | None:
 
 
 def ranks_a_host(processes: int | None, rendezvous: Rendezvous | None) -> int:
-    """How many of `processes` ranks run on each host. ConfigError where they are not shared out
-    evenly."""
+    """Return how many of `processes` ranks run on each host.
+
+    Raises ConfigError if they cannot be divided evenly.
+    """
     if rendezvous is None:
         return processes or 1
     nodes = rendezvous.nodes
@@ -124,14 +127,16 @@ def ranks_a_host(processes: int | None, rendezvous: Rendezvous | None) -> int:
 
 
 def address_towards(rendezvous: Rendezvous) -> tuple[str, bool]:
-    """This host's address on the way to where they meet, and whether it is that host itself.
-    ConfigError."""
+    """Return this host's address towards the rendezvous, and if it is the rendezvous host itself.
+
+    Raises ConfigError if the rendezvous cannot be reached.
+    """
     try:
         family, *_, there = socket.getaddrinfo(
             rendezvous.host, rendezvous.port, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(there)  # sends nothing: the system only says which way it would go
+            probe.connect(there)  # sends nothing: the system only chooses a route
             address = probe.getsockname()[0]
     except OSError as error:
         raise ConfigError(
@@ -139,7 +144,7 @@ def address_towards(rendezvous: Rendezvous) -> tuple[str, bool]:
             f"{printable(rendezvous.host)} cannot be reached: {printable(error)}",
             next=_ENDPOINT_ADVICE,
         ) from None
-    is_given = rendezvous.host in ("localhost", there[0])  # not by a name that means the host
+    is_given = rendezvous.host in ("localhost", there[0])  # not by a name that stands for the host
     if ip_address(there[0].partition("%")[0]).is_loopback and not is_given:
         raise ConfigError(
             "PET_RDZV_ENDPOINT",
@@ -151,7 +156,7 @@ def address_towards(rendezvous: Rendezvous) -> tuple[str, bool]:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has the address."""
+    """Return the network interface with this address, or None."""
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
@@ -161,12 +166,14 @@ def interface_of(address: str) -> str | None:
 
 
 class Watch:
-    """Beats for this host and listens to the others, until the block ends; once one of them is
-    lost, this process is sent SIGTERM, unless its ranks end by themselves, and `problem` says
-    why.
+    """Sends heartbeats for this host and watches the other hosts, until the block ends.
 
-    A signal reaches no thread that waits in a store whose host is gone without a word. Then
-    `give_up` is called with the problem, in another thread; it ends the process."""
+    If a host is lost, this process gets SIGTERM, unless its ranks end by themselves, and `problem`
+    says why.
+
+    A signal does not reach a thread that waits for a store whose host died silently. Then
+    `give_up` is called with the problem, in another thread, and must end the process.
+    """
 
     def __init__(
         self, rendezvous: Rendezvous, run_id: str, give_up: Callable[[str], object]
@@ -180,11 +187,11 @@ class Watch:
         self._ranks_ended = threading.Event()
         self._is_lost = threading.Event()
         self._has_begun = False
-        """All hosts were heard of."""
+        """All hosts have been heard from."""
         self._met_another = False
-        """A host came to the same place with another call."""
+        """A host came to the same meeting point with another call."""
         self._oldest_beat = time.monotonic()
-        """When the host that is silent for longest was heard of."""
+        """Last heartbeat of the host that has been silent longest, by time.monotonic()."""
         self._store: Any = None
         self._beating: threading.Thread | None = None
 
@@ -211,19 +218,19 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
         self._ranks_ended.set()
-        # a process that ends while a thread is in torch's store is aborted, whatever it came to
+        # a process that exits while a thread is in torch's store is aborted, which hides its result
         if self._beating is not None:
             self._beating.join(_SECONDS_TO_RETURN)
 
     def problem_of(self, error: Exception) -> str:
-        """What the agent's own error at the rendezvous means."""
+        """Explain the agent's own error at the rendezvous."""
         from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 
         if self._has_begun:
             return _STORE_GONE
         if isinstance(error, RendezvousClosedError):
             return f"one of {self._meeting} was ended while it waited for the others"
-        cause = error.__cause__ or error  # torch says no more than that there is one
+        cause = error.__cause__ or error  # torch says only that there is a cause
         words = printable(cause).rstrip(".") or type(cause).__name__
         return (
             f"not all of {self._meeting} came{self._another}: {words}. Hosts "
@@ -233,38 +240,45 @@ class Watch:
 
     @property
     def _meeting(self) -> str:
-        """How many hosts meet where, and what says so."""
+        """The number of hosts, their meeting point, and the variables that set it."""
         there = self._rendezvous
         endpoint = f"{there.host}:{there.port}"
         return f"{there.nodes} hosts at {endpoint} (PET_NNODES, PET_RDZV_ENDPOINT)"
 
     @property
     def _another(self) -> str:
-        """What is said behind the meeting where a host came to it that never will take part."""
+        """Addition to the meeting's description if another call came to the same place."""
         return ", and one came with other settings, files or paths" if self._met_another else ""
 
     def tell_failure(self) -> None:
-        """The ranks of this host failed for a reason of their own: the others need not wait. Of the
-        host with the store they learn by its end."""
-        with suppress(Exception):  # where the store is gone, they see that
+        """Report that the ranks of this host failed by themselves, so the others need not wait.
+
+        If the store is on this host, the others learn it when the store ends.
+        """
+        with suppress(Exception):  # if the store is gone, they notice
             if self._store is not None:
                 self._store.add(f"{self._prefix}/failed", 1)
 
     def why_lost(self) -> str:
-        """What became of the other hosts, now that the ranks of this one failed; waits as long as
-        one may be silent. Empty: they live."""
+        """Return why the other hosts were lost, or an empty string if they are alive.
+
+        Call it after the ranks of this host failed. It waits as long as a host may be silent.
+        """
         self._ranks_ended.set()
         self._is_lost.wait(self._rendezvous.silence + _GRACE_SECONDS)
         return self.problem
 
     def _beat(self) -> None:
-        """Until the block ends. Where the store cannot be reached before all hosts were heard of,
-        it is tried again; torch's agent says when that takes too long."""
+        """Send heartbeats until the block ends.
+
+        An unreachable store is tried again until all hosts have been heard from; torch's agent
+        reports if that takes too long.
+        """
         while not self._is_over.is_set():
             try:
                 self._beat_in_store()
                 return
-            except Exception as error:  # torch's own classes, of a connection that is lost
+            except Exception as error:  # torch's own classes for a lost connection
                 log.debug("no store at the rendezvous: %s", error)
             if self._has_begun or self._ranks_ended.is_set():
                 self._lose(_STORE_GONE)
@@ -272,10 +286,12 @@ class Watch:
             self._is_over.wait(1.0)
 
     def _beat_in_store(self) -> None:
-        """Each call of the store may hang, where its host is gone without a word.
+        """Send heartbeats and read the other hosts' heartbeats.
 
-        A host that was killed while it waited, and started again, has another number: before all
-        are there, only those count that beat just now."""
+        Each store call may hang if the store's host died silently. A host that was killed while it
+        waited, and started again, has a new number. So before all are present, only hosts with a
+        recent heartbeat count.
+        """
         from torch.distributed import TCPStore
 
         rendezvous = self._rendezvous
@@ -291,7 +307,7 @@ class Watch:
         number = self._store.add(f"{self._prefix}/hosts", 1)
         beats: dict[int, int] = {}
         heard: dict[int, float] = {}
-        """By number of a host: when its beats were another number than before."""
+        """By host number: time of the last change in its heartbeat count."""
         members: set[int] = set()
         while not self._is_over.wait(interval / 2 if members else _PAUSE):
             self._store.add(f"{self._prefix}/beat/{number}", 1)
@@ -315,7 +331,7 @@ class Watch:
                 self._has_begun = True
 
     def _lose(self, problem: str) -> None:
-        """Ranks that end by themselves may; the others are ended."""
+        """Record the problem, and end the ranks that do not end by themselves."""
         have_ended = self._ranks_ended.wait(_GRACE_SECONDS)
         if self._is_over.is_set() or self.problem:
             return

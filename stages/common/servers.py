@@ -1,6 +1,7 @@
-"""Servers that a recipe names: their URLs, and the tokens that they are asked with.
+"""Servers that a recipe names: checks of their URLs, and their tokens.
 
-A token is named, as `env:NAME`, never written; no message here shows what was written in its place.
+A recipe names a token as `env:NAME` and never contains it. If a secret was written there anyway, no
+message shows it.
 
     refuse_url("http://host:8000", needs_tls=False)
     token = secret("env:MY_TOKEN", "reward server judge")
@@ -19,12 +20,15 @@ from urllib.parse import urlsplit
 from quiver.schemas.errors import ConfigError
 
 _TOKEN = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*")
-_SHORTEST = 8  # characters of a token: a shorter one would be found by chance in a server's text
+_SHORTEST = 8  # characters of a token: a shorter one could appear in a server's text by chance
 
 
 def refuse_section(section: Mapping[str, Any]) -> None:
-    """ValueError where `token` or `urls` of a recipe's section may not stand there, or a token
-    would go over plain http that is not allowed to."""
+    """Check `token` and `urls` of a recipe's section.
+
+    Raises ValueError if one is not allowed, or if a token would go over plain http without
+    `allow_plain_http`.
+    """
     token = section.get("token", "")
     refuse_token(token)
     needs_tls = bool(token) and section.get("allow_plain_http") is not True
@@ -37,7 +41,7 @@ def refuse_section(section: Mapping[str, Any]) -> None:
 
 
 def refuse_token(token: Any, name: str = "token") -> None:
-    """ValueError, about `name`, unless `token` is empty or names a variable."""
+    """Raise ValueError, about `name`, unless `token` is empty or names a variable."""
     if token and not (isinstance(token, str) and _TOKEN.fullmatch(token)):
         raise ValueError(
             f"{name} must be env:NAME, the environment variable that holds it: a recipe is no "
@@ -46,16 +50,19 @@ def refuse_token(token: Any, name: str = "token") -> None:
 
 
 def refuse_url(url: Any, needs_tls: bool, otherwise: str = "") -> None:
-    """ValueError unless `url` is one that can be asked; it shows the host at most, as anything else
-    may hold a secret.
+    """Raise ValueError unless `url` can be used.
 
-    `otherwise`: what may be done instead of taking https.
+    The error shows at most the host, because the rest may hold a secret.
+
+    Args:
+        needs_tls: if true, plain http is refused, except to this machine.
+        otherwise: an alternative to https, for the error message.
     """
     host = None
     if isinstance(url, str) and url.isascii() and url.isprintable() and " " not in url:
         with suppress(ValueError):
             parts = urlsplit(url)
-            _ = parts.port  # which is read only now
+            _ = parts.port  # parsed on access; raises ValueError
             host = parts.hostname
     if not host or parts.scheme not in ("http", "https") or "\\" in parts.netloc:
         raise ValueError("a URL must be http://HOST:PORT/PATH or https://…, without spaces")
@@ -69,12 +76,12 @@ def refuse_url(url: Any, needs_tls: bool, otherwise: str = "") -> None:
 
 
 def root_of(url: str) -> str:
-    """What a server's paths begin behind, with or without the /v1 of an OpenAI client."""
+    """Return the URL before a server's paths, with or without the /v1 of an OpenAI client."""
     return url.rstrip("/").removesuffix("/v1")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host`, a name or an address, is this machine and no other can reach it."""
+    """Return True if `host`, a name or an address, is this machine and unreachable for others."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -82,8 +89,10 @@ def is_loopback(host: str) -> bool:
 
 
 def secret(reference: str, owner: str) -> str:
-    """What stands in the variable of `env:NAME`; empty where `reference` is. ConfigError, about
-    `owner`: it holds no token."""
+    """Return the value of the variable in `env:NAME`; empty if `reference` is empty.
+
+    Raises ConfigError, about `owner`, if the variable holds no token.
+    """
     if not reference:
         return ""
     if not _TOKEN.fullmatch(reference):

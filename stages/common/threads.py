@@ -1,9 +1,9 @@
-"""What threads do together: a function over many files or programs at once, in as many threads as
-this process has cores; and Python's parser, which takes one thread at a time.
+"""Helpers for threads: map a function over many inputs, and parse Python safely.
 
-Threads are for what lets go of Python's lock: hashing, other processes. One thing alone needs none.
+`map_in_threads` uses as many threads as this process has cores. Threads help only for work that
+releases Python's lock, such as hashing and waiting for other processes. A single input needs none.
 
-Not of the spine: the results are those of `map` and `ast.parse`.
+Not of the spine: the results equal those from `map` and `ast.parse`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ _PARSER = threading.Lock()
 
 
 def map_in_threads(function: Callable[[In], Out], inputs: Iterable[In]) -> list[Out]:
-    """`function` of each input, in order. Of several errors the first one's is raised, and what
-    waits then is not begun."""
+    """Apply `function` to each input, in order.
+
+    If several raise, the error of the first input is raised, and calls that still wait are not
+    started.
+    """
     inputs = list(inputs)
     if len(inputs) < 2:
         return list(map(function, inputs))
@@ -32,10 +35,11 @@ def map_in_threads(function: Callable[[In], Out], inputs: Iterable[In]) -> list[
 
 
 def parse_python(source: str | bytes) -> ast.Module:
-    """The syntax tree of `source`; errors are those of `ast.parse`.
+    """Return the syntax tree of `source`, as `ast.parse` does, with its errors.
 
-    In Python 3.11 two threads that parse at once fail now and then with a SystemError: its parser
-    counts the depth of the tree in one place for all threads (python/cpython issue 106905).
+    Two threads must not parse at once: in Python 3.11 that occasionally fails with a SystemError,
+    because the parser counts the tree's depth in one place for all threads (python/cpython issue
+    106905).
     """
     with _PARSER:
         return ast.parse(source)

@@ -1,12 +1,12 @@
-"""Trajectories of another system, as lines of a JSON file: ids and the logprobs that they had.
+"""Trajectories from another system, as lines of a JSON file: token ids and their logprobs.
 
     {"prompt_ids": [1, 40], "completion_ids": [45, 2], "logprobs": [-0.3, -0.02], "reward": 1.0}
     {"prompt_ids": [1, 40], "completion_ids": [7, 2, 9, 2], "logprobs": [-1.1, -0.1, -0.7, -0.2],
      "turns": [{"length": 2, "observation_ids": [50, 51], "reward": 0.5}, {"length": 2}]}
 
-`completion_ids` and `logprobs` are of sampled ids alone, those of all turns one after another, as
-in rollouts/2; what stood between two turns is `observation_ids` of the first of them. Each line is
-checked by itself: what is wrong is named by line and field.
+`completion_ids` and `logprobs` hold only the sampled ids, all turns one after another, as in
+rollouts/2. The ids between two turns are `observation_ids` of the first one. Each line is checked
+by itself, and errors name the line and field.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quiver.stages.common.json_rows import bad_source, json_rows, unit_of
 from quiver.stages.common.store import storage
 
 _ROUNDING = 1e-4
-"""A logprob may be above 0 by so much."""
+"""Largest logprob accepted, above 0 because of rounding."""
 Id = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Logprob = Annotated[float, Field(strict=True, ge=-LARGEST, le=_ROUNDING)]
 Reward = Annotated[float, Field(strict=True, ge=-LARGEST, le=LARGEST)]
@@ -39,7 +39,7 @@ class _Part(BaseModel):
 
 
 class CalledTool(_Part):
-    """A call that was read from a turn: {name, arguments}, alone or under `function`."""
+    """A call that was parsed from a turn: {name, arguments}, alone or under `function`."""
 
     name: Text
     arguments: dict[str, Any]
@@ -51,38 +51,38 @@ class CalledTool(_Part):
 
 
 class Turn(_Part):
-    """A turn of a line."""
+    """One turn of a trajectory."""
 
     length: Id
     """How many of `completion_ids` were sampled in it."""
     observation_ids: list[Id] = Field(default_factory=list)
-    """What the model read after them."""
+    """Ids the model read after them."""
     restart_ids: list[Id] | None = Field(default=None, min_length=1)
-    """All that it read before them, where the history was rewritten."""
+    """All ids the model read before them, if the history was rewritten."""
     text: Text | None = None
     observation: Text | None = None
-    """What the environment answered."""
+    """The environment's answer."""
     reward: Reward | None = None
     finish_reason: FinishReason | None = None
     tool_calls: list[CalledTool] | None = None
 
 
 class Trajectory(_Part):
-    """One line."""
+    """One line of the file."""
 
     prompt_ids: list[Id] = Field(min_length=1)
     completion_ids: list[Id]
     logprobs: list[Logprob]
-    """Of each completion id, in the distribution that it was sampled from."""
+    """Logprob of each completion id, in the distribution that it was sampled from."""
     group_id: Text | None = Field(default=None, min_length=1)
-    """None: lines with the same prompt are a group."""
+    """Group of the trajectory. Default: lines with the same prompt are a group."""
     temperature: Annotated[float, Field(strict=True, ge=0, le=1e6)] | None = None
-    """The logits were divided by it. None: by the import's `sampling.temperature`."""
+    """The logits were divided by it. Default: the import's `sampling.temperature`."""
     finish_reason: FinishReason | None = None
     text: Text | None = None
-    """Of the last turn."""
+    """Text of the last turn."""
     reward: Reward | None = None
-    """Of the whole; None: not scored, or the sum of what its turns earned."""
+    """Reward of the whole. None: not scored, or the sum of the turns' rewards."""
     turns: list[Turn] | None = Field(default=None, min_length=1)
 
     @model_validator(mode="after")
@@ -145,14 +145,16 @@ class Trajectory(_Part):
 
     @property
     def total_reward(self) -> float | None:
-        """What the whole is worth."""
+        """Reward of the whole trajectory, or None."""
         earned = [turn.reward for turn in self.turns or () if turn.reward is not None]
         return self.reward if self.reward is not None or not earned else math.fsum(earned)
 
     @property
     def turn_rewards(self) -> list[float | None] | None:
-        """One a turn, which add up to the reward; where only the whole has one, it is the last
-        turn's. None: not scored."""
+        """One reward per turn, adding up to the total; None if not scored.
+
+        If only the whole has a reward, the last turn gets it.
+        """
         earned = [turn.reward for turn in self.turns or ()]
         if self.total_reward is None:
             return None
@@ -171,7 +173,7 @@ class Trajectory(_Part):
 
     @property
     def sequences(self) -> list[int]:
-        """The length of each sequence that the model reads: a rewritten history begins another."""
+        """Length of each sequence that the model reads: a rewritten history begins another one."""
         lengths = [len(self.prompt_ids)]
         if self.turns is None:
             return [lengths[0] + len(self.completion_ids)]
@@ -183,8 +185,15 @@ class Trajectory(_Part):
 
 
 def read(source: str, sha256: str = "") -> tuple[dict[str, Trajectory], str]:
-    """All lines, by their place ("line 7"), and the hash of the file's bytes. ConfigError names
-    line and field, or says that the hash is not `sha256`."""
+    """Read all lines, by their place ("line 7"), and hash the file's bytes.
+
+    Args:
+        source: the path of the file.
+        sha256: the expected hash. Empty: any.
+
+    Raises:
+        ConfigError: names the line and field, or says that the hash is not `sha256`.
+    """
     path = Path(os.path.expanduser(source))
     if not path.is_file():
         raise bad_source(source, f"there is no file {path.absolute()}")
@@ -212,5 +221,5 @@ def read(source: str, sha256: str = "") -> tuple[dict[str, Trajectory], str]:
 
 
 def place_of(source: str, place: str) -> str:
-    """What errors call a line."""
+    """Return the name of a line in error messages."""
     return f"source {printable(source)} {place}"

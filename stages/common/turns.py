@@ -1,19 +1,18 @@
-"""What the model reads of rollouts of several turns: the sampled ids, with all that stood between
-them.
+"""The model's input for rollouts with several turns: the sampled ids and all ids between them.
 
-Whatever is "of tokens" (logprobs, advantages, weights) is of sampled ids alone, one after another.
-Only the forward pass reads more: after each turn its observation, and where a turn's history was
-rewritten that history, with which a new sequence of the same rollout begins.
+Values "of tokens" (logprobs, advantages, weights) are for sampled ids only, one after another. Only
+the forward pass reads more: the observation after each turn. If a turn's history was rewritten,
+that history begins a new sequence of the same rollout.
 
     prompt P P, turn x x x, observation o o, turn y y; then a history R R R and a turn z z
 
     read        P P | x x x o o y y    R R R | z z
-    in the row        x x x o o y      R R R   z      an id that only is a target is not there
-    index             0 1 2 3 4 5      6 7 8   9      among what follows the prompt
+    in the row        x x x o o y      R R R   z      without ids that are only targets
+    index             0 1 2 3 4 5      6 7 8   9      among the ids after the prompt
     target            x x x     y y            z z    the sampled ids
     predictor        -1 0 1     4 5            8 9    the token before it; -1: the prompt's last
 
-Not of the spine: of rollouts without turns it is `completion[:-1]`, and predictors -1, 0, 1, …
+Not of the spine: without turns it is `completion[:-1]`, and predictors -1, 0, 1, …
 """
 
 from __future__ import annotations
@@ -36,22 +35,24 @@ class Turns:
     """The T turns of B rollouts, on the CPU."""
 
     lengths: Ragged
-    """[B rows, T values] int64: how many ids were sampled in each turn."""
+    """[B rows, T values] int64: number of ids sampled in each turn."""
     observations: Ragged
-    """[T rows] what the model reads after each turn; of a rollout's last turn nothing."""
+    """[T rows] ids the model reads after each turn; empty for a rollout's last turn."""
     histories: Ragged
-    """[T rows] what it reads before a turn whose history was rewritten; of the others nothing."""
+    """[T rows] ids it reads before a turn whose history was rewritten; empty for other turns."""
 
     @classmethod
     def of_table(cls, rollouts: pa.Table, completion_lengths: Tensor) -> Turns | None:
-        """Of rollouts/2; null for a rollout of one turn, of as many ids as `completion_lengths` [B]
-        says. None of rollouts/1."""
+        """Read the turns of rollouts/2; None for rollouts/1.
+
+        A rollout with null turns has one turn, with as many ids as in `completion_lengths` [B].
+        """
         if "turns" not in rollouts.column_names:
             return None
         column = rollouts["turns"]
         is_single = np.array(column.is_null())
         counts = np.array(pc.list_value_length(column).fill_null(0), dtype=np.int64)
-        singles = counts.cumsum()[is_single]  # where their turns go among those that are written
+        singles = counts.cumsum()[is_single]  # positions of their turns among the written ones
         turns = pc.list_flatten(column)
         sampled = np.array(pc.struct_field(turns, "length"), dtype=np.int64)
         sampled = np.insert(sampled, singles, completion_lengths.numpy()[is_single])
@@ -66,18 +67,20 @@ class Turns:
 
     @cached_property
     def begins_sequence(self) -> Tensor:
-        """[T] bool: the turn is its rollout's first, or has a history of its own."""
+        """[T] bool: true if the turn is its rollout's first, or has a history of its own."""
         begins = self.histories.lengths > 0
         begins[self.lengths.offsets[:-1]] = True
         return begins
 
     @cached_property
     def input_lengths(self) -> Tensor:
-        """[B] int64: how many tokens each rollout adds to the row after its prompt: of each
-        sequence those up to its last sampled id, without that."""
+        """[B] int64: number of tokens that each rollout adds to the row after its prompt.
+
+        From each sequence these are the tokens before its last sampled id.
+        """
         lengths = self.lengths.values
         read = (self.histories.lengths + lengths + self.observations.lengths).cumsum(0)
-        ends = read - self.observations.lengths  # of each turn's sampled ids
+        ends = read - self.observations.lengths  # end of each turn's sampled ids
         starts = (ends - lengths - self.histories.lengths)[self.begins_sequence]
         sequences = self.begins_sequence.cumsum(0) - 1
         inputs = ends - starts[sequences] - 1
@@ -89,21 +92,23 @@ class Turns:
         return lengths.new_zeros(len(self.lengths)).index_add(0, rows, longest)
 
     def take(self, rows: Tensor) -> Turns:
-        """Of rollouts `rows` [b], in that order."""
+        """Return the turns of rollouts `rows` [b], in that order."""
         numbers = self.lengths.with_values(torch.arange(len(self.lengths.values))).take(rows).values
         return Turns(
             self.lengths.take(rows), self.observations.take(numbers), self.histories.take(numbers)
         )
 
     def with_next_state(self, cut: Tensor) -> Turns:
-        """As if one more id had been sampled at the end of each rollout of `cut` [B] bool."""
+        """Return the turns with one more sampled id at the end of rollouts in `cut` [B] bool."""
         lengths = self.lengths.values.clone()
         lengths[self.lengths.offsets[1:][cut] - 1] += 1
         return replace(self, lengths=self.lengths.with_values(lengths))
 
     def last_tokens(self) -> Tensor:
-        """[T] where each turn's last sampled id stands among those of all rollouts; of a turn
-        without one the id before it, or its rollout's first."""
+        """[T] position of each turn's last sampled id among those of all rollouts.
+
+        For a turn without sampled ids it is the id before it, or its rollout's first.
+        """
         ends = self.lengths.values.cumsum(0)
         starts = (ends - self.lengths.values)[self.lengths.offsets[:-1]]
         return torch.maximum(ends - 1, starts.repeat_interleave(self.lengths.lengths))
@@ -111,25 +116,26 @@ class Turns:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What B rollouts add to the row after their prompts, as in the picture above."""
+    """Ids that B rollouts add to the row after their prompts, as in the picture above."""
 
     ids: Ragged
-    """[B rows] int32: the tokens that something is predicted after."""
+    """[B rows] int32: the tokens after which an id is predicted."""
     predictors: Ragged
-    """[B rows] int64: of each sampled id the place in its rollout's `ids` of the token before it;
-    −1 where that is the prompt's last."""
+    """[B rows] int64: for each sampled id, the position in its rollout's `ids` of the token before
+    it; −1 if that is the prompt's last.
+    """
     restarts: Ragged
-    """[B rows] int64: places in its rollout's `ids` where a rewritten history begins."""
+    """[B rows] int64: positions in its rollout's `ids` where a rewritten history begins."""
 
     @classmethod
     def of(cls, completions: Ragged, turns: Turns) -> Inputs:
-        """Of rollouts with these sampled ids and turns."""
+        """Build the inputs for rollouts with these sampled ids and turns."""
         counts = torch.stack(
             [turns.histories.lengths, turns.lengths.values, turns.observations.lengths], 1
         ).numpy()
         num_turns = len(counts)
         lengths = counts.ravel()
-        # of each token that is read: which of a turn's three it is, its turn, and its sequence
+        # for each token read: its kind (history, sampled, observation), its turn, and its sequence
         kinds = np.tile(np.arange(3), num_turns).repeat(lengths)
         turn_of_token = np.arange(num_turns).repeat(counts.sum(1))
         is_start = turns.begins_sequence.numpy()
@@ -140,7 +146,7 @@ class Inputs:
             ids[kinds == kind] = source.values.numpy()
         targets = np.flatnonzero(kinds == 1)
         last_target = np.full(int(is_start.sum()), -1)
-        last_target[sequences[targets]] = targets  # of equal ones the last counts
+        last_target[sequences[targets]] = targets  # if an index repeats, the last value stays
         is_input = np.arange(len(ids)) < last_target[sequences]
 
         row_of_token = turns.lengths.segment_ids.numpy()[turn_of_token]
@@ -158,26 +164,30 @@ class Inputs:
 
 
 class AfterPrompts(NamedTuple):
-    """What b rollouts add to the row after their prompts."""
+    """Ids that b rollouts add to the row after their prompts."""
 
     ids: list[np.ndarray]
-    """[b]"""
+    """[b] arrays, one per rollout."""
     predictors: np.ndarray
-    """[n] int64: of each target the place of the token before it in its rollout's `ids`; −1 where
-    that is the prompt's last."""
+    """[n] int64: for each target, the position in its rollout's `ids` of the token before it; −1 if
+    that is the prompt's last.
+    """
     restarts: np.ndarray
-    """[r] int64: places in a rollout's `ids` where a rewritten history begins."""
+    """[r] int64: positions in a rollout's `ids` where a rewritten history begins."""
     restart_counts: np.ndarray
-    """[b] int64: how many of them each rollout has."""
+    """[b] int64: number of restarts in each rollout."""
 
     def restart_places(self, starts: np.ndarray) -> np.ndarray:
-        """[r] the same in the row, in which the `ids` stand from `starts` [b] on."""
+        """[r] the same positions in the row, in which the `ids` begin at `starts` [b]."""
         return self.restarts + np.repeat(starts, self.restart_counts)
 
 
 def after_prompts(completions: Ragged, turns: Turns | None, rows: np.ndarray) -> AfterPrompts:
-    """Of rollouts `rows` [b]; `turns`: None where they have none. What is read of all rollouts is
-    never in memory at once."""
+    """Build the inputs of rollouts `rows` [b]; they are never in memory for all rollouts at once.
+
+    Args:
+        turns: the turns of the rollouts. None: they have none.
+    """
     if turns is None:
         counts = completions.lengths.numpy()[rows]
         predictors = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) - 1
@@ -194,10 +204,11 @@ def after_prompts(completions: Ragged, turns: Turns | None, rows: np.ndarray) ->
 
 
 def _is_first(numbers: np.ndarray) -> np.ndarray:
-    """[n] bool: it is not the number before it."""
+    """[n] bool: true if a number differs from the one before it."""
     return np.insert(numbers[1:] != numbers[:-1], 0, True)[: len(numbers)]
 
 
 def _rows(values: np.ndarray, lengths: np.ndarray) -> Ragged:
-    writable = np.require(values, requirements="W")  # Arrow's may not be
+    # torch needs writable memory, and Arrow's may be read-only
+    writable = np.require(values, requirements="W")
     return Ragged.from_lengths(torch.from_numpy(writable), torch.from_numpy(lengths))

@@ -1,9 +1,9 @@
-"""Whether a store is whole: every version, and the small files around them.
+"""Verify that a store is whole: every version, and the small files around them.
 
-Of a version all is looked at: size and hash of each file, that Arrow files can be parsed (by a
-child process: see `arrow_check`), that they are of the kind's schema, that what the manifest says
-of the whole follows from its files, that its number was given to it, and that its inputs and models
-are what they were. A version that was deleted on purpose is `expired`, which is no error.
+For a version, everything is checked: size and hash of each file; that Arrow files can be parsed (by
+a child process: see `arrow_check`) and fit the kind's schema; that the manifest's totals follow
+from its files; that its number was given to it; and that its inputs and models are unchanged. A
+version that was deleted on purpose is `expired`, which is not an error.
 
     count, errors = verify(store)
 """
@@ -29,7 +29,11 @@ from quiver.stages.common.store.storage import storage_errors
 
 
 def verify(store: Store, ref: str | Ref | None = None) -> tuple[int, list[QuiverError]]:
-    """Check one version, or all that is in the store: how many versions, and what is wrong."""
+    """Check one version, or the whole store.
+
+    Returns:
+        The number of versions checked, and all errors.
+    """
     errors: list[QuiverError] = []
     checked = [store.resolve(ref)] if ref else list(_every_version(store, errors))
     with ArrowCheck() as arrow_check:
@@ -38,7 +42,7 @@ def verify(store: Store, ref: str | Ref | None = None) -> tuple[int, list[Quiver
                 try:
                     _verify_version(store, version_ref, arrow_check)
                 except QuiverError as error:
-                    # the version itself is not what was written, and that was asked already
+                    # only if the version itself is damaged, which was checked already
                     if error.next == f"quiver verify {version_ref}":
                         _say_who_refers(store, error, version_ref)
                     raise
@@ -48,14 +52,14 @@ def verify(store: Store, ref: str | Ref | None = None) -> tuple[int, list[Quiver
 
 
 def _every_version(store: Store, errors: list[QuiverError]) -> Iterator[Ref]:
-    """References of all versions; what keeps others from being listed is added to `errors`."""
+    """Yield references of all versions; errors that keep some from being listed go to `errors`."""
     for run, kind in product(store.runs(), refs.KINDS):
         with _collected(errors, f"{run}/{kind}"):
             yield from store.refs(run, kind)
 
 
 def _verify_around(store: Store, errors: list[QuiverError]) -> None:
-    """Folders, tags, staging and ledgers; what is wrong is added to `errors`."""
+    """Check folders, tags, staging and ledgers; problems are added to `errors`."""
     for key in folders_of(store):
         with _collected(errors, key):
             store.storage.list(key)
@@ -82,7 +86,7 @@ def _verify_around(store: Store, errors: list[QuiverError]) -> None:
 
 @contextmanager
 def _collected(errors: list[QuiverError], name: object) -> Iterator[None]:
-    """Add to `errors` what is wrong with `name`, also that it cannot be read."""
+    """Add an error about `name` to `errors`, also if it cannot be read."""
     try:
         with storage_errors(name):
             yield
@@ -123,7 +127,7 @@ def _verify_version(store: Store, ref: Ref, arrow_check: ArrowCheck) -> None:
 
 
 def _verify_sources(store: Store, version: Version) -> None:
-    """LineageError where an input, a model, or what was made with it is not what it was."""
+    """Raise LineageError if an input, a model, or a version made together with it has changed."""
     manifest = version.manifest
     for parent in manifest.inputs:
         _verify_parent(store, version, parent.ref, parent.content_hash)
@@ -137,7 +141,7 @@ def _verify_sources(store: Store, version: Version) -> None:
 
 
 def _verify_parent(store: Store, version: Version, parent: str, expected: str) -> None:
-    """LineageError unless the parent is what it was, or was deleted on purpose."""
+    """Raise LineageError unless the parent is unchanged, or was deleted on purpose."""
     ref = refs.parse(parent)
     manifest = _manifest(store, version, ref)
     if manifest is not None and manifest.content_hash != expected:
@@ -145,7 +149,7 @@ def _verify_parent(store: Store, version: Version, parent: str, expected: str) -
 
 
 def _verify_model(store: Store, version: Version, model: Model) -> None:
-    """LineageError unless a model of this store is what it was, or was deleted on purpose."""
+    """Raise LineageError unless a model of this store is unchanged, or was deleted on purpose."""
     try:
         ref = refs.parse(model.ref)
     except QuiverError:
@@ -155,14 +159,17 @@ def _verify_model(store: Store, version: Version, model: Model) -> None:
     manifest = _manifest(store, version, ref)
     if manifest is not None:
         now = as_model(model.role, store.version(ref))
-        # a stage names what it reads; a template may be a file's in place of the policy's
+        # a stage names only the parts it reads; a template may come from a file instead of the
+        # policy
         if model.weights not in ("", now.weights) or model.tokenizer not in ("", now.tokenizer):
             raise _changed(version, f"model {ref}", ref)
 
 
 def _manifest(store: Store, version: Version, ref: Ref) -> Manifest | None:
-    """The manifest of what `version` was made of; None where that was deleted on purpose.
-    LineageError where it is gone otherwise, or no version at all."""
+    """Return the manifest of a source of `version`; None if it was deleted on purpose.
+
+    Raises LineageError if it is gone otherwise, or `ref` has no version number.
+    """
     if not isinstance(ref.version, int):
         problem = f"is made of {ref}, which names no version by its number"
         raise LineageError(str(version.ref), problem, next=f"quiver lineage {version.ref}")
@@ -188,7 +195,7 @@ def _changed(version: Version, what: str, ref: Ref) -> LineageError:
 
 
 def _say_who_refers(store: Store, error: QuiverError, ref: Ref) -> None:
-    """Say in `error` what refers to `ref`, and that only making it anew helps."""
+    """Add to `error` what refers to `ref`, and the way to make it again."""
     tags, versions = users_of(store, ref)
     users = [*(f"tag {name}" for name in tags), *versions]
     error.state = (
@@ -199,8 +206,11 @@ def _say_who_refers(store: Store, error: QuiverError, ref: Ref) -> None:
 
 
 def _verify_tag(store: Store, run: str, name: str) -> None:
-    """CorruptError where tag and journal cannot be read or disagree; LineageError where the tag
-    points at nothing."""
+    """Check one tag.
+
+    Raises CorruptError if tag and journal cannot be read or disagree, and LineageError if the tag
+    points at a version that is gone.
+    """
     store.verify_tag(run, name)
     target = store.tagged(run, name)
     if target is not None and not store.exists(refs.parse(target)):

@@ -1,1 +1,1 @@
-"""What runs stages: their contract, the runner, and the processes below it."""
+"""The runtime: the contract of a stage, the runner, and the processes that stages run in."""

@@ -1,9 +1,9 @@
-"""Which library gives memory to a stage's process: tcmalloc where this host has it.
+"""The memory allocator of stage processes: tcmalloc, if this host has it.
 
-A process of the optimizer is a little smaller so, and as fast or a little faster in most shapes
-(tests/benchmarks/RESULTS.md).
+An optimize process uses slightly less memory with it, and is as fast or slightly faster in most
+shapes (tests/benchmarks/RESULTS.md).
 
-Not of the spine: what a stage makes does not depend on it.
+Not of the spine: the output of a stage does not depend on it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ _NAMES = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
 
 
 def allocator_environment() -> dict[str, str]:
-    """What makes a child process take it. Nothing where LD_PRELOAD is set, be it to nothing: then
-    its user has chosen."""
+    """Return the environment variables that make a child process use tcmalloc.
+
+    Empty if LD_PRELOAD is set, even to an empty string: its user has chosen.
+    """
     library = _tcmalloc()
     if library is None or "LD_PRELOAD" in os.environ:
         return {}
-    # it tells of each tensor above a gigabyte
+    # by default it prints a report for each tensor above a gigabyte
     return {"LD_PRELOAD": library, "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": str(2**62)}
 
 

@@ -1,16 +1,16 @@
 """The process of a `Worker` (see `workers`): python -P answering.py CONNECTION (a descriptor)
 
-It is started as a file (-P: the files beside it do not stand in for libraries). The first message
-says where modules are found and which one answers; each later message is one request:
+It is started as a file; -P keeps the files beside it from shadowing libraries. The first message
+gives the module search path and the module that answers; each later message is one request:
 
     {"path": sys.path, "module": …}                  it has a class Host
     {"key": …, "number": 3, "request": {…}}        → {"key": …, "number": 3, "piece": 0,
                                                       "answer": Host.answer(request, send)}
 
-Messages are pickled by the stage, answers are JSON: the stage never unpickles what came from a
-process that ran a user's code. `send` sends a piece of an answer before the last one. Each piece
-repeats the key and the number of its request and counts the pieces, so that the stage can tell an
-answer that belongs elsewhere.
+Messages from the stage are pickled, answers are JSON: the stage never unpickles data from a process
+that ran a user's code. `send` sends a piece of an answer before the last one. Each piece repeats
+the key and number of its request and counts the pieces, so that the stage can recognise an answer
+that belongs elsewhere.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from typing import Any
 
 @contextmanager
 def no_copies() -> Iterator[None]:
-    """End a forked child that would leave the block, such as one in which a user's code raises:
-    only the process that entered the block leaves it."""
+    """End a forked child that leaves the block, for example because a user's code raises in it.
+
+    Only the process that entered the block leaves it.
+    """
     pid = os.getpid()
     try:
         yield
@@ -41,8 +43,9 @@ def no_copies() -> Iterator[None]:
 def main() -> None:
     """Answer requests until the connection is closed."""
     connection = Connection(int(sys.argv[1]))
+    # programs that a user's code starts must not keep the connection open
     os.set_inheritable(connection.fileno(), False)
-    # what a process printed before it was killed is to be seen
+    # output that was printed before a kill must reach the stage
     sys.stdout.reconfigure(line_buffering=True)
     pid = os.getpid()
     host: Any = None
@@ -58,7 +61,7 @@ def main() -> None:
         envelope = {"key": message["key"], "number": message["number"], "piece": 0}
 
         def send(answer: dict[str, Any], envelope: dict[str, Any] = envelope) -> None:
-            if os.getpid() != pid:  # a copy that goes on in an event loop, say
+            if os.getpid() != pid:  # a forked copy that still runs, in an event loop for example
                 os._exit(0)
             connection.send_bytes(json.dumps({**envelope, "answer": answer}).encode())
             envelope["piece"] += 1

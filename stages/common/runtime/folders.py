@@ -1,12 +1,13 @@
-"""Temporary folders that are removed when their process is done with them, or has died.
+"""Temporary folders that are removed when their process ends, or by the next one after a crash.
 
     with temporary_folder() as folder:      # $TMPDIR/quiver-01abcdef
         ...
 
-Each holds a file that its process keeps locked. A process that was killed could remove nothing, but
-the kernel let go of its lock: whoever starts next, on whatever host sees the folder, sweeps it.
+Each folder holds a file that its process keeps locked. A killed process cannot clean up, but the
+kernel releases its lock, and the next process to start, on any host that sees the folder, removes
+it.
 
-Not of the spine: nothing that is kept lies in them.
+Not of the spine: these folders hold no results.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ _LOCK = "lock"
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder of this process's own, until the block ends."""
+    """Create a folder for this process alone and remove it at the end of the block."""
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     try:
         with open(folder / "new", "w") as lock:
-            with suppress(OSError):  # a file system without locks: nobody sweeps it then
+            with suppress(OSError):  # a file system without locks: then the folder is never swept
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.rename(folder / "new", folder / _LOCK)  # nobody sees it without its lock
+                # the lock file appears only once it is locked
+                os.rename(folder / "new", folder / _LOCK)
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -41,7 +43,8 @@ def sweep_folders() -> None:
     """Remove the folders of this user's processes that have died."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
         folder = path.parent
-        # what goes away meanwhile was swept by another, and what is locked belongs to the living
+        # errors are expected: another process swept the folder first, or a live process holds the
+        # lock
         with suppress(OSError):
             if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
                 continue

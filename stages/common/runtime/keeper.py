@@ -1,20 +1,21 @@
-"""Runs a command and, when it ends, or when whoever asked for it does, ends all that it started.
+"""Run a command, and end all its descendants when it ends or when the requesting process dies.
 
     python -I -S keeper.py LIFELINE GRACE LIMITS OOM_SCORE COMMAND...
 
-LIFELINE is the read end of a pipe to which nobody writes. It closes when the asking process closes
-its end, or dies, by kill -9 too. The command then has GRACE seconds between SIGTERM and SIGKILL (at
-0, SIGKILL comes at once). LIMITS is `RESOURCE=NUMBER,...`, as of setrlimit(2), or empty; OOM_SCORE
-is the command's oom_score_adj, as of proc(5), or empty.
+LIFELINE is the read end of a pipe that carries no data. It closes when the requesting process
+closes its end or dies, even by kill -9. The command then has GRACE seconds between SIGTERM and
+SIGKILL; with 0, SIGKILL comes at once. LIMITS is `RESOURCE=NUMBER,...`, as in setrlimit(2), or
+empty. OOM_SCORE is the command's oom_score_adj, as in proc(5), or empty.
 
-    whoever asked          holds the other end of LIFELINE
+    requesting process     holds the other end of LIFELINE
     └── keeper             adopts every orphan below it, passes SIGTERM on, ends as the command did
-        └── command        leads a session of its own; is killed when its keeper is
-            └── ...        are killed when the command has ended, whatever session they moved to
+        └── command        leads its own session; is killed when its keeper is
+            └── ...        are killed when the command has ended, whichever session they moved to
 
-The keeper holds the command's pipes open, so they reach their end only when all of that is gone.
+The keeper holds the command's pipes open, so a reader sees their end only after all descendants are
+gone.
 
-This file imports the standard library alone: it is run by its path.
+This file imports the standard library alone, because it is run by its path.
 """
 
 from __future__ import annotations
@@ -38,18 +39,20 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent() -> None:
-    """SIGKILL when the parent ends, however it ends."""
+    """Make the kernel send SIGKILL to this process when its parent ends, however it ends."""
     _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
 
 
 def set_oom_score(score: int) -> None:
-    """Let the kernel kill this process, and what it starts, before those of a lower score when
-    memory runs out."""
+    """Set this process's oom_score_adj, which its children inherit.
+
+    When memory runs out, the kernel kills processes with a higher score first.
+    """
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write(str(score))
     except OSError:
-        pass  # a system without it has no such order, and a container may not let us
+        pass  # the system has no such setting, or a container does not permit it
 
 
 def _prctl(option: int, argument: int) -> None:
@@ -59,8 +62,11 @@ def _prctl(option: int, argument: int) -> None:
 
 
 def kill_descendants(seconds: float = float("inf")) -> None:
-    """Kill all that descends from this process, which adopts orphans, and wait, at most so long,
-    until they are gone."""
+    """Kill all descendants of this process, which adopts orphans, and wait until they are gone.
+
+    Args:
+        seconds: longest time to wait.
+    """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -92,7 +98,7 @@ def _descendants() -> list[int]:
 
 
 def main() -> None:
-    """Start the command, keep it, and end as it does."""
+    """Start the command, keep it, and end with its exit code or signal."""
     lifeline, grace, limits, oom_score, *command = sys.argv[1:]
     adopt_orphans()
     keeper = os.getpid()
@@ -101,6 +107,7 @@ def main() -> None:
         os.close(int(lifeline))
         os.setsid()
         die_with_parent()
+        # the keeper may have died before the death signal was set
         if os.getppid() != keeper:
             os._exit(1)
         for limit in filter(None, limits.split(",")):
@@ -121,8 +128,11 @@ def main() -> None:
 
 
 def _keep(child: int, lifeline: int, grace: float) -> int:
-    """Wait for the end of the child or of the lifeline, then end all that is left; the child's
-    status."""
+    """Wait until the child ends or the lifeline closes, then end everything left.
+
+    Returns:
+        The child's wait status.
+    """
     import select
     import signal  # slow to import, and the command runs meanwhile
 
@@ -130,8 +140,10 @@ def _keep(child: int, lifeline: int, grace: float) -> int:
     os.set_blocking(wake, False)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
+    # poll() restarts after a signal, so a byte in this pipe must end it
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    poll = select.poll()  # select() refuses handles beyond 1023, and these have the asker's numbers
+    # select() refuses descriptors above 1023, and the requesting process may have passed such
+    poll = select.poll()
     poll.register(lifeline)
     poll.register(awake, select.POLLIN)
     status = _collect(child)
@@ -154,7 +166,7 @@ def _keep(child: int, lifeline: int, grace: float) -> int:
 
 
 def _collect(child: int) -> int | None:
-    """Wait for what has ended already; the child's status, None while it runs."""
+    """Reap children that have ended. Returns the child's status, or None while it runs."""
     pid = -1
     while pid not in (0, child):
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -164,7 +176,7 @@ def _collect(child: int) -> int | None:
 def _signal_session(child: int, number: int) -> None:
     try:
         os.killpg(child, number)
-    except ProcessLookupError:  # all of it has ended, or the child leads none yet
+    except ProcessLookupError:  # all have ended, or the child leads no session yet
         return
 
 

@@ -1,5 +1,4 @@
-"""The process of a stage: one that is started for its call, one that was started before it and has
-imported what the stage will need, or one that stayed behind an earlier call, with an engine asleep.
+"""The child process of a stage: started for a call, prewarmed before it, or kept after one.
 
     prewarm("generate", config)
     ...
@@ -13,10 +12,12 @@ imported what the stage will need, or one that stayed behind an earlier call, wi
     with in_one_process():    # one for the calls of all stages
         answer = ask("prompt", call)
 
-A process decides nothing before its call. Where one that waits is gone, or was not needed, no harm
-is done; and what fails in one that stayed is done once more, in a fresh one.
+A prewarmed process has imported the modules that its stage will need. A kept process has answered
+an earlier call, with an engine asleep. A process decides nothing before its call, so losing a
+waiting one, or starting it in vain, does no harm. If a call fails in a kept process, it is repeated
+once in a fresh one.
 
-Not of the spine: what a stage makes does not depend on the process that it runs in.
+Not of the spine: the output of a stage does not depend on the process that it runs in.
 """
 
 from __future__ import annotations
@@ -43,38 +44,42 @@ from .subprocesses import Process
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
-    # glibc, where there is no other allocator, keeps large blocks for the next tensor: fresh pages
-    # were a third of a step
+    # without tcmalloc, glibc keeps large blocks for the next tensor: fresh pages took a third of a
+    # step
     "MALLOC_MMAP_THRESHOLD_": str(2**32),
     "MALLOC_TRIM_THRESHOLD_": str(2**33),
-    # Threads that wait by spinning take the cores from those that work, but to wake them for each
-    # small product costs a fifth of a step: they spin for some microseconds.
+    # Threads that wait by spinning take cores from those that work, but waking them for each small
+    # product costs a fifth of a step. So they spin for a few microseconds.
     "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": "10000",
-    "PYTHONWARNINGS": "ignore::FutureWarning",  # of libraries about one another
+    "PYTHONWARNINGS": "ignore::FutureWarning",  # libraries warn about one another
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TQDM_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""What a stage's process finds in its environment beside the caller's."""
+"""Environment variables of a stage's process, added to the caller's."""
 _LONGEST_TEMPORARY_PATH = 70
-"""A socket's path has 107 bytes at most, and vLLM's are named by 36 of them."""
+"""A socket's path has at most 107 bytes, and vLLM's socket names take 36 of them."""
 HINT_NAME = "hint.json"
-"""Beside the call: the config, or as much of it as says what to import."""
+"""File beside the call with the config, or the part of it that decides which modules to import."""
 _Key = tuple[str | None, str | None, bool, frozenset[tuple[str, str]]]
 _waiting: dict[_Key, StageProcess] = {}
-"""By stage (None: all), interpreter, whether it is online, and what was put over its environment: a
-process is no use where devices are others."""
+"""Waiting processes by stage (None: all), interpreter, online or not, and variables set over their
+environment. A process with other visible devices cannot be reused.
+"""
 _IN_ONE_PROCESS: ContextVar[bool] = ContextVar("quiver_in_one_process", default=False)
 log = logging.getLogger(__name__)
 told = logging.getLogger("quiver")
-"""What whoever runs a recipe reads."""
+"""Logger for the lines that a recipe's user sees."""
 
 
 class StageProcess:
-    """`python -m quiver.stages [STAGE]`, started and waiting for its call; a context manager that
-    ends it with all that it started, and removes what it left in its folder for temporary files."""
+    """`python -m quiver.stages [STAGE]`, started and waiting for its call.
+
+    A context manager: leaving it ends the process and its descendants, and removes its folder for
+    temporary files.
+    """
 
     def __init__(
         self,
@@ -84,8 +89,15 @@ class StageProcess:
         env: Mapping[str, str] | None = None,
         hint: dict[str, Any] | None = None,
     ) -> None:
-        """`stage`: None for calls of any. `online`: it may reach a model hub. `env` is put over its
-        environment. `hint`: the config for which it imports what is needed before its call."""
+        """Start the process.
+
+        Args:
+            stage: name of the stage. None: it answers calls for any stage.
+            python: the interpreter. Default: this one.
+            online: if true, it may reach a model hub.
+            env: variables set over its environment.
+            hint: config for which it imports modules before its call.
+        """
         self._hint = hint
         sweep_folders()
         with ExitStack() as stack:
@@ -94,7 +106,7 @@ class StageProcess:
             self._answer_path = folder / "answer.json"
             if hint is not None:
                 (folder / HINT_NAME).write_text(json.dumps(hint))
-            # -P: no module of the working folder may stand in for one of ours or of a library
+            # -P: a module in the working folder must not shadow one of ours or a library's
             command = [python or sys.executable, "-u", "-P", "-m", "quiver.stages"]
             command += [stage] if stage else []
             command += ["--call", str(self._call_path), "--answer", str(self._answer_path)]
@@ -102,15 +114,14 @@ class StageProcess:
             variables = {**os.environ, **ENVIRONMENT, **allocator_environment(), **offline}
             variables |= env or {}
             if len(str(folder)) <= _LONGEST_TEMPORARY_PATH:
-                # what torch compiled is there for the next process too, and nothing stays in
-                # $TMPDIR
+                # the next process reuses what torch compiled, and nothing stays in $TMPDIR
                 cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
                 compiled = os.path.join(cache, "quiver", "torchinductor")
                 variables.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
                 variables["TMPDIR"] = str(folder)
             self.stage = stage
             self.has_stayed = False
-            """Whether it has answered an earlier call."""
+            """True once it has answered a call and stayed."""
             self._may_stay = False
             self.process = Process(
                 command,
@@ -127,18 +138,18 @@ class StageProcess:
 
     def __exit__(self, *error: object) -> None:
         if not self._call_path.exists():
-            # it was never called and has nothing to finish; deep in an import it would not hear
-            # SIGTERM for seconds
+            # without a call it has nothing to finish, and deep in an import it ignores SIGTERM for
+            # seconds
             self.process.end(grace=0)
         self._stack.__exit__(*error)
 
     def send(self, call: dict[str, Any], *, stay: bool = False) -> None:
-        """The call: the only one, or where it is to `stay`, one of several."""
+        """Send a call: the only one or, with `stay`, one of several."""
         self._may_stay = stay
         self.stage = call.get("stage", self.stage)
         self._answer_path.unlink(missing_ok=True)
         self._call_path.write_text(json.dumps({**call, "stay": True} if stay else call))
-        with suppress(BrokenPipeError):  # it died meanwhile, and `follow` says how
+        with suppress(BrokenPipeError):  # it has died, and `follow` reports how
             self.process.stdin.write(b"\n")
             self.process.stdin.flush()
             if not stay:
@@ -150,8 +161,20 @@ class StageProcess:
         timeout: float | None = None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> tuple[int, list[str]]:
-        """Exit code and last lines, once it has ended, or stays behind its answer (0 then);
-        `on_line` is given each line as it comes. Stopped, ResourceError after `timeout` seconds."""
+        """Wait until the process ends, or stays after its answer.
+
+        Args:
+            on_line: called with each line that it prints.
+            timeout: longest time to wait, in seconds.
+            stopped: if it returns true, the wait ends with Stopped.
+
+        Returns:
+            Exit code (0 if it stays) and its last lines.
+
+        Raises:
+            ResourceError: it is still running after `timeout`.
+            Stopped: `stopped` returned true.
+        """
         last_lines: deque[str] = deque(maxlen=5)
         lines = self.process.lines(timeout, stopped, self.stays)
         while True:
@@ -170,16 +193,18 @@ class StageProcess:
             on_line(line)
 
     def answer(self) -> dict[str, Any] | None:
-        """What it said in the end; None where it came to another one."""
+        """Return the answer it wrote, or None if it wrote none."""
         return json.loads(self._answer_path.read_text()) if self._answer_path.exists() else None
 
     def is_for(self, config: dict[str, Any]) -> bool:
-        """Whether what it imported before its call is what `config` needs: some options are of the
-        process, such as kernels of vLLM's that do not depend on the batch."""
+        """Return True if its early imports suit `config`.
+
+        Some options belong to the whole process, such as vLLM's batch-invariant kernels.
+        """
         return self._hint is None or self._hint.get("options") == config.get("options")
 
     def stays(self) -> bool:
-        """Whether it has answered and waits for another call."""
+        """Return True if it has answered and waits for another call."""
         return self._may_stay and bool((self.answer() or {}).get("stays"))
 
 
@@ -195,17 +220,21 @@ def ask(
     timeout: float | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """What a process of `stage` answers to `call`: one that waits, or a fresh one. ResourceError
-    where it ends without an answer, or is still running after `timeout` seconds; Stopped.
+    """Send `call` to a waiting or a fresh process of `stage`, and return its answer.
 
-    `stay`: it may wait for the next such call, with what its stage keeps for that, until
-    `end_waiting`.
+    Args:
+        stay: the process may wait for the next such call, with the engine that its stage keeps,
+            until `end_waiting`.
+
+    Raises:
+        ResourceError: it ended without an answer, or is still running after `timeout` seconds.
+        Stopped: `stopped` returned true.
     """
     is_shared = _IN_ONE_PROCESS.get()
     stay = stay or is_shared
     key = _key(None if is_shared else stage, python, online, env)
     child = _waiting.pop(key, None)
-    is_dead = child is not None and child.process.poll() is not None  # while nobody looked
+    is_dead = child is not None and child.process.poll() is not None  # it may have died unnoticed
     if child is not None and (is_dead or not child.is_for(call["config"])):
         child.__exit__(None, None, None)
         child = None
@@ -219,6 +248,7 @@ def ask(
             if child.stays():
                 del answer["stays"]
                 child.has_stayed = True
+                # a waiting process outlives this block; a second one with the same key ends here
                 if _waiting.setdefault(key, child) is child:
                     stack.pop_all()
         if answer is not None and not ("error" in answer and child.has_stayed):
@@ -242,8 +272,10 @@ def ask(
 
 @contextmanager
 def in_one_process() -> Iterator[None]:
-    """What is asked inside is done by one process, whatever its stage, as long as none fails: for
-    work so small that what a process imports would be most of it."""
+    """Let one process answer all calls made inside, for any stage, as long as none fails.
+
+    For work so small that most of its time would go into a process's imports.
+    """
     token = _IN_ONE_PROCESS.set(True)
     try:
         yield
@@ -254,8 +286,10 @@ def in_one_process() -> Iterator[None]:
 def prewarm(
     stage: str, config: dict[str, Any], python: str | None = None, online: bool = False
 ) -> None:
-    """Start a process that imports what `stage` needs for `config`, unless one waits already, or
-    one does for all stages."""
+    """Start a process that imports what `stage` needs for `config`.
+
+    Does nothing if one waits already, or inside `in_one_process`.
+    """
     key = _key(stage, python, online)
     if key not in _waiting and not _IN_ONE_PROCESS.get():
         child = StageProcess(stage, python, online, hint=config)
@@ -264,8 +298,8 @@ def prewarm(
 
 
 def end_waiting() -> None:
-    """End those that nobody took."""
-    with suppress(KeyError):  # there is none left
+    """End the waiting processes."""
+    with suppress(KeyError):  # none is left
         while True:
             _, child = _waiting.popitem()
             child.__exit__(None, None, None)

@@ -1,12 +1,12 @@
 """The runner, one for all stages: plan → find → lease → make → commit.
 
-Whether to force, to share, to go on, or to answer "already done" is decided here. What is finished
-is found in this process, in milliseconds; otherwise the stage runs in a child process of its own,
-so that its memory and its device are free when it ends, and it ends with whoever called.
+This module decides whether to force, share, resume, or answer "already done". A finished version is
+found in this process within milliseconds. Otherwise the stage runs in a child process, so that its
+memory and device are free when it ends; it ends with its caller.
 
     call = Call("generate", config, store.path, {"prompts": "a/prompts@1", "policy": "a/policy@0"})
-    outcome = run_call(call)    # what is finished, or made now in a child process
-    outcome = find(call)        # only a look; None where it is not finished
+    outcome = run_call(call)    # find it, or make it in a child process
+    outcome = find(call)        # only look; None if it is not finished
 
     run_stage("generate", config, store, prompts="a/prompts@1", policy="a/policy@0")    # run_call
 """
@@ -45,27 +45,28 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Call:
-    """What to run: a stage, its config as plain JSON, the store, and references by role."""
+    """One call of a stage: its config as plain JSON, the store, and references by role."""
 
     stage: str
     config: dict[str, Any]
     store: Path | str
     refs: dict[str, str | list[str]] = field(default_factory=dict)
     into: str | None = None
-    """Run that the new version belongs to. None: that of its inputs."""
+    """Run to write into. Default: the inputs' run."""
     force: bool = False
-    """Do it anew, even where a finished version exists."""
+    """Make a new version, even if a finished one exists."""
     share: bool = False
-    """Any number of equal calls, on any hosts that see the store, do the work together, and each
-    returns the version. A call that fails leaves its shards to the others."""
+    """Equal calls, any number on any hosts that see the store, share the work; each returns the
+    version. A call that fails leaves its shards to the others.
+    """
 
     def to_json(self) -> dict[str, Any]:
-        """As a child process reads it, with the version of this program."""
+        """Return the call as a child process reads it, with the version of this program."""
         return {**asdict(self), "store": str(self.store), "quiver": quiver_version()}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Call:
-        """The call that `to_json` wrote. ConfigError where another version of this program did."""
+        """Read a call written by `to_json`. Raises ConfigError if another version wrote it."""
         fields = dict(fields)
         require_version(sys.executable, quiver_version(), fields.pop("quiver", None))
         return cls(**fields)
@@ -73,8 +74,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a call. `rows` and `metrics` are the manifest's. `cached`: it was there already,
-    and `seconds` are the manifest's too."""
+    """The result of a call. `rows` and `metrics` are the manifest's.
+
+    `cached` is true if the version existed before; then `seconds` are the manifest's too.
+    """
 
     ref: str
     cached: bool
@@ -84,14 +87,14 @@ class Outcome:
 
 
 def plan_of(call: Call, store: Store | None = None) -> Plan:
-    """The call's plan, by its stage. ConfigError, LineageError, SchemaError."""
+    """Return the call's plan. Raises ConfigError, LineageError or SchemaError."""
     return plan_call(call.stage, call.config, store or Store(call.store), call.refs, call.into)
 
 
 def find(call: Call, *, expired: bool = False) -> Outcome | None:
-    """The finished version that the call asks for; None where it is to be made, or forced.
+    """Return the finished version that answers the call; None if it is missing or forced.
 
-    `expired`: one whose files expired is an answer too, and so are the call's references.
+    With `expired`, versions whose files expired count as answers and as inputs too.
     """
     if call.force:
         return None
@@ -102,8 +105,11 @@ def find(call: Call, *, expired: bool = False) -> Outcome | None:
 
 
 def find_version(plan: Plan) -> Version | None:
-    """The finished version that answers the plan. ConflictError if another one has the only number
-    that it may have; and what the stage's `accept` raises."""
+    """Return the finished version that answers the plan, or None.
+
+    Raises ConflictError if another version has the only number allowed, and any error of the
+    stage's `accept`.
+    """
     version = plan.already_made or plan.store.find(plan.run, plan.kinds[-1], plan.run_key)
     if version is None:
         if plan.only_number in plan.store.numbers(plan.run, plan.kinds[-1]):
@@ -118,9 +124,10 @@ def find_version(plan: Plan) -> Version | None:
 
 
 def perform(call: Call, store: Store | None = None) -> Outcome:
-    """Find the version or make it, in this process. Raises what the stage raises.
+    """Find the version or make it, in this process. Raises the stage's errors.
 
-    `store`: the call's store, where it is open already; its `written` then says what was made.
+    Args:
+        store: the call's store, if it is already open; its `written` then lists the new versions.
     """
     started_at = time.monotonic()
     plan = plan_of(call, store)
@@ -131,10 +138,11 @@ def perform(call: Call, store: Store | None = None) -> Outcome:
 
 
 def make(plan: Plan, *, force: bool = False, share: bool = False) -> Version:
-    """Make the version of the plan, which was not found; the one that is there in the end.
+    """Make the plan's version, and return it.
 
-    Under `torch.distributed` every rank calls this; the first one writes and publishes, and the
-    others take part in the stage's work without writers.
+    Another process may make it meanwhile; then its version is returned. Under `torch.distributed`
+    every rank calls this. The first rank writes and publishes; the others take part in the stage's
+    work without writers.
     """
     stage = load(plan.stage)
     if share and not getattr(stage, "SHARED", False):
@@ -143,7 +151,7 @@ def make(plan: Plan, *, force: bool = False, share: bool = False) -> Version:
             "its work cannot be shared among processes",
             next="start it once, without share",
         )
-    if force:  # it stands beside what is there already
+    if force:  # a forced version is added beside the existing one
         plan = replace(plan, only_number=None)
     if os.environ.get("RANK", "0") != "0":
         if not getattr(stage, "RANKS", False):
@@ -161,8 +169,10 @@ def make(plan: Plan, *, force: bool = False, share: bool = False) -> Version:
 
 
 def _make_without_writers(stage: Any, plan: Plan, force: bool) -> Version:
-    """What a rank does that does not write: its part of the work, then wait for the version; a
-    forced one is above all that are there."""
+    """Do a rank's part of the work without writing, then wait for the version.
+
+    A forced version is one with a number above all that exist now.
+    """
     kind = plan.kinds[-1]
     numbers = plan.store.numbers(plan.run, kind) if force else []
     stage.make(plan, {})
@@ -170,7 +180,7 @@ def _make_without_writers(stage: Any, plan: Plan, force: bool) -> Version:
         version = plan.store.find(plan.run, kind, plan.run_key, max([-1, *numbers]))
         if version is not None:
             return version
-        time.sleep(0.1)  # the rank that writes is publishing; if it fails, the launcher ends us all
+        time.sleep(0.1)  # rank 0 is publishing; if it fails, the launcher ends all ranks
 
 
 def _outcome(version: Version, plan: Plan, seconds: float = 0.0) -> Outcome:
@@ -194,17 +204,21 @@ def run_call(
 ) -> Outcome:
     """Find the finished version, or run the stage in a child process and wait for it.
 
-    Raises what the stage raised; ResourceError when the child died or took too long.
-
     Args:
-        call: What to run.
-        python: The child's interpreter. None: this one's.
-        timeout: Most seconds that it may take.
-        online: Whether it may reach a model hub.
-        on_line: Is given each line that the child prints.
-        env: Put over the child's environment.
-        stay: The child may wait for the next such call, with an engine asleep.
-        stopped: As soon as it is true (another thread's wish) the child is ended: Stopped.
+        call: the call to answer.
+        python: the child's interpreter. Default: this one.
+        timeout: longest time the child may take, in seconds.
+        online: if true, the child may reach a model hub.
+        on_line: called with each line that the child prints.
+        env: variables set over the child's environment.
+        stay: if true, the child may wait for the next such call, with an engine asleep.
+        stopped: polled while waiting; once it returns true (at another thread's wish), the child
+            is ended.
+
+    Raises:
+        QuiverError: the stage raised it.
+        ResourceError: the child died or took too long.
+        Stopped: `stopped` returned true.
     """
     started_at = time.monotonic()
     outcome = find(call)
@@ -240,18 +254,20 @@ def run_stage(
     in_process: bool = False,
     **refs: str | Ref | list[str],
 ) -> Ref:
-    """Run one stage on saved versions; the reference of what is there then. BusyError where another
-    process is at this very work, and they do not share it.
+    """Run one stage on saved versions, and return the reference of the result.
 
     Args:
-        stage: Its name.
-        config: Its `Config`, or the same as a dict.
-        store: The store, or its folder.
-        into: Run that the new version belongs to. None: that of its inputs.
-        force: Do it anew, even where a finished version exists.
-        share: Do it together with the other processes that make the same call.
-        in_process: In this process instead of a child.
-        refs: References by role, such as `rollouts="arith/rollouts@3"`.
+        stage: its name.
+        config: its `Config`, or the same as a dict.
+        store: the store, or its folder.
+        into: run to write into. Default: the inputs' run.
+        force: make a new version, even if a finished one exists.
+        share: share the work with other processes that make the same call.
+        in_process: run in this process instead of a child.
+        refs: references by role, such as `rollouts="arith/rollouts@3"`.
+
+    Raises:
+        BusyError: another process does the same work, and they do not share it.
     """
     opened = store if isinstance(store, Store) else Store(store)
     fields = config.model_dump(mode="json") if isinstance(config, Config) else dict(config)
@@ -272,13 +288,17 @@ def run_stage(
 
 @cache
 def quiver_version() -> str:
-    """Version of this program."""
+    """Return the version of this program."""
     return metadata.version("quiver-rl")
 
 
 def require_version(python: str, version: str | None, expected: str | None) -> None:
-    """ConfigError unless interpreter `python`, which has `version` of this program for a stage,
-    has the version of whoever calls it."""
+    """Raise ConfigError unless interpreter `python` has the caller's version of this program.
+
+    Args:
+        version: the version that `python` has.
+        expected: the caller's version.
+    """
     if version != expected:
         raise ConfigError(
             f"interpreter {python}",

@@ -3,28 +3,29 @@
 A stage is a module with
 
     Config                                      its section of a recipe
-    plan(config, store, refs, into) -> Plan     what it would make, under which key
-    make(plan, writers)                         the work: shards in, metrics out
+    plan(config, store, refs, into) -> Plan     the versions it would make, and their run key
+    make(plan, writers)                         the work: writes shards and metrics
 
-`plan` imports no torch and starts no process; once a config is resolved it asks no network, reads
-no source and runs no code of a user's. A stage knows no process, no lease and no Prefect: `runner`
-finds what is finished, holds the lease, and publishes what was made. Asking a writer for a shard
-may raise CommittedByOther, where another process has finished the version: `make` lets it pass.
+`plan` imports no torch and starts no process. Once a config is resolved, it uses no network, reads
+no source and runs no user code. A stage knows nothing of processes, leases or Prefect: `runner`
+finds finished versions, holds the lease, and publishes the result. Asking a writer for a shard may
+raise CommittedByOther, if another process has finished the version; `make` must not catch it.
 
 A stage may also have
 
     resolve(config) -> config                   read what the recipe names outside the store, once
-    check(config, columns, prompts)             what only trying can tell, before any generation
-    prepare(config)                             import what `make` needs, before its call is there
+    check(config, columns, prompts)             checks that need a trial, before any genen
+    prepare(config)                             import what `make` needs, before its call arrives
     accept(plan, version)                       refuse a finished version that `max_invalid`, as it
                                                 is today, rules out
-    SHARED = True                               several processes can do its shards together
+    SHARED = True                               several processes can share its shards
     RANKS = True                                under torch.distributed all ranks do its work
 
-Those are asked for with `getattr`. `plan` resolves itself what is not resolved. `check` is called
-once a run, before its first rollouts are paid for. It takes no plan: that of reward names rollouts,
-and that of optimize rewards, which are not there yet. What is known then is the config, and the
-prompts: their columns, which are a function's arguments, and how answers begin.
+These are looked up with `getattr`. `plan` resolves an unresolved config itself. `check` is called
+once per run, before the first rollouts are paid for. It takes no plan, because the plan of reward
+names rollouts and the plan of optimize names rewards, and neither exists yet. Known at that time
+are the config and the prompts: their columns, which are a function's arguments, and how answers
+begin.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from quiver.stages.common.config import Config, parse
 from quiver.stages.common.store import Store, Version
 
 Refs = Mapping[str, str | list[str]]
-"""References by role; a role of which several versions may be given holds a list."""
+"""References by role; a role that accepts several versions holds a list."""
 MODULES = {
     "policy": "quiver.stages.common.models.checkpoints",
     "prompt": "quiver.stages.prompt.stage",
@@ -56,41 +57,42 @@ MODULES = {
     "optimize": "quiver.stages.optimize.stage",
     "evaluate": "quiver.stages.evaluate.stage",
 }
-"""Where each stage is. They are named, not imported: no stage knows another."""
+"""Module of each stage. Named, not imported: no stage knows another."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call of a stage comes to: which versions it makes, of what, under which key."""
+    """The result of planning a call: the versions to make, their inputs, and their run key."""
 
     store: Store
     stage: str
     stage_version: int
     config: Config
-    """With all that was left open filled in, as the manifest will say it."""
+    """The config with all defaults filled in, as the manifest records it."""
     run: str
-    """Run that the new versions belong to."""
+    """Run to write into."""
     kinds: tuple[str, ...]
-    """Kinds that it makes, published in this order; the last one is what the call returns."""
+    """Kinds that it makes, published in this order; the call returns the last one."""
     inputs: Mapping[str, Version] = field(default_factory=dict)
     """Versions that it reads, by role, in the manifest's order."""
     models: tuple[Model, ...] = ()
-    """Models that take part, by their hashes."""
+    """Models that take part, identified by their hashes."""
     first_number: int = 1
-    """Number of the version where its run has none of the last kind yet."""
+    """Number of the version if its run has none of the last kind yet."""
     only_number: int | None = None
-    """The one number that it may have, unless it is forced. None: the next free one."""
+    """The only number that the version may have, unless it is forced. None: the next free one."""
     if_number_taken: str = ""
-    """What is wrong where another version has that number."""
+    """Error message if another version has that number."""
     already_made: Version | None = None
-    """A version that answers the call without any work, whatever its key."""
+    """A version that answers the call without any work, whatever its run key."""
     patience_seconds: float | None = None
-    """Processes that share the work: how long an idle one waits for another's shard."""
+    """Seconds that an idle process waits for another's shard, if the work is shared."""
 
     @cached_property
     def run_key(self) -> str:
-        """Hash of all that decides the outcome: stage, its version, config without runtime knobs,
-        content of inputs and models."""
+        """Hash of everything that decides the result: the stage and its version, the config without
+        runtime knobs, and the content of inputs and models.
+        """
         hashes = {role: version.manifest.content_hash for role, version in self.inputs.items()}
         models = {model.role: model.hashes for model in self.models}
         return digest(
@@ -104,11 +106,11 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Name of the work in error messages."""
         return f"{self.run}/{self.kinds[-1]}"
 
     def manifest_fields(self) -> dict[str, Any]:
-        """What the manifest of each of its versions says of where it came from."""
+        """Return the provenance fields for the manifest of each of its versions."""
         return {
             "stage": self.stage,
             "stage_version": self.stage_version,
@@ -120,20 +122,23 @@ class Plan:
 
 
 class Stage(Protocol):
-    """A module that is a stage; what it may have besides stands at the top of this file."""
+    """The type of a stage module; its optional members are listed at the top of this file."""
 
     Config: type[Config]
 
     def plan(self, config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
-        """What the call comes to. ConfigError, LineageError, SchemaError for what cannot be."""
+        """Return the plan of a call. Raises ConfigError, LineageError or SchemaError."""
 
     def make(self, plan: Plan, writers: Mapping[str, Any]) -> None:
-        """Write every shard of every kind, and finish each writer. `writers`, by kind: none for a
-        rank that takes part in the work and does not write."""
+        """Write every shard of every kind, and finish each writer.
+
+        Args:
+            writers: writers by kind. Empty for a rank that shares the work without writing.
+        """
 
 
 def load(name: str) -> Stage:
-    """The module of a stage. ConfigError where there is no stage of that name."""
+    """Return the module of a stage. Raises ConfigError if there is no such stage."""
     if name not in MODULES:
         raise ConfigError(
             f"stage {name}", f"expected one of {', '.join(MODULES)}", next="name a stage"
@@ -144,14 +149,14 @@ def load(name: str) -> Stage:
 def plan_call(
     name: str, config: Mapping[str, Any], store: Store, refs: Refs, into: str | None
 ) -> Plan:
-    """The plan of stage `name` for a config in plain JSON."""
+    """Return the plan of stage `name` for a config in plain JSON."""
     stage = load(name)
     parsed = parse(stage.Config, dict(config), f"stage {name}")
     return stage.plan(parsed, store, _RequiredRefs(name, refs), into)
 
 
 class _RequiredRefs(dict):
-    """References by role; ConfigError names the one that a stage asks for and was not given."""
+    """References by role. A missing role raises ConfigError with its name."""
 
     def __init__(self, stage: str, refs: Refs) -> None:
         super().__init__(refs)
@@ -162,8 +167,7 @@ class _RequiredRefs(dict):
 
 
 def is_made_alike(first: Manifest, second: Manifest) -> bool:
-    """Whether one stage made both, with the same config but for runtime knobs; of whatever
-    inputs."""
+    """Return True if one stage made both with one config, ignoring runtime knobs and inputs."""
     if (first.stage, first.stage_version) != (second.stage, second.stage_version):
         return False
     if first.config == second.config:

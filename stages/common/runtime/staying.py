@@ -1,13 +1,13 @@
-"""What the process of a stage keeps from one call for the next, where its caller asks it to stay.
+"""State that a stage's process keeps from one call to the next, if its caller asks it to stay.
 
-    is_asked()          # in a stage: whether this process may stay behind its answer
-    keep(engine)        # what it stays for
-    take()              # by the next call: what was kept, which is its own from now on
+    is_asked()          # in a stage: True if this process may stay after its answer
+    keep(engine)        # keep it for the next call
+    take()              # in the next call: take over the kept engine
 
-A process that keeps nothing ends with its answer, as every other. What is kept was put to sleep
-before the answer was given: on a device it has no more than its context and its graphs.
+A process that keeps nothing ends after its answer. A kept engine is put to sleep before the answer
+is given, so on a device it holds no more than its context and its graphs.
 
-Not of the spine: what a stage makes does not depend on the process that it runs in.
+Not of the spine: the output of a stage does not depend on the process that it runs in.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ log = logging.getLogger(__name__)
 
 
 class Closable(Protocol):
-    """What may be kept."""
+    """An object that can be kept."""
 
     def close(self) -> None:
-        """Free what it holds; it is not used again."""
+        """Free its resources. It is not used again."""
         ...
 
 
 class _Process:
-    """This process, as its caller wants it."""
+    """State of this process."""
 
     is_asked = False
     serves_all = False
@@ -35,43 +35,43 @@ class _Process:
 
 
 def ask(stay: bool) -> None:
-    """Say whether the caller asks this process to stay behind the answer to its present call."""
+    """Set whether the caller asks this process to stay after the present call."""
     _Process.is_asked = stay
 
 
 def serve_all() -> None:
-    """Have this process stay behind each answer that is no error, for calls of any stage."""
+    """Make this process stay after each answer that is not an error, for calls of any stage."""
     _Process.serves_all = True
 
 
 def is_asked() -> bool:
-    """Whether what a stage keeps now is there for the next call."""
+    """Return True if an object kept now will be there for the next call."""
     return _Process.is_asked
 
 
 def keep(sleeper: Closable) -> None:
-    """Have `sleeper` for the next call."""
+    """Keep `sleeper` for the next call."""
     _Process.sleeper = sleeper
 
 
 def keeps() -> bool:
-    """Whether this process waits for the next call."""
+    """Return True if this process waits for the next call."""
     return _Process.serves_all or _Process.sleeper is not None
 
 
 def take() -> Any | None:
-    """What was kept, the caller's from now on; None where nothing was."""
+    """Hand over the kept object, which then belongs to the caller; None if there is none."""
     sleeper = _Process.sleeper
     _Process.sleeper = None
     return sleeper
 
 
 def close() -> None:
-    """Close what was kept and nobody took; this process waits for no other call."""
+    """Close the kept object, if any; this process then waits for no other call."""
     _Process.serves_all = False
     sleeper = take()
     if sleeper is not None:
         try:
             sleeper.close()
-        except Exception as error:  # the process ends, and all that it started with it
+        except Exception as error:  # the process ends anyway, together with all that it started
             log.debug("it could not be closed: %s", error)

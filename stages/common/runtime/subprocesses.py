@@ -1,13 +1,13 @@
-"""One way to start, feed, limit, read and end a process with all that it started.
+"""Start, limit, read and end a child process together with everything that it starts.
 
     with Process([sys.executable, "-u", "script.py"], stdin=PIPE, stdout=PIPE) as process:
         process.stdin.write(b"...")
         for line in process.lines(timeout=60):
             ...
 
-Nobody is left behind: not when the block is left, not when this process dies (by kill -9 too), not
-in another session than the command's. A keeper (`keeper`) sees to it, between this process and the
-command.
+No descendant survives: neither the end of the block, nor the death of this process (even by kill
+-9), nor by moving to another session. A keeper process between this process and the command ensures
+it (see `keeper`).
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ log = logging.getLogger(__name__)
 
 
 class Stopped(BaseException):
-    """Whoever waits for a process wants it no longer; it was ended."""
+    """Raised in a process that no longer wants to wait for a child; the child was ended."""
 
 
 class Process(subprocess.Popen):
-    """A command with its keeper, which ends as the command does; else as subprocess.Popen.
+    """A command with its keeper, which ends as the command does; otherwise like subprocess.Popen.
 
-    `limits`: of setrlimit(2), for each process, by `resource.RLIMIT_...`. `oom_score`: the higher,
-    the sooner the kernel kills it when memory runs out, up to 1000. `orphan_grace`: how many
-    seconds the command has to end by itself when this process has died; 0: it is killed at once.
+    Args:
+        limits: limits for each process, as in setrlimit(2), by `resource.RLIMIT_...`.
+        oom_score: up to 1000; when memory runs out, the kernel kills higher scores first.
+        orphan_grace: seconds the command has to end by itself after this process dies. 0: it is
+            killed at once.
     """
 
     def __init__(
@@ -74,23 +76,26 @@ class Process(subprocess.Popen):
             os.close(lifeline)
 
     def kill(self) -> None:
-        """Have it killed with all that it started; from any thread. They are gone when `wait`
-        returns."""
+        """Kill it with all that it started, from any thread. They are gone when `wait` returns."""
         with self._lock:
             if self._lifeline is not None:
                 os.close(self._lifeline)
                 self._lifeline = None
 
     def end(self, grace: float | None = None) -> int:
-        """Its exit code, once it and all that it started are gone: SIGTERM, SIGKILL after `grace`
-        seconds (None: GRACE_SECONDS; 0: at once)."""
+        """End it and all that it started, and return its exit code.
+
+        Args:
+            grace: seconds between SIGTERM and SIGKILL; 0 sends SIGKILL at once. Default:
+                GRACE_SECONDS.
+        """
         grace = GRACE_SECONDS if grace is None else grace
         try:
             if grace and self.poll() is None:
                 self.terminate()
                 self.wait(grace)
         except subprocess.TimeoutExpired:
-            # it may be deep in a library's code, and nothing of it is wanted any more
+            # it may be deep in a library's code, and its result is no longer needed
             log.debug("process %d is killed: it did not end within %g s", self.pid, grace)
         finally:  # a second signal must not keep the lifeline open
             self.kill()
@@ -113,11 +118,15 @@ class Process(subprocess.Popen):
         stopped: Callable[[], bool] = lambda: False,
         until: Callable[[], bool] = lambda: False,
     ) -> Iterator[str]:
-        """Lines of its stdout as they come; of a progress bar that rewrites its line only the last
-        state. TimeoutError after `timeout` seconds, Stopped when `stopped()`.
+        """Yield the lines of its stdout as they come.
 
-        They end with the process, or once `until()` is true and what was printed before that is
-        read. Of a line longer than _LONGEST_LINE only the end is kept.
+        The lines end with the process, or once `until()` is true and everything printed before is
+        read. For a progress bar that rewrites its line, only the last state is kept. A line longer
+        than _LONGEST_LINE loses its beginning.
+
+        Raises:
+            TimeoutError: it is still running after `timeout` seconds.
+            Stopped: `stopped()` is true.
         """
         deadline = time.monotonic() + timeout if timeout else None
         poll = select.poll()
@@ -130,10 +139,12 @@ class Process(subprocess.Popen):
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"still running after {timeout:g} s")
             is_over = until()
+            # 200 ms, so that `stopped` and `until` are polled
             if poll.poll(0 if is_over else 200):
                 chunk = os.read(self.stdout.fileno(), 65536)
             elif is_over or self.poll() is not None:
-                chunk = b""  # or it was killed with its keeper, and something is left of it
+                # or it was killed with its keeper, and a descendant still holds the pipe
+                chunk = b""
             else:
                 continue
             *lines, unfinished = (unfinished + chunk).split(b"\n")

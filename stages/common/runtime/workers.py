@@ -1,13 +1,13 @@
-"""A worker process that runs a user's code: requests go out, answers and printed text come in, each
-wait has an end.
+"""A worker process that runs a user's code: it answers requests, and each wait has a limit.
 
     limit = share_of_memory(workers=2)
     worker = Worker(module, limit, name="a worker", allowance="4 GiB", lower="reward.workers")
     worker.ask({"key": 1, "load": {…}}, 60, Loaded)    # or Late, Ended
     worker.end()                                # it, and all that it started, is gone
 
-`module` has a class Host, whose `answer` is called in the process (see `answering`). What a worker
-prints is always drained, and kept up to PRINTED_BYTES between two calls of `printed`.
+`module` has a class Host; its method `answer` is called in the process (see `answering`). The
+worker's output is always drained, and up to PRINTED_BYTES of it are kept between two calls of
+`printed`.
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ from quiver.stages.common.store.failpoints import failpoint
 
 PRINTED_BYTES = 4096
 OOM_SCORE = 900
-"""When memory runs out, the kernel kills workers before the stage and the flow; the programs of
-the sandbox have 1000."""
+"""oom_score of workers. When memory runs out, the kernel kills them before the stage and the flow;
+programs in the sandbox have 1000.
+"""
 LEAST_MEMORY_BYTES = 4 << 30
-"""A worker's share is no smaller, where that is not more than half of the machine's memory: what
-libraries ask for in advance counts too."""
+"""Smallest share of a worker, unless that exceeds half of the machine's memory. Memory that
+libraries reserve in advance counts too.
+"""
 _CHUNK_BYTES = 1 << 20
 _ANSWER_BYTES = 256 << 20  # more than any number of rows needs
 _Kind = TypeVar("_Kind", bound=BaseModel)
 
 
 class Late(Exception):
-    """No answer in time."""
+    """The answer did not arrive in time."""
 
 
 class Ended(Exception):
@@ -58,12 +60,14 @@ class Killed(Ended):
 
 
 class Surplus(Ended):
-    """The process answered an earlier request once more. The answer to this one is not known, and
-    the process is not to be trusted."""
+    """The process answered an earlier request a second time.
+
+    The answer to this request is unknown, and the process cannot be trusted any more.
+    """
 
 
 class _Message(BaseModel):
-    """An answer, or a piece of one, and which request it belongs to."""
+    """An answer, or a piece of one, and the request that it belongs to."""
 
     key: int | None
     number: int
@@ -72,20 +76,26 @@ class _Message(BaseModel):
 
 
 class Worker(Process):
-    """A worker process. One thread uses it; another may `kill` it."""
+    """A worker process, used by one thread; another thread may `kill` it."""
 
     def __init__(
         self, module: str, memory_bytes: int, *, name: str, allowance: str, lower: str
     ) -> None:
-        """`memory_bytes`: the most private memory that it may have. `allowance`: what an error says
-        of that limit; `lower`: the key that makes fewer of them; `name`: what errors call it."""
+        """Start the worker. Raises ResourceError if it cannot be started.
+
+        Args:
+            memory_bytes: most private memory that it may have.
+            name: its name in error messages.
+            allowance: the memory limit as error messages show it.
+            lower: the config key that reduces the number of workers.
+        """
         self._text = bytearray()
         self._dropped_bytes = 0
         self._allowance = allowance
         self._key: int | None = None
         self._num_asked = 0
         self._num_pieces = 0
-        """That were read of the answer to the last request."""
+        """Pieces read so far of the answer to the last request."""
         try:
             self._connection, workers_end = connection.Pipe()
             with workers_end:
@@ -105,14 +115,27 @@ class Worker(Process):
             ) from error
         self._printed = self.stdout.fileno()
         os.set_blocking(self._printed, False)
-        with suppress(OSError):  # it has ended already, as the first answer will say
+        with suppress(OSError):  # it has ended already, and the first answer will report it
             self._send({"path": list(filter(None, sys.path)), "module": module})
 
     def ask(self, request: dict[str, Any] | None, seconds: float, kind: type[_Kind]) -> _Kind:
-        """The answer to a request, whose `key` comes back with it; None: the next piece of the
-        answer to the one before. Late after `seconds`, Ended when the process does or its answer is
-        no `kind`, Surplus when it is one too many; the process is of no further use then."""
+        """Send a request and return its answer.
+
+        Args:
+            request: its `key` comes back with the answer. None: read the next piece of the
+                answer to the request before.
+            seconds: longest time to wait.
+            kind: model of the answer.
+
+        Raises:
+            Late: no answer after `seconds`.
+            Ended: the process ended, or its answer is not a `kind`.
+            Surplus: the answer belongs to an earlier request.
+
+        After an error the process must not be used again.
+        """
         deadline = time.monotonic() + seconds
+        # a blocked read has no timeout of its own: killing the process ends it
         watchdog = threading.Timer(seconds, self.kill)
         watchdog.daemon = True
         watchdog.start()
@@ -134,7 +157,7 @@ class Worker(Process):
             return kind.model_validate(message.answer)
         except (EOFError, OSError):
             is_late = time.monotonic() >= deadline
-            self.kill()  # where its answer was too long
+            self.kill()  # needed if its answer was too long
             code = self.wait()
             if is_late:
                 raise Late from None
@@ -151,7 +174,7 @@ class Worker(Process):
             self._drain()
 
     def printed(self) -> str:
-        """The first PRINTED_BYTES of what was printed since the last call."""
+        """Return the first PRINTED_BYTES that it printed since the last call."""
         text = self._text.decode(errors="replace")
         if self._dropped_bytes:
             text += f"\n… and {self._dropped_bytes} bytes more"
@@ -160,7 +183,7 @@ class Worker(Process):
         return text
 
     def end(self, grace: float | None = 0) -> int:
-        """As that of every Process, but at once; it lets go of the connection too."""
+        """End it like `Process.end`, but at once by default; also close the connection."""
         code = super().end(grace)
         self._connection.close()
         return code
@@ -169,7 +192,7 @@ class Worker(Process):
         self._connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
     def _drain(self) -> None:
-        """Read what was printed, to the end or to one pipe's worth; only the start is kept."""
+        """Read its output, up to _CHUNK_BYTES; only the first PRINTED_BYTES are kept."""
         with suppress(BlockingIOError):
             chunk = os.read(self._printed, _CHUNK_BYTES)
             room = max(0, PRINTED_BYTES - len(self._text))
@@ -178,24 +201,28 @@ class Worker(Process):
 
 
 def memory_limit() -> int | None:
-    """Bytes of private memory that this process may have. None: any number."""
+    """Return the bytes of private memory that this process may have. None: unlimited."""
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 def share_of_memory(workers: int) -> int:
-    """Bytes that each of so many workers may have where a recipe does not say it: an equal share,
-    and as much for everything else. A cgroup's limit counts as the machine's memory."""
+    """Return the default memory per worker, in bytes.
+
+    It is an equal share of the machine's memory, with one more share left for everything else. A
+    cgroup's limit counts as the machine's memory.
+    """
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, group = line.split(":", 2)
         root = Path("/sys/fs/cgroup")
         limit_name = "memory.max"
-        if controllers:  # of version 1
+        if controllers:  # cgroup version 1
             root = root / controllers
             limit_name = "memory.limit_in_bytes"
         folder = root / group.lstrip("/")
         for place in (folder, *folder.parents):
-            with suppress(OSError, ValueError):  # no such group is seen here, or "max"
+            # the group is not visible here, or the limit is "max"
+            with suppress(OSError, ValueError):
                 machine = min(machine, int((place / limit_name).read_text()))
     return max(machine // (workers + 1), min(LEAST_MEMORY_BYTES, machine // 2))

@@ -1,6 +1,6 @@
-"""The store: a folder of immutable versions. Reading is `versions`, writing is `writer`.
+"""The store: a folder of immutable versions. Read with `versions`, write with `writer`.
 
-Not of the spine: it only hands on names of `versions`.
+Not of the spine: this file only re-exports names of `versions`.
 """
 
 from .versions import Store, Version, schema_module

@@ -1,7 +1,7 @@
-"""Whether an Arrow file can be parsed, told without parsing it in this process.
+"""Check that an Arrow file can be parsed, without parsing it in this process.
 
 with ArrowCheck() as check:
-    problem = check.problem(path)    # "" where it can be
+    problem = check.problem(path)    # "" if it can be parsed
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from . import arrow_child
 
 _SECONDS = 60.0
 _parsed_hashes: set[str] = set()
-"""Files of somebody else's stores that a child process has parsed, by their sha256."""
+"""sha256 of each file from another user's store that a child process has parsed."""
 
 
 class ArrowCheck:
-    """A child process that parses; started with the first file, and anew after it crashed."""
+    """A child process that parses files. Started for the first file and again after a crash."""
 
     def __init__(self) -> None:
         self._child: Process | None = None
@@ -36,13 +36,13 @@ class ArrowCheck:
         self.end()
 
     def end(self) -> None:
-        """End the child."""
+        """End the child process."""
         if self._child is not None:
             self._child.end(0)
             self._child = None
 
     def problem(self, path: Path) -> str:
-        """What is wrong with the file; empty where it can be parsed."""
+        """Return why the file cannot be parsed, or an empty string if it can."""
         if self._child is None:
             self._child = Process(
                 [sys.executable, "-I", arrow_child.__file__],
@@ -67,8 +67,14 @@ class ArrowCheck:
 def require_parseable(
     folder: Path, entries: Iterable[FileEntry], corrupt: Callable[[str, str], CorruptError]
 ) -> None:
-    """Let a child process parse files in `folder`, each once. Raises what `corrupt` makes of a
-    file's name and what is wrong with it."""
+    """Have a child process parse the files in `folder`, each content hash once per process.
+
+    Args:
+        corrupt: makes the error from a file's name and the problem with it.
+
+    Raises:
+        CorruptError: made by `corrupt`, if a file cannot be parsed.
+    """
     with ArrowCheck() as arrow_check:
         for entry in entries:
             if entry.sha256 not in _parsed_hashes:

@@ -1,8 +1,8 @@
-"""Parses Arrow files for whoever does not trust them: a path a line in, an answer a line out.
+"""Parse untrusted Arrow files in a process of their own: one path per line in, one answer out.
 
 A crafted file with the right hash can crash the process that reads it, so it is read here first.
-The answer is JSON: what is wrong with the file, or an empty string. This file imports no module of
-ours: it is run by its path.
+An answer is a JSON string: the problem with the file, or empty. This file imports no other module
+of this project, because it is run by its path.
 """
 
 import json
@@ -12,7 +12,7 @@ import pyarrow as pa
 
 
 def main() -> None:
-    """Answer for each file of stdin."""
+    """Answer for each path on stdin."""
     for line in sys.stdin:
         problem = ""
         try:

@@ -1,12 +1,12 @@
-"""What `quiver gc` does: versions and optimizer state whose time is over go to the trash, what lay
-there long enough is deleted, and so is what was staged and given up.
+"""`quiver gc`: move old versions and optimizer state to the trash, and empty the trash.
 
     rule = Rule(keep=2, moments=1, grace_seconds=86400)
-    collect(store, rule)                 # only looks
-    collect(store, rule, apply=True)     # does it
+    collect(store, rule)                 # only reports
+    collect(store, rule, apply=True)     # deletes
 
-What stays is told by `retention`. Nothing is done where that cannot be told. All of it may be
-killed at any point: the next one finishes, or takes back, what it finds half done.
+Trash older than the grace period and abandoned staging folders are deleted too. `retention` decides
+which versions are kept; if it cannot decide, nothing is deleted. A collection may be killed at any
+point: the next one finishes or undoes its half-done steps.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ from .storage import Storage, storage_errors
 from .versions import Store, Version
 
 _PLANNED_WITH = ("config.json", "generation_config.json")
-"""What plans read of a policy beside its manifest; it stays in the tombstone."""
+"""Files of a policy that plans read beside its manifest; the tombstone keeps their text."""
 _RUN_KEY = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What stays, and how long what goes can be brought back."""
+    """Which versions to keep, and for how long an expired one can be restored."""
 
     keep: int | None = None
-    """Versions of each kind of each run. None: all."""
+    """Versions to keep per kind and run. None: all."""
     moments: int | None = 1
-    """Policies of each run whose optimizer state stays. None: all."""
+    """Policies per run that keep their optimizer state. None: all."""
     grace_seconds: float = 24 * 3600
-    """How long a version lies in the trash, and how long staged work waits for who goes on."""
+    """Seconds that a version stays in the trash, and that abandoned staged work stays resumable."""
     runs: Collection[str] | None = None
-    """Runs that are cleaned. None: all. What stays is asked of all in either case."""
+    """Runs to clean. None: all. Versions of every run still count as users of others."""
     spared: tuple[str, ...] = ()
-    """Versions that stay as if a tag named them."""
+    """Versions that are kept as if a tag named them."""
 
     def runs_of(self, store: Store) -> Collection[str]:
-        """Names of the runs that are cleaned."""
+        """Return the names of the runs to clean."""
         return store.runs() if self.runs is None else self.runs
 
     def why(self, folder: str) -> str:
-        """For the tombstone."""
+        """Return the reason for the tombstone of a version, or of its `folder`."""
         return f"gc, moments = {self.moments}" if folder else f"gc, keep = {self.keep}"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A version, or the folder of its optimizer state, that is to go."""
+    """A version to delete, or the folder with its optimizer state."""
 
     ref: Ref
     folder: str
@@ -71,14 +71,14 @@ class Candidate:
     bytes: int
     manifest: Manifest
     deleted_why: str | None
-    """Set where `quiver rm` was killed on the way."""
+    """The reason given to `quiver rm`, if it was killed midway; None otherwise."""
     files: dict[str, str]
-    """What the tombstone keeps."""
+    """Texts of small files that the tombstone keeps, by name."""
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """What is staged of one run_key, and nobody goes on with."""
+    """The abandoned staging folders of one run key."""
 
     run: str
     run_key: str
@@ -88,23 +88,27 @@ class Leftover:
 
 @dataclass
 class Collected:
-    """What went, or would go, in bytes; and what lies about besides."""
+    """Result of a collection: the deletions, done or planned, and bytes in trash and quarantine."""
 
     versions: list[Candidate] = field(default_factory=list)
     optimizer: list[Candidate] = field(default_factory=list)
     staging: list[Leftover] = field(default_factory=list)
     deleted_bytes: int = 0
-    """Out of the trash."""
+    """Bytes deleted from the trash."""
     trash_bytes: int = 0
-    """In the trash, with what went there just now."""
+    """Bytes in the trash, including what this collection moved there."""
     quarantine: dict[str, int] = field(default_factory=dict)
-    """Bytes by folder; they stay until somebody deletes them."""
+    """Bytes per quarantined folder. A user has to delete these."""
 
 
 def collect(store: Store, rule: Rule, *, apply: bool = False) -> Collected:
-    """Clean the store up by `rule`, or only say what would go. CorruptError where a tag cannot be
-    read, or a manifest of what stays, or where a folder is none; BusyError where another process is
-    at it."""
+    """Clean up the store by `rule`, or, unless `apply`, only report what would be deleted.
+
+    Raises:
+        CorruptError: a tag, or the manifest of a version to keep, cannot be read; or one of the
+            store's folders is not a folder.
+        BusyError: another process is taking versions away.
+    """
     storage = store.storage
     for key in folders_of(store):
         storage.list(key)
@@ -142,7 +146,7 @@ def collect(store: Store, rule: Rule, *, apply: bool = False) -> Collected:
 
 
 def size(storage: Storage, prefix: str) -> int:
-    """Bytes of the files below `prefix`, or of the one of that name."""
+    """Return the total bytes of the files below `prefix`, or of the file with this name."""
     return sum(entry.st_size for entry in storage.stats(prefix) if stat.S_ISREG(entry.st_mode))
 
 
@@ -150,14 +154,14 @@ def size(storage: Storage, prefix: str) -> int:
 
 
 def _candidates(store: Store, rule: Rule, kept: Kept) -> list[Candidate]:
-    """What is to go by now."""
+    """Return the versions and optimizer folders to delete at this moment."""
     candidates = []
     for run, kind in product(rule.runs_of(store), KINDS):
         ledger = store.ledger(run, kind)
         tombstones = ledger.tombstones()
         for number in store.numbers(run, kind):
             ref = Ref(run, kind, number)
-            with suppress(CorruptError):  # what is damaged stays; `verify` tells of it
+            with suppress(CorruptError):  # damaged versions stay; `verify` reports them
                 version = store.version(ref)
                 why = _deleted_why(ledger, version) if (number, "") in tombstones else None
                 folder = ""
@@ -171,14 +175,14 @@ def _candidates(store: Store, rule: Rule, kept: Kept) -> list[Candidate]:
 
 
 def _deleted_why(ledger: Ledger, version: Version) -> str | None:
-    """The reason that `quiver rm` was given for this very version; None where there was none."""
+    """Return the reason given to `quiver rm` for exactly this version, or None."""
     tombstone = ledger.tombstone(version.ref.version)
     is_meant = tombstone is not None and tombstone.commit_id == version.manifest.commit_id
     return tombstone.why if is_meant and not tombstone.expired else None
 
 
 def _candidate(version: Version, folder: str, deleted_why: str | None) -> Candidate:
-    """CorruptError where what the tombstone is to keep is damaged."""
+    """Build the candidate. Raises CorruptError if a file that the tombstone keeps is damaged."""
     names = [] if folder else [name for name in _PLANNED_WITH if name in version.files.names]
     entries = [
         entry
@@ -196,7 +200,11 @@ def _candidate(version: Version, folder: str, deleted_why: str | None) -> Candid
 
 
 def _take(store: Store, rule: Rule, turn: trash.Trash) -> list[Candidate]:
-    """Move what is to go into the trash: tombstones, another look at what stays, the moves."""
+    """Move the candidates into the trash and return those that were moved.
+
+    Tombstones are written first. Then the candidates are computed again, because a process may have
+    begun to use one meanwhile, and only those still unused are moved.
+    """
     kept = find_kept(store, rule.keep, rule.moments, rule.spared)
     candidates = _candidates(store, rule, kept)
     taken = []
@@ -210,7 +218,7 @@ def _take(store: Store, rule: Rule, turn: trash.Trash) -> list[Candidate]:
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                # half of them now, with the room that the tombstones of the others took
+                # a full disk: take half of them now, using the room that the other tombstones took
                 for late in candidates[position // 2 : position + 1]:
                     ledger = store.ledger(late.ref.run, late.ref.kind)
                     ledger.take_back(late.ref.version, late.folder)
@@ -225,7 +233,7 @@ def _take(store: Store, rule: Rule, turn: trash.Trash) -> list[Candidate]:
             if is_to_go and turn.take(candidate.ref, candidate.folder):
                 taken.append(candidate)
         for run, kind in product(rule.runs_of(store), KINDS):
-            # of whoever was killed, and of what somebody needs by now
+            # a process was killed before its move, or the version came into use
             ledger = store.ledger(run, kind)
             for number, folder in ledger.tombstones():
                 if store.storage.exists(f"{Ref(run, kind, number).folder}/{folder}"):
@@ -234,7 +242,7 @@ def _take(store: Store, rule: Rule, turn: trash.Trash) -> list[Candidate]:
 
 
 def _expire(store: Store, rule: Rule, candidate: Candidate) -> None:
-    """Write down that the candidate is taken away."""
+    """Write the tombstone of the candidate, before its files move."""
     ref = candidate.ref
     ledger = store.ledger(ref.run, ref.kind)
     if ledger.manifest(ref.version) != candidate.manifest:
@@ -254,8 +262,11 @@ def _expire(store: Store, rule: Rule, candidate: Candidate) -> None:
 
 
 def leftovers_of(store: Store, rule: Rule) -> Iterator[Leftover]:
-    """What is staged that nobody is at, and that is committed or older than the grace time; and
-    what was half deleted."""
+    """Yield abandoned staging folders, and folders that were half deleted.
+
+    Staging is abandoned if no process holds one of its leases, and if its versions are committed or
+    it is older than the grace period.
+    """
     storage = store.storage
     for run in rule.runs_of(store):
         keys_of: dict[str, list[str]] = {}
@@ -278,27 +289,29 @@ def leftovers_of(store: Store, rule: Rule) -> Iterator[Leftover]:
 
 
 def _seconds_unchanged(storage: Storage, prefix: str) -> float:
-    """For how long nothing changed there, by this host's clock."""
+    """Return the seconds since anything below `prefix` changed, by this host's clock."""
     return time.time() - max((entry.st_mtime for entry in storage.stats(prefix)), default=0.0)
 
 
 def _is_at_work(leases: Leases, but: str = "") -> bool:
-    """Whether a process holds one of the leases, other than lease `but`. One of another host counts
-    as gone where it was not heard of for as long as a lease lives."""
+    """Return True if a process holds one of the leases, other than the lease `but`.
+
+    A holder on another host counts as gone if nothing here changed for a lease's lifetime.
+    """
     is_silent = _seconds_unchanged(leases.storage, leases.prefix) > SECONDS_TO_LIVE
     holders = [leases.holder(name) for name in leases.names() if name != but]
     return any(holder and (holder.owner.is_visible or not is_silent) for holder in holders)
 
 
 def _sweep(storage: Storage, leftover: Leftover) -> bool:
-    """Delete what is staged, unless somebody is at it by now."""
+    """Delete staged work. Returns False if a process has begun to work on it."""
     folders = {key.rpartition("/")[0] for key in leftover.keys} if leftover.run_key else ()
     all_leases = [
         Leases(storage, f"{folder}/{leftover.run_key}.leases", "gc") for folder in folders
     ]
     with ExitStack() as stack, storage_errors(f"{leftover.run} staging"):
         for leases in all_leases:
-            # whoever comes meanwhile waits for this, or finds another at the work
+            # a process that starts meanwhile waits for this lease, or finds it taken
             lease = leases.take("work", from_living=not _is_at_work(leases))
             if lease is None:
                 return False

@@ -1,6 +1,6 @@
-"""What a version was made with, for its manifest: packages, Python, machine and git commit.
+"""The environment a version was made in, for its manifest: packages, Python, machine, git commit.
 
-Not of the spine: nothing that is made depends on it.
+Not of the spine: no output depends on it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ _PACKAGES = (
 
 @cache
 def environment() -> dict[str, Any]:
-    """Package versions, Python, machine, and the git commit of the code where it stands in a
-    checkout."""
+    """Return versions of packages and Python, the machine, and the git commit of a checkout."""
     packages = {}
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):

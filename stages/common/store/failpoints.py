@@ -1,18 +1,18 @@
-"""Places where a process fails on purpose, for whoever tests what a failure leaves behind.
+"""Failpoints: named places where a process fails on purpose, to test recovery from a failure.
 
-    QUIVER_FAIL=commit.renamed:kill                        it dies when it gets there
-    QUIVER_FAIL=shard.noted@3:sleep=5,tag.entered:raise    at the third time; at either of two
+    QUIVER_FAIL=commit.renamed:kill                        kill the process at this place
+    QUIVER_FAIL=shard.noted@3:sleep=5,tag.entered:raise    the third time at one; also at another
 
     kill            by SIGKILL
-    raise=NUMBER    OSError with this number; 5 (input/output error) where none is named
-    sleep=SECONDS   1
-    signal=NUMBER   sent to itself; 15 (SIGTERM)
+    raise=NUMBER    raise OSError with this number; default: 5 (input/output error)
+    sleep=SECONDS   default: 1
+    signal=NUMBER   send this signal to itself; default: 15 (SIGTERM)
 
-Every process that inherits the variable counts for itself. A place is told by what the storage just
-does with which object, so that the protocol above it says nothing of failures; a few that no object
-tells are named where they are.
+Each process that inherits the variable counts for itself. A place is recognised by the storage
+operation and the object's key, so the protocol above the storage needs no code for failures. A few
+places without an object are named in the code itself.
 
-Not of the spine: without the variable nothing here does anything.
+Not of the spine: without the variable, nothing here has an effect.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ POINTS = {
     "worker.answered": ("worker.answered", "", "a worker's answer is there, in no shard"),
     "flow.answered": ("flow.answered", "", "a stage is done, the next one has not begun"),
 }
-"""Of each place: what the storage does, to which object, and how things stand then."""
+"""For each place: the storage event, a pattern of the object's key, and the state at that time."""
 _USUAL_NUMBERS = {"kill": signal.SIGKILL, "raise": 5, "sleep": 1, "signal": signal.SIGTERM}
 _WORDS = re.compile(r"([\w.]+)(?:@([1-9]\d*))?:(\w+)(?:=(\d+(?:\.\d+)?))?")
 
@@ -111,7 +111,7 @@ class _Failure:
 
 
 def failpoint(event: str, path: str | Path = "") -> None:
-    """Fail, where QUIVER_FAIL names this place: an event, and the object that it is about."""
+    """Fail here if QUIVER_FAIL names this place, given by an event and the object's path."""
     text = os.environ.get(VARIABLE)
     for failure in _failures(text) if text else ():
         if failure.place.fullmatch(f"{event} {path}"):
@@ -121,7 +121,7 @@ def failpoint(event: str, path: str | Path = "") -> None:
 
 
 def check_failpoints() -> None:
-    """ConfigError where QUIVER_FAIL names no place, or nothing that can happen there."""
+    """Raise ConfigError if QUIVER_FAIL names an unknown place or action."""
     _failures(os.environ.get(VARIABLE, ""))
 
 

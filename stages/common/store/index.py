@@ -1,15 +1,15 @@
-"""The index of one kind in one run: what is asked of all its versions, in one file.
+"""The index of one kind in one run: a summary of all its versions in one file.
 
-    STORE/<run>/<kind>/.index/versions    one JSON line a version; the last says of which state
+    STORE/<run>/<kind>/.index/versions    one JSON line per version; the last line is the state
 
         ["whole", 1, "4be1c0…", "reward", 512, 40960, "2026-…", "", [1767225600000000000, 77]]
         {"folder": […], "count": 1, "crc32": …}
 
-The manifests are the truth. The index is trusted only while the kind's folder has the times and the
-number of versions that its last line notes, and the lines before have their checksum; otherwise it
-is made anew from them, and from the ledger's copies where the files of a version expired. So it may
-be lost, torn, or put back from a copy, and finding a run_key opens one file however many versions
-there are, or were.
+The manifests are the truth; the index is a cache. It is trusted only while the kind's folder has
+the times and the number of versions in the last line, and the other lines match their checksum.
+Otherwise it is rebuilt from the manifests, and from the ledger's copies for expired versions. So
+the index may be lost, torn, or restored from an old copy. Finding a run key opens one file, however
+many versions exist or existed.
 """
 
 from __future__ import annotations
@@ -31,26 +31,27 @@ from .ledger import Ledger
 from .storage import Storage
 
 _MOST_BYTES = 612 * 1024 * 1024
-"""A line a version, of some hundred bytes."""
+"""Largest index that is read: one line of some hundred bytes per version."""
 _MOST_OF_STATE = 1000
-"""Bytes of the last line."""
+"""Largest size of the last line, in bytes."""
 _TYPES = [str, int, str, str, int, int, str, str, list]
-"""Of what a line holds."""
+"""Types of the fields in a line."""
 _TORN = b'["torn"'
-"""How the line of a torn version begins."""
+"""Beginning of a torn version's line."""
 _VERSION_NAME = re.compile(r"^v([0-9]{6,12})$", re.MULTILINE)
 _SECOND = 1_000_000_000
 _TICK, _COARSE_TICK = _SECOND // 10, 2 * _SECOND
-"""Nanoseconds. Two changes of a folder may bear one time where they come closer than its clock
-ticks; the clock of some file systems counts whole seconds."""
+"""Nanoseconds. Two changes of a folder closer than its clock's tick may bear the same time; some
+file systems count whole seconds.
+"""
 
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """One version, told without opening it."""
+    """A summary of one version, read without opening it."""
 
     state: str
-    """whole; torn, where its manifest cannot be read; expired, where the ledger has it alone."""
+    """`whole`; `torn` if its manifest cannot be read; `expired` if only the ledger still has it."""
     number: int
     run_key: str = ""
     stage: str = ""
@@ -58,13 +59,13 @@ class IndexEntry:
     bytes: int = 0
     created: str = ""
     error: str = ""
-    """Why its manifest cannot be read."""
+    """Why its manifest cannot be read, or empty."""
     stamp: tuple[int, ...] = ()
-    """The manifest's, when it was read."""
+    """Stamp of the manifest (or tombstone, if expired) when it was read."""
 
     @classmethod
     def of(cls, manifest: Manifest, stamp: tuple[int, ...]) -> IndexEntry:
-        """What the index tells of a version with this manifest."""
+        """Build the entry of a whole version with this manifest."""
         return cls(
             state="whole",
             number=manifest.version,
@@ -85,18 +86,19 @@ class Index:
         self._run = run
         self._kind = kind
         self._folder = f"{run}/{kind}"
-        # A folder of its own: what is written into it leaves the kind's modification time alone.
+        # a folder of its own, since writing into it must not change the modification time of the
+        # kind's folder
         self._key = f"{self._folder}/.index/versions"
         self._ledger = Ledger(storage, run, kind)
 
     def numbers(self) -> list[int]:
-        """Version numbers, rising."""
+        """Return the numbers of the visible versions, rising."""
         names = "\n".join(self._storage.list(self._folder))
         found = _VERSION_NAME.findall(names)
         return sorted(int(digits) for digits in found if len(digits) == 6 or digits[0] != "0")
 
     def entries(self) -> list[IndexEntry]:
-        """Every version, rising; a manifest that has changed since it was noted is read again."""
+        """Return every visible version, rising. Changed manifests are read again."""
         return [
             entry if entry.stamp == self._stamp(entry.number) else self._read(entry.number)
             for entry in self._entries()
@@ -104,12 +106,14 @@ class Index:
         ]
 
     def expired(self) -> list[int]:
-        """Numbers of the versions whose files expired, rising."""
+        """Return the numbers of the versions whose files expired, rising."""
         return [entry.number for entry in self._entries() if entry.state == "expired"]
 
     def find(self, run_key: str, *, expired: bool = False) -> list[int]:
-        """Numbers of the versions that bear this run_key, rising, as far as the index knows; first,
-        where they are asked for, those whose files expired."""
+        """Return the numbers of versions with this run key, rising.
+
+        With `expired`, versions whose files expired are included, before all others.
+        """
         entries = [
             self._read(entry.number) if entry.error else entry
             for entry in self._entries(run_key.encode())
@@ -119,39 +123,40 @@ class Index:
         return gone + [entry.number for entry in alike if entry.state != "expired"]
 
     def _entries(self, text: bytes = b"") -> list[IndexEntry]:
-        """Those of the lines that hold `text`, and the torn ones."""
+        """Return the entries whose line contains `text`, and the torn ones."""
         lines = self._lines()
         while text in lines or _TORN in lines:
             try:
                 return [
                     _parse(line) for line in lines.splitlines() if text in line or _TORN in line
                 ]
-            except ValueError:  # whoever wrote these lines, it was not this program
+            except ValueError:  # this program did not write these lines
                 lines = self._make_anew()
         return []
 
     def add(self, manifest: Manifest) -> None:
         """Note a version that was just published, if its number is above all others.
 
-        Otherwise, and where others published meanwhile, nothing is noted: whoever asks next makes
-        the index anew.
+        Otherwise, or if another process published meanwhile, nothing is written and the next reader
+        rebuilds the index.
         """
         state = self._state()
         lines, noted = self._noted()
         last_line = lines[lines.rfind(b"\n", 0, -1) + 1 :]
         with suppress(ValueError):
             is_highest = not last_line or _parse(last_line).number < manifest.version
+            # otherwise other versions were published or deleted meanwhile
             if is_highest and noted.get("count") == state["count"] - 1:
                 entry = IndexEntry.of(manifest, self._stamp(manifest.version))
                 self._write(lines + _line(astuple(entry)), state)
 
     def _lines(self) -> bytes:
-        """One line a version, from the index or from the manifests."""
+        """Return one line per version, from the index if trusted, else from the manifests."""
         lines, noted = self._noted()
         return lines if self._is_trusted(noted) else self._make_anew(lines)
 
     def _make_anew(self, old_lines: bytes = b"") -> bytes:
-        """The lines, from the manifests that `old_lines` do not tell of already."""
+        """Rebuild the lines, reading only the manifests that changed since `old_lines`."""
         numbers = self.numbers()
         noted_entries = {}
         with suppress(ValueError):
@@ -167,26 +172,32 @@ class Index:
         entries.sort(key=lambda entry: entry.number)
         lines = b"".join(_line(astuple(entry)) for entry in entries)
         if entries:
-            # a store that cannot be written is read without an index
+            # without write permission, the store is read without an index
             with suppress(OSError):
                 self._ledger.note_missing(numbers)
                 self._storage.make_prefix(f"{self._folder}/.index", durable=False)
                 state = self._state()
+                # otherwise a version was published or deleted meanwhile
                 if state["count"] == len(numbers):
                     self._write(lines, state)
         return lines
 
     def _state(self, count: int | None = None) -> dict[str, Any]:
-        """The folder as it is at this moment, with `count` versions. None: they are counted, after
-        the look at its times, which then are too old where another publishes in between."""
+        """Return the folder's state now: its stamp and the number of versions.
+
+        Without `count`, the versions are counted after the stamp is read. So if a version is
+        published in between, the stamp is too old and the index is not trusted.
+        """
         stamp = self._storage.stamp(self._folder) or (0,)
         if count is None:
             count = len(self.numbers())
         return {"folder": list(stamp), "count": count}
 
     def _noted(self) -> tuple[bytes, dict[str, Any]]:
-        """The lines of the index, and the state of the folder that its last line notes. Nothing,
-        where there is no index, or one whose lines are not those that were written."""
+        """Return the index lines and the folder state in the last line.
+
+        Both are empty if the index is missing or does not match its checksum.
+        """
         with suppress(OSError, ValueError):
             raw = self._storage.read(self._key, _MOST_BYTES)
             last_line = raw.rfind(b"\n", 0, -1) + 1
@@ -197,10 +208,11 @@ class Index:
         return b"", {}
 
     def _is_trusted(self, noted: dict[str, Any]) -> bool:
-        """Whether the folder is still in the state that was noted."""
+        """Return True if the folder is still in the noted state."""
         state = self._state(noted.get("count", -1))
         modified = state["folder"][0]
         tick = _TICK if modified % _SECOND else _COARSE_TICK
+        # within one tick, a later change could bear the same time
         if time.time_ns() - modified <= tick:
             state["count"] = len(self.numbers())
         return noted == state
@@ -210,13 +222,13 @@ class Index:
         return self._storage.stamp(f"{ref.folder}/manifest.json") or ()
 
     def _expired(self, number: int, noted: IndexEntry | None) -> list[IndexEntry]:
-        """A version that is gone, where its manifest still answers."""
+        """Return the entry of an expired version, or none if its manifest is unknown."""
         stamp = self._ledger.tombstone_stamp(number)
         if noted is None or noted.stamp != stamp:
             try:
                 tombstone = self._ledger.tombstone(number)
             except CorruptError:
-                return []  # `verify` tells of it
+                return []  # `verify` reports it
             manifest = self._ledger.manifest(number)
             if tombstone is None or not tombstone.expired or manifest is None:
                 return []
@@ -224,7 +236,7 @@ class Index:
         return [noted]
 
     def _read(self, number: int) -> IndexEntry:
-        """The version as its manifest has it now."""
+        """Build the entry of a version from its manifest now."""
         ref = Ref(self._run, self._kind, number)
         stamp = self._stamp(number)
         try:
@@ -247,7 +259,7 @@ def _line(fields: tuple | dict) -> bytes:
 
 
 def _parse(line: bytes) -> IndexEntry:
-    """The entry of a line. ValueError where it is not one."""
+    """Parse one line. Raises ValueError if it is not an index entry."""
     fields = read_json(line)
     if not isinstance(fields, list) or list(map(type, fields)) != _TYPES:
         raise ValueError("no line of an index")

@@ -1,21 +1,21 @@
-"""Leases: who works at what, told by objects alone; no lock of any operating system.
+"""Leases: which process works on what, decided by objects in the store alone, without OS locks.
 
-A lease is a chain of numbered objects, each put only where there is none:
+A lease is a chain of numbered objects, each created only if absent:
 
     .leases/commit/000001    {"owner": …, "token": …}     its process died
     .leases/commit/000002    {"owner": …, "token": …}     the holder: the highest number
-    .leases/work/…                                        all of it, by one process alone
-    .leases/worker-1f2e…/…                                a process that shares the work is there
+    .leases/work/…                                        all the work, by one process alone
+    .leases/worker-1f2e…/…                                a process that shares the work is present
     .leases/shard-00000/…                                 one of its shards
 
-Taking over is creating the next number, so of two that try, one gets it. A holder renews its object
-every few seconds. A holder counts as gone when its process is dead, as far as that can be told from
-here, or when its object has not changed for a minute by the clock of whoever waits; where its
-process is seen to be stopped, the object's own time says it. Whoever was asleep that long finds a
-higher number, and may not commit any more.
+To take over, a process creates the next number, so only one of two competitors succeeds. A holder
+renews its object every few seconds. A holder counts as gone if its process is known to be dead, or
+if its object did not change for a minute by the waiting process's clock. If the holder's process is
+seen to be stopped, the object's own modification time is used instead. A process that slept past
+its lease sees a higher number and must not commit.
 
     leases = Leases(storage, "arith/rollouts/.staging/KEY.leases")
-    lease = leases.take("commit")        # None: somebody holds it
+    lease = leases.take("commit")        # None if another process holds it
     if lease and lease.is_held():
         ...
     lease.release()
@@ -41,51 +41,51 @@ from quiver.schemas.plain import read_json
 from .storage import Storage
 
 SECONDS_TO_LIVE = 60.0
-"""A lease that was not renewed for so long is free."""
+"""A lease that was not renewed for this long is free."""
 SECONDS_BETWEEN_RENEWALS = 10.0
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A process: where it runs, and which of all that ever had its number."""
+    """Identifies one process on one host, even after its process id is reused."""
 
     boot_id: str
-    """The host's, since it was last started."""
+    """Boot id of the host; it changes with every boot."""
     pid_namespace: int
     pid: Annotated[int, Field(ge=0, lt=2**31)]
     start_time: int
-    """Clock ticks from the host's start to the process's."""
+    """Clock ticks from the host's boot to the start of the process."""
 
     @classmethod
     def this_process(cls) -> Owner:
-        """Of whoever asks."""
+        """Return the owner that stands for this process."""
         pid = os.getpid()
         return cls(_boot_id(), _pid_namespace(), pid, _start_time(pid) or 0)
 
     @property
     def is_visible(self) -> bool:
-        """Whether this process could see that one: the same host and namespace."""
+        """True if the owner is on this host and in this pid namespace, so it can be observed."""
         return (self.boot_id, self.pid_namespace) == (_boot_id(), _pid_namespace())
 
     @property
     def is_dead(self) -> bool:
-        """Whether it has certainly ended. False where it cannot be told from here."""
+        """True if the process has certainly ended. False if that cannot be observed from here."""
         return self.is_visible and _start_time(self.pid) != self.start_time
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it is certainly asleep (SIGSTOP, Ctrl-Z, a debugger)."""
+        """True if the process is certainly stopped (SIGSTOP, Ctrl-Z, a debugger)."""
         return self.is_visible and not self.is_dead and _status(self.pid)[0] in ("T", "t")
 
 
 @dataclass(frozen=True)
 class Link:
-    """What an object of the chain says: who took the lease, and whether it was given back."""
+    """One object of the chain: who took the lease, and if it was released."""
 
     number: int
     owner: Owner
     token: str
-    """Tells this lease from every other, also of the same process."""
+    """Unique to this lease, also among leases of the same process."""
     label: str
     released: bool
 
@@ -94,7 +94,7 @@ _LINK = TypeAdapter(Link)
 
 
 class Lease:
-    """Held by this process until it is released, or until another takes it over."""
+    """A lease that this process holds until it releases it or another process takes it over."""
 
     def __init__(self, leases: Leases, name: str, link: Link) -> None:
         self.name = name
@@ -106,17 +106,16 @@ class Lease:
 
     @property
     def number(self) -> int:
-        """Its place in the chain; above 1 others had it before, who may have been asleep."""
+        """Number in the chain. Above 1, earlier holders exist, and one may still be asleep."""
         return self._link.number
 
     def is_held(self) -> bool:
-        """Whether it was neither released nor taken over: the highest number of the chain is
-        still this one."""
+        """Return True if the lease is still in force: neither released nor taken over."""
         top = self._leases.top(self.name)
         return top is not None and top.token == self._link.token and not top.released
 
     def release(self) -> None:
-        """Let others have it at once."""
+        """Release the lease, so that another process can take it at once."""
         _renewed.discard(self)
         if self.is_held():
             try:
@@ -131,25 +130,29 @@ class Leases:
     def __init__(
         self, storage: Storage, prefix: str, label: str = "", *, sleepers_hold: bool = False
     ) -> None:
-        """`label`: a word about the holder that others are told. `sleepers_hold`: a process that is
-        seen to be alive keeps its lease, however long it was not heard of."""
+        """Open the leases below `prefix`.
+
+        Args:
+            label: a word about the holder, stored for other processes to read.
+            sleepers_hold: if true, a process seen to be alive keeps its lease without renewals.
+        """
         self.storage = storage
         self.prefix = prefix
         self.label = label
         self._sleepers_hold = sleepers_hold
         self._seen: dict[str, tuple[object, float]] = {}
-        """What was last seen of a lease, and since when, by time.monotonic()."""
+        """Last observed state of a lease, and since when, by time.monotonic()."""
 
     def key(self, name: str, number: int) -> str:
-        """The object of lease `name` with this number."""
+        """Return the key of the object with this number of lease `name`."""
         return f"{self.prefix}/{name}/{number:06d}"
 
     def names(self) -> list[str]:
-        """All leases that were ever taken here."""
+        """Return the names of all leases that were ever taken here."""
         return self.storage.list(self.prefix)
 
     def top(self, name: str) -> Link | None:
-        """The object with the highest number; None where there is none."""
+        """Return the object with the highest number, or None if the chain is empty."""
         numbers = self.storage.list_numbers(f"{self.prefix}/{name}")
         if not numbers:
             return None
@@ -164,27 +167,29 @@ class Leases:
             return Link(number, Owner("", 0, 0, 0), "", "", released=True)
 
     def holder(self, name: str) -> Link | None:
-        """Who holds the lease now; None where it is free."""
+        """Return the current holder of the lease, or None if it is free."""
         top = self.top(name)
         return None if top is None or self._is_free(name, top) else top
 
     def seconds_seen(self, name: str) -> float:
-        """For how long this process has seen the present holder have the lease."""
+        """Return for how many seconds this process has observed the current holder."""
         holder = self.holder(name)
         if holder is None:
             return 0.0
         return self._seconds_unchanged(f"holder of {name}", holder.token)
 
     def _seconds_unchanged(self, what: str, state: object) -> float:
-        """For how long this process has seen `what` in this state."""
+        """Return for how many seconds this process has observed `what` in this state."""
         seen = self._seen.get(what)
         if seen is None or seen[0] != state:
             seen = self._seen[what] = (state, time.monotonic())
         return time.monotonic() - seen[1]
 
     def take(self, name: str, *, from_living: bool = False) -> Lease | None:
-        """The lease, if it is free, or `from_living` whoever holds it; None where another has
-        it."""
+        """Take the lease if it is free; return None if another process holds it.
+
+        With `from_living`, take it from its holder as well.
+        """
         top = self.top(name)
         if top is not None and not from_living and not self._is_free(name, top):
             self.seconds_seen(name)
@@ -197,22 +202,22 @@ class Leases:
                 return None
         except BaseException:
             with suppress(OSError):
-                lease.release()  # it may be there all the same, and nobody else could give it back
+                # the object may exist all the same, and only this process can release it
+                lease.release()
             raise
         _keep_renewed(lease)
         return lease
 
     def trim(self, lease: Lease) -> None:
-        """Delete what came before `lease` in its chain, where chains are not cleared with work that
-        is done."""
+        """Delete the earlier objects of this chain, for leases that outlive the work."""
         for number in self.storage.list_numbers(f"{self.prefix}/{lease.name}"):
             if number < lease.number:
                 self.storage.delete(self.key(lease.name, number))
 
     def take_when_stale(self, name: str) -> Lease | None:
-        """`take`, but wait for a holder of which nothing is heard; None as soon as it is heard of.
+        """Take the lease, waiting for a silent holder to expire. None if the holder renews it.
 
-        A holder on this host that renewed lately is believed at once.
+        A holder on this host that renewed recently counts as alive at once.
         """
         first = None
         while True:
@@ -237,7 +242,7 @@ class Leases:
         stamp = self.storage.stamp(self.key(name, holder.number))
         is_stopped = stamp is not None and holder.owner.is_stopped
         if is_stopped and time.time() - stamp[0] / 1e9 >= SECONDS_TO_LIVE:
-            return True  # it is asleep, and was not heard of for so long
+            return True  # stopped, and not renewed for a lease's lifetime
         return self._seconds_unchanged(f"stamp of {name}", stamp) >= SECONDS_TO_LIVE
 
 
@@ -254,7 +259,7 @@ _thread: threading.Thread | None = None
 
 
 def _keep_renewed(lease: Lease) -> None:
-    global _thread  # noqa: PLW0603  there is one for the process
+    global _thread  # noqa: PLW0603  one thread per process
     _renewed.add(lease)
     if _thread is None or not _thread.is_alive():
         _thread = threading.Thread(target=_renew_for_ever, daemon=True, name="leases")
@@ -273,7 +278,7 @@ def _renew_for_ever() -> None:
 
 
 def _forget_leases() -> None:
-    """In a forked child: the leases are its parent's."""
+    """Forget all leases in a forked child: they belong to its parent."""
     global _thread  # noqa: PLW0603
     _renewed.clear()
     _thread = None
@@ -282,7 +287,7 @@ def _forget_leases() -> None:
 os.register_at_fork(after_in_child=_forget_leases)
 
 
-# -- what tells processes apart
+# -- identity of a process
 
 
 def _boot_id() -> str:
@@ -294,16 +299,16 @@ def _pid_namespace() -> int:
 
 
 def _start_time(pid: int) -> int | None:
-    """Clock ticks from the host's start to the process's; None where there is no such process.
+    """Return clock ticks from the host's boot to the process's start, or None if it has ended.
 
-    A process that has ended and that nobody has waited for yet is gone as well.
+    A zombie, which ended but was not waited for, counts as ended too.
     """
     state, *fields = _status(pid)
     return None if state in ("", "Z", "X") else int(fields[18])
 
 
 def _status(pid: int) -> list[str]:
-    """What /proc/PID/stat says after the process's name; one empty word where there is none."""
+    """Return the fields of /proc/PID/stat after the process's name; [""] if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

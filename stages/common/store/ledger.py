@@ -1,21 +1,21 @@
-"""The ledger of one kind in one run: every number that was ever given, also to what is gone since.
+"""The ledger of one kind in one run: every version number ever given, including deleted versions.
 
     STORE/<run>/<kind>/.ledger/v000003.4be1c0…    its manifest; the name ends in its content hash
-    STORE/<run>/<kind>/.ledger/v000003.expired    its files were taken away: when and why
-    STORE/<run>/policy/.ledger/v000003.expired.optimizer    so was that folder of its files
-    STORE/<run>/<kind>/.ledger/highest-000003     stays where all of v000003* is deleted
+    STORE/<run>/<kind>/.ledger/v000003.expired    tombstone: when and why its files were deleted
+    STORE/<run>/policy/.ledger/v000003.expired.optimizer    tombstone of its optimizer folder alone
+    STORE/<run>/<kind>/.ledger/highest-000003     stays if all of v000003* is deleted
 
-A number is never given to other content. The folder of a version may be taken away, by `quiver gc`,
-`quiver rm` or by hand; a copy of its manifest stays here, and the number comes back only with the
-very same content, so that what was made of it is whole again.
+A number is never given to other content. A version's folder may be deleted by `quiver gc`,
+`quiver rm` or by hand, but the copy of its manifest stays here. The number is given again only to
+the very same content, so versions made from the deleted one have a valid input again.
 
-A tombstone is written before the files go, and names the version by its commit. As long as they are
-there the version is what it was, with or without a tombstone.
+A tombstone is written before the files are deleted, and names the version by its commit id. As long
+as the files exist, a tombstone changes nothing.
 
-Only names are read to choose a number, so that costs a few listings however many versions there
-are. A process that dies between publishing a version and noting it leaves that to the next one.
+Choosing a number reads only names, so it costs a few listings however many versions there are. If a
+process dies between publishing a version and noting it here, the next process notes it.
 
-Not of the spine: its readers need to know only that a number is never given twice.
+Not of the spine: its readers need to know only that a number is never reused.
 """
 
 from __future__ import annotations
@@ -35,36 +35,37 @@ from quiver.schemas.refs import Ref, version_name
 from .storage import Storage
 
 MOST_VERSION = 10**12 - 1
-"""A reference has 12 digits at most."""
+"""Highest number of a version: a reference has at most 12 digits."""
 OPTIMIZER_FOLDER = "optimizer"
-"""Below a policy's files: its optimizer state, which may be taken away before the rest."""
+"""Folder of a policy's optimizer state, which may be deleted before the other files."""
 _NAME = re.compile(r"^v([0-9]{6,12})\.([0-9a-f]{64}|)$", re.MULTILINE)
-"""Of a manifest's copy; whatever else lies there is nobody's."""
+"""Name of a manifest's copy. Other files in the folder are ignored."""
 _HIGHEST_NAME = re.compile(r"^highest-([0-9]{6,12})$", re.MULTILINE)
 _TOMBSTONE_NAME = re.compile(rf"v([0-9]{{6,12}})\.expired(?:\.({OPTIMIZER_FOLDER}))?")
 
 
 @dataclass(frozen=True)
 class Tombstone:
-    """That a version, or one folder of its files, was taken away on purpose."""
+    """A record that a version, or one folder of its files, was deleted on purpose."""
 
     at: str
     """UTC, ISO 8601."""
     why: str
     commit_id: str = ""
-    """Of the version that was meant. Empty where nobody could tell."""
+    """Commit id of the deleted version; empty if it could not be read."""
     expired: bool = False
-    """Its time was over: the manifest goes on answering whether the work is done. False: somebody
-    deleted it, and whoever asks for it makes it again."""
+    """True: deleted by age, and its manifest still proves that the work is done. False: a user
+    deleted it, and a stage that needs it makes it again.
+    """
     files: Mapping[str, str] = field(default_factory=dict)
-    """What plans read of it beside the manifest: texts of small files, by name."""
+    """Texts of small files that plans read beside the manifest, by name."""
 
     def __str__(self) -> str:
         return f"{self.at} {printable(self.why)}".strip()
 
 
 class Ledger:
-    """The numbers of one kind in one run."""
+    """All numbers given to versions of one kind in one run."""
 
     def __init__(self, storage: Storage, run: str, kind: str) -> None:
         self._storage = storage
@@ -73,30 +74,34 @@ class Ledger:
         self._prefix = f"{run}/{kind}/.ledger"
 
     def content_hashes(self) -> dict[int, str]:
-        """The content hash that each number was given to; empty where its manifest was torn."""
+        """Return the content hash of each number given; empty if its manifest was torn."""
         names = "\n".join(self._storage.list(self._prefix))
         return {int(digits): content_hash for digits, content_hash in _NAME.findall(names)}
 
     def prepare(self) -> None:
-        """Make its folder, before a version is published beside it: the index trusts the kind's
-        folder by its times."""
+        """Create the ledger's folder. Call before publishing a version beside it, because the index
+        trusts the kind's folder by its modification time.
+        """
         self._storage.make_prefix(self._prefix)
 
     def note(self, manifest: Manifest) -> None:
-        """Its number is given, for good: the version is visible."""
+        """Record that the manifest's number is given for good. Call once the version is visible."""
         self.write_copy(manifest)
         self._note_highest([manifest.version])
         for folder in ("", OPTIMIZER_FOLDER):
             self.take_back(manifest.version, folder)
 
     def write_copy(self, manifest: Manifest) -> None:
-        """Keep a copy of the manifest, which outlives the version."""
+        """Keep a copy of the manifest that outlives the version."""
         self.prepare()
         self._storage.write(self._key(manifest.version, manifest.content_hash), manifest.to_json())
 
     def note_missing(self, visible: list[int]) -> set[int]:
-        """Note the visible versions that are not noted yet: those whose process died just then. All
-        numbers that were given."""
+        """Note visible versions that are not noted because their process died first.
+
+        Returns:
+            All numbers ever given; -1 is among them if there are none.
+        """
         noted = set(self.content_hashes())
         for number in sorted(set(visible) - noted):
             manifest = self._read(f"{Ref(self._run, self._kind, number).folder}/manifest.json")
@@ -109,7 +114,7 @@ class Ledger:
         return numbers | {self._note_highest(numbers)}
 
     def _note_highest(self, numbers: Collection[int]) -> int:
-        """Note the highest number that was ever given; that number, or -1."""
+        """Note the highest number ever given, and return it, or -1 if there is none."""
         names = "\n".join(self._storage.list(self._prefix))
         earlier = [int(digits) for digits in _HIGHEST_NAME.findall(names)]
         highest = max((number for number in numbers if number < MOST_VERSION), default=-1)
@@ -122,8 +127,14 @@ class Ledger:
         return max([*earlier, highest])
 
     def next_number(self, first: int, visible: list[int]) -> int:
-        """The one after the highest that was ever given, or `first`. `visible`: numbers of the
-        versions that are there."""
+        """Return the number after the highest one ever given, but at least `first`.
+
+        Args:
+            visible: numbers of the versions that exist now.
+
+        Raises:
+            CorruptError: the numbers are used up.
+        """
         highest = max({first - 1, *self.note_missing(visible)})
         if highest >= MOST_VERSION:
             name = f"{self._run}/{self._kind}"
@@ -134,8 +145,12 @@ class Ledger:
     def number_of_deleted(
         self, content_hash: str, run_key: str | None, visible: list[int]
     ) -> int | None:
-        """The number of a deleted version with this content that was made of the same (`run_key`;
-        None: of whatever); None where there is none."""
+        """Return the number of a deleted version with this content, or None.
+
+        Args:
+            run_key: the deleted version must have this run key. None: any run key.
+            visible: numbers of the versions that exist now.
+        """
         content_hashes = self.content_hashes()
         for number in sorted(content_hashes.keys() - set(visible)):
             if content_hashes[number] == content_hash:
@@ -145,8 +160,7 @@ class Ledger:
         return None
 
     def problems(self) -> list[CorruptError]:
-        """Copies of manifests that are not what was written, and tombstones that cannot be
-        read."""
+        """Return errors for damaged manifest copies and for unreadable tombstones."""
         errors = []
         for number, content_hash in self.content_hashes().items():
             manifest = self.manifest(number)
@@ -165,7 +179,7 @@ class Ledger:
         return errors
 
     def manifest(self, number: int) -> Manifest | None:
-        """The manifest of a version, also of one that is gone; None where it is not known."""
+        """Return the manifest of a version, visible or deleted, or None if it is unknown."""
         return self._read(self._key(number, self.content_hashes().get(number, "")))
 
     def _read(self, key: str) -> Manifest | None:
@@ -176,7 +190,7 @@ class Ledger:
     def _key(self, number: int, suffix: str) -> str:
         return f"{self._prefix}/{version_name(number)}.{suffix}"
 
-    # -- versions that were taken away on purpose
+    # -- versions deleted on purpose
 
     def expire(
         self,
@@ -188,34 +202,36 @@ class Ledger:
         files: Mapping[str, str] | None = None,
         folder: str = "",
     ) -> None:
-        """Say that the version, or a folder of its files, is taken away, before it is."""
+        """Write the tombstone of a version, or of a folder of its files, before it is deleted."""
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
         fields = asdict(Tombstone(at, why, commit_id, expired, files or {}))
         line = json.dumps({**fields, "checksum": digest(fields)})
         self.prepare()
         self._storage.write(self._tombstone_key(number, folder), line.encode())
-        self._storage.sync_names(self._prefix)  # the files go only after that
+        self._storage.sync_names(self._prefix)  # durable before the caller deletes the files
 
     def take_back(self, number: int, folder: str = "") -> None:
-        """Forget the tombstone: the files are there, and stay."""
+        """Delete the tombstone, because the files exist and stay."""
         self._storage.delete(self._tombstone_key(number, folder))
 
     def tombstones(self) -> list[tuple[int, str]]:
-        """Number and folder of every tombstone, rising; no folder where it is the version's."""
+        """Return number and folder of every tombstone, rising; no folder for a whole version."""
         matches = filter(None, map(_TOMBSTONE_NAME.fullmatch, self._storage.list(self._prefix)))
         return [(int(match[1]), match[2] or "") for match in matches]
 
     def has_tombstone(self, number: int) -> bool:
-        """Whether the version is to go, or is gone."""
+        """Return True if the version is about to be deleted, or is deleted."""
         return self._storage.exists(self._tombstone_key(number, ""))
 
     def tombstone_stamp(self, number: int) -> tuple[int, ...]:
-        """What changes where the version is taken away again."""
+        """Return a stamp that changes if the version is deleted again; empty without tombstone."""
         return self._storage.stamp(self._tombstone_key(number, "")) or ()
 
     def tombstone(self, number: int, folder: str = "") -> Tombstone | None:
-        """When and why the version, or a folder of its files, was taken away; None where it was
-        not. CorruptError."""
+        """Return the tombstone of a version, or of a folder of its files; None if there is none.
+
+        Raises CorruptError if it cannot be read.
+        """
         key = self._tombstone_key(number, folder)
         try:
             fields = read_json(self._storage.read(key))

@@ -1,10 +1,10 @@
-"""Notes beside what is staged: which shards are finished, how rows are cut into shards, what a
-stage reads, how far it is, and what each process says of its part.
+"""Notes: small JSON files beside staged work, each with a checksum.
 
-A note carries a checksum, since what is not hashed decides nothing: one that is not whole is passed
-over, and what it was about is done again.
+They record which shards are finished, how rows are cut into shards, which versions a stage reads,
+how far it is, and each process's report. A note with a wrong checksum is ignored, and the work that
+it stood for is done again.
 
-Not of the spine: the writer needs to know only that a note is whole or not there.
+Not of the spine: the writer needs to know only that a note is either whole or absent.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from quiver.schemas.plain import read_json
 from .storage import Storage
 
 PROGRESS = "progress"
-"""The note, beside what a stage goes on from, that makes it count."""
+"""Name of the note that makes a resume state valid."""
 SOURCES = "sources"
-"""The note that names what the stage reads."""
+"""Name of the note that lists the versions the stage reads."""
 KEPT_SUFFIXES = (".notes", ".leases", ".resume")
-"""Of what lies beside the staged files and is no candidate."""
+"""Suffixes of staging folders that are not candidates for publishing."""
 SHARD_NOTE = re.compile(r"part-([0-9]{5,9})\.arrow\.json")
 
 
 def shard_name(index: int) -> str:
-    """The file that shard `index` is staged as."""
+    """Return the file name of staged shard `index`."""
     return f"part-{index:05d}.arrow"
 
 
 def note_of(fields: dict[str, Any]) -> bytes:
-    """A note in the staging place, with a checksum: what is not hashed decides nothing."""
+    """Encode a note with its checksum."""
     return json.dumps({**fields, "checksum": digest(fields)}).encode()
 
 
 def read_note(storage: Storage, key: str) -> dict[str, Any] | None:
-    """What a note says; None where there is none, or one that is not whole."""
+    """Read a note. Returns None if it is missing or damaged."""
     try:
         fields = read_json(storage.read(key))
         checksum = fields.pop("checksum")
@@ -56,7 +56,7 @@ def read_note(storage: Storage, key: str) -> dict[str, Any] | None:
 
 
 def make_folder(storage: Storage, prefix: str) -> None:
-    """A folder to stage in, also where a file has its name; among notes no folder stays."""
+    """Make a folder to stage in, replacing a file of that name. Folders among notes are deleted."""
     if not storage.path(prefix).is_dir():
         storage.delete(prefix)
     storage.make_prefix(prefix)
@@ -71,19 +71,19 @@ class _Note(BaseModel):
 
 
 class _PlanNote(_Note):
-    """How the rows are cut into shards."""
+    """The number of rows per shard."""
 
     rows_per_shard: int = Field(gt=0, lt=2**63)
 
 
 class _SourcesNote(_Note):
-    """What the stage reads."""
+    """References of the versions that the stage reads."""
 
     refs: list[str]
 
 
 class _ReportNote(_Note):
-    """What a process says of its part, beside what its stage notes as it likes."""
+    """A process's report on its share of the work, beside the fields that its stage adds."""
 
     shards: int = Field(ge=0)
     slowest: float
@@ -94,14 +94,14 @@ class _ReportNote(_Note):
 
 
 class _ProgressNote(_Note):
-    """Where a stage goes on in the middle: the file that holds its state."""
+    """The file from which an interrupted stage resumes."""
 
     file: str = Field(pattern=r"^[a-z][a-z0-9.-]*$", max_length=100)
     sha256: str
 
 
 def _form_of(key: str) -> type[BaseModel]:
-    """What a note of this name holds."""
+    """Return the model that a note of this name must satisfy."""
     name = key.rpartition("/")[2]
     if name.endswith(".report"):
         return _ReportNote
@@ -110,7 +110,7 @@ def _form_of(key: str) -> type[BaseModel]:
 
 
 def damaged_staging(storage: Storage, run: str, kind: str) -> list[CorruptError]:
-    """What is staged of one kind and is not what was written: notes, and files that have one."""
+    """Return errors for damaged staged notes, and for files that differ from their note."""
     errors = []
     staging = f"{run}/{kind}/.staging"
     for folder in storage.list(staging):
@@ -132,7 +132,7 @@ def damaged_staging(storage: Storage, run: str, kind: str) -> list[CorruptError]
 
 
 def _is_damaged(storage: Storage, prefix: str, suffix: str, name: str) -> bool:
-    """Whether a note, or the shard or state that it is about, is not what was written."""
+    """Return True if a note, or the shard or state that it describes, is damaged."""
     key = f"{prefix}.{suffix}/{name}"
     note = read_note(storage, key)
     if note is None or "sha256" not in note:
@@ -145,8 +145,10 @@ def _is_damaged(storage: Storage, prefix: str, suffix: str, name: str) -> bool:
 
 
 def summed_seconds(seconds: list[dict[str, float]]) -> dict[str, float]:
-    """Seconds of each phase summed over processes; of `total` the longest, which is that of the
-    first to come."""
+    """Sum the seconds of each phase over processes.
+
+    `total` is the maximum over processes, so it is the time of the process that started first.
+    """
     names = dict.fromkeys(name for of_process in seconds for name in of_process)
     summed = {name: sum(of_process.get(name, 0.0) for of_process in seconds) for name in names}
     summed["total"] = max(of_process.get("total", 0.0) for of_process in seconds)

@@ -1,7 +1,7 @@
-"""What can be read of a store, where not all of it can: for whoever lists and looks.
+"""Read as much of a damaged store as possible, for commands that list and show.
 
-A stage that looks for what is done already uses `Store` itself, which raises: what cannot be read
-just now is not to be made again.
+A stage that looks for finished work uses `Store` itself, which raises: work must not be repeated
+just because its version cannot be read at the moment.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from .versions import Store
 def readable_entries(
     store: Store, run: str | None = None
 ) -> tuple[list[tuple[Ref, IndexEntry]], list[QuiverError]]:
-    """Every visible version that can be read, or is torn, by run, kind and number; and what is
-    wrong with versions, kinds and tags that cannot be read."""
+    """Return every visible version, readable or torn, and the errors of everything else.
+
+    Returns:
+        Versions by run, kind and number; and an error for each version, kind or tag that cannot be
+        read.
+    """
     entries: list[tuple[Ref, IndexEntry]] = []
     errors: list[QuiverError] = []
     runs = [run] if run else store.runs()
@@ -30,7 +34,7 @@ def readable_entries(
             with storage_errors(f"{name}/{kind}"):
                 entries += [(Ref(name, kind, entry.number), entry) for entry in index.entries()]
             continue
-        except OSError as error:  # CorruptError and ResourceError are such
+        except OSError as error:  # CorruptError and ResourceError are OSErrors
             problem = error
         try:
             with storage_errors(f"{name}/{kind}"):

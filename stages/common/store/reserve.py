@@ -1,9 +1,9 @@
-"""Room that is set aside, so that a store on a full disk can still be cleaned up.
+"""Disk space set aside, so that a store on a full disk can still be cleaned up.
 
-    STORE/.reserve      of no meaning; whoever deletes something deletes it first
+    STORE/.reserve      random bytes; a process that deletes versions deletes this file first
 
-What is taken away is written down before it goes, which needs some blocks. A store that was made
-on a disk that was all but full has no reserve: its indexes go instead, which are made anew.
+Tombstones are written before versions are deleted, and that needs some blocks. A store without a
+reserve, created on an almost full disk, deletes its indexes instead, which can be rebuilt.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from .storage import Storage
 from .versions import Store
 
 BYTES = 256 * 1024
-"""For some thirty tombstones, and the folders of the trash."""
+"""Room for about thirty tombstones and the trash folders."""
 _NAME = ".reserve"
 
 
 def keep_reserve(storage: Storage) -> None:
-    """Set room aside, unless it is, or the disk is all but full."""
+    """Write the reserve, unless it exists or the disk is almost full."""
     with suppress(OSError):
         if storage.exists(_NAME) and storage.size(_NAME) == BYTES:
-            return  # one that a power loss left is shorter
+            return  # after a power loss the file may be shorter
         if shutil.disk_usage(storage.root).free > 4 * BYTES:
-            # of random bytes, since some file systems compress
+            # random bytes, since some file systems compress
             storage.write(_NAME, os.urandom(BYTES), durable=False)
 
 
 @contextmanager
 def reserve_for_deleting(store: Store) -> Iterator[None]:
-    """Use what is set aside while things are deleted, and set it aside again."""
+    """Free the reserve while versions are deleted, and write it again afterwards."""
     storage = store.storage
-    with suppress(OSError):  # a store that cannot be written says so itself
+    with suppress(OSError):  # a read-only store raises its own error later
         storage.delete(_NAME)
         if shutil.disk_usage(storage.root).free < BYTES:
             for run, kind in product(store.runs(), KINDS):

@@ -1,30 +1,31 @@
-"""What stays in a store, and what leaves it: by its age (`quiver gc`), on purpose (`quiver rm`), or
-since it is damaged.
+"""Retention: which versions are kept, and deleting, restoring and quarantining a single version.
 
-Three kinds of versions are roots:
+Versions leave the store by age (`quiver gc`), on purpose (`quiver rm`), or because they are
+damaged. Three kinds of versions are roots:
 
-    tagged     what a tag points at, and what it would go back to
+    tagged     the version a tag points at, and the one it would go back to
     newest     the last `keep` of each kind of each run
-    at work    what a stage that is at work reads, and what has its run_key
+    at work    inputs of a stage that is at work, and versions with its run key
 
-A version that stays keeps the versions that it was made of, except that a policy which is no root
-itself keeps only the base that its adapter is relative to, and prompts keep no policy, since its
-weights took no part, and of the rewards that they were chosen by not what was scored. So rewards
-can be joined with their rollouts, rollouts be scored again and trained on by the policy that
-sampled them, evaluations be shown with their answers; and a policy that is a root can be gone on
-with: with the rollouts that are replayed, and the reference that its KL term holds on to. What is
-older expires: lineage shows it as `expired`.
+A kept version keeps its inputs, with these exceptions. A policy that is not a root keeps only the
+base of its adapter. Prompts keep no policy, because its weights took no part. Prompts keep the
+rewards they were chosen by, but not the inputs of those rewards.
 
-The optimizer state of a policy is of use only to who goes on from it. It stays for the last
-`moments` policies of each run, and for those that are tagged or that a stage at work reads.
+So rewards can be joined with their rollouts. Rollouts can be scored again, and trained on by the
+policy that sampled them. Evaluations can be shown with their answers. Training can continue from a
+root policy with the rollouts that it replays and the reference of its KL term. Older versions
+expire, and lineage shows them as `expired`.
 
-Manifests stay for ever. What expires, or is deleted by `quiver rm`, is written down in the ledger
-of its kind, then moved to `.trash` by one rename, then deleted (see `trash`). After the tombstones
-are written all is asked once more, and what somebody needs by now stays: whoever tags a version, or
-begins to read it, looks for its tombstone right after saying so.
+Optimizer state is needed only to continue training. It stays for the last `moments` policies of
+each run, and for policies that are tagged or read by a stage at work.
 
-A damaged version is moved to `STORE/.quarantine` and does not expire: what was made of it misses it
-until it is made again.
+Manifests stay for ever. To delete a version, its tombstone is written to the ledger, then one
+rename moves it to `.trash`, then it is deleted (see `trash`). After the tombstones are written, the
+kept versions are computed again, and versions that came into use stay. For this to be safe, a
+process that tags or reads a version announces it first and looks for a tombstone right afterwards.
+
+A damaged version is moved to `STORE/.quarantine` and does not expire. Versions made from it lack an
+input until it is made again.
 """
 
 from __future__ import annotations
@@ -53,17 +54,17 @@ QUARANTINE = ".quarantine"
 
 @dataclass(frozen=True)
 class StageAtWork:
-    """A stage that some process is at."""
+    """A stage that a process is working on."""
 
     name: str
-    """What errors call it: `process 17 (demo/rewards)`."""
+    """Name for error messages: `process 17 (demo/rewards)`."""
     run_key: str
     refs: frozenset[str]
-    """What it reads."""
+    """References of the versions that it reads."""
 
 
 def stages_at_work(store: Store) -> Iterator[StageAtWork]:
-    """The stages of which somebody holds a lease."""
+    """Yield the stages that a process holds a lease of."""
     for run, kind in product(store.runs(), KINDS):
         staging = f"{run}/{kind}/.staging"
         for folder in store.storage.list(staging):
@@ -80,22 +81,22 @@ def stages_at_work(store: Store) -> Iterator[StageAtWork]:
 
 @dataclass
 class Kept:
-    """What stays."""
+    """The versions and optimizer states to keep."""
 
     versions: set[Ref] = field(default_factory=set)
     optimizer: set[Ref] = field(default_factory=set)
-    """Policies whose optimizer state stays, where they have one."""
+    """Policies that keep their optimizer state, if they have one."""
     in_use: set[Ref] = field(default_factory=set)
-    """Those among the versions that a tag or a stage at work names."""
+    """Versions that a tag or a stage at work refers to."""
     run_keys: set[str] = field(default_factory=set)
-    """Of stages at work: what bears one stays, too."""
+    """Run keys of stages at work; versions with one of these are kept too."""
 
 
 def folders_of(store: Store) -> Iterator[str]:
-    """Where the store has a folder, or nothing yet."""
+    """Yield the keys in the store that must be folders, or absent."""
     yield from (trash.FOLDER, trash.LEASES, QUARANTINE)
     names = filter(NAME.fullmatch, store.storage.list(""))
-    yield from (name for name in names if store.storage.path(name).is_symlink())  # of runs
+    yield from (name for name in names if store.storage.path(name).is_symlink())  # runs
     for run in store.runs():
         yield f"{run}/tags"
         for kind in KINDS:
@@ -105,11 +106,19 @@ def folders_of(store: Store) -> Iterator[str]:
 def find_kept(
     store: Store, keep: int | None, moments: int | None, spared: Collection[str] = ()
 ) -> Kept:
-    """What stays, with the last `keep` versions of each kind of each run, and the state of the last
-    `moments` policies; None for all of them. `spared` stay as what a tag names does. CorruptError
-    if a tag, or the manifest of a version that stays, cannot be read: then it cannot be told."""
+    """Compute which versions and optimizer states are kept.
+
+    Args:
+        keep: newest versions to keep per kind and run. None: all.
+        moments: newest policies per run that keep their optimizer state. None: all.
+        spared: references to keep as if a tag named them.
+
+    Raises:
+        CorruptError: a tag, or the manifest of a kept version, cannot be read, so the answer is
+            unknown.
+    """
     kept = Kept()
-    # first who is at work: whoever has finished before that has published what it made
+    # stages at work come first: a stage that ended before this line has published its versions
     for stage in list(stages_at_work(store)):
         kept.run_keys.add(stage.run_key)
         kept.in_use.update(filter(None, map(as_version, stage.refs)))
@@ -146,7 +155,7 @@ def find_kept(
 
 
 def _sources(manifest: Manifest, *, is_root: bool) -> list[Ref]:
-    """The versions that this one keeps."""
+    """Return the versions that this one keeps."""
     names = [entry.ref for entry in manifest.inputs]
     names += [model.ref for model in manifest.models if model.weights]
     if manifest.kind == "policy":
@@ -159,7 +168,7 @@ def _sources(manifest: Manifest, *, is_root: bool) -> list[Ref]:
 
 
 def _manifest(store: Store, ref: Ref) -> Manifest:
-    """The version's manifest, or the ledger's copy where it is torn. CorruptError."""
+    """Return the version's manifest, or the ledger's copy if it is torn. Raises CorruptError."""
     try:
         return store.version(ref).manifest
     except CorruptError:
@@ -173,8 +182,10 @@ def _manifest(store: Store, ref: Ref) -> Manifest:
 
 
 def users_of(store: Store, ref: Ref) -> tuple[list[str], list[str]]:
-    """What refers to a version: tags of its run, and references of versions made of it. A tag or
-    manifest that is torn or cannot be read is passed over; `verify` tells of it."""
+    """Return the tags of the version's run that point at it, and the versions made from it.
+
+    Tags and manifests that cannot be read are skipped; `verify` reports them.
+    """
     tag_names, versions = [], []
     with suppress(QuiverError, OSError):
         for name in store.tag_names(ref.run):
@@ -193,11 +204,14 @@ def users_of(store: Store, ref: Ref) -> tuple[list[str], list[str]]:
 
 
 def remove(store: Store, ref: str | Ref, why: str = "") -> tuple[Ref, list[str]]:
-    """Delete a version on purpose: its reference, and versions that were made of it. It goes the
-    way of what expires, and out of the trash at once.
+    """Delete a version on purpose. It passes through the trash and is deleted from there at once.
 
-    ConflictError where a tag points at it, where a policy there is would be no model without it, or
-    where a stage that reads it is at work.
+    Returns:
+        The version's reference, and the references of versions made from it.
+
+    Raises:
+        ConflictError: a tag points at it, a policy needs it as base of its adapter, or a stage at
+            work reads it.
     """
     target = store.resolve(ref)
     _require_unused(store, target)
@@ -220,8 +234,13 @@ def remove(store: Store, ref: str | Ref, why: str = "") -> tuple[Ref, list[str]]
 
 
 def _require_unused(store: Store, ref: Ref) -> None:
-    """ConflictError where a tag points at the version, or a stage at work reads it. CorruptError:
-    a torn tag of the run may point at it."""
+    """Check that a version may be deleted.
+
+    Raises:
+        ConflictError: a tag points at it, a policy needs it as base of its adapter, or a stage at
+            work reads it.
+        CorruptError: a tag of the run is torn, so it may point at the version.
+    """
     for name in store.tag_names(ref.run):
         if store.tagged(ref.run, name) == str(ref):
             raise ConflictError(
@@ -249,8 +268,15 @@ def _require_unused(store: Store, ref: Ref) -> None:
 
 
 def restore(store: Store, ref: str | Ref) -> tuple[Ref, list[str]]:
-    """Bring back out of the trash a version whose files expired, or its optimizer state: its
-    reference, and what came back. LineageError where there is nothing to bring back."""
+    """Restore an expired version, or its optimizer state, from the trash.
+
+    Returns:
+        The version's reference, and the restored parts: `version` or `optimizer`.
+
+    Raises:
+        LineageError: the version is not in the store and not in the trash.
+        ConfigError: the version exists and no part of it is in the trash.
+    """
     target = parse(ref)
     ledger = store.ledger(target.run, target.kind)
     restored = []
@@ -259,13 +285,13 @@ def restore(store: Store, ref: str | Ref) -> tuple[Ref, list[str]]:
             if number == target.version and turn.put_back(target, folder):
                 restored.append(folder or "version")
     if not restored:
-        store.resolve(target)  # says why it is not there
+        store.resolve(target)  # raises the reason if the version is gone
         raise ConfigError(str(target), "nothing of it expired", next=f"quiver show {target}")
     return target, restored
 
 
 def is_damaged(store: Store, ref: Ref) -> bool:
-    """Whether a version's manifest or files are not what was written."""
+    """Return True if a version's manifest or files differ from what was written."""
     try:
         store.version(ref).verify()
     except QuiverError:
@@ -274,10 +300,15 @@ def is_damaged(store: Store, ref: Ref) -> bool:
 
 
 def quarantine(store: Store, ref: str | Ref) -> tuple[Ref, Path]:
-    """Put a damaged version aside, byte for byte: its reference, and the folder where it is now.
-    ConfigError where it is whole.
+    """Move a damaged version to the quarantine, byte for byte.
 
-    Its number stays given. Whoever makes the same content again gets it.
+    Its number stays given. A stage that makes the same content again gets it.
+
+    Returns:
+        The version's reference, and the folder where it is now.
+
+    Raises:
+        ConfigError: the version is whole.
     """
     target = store.resolve(ref)
     if not is_damaged(store, target):

@@ -1,14 +1,16 @@
-"""Who writes which shard of a version: one process alone, or any number of them, on any hosts.
+"""Sharing: which process writes which shard, for one process or any number on any hosts.
 
-    for index in writer.take_shards(count):    # waits while the others are at the last shards
+    for index in writer.take_shards(count):    # waits while other processes finish the last shards
         writer.write(index, table)
-    writer.finish()     # one process comes here; in the others CommittedByOther is raised before
+    writer.finish()     # reached by one process; the others get CommittedByOther before
 
-Each process has a lease that says that it is there, and one for each shard that it is at. Leases
-decide who does the work, and nothing else: a shard is put into place whole and the first one stays,
-and the version appears once (see `writer`). So a process that hangs costs work done twice and never
-another outcome. Where a process starts follows from its rank among those that are there. An idle
-one takes any shard that nobody holds, and one that another has held for longer than its patience.
+Each process holds one lease that shows its presence and one for each shard it works on. Leases only
+divide the work. They are not needed for correctness: the first whole copy of a shard wins, and the
+version appears once (see `writer`). So a process that hangs costs repeated work, never a different
+result.
+
+Each process starts at a shard that follows from its rank among those present. An idle process takes
+any free shard, and any shard that another has held longer than its patience.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class CommittedByOther(Exception):
 
 
 class SoleShards:
-    """All shards that are not finished are this process's."""
+    """Shard allocation for a single process: all unfinished shards are its own."""
 
     is_sole = True
     commit_lease = None
@@ -40,7 +42,7 @@ class SoleShards:
         self._untaken: list[int] = []
 
     def begin(self, count: int) -> None:
-        """There are `count` shards; those that an earlier attempt finished are kept."""
+        """Set the number of shards. Shards that an earlier attempt finished are kept."""
         self._unfinished = [index for index in range(count) if not self._writer.has(index)]
         self._untaken = list(self._unfinished)
 
@@ -49,41 +51,48 @@ class SoleShards:
             yield self._untaken.pop(0)
 
     def unfinished(self) -> list[int]:
-        """Shards that are not finished, rising."""
+        """Return the unfinished shards, rising."""
         return list(self._unfinished)
 
     def more(self) -> bool:
-        """Whether there is a shard to take."""
+        """Return True if a shard is left to take."""
         return bool(self._untaken)
 
     def take(self) -> int | None:
-        """The next shard; None when all are taken."""
+        """Return the next shard, or None if all are taken."""
         return self._untaken.pop(0) if self._untaken else None
 
     def written(self, index: int) -> None:
-        """Shard `index` is finished."""
+        """Record that shard `index` is finished."""
         if index in self._unfinished:
             self._unfinished.remove(index)
 
     def report(self) -> dict[str, Any]:
-        """What is told of the shards of this process."""
+        """Return this process's report on its shards."""
         return {}
 
     def other_reports(self) -> list[dict[str, Any]]:
-        """What other processes say of theirs."""
+        """Return the other processes' reports."""
         return []
 
 
 class SharedShards:
-    """Shards are leased one after the other; a context manager that lets go of what is left."""
+    """Shard allocation for several processes, which lease shards one after another.
+
+    A context manager: leaving it releases the leases that are left.
+    """
 
     is_sole = False
 
     def __init__(
         self, writer: Any, leases: Leases, worker: str, patience_seconds: float | None
     ) -> None:
-        """`patience_seconds` None: twice what the slowest shard took that anybody finished, and at
-        least 30 s."""
+        """Take part as process `worker`.
+
+        Args:
+            patience_seconds: how long another process may hold a shard before an idle one takes it.
+                Default: twice the longest time any process took for a shard, and at least 30 s.
+        """
         self.commit_lease: Lease | None = None
         self._writer = writer
         self._leases = leases
@@ -97,7 +106,8 @@ class SharedShards:
 
     def __enter__(self) -> SharedShards:
         if not self._other_workers():
-            for name in self._report_names():  # of earlier attempts, all dead: their shards stay
+            # reports of earlier attempts, all dead; their shards stay
+            for name in self._report_names():
                 self._writer.delete_note(name)
         return self
 
@@ -106,7 +116,7 @@ class SharedShards:
             lease.release()
 
     def begin(self, count: int) -> None:
-        """There are `count` shards."""
+        """Set the number of shards."""
         self._count = count
 
     def __iter__(self) -> Iterator[int]:
@@ -114,19 +124,26 @@ class SharedShards:
             yield from iter(self.take, None)
 
     def unfinished(self) -> list[int]:
-        """Shards that nobody has finished, rising."""
+        """Return the shards that no process has finished, rising."""
         return sorted(set(range(self._count)) - set(self._writer.noted()))
 
     def more(self) -> bool:
-        """Wait for a shard to take. False: all are finished and whole, and it is this process that
-        commits. CommittedByOther."""
+        """Wait until a shard can be taken.
+
+        Returns:
+            False if all shards are finished and whole, and this process is the one to commit.
+
+        Raises:
+            CommittedByOther: another process has committed the version.
+        """
         while self.commit_lease is None:
             self._writer.stop_if_committed()
             unfinished = self.unfinished()
             if unfinished:
                 index = self._lease_one(unfinished)
                 if index is not None:
-                    # others may have it: some callers load an engine for minutes before they take
+                    # release it at once: some callers load an engine for minutes before they take a
+                    # shard
                     self._held.pop(index).release()
                     return True
             elif self._may_commit():
@@ -136,8 +153,10 @@ class SharedShards:
         return False
 
     def _may_commit(self) -> bool:
-        """Take the lease to commit, where it is free and every shard is whole. A damaged one is
-        dropped: somebody does it again."""
+        """Take the commit lease, if it is free and every shard is whole.
+
+        Damaged shards are dropped, so that a process writes them again.
+        """
         lease = self._leases.take(_COMMIT)
         if lease is None:
             return False
@@ -151,8 +170,10 @@ class SharedShards:
         return True
 
     def take(self) -> int | None:
-        """Lease a shard without waiting; None: not now. A process that has one gets another only
-        where each of the others finds one as well."""
+        """Lease a shard without waiting; return None if no shard can be taken now.
+
+        A process that holds a shard gets another only if enough are free for all other processes.
+        """
         if self._held and time.monotonic() - self._refused_at < _POLL_SECONDS:
             return None  # an engine asks at each of its steps
         untaken = [index for index in self.unfinished() if index not in self._held]
@@ -164,7 +185,7 @@ class SharedShards:
         return index
 
     def written(self, index: int) -> None:
-        """Shard `index` is finished, by this process or another."""
+        """Record that shard `index` is finished, by this process or another."""
         lease = self._held.pop(index, None)
         if lease is not None:
             self._slowest_seconds = max(self._slowest_seconds, time.monotonic() - lease.taken_at)
@@ -173,19 +194,22 @@ class SharedShards:
         self._writer.write_note(f"{self._worker}.report", self._writer.report())
 
     def report(self) -> dict[str, Any]:
-        """What is told of the shards of this process."""
+        """Return this process's report on its shards."""
         return {"shards": self._num_written, "slowest": self._slowest_seconds}
 
     def other_reports(self) -> list[dict[str, Any]]:
-        """What other processes said when they finished their last shard."""
+        """Return the reports that other processes wrote with their last finished shard."""
         names = [name for name in self._report_names() if name != f"{self._worker}.report"]
         reports = [self._writer.read_note(name) for name in names]
         return [report for report in reports if report is not None]
 
     def _lease_one(self, indices: list[int]) -> int | None:
-        """A free shard, from where this process's rank begins; with empty hands also the one that
-        another has held for longest, if for long enough."""
-        # where a process begins follows from its rank, so that several do not try the same shards
+        """Lease a free shard, searching from the position of this process's rank.
+
+        A process that holds no shard also takes the shard that another has held longest, if that
+        exceeds its patience.
+        """
+        # start by rank, so that several processes do not compete for the same shards
         others = self._other_workers()
         rank = sum(worker < self._worker for worker in others)
         start = rank * self._count // (len(others) + 1)
@@ -215,7 +239,7 @@ class SharedShards:
         return index
 
     def _other_workers(self) -> list[str]:
-        """The other processes that are there."""
+        """Return the names of the other processes that are present."""
         names = [name for name in self._leases.names() if name.startswith("worker-")]
         workers = [name.removeprefix("worker-") for name in names if self._leases.holder(name)]
         return [worker for worker in workers if worker != self._worker]

@@ -1,12 +1,12 @@
-"""The one place that knows paths: objects by key in a folder of a POSIX file system.
+"""Storage: objects by key in a folder of a POSIX file system. Only this module knows paths.
 
-Everything above names objects by key (`arith/rollouts/v000003/manifest.json`). What it needs of a
-storage is little, so that an object store can stand in for the folder: read, write whole, put if
-absent, list, delete, and publish, which makes a group of objects visible at once.
+Other modules name objects by key (`arith/rollouts/v000003/manifest.json`). They need few
+operations, so an object store could replace the folder: read, write whole, put if absent, list,
+delete, and publish, which makes a group of objects visible at once.
 
-Every write goes through the functions below, so a test can record them and replay each state that a
-power loss may leave. A failed fsync is never tried again on the same file: the error rises, and the
-file is not acknowledged.
+Every write goes through the functions below, so a test can record the writes and replay each state
+that a power loss may leave. A failed fsync is never retried on the same file: the error is raised,
+and the write is not acknowledged.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from quiver.schemas.fields import require_names
 
 from .failpoints import check_failpoints, failpoint
 
-_PROCESS = uuid.uuid4().hex[:8]  # tells this process from those of all hosts that see the file
+_PROCESS = uuid.uuid4().hex[:8]  # unique to this process among all hosts that share the file system
 MOST_BYTES = 8 * 1024 * 1024
-"""Of an object that is read whole: a manifest, a note, a tag."""
+"""Largest object that is read whole: a manifest, a note, a tag."""
 _NUMBER = re.compile(r"[0-9]{6,12}")
 _RUST_ERROR_NUMBER = re.compile(r"\(os error (\d+)\)")
 
 
 class Storage:
-    """Objects by key below one folder. FileNotFoundError where an object is not there."""
+    """Objects by key below one folder. Missing objects raise FileNotFoundError."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -52,20 +52,22 @@ class Storage:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether somebody else wrote what is here, as far as store.json tells."""
+        """True if another user owns store.json, and so presumably wrote the store."""
         return self.path("store.json").stat().st_uid != os.geteuid()
 
     def path(self, key: str) -> Path:
-        """Where the object lies on this host, for libraries that read files themselves."""
+        """Return the object's path on this host, for libraries that read files themselves."""
         return self.root / key
 
     def exists(self, key: str) -> bool:
-        """Whether there is such an object, or one below this prefix."""
+        """Return True if this object exists, or any object below this prefix."""
         return self.path(key).exists()
 
     def read(self, key: str, most_bytes: int = MOST_BYTES) -> bytes:
-        """All bytes of a small object. CorruptError where it has more than `most_bytes`, or where
-        something else than a file has its name."""
+        """Return all bytes of a small object.
+
+        Raises CorruptError if it has more than `most_bytes` or is not a regular file.
+        """
         path = self._file(key)
         size = path.stat().st_size
         if size > most_bytes:
@@ -74,7 +76,11 @@ class Storage:
         return path.read_bytes()
 
     def _file(self, key: str) -> Path:
-        """The path of an object. FileNotFoundError; CorruptError: a folder, a loop, a pipe."""
+        """Return the path of an object.
+
+        Raises FileNotFoundError, or CorruptError for anything but a regular file, such as a folder,
+        link or pipe.
+        """
         path = self.path(key)
         try:
             is_file = stat.S_ISREG(path.lstat().st_mode)
@@ -89,35 +95,40 @@ class Storage:
         return path
 
     def read_table(self, key: str) -> pa.Table:
-        """An Arrow file, mapped into memory. pyarrow.ArrowException where it cannot be parsed."""
+        """Read an Arrow file, mapped into memory.
+
+        Raises pyarrow.ArrowException if it cannot be parsed.
+        """
         file = pa.memory_map(str(self._file(key)))
         try:
             table = pa.ipc.open_file(file).read_all()
             require_names(table.schema)
             return table
         except OSError as error:
-            if error.errno is None:  # pyarrow's word for a file that contradicts itself
+            if error.errno is None:  # pyarrow raises this for a file that contradicts itself
                 raise pa.ArrowInvalid(str(error)) from None
             raise
 
     def size(self, key: str) -> int:
-        """Bytes of an object."""
+        """Return the object's size in bytes."""
         return self._file(key).stat().st_size
 
     def sha256(self, key: str) -> str:
-        """The object's sha256 as 64 hex digits."""
+        """Return the object's sha256 as 64 hex digits."""
         return sha256(self._file(key))
 
     def is_linked(self, key: str) -> bool:
-        """Whether a symbolic link on the way leads somewhere else."""
+        """Return True if a symbolic link in the path leads elsewhere."""
         try:
             return self.path(key).resolve() != self.root.resolve() / key
-        except RuntimeError:  # pathlib's word for a loop
+        except RuntimeError:  # pathlib raises this for a loop of links
             return True
 
     def list(self, prefix: str) -> list[str]:
-        """Names directly below `prefix`, sorted; none where there is nothing. CorruptError where
-        something else than a folder is there, or above it."""
+        """Return the names directly below `prefix`, sorted; empty if it does not exist.
+
+        Raises CorruptError if `prefix`, or a name above it, exists and is not a folder.
+        """
         try:
             return sorted(os.listdir(self.path(prefix)))
         except OSError as error:
@@ -131,18 +142,18 @@ class Storage:
         return []
 
     def list_numbers(self, prefix: str) -> list[int]:
-        """The numbers that name objects directly below `prefix` as `000001` does, rising."""
+        """Return the numbers of objects directly below `prefix` named like `000001`, rising."""
         return [int(name) for name in self.list(prefix) if _NUMBER.fullmatch(name)]
 
     def list_files(self, prefix: str) -> list[str]:
-        """Keys of all objects below `prefix`, relative to it, sorted."""
+        """Return the keys of all objects below `prefix`, relative to it, sorted."""
         folder = self.path(prefix)
         return sorted(
             path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
         )
 
     def stats(self, prefix: str) -> Iterator[os.stat_result]:
-        """Of what has this name and of all below it; what goes meanwhile is left out."""
+        """Yield the status of `prefix` and everything below it. Files that vanish are skipped."""
         paths = [str(self.path(prefix))]
         for folder, folder_names, names in os.walk(paths[0]):
             paths += [os.path.join(folder, name) for name in (*folder_names, *names)]
@@ -153,28 +164,29 @@ class Storage:
     def create(
         self, key: str, *, if_absent: bool = False
     ) -> contextlib.AbstractContextManager[HashingFile]:
-        """A file to write; the object appears whole and flushed, or not at all.
+        """Open a new file to write; the object appears whole and flushed, or not at all.
 
-        `if_absent`: FileExistsError where there is one, which stays as it is.
+        With `if_absent`, raises FileExistsError if the object exists, and leaves it unchanged.
         """
         return replacing(self.path(key), if_absent=if_absent)
 
     def write(self, key: str, data: bytes, *, durable: bool = True) -> None:
-        """Write an object whole, in place of the one that was there.
+        """Write an object whole, replacing an existing one.
 
-        Not `durable`: it need not outlive a power loss, so it is not flushed.
+        Unless `durable`, it need not survive a power loss and is not flushed.
         """
         with replacing(self.path(key), durable=durable) as file:
             file.write(data)
 
     def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
-        """Write an object where there is none; False where there is one.
+        """Write an object if it does not exist; return False if it does.
 
-        Not `durable`: it need not outlive a power loss, so it is not flushed.
+        Unless `durable`, it need not survive a power loss and is not flushed.
         """
         path = self.path(key)
         while True:
-            with contextlib.suppress(FileNotFoundError):  # another has just deleted the folder
+            # another process has just deleted the folder
+            with contextlib.suppress(FileNotFoundError):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     with replacing(path, if_absent=True, durable=durable) as file:
@@ -186,8 +198,10 @@ class Storage:
                 return True
 
     def stamp(self, key: str) -> tuple[int, int, int] | None:
-        """What changes with every write or renewal of the object, nanoseconds of the last
-        modification first; None where there is none."""
+        """Return a value that changes with every write or renewal, or None if there is no object.
+
+        Its first element is the modification time in nanoseconds.
+        """
         try:
             status = self.path(key).stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -196,11 +210,11 @@ class Storage:
             if error.errno == errno.ELOOP:
                 return None
             raise
-        # a copy that was put back has the old time of modification, but not of change
+        # a restored copy has the old modification time, but not the old change time
         return status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
     def renew(self, key: str) -> bool:
-        """Change the object's stamp and nothing else; False where there is none."""
+        """Change the object's stamp and nothing else; return False if it does not exist."""
         try:
             os.utime(self.path(key))
         except FileNotFoundError:
@@ -209,16 +223,20 @@ class Storage:
         return True
 
     def make_prefix(self, prefix: str, *, durable: bool = True) -> None:
-        """Make the folder that objects below `prefix` need, flushed if it is to be `durable`; else
-        the one above must be there."""
+        """Create the folder for objects below `prefix`.
+
+        With `durable`, parents are created and flushed too; otherwise the parent must exist.
+        """
         if durable:
             make_folder(self.path(prefix))
         else:
             self.path(prefix).mkdir(exist_ok=True)
 
     def copy_into(self, key: str, target: str) -> None:
-        """Let `target` be the same immutable object, without copying bytes where that is
-        possible; its folder must be there."""
+        """Make `target` the same immutable object, by a hard link if possible, else by a copy.
+
+        The folder of `target` must exist.
+        """
         try:
             os.link(self.path(key), self.path(target))
         except OSError as error:
@@ -229,37 +247,38 @@ class Storage:
         failpoint("linked", self.path(target))
 
     def settle(self, key: str) -> None:
-        """Flush a file that a library wrote; some write weights for their owner alone."""
+        """Flush a file that a library wrote, and make it readable for other users too."""
         self.path(key).chmod(0o644)
         sync(self.path(key))
 
     def sync_names(self, prefix: str) -> None:
-        """Flush which objects lie directly below `prefix`: what was written there outlives a power
-        loss."""
+        """Flush the names directly below `prefix`, so that they survive a power loss."""
         sync(self.path(prefix))
 
     def sync_folders(self, prefix: str) -> None:
-        """Flush the folders below `prefix`, so that what was linked into them outlives a power
-        loss."""
+        """Flush the folders below `prefix`, so that links in them survive a power loss."""
         for path in self.path(prefix).rglob("*"):
             if path.is_dir():
                 sync(path)
 
     def delete(self, key: str) -> None:
-        """Delete one object, if it is there, or the folder that has its name."""
+        """Delete an object, or the folder of that name, if it exists."""
         try:
             self.path(key).unlink(missing_ok=True)
-        except (IsADirectoryError, PermissionError):  # what POSIX says of a folder
+        except (IsADirectoryError, PermissionError):  # POSIX's errors for a folder
             self.delete_tree(key)
 
     def delete_tree(self, prefix: str) -> None:
-        """Delete all objects below `prefix`, or the one of that name; hidden at once, so that
-        nobody writes into it any more."""
+        """Delete the object `prefix` and all objects below it.
+
+        The name is hidden by a rename first, so that no process writes into it any more.
+        """
         path = self.path(prefix)
         trash = path
         if not path.name.endswith(".gone"):
             trash = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.gone")
         with contextlib.suppress(FileNotFoundError):
+            # one rename hides the whole tree at once; deleting file by file would not
             path.rename(trash)
         failpoint("hidden", path)
         if trash.is_dir():
@@ -269,7 +288,10 @@ class Storage:
         failpoint("deleted", path)
 
     def publish(self, prefix: str, target: str) -> bool:
-        """Make all below `prefix` visible below `target` at once; False where `target` is taken."""
+        """Make everything below `prefix` visible as `target` at once.
+
+        Returns False if `target` is taken.
+        """
         return publish(self.path(prefix), self.path(target))
 
 
@@ -282,8 +304,10 @@ def _not_a(key: str, kind: str, path: Path) -> CorruptError:
 
 @contextlib.contextmanager
 def storage_errors(name: object) -> Iterator[None]:
-    """Turn an operating system's error into ResourceError about `name`: full disk, read-only,
-    input/output error."""
+    """Turn an operating system error into a ResourceError about `name`.
+
+    Covers a full disk, missing permissions, I/O errors and the like (`SYSTEM_REASONS`).
+    """
     try:
         yield
     except QuiverError:
@@ -303,8 +327,10 @@ def storage_errors(name: object) -> Iterator[None]:
 
 
 def error_number(error: Exception) -> int | None:
-    """The system's number of an error. Libraries in Rust, such as safetensors, raise no OSError,
-    but say it in their text."""
+    """Return the operating system's number of an error, or None.
+
+    Rust libraries, such as safetensors, raise no OSError and give the number only in their message.
+    """
     if isinstance(error, OSError):
         return error.errno
     match = _RUST_ERROR_NUMBER.search(str(error))
@@ -312,7 +338,7 @@ def error_number(error: Exception) -> int | None:
 
 
 class HashingFile:
-    """A file that hashes and counts what is written to it."""
+    """A file that hashes and counts the bytes written to it."""
 
     def __init__(self, raw: BinaryIO) -> None:
         self.raw = raw
@@ -335,9 +361,10 @@ class HashingFile:
 def replacing(
     path: Path, *, if_absent: bool = False, durable: bool = True
 ) -> Iterator[HashingFile]:
-    """A file to write; it appears under `path` whole and flushed to disk, or not at all.
+    """Open a file to write; it appears as `path` whole and flushed to disk, or not at all.
 
-    `if_absent`: FileExistsError where there is one, which stays. Not `durable`: it is not flushed.
+    With `if_absent`, raises FileExistsError if `path` exists, and leaves it unchanged. Unless
+    `durable`, the file is not flushed.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{_PROCESS}-{uuid.uuid4().hex[:4]}.tmp")
     try:
@@ -349,8 +376,10 @@ def replacing(
                 failpoint("flushing", path)
                 os.fsync(raw.fileno())
         if if_absent:
+            # unlike a rename, a link fails if the name exists
             os.link(temporary, path)
-            with contextlib.suppress(OSError):  # it is there, whatever becomes of its other name
+            # the object is in place even if its temporary name stays
+            with contextlib.suppress(OSError):
                 temporary.unlink()
         elif path.is_dir():
             raise _not_a(str(path), "file", path)
@@ -363,10 +392,12 @@ def replacing(
 
 
 def read_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """All bytes of a small file that a user names. OSError; ValueError: it is something else than a
-    file, or has more than `most_bytes`."""
+    """Return all bytes of a small file that a user names.
+
+    Raises OSError, or ValueError if it is not a regular file or has more than `most_bytes`.
+    """
     status = path.stat()
-    if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe would block
         raise ValueError("is not a file")
     if status.st_size > most_bytes:
         raise ValueError(f"has {status.st_size:,} bytes, at most {most_bytes:,} are read")
@@ -374,13 +405,13 @@ def read_file(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """`data` under `path`, whole and flushed, replacing what was there."""
+    """Write `data` to `path`, whole and flushed, replacing an existing file."""
     with replacing(path) as file:
         file.write(data)
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to disk."""
+    """Flush a file, or the names in a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         failpoint("flushing", path)
@@ -390,7 +421,7 @@ def sync(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """The folder and those above it, each flushed into its parent."""
+    """Make the folder and its parents, each flushed into its parent."""
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -403,11 +434,11 @@ def make_folder(path: Path) -> None:
 
 
 def publish(folder: Path, target: Path) -> bool:
-    """Rename `folder` to `target` in one step; False when somebody else's non-empty `target` is
-    there already.
+    """Rename `folder` to `target` in one step; return False if `target` exists and is not empty.
 
-    OutcomeUnknownError when the rename was done, but could not be flushed.
+    Raises OutcomeUnknownError if the rename was done but could not be flushed.
     """
+    # a version that is visible after a power loss must be complete
     sync(folder)
     failpoint("renaming", target)
     try:
@@ -430,6 +461,6 @@ def publish(folder: Path, target: Path) -> bool:
 
 
 def sha256(path: Path) -> str:
-    """The file's sha256 as 64 hex digits."""
+    """Return the file's sha256 as 64 hex digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

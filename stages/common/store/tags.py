@@ -1,13 +1,13 @@
-"""A tag: one reference that moves, and the journal of why it moved, or why it stayed.
+"""Tags: a reference that can move, with a journal of why it moved or stayed.
 
     STORE/<run>/tags/.prod/000003     one entry of the journal, with its checksum
     STORE/<run>/tags/prod             arith/policy@3, for people and for other programs
     STORE/<run>/tags/.prod/newest     3
 
-An entry is the move: it is put under the next number only where there is none, so of two that move
-a tag at once one gets the number, and the other sees what was decided meanwhile. The file beside
-the journal follows, then the number of the entry: where that entry is gone, nobody takes the one
-before for the newest.
+Writing the entry is the move. It is created only if its number is free, so if two processes move a
+tag at once, one gets the number and the other sees the decision of the first. The file `prod`
+follows, then `newest`. If the newest entry is lost, `newest` prevents the one before from passing
+for the newest.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from .storage import Storage
 
 
 class Entry(BaseModel):
-    """What became of a tag, once. It stayed where it was when `before` is `ref`."""
+    """One decision about a tag. The tag stayed where it was if `before` equals `ref`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     at: str
     """UTC, ISO 8601."""
     before: str | None
-    """What it pointed at; None: there was no such tag."""
+    """Reference it pointed at before; None if the tag did not exist."""
     ref: str
-    """What it points at since."""
+    """Reference it points at since."""
     why: str = ""
     key: str = ""
-    """Names what was decided; no two entries bear the same one, unless it is empty."""
+    """Identifies the decision. No two entries have the same key, unless it is empty."""
     about: dict[str, Any] = {}
-    """What the decision was made on."""
+    """The data the decision was based on."""
 
 
 class Tag:
@@ -56,15 +56,16 @@ class Tag:
         self._folder = f"{run}/tags"
 
     def ref(self) -> str | None:
-        """What the tag points at, or None. CorruptError."""
+        """Return the reference the tag points at, or None. Raises CorruptError."""
         newest = self._newest()
         numbers = self._numbers()
         if newest > max(numbers, default=0):
-            self._entry(newest)  # says that it is gone
+            self._entry(newest)  # raises, because the entry is gone
         while numbers:
             entry = self._entry(numbers[-1])
             shown = self._file()
-            # processes that died, or are just moving it, leave what was there before
+            # processes that died, or are moving it right now, leave an earlier reference in the
+            # file
             moves = map(self._entry, reversed(numbers))
             if shown is None or any(shown in (move.ref, move.before) for move in moves):
                 return entry.ref
@@ -76,24 +77,31 @@ class Tag:
         return None
 
     def history(self) -> list[Entry]:
-        """The tag's entries, oldest first. CorruptError."""
+        """Return the tag's entries, oldest first. Raises CorruptError."""
         self.ref()
         return [self._entry(number) for number in self._numbers()]
 
     def verify(self) -> None:
-        """CorruptError where an entry or the file cannot be read, or where they disagree."""
+        """Raise CorruptError if an entry or the file cannot be read, or if they disagree."""
         self.history()
 
     def move(self, target: str, expected: str | None, why: str, key: str, about: dict) -> None:
-        """Point the tag at `target`. ConflictError unless it holds `expected` ("*": whatever).
+        """Point the tag at `target`.
 
-        Nothing is done where an entry has this `key` already, or where the tag points there and
-        nothing is decided (no `key`). A tag and a journal that disagree are settled by "*" alone.
+        Nothing changes if an entry has this `key` already, or if the tag points there and `key` is
+        empty.
+
+        Args:
+            expected: the reference it must hold now; "*" accepts any. Only "*" settles a tag whose
+                file and journal disagree.
+
+        Raises:
+            ConflictError: the tag does not hold `expected`.
         """
         if expected != "*":
             self.ref()
         while True:
-            # all from one look at the journal: what comes meanwhile has the next number
+            # take all from one look at the journal: an entry written meanwhile has the next number
             numbers = self._numbers()
             moves = [self._entry(number) for number in numbers]
             before = moves[-1].ref if moves else self._file()
@@ -109,7 +117,7 @@ class Tag:
                 return
             at = datetime.now(UTC).isoformat(timespec="milliseconds")
             entry = Entry(at=at, before=before, ref=target, why=why, key=key, about=about)
-            # no other process can get the number that this one gets
+            # only one process can create the entry of this number
             number = max(numbers, default=0) + 1
             fields = entry.model_dump(mode="json") | self._place(number)
             line = json.dumps({**fields, "checksum": digest(fields)})
@@ -120,7 +128,7 @@ class Tag:
                 return
 
     def _write_file(self) -> None:
-        """Let the files say what the journal does, also where another moves the tag meanwhile."""
+        """Make the files match the journal, even if another process moves the tag meanwhile."""
         written = 0
         while written != (newest := max(self._numbers(), default=0)):
             written = newest
@@ -129,7 +137,7 @@ class Tag:
             self._storage.write(f"{self._folder}/.{self.name}/newest", f"{written}\n".encode())
 
     def _place(self, number: int) -> dict[str, Any]:
-        """What binds an entry to its tag and its number."""
+        """Return the fields that bind an entry to its tag and number."""
         return {"tag": f"{self._run}/{self.name}", "number": number}
 
     def _disagreement(self, held: str | None) -> CorruptError:
@@ -144,7 +152,7 @@ class Tag:
         return self._storage.list_numbers(f"{self._folder}/.{self.name}")
 
     def _newest(self) -> int:
-        """The highest number, as far as it was noted; 0 where it was not. CorruptError."""
+        """Return the highest number that was noted, or 0 if none was. Raises CorruptError."""
         if "newest" not in self._storage.list(f"{self._folder}/.{self.name}"):
             return 0
         key = f".{self.name}/newest"
@@ -172,8 +180,10 @@ class Tag:
 
     @contextmanager
     def _reading(self, key: str, *, may_be_absent: bool = False) -> Iterator[None]:
-        """CorruptError where what is read of `key` is not what it should be, or nothing; not where
-        it `may_be_absent`, and is."""
+        """Turn an error from reading `key` into CorruptError.
+
+        With `may_be_absent`, a missing file is not an error.
+        """
         try:
             yield
         except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
@@ -189,7 +199,7 @@ class Tag:
 
 
 def _checked(entry: Entry) -> Entry:
-    """`entry`, which names versions by their numbers. ValueError."""
+    """Return `entry` if its references have numbers. Raises ValueError."""
     for ref in filter(None, (entry.before, entry.ref)):
         _require_number(ref)
     return entry
@@ -201,12 +211,12 @@ def _require_number(ref: str) -> None:
 
 
 def is_name(name: str) -> bool:
-    """Whether a tag may be called so."""
+    """Return True if `name` may be the name of a tag."""
     return bool(refs.NAME.fullmatch(name)) and name != "latest" and not name.isdecimal()
 
 
 def check_name(name: str) -> str:
-    """`name` if it may be a tag; ConfigError otherwise."""
+    """Return `name` if it may be the name of a tag. Raises ConfigError otherwise."""
     refs.check_name(name, "tag")
     if not is_name(name):
         raise ConfigError(
@@ -218,10 +228,10 @@ def check_name(name: str) -> str:
 
 
 def previous(entries: Iterable[Entry]) -> str | None:
-    """What the tag pointed at before its present version, and would go back to; None where there is
-    nothing.
+    """Return the reference the tag would go back to, or None.
 
-    A version that the tag came back from does not count.
+    That is the one before its present version. A version that the tag was moved back from does not
+    count.
 
     >>> moves = [(None, "a"), ("a", "b"), ("b", "c"), ("c", "b")]
     >>> previous(Entry(at="", before=before, ref=ref) for before, ref in moves)

@@ -1,23 +1,23 @@
-"""Where versions lie that were taken away and are not deleted yet, and whose turn it is to take.
+"""The trash: versions taken out of the store but not deleted yet, and the lease for doing so.
 
-    STORE/.trash/1764000000-12-5f0c21ab-86400/    what the twelfth took, and when
+    STORE/.trash/1764000000-12-5f0c21ab-86400/    taken by the twelfth process, and when
         arith/rollouts/v000003                    a version
         arith/policy/v000003.optimizer            a folder of a version's files
-    STORE/.trash/1764000060-13-….open/            of the process that is at it now
-    STORE/.leases/gc/000013                       which one that is
+    STORE/.trash/1764000060-13-….open/            of the process that holds the lease now
+    STORE/.leases/gc/000013                       its lease
 
-When is said by the clock, and by how long the host had run since its last start: as long as it runs
-that tells the time, since a clock may jump.
+A folder's name holds two times: the clock, and the seconds since the host booted. Until the next
+boot the second one gives the age, since a clock may jump.
 
-A version goes there whole, by one rename, after its tombstone is in the ledger; and back the same
-way, as long as nothing is deleted. One process at a time does either. One that was asleep while
-another took over finds its folder renamed, and so takes nothing any more.
+A version is moved to the trash by one rename, after its tombstone is in the ledger. It can be moved
+back until it is deleted. One process at a time may do either. If a process slept while another took
+over, its folder was renamed, so it cannot take anything any more.
 
     with open_trash(storage) as trash:
         trash.take(ref)
-    rescue(storage, ref)        # whoever needs a version that is to go, or has just gone
+    rescue(storage, ref)        # keep a version in use that is about to be deleted, or just was
 
-Not of the spine: nothing lies there that a run reads.
+Not of the spine: no run reads from the trash.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .ledger import Ledger, Tombstone
 from .storage import Storage, storage_errors
 
 WAIT_SECONDS = 10.0
-"""How long whoever wants to take a version away, or back, waits for another that does."""
+"""Seconds that a process waits for another one that takes versions away or back."""
 FOLDER = ".trash"
 LEASES = ".leases"
 _LEASE = "gc"
@@ -45,25 +45,27 @@ _HALF_DELETED = re.compile(r".+\.[0-9a-f]{8}\.gone")
 
 
 class Trash:
-    """What one process takes away, or back, while it is its turn."""
+    """Moves versions into the trash, or back, while this process holds the lease."""
 
     def __init__(self, storage: Storage, lease: Lease) -> None:
         self._storage = storage
         self._lease = lease
         boot, seconds = _running()
         self.folder = f"{FOLDER}/{int(time.time())}-{lease.number}-{boot}-{int(seconds)}"
-        """Where it lies once this process has finished."""
+        """Folder of this process in the trash, once it has finished."""
 
     def take(self, ref: Ref, folder: str = "") -> bool:
-        """Move the version, or a folder of its files, here in one step. False where it is not
-        there any more. BusyError where another process took over."""
+        """Move the version, or a folder of its files, into the trash in one step.
+
+        Returns False if it does not exist any more. Raises BusyError if another process took over.
+        """
         source = f"{ref.folder}/{folder}" if folder else ref.folder
         target = f"{self.folder}{_OPEN}/{_place(ref, folder)}"
         with storage_errors(ref):
             self._storage.make_prefix(target.rpartition("/")[0])
             try:
                 if self._lease.is_held() and self._storage.publish(source, target):
-                    # else it may come back half deleted, after a power loss
+                    # without this it may come back half deleted after a power loss
                     self._storage.sync_names(source.rpartition("/")[0])
                     return True
             except FileNotFoundError:
@@ -72,8 +74,10 @@ class Trash:
         raise _busy(str(ref), "another process took over while this one was not heard of")
 
     def put_back(self, ref: Ref, folder: str = "") -> bool:
-        """Let the version, or a folder of its files, be where it was, and forget the tombstone.
-        False where it is deleted already."""
+        """Move the version, or a folder of its files, back and delete its tombstone.
+
+        Returns False if it is deleted already.
+        """
         target = f"{ref.folder}/{folder}" if folder else ref.folder
         with storage_errors(ref):
             if folder and not self._storage.exists(ref.folder):
@@ -83,20 +87,20 @@ class Trash:
                 try:
                     if not places or not self._storage.publish(places[-1], target):
                         return False
-                except FileNotFoundError:  # it is deleted for good just now
+                except FileNotFoundError:  # it was deleted for good just now
                     return False
             Ledger(self._storage, ref.run, ref.kind).take_back(ref.version, folder)
         return True
 
     def close(self) -> None:
-        """Take nothing any more; what lies here waits to be deleted."""
+        """Close this process's folder. Its contents wait to be deleted."""
         if self._storage.exists(f"{self.folder}{_OPEN}"):
             self._storage.publish(f"{self.folder}{_OPEN}", self.folder)
 
 
 @contextmanager
 def open_trash(storage: Storage) -> Iterator[Trash]:
-    """The turn to take versions away, or back. BusyError where another process has it."""
+    """Hold the lease to take versions away or back. Raises BusyError if another process has it."""
     leases = Leases(storage, LEASES, "gc")
     deadline = time.monotonic() + WAIT_SECONDS
     with storage_errors("trash"):
@@ -109,7 +113,7 @@ def open_trash(storage: Storage) -> Iterator[Trash]:
     trash = Trash(storage, lease)
     try:
         with storage_errors("trash"):
-            for name in storage.list(FOLDER):  # of those that died, or were asleep
+            for name in storage.list(FOLDER):  # folders of processes that died or slept
                 if name.endswith(_OPEN):
                     storage.publish(f"{FOLDER}/{name}", f"{FOLDER}/{name.removesuffix(_OPEN)}")
             leases.trim(lease)
@@ -123,15 +127,18 @@ def open_trash(storage: Storage) -> Iterator[Trash]:
 
 
 def rescue(storage: Storage, ref: Ref) -> None:
-    """Let a version stay, or come back, that is to go: a tag points at it from now on, or a stage
-    reads it. Nothing where it is not to go, or is deleted already. BusyError."""
+    """Keep or restore a version that is about to be deleted, because it came into use.
+
+    Call after a tag points at it or a stage announced that it reads it. Does nothing if the version
+    has no tombstone or is deleted for good. Raises BusyError.
+    """
     if Ledger(storage, ref.run, ref.kind).has_tombstone(ref.version):
         with open_trash(storage) as trash:
             trash.put_back(ref)
 
 
 def places_of(storage: Storage, ref: Ref, folder: str = "") -> list[str]:
-    """Where the version, or a folder of its files, lies in the trash, the newest last."""
+    """Return where the version, or a folder of its files, is in the trash, the newest last."""
     matches = filter(None, map(_NAME.fullmatch, storage.list(FOLDER)))
     oldest_first = sorted(matches, key=lambda match: (int(match[1]), int(match[2])))
     keys = [f"{FOLDER}/{match[0]}/{_place(ref, folder)}" for match in oldest_first]
@@ -139,8 +146,13 @@ def places_of(storage: Storage, ref: Ref, folder: str = "") -> list[str]:
 
 
 def contents(storage: Storage, runs: Collection[str] | None = None) -> list[tuple[str, float]]:
-    """Keys of what lies in the trash, one for each run (None: of every run) that a process took
-    from, and for how many seconds by now. What was half deleted counts as older than anything."""
+    """List the trash: keys, each for one run that one process took from, and ages in seconds.
+
+    Args:
+        runs: runs to list. None: all.
+
+    Half-deleted folders have an infinite age.
+    """
     entries = []
     for name in storage.list(FOLDER):
         if name.endswith(_OPEN):
@@ -162,7 +174,7 @@ def contents(storage: Storage, runs: Collection[str] | None = None) -> list[tupl
 
 
 def delete(storage: Storage, key: str) -> None:
-    """Delete for good what `contents` names."""
+    """Delete for good one key returned by `contents`."""
     folder = key.rpartition("/")[0]
     with storage_errors(key):
         storage.delete_tree(key)
@@ -171,7 +183,7 @@ def delete(storage: Storage, key: str) -> None:
 
 
 def _running() -> tuple[str, float]:
-    """Which start of which host this is, and for how many seconds it runs by now."""
+    """Return the first digits of the host's boot id, and the seconds since it booted."""
     return Owner.this_process().boot_id[:8], time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -186,7 +198,7 @@ def _busy(name: str, message: str) -> BusyError:
 def expired_error(
     storage: Storage, ref: Ref, tombstone: Tombstone, folder: str = ""
 ) -> LineageError:
-    """The error of whoever reads what expired."""
+    """Build the error for reading expired files."""
     is_in_trash = bool(places_of(storage, ref, folder))
     where = "still lie in the trash" if is_in_trash else "are deleted"
     return LineageError(
@@ -199,8 +211,10 @@ def expired_error(
 
 
 def gone_error(storage: Storage, ref: Ref) -> LineageError | None:
-    """The error of whoever opened a version before it was taken away; None where it was not, and so
-    is damaged if a file is missing. CorruptError."""
+    """Build the error for a version that was deleted after it was opened.
+
+    Returns None if it was not deleted, so a missing file means damage. Raises CorruptError.
+    """
     tombstone = Ledger(storage, ref.run, ref.kind).tombstone(ref.version)
     if tombstone is None or storage.exists(ref.folder):
         return None

@@ -1,14 +1,14 @@
-"""The store as a reader sees it: immutable versions, each complete when it is visible.
+"""The store as a reader sees it: immutable versions, each complete once it is visible.
 
     STORE/store.json                          format, id
     STORE/<run>/<kind>/v000003/               manifest.json + part-00000.arrow …
     STORE/<run>/<kind>/.staging/<run_key>/    finished shards of an unfinished stage
-    STORE/<run>/<kind>/.index/                what is asked of all versions, made of the manifests
+    STORE/<run>/<kind>/.index/                summary of all versions, made from the manifests
     STORE/<run>/tags/<name>                   one reference; its journal is beside it
 
-Reading checks size and sha256 before it parses, and maps files into memory. It never falls back in
-silence: when the newest version is torn, `latest` is an error. Writing is `writer`. The files of a
-version may expire (see `retention`); what is told of it stays, and is seen `with_expired`.
+Reading checks size and sha256 before it parses, and maps files into memory. There are no silent
+fallbacks: if the newest version is torn, `latest` is an error. The files of a version may expire
+(see `retention`); its manifest stays, and is visible `with_expired`. Writing is in `writer`.
 
     store = Store("store")
     rollouts = store.open("arith/rollouts@latest")
@@ -59,17 +59,17 @@ log = logging.getLogger(__name__)
 
 
 def schema_module(kind: str):
-    """The module of `schemas` that describes `kind`; only for kinds that are tables."""
+    """Return the module of `schemas` that describes `kind`, which must be a table."""
     return importlib.import_module(f"quiver.schemas.{kind}")
 
 
 def schema_names(kind: str) -> list[str]:
-    """The schemas that a kind has: `rollouts/1`, `rollouts/2`."""
+    """Return the schemas of a kind: `rollouts/1`, `rollouts/2`."""
     return ["policy/1"] if kind == "policy" else list(schema_module(kind).SCHEMAS)
 
 
 class VersionFiles:
-    """The files of one version, for what reads files itself: a model's weights, its tokenizer."""
+    """The files of one version, for libraries that read files: weights, tokenizer."""
 
     def __init__(self, version: Version, storage: Storage) -> None:
         self._version = version
@@ -78,20 +78,20 @@ class VersionFiles:
 
     @property
     def folder(self) -> Path:
-        """A folder on this host that holds them all. Nothing in it may be changed."""
+        """Folder on this host with all files. Nothing in it may be changed."""
         return self._storage.path(self._prefix)
 
     @property
     def names(self) -> list[str]:
-        """Their names below the folder, as the manifest lists them."""
+        """Names below the folder, as the manifest lists them."""
         return [entry.name for entry in self._version.manifest.files]
 
     def path(self, name: str) -> Path:
-        """Where one of them lies on this host. It is not checked: see `Version.verify`."""
+        """Return the path of a file on this host. It is not checked: see `Version.verify`."""
         return self._storage.path(f"{self._prefix}/{name}")
 
     def read(self, name: str) -> bytes:
-        """All bytes of one of them, checked."""
+        """Return all bytes of a file, checked."""
         tombstone = self._version.tombstone
         if tombstone is not None and name in tombstone.files:
             return tombstone.files[name].encode()
@@ -99,20 +99,19 @@ class VersionFiles:
         return self._storage.read(f"{self._prefix}/{name}")
 
     def size(self, name: str) -> int | None:
-        """Bytes that are there now; None where it is missing."""
+        """Return the actual size in bytes, or None if the file is missing."""
         path = self.path(name)
         return path.stat().st_size if path.is_file() and not path.is_symlink() else None
 
 
 class Version:
-    """One immutable version: its reference and manifest; the data on demand, checked before it is
-    parsed."""
+    """One immutable version: reference, manifest, and data that is checked before it is parsed."""
 
     def __init__(self, ref: Ref, storage: Storage, tombstone: Tombstone | None = None) -> None:
         self.ref = ref
         self.files = VersionFiles(self, storage)
         self.tombstone = tombstone
-        """Set where its files expired: the manifest is the ledger's, and reading is an error."""
+        """Set if its files expired: the manifest is the ledger's copy, and data cannot be read."""
         self._storage = storage
         self._ledger = Ledger(storage, ref.run, ref.kind)
         self._checked: set[str] = set()
@@ -122,7 +121,7 @@ class Version:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """What the version says of itself; CorruptError when that is torn or belongs elsewhere."""
+        """The version's manifest. Raises CorruptError if it is torn or belongs elsewhere."""
         manifest = self._ledger.manifest(self.ref.version) if self.tombstone else None
         if manifest is None:
             try:
@@ -142,13 +141,20 @@ class Version:
         return manifest
 
     def as_input(self, role: str) -> Input:
-        """The manifest entry of a version that was made of this one."""
+        """Return the manifest entry for a version that is made from this one."""
         return Input(role=role, ref=str(self.ref), content_hash=self.manifest.content_hash)
 
     def verify(self, name: str = "") -> None:
-        """Check size and sha256 of file `name`, of every file below it where it ends in a slash,
-        or of all files that did not expire before the version; each once a process. CorruptError;
-        LineageError where it expired."""
+        """Check size and sha256 of files, each once per process.
+
+        Args:
+            name: a file; or, if it ends in a slash, every file below it; or, if empty, all files
+                except optimizer state that expired before the version.
+
+        Raises:
+            CorruptError: a file is missing or differs from what was written.
+            LineageError: the file expired, or the version was deleted since it was opened.
+        """
         prefix = name if name.endswith("/") else None
         unchecked = []
         for entry in self.manifest.files:
@@ -162,14 +168,14 @@ class Version:
         map_in_threads(self._verify_file, unchecked)
 
     def require(self, name: str) -> None:
-        """LineageError where file `name` expired, be it whole or not."""
+        """Raise LineageError if file `name` expired, even if it is still whole."""
         tombstone = self.tombstone_of(name)
         if tombstone is not None:
             folder = "" if self.tombstone else OPTIMIZER_FOLDER
             raise expired_error(self._storage, self.ref, tombstone, folder)
 
     def tombstone_of(self, name: str) -> Tombstone | None:
-        """When and why file `name` expired; None where it is there, or should be. CorruptError."""
+        """Return the tombstone of file `name`; None if it should exist. Raises CorruptError."""
         is_optimizers = name.startswith(f"{OPTIMIZER_FOLDER}/")
         if self.tombstone or not is_optimizers or self.files.size(name) is not None:
             return self.tombstone
@@ -188,7 +194,7 @@ class Version:
         self._checked.add(name)
 
     def corrupt(self, name: str, problem: str) -> CorruptError:
-        """The error that file `name` of this version is not what was written."""
+        """Build the error for a file of this version that differs from what was written."""
         return CorruptError(
             f"{self.ref} {name}",
             problem,
@@ -197,13 +203,16 @@ class Version:
         )
 
     def table(self, columns: list[str] | None = None) -> pa.Table:
-        """All rows in order, mapped into memory (nothing is copied). [rows] with the kind's
-        schema."""
+        """Return all rows [rows] in order, with the kind's schema, mapped into memory uncopied."""
         return self.head(columns, sum(entry.bytes for entry in self.manifest.files))
 
     def head(self, columns: list[str] | None, most_bytes: int) -> pa.Table:
-        """These columns of the first shards, as many as have `most_bytes` together and at least
-        one; checked, then mapped."""
+        """Return columns of the first shards, checked, then mapped into memory.
+
+        Args:
+            columns: names of the columns. None: all.
+            most_bytes: shards are added until they exceed this; the first one always counts.
+        """
         entries: list[FileEntry] = []
         for entry in self.manifest.files:
             most_bytes -= entry.bytes
@@ -222,7 +231,7 @@ class Version:
             raise self.corrupt("", f"its files do not fit together: {printable(error)}") from None
 
     def _read_shard(self, entry: FileEntry, columns: list[str] | None) -> pa.Table:
-        """One file, whose hash is right."""
+        """Read one file that was verified."""
         try:
             shard = self._storage.read_table(f"{self.ref.folder}/{entry.name}")
             shard = shard.select(columns) if columns else shard
@@ -233,7 +242,7 @@ class Version:
         return shard
 
     def to_datasets(self) -> datasets.Dataset:
-        """The same rows as a `datasets.Dataset` over the mapped files, without copying."""
+        """Return the same rows as a `datasets.Dataset` over the mapped files, without a copy."""
         import datasets
         from datasets.table import InMemoryTable
 
@@ -243,7 +252,8 @@ class Version:
 class Store:
     """A folder of versions.
 
-    `written` holds the references that this object committed; others were there already.
+    `written` holds the references that this object committed; other versions existed before, or
+    were committed by other processes.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, create: bool = True) -> None:
@@ -262,7 +272,8 @@ class Store:
             self.id = self._read_marker()
         except QuiverError:
             raise
-        except (OSError, RuntimeError, UnicodeError) as error:  # RuntimeError: of a home or loop
+        # RuntimeError: an unknown home, or a loop of links
+        except (OSError, RuntimeError, UnicodeError) as error:
             raise ConfigError(
                 f"store {printable(path)}",
                 f"cannot be used: {reason(error)}",
@@ -287,7 +298,7 @@ class Store:
             self.storage.put_if_absent("store.json", _marker().encode())
 
     def _read_marker(self) -> str:
-        """The id in store.json. CorruptError."""
+        """Return the id in store.json. Raises CorruptError."""
         try:
             fields = read_json(self.storage.read("store.json"))
             format = fields["format"]
@@ -309,14 +320,17 @@ class Store:
     # -- reading
 
     def with_expired(self) -> Store:
-        """The same store, in which versions whose files expired are there too: their manifests, and
-        what else plans read. Whatever else is read of them is a LineageError."""
+        """Return the same store with expired versions visible.
+
+        Their manifests and the small files that plans need can be read; reading other files raises
+        LineageError.
+        """
         store = copy.copy(self)
         store.sees_expired = True
         return store
 
     def runs(self) -> list[str]:
-        """Names of all runs, sorted."""
+        """Return the names of all runs, sorted."""
         return [
             name
             for name in self.storage.list("")
@@ -324,40 +338,42 @@ class Store:
         ]
 
     def numbers(self, run: str, kind: str) -> list[int]:
-        """Version numbers of one kind in one run, rising."""
+        """Return the version numbers of one kind in one run, rising."""
         index = self.index(run, kind)
         if self.sees_expired:
             return sorted({*index.expired(), *index.numbers()})
         return index.numbers()
 
     def index(self, run: str, kind: str) -> Index:
-        """What can be asked of all versions of one kind at once."""
+        """Return the index of one kind, a summary of all its versions."""
         return Index(self.storage, refs.check_name(run, "run"), kind)
 
     def ledger(self, run: str, kind: str) -> Ledger:
-        """Every number of one kind that was ever given, also to versions that are gone."""
+        """Return the ledger of one kind: all numbers ever given, including deleted versions."""
         return Ledger(self.storage, refs.check_name(run, "run"), kind)
 
     def refs(self, run: str | None = None, kind: str | None = None) -> Iterator[Ref]:
-        """References of all visible versions, by run, kind and number."""
+        """Yield references of all visible versions, by run, kind and number."""
         for name in [run] if run else self.runs():
             for one_kind in [kind] if kind else refs.KINDS:
                 yield from (Ref(name, one_kind, number) for number in self.numbers(name, one_kind))
 
     def versions(self, run: str | None = None, kind: str | None = None) -> Iterator[Version]:
-        """Every visible version, by run, kind and number."""
+        """Yield every visible version, by run, kind and number."""
         return map(self.version, self.refs(run, kind))
 
     def entries(self, run: str | None = None) -> Iterator[tuple[Ref, IndexEntry]]:
-        """What the indexes tell of every visible version, by run, kind and number."""
+        """Yield the index entry of every visible version, by run, kind and number."""
         for name in [run] if run else self.runs():
             for kind in refs.KINDS:
                 for entry in self.index(name, kind).entries():
                     yield Ref(name, kind, entry.number), entry
 
     def resolve(self, ref: str | Ref, run: str | None = None) -> Ref:
-        """The reference with its number. `latest` is the highest number; a tag is what it points
-        at. LineageError."""
+        """Return the reference with its number. Raises LineageError if there is no such version.
+
+        `latest` is the highest number; a tag stands for the version it points at.
+        """
         parsed = refs.parse(ref, run)
         if isinstance(parsed.version, int):
             if self._is_folder(parsed.folder):
@@ -384,15 +400,20 @@ class Store:
         return self.resolve(tagged)
 
     def open(self, ref: str | Ref, run: str | None = None) -> Version:
-        """The version that `ref` names, its manifest checked. LineageError, CorruptError."""
+        """Return the version that `ref` names, its manifest checked.
+
+        Raises LineageError or CorruptError.
+        """
         version = self.version(self.resolve(ref, run))
         version.manifest  # noqa: B018  a torn manifest is found here, not later
         return version
 
     def find(self, run: str, kind: str, run_key: str, above: int = -1) -> Version | None:
-        """The newest complete version that bears `run_key` and a number above `above`, or None; one
-        whose files expired only where there is no other. One whose manifest is torn is passed over,
-        with a warning."""
+        """Return the newest version with this run key and a number above `above`, or None.
+
+        An expired version is returned only if there is no other. A version with a torn manifest is
+        skipped with a warning.
+        """
         numbers = self.index(run, kind).find(run_key, expired=self.sees_expired)
         for number in reversed(numbers):
             version = self.version(Ref(run, kind, number))
@@ -404,7 +425,7 @@ class Store:
         return None
 
     def version(self, ref: Ref) -> Version:
-        """The version of a reference with its number, which may be torn. CorruptError."""
+        """Return the version with this number, which may be torn. Raises CorruptError."""
         if self.storage.is_linked(ref.folder):
             raise CorruptError(
                 str(ref), "the folder is a link", next="replace the link by the folder itself"
@@ -415,7 +436,7 @@ class Store:
         return Version(ref, self.storage, tombstone)
 
     def exists(self, ref: Ref) -> bool:
-        """Whether the version is there, torn or whole."""
+        """Return True if the version exists, torn or whole."""
         return self._is_folder(ref.folder)
 
     def _is_folder(self, key: str) -> bool:
@@ -444,12 +465,17 @@ class Store:
         key: str = "",
         about: dict[str, Any] | None = None,
     ) -> Ref:
-        """Point tag `name` of `run` at `ref`, and say in its journal why, on what the decision was
-        made, and what it was (`key`).
+        """Point tag `name` of `run` at `ref`, and record the decision in its journal.
 
-        ConflictError unless the tag now holds `expected` ("*": whatever it holds). Nothing is done
-        where an entry with this `key` is there already: what was decided once stays decided. With a
-        `key` a tag that stays where it is gets an entry too.
+        Args:
+            expected: the reference the tag must hold now; "*" accepts any.
+            why: the reason, for people.
+            key: identifies the decision. If an entry with this key exists, nothing is done: a
+                decision is made once. With a key, a tag that stays gets an entry too.
+            about: the data the decision was based on.
+
+        Raises:
+            ConflictError: the tag does not hold `expected`.
         """
         check_name(name)
         target = self.resolve(ref, run)
@@ -459,27 +485,31 @@ class Store:
         return target
 
     def hold(self, ref: Ref) -> None:
-        """See to it that the version stays, now that a tag points at it, or a stage that reads it
-        is at work. LineageError where it is gone; BusyError where it cannot be told in time."""
+        """Make sure a version stays that a tag points at, or that a stage at work reads.
+
+        Raises LineageError if it is gone, BusyError if a collection does not end in time.
+        """
         rescue(self.storage, ref)
         self.resolve(ref)
 
     def tagged(self, run: str, name: str) -> str | None:
-        """The reference that tag `name` of `run` holds; None where there is no such tag."""
+        """Return the reference that tag `name` of `run` holds; None if there is no such tag."""
         return self._tag(run, check_name(name)).ref()
 
     def tag_names(self, run: str) -> list[str]:
-        """Names of all tags of `run`, sorted."""
+        """Return the names of all tags of `run`, sorted."""
         names = {name.removeprefix(".") for name in self.storage.list(f"{run}/tags")}
         return sorted(name for name in names if is_name(name))
 
     def verify_tag(self, run: str, name: str) -> None:
-        """CorruptError where the tag or its journal cannot be read, or where they disagree."""
+        """Raise CorruptError if the tag or its journal cannot be read, or if they disagree."""
         self._tag(run, name).verify()
 
     def history(self, run: str, name: str) -> list[Entry]:
-        """What became of tag `name` of `run`, oldest first; empty for a tag that never moved.
-        CorruptError."""
+        """Return the journal of tag `name` of `run`, oldest first; empty if it never moved.
+
+        Raises CorruptError.
+        """
         return self._tag(run, check_name(name)).history()
 
 

@@ -1,4 +1,4 @@
-"""How versions are written: staged shard by shard under a lease, then published at once.
+"""Writing versions: staged shard by shard under a lease, then published at once.
 
     with open_staging(plan) as staging:
         if staging.committed:
@@ -9,25 +9,25 @@
         writer.finish(metrics={...})
         return staging.publish()
 
-What lies in `STORE/<run>/<kind>/.staging/` while the work goes on, and goes with it:
+Contents of `STORE/<run>/<kind>/.staging/` until the work is done:
 
     KEY/                 shards
-    KEY.notes/           what makes each shard count, and what each process says of its part
-    KEY.leases/          who is at the work (see `leases`)
-    KEY.resume/          what a stage goes on from in the middle; outlives a kill
-    KEY.<worker>/        links to the shards, or the files of a policy; and the manifest: what will
-                         be renamed
+    KEY.notes/           a note that makes each shard count, and each process's report
+    KEY.leases/          which processes are at work (see `leases`)
+    KEY.resume/          state from which a killed stage resumes
+    KEY.<worker>/        candidate: links to the shards, or a policy's files, and the manifest;
+                         this folder is renamed to publish it
 
-The commit: shards are written, hashed and flushed as they come, each with a note that makes it
-count. Then a folder of links to them gets its manifest, flushed, and is renamed to the next number
-(a taken number makes the rename fail, so the loser takes the one after); the parent is flushed;
-then it is acknowledged.
+The commit: shards are written, hashed and flushed one by one, each with a note that makes it count.
+Then a folder of links to them gets its manifest, flushed, and is renamed to the next number. If the
+number is taken, the rename fails and the process tries the next one. The parent folder is flushed,
+and only then is the version acknowledged.
 
-A version appears once, even where a process was asleep while another took over. The process looks
-at its lease after its folder is complete and right before the rename. Whoever takes over creates
-the next number of the lease, removes the folders of others, and then looks for the version: a
-rename that comes later finds no folder. Nor is anything made in a folder that was removed. A shard
-that the sleeper wrote since is found by its hash: after a takeover the links are hashed again.
+A version appears once, even if a process slept while another took over. A process checks its lease
+after its candidate is complete, right before the rename. A process that takes over creates the next
+number of the lease, removes the candidates of others, and then looks for the version: a later
+rename finds no folder. No file can be created in a removed folder either. A shard that the sleeping
+process wrote since is found by its hash: after a takeover the links are hashed again.
 """
 
 from __future__ import annotations
@@ -84,27 +84,28 @@ from .trash import rescue
 from .versions import Version, schema_module
 
 ROWS_PER_SHARD = 256
-"""Of work that is saved as it goes: what a crash can cost at most."""
+"""Rows per shard for work that is saved as it goes: the most that a crash can cost."""
 ROWS_AT_ONCE = 2048
-"""Of a shard of a table that is there as a whole; each shard is flushed to the disk twice."""
+"""Rows per shard when the whole table is in memory; each shard is flushed to disk twice."""
 _JOIN_SECONDS = 10.0
 log = logging.getLogger(__name__)
 
 
 class Writer:
-    """One version of one kind in the making."""
+    """Stages and commits one version of one kind."""
 
     def __init__(self, plan: Plan, kind: str, worker: str, *, force: bool) -> None:
         self.kind = kind
         self.run = plan.run
         self.run_key = plan.run_key
         self.seconds: dict[str, float] = {}
-        """Seconds by phase, of this process."""
+        """Seconds by phase, in this process."""
         self.notes: dict[str, Any] = {}
-        """What the stage notes of its part in the work, as plain JSON, for `reports`. To be set
-        before a shard is written: only what is noted by then reaches the process that commits."""
+        """Fields that the stage adds to its report, as plain JSON. Set them before a shard is
+        written: the committing process sees only what was noted by then.
+        """
         self.committed: Version | None = None
-        """The version, once it is there."""
+        """The version, once it is committed."""
         self.shards: SoleShards | SharedShards | None = None
         self._plan = plan
         self._force = force
@@ -113,7 +114,8 @@ class Writer:
         self._prefix = f"{self._name}/.staging/{plan.run_key}"
         self._worker = worker
         self._candidate = f"{self._prefix}.{worker}"
-        # libraries write a policy's files: nobody else may, who was asleep
+        # libraries write a policy's files in place, so a process that slept must not share the
+        # folder
         self._files_prefix = self._candidate if kind == "policy" else self._prefix
         self._count: int | None = None
         self._started_at = time.monotonic()
@@ -121,7 +123,7 @@ class Writer:
         self._schema_name = "policy/1"
         self._finished: dict[str, Any] | None = None
         self._ids: pa.ChunkedArray | None = None
-        # what is there already is done again
+        # with force, existing versions do not count as finished work
         numbers = plan.store.numbers(plan.run, kind) if force else []
         self._ignored_up_to = max(numbers, default=-1)
 
@@ -129,23 +131,22 @@ class Writer:
 
     @property
     def folder(self) -> Path:
-        """A folder on this host for the files of a policy; what is there when it is finished
-        counts."""
+        """Folder on this host for a policy's files; its final contents are published."""
         return self._storage.path(self._files_prefix)
 
     def prepare(self, *, fresh: bool) -> None:
-        """Make the staging place. `fresh`: without what an earlier attempt left."""
+        """Make the staging folders. With `fresh`, delete the work of an earlier attempt."""
         with storage_errors(self._name):
             if self._force:
                 self._storage.delete_tree(f"{self._prefix}.resume")
-            # no note without its shard
+            # notes first: no note may exist without its shard
             for prefix in (f"{self._prefix}.notes", self._files_prefix):
                 if fresh:
                     self._storage.delete_tree(prefix)
                 make_folder(self._storage, prefix)
 
     def remove_candidates(self) -> None:
-        """Remove what others had ready to publish: from now on only this process can."""
+        """Remove the other processes' candidates, so that only this process can publish."""
         staging, _, run_key = self._prefix.rpartition("/")
         for name in self._storage.list(staging):
             if name.startswith(f"{run_key}.") and not name.endswith(
@@ -154,7 +155,7 @@ class Writer:
                 self._storage.delete_tree(f"{staging}/{name}")
 
     def is_committed(self) -> bool:
-        """Whether the version is there by now; then it is the `committed`."""
+        """Return True if the version exists by now, and then set `committed`."""
         if self.committed is None:
             self.committed = self._plan.store.find(
                 self.run, self.kind, self.run_key, self._ignored_up_to
@@ -162,32 +163,34 @@ class Writer:
         return self.committed is not None
 
     def stop_if_committed(self) -> None:
-        """CommittedByOther, when another process has committed the version."""
+        """Raise CommittedByOther if another process has committed the version."""
         if self.is_committed():
             raise CommittedByOther
 
     # -- shards
 
     def take_shards(self, count: int) -> Iterator[int]:
-        """Index after index of the `count` shards that this process is to write."""
+        """Yield the indices, out of `count` shards, that this process is to write."""
         return iter(self.shards_of(count))
 
     def shards_of(self, count: int) -> SoleShards | SharedShards:
-        """Hands out `count` shards, one after another."""
+        """Start handing out `count` shards, and return the allocation."""
         self._count = count
         self.shards.begin(count)
         return self.shards
 
     def rows_per_shard(self, rows: int) -> int:
-        """Rows a shard: `rows`, unless an earlier attempt, or another process, has begun with
-        another number."""
+        """Return the rows per shard: `rows`, unless existing shards were begun with another number.
+
+        Those may come from an earlier attempt or from another process.
+        """
         fields = {"rows_per_shard": rows}
         with storage_errors(self._name):
             noted = self.noted()
             if self.shards.is_sole and not noted:
                 self.delete_note("plan")  # nothing is finished, so nothing binds
             elif self.read_note("plan") is None:
-                for index in noted:  # of how many rows they are, nobody can tell
+                for index in noted:  # the row count is unknown
                     self.drop(index)
             self._storage.put_if_absent(f"{self._prefix}.notes/plan", note_of(fields))
             begun_with = self.read_note("plan")
@@ -196,7 +199,7 @@ class Writer:
             return (begun_with or fields)["rows_per_shard"]
 
     def has(self, index: int) -> bool:
-        """Whether shard `index` is finished and is still what it was."""
+        """Return True if shard `index` is finished and unchanged."""
         entry = self._note(index)
         try:
             return entry is not None and entry == self._entry(entry.name, entry.rows)
@@ -204,39 +207,47 @@ class Writer:
             return False
 
     def noted(self) -> list[int]:
-        """Indices of the shards that somebody has finished, rising."""
+        """Return the indices of the finished shards, by any process, rising."""
         matches = map(SHARD_NOTE.fullmatch, self.note_names())
         return sorted(int(match[1]) for match in matches if match)
 
     def note_names(self) -> list[str]:
-        """Names of all that is noted beside the shards."""
+        """Return the names of all notes."""
         return self._storage.list(f"{self._prefix}.notes")
 
     def read_note(self, name: str) -> dict[str, Any] | None:
-        """What a note says; None where there is none, or one that is not whole."""
+        """Read a note. Returns None if it is missing or damaged."""
         return read_note(self._storage, f"{self._prefix}.notes/{name}")
 
     def write_note(self, name: str, fields: dict[str, Any]) -> None:
-        """Note something beside the shards."""
+        """Write a note beside the shards."""
         self._storage.write(f"{self._prefix}.notes/{name}", note_of(fields))
 
     def delete_note(self, name: str) -> None:
-        """Forget what was noted."""
+        """Delete a note."""
         self._storage.delete(f"{self._prefix}.notes/{name}")
 
     def read(self, index: int) -> pa.Table:
-        """A finished shard."""
+        """Return a finished shard."""
         return self._storage.read_table(f"{self._prefix}/{shard_name(index)}")
 
     def drop(self, index: int) -> None:
-        """Shard `index` is not finished after all."""
+        """Discard shard `index`, so that it is written again."""
         name = shard_name(index)
         self.delete_note(f"{name}.json")
         self._storage.delete(f"{self._prefix}/{name}")
 
     def write(self, index: int, table: pa.Table) -> None:
-        """Write shard `index` (its rows in order), flushed; then a note beside it that makes it
-        count. Where another process has finished it, that one stays. SchemaError."""
+        """Write shard `index`, flushed, then a note that makes it count.
+
+        If another process has finished the shard already, its copy stays.
+
+        Args:
+            table: the shard's rows, in order.
+
+        Raises:
+            SchemaError: the table does not fit the kind.
+        """
         kind_schema = schema_module(self.kind).check(table)
         name = shard_name(index)
         with storage_errors(f"{self._name} {name}"):
@@ -246,8 +257,10 @@ class Writer:
             self.shards.written(index)
 
     def write_table(self, table: pa.Table) -> None:
-        """Write all rows, in shards of ROWS_AT_ONCE; one without rows where there are none.
-        SchemaError."""
+        """Write all rows in shards of ROWS_AT_ONCE; an empty table makes one empty shard.
+
+        Raises SchemaError.
+        """
         rows = self.rows_per_shard(ROWS_AT_ONCE)
         for index in self.take_shards(max(1, math.ceil(len(table) / rows))):
             self.write(index, table.slice(index * rows, rows))
@@ -264,7 +277,7 @@ class Writer:
         except (FileExistsError, CorruptError):
             if self.has(index):
                 return self._note(index)  # another process wrote it first
-            # it has no note: its writer died before, and its bytes count only if they are ours
+            # no note: its writer died first, and its bytes count only if they equal ours
             with suppress(FileNotFoundError, CorruptError):
                 if self._storage.sha256(key) == file.sha.hexdigest():
                     return self._entry(name, table.num_rows)
@@ -275,13 +288,13 @@ class Writer:
         )
 
     def _entry(self, name: str, rows: int = 0) -> FileEntry:
-        """The manifest's entry of a staged file, as it is now."""
+        """Hash a staged file and return its manifest entry."""
         key = f"{self._files_prefix}/{name}"
         size = self._storage.size(key)
         return FileEntry(name=name, bytes=size, sha256=self._storage.sha256(key), rows=rows)
 
     def _note(self, index: int) -> FileEntry | None:
-        """What the note of a shard says; None where there is none, or one that is not whole."""
+        """Return the entry in a shard's note, or None if it is missing or damaged."""
         name = shard_name(index)
         fields = self.read_note(f"{name}.json")
         is_its = fields is not None and fields["name"] == name
@@ -291,7 +304,7 @@ class Writer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the seconds spent inside under `seconds[name]` of the manifest."""
+        """Add the seconds spent inside to `seconds[name]` of the manifest."""
         started_at = time.monotonic()
         try:
             yield
@@ -299,12 +312,12 @@ class Writer:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started_at
 
     def report(self) -> dict[str, Any]:
-        """What this process says of its part: `notes`, the `seconds` of its phases, its shards."""
+        """Return this process's report: `notes`, the `seconds` of its phases, its shards."""
         total = time.monotonic() - self._started_at
         return {**self.notes, "seconds": {**self.seconds, "total": total}, **self.shards.report()}
 
     def reports(self) -> list[dict[str, Any]]:
-        """What each process that took part says of it, this one first."""
+        """Return the reports of all processes that took part, this one first."""
         return [self.report(), *self.shards.other_reports()]
 
     def finish(
@@ -316,8 +329,13 @@ class Writer:
         device: str = "cpu",
         ids: pa.ChunkedArray | None = None,
     ) -> None:
-        """All is written; this is what the manifest says of it besides. `status`: rows by what
-        became of them. `models`: in place of the plan's. `ids`: what rollout_id must hold."""
+        """Declare all data written, and give the remaining fields of the manifest.
+
+        Args:
+            status: rows by outcome.
+            models: replaces the plan's models. Default: the plan's.
+            ids: what the column rollout_id must hold. None: not checked.
+        """
         self._ids = ids
         self._finished = {
             "metrics": metrics or {},
@@ -327,8 +345,12 @@ class Writer:
         }
 
     def seal(self) -> None:
-        """Flush and hash all that is staged; nothing may be written after it. CorruptError
-        where it is not what was asked for: it is thrown away."""
+        """Flush and hash everything staged; nothing may be written afterwards.
+
+        Raises:
+            CorruptError: shards are missing, or rows are not the ones that were asked for. The
+                staged data is discarded.
+        """
         if self._finished is None:
             raise RuntimeError(f"{self._name}: the stage has not finished its writer")
         with self.phase("commit"), storage_errors(self._name):
@@ -359,9 +381,12 @@ class Writer:
             self._schema_name = kind_of(schema_module(self.kind).check(table))
 
     def publish(self, lease: Lease, metrics: dict[str, Any]) -> None:
-        """Make the version visible under the next number; then it is the `committed`. ConflictError
-        where it may have one number alone, and that is taken; BusyError where another took the
-        lease over."""
+        """Make the version visible under the next number, and set `committed`.
+
+        Raises:
+            ConflictError: the plan allows one number only, and it is taken.
+            BusyError: another process took over the lease.
+        """
         plan = self._plan
         schema = self._schema_name
         fields = {
@@ -398,9 +423,11 @@ class Writer:
                 manifest = Manifest(run=self.run, kind=self.kind, version=number, **fields)
                 self._storage.write(f"{candidate}/manifest.json", manifest.to_json())
                 ref = Ref(self.run, self.kind, number)
+                # the last look before the rename: another process may have taken over
                 if not lease.is_held():
                     raise taken_over(self._name)
                 if self._storage.publish(candidate, ref.folder):
+                    # if this process dies here, the next one notes the version in ledger and index
                     ledger.note(manifest)
                     index.add(manifest)
                     keep_reserve(self._storage)
@@ -408,17 +435,18 @@ class Writer:
                     self.committed = Version(ref, self._storage)
 
     def _link_shards(self, lease: Lease) -> None:
-        """BusyError where one is not what it was when it was sealed."""
+        """Link the shards into the candidate. Raises BusyError if one changed after sealing."""
         self._storage.make_prefix(self._candidate, durable=False)
         for entry in self._entries:
             key = f"{self._candidate}/{entry.name}"
             self._storage.copy_into(f"{self._prefix}/{entry.name}", key)
+            # another process may have written to a shard after it was sealed
             is_after_others = lease.number > 1 or not self.shards.is_sole
             if is_after_others and self._storage.sha256(key) != entry.sha256:
                 raise taken_over(self._name)
 
     def _number(self, ledger: Ledger, first: int, content_hash: str, visible: list[int]) -> int:
-        """The number of the version: that of a deleted one that is made again, or the next."""
+        """Return the next number, or the old one if a deleted version is made again."""
         number = None
         if not self._force:
             is_imported = self._plan.only_number is not None
@@ -437,20 +465,20 @@ class Staging:
         self.last = self.writers[plan.kinds[-1]]
         self.leases = self._leases_of(plan.run_key)
         self.lease: Lease | None = None
-        """That of a process which does the work alone."""
+        """The work lease, if this process does the work alone."""
         self._force = force
 
     @property
     def committed(self) -> Version | None:
-        """The version of the last kind, once it is there."""
+        """The version of the last kind, once it is committed."""
         return self.last.committed
 
     def publish(self) -> Version:
-        """Publish every kind in the plan's order; the version of the last one.
+        """Publish every kind in the plan's order, and return the version of the last one.
 
-        All is flushed and hashed before, so between the first and the last lie milliseconds. Where
-        a process dies just there, the first ones stay: the same call does the whole work again,
-        and publishes only those that are not there yet.
+        All files are flushed and hashed before, so only milliseconds pass between the first rename
+        and the last. If a process dies in between, the first kinds stay; the same call does the
+        whole work again and publishes only the missing ones.
         """
         for writer in self.writers.values():
             writer.seal()
@@ -474,7 +502,7 @@ class Staging:
 
     @contextmanager
     def open_alone(self) -> Iterator[None]:
-        """As the one process that does the work. BusyError."""
+        """Do the work as the only process. Raises BusyError if another one is at it."""
         self.leases.label = "alone"
         self.lease = self.leases.take_when_stale("work")
         if self.lease is None:
@@ -487,7 +515,7 @@ class Staging:
             for writer in self.writers.values():
                 writer.shards = SoleShards(writer)
                 writer.remove_candidates()
-            # shards of a table are worth keeping, half a checkpoint is not
+            # finished shards are worth keeping, half a checkpoint is not
             self._prepare(fresh=self._force or self.last.kind == "policy")
             with self._ended_by_others():
                 yield
@@ -499,7 +527,10 @@ class Staging:
 
     @contextmanager
     def open_together(self) -> Iterator[None]:
-        """As one of any number of processes that share the work. BusyError."""
+        """Do the work as one of several processes that share it.
+
+        Raises BusyError if a process works on it alone.
+        """
         writer, leases = self.last, self.leases
         leases.label = "shared"
         presence = leases.take(f"worker-{self.worker}")
@@ -523,8 +554,10 @@ class Staging:
                 presence.release()
 
     def _prepare(self, *, fresh: bool) -> None:
-        """Make the staging places, unless the version is there; and note what is read, so that
-        nobody takes it away meanwhile."""
+        """Make the staging folders, and note which versions are read, so that none is deleted.
+
+        Stops if the version was committed meanwhile.
+        """
         with self._ended_by_others():
             self.last.stop_if_committed()
             for writer in self.writers.values():
@@ -539,17 +572,19 @@ class Staging:
 
     @contextmanager
     def _ended_by_others(self) -> Iterator[None]:
-        """Around the work: it ends where another process has committed the version. Whatever else
-        fails after another has taken it over is a BusyError."""
+        """Wrap the work, and end it early if another process has committed the version.
+
+        Other errors after a takeover by another process become BusyError.
+        """
         try:
             yield
         except CommittedByOther:
             return
-        except OutcomeUnknownError:  # of this one's own commit
+        except OutcomeUnknownError:  # from this process's own commit
             raise
         except Exception as error:
             lease = self.lease or (self.last.shards and self.last.shards.commit_lease)
-            # who was asleep for too long may have removed it
+            # a process that slept too long may have removed a staged file
             is_disturbed = error_number(error) == errno.ENOENT and "/.staging/" in str(error)
             if lease is not None and lease.is_held():
                 if is_disturbed:
@@ -559,7 +594,7 @@ class Staging:
                 if lease is None and not is_disturbed:
                     raise
                 raise taken_over(self.plan.name) from error
-            if not isinstance(error, FileNotFoundError):  # what is staged is gone since
+            if not isinstance(error, FileNotFoundError):  # the staged files were removed since
                 log.warning(
                     "%s was finished by others; here: %s", self.committed.ref, printable(error)
                 )
@@ -570,8 +605,10 @@ class Staging:
         return Leases(plan.store.storage, prefix)
 
     def _sweep(self) -> None:
-        """When the work is done, remove all that is staged of it, and of finished work whose
-        process died before it could."""
+        """Once the work is done, remove its staged files.
+
+        Also remove those left by finished work whose process died too early.
+        """
         plan, storage = self.plan, self.plan.store.storage
         for kind in plan.kinds if self.committed else ():
             staging = f"{plan.run}/{kind}/.staging"
@@ -579,12 +616,12 @@ class Staging:
             run_keys = {name.partition(".")[0] for name in names} - {plan.run_key}
             is_done = plan.store.index(plan.run, kind).find
             left_over = {key for key in run_keys if is_done(key) and not self._is_at_work(key)}
-            for name in reversed(names):  # notes before the shards that they are about
+            for name in reversed(names):  # notes before the shards that they describe
                 if name.partition(".")[0] in {plan.run_key, *left_over}:
                     storage.delete_tree(f"{staging}/{name}")
 
     def _is_at_work(self, run_key: str) -> bool:
-        """Whether a process is at other work, which may be done again by force."""
+        """Return True if a process holds a lease of this other work, maybe a forced repeat."""
         leases = self._leases_of(run_key)
         return any(leases.holder(name) for name in leases.names())
 
@@ -599,10 +636,13 @@ class Staging:
 
 @contextmanager
 def open_staging(plan: Plan, *, force: bool = False, share: bool = False) -> Iterator[Staging]:
-    """The writers for `plan`, while this process holds its lease, or a part in it with `share`.
+    """Open the writers for `plan`, under its lease; with `share`, together with other processes.
 
-    Where another process has committed the version meanwhile, the body ends early, with `committed`
-    set. BusyError: another process is at it.
+    If another process commits the version meanwhile, the body ends early, with `committed` set.
+
+    Raises:
+        BusyError: another process is at work on it.
+        ConfigError: both `share` and `force` are given.
     """
     if share and force:
         raise ConfigError(
@@ -619,7 +659,7 @@ def open_staging(plan: Plan, *, force: bool = False, share: bool = False) -> Ite
 
 
 def taken_over(name: str) -> BusyError:
-    """The error of a process whose lease another has; see the top of this file."""
+    """Build the error for a process that lost its lease; see the top of this file."""
     return BusyError(
         name,
         "another process took this work over while this one was not heard of",
