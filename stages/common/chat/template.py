@@ -47,7 +47,7 @@ template trims contents."""
 
 
 class _CallForm(NamedTuple):
-    """How a template reads messages with tool calls."""
+    """The form in which a template reads messages with tool calls."""
 
     is_null: bool = False
     """If true, a content without text is null."""
@@ -56,7 +56,7 @@ class _CallForm(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """How a template reads the contents of a sequence of messages."""
+    """The form in which a template reads the contents of a sequence of messages."""
 
     as_parts: frozenset[int]
     """Positions of the string contents that it reads as a list of parts."""

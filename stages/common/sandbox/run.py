@@ -60,7 +60,7 @@ _PATIENCE_SECONDS = 90
 
 @dataclass(frozen=True)
 class Finished:
-    """How a program ended.
+    """The outcome of a program.
 
     Attributes:
         exit_code: Exit code as subprocess gives it; −N if signal N ended the program.
