@@ -53,8 +53,8 @@ def choose_mode(
 ) -> str:
     """Set and return the first mode from `preferred` on that gives the model's own logprobs.
 
-    The comparison is in float32, whatever the precision of later passes, so weights must still be
-    float32, or bfloat16, which is widened. Raises ConfigError if no mode agrees.
+    The comparison is in float32, in every precision of later passes, so call it before `narrow`
+    rounds the weights. Raises ConfigError if no mode agrees.
     """
     verdict = judge(policy.model.config)
     verdict.require(f"model {type(policy.model).__name__}")

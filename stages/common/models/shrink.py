@@ -1,4 +1,4 @@
-"""Shrinks a model config to a tiny one of the same architecture, for tests of architectures.
+"""Shrinks a model config to a tiny one of the same architecture, on which that can be tried.
 
 The tiny config has few narrow layers of every kind, and short windows: an effect that needs a row
 longer than a window of 4,096 then shows with a row of 40. The rules go by field names that the

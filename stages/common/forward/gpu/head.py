@@ -37,7 +37,7 @@ class FusedHead(torch.autograd.Function):
         entropy_gradient: bool,
         collision: bool,
     ):
-        """Compute the head; `factors` [n] multiply the logits, `dtype` is the inputs' in products."""
+        """Compute the head. `factors` [n] multiply the logits; products take inputs in `dtype`."""
         from . import operations
 
         ctx.dtypes = hidden.dtype, weight.dtype

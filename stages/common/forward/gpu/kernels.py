@@ -1,6 +1,6 @@
 """The Triton kernels: each reads its inputs once and writes its outputs once.
 
-All arithmetic is in float32, whatever the dtypes of inputs and outputs. One program handles a whole
+All arithmetic is in float32, for every dtype of inputs and outputs. One program handles a whole
 row of logits, of a norm or of positions, so no sum depends on the order in which programs end: the
 same input gives the same bits. Values that change between micro-batches do not trigger a new
 compilation. `operations` describes each kernel's purpose and shapes. Without a GPU, the tests run
