@@ -105,8 +105,8 @@ class Guard:
 
         Args:
             name: Name of the prompt, for errors.
-            shape: The text that `render` puts around the contents, as a cache key: with the same
-                shape, equal neutral contents are rendered equally.
+            shape: Key of everything that `render` puts around the contents: with the same shape,
+                equal neutral contents are rendered equally.
             contents: Texts from users and others.
             render: Renders the template with the given contents.
             trusted: Positions of the contents that keep their markup.

@@ -92,7 +92,8 @@ def _take(member: Any, texts: list[str], *, is_ours: bool) -> Any:
 def texts_of(
     messages: list[dict[str, Any]], is_meant: Callable[[dict[str, Any]], bool]
 ) -> set[int]:
-    """Return the positions, among the texts of `take_texts`, of the messages that `is_meant`."""
+    """Return the positions, among `take_texts`' texts, of texts in messages that `is_meant`
+    accepts."""
     numbers: set[int] = set()
     count = 0
     for message in messages:

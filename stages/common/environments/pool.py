@@ -360,6 +360,7 @@ class _Process:
         if record.worker_number == self._worker_number:
             return
         jobs = [_Job(record, "open"), *(_Job(record, "step", turn) for turn in record.turns)]
+        # steps are empty if the opening itself has not been answered yet
         for job, expected in zip(jobs, record.steps, strict=False):
             try:
                 answer = self._ask(record, job, self._pool.config.step_seconds)
@@ -396,7 +397,7 @@ class _Process:
                 self._log_printed()
 
     def _lose_worker(self) -> None:
-        with self._lock:
+        with self._lock:  # `close` may kill the worker from another thread
             lost_worker = self._worker
             self._worker = None
         if lost_worker is not None:

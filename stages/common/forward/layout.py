@@ -212,10 +212,8 @@ def make_layout(
     *,
     varlen: bool = False,
 ) -> Layout:
-    """Lay out `pieces` on `device` as in the picture above. No completion may be empty.
-
-    If `varlen`, the layout has runs.
-    """
+    """Lay out `pieces` on `device` as in the picture above; with runs if `varlen`. No completion
+    may be empty."""
     counts = np.array([len(piece.rows) for piece in pieces])
     rows = np.array([row for piece in pieces for row in piece.rows])
     first_rollouts = _starts(counts)

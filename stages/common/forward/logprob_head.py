@@ -189,6 +189,7 @@ class _Head(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = None
         grad_bias = None
+        # kept tensors are overwritten with gradients below; a second backward pass recomputes them
         probabilities = ctx.probabilities[::-1]
         ctx.probabilities = []
         target_minus_one = torch.expm1(logprobs[:, None])  # p − 1, exact also where p is near 1

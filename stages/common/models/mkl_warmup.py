@@ -32,7 +32,7 @@ FUNCTIONS = (
 
 @cache
 def make_first_calls() -> None:
-    """Call each function on one number in float32 and in float64, once per process."""
+    """Call each function, and trunc, on one number in float32 and float64, once per process."""
     import torch
 
     for dtype in (torch.float32, torch.float64):

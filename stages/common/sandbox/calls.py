@@ -1,11 +1,16 @@
 """The seccomp filter that bubblewrap applies to a program (`--seccomp`), built with libseccomp.
 
 bubblewrap already takes away files, network, other processes and capabilities. A program could
-still trace its own children, open sockets of families that network namespaces do not cover, hold
-memory that no limit counts (memfd, System V IPC), change the limits of other processes of its user,
-read kernel keys, or make new namespaces. The filter makes such calls fail with EPERM, so a program
-sees an ordinary error. clone3 fails with ENOSYS, because a filter cannot see its flags; libraries
-then fall back to clone. Calls of another architecture (32 bits, x32) end the process.
+still do the following:
+
+- trace its own children, or change the limits of other processes of its user;
+- open sockets of families that network namespaces do not cover;
+- hold memory that no limit counts (memfd, System V IPC);
+- read kernel keys, or make new namespaces.
+
+The filter makes such calls fail with EPERM, so a program sees an ordinary error. clone3 fails with
+ENOSYS, because a filter cannot see its flags; libraries then fall back to clone. Calls of another
+architecture (32 bits, x32) end the process.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 DEVICES = {"cuda"}
-"""Device types for which Triton compiles. Tests add device types on which Triton is emulated."""
+"""Device types for which Triton compiles. Tests add types on which Triton is emulated, or on which
+only shapes are computed (meta)."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Largest difference that counts as rounding, as a share of the norm."""
@@ -57,6 +58,6 @@ def agree(
             gap = (output.double() - wanted.double()).norm()
             if (
                 not gap <= _TOLERANCES[precision or output.dtype] * wanted.double().norm()
-            ):  # NaN is not
+            ):  # written so that NaN fails too
                 return False
     return True

@@ -41,8 +41,9 @@ def head_kernel(
     factor = tl.load(factors + row)
     lanes = tl.arange(0, BLOCK)
     most = tl.full([BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)  # of exp(z − most)
-    second = tl.zeros([BLOCK], tl.float32)  # of (z − most) exp(z − most), or of exp(z − most)²
+    total = tl.zeros([BLOCK], tl.float32)  # sum of exp(z − most)
+    # sum of (z − most) exp(z − most); for COLLISION of exp(z − most)²
+    second = tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_ids, BLOCK):
         places = start + lanes
         z = tl.load(logits + places, mask=places < num_ids, other=float("-inf")).to(tl.float32)
