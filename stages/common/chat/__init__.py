@@ -1,2 +1,1 @@
-"""Messages to token ids: chat templates in a sandbox of their own, and text that cannot forge
-control ids."""
+"""Chat messages to token ids: sandboxed templates, and text that cannot forge control ids."""

@@ -1,18 +1,20 @@
-"""From rendered text to ids, so that what a user typed never becomes a control id.
+"""Encodes rendered text so that user text never becomes a control id.
 
 A template's text and a user's text meet in one string, and a tokenizer finds its added tokens
-anywhere in it. So each rendering is compared with one of neutral contents: the sequence of control
-ids must be the same. Where it is (nearly always), the ids are the canonical ones. Where a content
-would forge a token, marks are put inside the token's text, the template is rendered with them, and
-a tokenizer that splits at the marks and drops them encodes the whole: the same text, in more
-pieces, with the template's own tokens whole. Where even that gives other control ids, SecurityError
-names the prompt.
+anywhere in it. So each rendering is compared with a rendering of neutral contents: the sequence of
+control ids must be the same. If it is (nearly always), the ids are the canonical ones.
 
-Control ids are those of all added tokens, special or not. Left out are tokens of white space alone
-(some tokenizers spell indentation with them), the id for "unknown" where the tokenizer needs it for
-text that it cannot spell, and ids that the caller lets stand for their text: those that may stand
-`anywhere`, and in contents that are trusted (the recipe's and the policy's own) `trusted_only`.
-Which ids these are, `generation_prompt.learn_markup` tells of a template.
+If a content would forge a token, marks are put inside the token's text and the template is rendered
+with them. A tokenizer that splits at the marks and drops them then encodes the whole: the same
+text, in more pieces, with the template's own tokens intact. If even this gives other control ids,
+SecurityError names the prompt.
+
+Control ids are the ids of all added tokens, special or not, except:
+
+- tokens of white space alone (some tokenizers spell indentation with them);
+- the id for "unknown", if the tokenizer needs it for text that it cannot spell;
+- ids that the caller permits: `anywhere` in any content, `trusted_only` in trusted contents (the
+  recipe's and the policy's own). `generation_prompt.learn_markup` finds these ids for a template.
 """
 
 from __future__ import annotations
@@ -31,20 +33,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Render = Callable[[list[str]], str]
-# private use; Old Italic for tokenizers that strip those
+# private use characters; Old Italic for tokenizers that strip those
 _MARKS = (*range(0xE000, 0xF8FF), *range(0x10300, 0x10320))
-_RARE = "\U0010fffd 𐎠 𪛖 ᚠ 🜁"  # where none of these is spelled, "unknown" stands for them
+_RARE = "\U0010fffd 𐎠 𪛖 ᚠ 🜁"  # characters that become "unknown" if the tokenizer cannot spell them
 
 
 class Rendering(NamedTuple):
-    """What the model is asked: the text for people, the ids for the engine."""
+    """A rendered prompt: the text for display, the ids for the engine."""
 
     text: str
     ids: list[int]
 
 
 class Guard:
-    """A tokenizer that knows which ids are control ids, and how a sequence starts and ends."""
+    """Encoder that knows a tokenizer's control ids, and how its sequences start and end."""
 
     def __init__(
         self,
@@ -54,9 +56,15 @@ class Guard:
         anywhere: Collection[int] = (),
         trusted_only: Collection[int] = (),
     ) -> None:
-        """`closes`: prompts end as the tokenizer's post-processor ends them (encoder-decoder models
-        read whole sequences). `anywhere`: added tokens that any content may hold. `trusted_only`:
-        more of them, which trusted contents may hold."""
+        """Read the control ids of `tokenizer`.
+
+        Args:
+            tokenizer: The model's tokenizer.
+            closes: If true, prompts end as the tokenizer's post-processor ends them, because
+                encoder-decoder models read whole sequences.
+            anywhere: Added tokens that any content may hold.
+            trusted_only: Further added tokens, which trusted contents may hold.
+        """
         self._json = tokenizer.backend_tokenizer.to_str()
         self._encoder = self._new_encoder()
         self._unknown = {tokenizer.unk_token_id}.intersection(_ids(self._encoder, _RARE))
@@ -67,15 +75,15 @@ class Guard:
         }
         self._control_ids = set(added_tokens) - self._unknown
         self._token = _matching(added_tokens.values())
-        """Matches the first character of a control token's text, which is its group 1."""
+        """Pattern of the first character of a control token's text; group 1 is the whole text."""
         self._forbidden = _matching(
             text for id, text in added_tokens.items() if id not in trusted_only
         )
-        """The same for tokens that no trusted content may hold."""
+        """The same pattern for the tokens that not even trusted contents may hold."""
         texts = sorted((added_tokens[id] for id in trusted_only if id in added_tokens), key=len)
         self._markup = re.compile("|".join(map(re.escape, reversed(texts))) or r"(?!)")
         self._neutral_controls: dict[tuple, list[int]] = {}
-        # what the post-processor puts before and after a text
+        # the ids that the post-processor puts before and after a text
         bare = _ids(self._encoder, "a")
         framed = self._encoder.encode("a").ids
         starts = range(len(framed) - len(bare) + 1)
@@ -93,19 +101,25 @@ class Guard:
         trusted: Collection[int] = (),
         is_whole: bool = True,
     ) -> Rendering:
-        """`render(contents)` as ids with the control ids of a neutral rendering, no others.
-        SecurityError names the prompt.
+        """Encode `render(contents)` so that it has only the control ids of a neutral rendering.
 
         Args:
-            shape: What `render` puts round the contents: with the same shape, equal neutral
-                contents are rendered equally.
-            trusted: Which contents keep their markup.
-            is_whole: As a sequence with its start and end; False: a piece of one, as it is.
+            name: Name of the prompt, for errors.
+            shape: Key of everything that `render` puts around the contents: with the same shape,
+                equal neutral contents are rendered equally.
+            contents: Texts from users and others.
+            render: Renders the template with the given contents.
+            trusted: Positions of the contents that keep their markup.
+            is_whole: If true, the ids are a sequence with its start and end. If false, they are a
+                piece of one, without additions.
+
+        Raises:
+            SecurityError: No spelling keeps the control ids; names the prompt.
         """
         frame = self.framed if is_whole else list
-        # trusted contents without markup are treated as all others
+        # trusted contents without markup are treated like all others
         keeping = {n for n in trusted if self._markup.search(contents[n])}
-        # equal contents stay equal and others differ, since templates may compare messages
+        # equal contents stay equal, different ones different, since templates may compare messages
         words = {content: f"x{n or ''}" for n, content in enumerate(dict.fromkeys(contents))}
         neutral = [
             self._neutral(content, words[content], n in keeping)
@@ -126,7 +140,7 @@ class Guard:
         for spelled in self._spellings(contents, render, text, keeping):
             if self._controls(spelled.ids) == expected:
                 return Rendering(spelled.text, frame(spelled.ids))
-        if keeping:  # its markup cannot be kept beside what has to be spelled
+        if keeping:  # markup cannot be kept if the content also needs spelling out
             return self.encode(name, shape, contents, render, is_whole=is_whole)
         raise SecurityError(
             name,
@@ -136,7 +150,7 @@ class Guard:
         )
 
     def spelled_out(self, contents: list[str], trusted: Collection[int] = ()) -> list[str]:
-        """The control tokens whose text stands in `contents`, and which `encode` spells out."""
+        """Return the control tokens whose text is in `contents` and which `encode` spells out."""
         found = dict.fromkeys(
             match[1]
             for n, content in enumerate(contents)
@@ -145,7 +159,7 @@ class Guard:
         return list(found)
 
     def _neutral(self, content: str, word: str, keeps_markup: bool) -> str:
-        """`word` in place of the words of a content; its markup stays if it may."""
+        """Return a content with `word` in place of its words; markup stays if `keeps_markup`."""
         if not keeps_markup:
             return word if content.strip() else " " * bool(content)
         between = self._markup.split(content)
@@ -154,27 +168,32 @@ class Guard:
         return "".join(word + tag for word, tag in zip(words, tags, strict=True))
 
     def missing_start(self, text: str) -> str:
-        """The start (BOS) that the tokenizer puts before a text and `text` does not begin with;
-        `encode` adds it. Empty if it has it, or there is none."""
+        """Return the start (BOS) that `encode` adds because `text` does not begin with it.
+
+        Empty if `text` begins with it or the tokenizer has none.
+        """
         begins = _ids(self._encoder, text)[: len(self._start)] == self._start
         return "" if begins else self.decode(self._start)
 
     def decode(self, ids: list[int]) -> str:
-        """Ids as text, control tokens included."""
+        """Return the text of `ids`, including control tokens."""
         return self._encoder.decode(ids, skip_special_tokens=False)
 
     def first_control(self, text: str) -> int | None:
-        """The control id that `text` begins with, where it does."""
+        """Return the control id that `text` begins with, or None."""
         ids = _ids(self._encoder, text)
         return ids[0] if ids and ids[0] in self._control_ids else None
 
     def token_ends(self, text: str) -> list[int]:
-        """Where in `text` its tokens end, rising."""
+        """Return the positions in `text` where its tokens end, ascending."""
         return [end for _, end in self._encoder.encode(text, add_special_tokens=False).offsets]
 
     def framed(self, ids: list[int]) -> list[int]:
-        """`ids` with exactly one start (BOS) where the tokenizer puts one by itself, whether or not
-        the template wrote it, and with its end if the guard `closes`."""
+        """Return `ids` as a whole sequence.
+
+        It has exactly one start (BOS) if the tokenizer adds one, whether or not the template wrote
+        it. It has the end too if the guard `closes`.
+        """
         while self._start and ids[: len(self._start)] == self._start:
             ids = ids[len(self._start) :]
         if self._end and ids[-len(self._end) :] == self._end:
@@ -182,20 +201,22 @@ class Guard:
         return self._start + ids + self._end
 
     def _controls(self, ids: list[int]) -> list[int]:
-        """The control ids among `ids`, in order."""
+        """Return the control ids among `ids`, in order."""
         return [id for id in ids if id in self._control_ids]
 
     def _spellings(
         self, contents: list[str], render: Render, text: str, keeping: Collection[int]
     ) -> Iterator[Rendering]:
-        """Renderings of `contents` with marks put into them, where template and tokenizer carry
-        these: first behind the first character of each control token's text, then between all
-        characters, but for the contents in `keeping`. `text` is the plain rendering."""
+        """Yield renderings of `contents` with marks put in, if template and tokenizer keep marks.
+
+        First the marks go behind the first character of each control token's text, then between all
+        characters, except in the contents in `keeping`. `text` is the plain rendering.
+        """
         used = set(text).union(*contents)
         normalizer = self._encoder.normalizer
 
         def is_free(mark: str) -> bool:
-            """Whether no text holds it, and the tokenizer's normalizer leaves it alone."""
+            """True if no text holds the mark and the tokenizer's normalizer keeps it."""
             if mark in used:
                 return False
             normal = normalizer.normalize_str(f"a{mark}b") if normalizer else mark
@@ -209,7 +230,7 @@ class Guard:
             if n in keeping:
                 return mark_tokens(n, mark)
             content = contents[n]
-            core = content.strip()  # white space at its ends stays outside
+            core = content.strip()  # marks stay inside, because templates may strip contents
             return content.replace(core, mark + mark.join(core) + mark, 1) if core else content
 
         marks = list(islice(filter(is_free, map(chr, _MARKS)), 2))
@@ -232,15 +253,17 @@ class Guard:
 
     def _new_encoder(self) -> Tokenizer:
         encoder = Tokenizer.from_str(self._json)
-        # a tokenizer.json may carry both, and a prompt is never cut in silence
+        # a tokenizer.json may set truncation and padding; a prompt must never be cut silently
         encoder.no_truncation()
         encoder.no_padding()
         return encoder
 
     @lru_cache(maxsize=4)  # noqa: B019  a guard lives as long as its stage
     def _splitter(self, mark: str) -> Tokenizer:
-        """The tokenizer, splitting at `mark` and dropping it. After its own pre-tokenizer: that may
-        add a space to each text."""
+        """Return the tokenizer, changed to split at `mark` and drop it.
+
+        It splits after its own pre-tokenizer, which may add a space to each text.
+        """
         encoder = self._new_encoder()
         split = pre_tokenizers.Split(Regex(re.escape(self._as_split(mark))), behavior="removed")
         steps = [encoder.pre_tokenizer, split] if encoder.pre_tokenizer else [split]
@@ -248,8 +271,8 @@ class Guard:
         return encoder
 
     def _as_split(self, mark: str) -> str:
-        """`mark` as a byte-level tokenizer's splitter sees it: each byte as a character; elsewhere
-        as it is."""
+        """Return `mark` as the splitter sees it: one character per byte for byte-level tokenizers,
+        unchanged for others."""
         if '"ByteLevel"' not in self._json:
             return mark
         splitter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -257,7 +280,7 @@ class Guard:
 
 
 def _matching(texts: Iterable[str]) -> re.Pattern[str]:
-    """Matches the first character of each of `texts`; group 1 is the whole text."""
+    """Return a pattern of the first character of each of `texts`; group 1 is the whole text."""
     longest_first = sorted(map(re.escape, texts), key=len, reverse=True)
     pattern = f"(?=({'|'.join(longest_first)}))." if longest_first else r"(?!)()"
     return re.compile(pattern, re.DOTALL)
@@ -268,5 +291,5 @@ def _ids(encoder: Tokenizer, text: str) -> list[int]:
 
 
 def _bare(text: str) -> str:
-    """Without what tokenizers may change in any text: white space and case."""
+    """Return `text` without white space and case, which tokenizers may change in any text."""
     return "".join(text.split()).casefold()

@@ -1,20 +1,19 @@
-r"""Where the assistant's turn begins: which end of a rendered prompt is the turn's header, and
-which is already its text.
+r"""Finds where the assistant's turn begins: the turn's header, and text after it in the prompt.
 
-A generation prompt may go on behind the header, `<|im_start|>assistant\n<think>\n` for one: the
-policy continues that text, so it belongs to the answer, and whoever reads the answer as a message
-needs it. `learn_start` compares the template's generation prompt with the turn that the same
-template writes for an assistant's message; `prefill` then reads the text off any rendered prompt.
-`learn_end` gives what stands behind that turn.
+A generation prompt may contain text after the header, for example
+`<|im_start|>assistant\n<think>\n`. The policy continues that text, so it belongs to the answer, and
+code that reads the answer as a message needs it. `learn_start` compares the template's generation
+prompt with the turn that the same template writes for an assistant's message. `prefill` then reads
+the text after the header from any rendered prompt. `learn_end` returns the text after that turn.
 
     start = learn_start(render, ("user",), guard.token_ends)
     # "<|im_end|>\n<|im_start|>assistant\n"
     prefill("…3 + four?<|im_end|>\n<|im_start|>assistant\n<think>\n", start)
     # "<think>\n"
 
-Added tokens that stand in no such header, and in no other border between two messages, are markup
-within a message. A served model reads them as one id wherever their text stands, so texts may hold
-them: `learn_markup`.
+Added tokens that are in no such header, and in no other border between two messages, are markup
+within a message. A served model reads them as one id anywhere in a text, so texts may hold them:
+see `learn_markup`.
 """
 
 from __future__ import annotations
@@ -40,39 +39,45 @@ Render = Callable[[Messages, bool], str]
 def learn_start(
     render: Render, roles: Sequence[str], token_ends: Callable[[str], list[int]]
 ) -> str | None:
-    """What the template writes between the content of the last of `roles` and the assistant's own
-    text.
+    """Return the text between the content of the last of `roles` and the assistant's own text.
 
-    `render(messages, add_generation_prompt)`. Some templates write more into their last turn than
-    into an earlier one (an empty `<think>` block), so both are tried and the shorter header counts.
-    None where the template shows no turn of an assistant.
+    Some templates write more into their last turn than into an earlier one (an empty `<think>`
+    block), so both are tried and the shorter header counts.
+
+    Args:
+        render: `render(messages, add_generation_prompt)` returns the text of a chat.
+        roles: Roles of the messages before the assistant's turn.
+        token_ends: Returns the ends of the tokens of a text, ascending.
+
+    Returns:
+        The header, or None if the template shows no turn of an assistant.
     """
     prompt = _probe_chat(roles)
     answer = {"role": "assistant", "content": _ANSWER}
     follow_up = {"role": "user", "content": "probezfollows"}
     last = prompt[-1]["content"]
     _, *tails = _rendered(render, prompt, generation=True).split(last)
-    starts = []  # what generation prompt and assistant's turn have in common
+    starts = []  # the common beginnings of generation prompt and assistant's turn
     for messages in ([*prompt, answer], [*prompt, answer, follow_up]):
         turn, *after = _rendered(render, messages).split(_ANSWER)
         _, *headers = turn.split(last)
         if len(tails) == len(headers) == len(after) == 1:
             start = commonprefix([tails[0], headers[0]])  # noqa: RUF071  characters are meant
-            # where they part (`<think>` and `</think>`), it ends where a token does
+            # if they part inside a token (`<think>`, `</think>`), the header ends before that token
             if start not in (tails[0], headers[0]):
                 ends = [end for end in token_ends(tails[0]) if end <= len(start)]
                 start = start[: max(ends, default=0)]
             starts.append(start)
     start = min(starts, key=len, default=None)
-    # it must stand in the generation prompt once, at its beginning
+    # it must be in the generation prompt once, at its beginning
     if start is None or tails[0].rfind(start) != 0:
         return None
     return start
 
 
 def learn_end(render: Render, roles: Sequence[str]) -> str:
-    """What the template writes behind the text of an assistant's last turn; empty where it
-    shows no such turn."""
+    """Return the text that the template writes after an assistant's last turn; empty if it shows
+    no such turn."""
     chat = [*_probe_chat(roles), {"role": "assistant", "content": _ANSWER}]
     return _rendered(render, chat).partition(_ANSWER)[2]
 
@@ -89,24 +94,26 @@ def _rendered(render: Render, messages: Messages, *, generation: bool = False) -
 
 
 def prefill(prompt_text: str, start: str) -> str | None:
-    """What of a rendered prompt stands behind its last `start`; None where it has none."""
+    """Return the part of a rendered prompt after its last `start`; None if it has no `start`."""
     if start not in prompt_text:
         return None
     return prompt_text[prompt_text.rindex(start) + len(start) :]
 
 
 class Markup(NamedTuple):
-    """Ids of added tokens that are no border between messages."""
+    """Ids of added tokens that do not separate messages."""
 
     anywhere: frozenset[int] = frozenset()
-    """Tokens that are not special: any content may hold them."""
+    """Tokens that are not special; any content may hold them."""
     trusted_only: frozenset[int] = frozenset()
-    """Special tokens in pairs, such as <think> and </think>: trusted contents may hold them."""
+    """Special tokens in pairs, such as <think> and </think>; trusted contents may hold them."""
 
 
 def reserved_ids(policy: Version) -> set[int]:
-    """Ids that a policy's configs give a use of their own: begin, end and pad tokens, and what
-    stands for a picture, a video or a sound."""
+    """Return the ids to which a policy's configs give a use of their own.
+
+    These are begin, end and pad tokens, and placeholders of pictures, videos and sounds.
+    """
     config = checkpoints.model_config(policy)
     ids: set[Any] = set()
     with suppress(ConfigError):  # the model names no end token
@@ -121,8 +128,10 @@ def reserved_ids(policy: Version) -> set[int]:
 def learn_markup(
     tokenizer: PreTrainedTokenizerFast, renders: Sequence[Render], reserved: Collection[int] = ()
 ) -> Markup:
-    """The added tokens that are markup in each of the templates `renders`. `reserved`: ids with a
-    use of their own, such as what stands for a picture."""
+    """Return the added tokens that are markup in each of the templates `renders`.
+
+    `reserved` are ids with a use of their own, such as a picture's placeholder.
+    """
     encode = tokenizer.backend_tokenizer.encode
 
     def token_ends(text: str) -> list[int]:
@@ -149,15 +158,15 @@ def learn_markup(
 
 
 def _borders(render: Render, token_ends: Callable[[str], list[int]]) -> list[str]:
-    """What a template writes between the messages of a conversation, without what it writes into
-    a message itself. Pieces that it does not show are left out."""
+    """Return the pieces that a template writes between the messages of a conversation, without
+    what it writes into a message itself. Pieces that it does not show are left out."""
     system, question, answer, more, result = (
         {"role": role, "content": f"probez{role}{n}z"}
         for n, role in enumerate(("system", "user", "assistant", "user", "tool"))
     )
     chat = _rendered(render, [question, answer, more])
     behind_answer = _between(chat, answer, more)
-    if not behind_answer:  # it shows no conversation: all that it writes counts
+    if not behind_answer:  # no conversation is shown, so all text that it writes counts
         return [_rendered(render, [question], generation=True)]
     start = learn_start(render, ["user"], token_ends)
     before_answer = _between(chat, question, answer) if start is None else start
@@ -189,7 +198,7 @@ _CALL: dict[str, Any] = {
 
 
 def _between(text: str, first: dict[str, str], second: dict[str, str]) -> str:
-    """What stands in `text` between the contents of two messages; empty if it lacks one."""
+    """Return the part of `text` between the contents of two messages; empty if it lacks one."""
     _, _, behind = text.partition(first["content"])
     gap, mark, _ = behind.partition(second["content"])
     return gap if mark else ""

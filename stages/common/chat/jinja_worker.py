@@ -1,11 +1,10 @@
-"""The child process in which a chat template runs: sandboxed, with a limit on time that also holds
-inside C code.
+"""Runs a chat template in a child process: sandboxed, with a time limit that also stops C code.
 
-First line in: {"template", "variables", "seconds"}; then one rendering a line: {"messages"} and
-variables that hold for it alone. One answer a line: {"text"} or {"error"}. When a rendering takes
-too long the process is ended by its own alarm, so nothing can be left running. It is started as a
-file, by itself, and imports jinja2 and the standard library alone. The environment is the one of
-transformers.
+The first line of input is {"template", "variables", "seconds"}. Each further line is one rendering:
+{"messages"} and variables for this rendering alone. Each answer is one line: {"text"} or {"error"}.
+If a rendering takes too long, the process's own alarm ends it, so nothing is left running. The file
+runs as a script and imports only jinja2 and the standard library. Its jinja2 environment matches
+the one of transformers.
 """
 
 import json
@@ -19,10 +18,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's text for trainers of another
-    kind; here it is only its body."""
+    """`{% generation %}…{% endgeneration %}`, which marks the assistant's text for other trainers.
 
-    tags = {"generation"}  # noqa: RUF012  jinja2's own way
+    Here it renders as its body.
+    """
+
+    tags = {"generation"}  # noqa: RUF012  a class attribute, as jinja2 expects
 
     def parse(self, parser):
         next(parser.stream)
@@ -44,8 +45,11 @@ def _tojson(content, ensure_ascii=False, indent=None, separators=None, sort_keys
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """Blocks trimmed, loop controls, `raise_exception`, `strftime_now`, and a `tojson` that does
-    not escape HTML."""
+    """Return the jinja2 environment of templates.
+
+    It trims blocks and has loop controls, `raise_exception`, `strftime_now`, and a `tojson` that
+    does not escape HTML.
+    """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
@@ -56,13 +60,13 @@ def make_environment() -> ImmutableSandboxedEnvironment:
 
 
 def main() -> None:
-    """Answer to the template itself, then to each rendering."""
+    """Answer once for compiling the template, then once for each rendering."""
     first = json.loads(sys.stdin.readline())
     template = None
     line = "{}"
     while line:
         variables = {**first["variables"], **json.loads(line)}
-        # SIGALRM keeps its default action, which ends the process wherever it is
+        # the default action of SIGALRM is needed: it ends the process wherever it hangs
         signal.setitimer(signal.ITIMER_REAL, first["seconds"])
         try:
             if template is None:
@@ -70,7 +74,7 @@ def main() -> None:
                 answer = {"text": ""}
             else:
                 answer = {"text": template.render(**variables)}
-        except Exception as error:  # a template may raise anything; the parent says whose it was
+        except Exception as error:  # a template may raise anything; the parent names the prompt
             lineno = getattr(error, "lineno", None)
             place = f" (line {lineno})" if lineno else ""
             answer = {"error": f"{type(error).__name__}: {error}{place}"[:10_000]}

@@ -1,8 +1,7 @@
-"""Messages of a chat: as versions keep them, and the texts in them, and in what templates are given
-beside them, that nobody may trust.
+"""Chat messages: their form in saved versions, and the untrusted texts in them and in variables.
 
-A message has a role and a content; one of an assistant may have `tool_calls` and its thinking as
-`reasoning_content`, one of a tool `tool_call_id` and its `name`.
+A message has a role and a content. An assistant's message may also have `tool_calls`, and its
+thinking as `reasoning_content`. A tool's message may have `tool_call_id` and `name`.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _WORD = re.compile(r"\w[\w$.-]{0,63}|\$\w{1,30}")
-"""Taken to hold no control token: an added token whose text is such a word keeps its id in the
-variables of a template."""
+"""Pattern of words that are assumed to hold no control token. An added token whose text is such a
+word keeps its id in the variables of a template."""
 _NO_TEXTS = frozenset({"role", "type", "id", "tool_call_id"})
-"""Members of a message whose values are words that Quiver allows (`read_word`)."""
+"""Members of a message whose values are words that Quiver itself allows (`read_word`)."""
 
 
 def read_messages(saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of a version of prompts: without members that are null, tool_calls read."""
+    """Return messages of a saved version without null members and with tool_calls parsed."""
     messages = []
     for message in saved:
         members = {name: member for name, member in message.items() if member is not None}
@@ -31,7 +30,7 @@ def read_messages(saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def save_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The reverse of `read_messages`."""
+    """Return messages in the form that a version saves; the reverse of `read_messages`."""
     return [
         {**message, "tool_calls": json.dumps(message["tool_calls"])}
         if "tool_calls" in message
@@ -41,8 +40,8 @@ def save_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def as_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """A message that shows `images` as templates take it: with a content of parts, of which the
-    pictures come first."""
+    """Return a message with `images` as templates take it: its content is a list of parts, the
+    pictures first."""
     if not message.get("images"):
         return message
     members = {name: member for name, member in message.items() if name != "images"}
@@ -55,12 +54,15 @@ def as_parts(message: dict[str, Any]) -> dict[str, Any]:
 def take_texts(
     messages: list[dict[str, Any]], variables: dict[str, Any] | None = None
 ) -> tuple[Any, list[str]]:
-    """`messages` and `variables` as plain JSON without their texts, and these in order, those of
-    the messages first.
+    """Split chat and template variables into a structure without texts and the list of texts.
 
-    In the arguments of a call keys and all else are texts as well. `variables` are a template's, in
-    others' words, such as `tools`. Of these, words that can hold no control token and by which
-    templates decide stay: keys, types, and short values that are no description.
+    The texts are in order, those in `messages` first. In the arguments of a tool call, keys and all
+    strings count as texts too. `variables` are values that others wrote, such as `tools`. Words in
+    them that can hold no control token stay in the structure, because templates decide by them:
+    keys, types, and short values that are no description.
+
+    Returns:
+        The structure as plain JSON, for `put_texts`, and the texts.
     """
     texts: list[str] = []
     structure = _take(messages, texts, is_ours=True)
@@ -68,7 +70,7 @@ def take_texts(
 
 
 def _take(member: Any, texts: list[str], *, is_ours: bool) -> Any:
-    """`is_ours`: the keys are Quiver's own words."""
+    """Take the texts out of `member`; if `is_ours`, its keys are Quiver's own words."""
     if isinstance(member, str):
         texts.append(member)
         return "text"
@@ -90,7 +92,8 @@ def _take(member: Any, texts: list[str], *, is_ours: bool) -> Any:
 def texts_of(
     messages: list[dict[str, Any]], is_meant: Callable[[dict[str, Any]], bool]
 ) -> set[int]:
-    """Which of the texts that `take_texts` gives belong to messages that are meant."""
+    """Return the positions, among `take_texts`' texts, of texts in messages that `is_meant`
+    accepts."""
     numbers: set[int] = set()
     count = 0
     for message in messages:
@@ -102,7 +105,7 @@ def texts_of(
 
 
 def is_assistants(message: dict[str, Any]) -> bool:
-    """Whether a message is what a policy says: its markup stays (`Guard`)."""
+    """True if the policy wrote the message, so that its markup stays (`Guard`)."""
     return message["role"] == "assistant"
 
 
@@ -123,7 +126,7 @@ def _take_variable(member: Any, texts: list[str]) -> Any:
 
 
 def put_texts(structure: Any, texts: Iterator[str]) -> Any:
-    """The reverse of `take_texts`, with other texts: messages and variables."""
+    """Rebuild messages and variables from the structure of `take_texts` and other texts."""
     if structure == "text":
         return next(texts)
     kind, *members = structure

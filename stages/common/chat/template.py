@@ -1,15 +1,14 @@
-"""A chat template as a child process: messages in, text out. A broken, hostile or endless template
-is a ConfigError.
+"""Renders a chat template in a child process: messages in, text out.
 
-jinja2's sandbox keeps a template from files and attributes, not from eating time or memory; a
-process of its own does.
+A broken, hostile or endless template raises ConfigError. jinja2's sandbox keeps a template from
+files and attributes; the separate process limits its time and memory.
 
-Some templates read contents as lists of parts alone and show nothing of a plain string. So each
+Some templates read contents only as lists of parts and show nothing of a plain string. So each
 sequence of roles is rendered once with marked contents: as strings, and if a mark is missing, as
 parts. Messages are then given in the form that shows them.
 
-Some templates also show calls of tools only beside a content of null, or print arguments, which
-have to be JSON text then. So the form of calls is learned in the same way.
+Some templates show tool calls only beside a null content, or print arguments, which then have to be
+JSON text. The form of calls is learned in the same way.
 
     with Template(source, variables) as template:
         messages = [{"role": "user", "content": "3 + four?"}]
@@ -39,36 +38,36 @@ Messages = list[dict[str, Any]]
 
 
 FILLER = " probez" * 300
-"""Stands behind the marks of contents, so that a template that cuts contents does not show them."""
+"""Text after the marks of contents, so that a template that cuts contents does not show them."""
 _PROBE_TOOL = "probeztool"
 _PROBE_ARGUMENTS = {"probezkey": 1}
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
-"""What transformers puts behind a message that is to be continued; the space at its end shows
-whether a template trims contents."""
+"""Mark that transformers puts after a message to be continued. Its trailing space shows whether a
+template trims contents."""
 
 
 class _CallForm(NamedTuple):
-    """How a template reads the messages that have calls of tools."""
+    """The form in which a template reads messages with tool calls."""
 
     is_null: bool = False
-    """Whether a content without text is null."""
+    """If true, a content without text is null."""
     is_text: bool = False
-    """Whether arguments are JSON text."""
+    """If true, arguments are JSON text."""
 
 
 class _Form(NamedTuple):
-    """How a template reads the contents of a sequence of messages."""
+    """The form in which a template reads the contents of a sequence of messages."""
 
     as_parts: frozenset[int]
-    """Positions of the strings that it reads as a list of parts."""
+    """Positions of the string contents that it reads as a list of parts."""
     unseen: frozenset[int]
-    """Positions of the messages that it does not show at all."""
+    """Positions of the messages that it does not show in full."""
     calls: _CallForm
 
 
 class Template:
-    """A compiled template in its child process; after a rendering that ended the child, the next
-    one starts another."""
+    """A compiled template in its child process. If a rendering ends the child, the next rendering
+    starts another."""
 
     def __init__(
         self,
@@ -77,8 +76,14 @@ class Template:
         seconds: float = 10.0,
         name: str = "prompt.template",
     ) -> None:
-        """`variables`: what the template sees beside `messages`. `name`: what errors about the
-        template itself call it."""
+        """Start the child and compile the template. Raises ConfigError.
+
+        Args:
+            source: The jinja2 text.
+            variables: Variables that the template sees beside `messages`.
+            seconds: Time limit of one rendering.
+            name: Subject of errors about the template itself.
+        """
         self._name = name
         self._template = {"template": source, "variables": variables, "seconds": seconds}
         self.source = source
@@ -113,19 +118,23 @@ class Template:
         self._child.end(grace=0)
 
     def render(self, name: str, messages: Messages, **variables: Any) -> str:
-        """The text of `messages`, with other `variables` for this once. ConfigError names the
-        prompt and says what was raised."""
+        """Return the text of `messages`, with further `variables` for this rendering.
+
+        Raises ConfigError, which names the prompt and what was raised.
+        """
         form = self._form(name, messages, variables)
         messages = _with_parts(_with_calls(messages, form.calls), form.as_parts)
         return self._render(name, messages, variables)
 
     def probe(self, messages: Messages, generation: bool) -> str:
-        """The text of messages that are not a row's, to learn from. ConfigError."""
+        """Return the text of messages made up to learn from, not of a row. Raises ConfigError."""
         return self.render(self._name, messages, add_generation_prompt=generation)
 
     def render_to_continue(self, name: str, messages: Messages, **variables: Any) -> str:
-        """The text of `messages` up to the end of the last content, which a policy is to continue;
-        as transformers writes it for `continue_final_message`. ConfigError."""
+        """Return the text of `messages` up to the end of the last content, to be continued.
+
+        This is the text that transformers gives for `continue_final_message`. Raises ConfigError.
+        """
         marked = copy.deepcopy(messages)
         last = marked[-1]
         content = last["content"]
@@ -154,12 +163,14 @@ class Template:
         return before.rstrip()  # the template trims contents
 
     def unseen(self, name: str, messages: Messages, **variables: Any) -> frozenset[int]:
-        """Positions of the messages of which no form of `messages` shows all. ConfigError."""
+        """Return the positions of messages that no form shows in full. Raises ConfigError."""
         return self._form(name, messages, variables).unseen
 
     def missing_header(self, name: str, messages: Messages, text: str, **variables: Any) -> str:
-        """What the template writes before an assistant's message behind `messages`; empty if the
-        generation prompt `text` already has part of it."""
+        """Return the header of an assistant's message after `messages` if `text` lacks it.
+
+        `text` is the generation prompt. Empty if it already has part of the header.
+        """
         variables = {**variables, "add_generation_prompt": False}
         answer = {"role": "assistant", "content": "probezanswer"}
         try:
@@ -174,10 +185,9 @@ class Template:
         return header if is_missing else ""
 
     def _form(self, name: str, messages: Messages, variables: dict[str, Any]) -> _Form:
-        """The form of contents in which the template shows most of `messages`; plain strings if
-        both show as much."""
+        """Return the form in which the template shows most of `messages`; strings on a tie."""
         shapes = tuple((message["role"], _shape(message)) for message in messages)
-        # templates ask whether a variable is there; its value is taken to change no form
+        # templates check whether a variable exists; its value is assumed not to change the form
         key = shapes, tuple(sorted(name for name, value in variables.items() if value))
         if key not in self._forms:
             self._forms[key] = self._learn_form(name, messages, variables)
@@ -200,8 +210,8 @@ class Template:
         return best
 
     def _learn_call_form(self, name: str, marked: Messages, variables: dict[str, Any]) -> _CallForm:
-        """The form in which the template shows calls, and shows them without Python's spelling of
-        null and of objects."""
+        """Return the form in which the template shows calls, and shows them without Python's
+        spelling of null and of objects."""
         if not any("tool_calls" in message for message in marked):
             return _CallForm()
         probes = [_with_probe_calls(message) for message in marked]
@@ -219,8 +229,10 @@ class Template:
         return min(texts, key=badness, default=_CallForm())
 
     def _unseen(self, name: str, marked: Messages, variables: dict[str, Any]) -> set[int] | None:
-        """Positions of the messages with a mark that the rendering lacks. None: the template
-        refuses them. ConfigError if its process died."""
+        """Return the positions of messages with a mark that the rendering lacks.
+
+        Returns None if the template refuses the messages. Raises ConfigError if its process died.
+        """
         text = self._render_or_none(name, marked, variables)
         if text is None:
             return None
@@ -229,7 +241,7 @@ class Template:
             content = message.get("content") or ""
             parts = [{"text": content}] if isinstance(content, str) else content
             marks = [part for part in parts if part.get("text", "").strip()]
-            # a part as Python spells it is printed by a template that takes strings alone
+            # a template that takes only strings prints the Python spelling of a part
             if any(part["text"] not in text or str(part) in text for part in marks):
                 hidden.add(n)
         return hidden
@@ -237,7 +249,10 @@ class Template:
     def _render_or_none(
         self, name: str, messages: Messages, variables: dict[str, Any]
     ) -> str | None:
-        """None if the template refuses the messages. ConfigError if its process died."""
+        """Return the text, or None if the template refuses the messages.
+
+        Raises ConfigError if its process died.
+        """
         try:
             return self._render(name, messages, variables)
         except ConfigError:
@@ -263,7 +278,7 @@ class Template:
             line = ""
         answer = json.loads(line) if line else {"error": self._death()}
         text = answer.get("text", "")
-        wrong = bad_text(text.replace("\0", ""))  # what a policy wrote may hold a NUL
+        wrong = bad_text(text.replace("\0", ""))  # text of a policy may hold a NUL
         if wrong or "error" in answer:
             raise ConfigError(
                 name,
@@ -280,7 +295,7 @@ class Template:
 
 
 def _with_calls(messages: Messages, form: _CallForm) -> Messages:
-    """`messages` with those that have calls in that form."""
+    """Return a copy of `messages` whose tool calls have the form `form`."""
     shown = copy.deepcopy(messages)
     for message in shown:
         if "tool_calls" not in message:
@@ -294,7 +309,7 @@ def _with_calls(messages: Messages, form: _CallForm) -> Messages:
 
 
 def _with_probe_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose calls, if it has any, are of a tool with a name that is found again."""
+    """Return a message with its calls replaced by calls of a tool whose name can be found again."""
     if "tool_calls" not in message:
         return message
     function = {"name": _PROBE_TOOL, "arguments": _PROBE_ARGUMENTS}
@@ -303,7 +318,7 @@ def _with_probe_calls(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:
-    """A message with `mark`, and FILLER behind it, in place of each text of its content; blank ones
+    """Return a message with `mark` and FILLER in place of each text of its content; blank texts
     stay."""
     content = message.get("content") or ""
     if isinstance(content, str):
@@ -316,8 +331,8 @@ def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:
 
 
 def _shape(message: dict[str, Any]) -> Any:
-    """Return what decides, beside the role, how a message is read: the types of its content's parts
-    and the names of its other members."""
+    """Return the properties that decide, beside the role, how a message is read: the types of its
+    content's parts and the names of its other members."""
     content = message.get("content") or ""
     if isinstance(content, str):
         kinds: Any = bool(content.strip())
@@ -327,7 +342,7 @@ def _shape(message: dict[str, Any]) -> Any:
 
 
 def _with_parts(messages: Messages, positions: Collection[int]) -> Messages:
-    """`messages` with the strings at `positions` as lists of one part."""
+    """Return `messages` with the strings at `positions` as lists of one part."""
     return [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         if n in positions

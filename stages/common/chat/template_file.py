@@ -1,4 +1,4 @@
-"""A file that holds a chat template, as a key of a recipe names it."""
+"""Reads a chat template from the file that a recipe names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from quiver.stages.common.store.storage import read_file
 
 def read_template(path: str | None, key: str, sha256: str = "") -> str | None:
     """Return the text of the template file that `key` names; None for the model's own template.
-    ConfigError, also if its digest is not `sha256`."""
+
+    Raises ConfigError if it cannot be read or its digest is not `sha256`.
+    """
     if path is None:
         return None
     try:

@@ -1,1 +1,1 @@
-"""Environments and tools that answer a policy, in processes of their own."""
+"""Environments and tools that answer a policy's turns, run in worker processes."""

@@ -1,5 +1,4 @@
-"""What a recipe says of an environment, whoever talks to it: [generate.turns] without the limits of
-an episode."""
+"""Configuration of an environment: [generate.turns] without the limits of an episode."""
 
 from __future__ import annotations
 
@@ -13,26 +12,26 @@ from quiver.stages.common.environments.adapters import OwnCode, check_source, co
 
 
 class EnvironmentConfig(Config):
-    """Who answers the policy, and how long an answer may take."""
+    """The environment or tools that answer the policy, and time limits of the answers."""
 
     environment: str = ""
-    """A class of yours, `my_env.py:Guess`: its public methods are tools, or it has a method `step`;
-    or `gymnasium:NAME`, or `openenv:URL`. Empty: `tools`."""
+    """A class of yours, `my_env.py:Guess`, with a method `step` or with public methods as tools; or
+    `gymnasium:NAME`, or `openenv:URL`. If empty, `tools` are used."""
     tools: tuple[str, ...] = ()
-    """Functions that the policy may call, `my_tools.py:search` each; `python`: the sandbox; `mcp:`
-    and a command: the tools of that server."""
+    """Tools that the policy may call: a function of yours, `my_tools.py:search`; the sandbox,
+    `python`; or the tools of an MCP server, `mcp:` and the command that starts it."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """What the environment is made with, beside the row: its constructor's arguments."""
+    """Arguments of the environment's constructor."""
     step_seconds: Runtime[float] = Field(default=60.0, gt=0)
-    """Longest time of one answer of the environment."""
+    """Time limit of one answer of the environment."""
     episode_seconds: Runtime[float] = Field(default=600.0, gt=0)
-    """Longest time of all its answers in one episode; what the policy takes does not count."""
+    """Time limit of all its answers in one episode; the policy's own time does not count."""
     processes: Runtime[int | None] = Field(default=None, ge=1)
-    """Worker processes, each with many environments. None: one a core."""
+    """Worker processes, each with many environments. Default: one per core."""
     max_memory_gib: Runtime[float | None] = Field(default=None, gt=0)
-    """Most private memory of a process. None: its share of the machine's."""
+    """Limit of a process's private memory. Default: its share of the machine's memory."""
     fingerprint: str = ""
-    """Filled in by the stage: hash of your code."""
+    """Hash of your code, filled in by the stage."""
 
     @model_validator(mode="after")
     def _names_one(self) -> EnvironmentConfig:
@@ -49,24 +48,24 @@ class EnvironmentConfig(Config):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The environment, or the tools, as the recipe names them."""
+        """The environment, or the tools, as named in the recipe."""
         return (self.environment,) if self.environment else self.tools
 
     def own_code(self) -> list[OwnCode]:
-        """The code of the user's that it names."""
+        """Return the user's own code that this configuration names."""
         return own_code(self.environment, self.tools)
 
     def with_fingerprint(self) -> EnvironmentConfig:
-        """With the hash of the code that it names, which is not run. ConfigError."""
+        """Return a copy with the hash of the named code, which is not run. Raises ConfigError."""
         return self.model_copy(update={"fingerprint": code_hash(self.environment, self.tools)})
 
     def alone(self) -> EnvironmentConfig:
-        """Without what a stage adds of its own."""
+        """Return a copy with these fields only, without those that a stage's subclass adds."""
         names = EnvironmentConfig.model_fields
         return EnvironmentConfig(**{name: getattr(self, name) for name in names})
 
     def key(self) -> dict[str, Any]:
-        """As the base has it; once the fingerprint is known, a file's folder does not count."""
+        """Return the fields of the run key. Once the fingerprint is known, folders do not count."""
         fields = super().key()
         if self.fingerprint:
             fields["environment"] = _without_folder(self.environment)
@@ -75,6 +74,6 @@ class EnvironmentConfig(Config):
 
 
 def _without_folder(source: str) -> str:
-    """As `config.without_folder`, for names of code alone: a URL or a command stays whole."""
+    """Apply `config.without_folder` to names of code only: a URL or a command stays whole."""
     is_code = source.rpartition(":")[0].endswith(".py") and not source.startswith("mcp:")
     return without_folder(source) if is_code else source

@@ -1,4 +1,4 @@
-"""What an environment is: it is reset for a row, answers the policy's turns, and may pay for them.
+"""The environment protocol: an environment is reset for a row, answers turns, and may pay rewards.
 
 A user's class with a method `step` gets a `Turn` and returns a `Step` (or a mapping with its
 fields, or the text alone):
@@ -12,8 +12,9 @@ fields, or the text alone):
             text = "higher" if guess < self.number else "lower"
             return Step(text=text, done=guess == self.number)
 
-Whatever else can answer turns is adapted to the protocol `Environment` (see `adapters`). All of it
-runs in worker processes alone.
+The modules in `adapters` adapt other kinds (tools, gymnasium, OpenEnv) to the protocol
+`Environment`. All user code runs in worker processes. The `read_` functions check and normalize
+what it returns.
 """
 
 from __future__ import annotations
@@ -39,44 +40,44 @@ Row = dict[str, Any]
 """The columns of one prompt, by name; `prompt` is its messages or its text."""
 _MOST_INFO = 10_000
 _OURS = "quiver_"
-"""What our own members of `info` begin with."""
+"""Prefix of Quiver's own members of `info`; users may not use it."""
 _NO_JSON = re.compile("NaN|Infinity")
 
 
 class Call(NamedTuple):
-    """One call of a tool."""
+    """One tool call of the policy."""
 
     name: str
     arguments: dict[str, Any]
 
 
 class Turn(NamedTuple):
-    """What the policy did."""
+    """One turn of the policy: its text and its tool calls."""
 
     text: str
-    """What it said; before its calls, where it made any."""
+    """Text of the turn; if it made calls, the text before them."""
     calls: tuple[Call, ...] = ()
 
 
 class Step(NamedTuple):
-    """What came of a turn."""
+    """An environment's answer to one turn."""
 
     messages: list[Message] | None = None
-    """What the policy reads next: {role, content} each, `name` too where it is a tool's, `images`
-    too where it shows pictures, which stand before its content. None is the assistant's."""
+    """Messages that the policy reads next, {role, content} each. A tool's message has `name` too; a
+    message with pictures has `images`, which come before its content. None is the assistant's."""
     text: str | None = None
-    """The same as one message of the user."""
+    """Shorthand for `messages` with one message of the user."""
     reward: float | None = None
-    """Of this turn; None: it has none."""
+    """Reward of this turn. Default: it has none."""
     done: bool = False
     info: dict[str, Any] | None = None
-    """Kept beside the turn, as JSON of at most 10 kB."""
+    """Data kept beside the turn, as JSON of at most 10 kB."""
     images: list[Any] | None = None
-    """What the message of `text` shows: PIL images, or the bytes of a PNG, JPEG or WebP. Outside of
+    """Pictures of the message of `text`: PIL images, or the bytes of a PNG, JPEG or WebP. Outside
     the workers they are base64."""
 
     def observation(self) -> list[Message]:
-        """What the policy reads next, as messages."""
+        """Return what the policy reads next, as messages."""
         if self.text is None and not self.images:
             return list(self.messages or [])
         message: Message = {"role": "user", "content": self.text or ""}
@@ -89,7 +90,7 @@ class Environment(Protocol):
     """One episode's environment, in a worker."""
 
     def reset(self, row: Row, seed: int) -> list[Message]:
-        """Begin; the opening messages, or none."""
+        """Begin the episode and return its opening messages, which may be empty."""
         ...
 
     def step(self, turn: Turn) -> Step:
@@ -97,28 +98,28 @@ class Environment(Protocol):
         ...
 
     def finish(self) -> float | None:
-        """The reward of the episode as it stands at its end, where there is one."""
+        """Return the reward of the whole episode, or None if it has none."""
         ...
 
     def close(self) -> None:
-        """Let go of what it holds."""
+        """Release the environment's resources."""
         ...
 
 
 class Factory(NamedTuple):
-    """What environments of one kind are made by."""
+    """Maker of one kind of environment, with the tools it offers."""
 
     make: Callable[[], Environment]
     tools: list[ToolSchema]
-    """What the policy may call."""
+    """Schemas of the tools that the policy may call."""
     answers: bool
-    """Whether a turn without calls is the policy's answer, and ends the episode."""
+    """If true, a turn without calls is the policy's answer and ends the episode."""
     fingerprint: str = ""
     """Hash of the user's code."""
 
 
 def environment_seed(group_id: str) -> int:
-    """The 63-bit seed of the environments of one prompt: they all begin alike."""
+    """Return a 63-bit seed for a prompt's environments, so that its whole group begins alike."""
     digest = hashlib.sha256(canonical(["environment", group_id])).digest()
     return int.from_bytes(digest[:8]) >> 1
 
@@ -127,7 +128,10 @@ def environment_seed(group_id: str) -> int:
 
 
 def read_step(returned: Any) -> Step:
-    """A `Step` of plain JSON, whatever a user's `step` returned. ValueError says what is wrong."""
+    """Return a `Step` of plain JSON from what a user's `step` returned.
+
+    Raises ValueError with what is wrong.
+    """
     if isinstance(returned, Mapping):
         unknown = sorted(set(map(str, returned)) - set(Step._fields))
         if unknown:
@@ -170,9 +174,12 @@ def read_step(returned: Any) -> Step:
 
 
 def read_messages(returned: Any) -> list[Message]:
-    """Messages of a role and a content each. A text is one message of the user, None is none.
-    A content may be a list of parts, as chats have them: pictures, then texts. What a step may
-    return is taken too. ValueError."""
+    """Return messages with a role and a content each, from what a user's code returned.
+
+    A text becomes one message of the user; None and an empty text become no message. A content may
+    be a list of parts, as in chats: pictures, then texts. A `Step`, or a mapping with its fields,
+    is accepted too. Raises ValueError.
+    """
     if returned is None or isinstance(returned, str):
         return [{"role": "user", "content": clean(returned)}] if returned else []
     if isinstance(returned, Step | Mapping):
@@ -191,9 +198,11 @@ def read_messages(returned: Any) -> list[Message]:
 
 
 def read_opening(returned: Any) -> list[Message]:
-    """What `reset` returned, as `read_messages` reads it. Messages of the assistant are history,
-    which is not trained on; the last message is not one, since the policy speaks next.
-    ValueError."""
+    """Read what `reset` returned with `read_messages`.
+
+    Messages of the assistant are history and are not trained on. The last message must not be the
+    assistant's, since the policy speaks next. Raises ValueError.
+    """
     messages = read_messages(returned)
     if messages and messages[-1]["role"] == "assistant":
         raise ValueError("the last message of reset is the assistant's, but the policy speaks next")
@@ -201,8 +210,10 @@ def read_opening(returned: Any) -> list[Message]:
 
 
 def _read_parts(parts: list[Any]) -> tuple[str, list[Any]]:
-    """The text of a content of parts, and its pictures. ValueError where one stands behind a
-    text."""
+    """Return the joined text and the pictures of a list of content parts.
+
+    Raises ValueError if a picture follows a text, or if a part is of another kind.
+    """
     texts: list[str] = []
     images = []
     for part in parts:
@@ -220,7 +231,7 @@ def _read_parts(parts: list[Any]) -> tuple[str, list[Any]]:
 
 
 def read_images(returned: Any) -> list[str] | None:
-    """The pictures of a message, as base64. ValueError."""
+    """Return a message's pictures as base64, or None if it has none. Raises ValueError."""
     if returned is None:
         return None
     if not isinstance(returned, list | tuple):
@@ -240,12 +251,12 @@ def read_images(returned: Any) -> list[str] | None:
 
 
 def pictures_in(messages: list[Message]) -> list[bytes]:
-    """The bytes of their pictures, one after another."""
+    """Return the bytes of all pictures in the messages, in order."""
     return [base64.b64decode(image) for message in messages for image in message.get("images", ())]
 
 
 def for_people(messages: list[Message]) -> str:
-    """Their contents; of each picture a mark with the beginning of its hash."""
+    """Return the contents as text for display; a picture becomes a mark with a short hash."""
     lines = []
     for message in messages:
         lines += [f"[picture {_short_hash(image)}]" for image in message.get("images", ())]
@@ -255,8 +266,10 @@ def for_people(messages: list[Message]) -> str:
 
 
 def without_pictures(messages: list[Message]) -> list[Message]:
-    """Messages with the beginnings of hashes in place of their pictures: small, and equal where
-    these are."""
+    """Return the messages with short hashes in place of pictures.
+
+    They are small, and equal if the pictures are equal.
+    """
     return [
         {**message, "images": [_short_hash(image) for image in message["images"]]}
         if "images" in message
@@ -270,9 +283,11 @@ def _short_hash(image: str) -> str:
 
 
 def read_reward(returned: Any) -> float | None:
-    """A number that a float32 holds, or None; True and False are 1 and 0, as of reward functions.
-    ValueError."""
-    if hasattr(returned, "item"):  # of numpy or torch
+    """Return a finite number that a float32 holds, or None.
+
+    True and False become 1 and 0, as for reward functions. Raises ValueError.
+    """
+    if hasattr(returned, "item"):  # a scalar of numpy or torch
         returned = returned.item()
     if isinstance(returned, bool):
         returned = int(returned)
@@ -285,8 +300,8 @@ def read_reward(returned: Any) -> float | None:
 
 
 def read_done(returned: Any) -> bool:
-    """Whether the episode ended. ValueError where that is no truth value."""
-    if hasattr(returned, "item"):  # of numpy or torch
+    """Return True if the episode ended. Raises ValueError if `returned` is not a bool."""
+    if hasattr(returned, "item"):  # a scalar of numpy or torch
         returned = returned.item()
     if not isinstance(returned, bool):
         raise ValueError(f"done of the step is {printable(repr(returned))}, expected True or False")
@@ -294,19 +309,19 @@ def read_done(returned: Any) -> bool:
 
 
 def read_text(returned: Any) -> str:
-    """What a tool returned, as text: text as it is, None as nothing, anything else as JSON."""
+    """Return a tool's result as text: text unchanged, None as empty, anything else as JSON."""
     if returned is None:
         return ""
     return clean(returned if isinstance(returned, str) else _as_json(returned))
 
 
 def clean(text: str) -> str:
-    """`text` as UTF-8 can hold it, without NUL."""
+    """Return `text` without NUL and lone surrogates, so that UTF-8 can hold it."""
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
 
 
 def cleaned(member: Any) -> Any:
-    """All texts in plain content as UTF-8 can hold them, without NUL."""
+    """Apply `clean` to all texts in nested lists and dicts, keys included."""
     if isinstance(member, str):
         return clean(member)
     if isinstance(member, list):
@@ -317,7 +332,7 @@ def cleaned(member: Any) -> Any:
 
 
 def _as_json(returned: Any) -> str:
-    """As JSON; what JSON has no word for is there as text, and what is too long is cut to text."""
+    """Return JSON; other types become text, and a mapping that is too long becomes {"cut": …}."""
     text = json.dumps(returned, ensure_ascii=False, default=_said)
     if _NO_JSON.search(text):
         text = json.dumps(json.loads(text, parse_constant=str), ensure_ascii=False)
@@ -327,9 +342,9 @@ def _as_json(returned: Any) -> str:
 
 
 def _said(member: Any) -> str:
-    """A thing that JSON has no word for. TypeError where it has no text of its own either."""
+    """Return the text of an object that JSON cannot hold. Raises TypeError if it has none."""
     text = str(member)
-    if " at 0x" in text:  # where it lies says nothing, and changes from run to run
+    if " at 0x" in text:  # an address changes from run to run and says nothing
         raise TypeError(f"a {type(member).__name__} is no text, and cannot be written as JSON")
     return text
 
@@ -338,8 +353,10 @@ def _said(member: Any) -> str:
 
 
 def call_reset(reset: Callable[..., Any], row: Row, seed: int) -> Any:
-    """`reset(**columns)` with those columns that it takes; `seed` too, where it takes that and no
-    column has the name."""
+    """Call `reset(**columns)` with the columns it takes, and return the result.
+
+    `seed` is passed too if `reset` takes it; a column of that name takes precedence.
+    """
     columns = {"seed": seed, **row}
     parameters = inspect.signature(reset).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
@@ -349,8 +366,10 @@ def call_reset(reset: Callable[..., Any], row: Row, seed: int) -> Any:
 
 
 def call_tool(tools: Mapping[str, Callable[..., Any]], call: Call) -> Message:
-    """What a tool says to one call. What it raises is told to the policy, as is a name that no
-    tool has."""
+    """Run one tool call and return its result as a tool message.
+
+    If the tool raises, or no tool has the name, the message holds the error for the policy to read.
+    """
     name = clean(call.name)
     tool = tools.get(call.name)
     message = {"role": "tool", "name": name}
@@ -366,7 +385,7 @@ def call_tool(tools: Mapping[str, Callable[..., Any]], call: Call) -> Message:
 
 
 def read_answer(returned: Any) -> Message:
-    """Content and images of what a tool returned: a picture, parts of a message, or text."""
+    """Return content and images of a tool's result: a picture, parts of a message, or text."""
     listed = list(returned) if isinstance(returned, list | tuple) else [returned]
     parts = [{"type": "image", "image": part} if _is_picture(part) else part for part in listed]
     if not any(isinstance(part, Mapping) and part.get("type") == "image" for part in parts):
@@ -378,12 +397,12 @@ def read_answer(returned: Any) -> Message:
 
 
 def _is_picture(thing: Any) -> bool:
-    """Whether it is one of PIL's, which need not be installed, or bytes."""
+    """True for bytes and for PIL images; checked by attributes, as PIL need not be installed."""
     return isinstance(thing, bytes) or (hasattr(thing, "save") and hasattr(thing, "mode"))
 
 
 def waited(returned: Any) -> Any:
-    """What an async function came to; anything else as it is."""
+    """Return the result of an awaitable; return any other value unchanged."""
     if not inspect.isawaitable(returned):
         return returned
 

@@ -1,5 +1,4 @@
-"""Environments in worker processes, many a process: one that hangs or ends its process costs its
-own episode.
+"""A pool of worker processes with many environments each; a hang or crash fails one episode only.
 
     with EnvironmentPool(config) as pool:
         key = pool.open({"prompt": "…", "answer": 7}, seed)
@@ -7,11 +6,12 @@ own episode.
         for reply in pool.replies(wait=1.0):
             ...
 
-Whatever is asked is answered once, in any order, by `replies`. A process answers one request at a
-time, and a request's time begins when its turn has come. A process that takes too long is killed,
-and the episode that it was at has failed; so has one whose process ended twice. Each other episode
-of a lost process is brought back in a new one when it is next asked: its turns are played again,
-and must give the same observations, rewards and ends, else it has failed as well.
+Each request is answered once by `replies`, in any order. A process answers one request at a time,
+and a request's time limit begins when its turn has come. A process that takes too long is killed,
+and the episode that it was answering fails. An episode also fails if its process ends twice.
+
+The other episodes of a lost process are restored in a new one at their next request: their turns
+are replayed and must give the same observations, rewards and ends, else the episode fails too.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from quiver.stages.common.runtime.workers import Ended, Killed, Late, Worker, sh
 
 LOAD_SECONDS = 120.0
 LOAD_ATTEMPTS = 3
-"""Processes that a signal may end, one after another, while they load the environment's code."""
+"""Processes that may be killed by a signal, one after another, while loading the user's code."""
 _ATTEMPTS = 2
-"""Workers that may end, one after another, while they answer one request."""
+"""Workers that may end, one after another, while answering one request."""
 Failure = Literal["timeout", "environment_error"]
 log = logging.getLogger(__name__)
 
 
 class Reply(NamedTuple):
-    """What came of one request."""
+    """The answer to one request."""
 
     key: int
     step: Step
-    """Of `open` it has the opening messages, of `finish` the reward of the whole episode."""
+    """For `open`, the opening messages; for `finish`, the reward of the whole episode."""
     seconds: float
-    """That the environment took."""
+    """Time that the environment took."""
     failure: Failure | None = None
-    """Why the episode is over; nothing more can be asked of it."""
+    """Kind of failure; if set, the episode is over and takes no more requests."""
     why: str = ""
 
 
 class Loaded(BaseModel):
-    """What a worker says of the code that it was to load."""
+    """A worker's answer to loading the environment's code."""
 
     tools: list[ToolSchema]
     answers: bool
@@ -85,7 +85,7 @@ class _Answer(BaseModel):
 
 
 class _Again(Exception):
-    """An episode whose process was lost cannot be played again; the text says why."""
+    """Raised when an episode of a lost process cannot be replayed; the text says why."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"its process was lost, and when it was played again {why}")
@@ -93,21 +93,21 @@ class _Again(Exception):
 
 @dataclass(eq=False)
 class _Record:
-    """One episode: all that is needed to play it again."""
+    """One episode, with all that is needed to replay it."""
 
     key: int
     row: bytes
-    """Pickled."""
+    """Columns of the row, pickled."""
     seed: int
     process: _Process
     turns: list[Turn] = field(default_factory=list)
-    """Those that were answered."""
+    """Turns that were answered."""
     steps: list[Step] = field(default_factory=list)
-    """The opening, and what came of each turn."""
+    """The opening, then the answer to each turn."""
     seconds: float = 0.0
-    """In its environment so far."""
+    """Time spent in its environment so far."""
     worker_number: int = 0
-    """Which of its process's workers holds it; 0: none."""
+    """Number of the worker, within its process, that holds the environment. 0: none does."""
 
 
 class _Job(NamedTuple):
@@ -117,10 +117,13 @@ class _Job(NamedTuple):
 
 
 class EnvironmentPool:
-    """`config.processes` worker processes and the environments in them. One thread uses it."""
+    """`config.processes` worker processes and their environments. Use it from one thread only."""
 
     def __init__(self, config: EnvironmentConfig) -> None:
-        """Starts the first process and loads the environment's code. ConfigError, ResourceError."""
+        """Start the first process and load the environment's code.
+
+        Raises ConfigError or ResourceError.
+        """
         self.config = config
         num_processes = config.processes or len(os.sched_getaffinity(0))
         self._memory_bytes = share_of_memory(num_processes)
@@ -145,7 +148,7 @@ class EnvironmentPool:
         self.close()
 
     def open(self, row: Row, seed: int) -> int:
-        """Begin an episode, in the process that has the fewest; its key."""
+        """Begin an episode in the process with the fewest, and return its key."""
         self._num_opened += 1
         counts = dict.fromkeys(self._processes, 0)
         for record in self._records.values():
@@ -158,18 +161,24 @@ class EnvironmentPool:
         return record.key
 
     def step(self, key: int, turn: Turn) -> None:
-        """Have a turn answered."""
+        """Request an answer to a turn."""
         record = self._records[key]
         record.process.jobs.put(_Job(record, "step", turn))
 
     def finish(self, key: int) -> None:
-        """Ask for the reward of the whole episode, and let go of it."""
+        """Request the reward of the whole episode; the worker then closes the environment."""
         record = self._records[key]
         record.process.jobs.put(_Job(record, "finish"))
 
     def replies(self, wait: float | None = 0.0) -> list[Reply]:
-        """What has been answered since the last call; where that is nothing, `wait` seconds for the
-        first (None: as long as it takes). What cannot be gone on without is raised."""
+        """Return the answers that arrived since the last call.
+
+        Args:
+            wait: Seconds to wait for the first answer if there is none yet. None: no limit.
+
+        Raises:
+            QuiverError: The pool cannot continue.
+        """
         replies: list[Reply] = []
         try:
             while True:
@@ -184,24 +193,24 @@ class EnvironmentPool:
             return replies
 
     def holds(self, key: int) -> bool:
-        """Whether the episode is neither forgotten nor failed."""
+        """True if the episode is neither forgotten nor failed."""
         return key in self._records
 
     def forget(self, key: int) -> None:
-        """No more is asked of this episode; `finish` has been answered."""
+        """Drop an episode whose `finish` has been answered."""
         self._records.pop(key, None)
 
     def close(self) -> None:
-        """Kill all processes and all that they started."""
+        """Kill all processes and those that they started."""
         for process in self._processes:
             process.close()
 
     def answered(self, reply: Reply | QuiverError) -> None:
-        """From the thread of a process."""
+        """Queue an answer or an error; called from the thread of a process."""
         self._replies.put(reply)
 
     def new_worker(self) -> Worker:
-        """Another worker process. ResourceError."""
+        """Start another worker process. Raises ResourceError."""
         allowance = f"an environment's process may have {self._memory_bytes / 2**30:.3g} GiB, "
         return Worker(
             worker.__name__,
@@ -213,7 +222,7 @@ class EnvironmentPool:
 
 
 class _Process:
-    """A place for one worker process after another, and the thread that asks it."""
+    """One slot for a worker process, which is replaced when lost, and the thread that serves it."""
 
     def __init__(self, pool: EnvironmentPool) -> None:
         self.jobs = queue.SimpleQueue[_Job | None]()
@@ -225,7 +234,12 @@ class _Process:
         self._is_closing = False
 
     def start(self) -> Loaded:
-        """A worker that has loaded the environment's code. ConfigError, ResourceError."""
+        """Start a worker, load the environment's code in it, and return its answer.
+
+        Raises:
+            ConfigError: The code cannot be loaded, or its fingerprint changed.
+            ResourceError: A signal ended the worker LOAD_ATTEMPTS times, or the pool is closed.
+        """
         config = self._pool.config
         name = f"generate.turns {printable(', '.join(config.sources))}"
         request = {
@@ -273,7 +287,7 @@ class _Process:
         return loaded
 
     def close(self) -> None:
-        """End the worker, and the thread when it is back."""
+        """Kill the worker and join the thread."""
         with self._lock:
             self._is_closing = True
             if self._worker is not None:
@@ -293,10 +307,10 @@ class _Process:
                 self._pool.answered(error)
 
     def _do(self, job: _Job) -> Reply:
-        """The reply to a job; whatever goes wrong with the episode is in it.
+        """Return the reply to a job; failures of the episode are part of it.
 
-        A worker may be killed by others than its environments, so an episode whose worker ended is
-        given another one, once.
+        A worker can be killed for reasons other than its environments, so a job whose worker ended
+        is tried once more with another.
         """
         record = job.record
         config = self._pool.config
@@ -337,13 +351,16 @@ class _Process:
         return Reply(record.key, step, seconds)
 
     def _bring_back(self, record: _Record) -> None:
-        """Have the record's environment in the worker. Where its worker was lost it is played
-        again. _Again, Ended."""
+        """Ensure that the current worker holds the record's environment; replay it if it was lost.
+
+        Raises _Again if the replay differs or fails, Ended if the worker ends.
+        """
         if self._worker is None:
             self.start()
         if record.worker_number == self._worker_number:
             return
         jobs = [_Job(record, "open"), *(_Job(record, "step", turn) for turn in record.turns)]
+        # steps are empty if the opening itself has not been answered yet
         for job, expected in zip(jobs, record.steps, strict=False):
             try:
                 answer = self._ask(record, job, self._pool.config.step_seconds)
@@ -359,7 +376,7 @@ class _Process:
         record.worker_number = self._worker_number
 
     def _ask(self, record: _Record, job: _Job, seconds: float) -> _Answer:
-        """One answer. Late, Ended: the worker is lost."""
+        """Ask the worker once. Raises Late or Ended, after which the worker is gone."""
         request: dict[str, Any] = {"key": record.key, "verb": job.verb}
         if job.verb == "open":
             request |= {"row": record.row, "seed": record.seed}
@@ -380,7 +397,7 @@ class _Process:
                 self._log_printed()
 
     def _lose_worker(self) -> None:
-        with self._lock:
+        with self._lock:  # `close` may kill the worker from another thread
             lost_worker = self._worker
             self._worker = None
         if lost_worker is not None:

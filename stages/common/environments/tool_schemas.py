@@ -1,4 +1,4 @@
-"""Functions and methods as tools: what the policy is told of them, and what it may call them with.
+"""Turns functions and methods into tools: the schemas shown to the policy, and checked calls.
 
     def look_up(word: str) -> str:
         '''Say what a word means.
@@ -11,10 +11,10 @@
     # {"type": "function", "function": {"name": "look_up", "parameters": {…}, …}}
     run_tool(look_up, {"word": "elk"})
 
-Types are described by pydantic, so a parameter may be a TypedDict, a dataclass, a model, an Enum,
-and lists or unions of these; calls are checked against them, and the function gets what it asks
-for. Descriptions are read from the docstring, in Google's form as transformers reads it: each
-parameter has a line under `Args:`. A tool may carry its own JSON schema instead, as an attribute
+pydantic describes the types, so a parameter may be a TypedDict, a dataclass, a model, an Enum, or a
+list or union of these. Arguments of calls are validated against them and converted to them.
+Descriptions come from the docstring, in Google style as transformers parses it: each parameter has
+a line under `Args:`. A tool may carry its own JSON schema instead, as an attribute
 `schema`: {"name", "description", "parameters"}, alone or under "function".
 """
 
@@ -34,22 +34,24 @@ from quiver.schemas.outside import read_name
 
 ToolSchema = dict[str, Any]
 PYTHON_TOOL = "python"
-"""The tool that runs the code of a turn that calls no tool by name."""
+"""Name of the tool that runs the code of a turn that calls no tool by name."""
 _VALUES = frozenset({"const", "default", "enum", "examples", "required"})
-"""Members of a schema that hold no schemas."""
+"""Members of a JSON schema that contain values, not schemas."""
 NOT_TOOLS = frozenset({"reset", "get_reward", "close"})
-"""Public methods of an environment that are no tools."""
+"""Public methods of an environment that are not tools."""
 _CHOICES = re.compile(r"\(choices:\s*(\[.*\])\s*\)\s*$", re.IGNORECASE | re.DOTALL)
 
 
 def schema_of(function: Callable[..., Any] | ToolSchema, source: str) -> ToolSchema:
-    """The schema of one tool, which may be given as its schema alone. ConfigError names `source`,
-    the function and what it lacks."""
+    """Return the schema of one tool, given as a function or as its schema alone.
+
+    Raises ConfigError, which names `source`, the function and what it lacks.
+    """
     name = getattr(function, "__name__", type(function).__name__)
     try:
         schema = function if isinstance(function, dict) else getattr(function, "schema", None)
         return _described(function, name) if schema is None else read_schema(schema)
-    except Exception as error:  # of the docstring or of a type that JSON has no word for
+    except Exception as error:  # raised by a bad docstring, or by a type without a JSON form
         problem = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
     raise ConfigError(
         f"tool {printable(name)} of {printable(source)}",
@@ -60,7 +62,10 @@ def schema_of(function: Callable[..., Any] | ToolSchema, source: str) -> ToolSch
 
 
 def read_schema(schema: Any) -> ToolSchema:
-    """A tool's own schema, as chat templates take it. ValueError, or jsonschema's error."""
+    """Validate a tool's own schema and return it in the form that chat templates take.
+
+    Raises ValueError, or jsonschema's error.
+    """
     from jsonschema import Draft202012Validator
 
     function = schema.get("function", schema) if isinstance(schema, dict) else {}
@@ -74,7 +79,7 @@ def read_schema(schema: Any) -> ToolSchema:
 
 
 def _described(function: Callable[..., Any], name: str) -> ToolSchema:
-    """The schema that signature and docstring give. ValueError, or an error of pydantic's."""
+    """Build the schema from signature and docstring. Raises ValueError, or pydantic's error."""
     from pydantic import PydanticUserError, TypeAdapter
     from transformers.utils.chat_template_utils import parse_google_format_docstring
 
@@ -88,7 +93,7 @@ def _described(function: Callable[..., Any], name: str) -> ToolSchema:
             raise ValueError(f"parameter {parameter.name} has no type")
     description, lines, returns = parse_google_format_docstring(docstring)
     parameters = _plain_schema(_adapter(function).json_schema())
-    parameters.pop("additionalProperties", None)  # no function takes more than it names
+    parameters.pop("additionalProperties", None)  # redundant: a function takes only its parameters
     properties = parameters.pop("properties", {})
     for parameter, shown in properties.items():
         if parameter not in (lines or {}):
@@ -106,7 +111,7 @@ def _described(function: Callable[..., Any], name: str) -> ToolSchema:
     }
     answer = typing.get_type_hints(function).get("return")
     if answer is not None:
-        with suppress(PydanticUserError):  # a picture, say
+        with suppress(PydanticUserError):  # the return type has no schema, a picture for example
             schema["return"] = _plain_schema(TypeAdapter(answer).json_schema())
             if returns:
                 schema["return"]["description"] = returns
@@ -114,8 +119,10 @@ def _described(function: Callable[..., Any], name: str) -> ToolSchema:
 
 
 def run_tool(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """What a tool returns. TypeError says what is wrong with the arguments; it is not called with
-    such."""
+    """Call a tool with a model's arguments and return its result.
+
+    Raises TypeError if the arguments do not match the schema; then the tool is not called.
+    """
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
     from pydantic import ValidationError
@@ -124,14 +131,14 @@ def run_tool(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     schema = getattr(function, "schema", None)
     if schema is not None:
         parameters = read_schema(schema)["function"]["parameters"]
-        validator = Draft202012Validator(parameters, registry=Registry())  # which fetches nothing
+        validator = Draft202012Validator(parameters, registry=Registry())  # fetches no schemas
         error = best_match(validator.iter_errors(arguments))
         if error is not None:
             place = ".".join(map(str, error.absolute_path)) or "the arguments"
             raise TypeError(f"{place}: {error.message}")
         return function(**arguments)
     try:
-        # JSON, since from Python a strict reader takes no dict for a dataclass
+        # as JSON, because the strict Python mode accepts no dict for a dataclass
         return _adapter(function).validate_json(json.dumps(arguments), strict=True)
     except ValidationError as error:
         problems = [
@@ -141,27 +148,29 @@ def run_tool(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 
 
 def _adapter(function: Callable[..., Any]) -> Any:
-    """pydantic's reader of a function's arguments, which also calls it."""
+    """Return pydantic's validator of a function's arguments, which also calls the function."""
     from pydantic import TypeAdapter
     from pydantic._internal import _generate_schema
 
-    # pydantic refuses TypedDict of Python 3.11's own typing, of which it reads all that tools have
+    # pydantic rejects typing.TypedDict of Python 3.11, although it reads all that tools use of it
     _generate_schema._SUPPORTS_TYPEDDICT = True
 
     @functools.wraps(function)
     def call(*positional: Any, **named: Any) -> Any:
         return function(*positional, **named)
 
-    # of a method pydantic does not resolve annotations that are text
+    # pydantic does not resolve a method's annotations if they are strings
     call.__signature__ = inspect.signature(function, eval_str=True)
     call.__annotations__ = typing.get_type_hints(function, include_extras=True)
     return TypeAdapter(call)
 
 
 def _plain_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema of pydantic's as transformers writes them, which chat templates are made for:
-    without titles, with `nullable`, and with each definition in its place, but for those that
-    hold themselves."""
+    """Convert pydantic's JSON schema to transformers' form, which chat templates expect.
+
+    Titles are dropped, null becomes `nullable`, and each definition is inlined unless it is
+    recursive; recursive definitions stay under "$defs".
+    """
     definitions = schema.get("$defs", {})
     recursive: dict[str, Any] = {}
 
@@ -178,7 +187,7 @@ def _plain_schema(schema: dict[str, Any]) -> dict[str, Any]:
             return plain({**definitions[name], **beside}, (*inside, name))
         read = {}
         for key, member in node.items():
-            if key == "properties":  # its keys are names of parameters, which may be any word
+            if key == "properties":  # its keys are parameter names, so any word may occur
                 read[key] = {name: plain(below, inside) for name, below in member.items()}
             elif key in _VALUES:
                 if key != "default" or member is not None:
@@ -194,7 +203,7 @@ def _plain_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain_union(node: dict[str, Any]) -> dict[str, Any]:
-    """A union with `nullable` for null, and of plain types as a list of their names."""
+    """Write null in a union as `nullable`, and a union of plain types as a list of type names."""
     members = [member for member in node["anyOf"] if member != {"type": "null"}]
     beside = {key: member for key, member in node.items() if key != "anyOf"}
     if len(members) < len(node["anyOf"]):
@@ -207,7 +216,7 @@ def _plain_union(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def tool_methods(environment: object) -> dict[str, Callable[..., Any]]:
-    """The public methods of an environment that are its tools, by name, in alphabetical order."""
+    """Return the public methods of an environment that are tools, by name, sorted."""
     names = [name for name in dir(environment) if not name.startswith("_")]
     return {
         name: getattr(environment, name)

@@ -1,4 +1,4 @@
-"""What environments are asked in a worker process (see `answering`), and what is answered.
+"""Serves environments in a worker process; these are its requests and answers (see `answering`).
 
     {"load": {environment, tools, arguments}}
                                     → {"tools": […], "answers": …, "fingerprint": …, "error"}
@@ -6,11 +6,10 @@
                                     → {"step": {…}, "error": null}   the opening messages
     {"key": …, "verb": "step", "turn": {text, calls}}
                                     → {"step": {…}, "error": null}
-    {"key": …, "verb": "finish"}    → {"reward": …, "error": null}   it is closed, too
+    {"key": …, "verb": "finish"}    → {"reward": …, "error": null}   also closes it
 
-`error` says what the environment raised. Python's random numbers, and numpy's where it is loaded,
-are each environment's own: they begin with its seed, so that what stands in one process can stand
-in another.
+`error` is what the environment raised. Each environment has its own random state, of Python and of
+numpy if loaded, which begins with its seed. So an episode can be replayed in another process.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any
 
 
 class Host:
-    """The environments of this process, by key."""
+    """The environments of this worker process, by key."""
 
     def __init__(self) -> None:
         self._factory: Any = None
@@ -32,7 +31,7 @@ class Host:
         self._random_states: dict[int, tuple[Any, Any]] = {}
 
     def answer(self, request: dict[str, Any], send: Callable[..., None]) -> dict[str, Any]:
-        """What one request comes to."""
+        """Return the answer to one request."""
         if "load" in request:
             return self.load(**request["load"])
         acts = {"open": self.open, "step": self.step, "finish": self.finish}
@@ -40,7 +39,7 @@ class Host:
         return self._guarded(acts[request["verb"]], request["key"], **arguments)
 
     def load(self, environment: str, tools: list[str], arguments: dict[str, Any]) -> dict:
-        """The code that makes environments."""
+        """Load the code that makes environments, and return its tools or the error."""
         from quiver.schemas.errors import ConfigError, QuiverError, printable
         from quiver.stages.common.environments.adapters import open_source
 
@@ -51,7 +50,7 @@ class Host:
             return told
         except QuiverError as error:
             refusal = error
-        except BaseException as error:  # SystemExit, say
+        except BaseException as error:  # user code may raise SystemExit too
             refusal = ConfigError(
                 f"generate.turns {printable(environment or ', '.join(tools))}",
                 f"cannot be loaded: {type(error).__name__}: {printable(error)}",
@@ -60,7 +59,7 @@ class Host:
         return {"tools": [], "answers": False, "fingerprint": "", "error": refusal.to_dict()}
 
     def _guarded(self, act: Any, key: int, **arguments: Any) -> dict[str, Any]:
-        """What `act` answers, or what an environment's own code raised."""
+        """Return the answer of `act`, or the error that the environment's own code raised."""
         from quiver.schemas.errors import printable
         from quiver.stages.common.runtime.answering import no_copies
 
@@ -72,7 +71,7 @@ class Host:
             environment = self._environments.pop(key, None)
             try:
                 text = printable(f"{type(error).__name__}: {error}", 1000)
-            except BaseException:  # its text may raise too
+            except BaseException:  # converting the error to text may raise too
                 text = type(error).__name__
             return {"step": None, "reward": None, "error": text}
         finally:
@@ -80,7 +79,7 @@ class Host:
                 _close(environment)
 
     def open(self, key: int, row: bytes, seed: int) -> dict[str, Any]:
-        """A new environment, reset for its row."""
+        """Make an environment and reset it for its row."""
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)
@@ -89,21 +88,21 @@ class Host:
         return {"step": {"messages": messages}}
 
     def step(self, key: int, turn: dict[str, Any]) -> dict[str, Any]:
-        """An environment's answer to a turn."""
+        """Return an environment's answer to a turn."""
         from quiver.stages.common.environments.environment import Call, Turn
 
         calls = tuple(Call(*call) for call in turn["calls"])
         return {"step": self._environments[key].step(Turn(turn["text"], calls))._asdict()}
 
     def finish(self, key: int) -> dict[str, Any]:
-        """The reward of an episode that is over."""
+        """Return the reward of a finished episode and close its environment."""
         reward = self._environments[key].finish()
         _close(self._environments.pop(key))
         return {"reward": reward}
 
     @contextmanager
     def _randomness(self, key: int) -> Any:
-        """Within it the generators stand where this environment left them."""
+        """Restore an environment's random state on entry and save it on exit."""
         numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
         if key in self._random_states:
             state, numpy_state = self._random_states[key]
@@ -122,5 +121,5 @@ class Host:
 def _close(environment: Any) -> None:
     try:
         environment.close()
-    except BaseException as error:  # its episode is over
+    except BaseException as error:  # printed only, because its episode is over
         print(f"closing an environment: {type(error).__name__}: {error}")

@@ -1,1 +1,1 @@
-"""A model's pass over many rollouts at once: for whoever trains on them or scores them again."""
+"""A model's forward pass over many rollouts at once, for training and for scoring."""

@@ -1,9 +1,10 @@
-"""Which architectures can be trained, and how: tried on a tiny model with random weights.
+"""Decides which architectures can be trained, and how, by trying a tiny model with random weights.
 
-The tiny model has every kind of layer and windows of a few tokens (shrink.py), so what goes wrong
-only in long rows, or hides behind weights that hardly use it, shows in rows of 42 tokens. Each way
-of packing must give the logprobs and the gradients of the model's own pass over one row. Which
-tokens a logprob depends on is tried too: a model that reads later ones is refused.
+The tiny model has every kind of layer and windows of a few tokens (shrink.py). So an error that
+appears only in long rows, or that weights of little effect would hide, appears in rows of 42
+tokens. Each way of packing must give the logprobs and the gradients of the model's own pass over
+one row. The trial also finds which tokens a logprob depends on: a model that reads later ones is
+refused.
 
     verdict = judge(model.config)     # mode "shared", "packed" or "single"; None: refused
 """
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 TOLERANCE = 1e-3
-"""Nats: the largest difference of logprobs that is rounding."""
+"""Largest difference of logprobs, in nats, that counts as rounding."""
 _GRADIENT_TOLERANCE = 1e-2
-"""The same of a gradient, as a share of its norm."""
+"""Largest difference of a gradient that counts as rounding, as a share of its norm."""
 FAILURES = (
     ArithmeticError,
     AssertionError,
@@ -50,39 +51,39 @@ FAILURES = (
     TypeError,
     ValueError,
 )
-"""What modeling code raises at inputs that it is not made for."""
+"""Errors that modeling code raises at inputs it is not made for."""
 _DIFFERENCES = {
     "shared": "rollouts that share their prompt's tokens have other {}",
     "packed": "rollouts behind each other in a row have other {}",
     "single": "output embedding times last hidden state gives other {} than the model",
 }
 _verdicts: dict[str, Verdict] = {}
-"""Of each config that was judged by this process."""
+"""Verdicts of this process, by config."""
 _norms: dict[str, frozenset[str]] = {}
-"""Of each config, `norms_before_products`."""
+"""Results of `norms_before_products`, by config."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the tiny model says of its architecture."""
+    """The result of trying the tiny model of an architecture."""
 
     mode: str | None
-    """The widest way of packing that is right: `shared`, `packed` or `single`. None: none is."""
+    """The widest correct way of packing: `shared`, `packed` or `single`. None: none is correct."""
     reason: str = ""
-    """Why it is no wider one."""
+    """Reason why it is not a wider one."""
     advice: str = "name a causal language model"
-    """What to do where it is refused."""
+    """Advice if the architecture is refused."""
     tried: bool = True
-    """False: no tiny model could be made, so `single` is the careful choice."""
+    """False if no tiny model could be made, so that `single` is the careful choice."""
 
     def require(self, title: str) -> None:
-        """ConfigError about `title` where the architecture is refused."""
+        """Raise ConfigError about `title` if the architecture is refused."""
         if self.mode is None:
             raise ConfigError(title, f"cannot be trained: {self.reason}", next=self.advice)
 
 
 def judge(config: PreTrainedConfig) -> Verdict:
-    """What can be done with the architecture of `config`; tried once a process."""
+    """Return the verdict on the architecture of `config`; tried once per process."""
     key = _key(config)
     if key not in _verdicts:
         _verdicts[key] = _judge(config)
@@ -119,9 +120,11 @@ def _judge(config: PreTrainedConfig) -> Verdict:
 
 
 def norms_before_products(config: PreTrainedConfig) -> frozenset[str]:
-    """Names that norms have in a layer whose outputs nothing but products read: under autocast they
-    may leave it in bfloat16. Tried on the tiny model, once a process: rounded there, they change no
-    bit of its states."""
+    """Return the names of norms, within a layer, whose outputs are read only by matrix products.
+
+    Under autocast such norms may output bfloat16. Tried on the tiny model, once per process:
+    rounding their outputs must not change a bit of its states.
+    """
     from transformers import AutoModelForCausalLM
 
     key = _key(config)
@@ -150,7 +153,7 @@ def norms_before_products(config: PreTrainedConfig) -> frozenset[str]:
 
 
 def _states(model: nn.Module, rounded: Sequence[nn.Module]) -> Tensor:
-    """The last hidden states of a few ids, where the outputs of `rounded` are bfloat16 numbers."""
+    """Return the last hidden states of a few ids, with the outputs of `rounded` in bfloat16."""
     hooks = [
         module.register_forward_hook(lambda _, __, output: output.bfloat16().to(output.dtype))
         for module in rounded
@@ -163,7 +166,7 @@ def _states(model: nn.Module, rounded: Sequence[nn.Module]) -> Tensor:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Threads that wait for each other at products this small take longest by far."""
+    """Use one thread: with products this small, threads mostly wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -174,7 +177,7 @@ def _one_thread() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What transformers has to say of a tiny model is of no use to anybody."""
+    """Silence transformers, whose warnings about a tiny model are useless."""
     from transformers.utils import logging as transformers_logging
 
     before = transformers_logging.get_verbosity()
@@ -186,8 +189,10 @@ def _quiet() -> Iterator[None]:
 
 
 def make_tiny(make: Callable[..., nn.Module], config: PreTrainedConfig) -> nn.Module:
-    """A tiny model like `config`'s by `make`, in float32 and eval mode; the same weights each time,
-    large enough that every part of it counts."""
+    """Return a tiny model like `config`'s, made by `make`, in float32 and eval mode.
+
+    Its weights are the same each time, and large enough that every part of it matters.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = make(shrink(config), dtype=torch.float32).eval()
@@ -201,8 +206,11 @@ def make_tiny(make: Callable[..., nn.Module], config: PreTrainedConfig) -> nn.Mo
 
 
 class Trial:
-    """A tiny model, five rollouts of three prompts, and what the model's own pass over each rollout
-    gives: logprobs, and gradients of their weighted sum."""
+    """A tiny model, five rollouts of three prompts, and the reference results for them.
+
+    The reference is the model's own pass over each rollout: its logprobs, and the gradients of
+    their weighted sum.
+    """
 
     prompt_numbers = (0, 0, 1, 2, 1)
 
@@ -225,13 +233,13 @@ class Trial:
         )
         self.weights = torch.randn(len(ids), generator=draw)
         set_mode(model, "single")
-        # the longest prompt first: BigBird changes its attention for good at a short one
+        # the longest prompt first: BigBird changes its attention permanently at a short one
         own = {row: self.own(row) for row in (2, 4, 0, 1, 3)}
         self.logprobs = torch.cat([own[row] for row in range(len(lengths))])
         self.gradients: list[Tensor] = []
 
     def own(self, row: int, length: int | None = None) -> Tensor:
-        """[T] logprobs of rollout `row`, of its first `length` tokens alone, by the whole model."""
+        """Return [T] the whole model's logprobs of rollout `row`, or of its first `length` ids."""
         completion = self.sequences.completions[row][:length]
         return own_logprobs(
             self.model,
@@ -242,7 +250,7 @@ class Trial:
         )
 
     def verdict(self) -> Verdict:
-        """The widest way of packing that is right, or why the architecture is refused."""
+        """Return the widest correct way of packing, or why the architecture is refused."""
         with torch.no_grad():
             longest = self.sequences.completions.lengths.argmax().item()
             whole = self.logprobs.split(self.sequences.completions.lengths.tolist())[longest]
@@ -275,7 +283,7 @@ class Trial:
         return Verdict(None, problem)
 
     def problem(self, mode: str) -> str:
-        """What is wrong with `mode`; empty where nothing is."""
+        """Return what is wrong with `mode`; empty if nothing is."""
         try:
             logprobs = self.packed(mode)
             gap = float((logprobs - self.logprobs).detach().abs().max())
@@ -291,7 +299,7 @@ class Trial:
             return f"it does not run so: {type(error).__name__}: {printable(error, 120)}"
 
     def packed(self, mode: str) -> Tensor:
-        """[N] logprobs of all rollouts as `mode` has them, in as few rows as it can."""
+        """Return [N] logprobs of all rollouts, packed by `mode` into as few rows as it can."""
         set_mode(self.model, mode if self.is_causal else "single")
         rows = range(len(self.prompt_numbers))
         numbers = self.prompt_numbers if mode == "shared" else rows
@@ -338,7 +346,7 @@ class Trial:
         ]
 
     def _gradient_gap(self, gradients: Sequence[Tensor]) -> float:
-        """The largest difference of a parameter's gradient, as a share of its norm."""
+        """Return the largest difference of a parameter's gradient, as a share of its norm."""
         total = torch.stack([gradient.norm() for gradient in self.gradients]).norm()
         gaps = [
             (gradient - own).norm() / (own.norm() + TOLERANCE * total)
@@ -355,9 +363,19 @@ def own_logprobs(
     start: int | None = None,
     pictures: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """[T] float32 logprobs of `completion` [T] after `prompt`, from the logits that the whole model
-    gives for this row alone. `start`: the first id of an encoder-decoder's decoder. `pictures`: the
-    inputs of those that the prompt shows."""
+    """Return the logprobs that the whole model gives for one row alone.
+
+    Args:
+        model: The whole model.
+        prompt: [P] ids.
+        completion: [T] ids.
+        temperature: Temperature of the logits.
+        start: First id of an encoder-decoder's decoder. Default: a causal model.
+        pictures: Model inputs of the prompt's pictures.
+
+    Returns:
+        [T] float32 logprobs of `completion`.
+    """
     prompt = prompt.long().to(model.device)
     completion = completion.long().to(model.device)
     if start is None:
@@ -366,7 +384,7 @@ def own_logprobs(
         output = model(input_ids=ids, **options, **(pictures or {}))
     else:
         ids = torch.cat([torch.tensor([start], device=model.device), completion[:-1]])[None]
-        # some models take ids that are the pad's for filling
+        # without a mask, some models treat ids equal to the pad id as padding
         output = model(
             input_ids=prompt[None],
             attention_mask=torch.ones_like(prompt[None]),
@@ -386,8 +404,18 @@ def turn_logprobs(
     completion: Tensor,
     temperature: float,
 ) -> Tensor:
-    """The same of the first ids `completion` [T] that were sampled in the turns of rollout `row`:
-    one pass over each of its sequences."""
+    """Return the logprobs of ids sampled in several turns, by one pass over each sequence.
+
+    Args:
+        model: The whole model.
+        sequences: The rollouts.
+        row: Number of the rollout.
+        completion: [T] the first sampled ids of the rollout.
+        temperature: Temperature of the logits.
+
+    Returns:
+        [T] float32 logprobs of `completion`.
+    """
     index = torch.tensor([row])
     inputs = Inputs.of(sequences.completions.take(index), sequences.turns.take(index))
     prompt = sequences.prompts[row].long()

@@ -1,14 +1,15 @@
-"""Attention that keeps the rollouts of one row apart, and the hidden states that come of it.
+"""Attention that keeps the rollouts of one row apart, and the hidden states it gives.
 
-`shared`: a group's prompt stands once in the row; each completion attends to it and to itself.
-`packed`: each rollout is a piece of its own, prompt included. Either way attention runs in blocks
-of spans with similar lengths (layout.py has the picture), or on a GPU by torch's FlashAttention for
-sequences of any lengths, which needs no padding and reads no mask. `single` is the yardstick and
-the last resort: one rollout after another through the model's own attention.
+`shared`: a group's prompt is in the row once; each completion attends to it and to itself.
+`packed`: each rollout is a piece of its own, prompt included. In both modes attention runs over
+blocks of spans with similar lengths (layout.py has the picture). On a GPU it may run instead by
+torch's FlashAttention for sequences of any lengths, which needs no padding and reads no mask.
+`single` is the reference and the last resort: one rollout after another through the model's own
+attention.
 
-The block attention is plugged into transformers' attention interface, so every decoder that uses
-the interface works. What it cannot do (logit caps, sinks, position biases) it refuses, and
-`choose_mode` in verify.py then takes the next simpler mode.
+The block attention is registered in transformers' attention interface, so every decoder that uses
+the interface works. It refuses features that it cannot compute (logit caps, sinks, position
+biases); `choose_mode` in verify.py then takes the next simpler mode.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from .pictures import embed
 NAME = "quiver_blocks"
 MODES = ("shared", "packed", "single")
 _SHORT = 256
-"""The most keys of a block for which a CPU keeps the attention weights instead of calling the fused
+"""Most keys of a block for which a CPU keeps the attention weights instead of calling the fused
 kernel."""
 _KEPT_ITEMS = 6 * 1024 * 1024
-"""The most attention weights of one block that a CPU keeps in bfloat16 however long it is: the
+"""Most attention weights of one block that a CPU keeps in bfloat16, however many keys it has: the
 fused kernel takes twice the time."""
 _WITHOUT_EFFECT = ("dropout", "is_causal", "output_attentions", "position_ids", "use_cache")
-"""Options of transformers' interface that change nothing here: no dropout is left on, and attention
-is causal."""
+"""Options of transformers' interface that have no effect here: dropout is off, and attention is
+causal."""
 _ROWS = 128
-"""Queries that a CPU computes at once where later keys are hidden from all of them."""
+"""Queries that a CPU computes at once if later keys are hidden from all of them."""
 
 
 def block_attention(
@@ -54,8 +55,27 @@ def block_attention(
     position_bias: Tensor | None = None,
     **options,
 ) -> tuple[Tensor, None]:
-    """Attention of transformers' interface over one row: queries [1, H, N, e], keys and values
-    [1, h, N, e] -> [1, N, H, e]."""
+    """Compute attention over one row, as transformers' interface calls it.
+
+    Args:
+        module: Unused; part of the interface.
+        queries: [1, H, N, e].
+        keys: [1, h, N, e].
+        values: [1, h, N, e].
+        attention_mask: Must be None.
+        layout: The row's spans.
+        scaling: Factor of the scores. Default: e ** -0.5.
+        sliding_window: Keys that a query sees, including its own. Default: no limit.
+        softcap: Must be None.
+        s_aux: Must be None.
+        position_bias: Must be None.
+
+    Returns:
+        [1, N, H, e], and None for the attention weights.
+
+    Raises:
+        NotImplementedError: An option is given that block attention cannot compute.
+    """
     options |= {"masks": attention_mask, "logit caps": softcap, "sinks": s_aux}
     options["position biases"] = position_bias
     for name, option in options.items():
@@ -91,13 +111,13 @@ def attend_runs(
     window: int | None,
     scaling: float | None,
 ) -> Tensor:
-    """Queries [N, H, e], keys and values [N, h, e] -> [N, H, e], by torch's kernel for sequences of
-    any lengths.
+    """Attend over all spans by torch's kernel for sequences of any lengths.
 
-    The kernel aligns causality with the last key, which is just what a completion after its prompt
-    needs. Its window of w lets a query see w keys before its own.
+    Queries [N, H, e], keys and values [N, h, e] -> [N, H, e]. The kernel aligns causality with the
+    last key, as a completion after its prompt needs. With a window of w, a query sees w keys, its
+    own among them; the kernel's option counts only the keys before its own.
     """
-    # takes 2 s, for torch.compile, which nothing else here needs
+    # imported late: it takes 2 s for torch.compile, which nothing else here needs
     from torch.nn.attention.varlen import varlen_attn
 
     keys = keys.to(values.dtype)
@@ -126,14 +146,17 @@ def attend_block(
     window: int | None,
     scaling: float | None,
 ) -> Tensor:
-    """Queries [n, H, q, e], keys and values [n, h, k, e] of the block's spans -> [n, H, q, e]."""
+    """Attend within one block.
+
+    Queries [n, H, q, e], keys and values [n, h, k, e] of the block's spans -> [n, H, q, e].
+    """
     num_spans, num_heads, num_queries, width = queries.shape
     num_keys = keys.shape[2]
     queries_per_key = num_heads // keys.shape[1]
     if window is not None and window >= num_keys:
         window = None
     if queries.device.type == "cpu":
-        # under autocast only the values are in bfloat16 yet
+        # at this point autocast has cast only the values to bfloat16
         num_weights = num_heads * num_spans * num_queries * num_keys
         fits = values.dtype == torch.bfloat16 and num_weights <= _KEPT_ITEMS
         if num_keys <= _SHORT or fits:
@@ -141,8 +164,8 @@ def attend_block(
     mask = None
     if window is not None or not block.causal:
         mask = block.mask(window, queries.dtype)
-    # of a GPU's fused kernels only flash attention takes fewer key heads, and that takes no mask
-    # and no float32
+    # of a GPU's fused kernels only flash attention takes fewer key heads than query heads, and it
+    # takes neither a mask nor float32
     takes_fewer_heads = mask is None and queries.dtype != torch.float32
     if queries_per_key > 1 and queries.device.type != "cpu" and not takes_fewer_heads:
         keys = keys.repeat_interleave(queries_per_key, 1)
@@ -167,11 +190,11 @@ def attend_by_products(
     window: int | None,
     scaling: float,
 ) -> Tensor:
-    """The same by two matrix products with softmax in float32; a key head's queries are one matrix.
+    """Attend within one block by two matrix products, with softmax in float32.
 
-    For short spans on a CPU its backward pass in bfloat16 is several times faster than that of the
-    fused kernel. Where queries and keys are the same tokens, `_ROWS` queries at a time meet the
-    keys up to their own.
+    Shapes are those of `attend_block`. All queries of a key head are one matrix. For short spans on
+    a CPU, the backward pass in bfloat16 is several times faster than the fused kernel's. If queries
+    and keys are the same tokens, `_ROWS` queries at a time meet the keys up to their own.
     """
     mask = block.mask(window, queries.dtype)
     if not block.causal:
@@ -195,10 +218,10 @@ def attend_by_products(
 
 
 class _Products(torch.autograd.Function):
-    """Keeps the attention weights in the values' dtype alone; autograd would keep them in float32
-    too, three times the memory.
+    """Attention by products that keeps the weights only in the values' dtype.
 
-    `mask` is that of the last keys; those before it are seen by every query.
+    Autograd would keep them in float32 too, which is three times the memory. `mask` covers only the
+    last keys; every query sees the keys before them.
     """
 
     @staticmethod
@@ -207,14 +230,14 @@ class _Products(torch.autograd.Function):
         ctx.scaling = scaling
         ctx.query_dtype = queries.dtype
         ctx.key_dtype = keys.dtype
-        # each laid out once as the products read it; a product of strided matrices copies them
-        # every time
+        # each is laid out once in the order that the products read; a product of strided matrices
+        # would copy them every time
         scaled = torch.empty(queries.shape, device=queries.device)
         torch.mul(queries.float(), scaling, out=scaled)
         scaled = _fold(scaled, ctx.queries_per_key)
         keys = keys.float().contiguous()
         values = values.contiguous()
-        # bfloat16 scores would cost a third more error in the logprobs
+        # scores in bfloat16 would add a third to the error of the logprobs
         with torch.autocast(queries.device.type, enabled=False):
             scores = scaled @ keys.transpose(-1, -2)
             by_head = scores.unflatten(2, (ctx.queries_per_key, -1))
@@ -230,9 +253,9 @@ class _Products(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             grad = _fold(grad, ctx.queries_per_key)
             grad_values = weights.transpose(-1, -2) @ grad
-            # as it lies the product takes twice the time
+            # without the copy the product takes twice the time
             grad_weights = grad @ values.transpose(-1, -2).contiguous()
-            # w · (g − Σ w · g); it has no public name
+            # w · (g − Σ w · g); torch has no public name for it
             grad_scores = torch._softmax_backward_data(
                 grad_weights, weights, -1, grad_weights.dtype
             )
@@ -252,14 +275,18 @@ def _unfold(states: Tensor, queries_per_key: int) -> Tensor:
 
 
 def _take(states: Tensor, index: Tensor) -> Tensor:
-    """Rows `index` […] of [N, H, e]: […, H, e]. An embedding lookup: its gradient adds up rows far
-    faster on a CPU than that of indexing."""
+    """Return rows `index` […] of [N, H, e]: […, H, e].
+
+    It is an embedding lookup, whose gradient adds up rows far faster on a CPU than indexing's.
+    """
     return F.embedding(index, states.flatten(1)).unflatten(-1, states.shape[1:])
 
 
 def hidden_states(model: nn.Module, layout: Layout, *, single: bool = False) -> Tensor:
-    """[n, d] last hidden states that predict the layout's targets, by block attention. `single`: by
-    the model's own attention, of a layout of one rollout."""
+    """Return [n, d] last hidden states that predict the layout's targets.
+
+    By block attention; if `single`, by the model's own attention on a layout of one rollout.
+    """
     trunk = trunk_of(model)
     name, row = "input_ids", layout.ids
     if layout.pictures is not None:
@@ -276,8 +303,10 @@ def hidden_states(model: nn.Module, layout: Layout, *, single: bool = False) -> 
 
 
 def trunk_of(model: nn.Module) -> nn.Module:
-    """`model` without its head. Llama 4 names another part than it has as its base: then it is the
-    part with the embeddings."""
+    """Return `model` without its head.
+
+    Llama 4 names a base that it does not have; its trunk is the part with the embeddings.
+    """
     from transformers import PreTrainedModel
 
     is_whole = model.base_model is model and model.get_output_embeddings() is not None
@@ -290,7 +319,7 @@ def trunk_of(model: nn.Module) -> nn.Module:
 
 
 def set_mode(model: nn.Module, mode: str) -> None:
-    """Plug the block attention in, or for `single` the model's own back."""
+    """Set the block attention, or for `single` the model's own."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, block_attention)
@@ -298,5 +327,5 @@ def set_mode(model: nn.Module, mode: str) -> None:
     text_config = model.config.get_text_config()
     if mode != "single" and text_config is not model.config:
         of_text = [n for n in model.config.sub_configs if getattr(model.config, n) is text_config]
-        implementation = dict.fromkeys(of_text, implementation)  # what sees attends in its own way
+        implementation = dict.fromkeys(of_text, implementation)  # the vision part keeps its own
     model.set_attn_implementation(implementation)

@@ -1,10 +1,10 @@
-"""Encoder-decoder models behind the same interface: prompts go to the encoder, the decoder reads
-[start] + completion[:-1].
+"""Encoder-decoder models behind the same interface as causal ones.
 
-Here alone rows are padded, because such models' attention knows no packed rows. Masks come from
-lengths, never from ids: pad may equal the start or the end id. A prompt is encoded once for all its
-rollouts in a micro-batch; micro-batches hold rollouts of like length, and their budget counts
-padding too. Stored completions never hold the start id.
+Prompts go to the encoder; the decoder reads [start] + completion[:-1]. Rows are padded only here,
+because the attention of these models does not support packed rows. Masks come from lengths, never
+from ids: pad may equal the start or the end id. A prompt is encoded once for all its rollouts in a
+micro-batch. Micro-batches hold rollouts of similar length, and their budget counts padding too.
+Stored completions never hold the start id.
 """
 
 from __future__ import annotations
@@ -24,36 +24,38 @@ from .packing import Piece
 
 @dataclass(frozen=True)
 class Pairs:
-    """One micro-batch: p prompts as [p, P], b decoder rows as [b, T], and where the n completion
-    tokens are predicted."""
+    """One micro-batch: p prompts as [p, P], b decoder rows as [b, T], and the positions that
+    predict the n completion tokens."""
 
     prompts: Tensor
     """[p, P] int64"""
     prompt_mask: Tensor
-    """[p, P] int64, 1 where a prompt's id stands."""
+    """[p, P] int64: 1 at a prompt's ids, 0 at padding."""
     owners: Tensor
-    """[b] int64: which of the prompts each decoder row reads."""
+    """[b] int64: the prompt that each decoder row reads."""
     inputs: Tensor
     """[b, T] int64"""
     input_mask: Tensor
     """[b, T] int64"""
     rows: Tensor
-    """[b] int64, on the CPU: rollouts in the order of their completion tokens below."""
+    """[b] int64, on the CPU: rollouts in the order of `targets`."""
     predictors: Tensor
-    """[n] index into the decoder's b · T positions: the one that reads the id before the target."""
+    """[n] index into the decoder's b · T positions: where it reads the id before the target."""
     targets: Tensor
     """[n] int64"""
     temperature: Tensor
     """[n] float32"""
     filling: tuple[int, int]
-    """Places that only fill up, of the encoder and the decoder, and places in all."""
+    """Padding positions of encoder and decoder together, and positions in all."""
 
 
 def make_pairs(
     pieces: Sequence[Piece], sequences: Sequences, start: int, device: torch.device | str = "cpu"
 ) -> Pairs:
-    """Pad the prompts and the shifted completions of `pieces`; `start` is the decoder's start
-    id. ConfigError: turns."""
+    """Pad the prompts and the shifted completions of `pieces`; `start` is the decoder's start id.
+
+    Raises ConfigError for rollouts of several turns.
+    """
     if sequences.turns is not None:
         raise ConfigError(
             "model",
@@ -83,7 +85,7 @@ def make_pairs(
 
 
 def _pad(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Rows as one tensor [b, T], filled up at the end with 0, and the mask of what is not filling,
+    """Return rows as one tensor [b, T], padded at the end with 0, and its mask of rows' ids, made
     from the lengths."""
     ids = pad_sequence(rows, batch_first=True).long()
     lengths = torch.tensor([len(row) for row in rows])
@@ -94,9 +96,12 @@ def _pad(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
 def pack_pairs(
     rows: Sequence[int], prompt_numbers: Sequence[int], sequences: Sequences, budget: int
 ) -> list[list[Piece]]:
-    """Rollouts sorted by length, cut where prompts and decoder rows with their padding would exceed
-    `budget` tokens; those with equal `prompt_numbers` share theirs. Longest micro-batch first; a
-    rollout that is longer than the budget stands alone."""
+    """Sort rollouts by length and cut them into micro-batches of at most `budget` tokens.
+
+    The budget counts prompts and decoder rows with their padding. Rollouts with equal
+    `prompt_numbers` share a prompt. The longest micro-batch comes first. A rollout longer than the
+    budget gets a micro-batch of its own.
+    """
     prompt_lengths = sequences.prompts.lengths.tolist()
     lengths = sequences.completions.lengths.tolist()
     microbatches: list[dict[int, list[int]]] = []  # the rollouts of each prompt number
@@ -125,7 +130,7 @@ def pack_pairs(
 
 
 def decoder_states(model: nn.Module, pairs: Pairs) -> Tensor:
-    """[n, d] last hidden states of the decoder that predict the targets."""
+    """Return [n, d] last hidden states of the decoder that predict the targets."""
     encoded = model.get_encoder()(
         input_ids=pairs.prompts, attention_mask=pairs.prompt_mask
     ).last_hidden_state

@@ -1,8 +1,8 @@
-"""The row: many prompts and completions side by side, and which tokens may look at which.
+"""The row: many prompts and completions side by side, and which tokens attend to which.
 
 A micro-batch is one row of N tokens without padding. Each piece puts its prompt into the row once,
-and after it the completions that follow this prompt, with positions that go on where the prompt
-ends. The last id of a completion is only ever a target, so it does not stand in the row.
+followed by the completions that continue it. Their positions continue from the end of the prompt.
+The last id of a completion is only ever a target, so it is not in the row.
 
     two pieces: prompt A with completions x x x and y y y y, prompt B with completion z z
 
@@ -14,15 +14,14 @@ ends. The last id of a completion is only ever a target, so it does not stand in
     target     x0 x1 x2    y0 y1 y2 y3    z0 z1        n = 9 completion tokens
     predictor   2  3  4     2  5  6  7     9 10        index of the token before the target
 
-A span is a stretch of the row whose tokens attend to each other, and to the prefix in front of them
-if there is one. A rollout that is alone in its piece is one span:
+A span is a stretch of the row whose tokens attend to each other, and to the prefix before them if
+there is one. A rollout that is alone in its piece is one span:
 
     span       A (0-2)        x (3-4)    y (5-7)       B z (8-10)
     prefix     -              A (0-2)    A (0-2)       -
 
-Of a rollout of several turns x stands for sampled ids with the observations between them, which are
-no targets; where its history was rewritten, a span without a prefix begins (turns.py has the
-picture).
+In a rollout of several turns, x stands for sampled ids with the observations between them, which
+are no targets. A rewritten history begins a span without a prefix (turns.py has the picture).
 
 Attention never makes a mask over the whole row. It runs over blocks of spans with similar lengths
 (`Block`), or over all spans by one kernel for sequences of any lengths (`Runs`); see attention.py.
@@ -45,27 +44,27 @@ from .packing import Piece
 from .pictures import Pictures, PicturesInRow, in_row
 
 _MASK_ITEMS = 32 * 1024 * 1024
-"""The most items of one block's mask."""
+"""Most items of one block's mask."""
 _LONG = 48
-"""A block's width is rounded up to a multiple of 32 from here on, and of 8 below: products of
-matrices are much faster so."""
+"""Width from which a block is rounded up to a multiple of 32; below it, to a multiple of 8. Matrix
+products are much faster with such widths."""
 _SIMILAR = 0.75
-"""A span joins a block when it has at least this share of the keys of the block's longest span."""
+"""Share of the keys of a block's longest span that a span needs in order to join the block."""
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """What the model reads of B rollouts, on the CPU."""
+    """Everything the model reads of B rollouts, on the CPU."""
 
     prompts: Ragged
     completions: Ragged
-    """The sampled ids."""
+    """Sampled ids of each rollout."""
     temperature: Tensor
     """[B] float32"""
     turns: Turns | None = None
-    """What stood between the sampled ids, where they are of several turns."""
+    """Ids between the sampled ids, for rollouts of several turns."""
     pictures: Pictures | None = None
-    """What prompts show, where they do."""
+    """Pictures shown to the rollouts, if any."""
 
     @property
     def input_lengths(self) -> Tensor:
@@ -73,7 +72,7 @@ class Sequences:
         return self.turns.input_lengths if self.turns else self.completions.lengths - 1
 
     def take(self, rows: Sequence[int]) -> Sequences:
-        """Rollouts `rows`, in that order."""
+        """Return rollouts `rows`, in that order."""
         index = torch.tensor(rows)
         return Sequences(
             self.prompts.take(index),
@@ -85,8 +84,8 @@ class Sequences:
 
 
 def prompt_numbers(prompts: Ragged, groups: Sequence[int]) -> list[int]:
-    """[B] equal numbers for rollouts of one group with the same prompt ids: those can share the
-    prompt."""
+    """Return [B] numbers, equal for rollouts of one group with the same prompt ids, which can share
+    the prompt."""
     numbers: dict[tuple[int, bytes], int] = {}
     views = prompts.views(np.arange(len(prompts)))
     return [
@@ -97,30 +96,32 @@ def prompt_numbers(prompts: Ragged, groups: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Block:
-    """Spans that attend together. Row i of `queries` [n, q] and `keys` [n, k] points into the
-    row of tokens; short rows are filled up with index 0. Query t sees keys 0 … start[i] + t, so no
-    query that counts ever sees the fill at the end."""
+    """Spans that attend together.
+
+    Row i of `queries` [n, q] and `keys` [n, k] indexes the row of tokens; short rows are padded
+    with index 0. Query t sees keys 0 … start[i] + t, so no real query ever sees padding.
+    """
 
     queries: Tensor
     keys: Tensor
     start: Tensor
-    """[n] length of the prefix."""
+    """[n] length of each span's prefix."""
     causal: bool
-    """True: no span has a prefix, queries and keys are the same tokens, and a plain causal mask
-    does."""
+    """True if no span has a prefix: queries and keys are the same tokens, so a plain causal mask is
+    enough."""
     _masks: dict = field(default_factory=dict, compare=False)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[n, 1, q, k], 0 where a query may look and −inf elsewhere; made once a micro-batch.
+        """Return the mask [n, 1, q, k]: 0 if a query may see a key, else −inf.
 
-        With a window of w, a query sees the last w of those keys.
+        Made once per micro-batch. With a window of w, a query sees only the last w of its keys.
         """
         if (window, dtype) not in self._masks:
             num_keys = self.keys.shape[1]
             key_places = torch.arange(num_keys, device=self.keys.device)
             query_places = torch.arange(self.queries.shape[1], device=self.keys.device)
             last_seen = self.start[:, None] + query_places
-            # fill that sees no key would have NaN as its gradient, and 0 · NaN is NaN
+            # padding that sees no key would have NaN as its gradient, and 0 · NaN is NaN
             last_seen = last_seen.clamp(max=num_keys - 1)[..., None]
             visible = key_places <= last_seen
             if window is not None:
@@ -139,22 +140,22 @@ class Runs:
     """
 
     keys: Tensor
-    """[K] int64 index into the row; a prompt's tokens stand once for each of its completions, and
-    once for itself."""
+    """[K] int64 index into the row; a prompt's tokens are repeated for each of its completions, and
+    once for the prompt itself."""
     query_offsets: Tensor
     """[s + 1] int32, the first one 0"""
     key_offsets: Tensor
     """[s + 1] int32"""
     longest: tuple[int, int]
-    """The most queries and the most keys of one span."""
+    """Most queries and most keys of one span."""
     copies: tuple[Tensor, Tensor]
-    """Of `keys` what `in_order` gives."""
+    """Result of `in_order` for `keys`."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One micro-batch as one row of N tokens, and where the n completion tokens of its rollouts are
-    predicted."""
+    """One micro-batch as one row of N tokens, and the tokens that predict the n completion tokens
+    of its rollouts."""
 
     ids: Tensor
     """[1, N] int64"""
@@ -162,9 +163,9 @@ class Layout:
     """[1, N] int64; the completions of a shared prompt all start at its length."""
     blocks: tuple[Block, ...]
     gather: Tensor
-    """[N] where each token's output lies in the blocks' queries, row after row."""
+    """[N] position of each token's output in the blocks' queries, row after row."""
     rows: Tensor
-    """[b] int64, on the CPU: rollouts in the order of their completion tokens below."""
+    """[b] int64, on the CPU: rollouts in the order of `targets`."""
     predictors: Tensor
     """[n] index into the row: the token before the target."""
     targets: Tensor
@@ -172,22 +173,27 @@ class Layout:
     temperature: Tensor
     """[n] float32"""
     runs: Runs | None = None
-    """Where they are given, attention goes by them and not by blocks."""
+    """Spans for the kernel for sequences of any lengths. If given, they replace `blocks`."""
     sequence_lengths: tuple[int, ...] = ()
-    """Of one rollout with turns alone: how its tokens part where its history was rewritten."""
+    """For a single rollout with rewritten histories: the lengths of its sequences."""
     pictures: PicturesInRow | None = None
 
     @property
     def filling(self) -> tuple[int, int]:
-        """Places of the row that only fill up, and places in all. The row has no fill; that of
-        attention's blocks, whose short spans are filled up, is not counted."""
+        """Padding positions of the row, and positions in all.
+
+        The row has no padding. Padding inside attention's blocks is not counted.
+        """
         return 0, self.ids.numel()
 
 
 @dataclass(frozen=True)
 class Spans:
-    """[s] int64 each, in the row's order. Span i is the lengths[i] tokens from starts[i] on; its
-    prefix is the prefix_lengths[i] tokens from prefix_starts[i] on, none where that is 0."""
+    """Arrays of [s] int64, in the row's order.
+
+    Span i is the lengths[i] tokens from starts[i] on; its prefix is the prefix_lengths[i] tokens
+    from prefix_starts[i] on. A length of 0 means no prefix.
+    """
 
     starts: np.ndarray
     lengths: np.ndarray
@@ -206,8 +212,8 @@ def make_layout(
     *,
     varlen: bool = False,
 ) -> Layout:
-    """Lay out `pieces` as in the picture above, on `device`. No completion may be empty. `varlen`:
-    with runs."""
+    """Lay out `pieces` on `device` as in the picture above; with runs if `varlen`. No completion
+    may be empty."""
     counts = np.array([len(piece.rows) for piece in pieces])
     rows = np.array([row for piece in pieces for row in piece.rows])
     first_rollouts = _starts(counts)
@@ -215,7 +221,7 @@ def make_layout(
     prompt_lengths = sequences.prompts.lengths.numpy()[of_prompts]
     target_counts = sequences.completions.lengths.numpy()[rows]
 
-    # slices are copied several times faster than ids are gathered one by one
+    # copying slices is several times faster than gathering ids one by one
     prompts = sequences.prompts.views(of_prompts)
     completions = sequences.completions.views(rows)
     after = after_prompts(sequences.completions, sequences.turns, rows)
@@ -252,8 +258,13 @@ def make_layout(
 
 
 def make_spans(counts: np.ndarray, prompt_lengths: np.ndarray, input_lengths: np.ndarray) -> Spans:
-    """The spans of pieces with `counts` [p] rollouts and `prompt_lengths` [p] tokens in the prompt;
-    `input_lengths` [b] are the tokens of each completion in the row."""
+    """Return the spans of pieces.
+
+    Args:
+        counts: [p] rollouts of each piece.
+        prompt_lengths: [p] tokens of each piece's prompt.
+        input_lengths: [b] tokens of each completion in the row.
+    """
     first_rollouts = _starts(counts)
     prompt_segments = first_rollouts + np.arange(len(counts))
     lengths = np.insert(input_lengths, first_rollouts, prompt_lengths)
@@ -270,14 +281,16 @@ def make_spans(counts: np.ndarray, prompt_lengths: np.ndarray, input_lengths: np
 
 
 def _positions(spans: Spans) -> np.ndarray:
-    """[N] int64: the place of each token of the row in its own sequence."""
+    """Return [N] int64: the position of each token of the row in its own sequence."""
     index_minus_position = np.repeat(spans.starts - spans.prefix_lengths, spans.lengths)
     return np.arange(len(index_minus_position)) - index_minus_position
 
 
 def cut_spans(spans: Spans, places: np.ndarray) -> Spans:
-    """A span without a prefix from each of `places` [r] of the row on, where a history that was
-    rewritten begins."""
+    """Cut the spans at `places` [r] of the row, where rewritten histories begin.
+
+    From each place on, the span has no prefix.
+    """
     after = np.searchsorted(spans.starts, places, "right")
     starts = np.insert(spans.starts, after, places)
     lengths = np.diff(starts, append=spans.lengths.sum())
@@ -287,10 +300,10 @@ def cut_spans(spans: Spans, places: np.ndarray) -> Spans:
 
 
 def make_blocks(spans: Spans, device: torch.device | str) -> tuple[tuple[Block, ...], Tensor]:
-    """`spans` as blocks, longest first, and the index that puts their outputs back in order."""
+    """Return `spans` as blocks, longest first, and the index that restores their outputs' order."""
     blocks = []
     num_queries = 0
-    shifts = np.empty_like(spans.starts)  # from a token's index in the row to that in the blocks
+    shifts = np.empty_like(spans.starts)  # from a token's index in the row to its index in blocks
     for members in _cut(spans):
         starts = spans.starts[members]
         prefix_lengths = spans.prefix_lengths[members]
@@ -311,9 +324,11 @@ def make_blocks(spans: Spans, device: torch.device | str) -> tuple[tuple[Block, 
 
 
 def _cut(spans: Spans) -> list[list[int]]:
-    """The spans of each block: those without a prefix first, the longest first. A block ends where
-    the next span is of the other sort or has far fewer keys than the block's first, or would make
-    its mask too large."""
+    """Return the spans of each block: those without a prefix first, then by length, longest first.
+
+    A block ends if the next span is of the other sort, has far fewer keys than the block's first,
+    or would make the block's mask too large.
+    """
     causal = spans.prefix_lengths == 0
     queries = spans.lengths.tolist()
     keys = spans.key_counts.tolist()
@@ -334,7 +349,7 @@ def _cut(spans: Spans) -> list[list[int]]:
 
 
 def make_runs(spans: Spans, device: torch.device | str) -> Runs:
-    """`spans` as runs: each one's prefix, then its own tokens."""
+    """Return `spans` as runs: the keys of each span are its prefix, then its own tokens."""
     starts = np.stack([spans.prefix_starts, spans.starts], 1).ravel()
     lengths = np.stack([spans.prefix_lengths, spans.lengths], 1).ravel()
     query_offsets, key_offsets = (
@@ -348,17 +363,17 @@ def make_runs(spans: Spans, device: torch.device | str) -> Runs:
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
-    """[n] where each of n stretches of `lengths` [n] starts when they stand one after another."""
+    """Return [n] the starts of n consecutive stretches with `lengths` [n]."""
     return np.cumsum(lengths) - lengths
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """start, start + 1, … for each of `lengths` [n] in turn: [Σ lengths] int64."""
+    """Return start, start + 1, … for each of `lengths` [n] in turn: [Σ lengths] int64."""
     return np.repeat(starts - _starts(lengths), lengths) + np.arange(lengths.sum())
 
 
 def _indices(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[n, width] start, start + 1, … in each row, 0 beyond its length."""
+    """Return [n, width]: start, start + 1, … in each row, 0 beyond its length."""
     longest = int(lengths.max())
     grain = 32 if longest >= _LONG else 8
     column = np.arange(-(-longest // grain) * grain)

@@ -1,12 +1,12 @@
-"""Log-probabilities of given ids from hidden states, without a [tokens, vocabulary] tensor beyond
-one chunk.
+"""Log-probabilities of given ids from hidden states, with logits for one chunk of tokens at a time.
 
-The forward pass makes the logits of one chunk, takes what it needs, and drops them; the backward
-pass makes them again, but for the first chunks, whose probabilities are kept. So memory does not
-grow with tokens × vocabulary, which is the largest tensor of a naive trainer. Matrix products run
-in the dtype that autocast says, and leave float32 where the device can; temperature, softmax and
-sums in float32. A GPU does what follows a product in one kernel (gpu/head.py), for heads without
-bias or softcap. Legend: n completion positions, d hidden size, V vocabulary.
+The forward pass makes the logits of one chunk, uses them, and drops them. The backward pass makes
+them again, except for the first chunks, whose probabilities are kept. So memory does not grow with
+tokens × vocabulary, the largest tensor of a naive trainer.
+
+Matrix products run in autocast's dtype and give float32 results if the device can. Temperature,
+softmax and sums are in float32. On a GPU, one kernel does the work after a product (gpu/head.py),
+for heads without bias or softcap. Legend: n completion positions, d hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,33 +25,38 @@ from .gpu.products import float32_product, makes_float32
 CHUNK_BYTES = 64 * 1024 * 1024
 """Size of one chunk of logits on a CPU."""
 GPU_CHUNK_BYTES = 512 * 1024 * 1024
-"""The same on a GPU, in float32; it needs a thousand positions at once, or reading the weight takes
-longest."""
+"""Size of one chunk of float32 logits on a GPU. It should hold about a thousand positions, else
+reading the weight dominates."""
 TILE_BYTES = 2 * 1024 * 1024
-"""Size of the tile of a chunk that a CPU makes float32 at once: what is done to it then stays in
-the cache."""
+"""Size of the tile of a chunk that a CPU converts to float32 at once, so that it stays in the
+cache."""
 KEPT_BYTES = 128 * 1024 * 1024
-"""Most bytes of probabilities that are kept from the forward pass to the backward pass."""
+"""Most bytes of probabilities that are kept from the forward pass for the backward pass."""
 _GRAIN = 64
-"""Rows of a chunk are a multiple of it, where there are as many: products are faster so."""
+"""The number of rows of a chunk is a multiple of it, if it has as many: products are faster."""
 _ROWS = 8192
 """Rows of a gradient that are added at once."""
 
 
 @dataclass(frozen=True)
 class Shaping:
-    """What some architectures do to their logits: z ← scale · z, then z ← softcap · tanh(z /
-    softcap)."""
+    """Changes that some architectures make to their logits.
+
+    z ← scale · z, then z ← softcap · tanh(z / softcap)
+    """
 
     scale: float = 1.0
     softcap: float | None = None
 
     @classmethod
     def of(cls, config) -> Shaping:
-        """From a model's config: Gemma's `final_logit_softcapping` (RecurrentGemma and xLSTM have
-        other names for it), Cohere's `logit_scale`, Granite's `logits_scaling`, Inkling's
-        `logits_mup_width_multiplier`, and T5's d_model ** -0.5, which it takes only where the head
-        is (or once was) the embedding itself."""
+        """Read the shaping from a model's config.
+
+        The fields are Gemma's `final_logit_softcapping` (RecurrentGemma and xLSTM have other names
+        for it), Cohere's `logit_scale`, Granite's `logits_scaling`, Inkling's
+        `logits_mup_width_multiplier`, and T5's factor d_model ** -0.5, which applies only if the
+        head is (or once was) the embedding itself.
+        """
         text = config.get_text_config()
         scale = getattr(text, "logit_scale", None) or 1.0
         for name in ("logits_scaling", "logits_mup_width_multiplier"):
@@ -79,23 +84,24 @@ def completion_logprobs(
     entropy_gradient: bool = False,
     collision: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature)[target] and the entropy of that distribution, for each
-    position.
+    """Compute log softmax(logits / temperature)[target] and that distribution's entropy.
 
     Args:
         hidden: [n, d] the hidden state that predicts each target.
-        head: the model's output embedding, with `weight` [V, d] and perhaps `bias` [V].
+        head: The model's output embedding, with `weight` [V, d] and perhaps `bias` [V].
         targets: [n] int64.
-        temperature: [n] float32 > 0, that of the row which the position belongs to.
-        shaping: of the architecture; None for none.
-        offset: [V] added to the logits before the shaping, such as BART's `final_logits_bias`; None
-            for none.
-        entropy_gradient: entropy has a gradient too; its backward pass needs one tile more.
-        collision: Σ p² of the distribution stands in place of its entropy: the probability that two
-            draws are the same id. Not with `entropy_gradient`.
+        temperature: [n] float32 > 0, the temperature of each position's row.
+        shaping: The architecture's shaping. Default: none.
+        offset: [V] added to the logits before the shaping, such as BART's `final_logits_bias`.
+            Default: none.
+        entropy_gradient: If true, the entropy has a gradient too; its backward pass needs one
+            tile more.
+        collision: If true, return Σ p² in place of the entropy: the probability that two draws
+            are the same id. Not with `entropy_gradient`.
+
     Returns:
         logprobs [n] float32, with gradient for hidden, weight and bias; entropy [n] float32 in
-        nats, without unless asked for.
+        nats, without gradient unless `entropy_gradient`.
     """
     bias = getattr(head, "bias", None)
     if offset is not None:
@@ -128,7 +134,7 @@ def completion_logprobs(
 
 
 class _Head(torch.autograd.Function):
-    """A chunk's logits are made by one product; what follows it is done tile by tile, in place."""
+    """One product makes a chunk's logits; the steps after it work tile by tile, in place."""
 
     @staticmethod
     def forward(
@@ -146,7 +152,7 @@ class _Head(torch.autograd.Function):
         dtype = product_dtype(hidden)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.shaping = shaping
-        ctx.probabilities = []  # of the first chunks
+        ctx.probabilities = []  # kept for the first chunks only
         hidden = hidden.to(dtype)
         weight = weight.to(dtype)
         temperature = temperature[:, None]
@@ -161,7 +167,7 @@ class _Head(torch.autograd.Function):
                 table = F.log_softmax(shaped, -1)
                 logprobs[rows] = table.gather(1, targets[rows, None])[:, 0]
                 probabilities = torch.exp(table, out=shaped)
-                # not products of vectors: autocast would round them to bfloat16
+                # no products of vectors, because autocast would round them to bfloat16
                 if collision:
                     entropy[rows] = torch.mul(probabilities, probabilities, out=table).sum(-1)
                 else:
@@ -183,6 +189,7 @@ class _Head(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = None
         grad_bias = None
+        # kept tensors are overwritten with gradients below; a second backward pass recomputes them
         probabilities = ctx.probabilities[::-1]
         ctx.probabilities = []
         target_minus_one = torch.expm1(logprobs[:, None])  # p − 1, exact also where p is near 1
@@ -229,8 +236,10 @@ class _Head(torch.autograd.Function):
 
 
 def _chunks(hidden: Tensor, vocabulary: int) -> list[slice]:
-    """Rows of each chunk of `hidden`, in its dtype. On a CPU all rows are one chunk where their
-    probabilities can all be kept."""
+    """Return the rows of each chunk of `hidden`.
+
+    On a CPU, all rows are one chunk if their probabilities can all be kept.
+    """
     if hidden.device.type == "cpu":
         row_bytes = hidden.itemsize * vocabulary
         fits = len(hidden) * row_bytes <= KEPT_BYTES
@@ -242,7 +251,7 @@ def _chunks(hidden: Tensor, vocabulary: int) -> list[slice]:
 
 
 def _tiles(chunk: slice, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Each tile of a chunk's logits [c, V] with its rows in all; on a GPU a chunk is one tile."""
+    """Yield each tile of a chunk's logits [c, V] with its rows among all; on a GPU one tile."""
     num_rows = len(logits)
     if logits.device.type == "cpu":
         num_rows = max(1, TILE_BYTES // (4 * logits.shape[1]))
@@ -253,8 +262,10 @@ def _tiles(chunk: slice, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _add(total: Tensor | None, more: Tensor) -> Tensor:
-    """Sum over chunks in float32; a few rows at a time, because a sum of two dtypes makes a whole
-    copy of the narrow one first."""
+    """Add `more` to the float32 sum over chunks.
+
+    It adds a few rows at a time, because adding a narrower dtype first copies it whole.
+    """
     if total is None:
         return more.float()
     for rows, more_rows in zip(total.split(_ROWS), more.split(_ROWS), strict=True):
@@ -263,7 +274,7 @@ def _add(total: Tensor | None, more: Tensor) -> Tensor:
 
 
 def _product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[c, V] logits in the dtype of both, or in float32 where the device makes that at once."""
+    """Return [c, V] logits in the dtype of both, or in float32 if the device makes it directly."""
     if makes_float32(hidden):
         return float32_product(hidden, weight.T)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -273,8 +284,10 @@ def _product(hidden: Tensor, weight: Tensor) -> Tensor:
 def _shape(
     logits: Tensor, bias: Tensor | None, temperature: Tensor, shaping: Shaping
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits [c, V] in float32, shaped, over the temperature [c, 1]; and, with a softcap, d capped
-    / d uncapped. Float32 logits are changed in place."""
+    """Shape logits [c, V] in float32 and divide them by the temperature [c, 1].
+
+    Also returns, for a softcap, d capped / d uncapped. Float32 logits are changed in place.
+    """
     logits = logits.float()
     if bias is not None:
         logits += bias

@@ -1,12 +1,12 @@
-"""Which rollouts share a micro-batch: pieces of one prompt, packed by tokens, nothing padded.
+"""Decides which rollouts share a micro-batch: pieces of one prompt, packed by tokens, no padding.
 
-A piece is one prompt with some completions that follow it; with the shared prefix a group is one
-piece (or several, when it is longer than the budget), without it each rollout is a piece of its
-own. Pieces go by best fit into rows of at most `budget` tokens; a piece that is longer gets a row
-for itself. The last id of a completion is only ever a target, so it does not stand in the row. The
-order is decided by lengths and positions alone: the same rollouts give the same micro-batches.
+A piece is one prompt with some completions that follow it. If the prefix is shared, a group is one
+piece, or several if it is longer than the budget; otherwise each rollout is its own piece. Pieces
+go by best fit into rows of at most `budget` tokens; a longer piece gets a row for itself. The last
+id of a completion is only ever a target, so it is not in the row. Lengths and positions alone
+decide the order: the same rollouts give the same micro-batches.
 
-Not of the spine: `layout` draws the rows that come of it.
+Not of the spine: `layout` draws the resulting rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Piece:
-    """One prompt (that of the first rollout) and the rollouts that continue it."""
+    """One prompt (the first rollout's) and the rollouts that continue it."""
 
     rows: tuple[int, ...]
     tokens: int
@@ -32,11 +32,16 @@ def make_pieces(
     input_tokens: Sequence[int],
     budget: int,
 ) -> list[Piece]:
-    """Rollouts `rows` with the same prompt number joined, no piece beyond `budget` unless it is a
-    single rollout.
+    """Join rollouts `rows` with the same prompt number into pieces of at most `budget` tokens.
 
-    `prompt_numbers`, `prompt_tokens` and `input_tokens` (those in the row after the prompt) are
-    indexed by rollout; equal numbers mean equal prompt ids.
+    A single rollout may exceed the budget. The other arguments are indexed by rollout.
+
+    Args:
+        rows: Rollouts to join, in order.
+        prompt_numbers: Equal numbers mean equal prompt ids.
+        prompt_tokens: Tokens of each prompt.
+        input_tokens: Tokens of each rollout in the row, after its prompt.
+        budget: Most tokens of a piece.
     """
     pieces: list[Piece] = []
     last_piece_of: dict[int, int] = {}
@@ -53,8 +58,10 @@ def make_pieces(
 
 
 def pack(pieces: Sequence[Piece], budget: int) -> list[list[Piece]]:
-    """Best-fit decreasing: each piece into the fullest micro-batch that still has room for it.
-    Longest micro-batch first."""
+    """Pack by best-fit decreasing: each piece goes into the fullest micro-batch with room for it.
+
+    The longest micro-batch comes first.
+    """
     microbatches: list[list[Piece]] = []
     free: list[tuple[int, int]] = []  # (tokens that still fit, index of the micro-batch), sorted
     for piece in sorted(pieces, key=lambda piece: -piece.tokens):
@@ -72,10 +79,10 @@ def pack(pieces: Sequence[Piece], budget: int) -> list[list[Piece]]:
 
 
 def minibatches(groups: Sequence[int], count: int) -> list[list[int]]:
-    """Rollouts 0 … len(groups)-1 cut into at most `count` mini-batches of about equal size; a group
-    stays whole, its rollouts in their order.
+    """Cut rollouts 0 … len(groups)-1 into at most `count` mini-batches of about equal size.
 
-    `groups` lists the group of each rollout; the groups are taken in the order of their numbers.
+    A group stays whole, with its rollouts in their order. `groups` lists the group of each rollout;
+    groups are taken in the order of their numbers.
     """
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):

@@ -1,13 +1,12 @@
-"""Pictures in a row of ids: what the part of the model that sees makes of them stands in place of
-the embeddings of their ids.
+"""Pictures in a row of ids: their features take the place of the embeddings of their ids.
 
     ids         <fake> <global> <image> <image> <image> <image> <fake>  what  is  …
     embeddings    e       e       f0      f1      f2      f3       e      e    e      f: features
 
-Which places are a picture's is told by its span in the prompt, never by the id alone: a policy can
-sample that id, and it is an ordinary one then.
+A picture's positions come from its span in the prompt, never from the id alone: a policy can sample
+that id, and then it is an ordinary one.
 
-Not of the spine: only prompts with pictures come here.
+Not of the spine: only prompts with pictures need it.
 """
 
 from __future__ import annotations
@@ -24,33 +23,35 @@ from quiver.schemas.errors import SchemaError
 from quiver.stages.common.ragged import Ragged
 
 Inputs = dict[str, Tensor]
-"""The arguments of a model's `get_image_features`, for one picture or more."""
+"""Arguments of a model's `get_image_features`, for one picture or more."""
 At = tuple[np.ndarray, np.ndarray]
-"""[n] rollouts, and [n] where each begins in a row of tokens."""
+"""[n] rollouts, and [n] the index in a row of tokens at which each begins."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What B rollouts were shown after their prompts."""
+    """Pictures that B rollouts were shown after their prompts."""
 
     numbers: Ragged
-    """[B rows] int64: which pictures, in the order of their places."""
+    """[B rows] int64: numbers of the pictures, in the order of their places."""
     starts: Ragged
-    """[B rows] int64: where the ids of each begin, counted from the end of the prompt."""
+    """[B rows] int64: start of each picture's ids, counted from the end of the prompt."""
     places: Ragged
-    """[B rows] int64, rising: where their features go, counted alike."""
+    """[B rows] int64, ascending: positions of their features, counted likewise."""
 
     @classmethod
     def of_table(cls, rows: pa.Table, token: int, first_number: int) -> Observed:
-        """Of rollouts/3, whose pictures are numbered from `first_number` on; `token` is the id at
-        each of the places."""
+        """Read observed pictures from rollouts/3.
+
+        Pictures are numbered from `first_number` on; `token` is the id at each feature's position.
+        """
         numbers: list[list[int]] = []
         starts: list[list[int]] = []
         places: list[np.ndarray] = []
         next_number = first_number
         for images, turns in zip(rows["images"], rows["turns"], strict=True):
             spans: list[tuple[int, int, int]] = []
-            begins = []  # of each turn's observation, counted from the end of the prompt
+            begins = []  # start of each turn's observation, counted from the end of the prompt
             ids = []
             if images.is_valid:
                 columns = (images.values.field(name) for name in ("turn", "start", "length"))
@@ -71,27 +72,27 @@ class Observed:
         return cls(ragged_of(numbers), ragged_of(starts), ragged_of(places))
 
     def take(self, rows: Tensor) -> Observed:
-        """Rollouts `rows`, in that order."""
+        """Return rollouts `rows`, in that order."""
         return Observed(self.numbers.take(rows), self.starts.take(rows), self.places.take(rows))
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """What B rollouts are shown: by their prompts, and by what answers them."""
+    """Pictures that B rollouts are shown, by their prompts and by observations."""
 
     numbers: Ragged
-    """[B rows] int64: which pictures, in the order of their places."""
+    """[B rows] int64: numbers of the pictures, in the order of their places."""
     places: Ragged
-    """[B rows] int64, rising: where in the prompt their features go."""
+    """[B rows] int64, ascending: positions of their features in the prompt."""
     read: Callable[[Sequence[int]], Inputs]
-    """The inputs of the pictures of these numbers."""
+    """Returns the model inputs of the pictures with these numbers."""
     token: int
-    """The id at each of the places."""
+    """Id at each feature's position."""
     observed: Observed | None = None
-    """What was shown after the prompts, where anything was."""
+    """Pictures shown after the prompts, if any."""
 
     def take(self, rows: Tensor) -> Pictures:
-        """Rollouts `rows`, in that order."""
+        """Return rollouts `rows`, in that order."""
         return replace(
             self,
             numbers=self.numbers.take(rows),
@@ -100,12 +101,14 @@ class Pictures:
         )
 
     def slice(self, start: int, count: int) -> Pictures:
-        """`count` rollouts from `start` on."""
+        """Return `count` rollouts from `start` on."""
         return self.take(torch.arange(start, start + count))
 
     def of_rollout(self, row: int, device: torch.device, num_read: int = 0) -> Inputs:
-        """The inputs of all that is shown to rollout `row` in its prompt and the first `num_read`
-        ids behind it, together."""
+        """Return the joint model inputs of all pictures that rollout `row` is shown.
+
+        These are the pictures in its prompt and in the first `num_read` ids after it.
+        """
         numbers = self.numbers[row].tolist()
         if self.observed is not None:
             is_read = self.observed.starts[row] < num_read
@@ -115,21 +118,27 @@ class Pictures:
 
 @dataclass(frozen=True)
 class PicturesInRow:
-    """What a row of tokens shows, on the model's device."""
+    """Pictures in a row of tokens, on the model's device."""
 
     inputs: tuple[Inputs, ...]
-    """Of each picture, once."""
+    """Inputs of each picture, once."""
     order: tuple[int, ...]
-    """Which of them are shown, one after another."""
+    """Indices into `inputs` in the order in which the row shows them."""
     places: Tensor
-    """[m] int64: where in the row their features go."""
+    """[m] int64: positions in the row of their features."""
 
 
 def in_row(
     pictures: Pictures | None, prompts: At, completions: At, device: torch.device | str
 ) -> PicturesInRow | None:
-    """What a row of tokens shows, which holds the prompts of some rollouts and the completions of
-    others, where these begin; None where it shows nothing."""
+    """Return the pictures in a row of tokens, or None if it has none.
+
+    Args:
+        pictures: Pictures of all rollouts.
+        prompts: Rollouts whose prompts are in the row, and where each prompt begins.
+        completions: Rollouts whose completions are in the row, and where each begins.
+        device: The model's device.
+    """
     if pictures is None:
         return None
     parts = [(pictures, prompts)]
@@ -157,23 +166,27 @@ def _moved(inputs: Inputs, device: torch.device | str) -> Inputs:
 
 
 def ragged_of(rows: list) -> Ragged:
-    """Rows of numbers, one a rollout."""
+    """Return lists of numbers, one per rollout, as int64 Ragged."""
     values = np.concatenate([np.empty(0, np.int64), *rows]).astype(np.int64)
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     return Ragged.from_lengths(torch.from_numpy(values), lengths)
 
 
 def feature_places(ids: np.ndarray, spans: Sequence[tuple[int, int]], token: int) -> np.ndarray:
-    """[m] int64, rising: the places in `ids` [P] of a prompt that hold features: those of id
-    `token` in the `spans` of its pictures, (start, length) each."""
+    """Return the positions [m] int64, ascending, in prompt `ids` [P] that hold features.
+
+    These are the positions of id `token` within the pictures' `spans`, (start, length) each.
+    """
     in_spans = [np.arange(start, start + length) for start, length in spans]
     places = np.concatenate([np.empty(0, np.int64), *in_spans])
     return places[ids[places] == token]
 
 
 def join_pictures(parts: Sequence[tuple[Pictures | None, int]]) -> Pictures | None:
-    """Of several tables, one after another, each with how many rows it has; None where none shows
-    anything."""
+    """Join the pictures of several tables, given each with its number of rows.
+
+    Returns None if no table has pictures.
+    """
     shown = [part for part, _ in parts if part is not None]
     if not shown:
         return None
@@ -230,8 +243,10 @@ def _concatenated(parts: Sequence[Ragged]) -> Ragged:
 
 
 def embed(model: nn.Module, ids: Tensor, pictures: PicturesInRow) -> Tensor:
-    """[1, N, d] what the model reads of a row of `ids` [1, N]: their embeddings, and the features
-    of pictures. Each picture is looked at once. SchemaError."""
+    """Return [1, N, d] the embeddings of a row of `ids` [1, N], with picture features put in.
+
+    Each picture is encoded once. Raises SchemaError if features and places differ in number.
+    """
     features = [image_features(model, inputs) for inputs in pictures.inputs]
     shown = torch.cat([features[picture] for picture in pictures.order])
     embeddings = model.get_input_embeddings()(ids)[0]
@@ -239,15 +254,17 @@ def embed(model: nn.Module, ids: Tensor, pictures: PicturesInRow) -> Tensor:
 
 
 def image_features(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """[m, d] the features of a picture, for all of its places."""
+    """Return [m, d] the features of a picture, for all of its positions."""
     output = model.get_image_features(**inputs).pooler_output
     parts = output if isinstance(output, list | tuple) else [output]
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
 
 def put_features(embeddings: Tensor, places: Tensor, features: Tensor, name: str) -> Tensor:
-    """`embeddings` [N, d] with `features` [m, d] at `places` [m]. SchemaError about `name` where
-    there are more or fewer of these."""
+    """Return `embeddings` [N, d] with `features` [m, d] at `places` [m].
+
+    Raises SchemaError about `name` if their numbers differ.
+    """
     if len(features) != len(places):
         raise SchemaError(
             name,
@@ -259,8 +276,8 @@ def put_features(embeddings: Tensor, places: Tensor, features: Tensor, name: str
 
 
 def sight(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The weights that only pictures go through: all but those of the language model and its
-    embeddings."""
+    """Yield the weights that only pictures go through: all except the language model's and its
+    embeddings'."""
     if not hasattr(model, "get_image_features"):
         return
     parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())

@@ -1,11 +1,10 @@
-"""The policy as the trainer sees it: a micro-batch's layout in; for each completion token out one
-logprob, one entropy and, with a value head, one value.
+"""The policy as the trainer sees it: a layout in; logprobs, entropy and values out, per token.
 
-    policy = Policy(model, autocast=False)
-    policy.set_mode("shared")              # or choose_mode(policy, …) of verify.py, which tries it
-    microbatches = policy.microbatches(rows, prompt_numbers, sequences, budget)
-    for layout in policy.layouts(microbatches, sequences):
-        logprobs, entropy, values = policy(layout)
+policy = Policy(model, autocast=False)
+policy.set_mode("shared")              # or choose_mode(policy, …) of verify.py, which tries it
+microbatches = policy.microbatches(rows, prompt_numbers, sequences, budget)
+for layout in policy.layouts(microbatches, sequences):
+    logprobs, entropy, values = policy(layout)     # values: None without a value head
 """
 
 from __future__ import annotations
@@ -33,13 +32,12 @@ from .precision import products
 
 
 class Policy(nn.Module):
-    """A language model behind `forward(layout) -> logprobs [n], entropy [n], values [n] or None`,
-    under bfloat16 autocast where asked (see precision.py).
+    """A language model behind `forward(layout) -> logprobs [n], entropy [n], values [n] or None`.
 
-    Causal and encoder-decoder models differ in their layout (`layout`, `microbatches`) and their
-    hidden states alone. A value head, hidden states [n, d] -> values [n], reads the same hidden
-    states as the output embedding, or those of `value_trunk`, another model of the same
-    architecture.
+    If `autocast`, it runs under bfloat16 autocast (see precision.py). Causal and encoder-decoder
+    models differ only in their layout (`layout`, `microbatches`) and their hidden states. A value
+    head, hidden states [n, d] -> values [n], reads the same hidden states as the output embedding,
+    or the hidden states of `value_trunk`, another model of the same architecture.
     """
 
     def __init__(
@@ -59,15 +57,15 @@ class Policy(nn.Module):
         self.shaping = Shaping.of(model.config)
         self.is_causal = not model.config.is_encoder_decoder
         self.decoder_start_id = None if self.is_causal else decoder_start_id(model)
-        """The id that an encoder-decoder model's decoder reads first."""
+        """Id that an encoder-decoder model's decoder reads first."""
         self.varlen = False
-        """Attend by the kernel for sequences of any lengths; see `choose_kernel` in verify.py."""
+        """If true, attend by the kernel for sequences of any lengths (`choose_kernel`)."""
         self.entropy_gradient = False
-        """The entropy has a gradient too."""
+        """If true, the entropy has a gradient too."""
         self.collision = False
-        """Σ p² stands in place of the entropy; see `completion_logprobs`."""
+        """If true, compute Σ p² in place of the entropy; see `completion_logprobs`."""
         self.keeps_casts = True
-        """Autocast keeps what it has cast."""
+        """If true, autocast keeps its casts."""
         self._projections: list[Group] = []
 
     @property
@@ -75,24 +73,26 @@ class Policy(nn.Module):
         return self.model.device
 
     def set_mode(self, mode: str) -> None:
-        """`shared`, `packed` or `single`: see attention.py. An encoder-decoder model always attends
-        in its own way."""
+        """Set the mode `shared`, `packed` or `single` (see attention.py). An encoder-decoder model
+        always attends in its own way."""
         for trunk in (self.model, self.value_trunk):
             if trunk is not None:
                 set_mode(trunk, mode if self.is_causal else "single")
         self.mode = mode
 
     def fuse(self) -> None:
-        """Fuse the projections that read the same input, on a GPU norms, MLPs and rotations too,
-        and else recompute these in the backward pass; the weights must have their dtype and
-        device."""
+        """Fuse projections that read the same input, and make norms and MLPs cheaper.
+
+        On a GPU, kernels replace norms, MLPs and rotations. Otherwise norms and MLPs are recomputed
+        in the backward pass. The weights must have their final dtype and device.
+        """
         self._projections = fuse_projections(self)
         with self.context():
             fuse_modules(self)
             recompute_norms_and_mlps(self)
 
     def free(self) -> None:
-        """Give back the memory of weights and gradients; nothing can be computed after this."""
+        """Release the memory of weights and gradients; the policy is unusable afterwards."""
         for group in self._projections:
             group.free()
         for tensor in (*self.parameters(), *self.buffers()):
@@ -101,11 +101,11 @@ class Policy(nn.Module):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         else:
-            with suppress(AttributeError):  # not every C library has it
+            with suppress(AttributeError):  # not every C library has malloc_trim
                 ctypes.CDLL(None).malloc_trim(0)
 
     def layout(self, pieces: Sequence[Piece], sequences: Sequences) -> Layout | Pairs:
-        """`pieces` as what `forward` reads, on the model's device."""
+        """Lay out `pieces` for `forward`, on the model's device."""
         if self.is_causal:
             return make_layout(pieces, sequences, self.device, varlen=self.varlen)
         return make_pairs(pieces, sequences, self.decoder_start_id, self.device)
@@ -116,8 +116,10 @@ class Policy(nn.Module):
         sequences: Sequences,
         finish: Callable[[Layout | Pairs], Any] = lambda layout: layout,
     ) -> Iterator[Any]:
-        """The layout of each micro-batch in turn, or what `finish` makes of it; while one is used,
-        a thread makes the next and moves it to the device."""
+        """Yield the layout of each micro-batch in turn, or the result of `finish` for it.
+
+        While one is used, a thread makes the next and moves it to the device.
+        """
 
         def make(pieces: Sequence[Piece]) -> Any:
             return finish(self.layout(pieces, sequences))
@@ -135,8 +137,8 @@ class Policy(nn.Module):
     def microbatches(
         self, rows: Sequence[int], prompt_numbers: Sequence[int], sequences: Sequences, budget: int
     ) -> list[list[Piece]]:
-        """Rollouts `rows` as micro-batches of at most `budget` tokens; with `single` one rollout
-        each. Rollouts with equal `prompt_numbers` have the same prompt ids."""
+        """Pack rollouts `rows` into micro-batches of at most `budget` tokens; `single` gives one
+        rollout each. Rollouts with equal `prompt_numbers` have the same prompt ids."""
         if not self.is_causal and self.mode != "single":
             shared = prompt_numbers if self.mode == "shared" else range(len(prompt_numbers))
             return pack_pairs(rows, shared, sequences, budget)
@@ -145,8 +147,11 @@ class Policy(nn.Module):
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """The precision asked for, of backward passes too while it is held open. Over a whole step,
-        autocast casts each weight once a step instead of once a pass."""
+        """Set the policy's precision, for backward passes too while it is open.
+
+        Held open over a whole step, it makes autocast cast each weight once per step instead of
+        once per pass.
+        """
         with (
             products(self.device),
             casts(self._projections),
@@ -162,9 +167,11 @@ class Policy(nn.Module):
     def forward(
         self, layout: Layout | Pairs, *, frozen: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Logprobs, entropy (without gradient, unless `entropy_gradient`) and values of the
-        layout's targets. `frozen`: the values alone have a gradient, for the value head and a trunk
-        of its own."""
+        """Return logprobs, entropy and values of the layout's targets.
+
+        The entropy has no gradient unless `entropy_gradient`. If `frozen`, only the values have a
+        gradient, for the value head and a trunk of its own.
+        """
         with self.context():
             with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
                 hidden = self._hidden(self.model, layout)
@@ -186,7 +193,7 @@ class Policy(nn.Module):
             return logprobs, entropy, self.value_head(hidden)
 
     def _hidden(self, trunk: nn.Module, layout: Layout | Pairs) -> Tensor:
-        """[n, d] hidden states of `trunk` that predict the layout's targets."""
+        """Return [n, d] hidden states of `trunk` that predict the layout's targets."""
         if self.is_causal:
             return hidden_states(trunk, layout, single=self.mode == "single")
         return decoder_states(trunk, layout)
@@ -199,7 +206,7 @@ def pieces_of(
     sequences: Sequences,
     budget: int,
 ) -> list[Piece]:
-    """Rollouts `rows` as pieces: prompts joined when `mode` is `shared`, else one rollout each."""
+    """Return rollouts `rows` as pieces: prompts joined if `mode` is `shared`, else one each."""
     return make_pieces(
         rows,
         prompt_numbers if mode == "shared" else range(len(sequences.prompts)),
@@ -210,13 +217,13 @@ def pieces_of(
 
 
 def token_budget(device: torch.device) -> int:
-    """Tokens of one micro-batch where nobody said otherwise."""
+    """Return the default number of tokens of one micro-batch on `device`."""
     return 8192 if device.type == "cuda" else 2048
 
 
 def score(policy: Policy, microbatches: Sequence[Sequence[Piece]], sequences: Sequences) -> Tensor:
-    """[N] float32 logprobs of the completion tokens of the rollouts in `microbatches`, on the CPU;
-    0 for the others."""
+    """Return [N] float32 logprobs of the completion tokens of the rollouts in `microbatches`, on
+    the CPU; 0 for other rollouts."""
     return score_and_judge(policy, microbatches, sequences)[0]
 
 
@@ -224,8 +231,10 @@ def score(policy: Policy, microbatches: Sequence[Sequence[Piece]], sequences: Se
 def score_and_judge(
     policy: Policy, microbatches: Sequence[Sequence[Piece]], sequences: Sequences
 ) -> Tensor:
-    """[3, N] float32: logprobs, values where the policy has a value head, and entropy; 0 where
-    there is none, and for other rollouts."""
+    """Return [3, N] float32: logprobs, values and entropy.
+
+    Values are 0 without a value head; all three are 0 for other rollouts.
+    """
     scores = torch.zeros(3, int(sequences.completions.offsets[-1]))
     with policy.context():
         for layout in policy.layouts(microbatches, sequences):

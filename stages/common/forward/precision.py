@@ -1,15 +1,15 @@
-"""The precision of a pass by its name, for whoever runs one: optimize and logprobs.
+"""The precision of a pass, by name, as `optimize` and `logprobs` use it.
 
-| name | weights | products of matrices |
+| name | weights | matrix products |
 |---|---|---|
-| `fp32` | float32 | float32; on a CPU by the faster of torch's two, where that is exact too |
+| `fp32` | float32 | float32; on a CPU by the faster of torch's two ways, if that is exact too |
 | `bf16` | float32 | bfloat16 (autocast); norms and softmax in float32 |
-| `bf16_pure` | bfloat16 | bfloat16, and so is all that layers hand on |
+| `bf16_pure` | bfloat16 | bfloat16, and so are all states between layers |
 
-Whatever the name, logits become float32 before temperature and softmax. Which names a stage knows,
-its config says.
+In every precision, logits become float32 before temperature and softmax. A stage's config lists the
+names that it knows.
 
-Not of the spine: to the trainer a precision is a name, and the table says what it stands for.
+Not of the spine: to the trainer a precision is a name, explained by the table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 
 def resolve(precision: str, device: torch.device) -> str:
-    """`precision`, and for `auto` that of the device: bf16 on a GPU, fp32 on a CPU."""
+    """Return `precision`; for `auto`, the device's default: bf16 on a GPU, fp32 on a CPU."""
     if precision != "auto":
         return precision
     return "bf16" if device.type == "cuda" else "fp32"
@@ -31,13 +31,12 @@ def resolve(precision: str, device: torch.device) -> str:
 
 @contextmanager
 def products(device: torch.device) -> Iterator[None]:
-    """Products of float32 matrices, as fast as they are exact, for as long as it is open; then as
-    they were.
+    """Make products of float32 matrices as fast as they are exact, while the context is open.
 
-    Unless it is told that less will do, torch multiplies by MKL on a CPU, on processors that are
-    not Intel's at half of oneDNN's speed; and what oneDNN does where less will do is float32 still,
-    on processors without AMX. The setting is the whole process's, so the backward pass, whatever
-    thread it runs in, is meant too.
+    By default torch multiplies with MKL on a CPU, which on processors not made by Intel has half of
+    oneDNN's speed. With `medium` precision torch uses oneDNN, which on processors without AMX still
+    computes in float32. The setting applies to the whole process, so it covers the backward pass in
+    other threads too.
     """
     before = torch.get_float32_matmul_precision()
     if device.type == "cpu" and onednn_is_exact():
@@ -50,8 +49,11 @@ def products(device: torch.device) -> Iterator[None]:
 
 @cache
 def onednn_is_exact() -> bool:
-    """Whether this processor's `medium` products are float32: measured against float64, relative
-    error below 1e-6 (float32 is at 2e-7, TF32 and three bfloat16 products at 1e-5 or more)."""
+    """True if this processor's `medium` products are float32.
+
+    Measured against float64: the relative error must be at most 1e-6 (float32 is at 2e-7, TF32 and
+    three bfloat16 products at 1e-5 or more).
+    """
     draw = torch.Generator().manual_seed(0)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
@@ -68,8 +70,11 @@ def onednn_is_exact() -> bool:
 
 @contextmanager
 def layers_in_float32(model: nn.Module) -> Iterator[None]:
-    """Let weights that are bfloat16 be float32 for as long as it is open: those of a layer while it
-    computes, so that the others need no memory, and those outside of the layers all the time."""
+    """Make bfloat16 weights float32 while the context is open.
+
+    The weights of a layer are widened only while it computes, so that the other layers need no more
+    memory; weights outside the layers are widened all the time.
+    """
     narrow_weights: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = {}
 
     def widen(module: nn.Module, *_: object) -> None:
@@ -98,10 +103,10 @@ def layers_in_float32(model: nn.Module) -> Iterator[None]:
 
 
 def narrow(model: nn.Module) -> dict[nn.Parameter, Tensor]:
-    """Make the weights of `model` bfloat16 in place, rounded to nearest; what each was before.
+    """Round the weights of `model` to bfloat16 in place (to nearest), and return the originals.
 
-    Gradients become float32, so that sums over micro-batches lose nothing. Buffers stay: rotary
-    frequencies in bfloat16 would confuse positions.
+    Gradients become float32, so that sums over micro-batches lose nothing. Buffers are unchanged:
+    rotary frequencies in bfloat16 would confuse positions.
     """
     before = {}
     for parameter in model.parameters():

@@ -1,13 +1,14 @@
-"""What is tried out on real rollouts before a stage relies on it: the packing and the attention
-kernel.
+"""Checks on real rollouts, before a stage relies on them: the packing and the attention kernel.
 
-`choose_mode` asks `judge` (architecture.py) which ways of packing suit the architecture, compares
-them on real rollouts with the model's own forward pass, one rollout at a time, and takes the
-fastest that agrees; so an architecture that the block attention does not suit costs speed, never
-correctness. `choose_kernel` takes, on a GPU in bfloat16, one kernel for sequences of any lengths in
-place of torch's fused kernels on blocks, if this build has it and it gives the numbers of attention
-in float32 on what attention is really given for the first micro-batch. No clock decides, so two
-runs have the same kernel. Everywhere else there are only blocks.
+`choose_mode` asks `judge` (architecture.py) which ways of packing suit the architecture. It
+compares them on real rollouts with the model's own forward pass, one rollout at a time, and takes
+the fastest that agrees. So an architecture that block attention does not suit costs speed, never
+correctness.
+
+`choose_kernel` may replace torch's fused kernels on blocks by one kernel for sequences of any
+lengths. This needs a GPU, bfloat16, a build with the kernel, and agreement with attention in
+float32 on the real inputs of the first micro-batch. No timing decides, so two runs use the same
+kernel. In all other cases attention uses blocks.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from .policy import Policy, score
 from .precision import layers_in_float32
 
 TOLERANCE = 2e-3
-"""Nats: the largest difference in float32 between two ways of computing one logprob."""
+"""Largest difference, in nats, in float32 between two ways of computing one logprob."""
 _ENOUGH_TOKENS = 16
-"""Completion tokens that a rollout of the comparison should have."""
+"""Completion tokens that a compared rollout should have."""
 _MOST_TOKENS = 256
-"""The most completion tokens of a rollout that are compared."""
+"""Most completion tokens of a rollout that are compared."""
 _KERNEL_TOLERANCE = 0.02
-"""Largest error of an output or gradient, as a share of its norm: bfloat16 itself is near 0.005, a
-wrong key far above."""
+"""Largest error of an output or gradient, as a share of its norm: bfloat16's own error is near
+0.005, a wrong key gives far more."""
 log = logging.getLogger(__name__)
 
 
@@ -50,11 +51,10 @@ log = logging.getLogger(__name__)
 def choose_mode(
     policy: Policy, sequences: Sequences, prompt_numbers: Sequence[int], preferred: str
 ) -> str:
-    """Set and return the first mode from `preferred` on whose logprobs agree with the model's own.
-    ConfigError when none does.
+    """Set and return the first mode from `preferred` on that gives the model's own logprobs.
 
-    The comparison is in float32, whatever the precision of the passes to come; so weights must
-    still be.
+    The comparison is in float32, in every precision of later passes, so call it before `narrow`
+    rounds the weights. Raises ConfigError if no mode agrees.
     """
     verdict = judge(policy.model.config)
     verdict.require(f"model {type(policy.model).__name__}")
@@ -99,12 +99,12 @@ def choose_mode(
 
 
 def _own_logprobs(policy: Policy, sequences: Sequences, row: int) -> Tensor:
-    """Logprobs of the first tokens of rollout `row`, by the model's own pass over it alone."""
+    """Return logprobs of the first tokens of rollout `row`, by the model's own pass over it."""
     completion = sequences.completions[row][:_MOST_TOKENS]
     temperature = float(sequences.temperature[row])
     pictures = sequences.pictures
     if pictures is not None:
-        # the model takes an id that was sampled for a place of a picture
+        # stop before a sampled picture id: the model would take it for a picture's position
         sampled = (completion == pictures.token).nonzero()[:, 0].tolist()
         completion = completion[: sampled[0] if sampled else None]
     if not len(completion):
@@ -123,7 +123,7 @@ def _own_logprobs(policy: Policy, sequences: Sequences, row: int) -> Tensor:
 
 @contextmanager
 def _forward_errors(model: nn.Module) -> Iterator[None]:
-    """Turn what modeling code raises at plain rows of text into ConfigError about the model."""
+    """Convert errors of modeling code at plain rows of text into ConfigError about the model."""
     try:
         yield
     except FAILURES as error:
@@ -138,15 +138,18 @@ def _forward_errors(model: nn.Module) -> Iterator[None]:
 
 
 def depends_on_length(config) -> bool:
-    """Whether rotary frequencies change with the row's length, as in `dynamic` and `longrope`: a
-    packed row is a longer one."""
+    """True if rotary frequencies change with the row's length, as with `dynamic` and `longrope`;
+    packing makes rows longer."""
     kinds = [rope.get("rope_type") for rope in _rotations(config)]
     return "dynamic" in kinds or "longrope" in kinds
 
 
 def most_tokens_alike(config) -> int | None:
-    """Most tokens of a row that `longrope` gives the rotary frequencies of every shorter row; None
-    where there is no such limit. `dynamic` changes behind the context's end, where no row goes."""
+    """Return the most tokens of a row that `longrope` treats like every shorter row.
+
+    Returns None if there is no such limit. `dynamic` changes only beyond the context's end, which
+    no row reaches.
+    """
     limits = [
         rope.get("original_max_position_embeddings")
         for rope in _rotations(config)
@@ -156,14 +159,14 @@ def most_tokens_alike(config) -> int | None:
 
 
 def _rotations(config) -> list[dict[str, Any]]:
-    """One set of rotary parameters for all layers, or one for each kind of layer."""
+    """Return the rotary parameters: one set for all layers, or one for each kind of layer."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     return [rope for rope in [parameters, *parameters.values()] if isinstance(rope, dict)]
 
 
 def _probe(sequences: Sequences, prompt_numbers: Sequence[int]) -> list[int]:
-    """Up to three rollouts, as short as can be of those with enough tokens: two of one prompt where
-    there are two, and one of another."""
+    """Return up to three rollouts, the shortest that have enough tokens: two of one prompt if
+    possible, and one of another."""
     completion_tokens = sequences.completions.lengths.tolist()
     tokens = (sequences.prompts.lengths + sequences.input_lengths).tolist()
 
@@ -188,8 +191,11 @@ def largest_gap(
     prompt_numbers: Sequence[int],
     expected: list[Tensor],
 ) -> float:
-    """The largest difference of the logprobs by `mode` to `expected`, those of the first tokens of
-    each rollout of `sequences`; infinity where the mode does not run."""
+    """Return the largest difference between logprobs by `mode` and `expected`.
+
+    `expected` has the logprobs of the first tokens of each rollout of `sequences`. Returns infinity
+    if the mode does not run.
+    """
     policy.set_mode(mode)
     microbatches = policy.microbatches(range(len(expected)), prompt_numbers, sequences, 1 << 30)
     try:
@@ -207,7 +213,7 @@ def largest_gap(
     if not gaps:
         log.warning("packing %r cannot be tried: each completion begins with a picture's id", mode)
         return 0.0
-    # NaN wherever it stands, which Python's max would drop
+    # torch's max propagates NaN, which Python's max could drop
     return float(torch.stack(gaps).max())
 
 
@@ -216,19 +222,18 @@ def largest_gap(
 
 @dataclass(frozen=True)
 class Call:
-    """What a layer gave to attention: queries [1, H, N, e], keys and values [1, h, N, e], and the
-    options beside them."""
+    """Arguments of one attention call in a layer: queries [1, H, N, e], keys and values
+    [1, h, N, e], and the options."""
 
     states: tuple[Tensor, Tensor, Tensor]
     options: dict[str, Any]
 
 
 def choose_kernel(policy: Policy, pieces: Sequence[Piece], sequences: Sequences) -> str:
-    """Set and return the kernel of the policy's passes: `blocks`, `varlen`, or `model` where the
-    model attends in its own way.
+    """Set and return the kernel of the policy's passes.
 
-    With gradients, where they are enabled, the backward pass counts too. `pieces` are a
-    micro-batch.
+    The result is `blocks`, `varlen`, or `model` if the model attends in its own way. If gradients
+    are enabled, the backward pass is checked too. `pieces` are one micro-batch.
     """
     policy.varlen = False
     if policy.mode == "single" or not policy.is_causal:
@@ -245,7 +250,7 @@ def choose_kernel(policy: Policy, pieces: Sequence[Piece], sequences: Sequences)
 
 @contextmanager
 def recorded() -> Iterator[dict[tuple, Call]]:
-    """Inside, the first call of block attention of each kind is kept."""
+    """Record, inside the context, the first call of block attention of each kind."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     calls: dict[tuple, Call] = {}
@@ -267,19 +272,19 @@ def recorded() -> Iterator[dict[tuple, Call]]:
 
 
 def varlen_is_right(calls: Sequence[Call], layout: Layout) -> bool:
-    """Whether the kernel for any lengths runs here, and is right in each of `calls`; `layout` has
-    runs."""
+    """True if the kernel for any lengths runs here and is right in each of `calls`; `layout` must
+    have runs."""
     if any(call.states[2].dtype != torch.bfloat16 for call in calls):
         return False
     try:
         for call in calls:
             error = _varlen_error(call, layout)
-            if not error <= _KERNEL_TOLERANCE:  # NaN is not
+            if not error <= _KERNEL_TOLERANCE:  # written so that NaN fails too
                 log.warning(
                     "attention: varlen is wrong here by %.3f of the norm; using blocks", error
                 )
                 return False
-    except Exception as error:  # whatever Triton, its compilers and the driver raise
+    except Exception as error:  # Triton, its compilers and the driver raise many types
         if says_no_memory(error):
             raise
         log.warning("attention: varlen does not run here (%s); using blocks", error)
@@ -288,8 +293,8 @@ def varlen_is_right(calls: Sequence[Call], layout: Layout) -> bool:
 
 
 def _varlen_error(call: Call, layout: Layout) -> float:
-    """Of output and gradients the largest difference to blocks in float32, as a share of its
-    norm."""
+    """Return the largest difference of output and gradients from blocks in float32, as a share of
+    the norm."""
     narrow = tuple(states.to(torch.bfloat16) for states in call.states)
     wide = tuple(states.float() for states in narrow)
     outputs = _pass(Call(narrow, call.options), layout)
@@ -303,8 +308,8 @@ def _varlen_error(call: Call, layout: Layout) -> float:
 
 
 def _pass(call: Call, layout: Layout) -> list[Tensor]:
-    """The output, and where gradients are enabled those of the states for the same random gradient
-    each time."""
+    """Return the output and, if gradients are enabled, the gradients of the states, for the same
+    random output gradient each time."""
     with_gradients = torch.is_grad_enabled()
     leaves = [states.detach().requires_grad_(with_gradients) for states in call.states]
     output, _ = block_attention(None, *leaves, None, layout=layout, **call.options)

@@ -1,1 +1,1 @@
-"""Pictures in prompts: whether bytes are a picture, and what a model reads of one."""
+"""Pictures in prompts: checking, decoding, and conversion to a model's inputs."""

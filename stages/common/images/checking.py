@@ -1,8 +1,7 @@
-"""Whether bytes are a picture: they are decoded in a child process, whole, before anything else
-reads them.
+"""Checks that bytes are a picture: a child process decodes them fully before anything else does.
 
-    with ImageCheck(ImageLimits()) as check:
-        width, height = check.size("prompt sum-0017: its picture 1", content)
+with ImageCheck(ImageLimits()) as check:
+    width, height = check.size("prompt sum-0017: its picture 1", content)
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from quiver.stages.common.runtime.subprocesses import Process
 _WORKER = Path(__file__).with_name("decoder.py")
 _MEMORY_FOR_LIBRARIES = 1024**3
 _BYTES_A_PIXEL = 16
-"""What decoding holds of one, the decoder's own copies counted."""
+"""Bytes that decoding holds per pixel, including the decoder's own copies."""
 
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """What a picture may take."""
+    """Limits of one picture: pixels, size in bytes, and seconds to decode it."""
 
     pixels: int = 4096 * 4096
     bytes: int = 20 * 1024**2
@@ -34,7 +33,7 @@ class ImageLimits:
 
 
 class ImageCheck:
-    """A child process that decodes pictures; after one that ended it, the next starts another."""
+    """A child process that decodes pictures. If a picture ends it, the next call starts another."""
 
     def __init__(self, limits: ImageLimits) -> None:
         self._limits = limits
@@ -47,14 +46,16 @@ class ImageCheck:
         self.close()
 
     def close(self) -> None:
-        """End the child and wait for it."""
+        """End the child process and wait for it."""
         if self._child is not None:
             self._child.end(grace=0)
             self._child = None
 
     def size(self, name: str, content: bytes) -> tuple[int, int]:
-        """Width and height in pixels of the picture in `content`, a PNG, JPEG or WebP. ConfigError
-        about `name` where it is none, or takes more than the limits allow."""
+        """Return width and height in pixels of the picture in `content`, a PNG, JPEG or WebP.
+
+        Raises ConfigError about `name` if it is not a picture or exceeds a limit.
+        """
         limits = self._limits
         if len(content) > limits.bytes:
             problem = f"has {len(content):,} bytes, at most {limits.bytes:,} are read"

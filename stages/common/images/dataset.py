@@ -1,7 +1,9 @@
-"""The pictures that saved rollouts were sampled from: they lie in the prompts, once each, and are
-found by the rollouts' manifest.
+"""Loads the pictures that saved rollouts were sampled from.
 
-Not of the spine: only prompts with pictures come here.
+Pictures of prompts are stored once, in the prompts dataset, which the rollouts' manifest names.
+Observed pictures are in the rollouts themselves.
+
+Not of the spine: only prompts with pictures need it.
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ from .processor import image_token_id, load_processor
 
 
 def open_prompts(store: Store, rollouts: Version) -> pa.Table | None:
-    """group_id, prompt_ids, images and image_spans of the prompts that `rollouts` answer; None
-    where these show no pictures. LineageError."""
+    """Return group_id, prompt_ids, images and image_spans of the prompts that `rollouts` answer.
+
+    Returns None if they show no pictures. Raises LineageError.
+    """
     manifest = rollouts.manifest
     sees_images = any(model.processor for model in manifest.models)
     if not sees_images or manifest.input("prompts") is None:
@@ -47,9 +51,11 @@ def open_prompts(store: Store, rollouts: Version) -> pa.Table | None:
 def load_pictures(
     store: Store, rollouts: Version, rows: pa.Table, policy: Version
 ) -> Pictures | None:
-    """What `rows` of `rollouts` [B] were shown, as `policy` reads it; None where it was nothing. A
-    picture's bytes are read where it is. LineageError where the policy reads pictures in another
-    way than the one that sampled."""
+    """Return the pictures shown in `rows` of `rollouts` [B], as `policy` reads them.
+
+    Returns None if there are none. A picture's bytes are read only when it is used. Raises
+    LineageError if the sampling policy read pictures with another processor.
+    """
     prompts = open_prompts(store, rollouts)
     observed = rows["images"].combine_chunks() if "images" in rows.column_names else None
     if observed is not None and not len(observed.flatten()):
@@ -100,8 +106,8 @@ def load_pictures(
 def _of_prompts(
     rollouts: Version, prompts: pa.Table, token: int
 ) -> dict[str, tuple[list[int], np.ndarray]]:
-    """By group: the numbers of a prompt's pictures among those of all, and where in the prompt
-    their features go. SchemaError."""
+    """Return, by group, the numbers of a prompt's pictures among all pictures, and the positions in
+    the prompt where their features go. Raises SchemaError."""
     shown = {}
     num_before = 0
     counts = pc.fill_null(pc.list_value_length(prompts["images"]), 0).to_pylist()

@@ -1,10 +1,9 @@
-"""The child process that decodes pictures which nobody has looked at yet: with limits on pixels,
-memory and time.
+"""Decodes untrusted pictures in a child process, with limits on pixels, memory and time.
 
-One line in for each picture: {"bytes": how many follow, "pixels": the most, "seconds": the most},
-and then the bytes. One answer a line: {"format", "width", "height"} or {"error"}. What takes too
-long is ended by the process's own alarm. It is started as a file, by itself, and imports Pillow and
-the standard library alone.
+For each picture, stdin has one line {"bytes": length, "pixels": limit, "seconds": limit} and then
+the bytes. Each answer is one line: {"format", "width", "height"} or {"error"}. If decoding takes
+too long, the process's own alarm ends it. The file runs as a script and imports only Pillow and the
+standard library.
 """
 
 import io
@@ -17,23 +16,25 @@ from PIL import Image, ImageOps
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr")
-"""Of pixels whose channels have 8 bits at most; Pillow itself takes the upper 8 bits of 16 wherever
-there are several channels."""
+"""Pixel modes with at most 8 bits per channel. Of images with several 16-bit channels, Pillow takes
+the upper 8 bits itself."""
 GREY_16 = ("I;16", "I;16B", "I;16L")
-"""Of grey with 16 bits, of which the upper 8 are taken too."""
+"""Grey modes with 16 bits, of which the upper 8 are taken too."""
 
 
 def measure(content: bytes, most_pixels: int) -> dict[str, object]:
-    """Format and size of the picture in `content`, once all of it was decoded. ValueError says why
-    it is none; Pillow raises many other types."""
-    Image.MAX_IMAGE_PIXELS = None  # the limit below is ours
+    """Decode the picture in `content` fully, and return its format and size.
+
+    Raises ValueError with the reason if it is refused; Pillow raises many other types.
+    """
+    Image.MAX_IMAGE_PIXELS = None  # `most_pixels` is checked below instead
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             width, height = image.size
             if width * height > most_pixels:
                 raise ValueError(f"has {width} × {height} pixels, at most {most_pixels:,} are read")
-            # a JPEG's further frames are previews and depth maps, as phones write them
+            # phones write previews and depth maps as further frames of a JPEG
             if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
                 raise ValueError(f"has {image.n_frames} frames, expected one picture")
             if image.mode not in (*MODES, *GREY_16):
@@ -47,8 +48,10 @@ def measure(content: bytes, most_pixels: int) -> dict[str, object]:
 
 
 def open_image(content: bytes) -> Image.Image:
-    """The picture in `content`, which was checked once, upright and as RGB; what is transparent is
-    white."""
+    """Return the picture in `content`, upright and as RGB, on white where it is transparent.
+
+    `content` must have been checked with `measure`.
+    """
     most_pixels, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
@@ -72,11 +75,11 @@ def _as_seen(image: Image.Image) -> Image.Image:
 
 
 def main() -> None:
-    """Answer for each picture in turn."""
+    """Answer one request after another until stdin ends."""
     for line in sys.stdin.buffer:
         question = json.loads(line)
         content = sys.stdin.buffer.read(question["bytes"])
-        # SIGALRM keeps its default action, which ends the process wherever it is
+        # the default action of SIGALRM is needed: it ends the process wherever it hangs
         signal.setitimer(signal.ITIMER_REAL, question["seconds"])
         try:
             answer = measure(content, question["pixels"])

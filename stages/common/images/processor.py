@@ -1,12 +1,11 @@
-"""What a model reads of a picture, as the policy's own processor makes it: ids in the prompt, and
-pixels for the part that sees.
+"""Converts pictures to a model's inputs with the policy's own processor: prompt ids and pixels.
 
     processor = load_processor(store.open("arith/policy@0"))
     seen = processor.read(content)      # the bytes of a PNG, JPEG or WebP
-    seen.ids                            # [7] what stands for it in the prompt
+    seen.ids                            # [7] ids that represent it in the prompt
     seen.inputs                         # {"pixel_values": [1, 1, 3, 32, 32], …}
 
-Not of the spine: only prompts with pictures come here.
+Not of the spine: only prompts with pictures need it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _NOT_PIXELS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_to
 
 
 class Span(NamedTuple):
-    """Where the ids of a picture stand."""
+    """Position of a picture's ids in a prompt."""
 
     start: int
     length: int
@@ -39,24 +38,26 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Seen:
-    """Pictures as a model reads them."""
+    """Pictures as model inputs."""
 
     ids: np.ndarray
-    """[n] int32: what stands for them in the prompt."""
+    """[n] int32: ids that represent them in the prompt."""
     inputs: dict[str, np.ndarray]
-    """The arguments of the model's `get_image_features`, for these pictures alone."""
+    """Arguments of the model's `get_image_features`, for these pictures only."""
 
 
 class Processor:
     """The processor of one policy."""
 
     def __init__(self, processor: Any, name: str) -> None:
-        """`processor`: of transformers. ConfigError about the policy `name` where it names no token
-        that stands for a picture."""
+        """Wrap `processor`, of transformers.
+
+        Raises ConfigError about the policy `name` if it names no token for a picture.
+        """
         self._processor = processor
         self.name = name
         self.token = getattr(processor, "image_token", None)
-        """The text that a template writes where a picture is shown."""
+        """Text that a chat template writes in place of a picture."""
         if not isinstance(self.token, str):
             raise ConfigError(
                 name,
@@ -64,18 +65,26 @@ class Processor:
                 next="take a policy whose processor does",
             )
         self.placeholder_id = processor.tokenizer.convert_tokens_to_ids(self.token)
-        """What an engine gets for a picture, which it makes the ids of by itself."""
+        """Id that an engine gets for a picture; the engine expands it itself."""
 
     def read(self, content: bytes) -> Seen:
-        """The picture in `content`. ConfigError where the processor cannot take it."""
+        """Return the model inputs of the picture in `content`.
+
+        Raises ConfigError if the processor cannot read it.
+        """
         return self.read_images([open_image(content)])
 
     def expand(
         self, name: str, ids: Sequence[int], contents: Sequence[bytes]
     ) -> tuple[list[int], list[Span]]:
-        """`ids` as a template gave them, with all that the model reads of the pictures in
-        `contents` in place of each one's placeholder; and where these stand. ConfigError about
-        `name`."""
+        """Replace each picture's placeholder in rendered `ids` by the picture's own ids.
+
+        Returns:
+            The expanded ids, and the span of each picture in them.
+
+        Raises:
+            ConfigError: About `name`: `ids` do not have one placeholder for each of `contents`.
+        """
         places = [place for place, id in enumerate(ids) if id == self.placeholder_id]
         if len(places) != len(contents):
             raise ConfigError(
@@ -95,7 +104,7 @@ class Processor:
         return [*expanded, *ids[end:]], spans
 
     def read_images(self, images: Sequence[Image]) -> Seen:
-        """The same of pictures that are decoded, one after another in one prompt."""
+        """Return the model inputs of decoded pictures that follow one another in one prompt."""
         with load_errors(f"processor of {self.name}"):
             arrays = self._processor(
                 text=[self.token * len(images)],
@@ -110,8 +119,11 @@ class Processor:
 
 
 def load_processor(version: Version) -> Processor:
-    """The processor of a policy, from its folder alone, hashes checked. ConfigError where it has
-    none, or needs what is not installed, or its policy's positions are not plain."""
+    """Load the processor of a policy, from its folder alone, with hashes checked.
+
+    Raises ConfigError if it has none, if it needs a package that is not installed, or if the model
+    uses M-RoPE positions.
+    """
     name = str(version.ref)
     if not checkpoints.sees_images(version):
         raise ConfigError(
@@ -133,7 +145,7 @@ def load_processor(version: Version) -> Processor:
 
 
 def image_token_id(version: Version) -> int:
-    """The id that stands in a prompt wherever a feature of a picture does. ConfigError."""
+    """Return the id that marks each picture feature's position in a prompt. Raises ConfigError."""
     config = checkpoints.model_config(version)
     id = config.get("image_token_id", config.get("image_token_index"))
     if type(id) is not int:

@@ -1,1 +1,1 @@
-"""Models on disk and in memory: checkpoints, folders, loading."""
+"""Models on disk and in memory: checkpoints, model folders, and loading."""

@@ -1,10 +1,9 @@
-"""Checkpoints: what one is, told by hashes; and the stage `policy`, which imports the base model
-once, as `policy@0` of its run.
+"""Checkpoints, identified by hashes; and the stage `policy`, which imports a run's base model once.
 
-A policy version is a Hugging Face model directory that vLLM and transformers load as it is. The
-optimizer's state lies below it in `optimizer/`, a LoRA adapter in `adapter/`, because vLLM reads
-every *.safetensors at the top. By choice it has no weights there, and is its base with the adapter
-(see `merging`). Refused: pickled weights, code that a model brings along.
+A policy version is a Hugging Face model directory that vLLM and transformers load directly. The
+optimizer's state is in its folder `optimizer/` and a LoRA adapter in `adapter/`, because vLLM reads
+every *.safetensors at the top. If so configured, it has no weights at the top: the model is then
+its base with the adapter (see `merging`). Pickled weights and code inside a model are refused.
 
     ref = run_stage("policy", {"model": "path/to/model"}, store, into="arith")     # arith/policy@0
     tokenizer = load_tokenizer(store.open(ref))
@@ -52,10 +51,10 @@ OPTIMIZER_FOLDER = ledger.OPTIMIZER_FOLDER
 ADAPTER_FOLDER = "adapter"
 ADAPTER_WEIGHTS = f"{ADAPTER_FOLDER}/adapter_model.safetensors"
 ADAPTER_PREFIX = "base_model.model."
-"""What stands before every name in a file of peft."""
+"""Prefix of every tensor name in a file that peft writes."""
 FILE_BYTES = 4 * 10**9
-"""Most bytes of a file of tensors, unless one tensor alone has more: several files are hashed at
-once, and held in memory one after another."""
+"""Largest size of a file of tensors, unless a single tensor is larger. Limits memory: several files
+are hashed at once, and they are held in memory one after another."""
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 _TOKENIZER_FILES = (
     "added_tokens.json",
@@ -80,27 +79,27 @@ log = logging.getLogger(__name__)
 
 
 class PolicyConfig(Base):
-    """Where the base model comes from. It becomes `policy@0` of the run."""
+    """The source of the base model, which becomes `policy@0` of the run."""
 
     model: str = Field(min_length=1)
     """A model directory, a .gguf file, `package:NAME/FILE.gguf` (a file inside an installed
     package), a hub id, or a function of yours that makes the model, `module:function` or
-    `file.py:function`. It is called once a run, as `function(folder, **arguments)` with a
-    `pathlib.Path`, and writes config, safetensors, tokenizer and generation config there, by
-    `save_pretrained` say."""
+    `file.py:function`. The function is called once per run, as `function(folder, **arguments)` with
+    a `pathlib.Path`. It writes config, safetensors, tokenizer and generation config there, for
+    example with `save_pretrained`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the function. They and the bytes of its file say which base model it is,
-    so what it draws at random must follow from a seed among them. Sums may differ in their last
-    bits on another machine: the store keeps what was made."""
+    """Keyword arguments of the function. They and the bytes of its file identify the base model, so
+    its random numbers must follow from a seed among them. Sums may differ in their last bits on
+    another machine; the store keeps the model that was made."""
     revision: str | None = None
-    """Commit or tag of a hub id. Without it the hub's default branch is taken. The stage fills
-    in which commit it was."""
+    """Commit or tag of a hub id. Default: the hub's default branch. The stage fills in its
+    commit."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """What a GGUF file's quantized weights become. A directory or hub model keeps the dtype that it
-    has."""
+    """Dtype of the weights of a GGUF file once dequantized. Directory and hub models keep their own
+    dtype."""
     source_hash: str = ""
-    """Filled in by the stage: hash of the names and bytes of the model's files, or of the function
-    and its arguments. If set, the model must have it."""
+    """Hash of the names and bytes of the model's files, or of the function and its arguments. The
+    stage fills it in. If set, the model must match it."""
 
     @model_validator(mode="after")
     def _arguments_need_a_function(self) -> PolicyConfig:
@@ -112,7 +111,7 @@ class PolicyConfig(Base):
         return self
 
     def key(self) -> dict[str, Any]:
-        """The bytes decide, wherever they lie; the dtype only where it is chosen here."""
+        """Return the fields of the run key: the files' hash, and the dtype if it applies (GGUF)."""
         dtype = self.dtype if self.model.endswith(".gguf") else None
         return {"source_hash": self.source_hash, "dtype": dtype}
 
@@ -121,8 +120,10 @@ Config = PolicyConfig
 
 
 def resolve(config: PolicyConfig) -> PolicyConfig:
-    """`config` with the hash of what it names, and a hub model's commit. Looks at the folder, the
-    hub, or the function's file. ConfigError, SecurityError."""
+    """Return `config` with the hash of the model it names, and a hub model's commit.
+
+    Reads the folder, the hub, or the function's file. Raises ConfigError or SecurityError.
+    """
     revision = config.revision
     if from_function.is_function(config.model):
         source_hash = from_function.source_hash(config.model, config.arguments)
@@ -138,8 +139,11 @@ def resolve(config: PolicyConfig) -> PolicyConfig:
 
 
 def plan(config: PolicyConfig, store: Store, refs: Refs, into: str | None = None) -> Plan:
-    """The base model becomes `into/policy@0`; the same bytes again are a cache hit, others are
-    refused. ConfigError, SecurityError."""
+    """Plan the import of the base model as `into/policy@0`.
+
+    The same bytes again are a cache hit; another base model is refused. Raises ConfigError or
+    SecurityError.
+    """
     if into is None:
         raise ConfigError("stage policy", "no run is named", next="say into which run it goes")
     return Plan(
@@ -156,8 +160,8 @@ def plan(config: PolicyConfig, store: Store, refs: Refs, into: str | None = None
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
-    """Import the base model, unless it is no longer what was planned. ConfigError,
-    SecurityError."""
+    """Import the base model. Raises ConfigError if it changed since it was planned, SecurityError
+    if it is unsafe."""
     config = plan.config
     writer = writers["policy"]
     commit = ""
@@ -192,7 +196,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
 
 
 def _require_hash(config: PolicyConfig, source_hash: str) -> None:
-    """ConfigError where the model is another than the config says."""
+    """Raise ConfigError if the model's hash is not the one in `config`."""
     if config.source_hash not in ("", source_hash):
         raise ConfigError(
             f"policy.model {printable(config.model)}",
@@ -205,7 +209,10 @@ def _require_hash(config: PolicyConfig, source_hash: str) -> None:
 
 
 def locate(name: str, revision: str | None, field: str = "policy.model") -> tuple[Path, str]:
-    """The folder of the model, or its GGUF file; and the commit of a hub model."""
+    """Return the model's folder or GGUF file, and the commit of a hub model (else "").
+
+    Raises ConfigError about `field` if the model does not exist.
+    """
     if name.startswith("package:"):
         package, _, inner_path = name.removeprefix("package:").partition("/")
         spec = importlib.util.find_spec(package)
@@ -229,7 +236,7 @@ def locate(name: str, revision: str | None, field: str = "policy.model") -> tupl
     patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except Exception as error:  # the client raises many types; each means: it cannot be had
+    except Exception as error:  # the client raises many types; all mean the model is unavailable
         raise ConfigError(
             f"{field} {name}",
             f"no such directory, and the hub gives no such model ({type(error).__name__})",
@@ -239,13 +246,13 @@ def locate(name: str, revision: str | None, field: str = "policy.model") -> tupl
 
 
 def _model_files(path: Path) -> list[Path]:
-    """The GGUF file, or those of a folder that make the model."""
+    """Return the GGUF file, or the files of a folder that make up the model."""
     if path.is_file():
         return [path]
     names = {"config.json", *CARRIED_FILES}
     config = path / "config.json"
     if not has_vision(parse_object(config.read_bytes()) or {} if config.is_file() else {}):
-        names -= {*PROCESSOR_FILES}  # that of sound, say
+        names -= {*PROCESSOR_FILES}  # such a processor is for other inputs, sound for example
     weights = (".safetensors", ".safetensors.index.json")
     files = sorted(
         file
@@ -256,8 +263,10 @@ def _model_files(path: Path) -> list[Path]:
 
 
 def find_folder(model: str, revision: str | None, field: str) -> Path:
-    """The complete model directory that `field` of a recipe names: a directory, or a hub id.
-    ConfigError, SecurityError."""
+    """Return the complete model directory that `field` of a recipe names, given as path or hub id.
+
+    Raises ConfigError or SecurityError.
+    """
     folder, _ = locate(model, revision, field)
     if folder.is_file():
         raise ConfigError(
@@ -269,21 +278,28 @@ def find_folder(model: str, revision: str | None, field: str) -> Path:
     return folder
 
 
-# -- what a checkpoint is
+# -- how a checkpoint is identified
 
 
 def folder_as_model(role: str, name: str, folder: Path, *, remembered: bool) -> Model:
-    """`as_model` for a directory outside any store. `remembered`: a hash from memory is enough, as
-    it is to plan; for what goes into a new manifest every byte is read."""
+    """Return the manifest entry of a model directory outside any store, like `as_model`.
+
+    Args:
+        role: The model's role, such as "policy".
+        name: Its name in the entry.
+        folder: The model directory.
+        remembered: If true, cached hashes are enough, as for a plan. For a new manifest pass
+            False, which reads every byte.
+    """
     return _as_model(role, name, hash_files(_model_files(folder), remembered=remembered))
 
 
 def as_model(role: str, version: Version) -> Model:
-    """The manifest entry of a policy version: hashes of weights + config, of the tokenizer, and of
-    the chat template."""
+    """Return the manifest entry of a policy version: hashes of weights and config, of the
+    tokenizer, of the chat template, and of the processor if any."""
     entries = [(entry.name, entry.sha256) for entry in version.manifest.files]
     if is_adapter_alone(version):
-        # named as weights at the top are, so that they count as such
+        # named like top-level weights, so that `_as_model` counts them as weights
         base = version.manifest.input("base")
         adapter = [sha256 for name, sha256 in entries if name == ADAPTER_WEIGHTS]
         entries += [("adapter.safetensors", sha256) for sha256 in adapter]
@@ -310,7 +326,7 @@ def _as_model(role: str, ref: str, hashes: list[tuple[str, str]]) -> Model:
 
 
 def is_adapter_alone(version: Version) -> bool:
-    """Whether it is its base with an adapter on it, and has no weights of its own at the top."""
+    """True if the version is its base with an adapter, without weights of its own at the top."""
     has_weights = any(
         name.endswith(".safetensors") and "/" not in name for name in version.files.names
     )
@@ -318,8 +334,10 @@ def is_adapter_alone(version: Version) -> bool:
 
 
 def adapter_base(store: Store, policy: Version) -> Version | None:
-    """The policy whose weights the adapter of `policy` is relative to; None where it has no
-    adapter. LineageError."""
+    """Return the policy whose weights the adapter of `policy` is relative to.
+
+    Returns None if it has no adapter. Raises LineageError if that base is missing or changed.
+    """
     base_input = policy.manifest.input("base")
     if base_input is None:
         return None
@@ -348,7 +366,7 @@ def adapter_base(store: Store, policy: Version) -> Version | None:
 
 
 def adapter_rank(policy: Version) -> int:
-    """The rank of the policy's adapter. LineageError where its manifest names none."""
+    """Return the rank of the policy's adapter. Raises LineageError if its manifest names none."""
     rank = policy.manifest.config_section("lora").get("rank")
     if isinstance(rank, int):
         return rank
@@ -357,7 +375,7 @@ def adapter_rank(policy: Version) -> int:
 
 
 def model_config(version: Version) -> dict[str, Any]:
-    """The model's config.json, checked against its hash."""
+    """Return the model's config.json, checked against its hash."""
     return _read_json(version, "config.json")
 
 
@@ -375,7 +393,7 @@ def _unusable(version: Version, problem: str) -> ConfigError:
 
 
 def vocabulary_size(version: Version) -> int:
-    """Rows of the embedding: token ids are below it. ConfigError."""
+    """Return the number of rows of the embedding; token ids are below it. Raises ConfigError."""
     config = model_config(version)
     size = {**config, **(config.get("text_config") or {})}.get("vocab_size")
     if type(size) is not int or size < 1:
@@ -384,31 +402,34 @@ def vocabulary_size(version: Version) -> int:
 
 
 def context_length(version: Version) -> int | None:
-    """Most tokens of prompt and completion together; None where positions are relative (T5)."""
+    """Return the maximum tokens of prompt plus completion; None for relative positions (T5)."""
     return context_of(model_config(version))
 
 
 def context_of(config: dict[str, Any]) -> int | None:
-    """The same from a model's config.json."""
+    """Return the context length from a model's config.json, or None if it has none."""
     length = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
     return length if isinstance(length, int) and length > 0 else None
 
 
 def is_encoder_decoder(version: Version) -> bool:
-    """Whether the prompt goes to an encoder and the completion to a decoder."""
+    """True if the prompt goes to an encoder and the completion to a decoder."""
     return bool(model_config(version).get("is_encoder_decoder"))
 
 
 def sees_images(version: Version) -> bool:
-    """Whether it has a processor, which makes of pictures what it reads."""
+    """True if the model reads pictures and has the processor that prepares them."""
     return has_vision(model_config(version)) and any(
         name in version.files.names for name in PROCESSOR_FILES
     )
 
 
 def end_token_ids(version: Version) -> list[int]:
-    """Ids that end a completion, from generation_config.json or else config.json, rising.
-    ConfigError when there is none."""
+    """Return the ids that end a completion, in ascending order.
+
+    They come from generation_config.json, or else from config.json. Raises ConfigError if neither
+    names any.
+    """
     for name in ("generation_config.json", "config.json"):
         ids = end_ids_in(_read_json(version, name), name, str(version.ref))
         if ids is not None:
@@ -421,8 +442,10 @@ def end_token_ids(version: Version) -> list[int]:
 
 
 def load_tokenizer(version: Version) -> PreTrainedTokenizerFast:
-    """The checkpoint's own tokenizer with its template; from its folder alone, hashes checked.
-    ConfigError."""
+    """Return the checkpoint's own tokenizer with its template, from its folder alone.
+
+    Hashes are checked first. Raises ConfigError.
+    """
     verify_carried(version)
     tokenizer = load_folders_tokenizer(version.files.folder, str(version.ref))
     if not hasattr(tokenizer, "backend_tokenizer"):
@@ -433,19 +456,22 @@ def load_tokenizer(version: Version) -> PreTrainedTokenizerFast:
 
 
 def verify_carried(version: Version) -> None:
-    """Check the hashes of all that stands beside the weights. CorruptError."""
+    """Check the hashes of the files beside the weights. Raises CorruptError."""
     for name in CARRIED_FILES:
         version.verify(name)
 
 
 def load_folders_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of a model directory, with its template. ConfigError, about model `name`."""
+    """Return the tokenizer of a model directory, with its template.
+
+    Raises ConfigError about model `name`.
+    """
     path = folder / "tokenizer_config.json"
     config = parse_object(path.read_bytes()) if path.is_file() else None
     class_name = (config or {}).get("tokenizer_class")
     with load_errors(f"tokenizer of {name}"):
         if class_name in _FAST_TOKENIZERS and (folder / "tokenizer.json").is_file():
-            # what AutoTokenizer would choose, without its import of every model
+            # the class that AutoTokenizer would choose, without importing every model
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
@@ -455,9 +481,11 @@ def load_folders_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerFast:
 
 
 def save_policy(model: PreTrainedModel | None, parent: Version, folder: Path) -> None:
-    """Write `model` as a model directory, in files of at most FILE_BYTES; tokenizer, template and
-    generation config are the parent's, byte for byte. None: its config is too, and there are no
-    weights."""
+    """Write `model` as a model directory, in files of at most FILE_BYTES.
+
+    Tokenizer, template and generation config are copied from the parent byte for byte. If `model`
+    is None, the parent's config is copied too and no weights are written.
+    """
     if model is not None:
         model.save_pretrained(folder, max_shard_size=FILE_BYTES)
     for name in CARRIED_FILES if model is not None else ("config.json", *CARRIED_FILES):

@@ -1,9 +1,9 @@
-"""Which device a model goes on.
+"""Chooses the device of a model, and the GPUs of several models in one process.
 
-uses_gpu("logprobs.device", config.device)     # of "auto", "cpu" and "cuda"
-[number] = next_gpus(1)                        # of several models in one process
+uses_gpu("logprobs.device", config.device)     # config.device: "auto", "cpu" or "cuda"
+[number] = next_gpus(1)                        # the GPU of the process's next model
 
-Not of the spine: it is one question, with an answer that is never a guess.
+Not of the spine: one question, whose answer is never a guess.
 """
 
 from __future__ import annotations
@@ -20,16 +20,24 @@ from typing import Any
 from quiver.schemas.errors import ConfigError
 
 _turns = itertools.count()
-"""Of GPUs that models of this process have taken."""
+"""Counter of the GPUs that models of this process have taken."""
 placing = threading.RLock()
-"""Held while a model goes to its GPUs: models load in threads, and `seeing_only` changes what the
-whole process sees."""
+"""Lock held while a model moves to its GPUs: models load in threads, and `seeing_only` changes the
+environment of the whole process."""
 
 
 def uses_gpu(key: str, device: str, nodes: Path = Path("/dev")) -> bool:
-    """Whether the model goes on a GPU: with `auto` where there is one that torch sees. ConfigError
-    about `key`: the named one is not there, or there is one (`nodes` have it) that torch does not
-    see, which would mean a night on the CPU without a word."""
+    """True if the model goes on a GPU; "auto" takes one if torch sees one.
+
+    Args:
+        key: Config key, for the message.
+        device: "auto", "cpu" or "cuda".
+        nodes: Folder of device nodes.
+
+    Raises:
+        ConfigError: `device` is "cuda" and torch sees no GPU; or `device` is "auto" and `nodes`
+            shows a GPU that torch does not see, so the run would silently use the CPU.
+    """
     import torch
 
     if device == "cpu":
@@ -53,8 +61,10 @@ def uses_gpu(key: str, device: str, nodes: Path = Path("/dev")) -> bool:
 def engine_gpus(
     options: Mapping[str, Any], axes: Collection[str] = ("tensor", "pipeline", "data")
 ) -> int:
-    """How many GPUs an engine with these options takes: one, unless it splits or copies its model
-    in vLLM's way, along these axes."""
+    """Return how many GPUs an engine with these options takes.
+
+    That is one, unless vLLM's `…_parallel_size` options split or copy the model along `axes`.
+    """
     more = options.get("engine_args")
     arguments = {**options, **(more if isinstance(more, Mapping) else {})}
     sizes = [arguments.get(f"{axis}_parallel_size") for axis in axes]
@@ -63,8 +73,10 @@ def engine_gpus(
 
 
 def next_gpus(count: int) -> list[int]:
-    """The numbers of the GPUs for the next model of this process. Models take turns at those that
-    it sees: each has its own where there are enough."""
+    """Return the GPU numbers for the next model of this process.
+
+    Models take the visible GPUs in turn, so each has its own if there are enough.
+    """
     import torch
 
     there = torch.cuda.device_count()
@@ -73,7 +85,7 @@ def next_gpus(count: int) -> list[int]:
 
 @contextmanager
 def seeing_only(numbers: list[int]) -> Iterator[None]:
-    """What is started inside sees these GPUs of this process alone."""
+    """Let processes started inside the context see only these of this process's GPUs."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(number) for number in range(max(numbers) + 1)]
     if before is not None:

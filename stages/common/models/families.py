@@ -1,7 +1,7 @@
-"""The families of language models that are known to train, so that nothing needs to be tried when
-one of them is imported; every other one is tried then, before anything is sampled from it.
+"""Families of language models that are known to train, so that importing one needs no trial.
 
-_TRAINED is generated, with the table for people (deployments/docs/architectures.md).
+A model of any other family is tried at its import, before anything is sampled from it. _TRAINED is
+generated, together with the table for readers (deployments/docs/architectures.md).
 
 Not of the spine: a list of names.
 """
@@ -40,29 +40,31 @@ _TRAINED = """
     t5gemma2 trocr umt5 vaultgemma xglm xlstm youtu zamba zamba2 zaya
 """
 TRAINED = {*_TRAINED.split()}
-"""The `model_type` of each."""
+"""The `model_type` of each family that is known to train."""
 UNPADDED = {"deepseek_v4", "git", "minimax_m3_vl_text", "trocr"}
-"""Families in which filling before a prompt changes what follows it, whatever the mask says: rows
-of one batch have prompts of one length."""
+"""Families in which padding before a prompt changes the numbers after it, despite the mask. All
+prompts of one batch must then have the same length."""
 NOT_SAMPLED = {"hrm_text", "moshi", "rwkv", "xlstm"}
-"""Families whose modeling code in transformers gives other numbers, or none, when it reads a row id
-by id: engine `transformers` refuses them."""
+"""Families whose code in transformers gives wrong numbers, or fails, when it reads a row id by id.
+Engine `transformers` refuses them."""
 
 
 def types_of(config: Any) -> set[str]:
-    """The `model_type` of a loaded config, and that of its text part."""
+    """Return the `model_type` of a loaded config and of its text part."""
     return {config.model_type, config.get_text_config().model_type}
 
 
 def require_processor(folder: Path, name: str) -> None:
-    """ConfigError where the model sees pictures, and what prepares them for it cannot be loaded
-    here: many want torchvision."""
+    """Raise ConfigError if the model reads pictures and its processor cannot be loaded here.
+
+    Many processors need torchvision.
+    """
     if any((folder / file).is_file() for file in PROCESSOR_FILES):
         load_folders_processor(folder, name)
 
 
 def load_folders_processor(folder: Path, name: str) -> ProcessorMixin:
-    """The processor of a model directory. ConfigError about model `name`."""
+    """Return the processor of a model directory. Raises ConfigError about model `name`."""
     from transformers import AutoProcessor
 
     title = f"model {name}"
@@ -80,13 +82,15 @@ def load_folders_processor(folder: Path, name: str) -> ProcessorMixin:
 
 
 def require_trainable(folder: Path, name: str) -> None:
-    """ConfigError where a model of this architecture cannot be trained: told at its import, not
-    after its rollouts were paid for."""
+    """Raise ConfigError if models of this architecture cannot be trained.
+
+    Checked at import, before rollouts are paid for.
+    """
     about = parse_object((folder / "config.json").read_bytes()) or {}
     if str(about.get("model_type")) in {
         *TRAINED,
         "None",
-    }:  # without one loading tells what is wrong
+    }:  # a config without model_type is left to the loader, whose error is clearer
         return
     from transformers import AutoConfig
 

@@ -1,12 +1,11 @@
-"""A folder that holds a model, before it is anybody's checkpoint: is it whole, is it safe, what
-does a GGUF file become.
+"""Checks a folder that holds a model before it becomes a checkpoint, and converts GGUF files.
 
-Refused: pickled weights, code that a model brings along, weight files that are missing, cut, empty
-or outside the folder, links to other places, no tokenizer. Of what lies in folders within it only
-chat templates are read, so only these are looked at.
+Refused: pickled weights; code inside a model; weight files that are missing, cut, empty or outside
+the folder; links to other places; a missing tokenizer. Of its subfolders, only chat templates are
+read, so only they are checked.
 
     check_folder(Path("path/to/model"), "path/to/model")
-    with load_errors("model path/to/model"):    # what only trying tells
+    with load_errors("model path/to/model"):    # errors that only loading shows
         AutoTokenizer.from_pretrained("path/to/model")
 """
 
@@ -36,17 +35,26 @@ _JSON_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
 _MOST_LAYERS = 10_000
 _BESIDE_GGUF = (*_JSON_FILES, *_TOKENIZER_FILES, "chat_template.jinja", "added_tokens.json")
-"""What transformers may read beside a GGUF file."""
+"""Files that transformers may read beside a GGUF file."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-"""What a model has that sees pictures."""
+"""Files of the processor of a model that reads pictures."""
 NAMED_TEMPLATES = "additional_chat_templates"
-"""Folder of the chat templates that have names, such as `tool_use`, as transformers saves them."""
+"""Folder of named chat templates, such as `tool_use`, as transformers saves them."""
 log = logging.getLogger(__name__)
 
 
 def check_folder(folder: Path, name: str, *, has_weights: bool = True) -> None:
-    """Raise unless `folder` is a whole model directory, but for weights that it may lack:
-    ConfigError names what is missing, SecurityError what is refused."""
+    """Check that `folder` is a complete and safe model directory.
+
+    Args:
+        folder: The model directory.
+        name: The model's name, for messages.
+        has_weights: If false, weights may be missing.
+
+    Raises:
+        ConfigError: A file is missing or wrong.
+        SecurityError: A file is unsafe.
+    """
     title = f"model {name}"
     if not (folder / "config.json").is_file():
         raise _unusable(title, "config.json is missing")
@@ -61,7 +69,7 @@ def check_folder(folder: Path, name: str, *, has_weights: bool = True) -> None:
         if (folder / file).exists():
             _check_json(folder / file, title)
     if (folder / "tokenizer.json").is_file():
-        with (folder / "tokenizer.json").open("rb") as file:  # too large to be parsed each time
+        with (folder / "tokenizer.json").open("rb") as file:  # too large to parse each time
             if not file.read(64).lstrip().startswith(b"{"):
                 problem = "tokenizer.json is no JSON object"
                 raise _unusable(title, problem, "correct tokenizer.json")
@@ -72,8 +80,8 @@ def check_folder(folder: Path, name: str, *, has_weights: bool = True) -> None:
 
 
 def _check_json(path: Path, title: str) -> None:
-    """Raise ConfigError unless the file holds an object with sane sizes, SecurityError if it names
-    code to run."""
+    """Raise ConfigError unless the file holds a JSON object with sane sizes, SecurityError if it
+    names code to run."""
     content = parse_object(path.read_bytes()) if path.is_file() else None
     text_config = (content or {}).get("text_config") or {}
     if content is None or not isinstance(text_config, dict):
@@ -82,7 +90,7 @@ def _check_json(path: Path, title: str) -> None:
         is_number = type(number) is int and number > 0
         if key == "max_position_embeddings":
             is_number |= number is None
-        elif key.endswith(("layers", "n_layer")):  # some are lists
+        elif key.endswith(("layers", "n_layer")):  # in some models it is a list
             is_number = not isinstance(number, int) or number <= _MOST_LAYERS
         elif key != "vocab_size":
             continue
@@ -104,13 +112,15 @@ def _check_json(path: Path, title: str) -> None:
 
 
 def end_ids_in(content: dict[str, Any], file: str, title: str) -> list[int] | None:
-    """The ids that end a completion, rising, as a model's JSON file names them; None where it names
-    none. ConfigError."""
+    """Return the ids that end a completion, ascending, from a model's JSON file.
+
+    Returns None if it names none. Raises ConfigError if they are not token ids.
+    """
     ids = content.get("eos_token_id")
     if ids is None:
         return None
     listed = ids if isinstance(ids, list) else [ids]
-    # some models say -1 where they have none
+    # some models write -1 for "none"
     if not listed or any(type(id) is not int or not -1 <= id < 2**31 for id in listed):
         problem = f"{file}: eos_token_id is {printable(repr(ids))}"
         raise _unusable(title, problem, f"correct {file}")
@@ -172,7 +182,7 @@ def _check_weights(folder: Path, title: str) -> None:
 
 
 def _read_index(index: Path) -> list[str] | None:
-    """The weight files that an index names; None where it is not an index."""
+    """Return the weight files that an index names; None if it is not an index."""
     try:
         shards = set(parse_object(index.read_bytes())["weight_map"].values())
         return sorted(shards) if shards and all(isinstance(s, str) for s in shards) else None
@@ -181,8 +191,11 @@ def _read_index(index: Path) -> list[str] | None:
 
 
 def parse_object(raw: bytes) -> dict[str, Any] | None:
-    """The object in the bytes of a JSON file; None if they hold something else, or are nested too
-    deeply. Models name infinity, which JSON does not have."""
+    """Return the object in the bytes of a JSON file.
+
+    Returns None if they hold something else or are nested too deeply. Infinity is accepted, since
+    models use it although JSON does not have it.
+    """
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError):
@@ -191,23 +204,23 @@ def parse_object(raw: bytes) -> dict[str, Any] | None:
 
 
 def has_vision(config: dict[str, Any]) -> bool:
-    """Whether a model of this config.json has a part that sees."""
+    """True if a model with this config.json has a vision part."""
     return isinstance(config.get("vision_config"), dict)
 
 
 def _is_in_hub_cache(link: Path, folder: Path) -> bool:
-    """Whether a link in `folder` leads from a snapshot to a blob of the same repository in a hub's
+    """True if a link in `folder` leads from a snapshot to a blob of the same repository in a hub
     cache."""
     snapshots = folder.resolve().parent
     blobs = snapshots.parent / "blobs"
     try:
         return snapshots.name == "snapshots" and link.resolve().is_relative_to(blobs)
-    except RuntimeError:  # a loop of links
+    except RuntimeError:  # the link is part of a loop
         return False
 
 
 def says_no_memory(error: BaseException) -> bool:
-    """Whether a library says that memory is short. On a CPU torch raises a plain RuntimeError."""
+    """True if a library's error means out of memory; torch on a CPU raises a plain RuntimeError."""
     phrases = ("not enough memory", "can't allocate memory", "Cannot allocate memory")
     names = {parent.__name__ for parent in type(error).__mro__}
     is_known = bool({"MemoryError", "OutOfMemoryError"} & names)
@@ -216,13 +229,15 @@ def says_no_memory(error: BaseException) -> bool:
 
 @contextmanager
 def load_errors(name: str) -> Iterator[None]:
-    """Turn whatever libraries raise at a model's files into ConfigError about `name`. Lack of
-    memory rises as it is."""
+    """Convert errors that libraries raise at a model's files into ConfigError about `name`.
+
+    Out-of-memory errors and QuiverError pass unchanged.
+    """
     try:
         yield
     except QuiverError:
         raise
-    except BaseException as error:  # a PanicException of the libraries in Rust is no Exception
+    except BaseException as error:  # PanicException, of libraries in Rust, is not an Exception
         is_panic = type(error).__name__ == "PanicException"
         if not (is_panic or isinstance(error, Exception)) or says_no_memory(error):
             raise
@@ -234,12 +249,18 @@ def load_errors(name: str) -> Iterator[None]:
 
 
 def convert_gguf(source: Path, folder: Path, dtype: str | None) -> None:
-    """Write model and tokenizer of the GGUF file `source` into `folder`, its weights dequantized to
-    `dtype`, or without its weights if that is None: once per machine, since the user's cache
-    keeps them. ConfigError."""
+    """Write model and tokenizer of a GGUF file into `folder`.
+
+    The user's cache keeps the result, so a machine converts a file only once. Raises ConfigError.
+
+    Args:
+        source: The GGUF file.
+        folder: Folder to write into.
+        dtype: Dtype of the dequantized weights. None: write no weights.
+    """
     beside = [source.parent / name for name in _BESIDE_GGUF]
     files = [source, *(path for path in beside if path.is_file())]
-    with load_errors(f"model {source.name}"):  # gguf is not there, say
+    with load_errors(f"model {source.name}"):  # the package gguf may be missing
         made_by = [f"{name} {version(name)}" for name in ("transformers", "gguf", "tokenizers")]
     parts = [str(dtype), *made_by, *(sha256 for _, sha256 in hash_files(files, remembered=True))]
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
@@ -261,7 +282,7 @@ def _dequantize(source: Path, dtype: str | None, folder: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(
             source.parent, gguf_file=source.name, dtype=getattr(torch, dtype)
         )
-    # the weights are plain tensors now; with the quantizer's marks left on, saving refuses
+    # the weights are plain tensors now, but saving refuses while the quantizer's marks remain
     del model.config.quantization_config
     for mark in ("hf_quantizer", "quantization_method"):
         if getattr(model, mark, None) is not None:
@@ -272,7 +293,7 @@ def _dequantize(source: Path, dtype: str | None, folder: Path) -> None:
 
 
 def stored_dtypes(folder: Path) -> set[str]:
-    """The dtypes of all weights, as safetensors names them: F32, BF16, …"""
+    """Return the dtypes of all weights, in safetensors' names: F32, BF16, …"""
     dtypes = set()
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "numpy") as tensors:
@@ -282,7 +303,7 @@ def stored_dtypes(folder: Path) -> set[str]:
 
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight, by its name; only the headers of the files are read."""
+    """Return the shape of each weight by name; only the files' headers are read."""
     shapes = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "numpy") as tensors:
@@ -292,5 +313,5 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def count_parameters(folder: Path) -> int:
-    """Numbers in all weight files; only their headers are read."""
+    """Return the number of elements in all weight files; only their headers are read."""
     return sum(map(math.prod, weight_shapes(folder).values()))

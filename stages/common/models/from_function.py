@@ -1,17 +1,16 @@
-"""A base model that a function of the user's makes: `module:function` or `file.py:function` in
-place of a model's name.
+"""A base model that a user's function makes: `module:function` or `file.py:function` as its name.
 
-The function is called once a run, as `function(folder, **arguments)` with a `pathlib.Path`, and
-writes a model directory there. Its file and the arguments say which model is meant, so it is found
-in the store before anything is called again. The file runs where the model is made, and nowhere
-else. Whatever the function raises is a ConfigError that names it.
+The function is called once per run, as `function(folder, **arguments)` with a `pathlib.Path`, and
+writes a model directory there. Its file and arguments identify the model, so the store finds it
+before anything is called again. The file runs only where the model is made. An error of the
+function becomes a ConfigError that names it.
 
     if is_function(name):
         key = source_hash(name, {"seed": 0})    # runs nothing
         function, key = load(name, {"seed": 0})
         make(name, function, {"seed": 0}, folder)
 
-Not of the spine: most recipes name a model that is there already.
+Not of the spine: most recipes name an existing model.
 """
 
 from __future__ import annotations
@@ -34,19 +33,20 @@ _FIELD = "policy.model"
 
 
 def is_function(name: str) -> bool:
-    """Whether `name` is the dotted path of a function. A directory that bears this very name goes
-    first."""
+    """True if `name` is the dotted path of a function and no directory has exactly this name."""
     return bool(_FUNCTION.fullmatch(name)) and not Path(os.path.expanduser(name)).is_dir()
 
 
 def source_hash(name: str, arguments: dict[str, Any]) -> str:
-    """sha256 of the function's name, the bytes of its file and the arguments (plain JSON). No code
-    of a user's runs. ConfigError."""
+    """Return the sha256 of the function's name, its file's bytes and the arguments (plain JSON).
+
+    Runs no user code. Raises ConfigError.
+    """
     return _digest(name, plugins.fingerprint(plugins.locate(name, _FIELD)), arguments)
 
 
 def load(name: str, arguments: dict[str, Any]) -> tuple[Callable[..., None], str]:
-    """The function, and the `source_hash` of the file that it was loaded from. ConfigError."""
+    """Return the function, and the `source_hash` of the file it came from. Raises ConfigError."""
     function, sha256 = plugins.load(name, _FIELD)
     return function, _digest(name, sha256, arguments)
 
@@ -57,8 +57,11 @@ def _digest(name: str, sha256: str, arguments: dict[str, Any]) -> str:
 
 
 def make(name: str, function: Callable[..., None], arguments: dict[str, Any], folder: Path) -> None:
-    """Call the function. ConfigError with what it raised; a full disk or memory is not its fault
-    and rises as it is."""
+    """Call the function to write the model into `folder`.
+
+    Raises ConfigError with the function's error. Running out of disk or memory is not its fault;
+    those errors pass unchanged.
+    """
     try:
         function(folder, **arguments)
     except (QuiverError, MemoryError):

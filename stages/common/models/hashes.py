@@ -1,10 +1,10 @@
-"""Hashes of files outside the store, such as a model's weights; each user's cache remembers them.
+"""Hashes of files outside the store, such as a model's weights, remembered in the user's cache.
 
     hash_files(sorted(folder.glob("*.safetensors")), remembered=True)
 
-A hash is remembered by the file's path, size, mtime_ns, ctime_ns and inode, in one small JSON file.
-A file that changed in the last two seconds may change again within the same tick of its clock: its
-hash is neither remembered nor believed. A hash that goes into a new manifest is always computed.
+A hash is remembered under the file's path, size, mtime_ns, ctime_ns and inode, in one small JSON
+file. A file that changed in the last two seconds may change again within one tick of its clock, so
+its hash is neither remembered nor reused. A hash for a new manifest is always computed.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ from quiver.stages.common.threads import map_in_threads
 
 _SETTLED_NS = 2_000_000_000
 _LARGE = 2**30
-"""Bytes of a file that takes seconds to read: somebody waits for them."""
+"""Size in bytes from which reading a file takes seconds, so that a message is shown."""
 told = logging.getLogger("quiver")
-"""What whoever runs a recipe reads."""
+"""Logger whose messages are shown during a run."""
 
 
 def cache_folder(kind: str) -> Path | None:
-    """The folder of this user's cache for one kind of thing; None where the user has no home."""
+    """Return the folder of the user's cache for one kind of data; None if the user has no home."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(cache, "quiver", kind)
-    return folder if folder.is_absolute() else None  # `~` stays where there is no home
+    return folder if folder.is_absolute() else None  # without a home `~` is not expanded
 
 
 def hash_files(paths: Iterable[Path], *, remembered: bool = False) -> list[tuple[str, str]]:
-    """Name and sha256 (64 hex digits) of each file, in the same order.
+    """Return name and sha256 (64 hex digits) of each file, in the same order.
 
-    `remembered`: a hash from memory is enough where the file looks unchanged. Otherwise every byte
-    is read, and the memory is set right.
+    Args:
+        paths: Files to hash, in threads.
+        remembered: If true, a remembered hash is used if the file looks unchanged. If false, every
+            byte is read and the memory is corrected.
     """
     return map_in_threads(lambda path: (path.name, _hash_file(path, remembered)), paths)
 
@@ -63,7 +65,7 @@ def _hash_file(path: Path, remembered: bool) -> str:
         told.info("reading %s (%.1f GB) for its hash", path.name, status.st_size / 1e9)
     sha256 = storage.sha256(path)
     if has_memory:
-        with suppress(OSError):  # a full disk, a folder that is not ours: it is computed again
+        with suppress(OSError):  # disk full or not writable: the hash is computed again next time
             entry_path.parent.mkdir(parents=True, exist_ok=True)
             with storage.replacing(entry_path, durable=False) as file:
                 file.write(json.dumps({"identity": identity, "sha256": sha256}).encode())

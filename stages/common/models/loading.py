@@ -1,11 +1,11 @@
-"""A checkpoint as a torch module. Local files, safetensors and transformers' own classes only.
+"""Loads a checkpoint as a torch module: local safetensors and transformers' own classes only.
 
 model = load_model(store.open("arith/policy@0"), dtype=torch.float32)
-check_rows(table, "arith/rollouts@1", version)     # rows that it can give a probability to
+check_rows(table, "arith/rollouts@1", version)     # refuses rows without a probability
 
-Importing this module loads no torch: an engine sets its environment before.
+Importing this module does not import torch, because an engine first sets environment variables.
 
-Not of the spine: what comes of it is an ordinary model of transformers.
+Not of the spine: the result is an ordinary transformers model.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ if TYPE_CHECKING:
 
 
 def verify_model(version: Version) -> None:
-    """Check the files that make the model, those at the top of the folder; the optimizer's state is
-    checked where it is read."""
+    """Check the hashes of the model's own files, at the top of the folder, and that it is complete.
+
+    The optimizer's state is checked where it is read.
+    """
     names = [entry.name for entry in version.manifest.files if "/" not in entry.name]
     map_in_threads(version.verify, names)
     has_weights = not is_adapter_alone(version)
@@ -60,11 +62,21 @@ def load_model(
     device: str | torch.device = "cpu",
     base: Version | None = None,
 ) -> PreTrainedModel:
-    """The model of a policy version in eval mode with every dropout at 0; hashes are checked first.
-    `base`: the version whose weights its adapter goes on, where it has no others (`merging`).
-    ConfigError where its files are not a model's.
+    """Return the model of a policy version in eval mode, with every dropout at 0.
 
-    Dropout is off in training too: the ratio π_θ / π_old must be 1 before the first update.
+    Hashes are checked first. Dropout is off in training too: the ratio π_θ / π_old must be 1 before
+    the first update.
+
+    Args:
+        version: The policy version.
+        dtype: Dtype of the weights.
+        device: Device to put the model on.
+        base: Version whose weights the adapter of `version` goes on, if it has none of its own (see
+            `merging`). Default: `version` has its own weights.
+
+    Raises:
+        ConfigError: Its files are not a model's.
+        CorruptError: A file does not match its hash.
     """
     import torch
     import transformers
@@ -88,7 +100,7 @@ def load_model(
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        # layers copy the rates of their config, or read them from it
+        # some layers copy the dropout rates of their config, others read them from it
         for holder in (module, *_configs(getattr(module, "config", None))):
             for name, rate in vars(holder).items():
                 if "drop" in name and isinstance(rate, float):
@@ -99,9 +111,13 @@ def load_model(
 def load_as_stored(
     version: Version, device: str | torch.device = "cpu", base: Version | None = None
 ) -> PreTrainedModel:
-    """The same with weights in the dtype of their files, on a CPU mapped from them; config and
-    buffers are those of a model in float32. In float32 where the files have several dtypes, where
-    the model computes buffers in its own dtype, which would be rounded, or on a `base`."""
+    """Load like `load_model`, but keep the weights in the dtype of their files.
+
+    On a CPU the weights are memory-mapped. Config and buffers are those of a float32 model.
+
+    The model is loaded in float32 if its files have several dtypes, if it is on a `base`, or if it
+    computes buffers in its own dtype, because these would be rounded.
+    """
     import torch
 
     if base is not None:
@@ -126,9 +142,11 @@ def load_as_stored(
 
 
 def load_pretrained(loader: Any, folder: Path, name: str, **options: Any) -> PreTrainedModel:
-    """The model in `folder`, by one of transformers' Auto classes, with its own attention.
-    ConfigError about `name` where its files are not those of a model, or lack weights: transformers
-    would draw them at random."""
+    """Load the model in `folder` with one of transformers' Auto classes and its own attention.
+
+    Raises ConfigError about `name` if the files are not a model's or if weights are missing, which
+    transformers would fill with random numbers.
+    """
     with load_errors(name):
         model, report = loader.from_pretrained(
             folder,
@@ -150,7 +168,7 @@ def load_pretrained(loader: Any, folder: Path, name: str, **options: Any) -> Pre
 
 
 def _configs(config: object) -> Iterator[PreTrainedConfig]:
-    """`config` and those in it: a model of several parts has one of its text."""
+    """Yield `config` and the configs inside it; a composite model has one for its text part."""
     from transformers import PreTrainedConfig
 
     if isinstance(config, PreTrainedConfig):
@@ -160,8 +178,10 @@ def _configs(config: object) -> Iterator[PreTrainedConfig]:
 
 
 def restore_dropout(model: PreTrainedModel, version: Version) -> None:
-    """Make the config's dropout rates those of `version` again, for saving: they are not this
-    project's to change."""
+    """Set the dropout rates in the model's config back to the rates of `version`, for saving.
+
+    `load_model` switches dropout off for training, but a saved config keeps the original rates.
+    """
     original = type(model.config).from_pretrained(version.files.folder)
     for config, before in zip(_configs(model.config), _configs(original), strict=True):
         for name, rate in vars(before).items():
@@ -170,8 +190,10 @@ def restore_dropout(model: PreTrainedModel, version: Version) -> None:
 
 
 def decoder_start_id(model: PreTrainedModel) -> int:
-    """The id that an encoder-decoder model's decoder reads first. ConfigError when the model names
-    none."""
+    """Return the id that an encoder-decoder model's decoder reads first.
+
+    Raises ConfigError if the model names none.
+    """
     for config in (model.config, model.generation_config):
         if getattr(config, "decoder_start_token_id", None) is not None:
             return config.decoder_start_token_id
@@ -185,9 +207,18 @@ def decoder_start_id(model: PreTrainedModel) -> int:
 def check_rows(
     table: pa.Table, name: str, version: Version, *, with_next_state: bool = False
 ) -> None:
-    """Refuse rollouts `name` with rows that have no probability (greedy ones: ConfigError) or that
-    the model of `version` cannot read (SchemaError). `with_next_state`: the state after the last
-    id is asked for too."""
+    """Check that the model of `version` can give every rollout a probability.
+
+    Args:
+        table: The rollouts.
+        name: Their name, for messages.
+        version: The policy version that reads them.
+        with_next_state: If true, the state after the last id is needed too.
+
+    Raises:
+        ConfigError: Rows were sampled greedily, or an encoder-decoder model meets several turns.
+        SchemaError: The model cannot read a row: empty prompt, unknown id, or too many tokens.
+    """
     if not len(table):
         return
     greedy = pc.sum(pc.equal(table["temperature"], 0)).as_py()
@@ -229,7 +260,7 @@ def check_rows(
         )
     if has_turns:
         longest = longest_sequence(prompt_lengths, table["turns"])
-    elif is_encoder_decoder(version):  # a context each
+    elif is_encoder_decoder(version):  # prompt and completion have a context each
         longest_completion = pc.max(completion_lengths).as_py() + with_next_state
         longest = max(pc.max(prompt_lengths).as_py(), longest_completion)
     else:
@@ -244,8 +275,10 @@ def check_rows(
 
 
 def longest_sequence(prompt_lengths: pa.ChunkedArray, turns: pa.ChunkedArray) -> int:
-    """The most tokens that stand in one sequence of rollouts with `turns`: observations count, and
-    where a history was rewritten another sequence begins."""
+    """Return the most tokens in one sequence of rollouts with `turns`.
+
+    Observations count. A rewritten history begins a new sequence.
+    """
     flat = pc.list_flatten(turns)
     sampled, observed, rewritten = (
         np.array(lengths.fill_null(0), dtype=np.int64)
@@ -266,8 +299,13 @@ def longest_sequence(prompt_lengths: pa.ChunkedArray, turns: pa.ChunkedArray) ->
 
 @contextmanager
 def short_of_memory(name: str, help: str, **details: str) -> Iterator[None]:
-    """Turn torch's or Python's lack of memory inside into ResourceError about `name`, with what
-    helps, and `state` where it is not the usual one."""
+    """Convert out-of-memory errors of torch and Python into ResourceError about `name`.
+
+    Args:
+        name: Subject of the error.
+        help: Advice for the user.
+        details: Further fields of the error, `state` if it is not the usual one.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:

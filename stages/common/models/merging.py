@@ -1,10 +1,11 @@
-"""A policy that holds an adapter alone, as the plain model that it is: its base with the adapter on
-it, which is never written down (`optimize.lora.save = "adapter"`).
+"""Merges a policy that holds only an adapter with its base, in memory.
 
-    base = base_of(store, policy)                  # None where the policy has weights of its own
+The merged weights are never written (`optimize.lora.save = "adapter"`).
+
+    base = base_of(store, policy)                  # None if the policy has weights of its own
     model = load_model(policy, base=base, dtype=torch.float32)
 
-Not of the spine: only a recipe with `[optimize.lora]` makes such a policy.
+Not of the spine: only recipes with `[optimize.lora]` make such policies.
 """
 
 from __future__ import annotations
@@ -27,15 +28,26 @@ if TYPE_CHECKING:
 
 
 def base_of(store: Store, policy: Version) -> Version | None:
-    """The version that has the weights which `policy` lacks; None where it has its own.
-    LineageError."""
+    """Return the version with the weights that `policy` lacks; None if it has its own.
+
+    Raises LineageError.
+    """
     return adapter_base(store, policy) if is_adapter_alone(policy) else None
 
 
 def put_adapter_on(model: nn.Module, exact: nn.Module, policy: Version) -> None:
-    """Make the weights of `model` those of `exact`, its base in float32, with the adapter of
-    `policy` on them, rounded to the dtype of `model`: W + (alpha / rank) · B A, as peft merges.
-    Both may be one. ConfigError where the adapter is of another model."""
+    """Write base weights plus the adapter of `policy` into `model`, rounded to its dtype.
+
+        W + (alpha / rank) · B A, as peft merges
+
+    Args:
+        model: Model to change.
+        exact: The base model in float32; may be `model` itself.
+        policy: Version with the adapter.
+
+    Raises:
+        ConfigError: The adapter belongs to another model.
+    """
     import torch
     from safetensors.torch import load_file
     from transformers.pytorch_utils import Conv1D

@@ -1,9 +1,8 @@
-"""The first calls of torch's functions of single numbers on a CPU, made by one thread before
-anything depends on them.
+"""Makes the first call of each torch function that uses MKL, in one thread, before it matters.
 
-MKL looks for the code of such a function when it is first called. When two threads do so at once,
-one of them may compute its share of that very call with half of the digits: cosines of positions
-were wrong by 1.5e-4, and logprobs by 3e-3, in one process of twenty
+MKL looks up the code of such a function at its first call. If two threads make that call at once,
+one of them may compute its share with half of the digits. Cosines of positions were wrong by
+1.5e-4, and logprobs by 3e-3, in one process of twenty
 (https://github.com/pytorch/pytorch/issues/188792).
 """
 
@@ -28,12 +27,12 @@ FUNCTIONS = (
     "tan",
     "tanh",
 )
-"""Those that torch hands to MKL."""
+"""Elementwise functions that torch delegates to MKL on a CPU."""
 
 
 @cache
 def make_first_calls() -> None:
-    """Call each function for one number, in either precision; once a process."""
+    """Call each function, and trunc, on one number in float32 and float64, once per process."""
     import torch
 
     for dtype in (torch.float32, torch.float64):

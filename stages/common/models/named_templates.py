@@ -1,5 +1,6 @@
-"""Chat templates that have names, such as `tool_use`: a model's folder holds them in files of their
-own, and a version, which has no folders within it, in the tokenizer's config.
+"""Named chat templates, such as `tool_use`, moved from their own files into the tokenizer's config.
+
+A model's folder keeps them in a subfolder, which a version in the store does not have.
 
 Not of the spine: few models have any.
 """
@@ -13,14 +14,16 @@ from .folder import NAMED_TEMPLATES, load_errors, parse_object
 
 
 def files_in(model: Path) -> list[Path]:
-    """The files of named templates in a model's folder, in alphabetical order."""
+    """Return the files of named templates in a model's folder, in alphabetical order."""
     return sorted((model / NAMED_TEMPLATES).glob("*.jinja"))
 
 
 def move_into_config(model: Path, folder: Path) -> None:
-    """Write the named templates of `model` into the tokenizer's config in `folder`, the older of
-    two ways that transformers reads. A chat_template.jinja there becomes the one that is named
-    `default`, and is deleted. ConfigError if one cannot be read."""
+    """Write the named templates of `model` into the tokenizer's config in `folder`.
+
+    This is the older of two forms that transformers reads. A chat_template.jinja in `folder`
+    becomes the template named `default` and is deleted. Raises ConfigError if one cannot be read.
+    """
     files = {file.stem: file for file in files_in(model)}
     if not files:
         return

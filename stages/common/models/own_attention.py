@@ -1,5 +1,4 @@
-"""Which attention of transformers a model needs: one for trainer, engine, reference and reward
-models alike.
+"""Chooses the transformers attention of a model, the same for trainer, engine and other models.
 
     take_own_attention(model)
     model.config._attn_implementation       # "sdpa", or "eager" for a model with logit caps
@@ -18,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def own_attention(model: PreTrainedModel) -> str:
-    """Name of the transformers attention that computes all that the model's layers do.
+    """Return the transformers attention that computes everything the model's layers need.
 
-    `sdpa` leaves logit caps out without a word, and has no sinks; transformers chooses it for
-    models with caps all the same. Trainer, engine, reference and reward models all take this one.
+    `sdpa` silently ignores logit caps and has no sinks, yet transformers chooses it for models with
+    caps. Trainer, engine, reference and reward models all use this function's choice.
     """
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -32,15 +31,18 @@ def own_attention(model: PreTrainedModel) -> str:
 
 
 def take_own_attention(model: PreTrainedModel) -> None:
-    """Set the attention that `model` needs."""
+    """Set the attention that `own_attention` names on `model`."""
     own = own_attention(model)
     if model.config._attn_implementation != own:
         model.set_attn_implementation(own)
 
 
 def set_attention(model: PreTrainedModel, name: str, option: str) -> None:
-    """Take the attention `name` in place of the model's own. ConfigError about `option` where it is
-    not there, or would leave out what the model's own computes."""
+    """Set the attention `name` in place of the model's own.
+
+    Raises ConfigError about `option` if it is not available, or if it would ignore a part that the
+    model's own attention computes.
+    """
     if own_attention(model) == "eager" and name != "eager":
         raise ConfigError(
             f"{option} {printable(repr(name))}",

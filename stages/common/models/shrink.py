@@ -1,7 +1,8 @@
-"""A config of the same architecture in tiny: few narrow layers of every kind, short windows.
+"""Shrinks a model config to a tiny one of the same architecture, on which that can be tried.
 
-What a row longer than a window of 4,096 shows, a row of 40 shows then. The rules go by the names
-that the configs of transformers share; where they do not fit together, building the model fails.
+The tiny config has few narrow layers of every kind, and short windows: an effect that needs a row
+longer than a window of 4,096 then shows with a row of 40. The rules go by field names that the
+configs of transformers share. If the shrunk sizes do not fit together, building the model fails.
 
     tiny = shrink(AutoConfig.from_pretrained(folder))
 """
@@ -51,7 +52,7 @@ _NAMES = {
     1: "first_k_dense_replace num_random_blocks",
     0: "num_kv_shared_layers num_nextn_predict_layers",
 }
-"""What is cut to at most so much. Widths that rotary frequencies go by are not among them."""
+"""Upper limit of each size. Widths that determine rotary frequencies are not among them."""
 _MOST = {name: most for most, names in _NAMES.items() for name in names.split()}
 _LAYERS = (
     "num_hidden_layers",
@@ -82,7 +83,7 @@ _PERIODS = ("_period", "_interval", "_every_n_layers", "_pattern", "_interleave_
 
 
 def shrink(config: Any) -> Any:
-    """A copy of `config`, those of its parts too, with the sizes of a toy."""
+    """Return a copy of `config` with tiny sizes, including the configs inside it."""
     tiny = copy.deepcopy(config)
     for part in parts(tiny):
         _shrink(part)
@@ -90,7 +91,7 @@ def shrink(config: Any) -> Any:
 
 
 def parts(config: Any) -> Iterator[Any]:
-    """`config` and those in it: a model of several parts has one of each."""
+    """Yield `config` and the configs inside it; a composite model has one for each part."""
     from transformers import PreTrainedConfig
 
     if isinstance(config, PreTrainedConfig):
@@ -127,8 +128,11 @@ def _shrink(config: Any) -> None:
 
 
 def keep_layers(config: Any, count: int) -> None:
-    """Leave out what the config says of single layers from the `count`-th on (Gemma 4 has other
-    sizes in some): transformers refuses to load a config that speaks of layers it does not have."""
+    """Drop the config's settings of single layers from number `count` on.
+
+    Gemma 4 has other sizes in some layers, and transformers refuses a config with settings for
+    layers that do not exist.
+    """
     own_sizes = getattr(vars(config).get("_heterogeneity_spec"), "per_layer_overrides", {})
     if own_sizes:
         kept = {layer: sizes for layer, sizes in own_sizes.items() if layer < count}
@@ -136,7 +140,7 @@ def keep_layers(config: Any, count: int) -> None:
 
 
 def _kept_layers(sizes: dict[str, Any], num_layers: int | None) -> int:
-    """As many of the first layers as hold one of every kind."""
+    """Return how many of the first layers contain one layer of every kind."""
     kept = 2
     for name, size in sizes.items():
         if _is_count(size) and name.endswith(_PERIODS):
@@ -152,7 +156,7 @@ def _kept_layers(sizes: dict[str, Any], num_layers: int | None) -> int:
 
 
 def _key_heads(sizes: dict[str, Any]) -> dict[str, int]:
-    """One, all or half of the query heads, as it was."""
+    """Return the numbers of key heads: one, all, or half of the query heads, as in the original."""
     num_heads = _first_count(sizes, _QUERY_HEADS) or _HEADS
     most = min(num_heads, _HEADS)
     return {
@@ -163,14 +167,14 @@ def _key_heads(sizes: dict[str, Any]) -> dict[str, int]:
 
 
 def _widths(sizes: dict[str, Any]) -> dict[str, int]:
-    """Hidden size and width of heads, as they hang together in `sizes`."""
+    """Return hidden size and head widths, keeping their relations in `sizes`."""
     num_heads = _first_count(sizes, _QUERY_HEADS)
     width = sizes.get("head_dim")
     smaller = {}
-    # with latent attention it is the width of rotary positions, which stays
+    # with latent attention head_dim is the width of rotary positions, which must not change
     if num_heads and _is_count(width) and "qk_rope_head_dim" not in sizes:
         smaller["head_dim"] = width
-        if "[" not in str(sizes.get("rope_parameters")):  # it may list frequencies of a head
+        if "[" not in str(sizes.get("rope_parameters")):  # it may list a head's frequencies
             smaller["head_dim"] = min(width, _HEAD_WIDTH)
         if sizes.get("hidden_size") == num_heads * width:
             for name in {"hidden_size", "cross_attention_hidden_size"} & set(sizes):
@@ -182,7 +186,7 @@ def _widths(sizes: dict[str, Any]) -> dict[str, int]:
 
 
 def _mamba_heads(sizes: dict[str, Any]) -> dict[str, int]:
-    """Number and width of a state space's heads: together they are `expand` hidden sizes wide."""
+    """Return number and width of a state space's heads; their product is `expand` hidden sizes."""
     expand = sizes.get("expand", sizes.get("mamba_expand"))
     if not (_is_count(expand) and _is_count(sizes.get("hidden_size"))):
         return {}

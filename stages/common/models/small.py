@@ -1,10 +1,9 @@
-"""What stands in for a recipe's base model where the recipe is only tried: with its tokenizer, its
-template and its context.
+"""Small stand-ins for a recipe's base model, for trials: real tokenizer, template and context.
 
-    make(folder, model="path/to/model")     # random and small, of its family: it answers
-    import_without_weights(PolicyConfig(model="path/to/model"), store, "arith")    # it only reads
+    make(folder, model="path/to/model")     # small and random, of the same family; can generate
+    import_without_weights(PolicyConfig(model="path/to/model"), store, "arith")    # reads only
 
-Not of the spine: `quiver run --dry-run` and `quiver check` alone make them.
+Not of the spine: only `quiver run --dry-run` and `quiver check` use them.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ _SIZES = {
         LAYERS,
     ),
 }
-"""What families call their sizes, and the most of each."""
+"""Upper limit of each size, under the names that the families use."""
 
 
 def make(
@@ -74,8 +73,10 @@ def make(
     revision: str | None = None,
     arguments: dict[str, Any] | None = None,
 ) -> None:
-    """Write a small model of the family of `model`, which is named as in policy.model. ConfigError
-    where its family cannot be made small."""
+    """Write a small random model of the same family as `model`, named as in policy.model.
+
+    Raises ConfigError if its family cannot be made small.
+    """
     import torch
     from transformers import (
         AutoConfig,
@@ -88,14 +89,14 @@ def make(
         source = _folder_of(model, revision, arguments or {}, Path(work))
         try:
             config = AutoConfig.from_pretrained(source)
-            shrink(config.get_text_config())  # what sees must go with the processor
+            shrink(config.get_text_config())  # the vision part must match the processor
             if has_vision(config.to_dict()):
                 kind = AutoModelForImageTextToText
             else:
                 kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
             torch.manual_seed(0)
             kind.from_config(config, dtype=torch.float32).save_pretrained(folder)
-        except Exception as error:  # each family checks its sizes in its own way
+        except Exception as error:  # each family reports bad sizes in its own way
             raise ConfigError(
                 f"--dry-run {printable(model)}",
                 f"no small model of its family can be made: {type(error).__name__}: "
@@ -108,9 +109,20 @@ def make(
 def import_without_weights(
     config: PolicyConfig, store: Store, run: str, folder: Path | None = None
 ) -> Version:
-    """Make `run`/policy@0 in `store` of all that the model has beside its weights, one number in
-    their place: what prompts need, in seconds however large it is. `folder`: where the model has
-    been made already. ConfigError."""
+    """Make `run`/policy@0 in `store` from all files of the model except its weights.
+
+    One number takes the place of the weights. This is all that prompts need, and takes seconds
+    however large the model is.
+
+    Args:
+        config: The base model.
+        store: Store to write into.
+        run: Run that gets the version.
+        folder: Folder of the model, if it has been made already.
+
+    Raises:
+        ConfigError: The model is missing or wrong.
+    """
     plan = checkpoints.plan(config, store, {}, into=run)
     with tempfile.TemporaryDirectory() as work, open_staging(plan) as staging:
         writer = staging.writers["policy"]
@@ -122,14 +134,14 @@ def import_without_weights(
 
 
 def _copy(names: Iterable[str], source: Path, folder: Path) -> None:
-    """Copy those of the files that there are."""
+    """Copy the named files that exist."""
     for name in names:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 
 
 def shrink(config: PretrainedConfig) -> None:
-    """Make every size of the config small, and what it lists by layer as short as its layers."""
+    """Limit every size in the config, and cut its per-layer lists to its number of layers."""
     fields = config.to_dict()
     layers = {fields.get(name) for name, size in _SIZES.items() if size == LAYERS}
     for name, value in fields.items():
@@ -141,8 +153,11 @@ def shrink(config: PretrainedConfig) -> None:
 
 
 def _folder_of(model: str, revision: str | None, arguments: dict[str, Any], work: Path) -> Path:
-    """Return the folder of the model itself. What is no folder yet is made in `work`; of a GGUF
-    file without its weights, which need not be read."""
+    """Return the folder of the model itself.
+
+    A model that is not a folder is made in `work`; a GGUF file is converted without its weights,
+    which need not be read.
+    """
     if from_function.is_function(model):
         function, _ = from_function.load(model, arguments)
         from_function.make(model, function, arguments, work)

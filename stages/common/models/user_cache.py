@@ -1,11 +1,11 @@
-"""The user's cache, `~/.cache/quiver`: folders that take long to make, kept for the next store.
+"""The user's cache, `~/.cache/quiver`: folders that take long to make, kept for other stores.
 
-    fill(folder, "models", key, make)     # make(path) writes the files, if no call did so before
+    fill(folder, "models", key, make)     # calls make(path) to write the files if not cached
 
-A folder appears in the cache whole, by a rename: if two processes make it at once, both succeed and
-the later one's is thrown away. The copies of its files are checked against their hashes, so that a
-damaged cache is made anew. The cache saves time and nothing else: without a home or with a full
-disk `make` writes into the folder itself.
+A folder appears in the cache complete, by a rename. If two processes make it at once, both succeed
+and the later result is discarded. Copied files are checked against their hashes, and a damaged
+folder is made anew. The cache only saves time: without a home or on a full disk, `make` writes into
+the target folder itself.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from quiver.stages.common.models.hashes import cache_folder, hash_files
 
 _HASHES = "sha256.json"
 _ABANDONED_SECONDS = 86_400
-"""A folder that a process was killed over is removed after a day."""
+"""Age at which a temporary folder of a killed process is removed: one day."""
 log = logging.getLogger(__name__)
 
 
 def fill(folder: Path, kind: str, key: str, make: Callable[[Path], None]) -> None:
-    """Put the files into `folder` that `make` writes, which depend on `key` alone. Raises what
-    `make` raises."""
+    """Put the files that `make` writes into `folder`, from the cache if possible.
+
+    The files must depend on `key` alone. Raises the errors of `make`.
+    """
     cache = cache_folder(kind)
     if cache is None:
         make(folder)
@@ -47,8 +49,11 @@ def fill(folder: Path, kind: str, key: str, make: Callable[[Path], None]) -> Non
 
 
 def _copy(kept: Path, folder: Path) -> bool:
-    """Copy the files of `kept`; False, and nothing is copied, if it is not there or damaged. What
-    is damaged is removed."""
+    """Copy the files of `kept` and return True.
+
+    Returns False and copies nothing if `kept` does not exist or is damaged; a damaged folder is
+    removed.
+    """
     if not (kept / _HASHES).is_file():
         return False
     names: list[str] = []
@@ -67,9 +72,9 @@ def _copy(kept: Path, folder: Path) -> bool:
 
 
 def _keep(kept: Path, make: Callable[[Path], None]) -> None:
-    """Make the folder `kept`, unless another process does so first."""
+    """Make the folder `kept`, unless another process makes it first."""
     kept.parent.mkdir(parents=True, exist_ok=True)
-    for left in kept.parent.glob("*.tmp"):  # of processes that were killed
+    for left in kept.parent.glob("*.tmp"):  # remains of killed processes
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
                 shutil.rmtree(left)
@@ -79,8 +84,8 @@ def _keep(kept: Path, make: Callable[[Path], None]) -> None:
         hashes = dict(hash_files(sorted(work.iterdir())))
         (work / _HASHES).write_text(json.dumps(hashes))
         if not (kept / _HASHES).is_file():
-            shutil.rmtree(kept, ignore_errors=True)  # without its hashes it is of no use
-        with suppress(OSError):  # it is there: another process was faster
+            shutil.rmtree(kept, ignore_errors=True)  # unusable without its hashes
+        with suppress(OSError):  # another process made `kept` first
             os.rename(work, kept)
     finally:
         shutil.rmtree(work, ignore_errors=True)

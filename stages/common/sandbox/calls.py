@@ -1,11 +1,16 @@
-"""The filter of system calls that bubblewrap puts on a program (`--seccomp`), made by libseccomp.
+"""The seccomp filter that bubblewrap applies to a program (`--seccomp`), built with libseccomp.
 
-bubblewrap takes away files, network, processes and capabilities; a program needs none of those to
-trace its own children, to open sockets of families that know no network namespace, to hold memory
-that no limit counts (memfd, System V IPC), to set the limits of other processes of its user, to
-read kernel keys, or to make new namespaces. Such calls fail with EPERM, so that a program sees an
-ordinary error. clone3 fails with ENOSYS, because a filter cannot see its flags; libraries then use
-clone. Calls of another architecture (32 bits, x32) end the process.
+bubblewrap already takes away files, network, other processes and capabilities. A program could
+still do the following:
+
+- trace its own children, or change the limits of other processes of its user;
+- open sockets of families that network namespaces do not cover;
+- hold memory that no limit counts (memfd, System V IPC);
+- read kernel keys, or make new namespaces.
+
+The filter makes such calls fail with EPERM, so a program sees an ordinary error. clone3 fails with
+ENOSYS, because a filter cannot see its flags; libraries then fall back to clone. Calls of another
+architecture (32 bits, x32) end the process.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ _AF_UNIX = 1
 _TIOCSTI = 0x5412
 _TIOCLINUX = 0x541C
 _32_BITS = 0xFFFFFFFF
-# of seccomp.h
+# Constants of seccomp.h.
 _ALLOW = 0x7FFF0000
 _ERRNO = 0x00050000
 _NOT_EQUAL = 1
@@ -39,7 +44,7 @@ _UNKNOWN = -1
 
 
 class _Comparison(ctypes.Structure):
-    """`struct scmp_arg_cmp`: an argument of a call against a number, or under a mask."""
+    """`struct scmp_arg_cmp`: compare a call's argument with a number, or with a masked number."""
 
     _fields_ = [
         ("argument", ctypes.c_uint),
@@ -51,8 +56,10 @@ class _Comparison(ctypes.Structure):
 
 @cache
 def compile_filter() -> bytes:
-    """The filter for this machine, as the kernel reads it. OSError when libseccomp is missing, or
-    fails."""
+    """Return the filter for this machine as BPF bytes.
+
+    Raises OSError if libseccomp is missing or fails.
+    """
     library = ctypes.CDLL("libseccomp.so.2")
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_ALLOW)))
@@ -74,7 +81,7 @@ def compile_filter() -> bytes:
     try:
         for name, number, comparisons in rules:
             call = library.seccomp_syscall_resolve_name(name.encode())
-            if call == _UNKNOWN:  # to an older library
+            if call == _UNKNOWN:  # an older libseccomp does not know this call
                 continue
             array = (_Comparison * len(comparisons))(*comparisons)
             status = library.seccomp_rule_add_array(

@@ -1,14 +1,14 @@
-"""The commands that run an interpreter apart: bubblewrap, and tools of util-linux around it.
+"""Command lines that isolate an interpreter: bubblewrap, with util-linux tools around it.
 
-    unshare               mounts of its own; for an ordinary user by a user namespace
-    └── mount             memory for /tmp: so many bytes, so many names, nothing that is executable
+    unshare               mounts of its own; an ordinary user gets them through a user namespace
+    └── mount             a tmpfs for /tmp: limited bytes and names, nothing executable
         └── bwrap         namespaces, a read-only root, no capabilities, a filter of system calls
-            └── setpriv   for root: becomes the user nobody, whose processes the kernel counts
+            └── setpriv   for root: becomes the user nobody, so the kernel counts its processes
                 └── prlimit   limits of each process
                     └── the interpreter
 
-bwrap's own tmpfs bounds no names and lets files be executed, hence the mount; it maps one user,
-hence, for root, the map that is written while it waits (`--userns-block-fd`).
+bwrap's own tmpfs limits no names and allows executable files, hence the separate mount. bwrap maps
+only one user, so for root `map_users` writes the map while bwrap waits (`--userns-block-fd`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .limits import Limits, limit_options
 _NOBODY = 65534
 TOOLS = ("bwrap", "mount", "unshare", "setpriv", "prlimit")
 _OF_PROCESS = ("setpriv", "prlimit")
-_ROOT_RIGHTS = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")  # for setpriv, which gives them up
-_MEMORY = "/sys"  # a folder that every system has, and none of whose files a program is shown
+_ROOT_RIGHTS = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")  # setpriv needs them and drops them
+_MEMORY = "/sys"  # a mount point that every system has; the program never sees its files
 _SCRIPT = f"""\
 "$1" -t tmpfs -o "$2" none {_MEMORY} || exit
 shift 2
@@ -42,11 +42,20 @@ def isolate(
     info_file: int | None = None,
     wait: int | None = None,
 ) -> list[str]:
-    """A command, to be continued by the interpreter's arguments, that shows it `python`'s files,
-    /program.py and an empty /tmp. SecurityError when a tool is missing.
+    """Return a command that isolates an interpreter, to be followed by the interpreter's arguments.
 
-    Numbers of files that bwrap inherits: the program's source, the filter; for root, where it
-    writes its child's pid, and where it waits until `map_users` is done.
+    The interpreter sees `python`'s files, /program.py and an empty /tmp.
+
+    Args:
+        python: Interpreter to run, with the paths it reads.
+        limits: Limits of the program.
+        program: File descriptor of the program's source, inherited by bwrap.
+        filter: File descriptor of the seccomp filter, inherited by bwrap.
+        info_file: For root only: file descriptor to which bwrap writes its child's pid.
+        wait: For root only: file descriptor on which bwrap waits until `map_users` is done.
+
+    Raises:
+        SecurityError: A tool is missing.
     """
     tools = find_tools(TOOLS)
     is_root = info_file is not None
@@ -75,15 +84,20 @@ def isolate(
 
 
 def restrict(python: Interpreter, limits: Limits) -> list[str]:
-    """The same for isolation "process": no new privileges, and limits of each process."""
+    """Return the command for isolation "process": no new privileges, and limits of each process.
+
+    Raises SecurityError if a tool is missing.
+    """
     tools = find_tools(_OF_PROCESS)
     limited = [tools["prlimit"], *limit_options(limits)]
     return [tools["setpriv"], "--no-new-privs", *limited, *python.command]
 
 
 def map_users(child: int) -> None:
-    """Give root's sandbox, in which bwrap waits as `child`, the users root and nobody.
-    SecurityError if they are not to be had; ProcessLookupError if it has ended."""
+    """Map the users root and nobody into root's sandbox, in which bwrap waits as `child`.
+
+    Raises SecurityError if the system refuses the map, ProcessLookupError if `child` has ended.
+    """
     try:
         for name in ("uid_map", "gid_map"):
             with open(f"/proc/{child}/{name}", "w") as file:
@@ -95,7 +109,7 @@ def map_users(child: int) -> None:
 
 
 def find_tools(names: tuple[str, ...]) -> dict[str, str]:
-    """Where the tools are. SecurityError when one is missing."""
+    """Return the resolved path of each tool. Raises SecurityError if one is missing."""
     paths = {name: shutil.which(name) for name in names}
     if missing := [name for name, path in paths.items() if path is None]:
         raise refused(f"{', '.join(missing)} not found in PATH")
@@ -103,7 +117,7 @@ def find_tools(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def compile_filter() -> bytes:
-    """The filter of system calls. SecurityError without libseccomp."""
+    """Return the seccomp filter as bytes. Raises SecurityError if libseccomp cannot make it."""
     try:
         return calls.compile_filter()
     except OSError as error:
@@ -111,8 +125,10 @@ def compile_filter() -> bytes:
 
 
 def _show(paths: list[str]) -> list[str]:
-    """bwrap's options to show paths of the host where they are, each once and read-only, and four
-    harmless devices."""
+    """Return the bwrap options that show each host path once, in its place and read-only.
+
+    Four harmless devices are added.
+    """
     options: list[str] = []
     devices = [f"/dev/{name}" for name in ("null", "zero", "random", "urandom")]
     shown: list[str] = []
@@ -121,7 +137,7 @@ def _show(paths: list[str]) -> list[str]:
             continue
         shown.append(path)
         for folder in reversed(PurePath(path).parents[:-1]):
-            options += ["--dir", str(folder)]  # those that bwrap makes by itself are root's alone
+            options += ["--dir", str(folder)]  # folders that bwrap makes by itself belong to root
         if os.path.islink(path):
             options += ["--symlink", os.readlink(path), path]
         else:

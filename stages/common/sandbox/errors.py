@@ -1,4 +1,4 @@
-"""The two errors of a sandbox: the system does not permit it, or it failed this time."""
+"""Constructors of the sandbox's two errors: the system does not permit it, or one run failed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NEXT = (
 
 
 def refused(why: str) -> SecurityError:
-    """The error of a system that lacks what isolates programs, or does not permit it."""
+    """Return the error for a system that lacks isolation tools or does not permit them."""
     return SecurityError("sandbox", why, state="no program was run.", next=_NEXT)
 
 
 def failed(why: str) -> ResourceError:
-    """The error of a sandbox that failed, which says nothing about the program."""
+    """Return the error for a sandbox that failed; it implies nothing about the program."""
     return ResourceError("sandbox", why, state="the program was not judged.", next="run again")

@@ -1,5 +1,4 @@
-"""What a Python interpreter consists of: its executable, and the paths that a sandbox has to show
-for it to run."""
+"""Finds a Python interpreter for the sandbox: its command, and the paths it must be shown."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ print(json.dumps([paths, sysconfig.get_config_var("LIBDIR")]))
 
 
 class Interpreter(NamedTuple):
-    """`command` starts it, with Python code for it to follow; `paths` are those that it reads."""
+    """A Python interpreter: its command, to be followed by Python code, and the paths it reads."""
 
     command: tuple[str, ...]
     paths: tuple[str, ...]
@@ -31,11 +30,18 @@ class Interpreter(NamedTuple):
 
 @cache
 def find(python: str = "") -> Interpreter:
-    """This interpreter with the standard library alone, or `python` with all that is installed in
-    its environment."""
+    """Return the interpreter to run programs with.
+
+    Args:
+        python: Path of an interpreter, which is used with all packages installed in its
+            environment. Default: this interpreter, with the standard library alone.
+
+    Raises:
+        ConfigError: `python` cannot be run.
+    """
     if not python:
         executable = os.path.realpath(sys._base_executable)
-        # not of a virtual environment around it
+        # the base installation, not the virtual environment that Quiver runs in
         base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
         paths = [sysconfig.get_path(name, vars=base) for name in ("stdlib", "platstdlib")]
         shown = _shown([*paths, executable], sysconfig.get_config_var("LIBDIR"))
@@ -52,7 +58,7 @@ def find(python: str = "") -> Interpreter:
             next="name the path of an interpreter (sandbox_python of the function code)",
         ) from error
     executable = os.path.abspath(python)
-    # a virtual environment's python links to another, and that may link on
+    # a virtual environment's python is a link, possibly to another link; each must be visible
     links = [executable]
     while os.path.islink(links[-1]) and len(links) < 40:
         folder = os.path.dirname(links[-1])
@@ -61,8 +67,8 @@ def find(python: str = "") -> Interpreter:
 
 
 def _shown(paths: list[str], library_folder: str | None) -> tuple[str, ...]:
-    """`paths`, the interpreter's shared library, and the system's libraries; links beside what they
-    point at."""
+    """Return the existing paths among `paths`, the interpreter's shared library and the system
+    libraries; each link comes with its target."""
     libraries = glob.glob(os.path.join(library_folder, "libpython3*.so*")) if library_folder else []
     shown = set()
     for path in (*paths, *libraries, *_SYSTEM):

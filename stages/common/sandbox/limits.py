@@ -1,4 +1,4 @@
-"""What one program may use, and how util-linux's prlimit is told."""
+"""Limits of a sandboxed program, and the prlimit options that enforce them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from quiver.schemas.errors import ConfigError
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use. ConfigError when a value is out of range."""
+    """Resources that one program may use. Raises ConfigError if a value is out of range."""
 
     seconds: float = 10.0
-    """Wall-clock time from the start of its interpreter, and CPU time of each of its processes."""
+    """Wall-clock time from the start of its interpreter; also the CPU time of each process."""
     memory_mib: int = 512
-    """Address space of each process, and resident memory of all together."""
+    """Address space of each process, and resident memory of all processes together."""
     processes: int = 16
     """Processes and threads at once (isolation "full" only)."""
     files_mib: int = 16
-    """Space in its /tmp, and the largest file that it may write."""
+    """Space in its /tmp, and size of the largest file it may write."""
     open_files: int = 64
     """File descriptors of each process."""
     output_kib: int = 64
-    """How much is kept of its stdout, and of its stderr; the rest is read and thrown away."""
+    """KiB kept of stdout, and of stderr; the rest is read and discarded."""
 
     def __post_init__(self) -> None:
         for name, least in {
@@ -47,13 +47,21 @@ class Limits:
 
 
 def limit_options(limits: Limits, pids: int | None = None) -> list[str]:
-    """prlimit's options, none above what this process is allowed; `pids` only where a user
-    namespace counts them apart from others."""
+    """Return prlimit's options; none is above the hard limit of this process.
+
+    Args:
+        limits: Limits of the program.
+        pids: Limit of processes. Pass it only if a user namespace counts the program's processes
+            apart from others. Default: not limited.
+    """
     seconds = math.ceil(limits.seconds)
     bounds = {
         "as": (limits.memory_mib << 20,) * 2,
-        "core": (1, 1),  # at 0 the kernel still pipes a core to a handler of the host's
-        "cpu": (seconds, seconds + 1),  # SIGXCPU tells, SIGKILL a second later ends it
+        "core": (1, 1),  # with 0 the kernel would still pipe a core to the host's handler
+        "cpu": (
+            seconds,
+            seconds + 1,
+        ),  # SIGXCPU names the cause, SIGKILL ends it a second later
         "fsize": (limits.files_mib << 20,) * 2,
         "memlock": (0, 0),
         "msgqueue": (0, 0),

@@ -1,25 +1,33 @@
-"""Runs a Python program that nobody trusts: what a model wrote is executed here and nowhere else.
+"""Runs an untrusted Python program. Code that a model wrote is executed here and nowhere else.
 
     finished = run_program("print(input()[::-1])", stdin="abc", limits=Limits(seconds=2))
     finished.exit_code, finished.stdout      # 0, "cba\\n"
 
-With isolation "full" (the default) bubblewrap gives each program an interpreter of its own, with
-the standard library alone, in new user, mount, process, network, IPC and UTS namespaces: a
-read-only root in memory with nothing of the host but the interpreter's files, an empty /tmp of
-limited size, no /proc, no network, the user nobody without privileges, limits on time, memory,
-processes and files, a clean environment, and a filter of system calls. It ends with everything that
-it started. If a tool is missing, or the system does not permit what it does, SecurityError says so,
-and nothing is run.
+Isolation "full" (the default) uses bubblewrap. Each program gets its own interpreter, with the
+standard library alone, in new user, mount, process, network, IPC and UTS namespaces:
+
+- a read-only root in memory that shows only the interpreter's files, and an empty /tmp of limited
+  size;
+- no /proc, no network, and the user nobody without privileges;
+- limits on time, memory, processes and files, a clean environment, and a filter of system calls.
+
+The program and all processes that it started end together. If a tool is missing, or the system does
+not permit one of these layers, SecurityError is raised and nothing is run.
 
 Isolation "process" is for systems that permit no namespaces. It gives a session of its own, an
 empty folder, a clean environment, no new privileges, and limits on time, memory and file size. It
-does NOT protect: files (the program reads and writes whatever the user who runs Quiver may, `/proc`
-of Quiver's own processes with their environment included), the network, other processes (it may
-signal and trace those of the same user), the number of processes (a fork bomb), the disk. Whoever
-chooses it should do so inside a container or a machine that holds nothing of worth.
+does NOT protect:
 
-Needs Linux; "full" needs bubblewrap, util-linux, libseccomp and user namespaces, for root and for
-other users alike.
+- files: the program reads and writes all that Quiver's user may, and `/proc` of Quiver's own
+  processes, including their environment variables;
+- the network;
+- other processes: the program may signal and trace the same user's;
+- the number of processes (a fork bomb), or the disk.
+
+Use it only inside a container or on a machine that holds nothing of value.
+
+Needs Linux. "full" also needs bubblewrap, util-linux, libseccomp and user namespaces, for root as
+for other users.
 """
 
 from __future__ import annotations
@@ -46,17 +54,21 @@ from .start import start_program
 Isolation = Literal["full", "process"]
 _POLL_SECONDS = 0.05
 _PAGE = os.sysconf("SC_PAGESIZE")
-# beyond the program's own limit: for its processes to be gone once they are killed
+# time beyond the program's own limit in which killed processes must disappear
 _PATIENCE_SECONDS = 90
 
 
 @dataclass(frozen=True)
 class Finished:
-    """How a program ended.
+    """The outcome of a program.
 
-    `exit_code`: as of subprocess, −N when signal N ended it. `killed_by`: `time`, `cpu` or `memory`
-    when a limit ended it, the name of a signal when one did, else None. `stdout`, `stderr`: what is
-    kept of them, decoded as UTF-8, invalid bytes replaced.
+    Attributes:
+        exit_code: Exit code as subprocess gives it; −N if signal N ended the program.
+        stdout: Kept part of its output, decoded as UTF-8 with invalid bytes replaced.
+        stderr: Kept part of its error output, decoded likewise.
+        killed_by: `time`, `cpu` or `memory` if a limit ended it, a signal's name if a signal did,
+            else None.
+        seconds: Wall-clock time it ran.
     """
 
     exit_code: int
@@ -67,7 +79,7 @@ class Finished:
 
     @property
     def timed_out(self) -> bool:
-        """Whether its time was up: by the clock, or of the processor."""
+        """True if the program exceeded its wall-clock or CPU time."""
         return self.killed_by in ("time", "cpu")
 
 
@@ -81,10 +93,21 @@ def run_program(
 ) -> Finished:
     """Run Python source as `__main__` and wait for it. Safe to call from several threads.
 
-    `python`: another interpreter, with what is installed in its environment; empty: this one, with
-    the standard library alone. What the program does wrong is in the result. SecurityError: the
-    system does not permit a layer of the isolation, nothing was run. ResourceError: the sandbox
-    itself failed, which says nothing about the program.
+    Args:
+        program: Python source.
+        stdin: Text for its standard input.
+        limits: Limits of the program. Default: `Limits()`.
+        isolation: "full" or "process"; see the module's docstring.
+        python: Path of an interpreter, used with the packages of its environment. Default: this
+            interpreter, with the standard library alone.
+
+    Returns:
+        The outcome, including the program's own failures.
+
+    Raises:
+        SecurityError: The system does not permit a layer of the isolation; nothing was run.
+        ResourceError: The sandbox itself failed, which implies nothing about the program.
+        ConfigError: `isolation` or `python` is wrong.
     """
     if isolation not in ("full", "process"):
         raise ConfigError(
@@ -108,7 +131,7 @@ def run_program(
     elif isolation == "full":
         if code < 0:
             raise failed("bwrap was killed")
-        if 128 < code < 128 + signal.NSIG:  # as a shell says that a signal ended it
+        if 128 < code < 128 + signal.NSIG:  # the shell convention for "ended by a signal"
             code = 128 - code
     if killed_by is None and code < 0:
         killed_by = "cpu" if -code == signal.SIGXCPU else _signal_name(-code)
@@ -116,8 +139,11 @@ def run_program(
 
 
 def _watch(process: Process, limits: Limits) -> tuple[str | None, str, str]:
-    """Read what a program prints until all of its processes are gone, and kill it when a limit is
-    reached; which one, and of each output as much as is kept."""
+    """Read a program's output until all its processes are gone; kill it at a limit.
+
+    Returns:
+        The limit that was reached or None, and the kept parts of stdout and stderr.
+    """
     texts = {process.stdout: bytearray(), process.stderr: bytearray()}
     killed_by = None
     checked = begun = time.monotonic()
@@ -148,10 +174,10 @@ def _watch(process: Process, limits: Limits) -> tuple[str | None, str, str]:
 
 
 def _bytes_below(pid: int) -> int:
-    """Resident memory of the processes below `pid`; pages that forks share count for each."""
+    """Return the resident bytes of the processes below `pid`; shared pages count for each."""
     pages = 0
     family = [pid]
-    for process in family:  # grows while it is walked
+    for process in family:  # children are appended while the list is walked
         try:
             if process != pid:
                 with open(f"/proc/{process}/statm") as file:
@@ -160,18 +186,18 @@ def _bytes_below(pid: int) -> int:
                 with open(f"/proc/{process}/task/{thread}/children") as file:
                     family += map(int, file.read().split())
         except OSError:
-            continue  # it ended meanwhile
+            continue  # the process ended meanwhile
     return pages * _PAGE
 
 
 def _signal_name(number: int) -> str:
-    """`SIGKILL`; the real-time signals between the first and the last have no name."""
+    """Return a signal's name such as `SIGKILL`; most real-time signals have none."""
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 @cache
 def check(isolation: Isolation = "full", python: str = "") -> None:
-    """Run a program that does nothing. SecurityError where a layer is missing."""
+    """Run a trivial program to check the sandbox. Raises SecurityError if a layer is missing."""
     finished = run_program("print('ready')", isolation=isolation, python=python)
     if finished.stdout != "ready\n":
         raise failed(f"a program that does nothing failed: {printable(finished.stderr[-200:])}")

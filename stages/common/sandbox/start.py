@@ -1,7 +1,7 @@
-"""Starts a program in its sandbox: up to the moment at which its interpreter is there.
+"""Starts a program in its sandbox and waits until its interpreter runs.
 
-The process that asks and the sandbox speak by a socket. For root, bwrap says its child's pid on it
-and waits until its users are mapped; then the interpreter says that it has started.
+This process and the sandbox talk over a socket. For root, bwrap sends its child's pid and waits
+until the users are mapped. Then the interpreter sends that it has started.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _SHORTAGES = (
     "Cannot allocate memory",
     "Too many open files",
 )
-# The interpreter says that it is there: a slow start of the sandbox is never the program's fault.
-# The rest is what a script expects of `python script.py` and -S leaves out (-S keeps installed
-# packages out of sight).
+# The interpreter reports its start, so a slow start of the sandbox does not count as the program's
+# time. The rest restores what a script expects of `python script.py` and -S leaves out (-S hides
+# installed packages).
 _START = """\
 def start():
     import builtins, posix, sys
@@ -60,8 +60,21 @@ def start_program(
     folder: Path | None,
     stack: ExitStack,
 ) -> Process:
-    """Start a program that ends with `stack`: in an empty `folder`, or without one in a root and
-    namespaces of its own. SecurityError: a tool is missing or refuses. ResourceError: it failed."""
+    """Start a program, and end it when `stack` closes.
+
+    Args:
+        program: Python source.
+        stdin: Bytes for its standard input.
+        limits: Limits of the program.
+        python: Interpreter to run it with.
+        folder: Empty folder to run in, for isolation "process". None: isolation "full", with its
+            own root and namespaces.
+        stack: Owner of the process.
+
+    Raises:
+        SecurityError: A tool is missing or refuses.
+        ResourceError: The sandbox failed to start.
+    """
     with ExitStack() as files:
         asker, control = map(files.enter_context, socket.socketpair())
         handed = [control]
@@ -75,7 +88,7 @@ def start_program(
             home, path = Path("/tmp"), Path("/program.py")
             handed += map(_sealed_file, (program, commands.compile_filter()))
             if is_mapped := os.geteuid() == 0:
-                handed += [control.dup(), control.dup()]  # bwrap may close those that it uses
+                handed += [control.dup(), control.dup()]  # bwrap may close the descriptors it uses
             handles = [file.fileno() for file in handed[1:]]
             command = commands.isolate(python, limits, *handles)
         for file in handed:
@@ -88,7 +101,7 @@ def start_program(
             pass_fds=[file.fileno() for file in handed],
             cwd=home if folder else "/",
             umask=0o077,
-            oom_score=1000,  # programs go before the process that scores them
+            oom_score=1000,  # out of memory, the kernel kills programs before their scorer
             env={
                 "PATH": "/usr/bin:/bin",
                 "HOME": str(home),
@@ -99,7 +112,7 @@ def start_program(
                 "PYTHONSAFEPATH": "1",
                 "PYTHONNOUSERSITE": "1",
                 "PYTHONDONTWRITEBYTECODE": "1",
-                "PYTHONHASHSEED": "0",  # the same program on the same input does the same
+                "PYTHONHASHSEED": "0",  # makes a program repeatable on the same input
             },
         )
         stack.callback(process.end, grace=0)  # a keeper that has only begun dies of SIGTERM
@@ -120,7 +133,7 @@ def start_program(
 
 
 def _sealed_file(content: bytes) -> BinaryIO:
-    """A file in memory that holds `content` for good, to be read from its start."""
+    """Return an in-memory file with `content`, sealed against changes, open at its start."""
     handle = os.memfd_create("quiver", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     file = os.fdopen(handle, "r+b")
     file.write(content)
@@ -130,10 +143,10 @@ def _sealed_file(content: bytes) -> BinaryIO:
 
 
 def _hear(asker: socket.socket, ending: bytes) -> bytes:
-    """What the sandbox says, up to `ending`. EOFError if it has ended instead."""
+    """Return what the sandbox sends, up to `ending`. Raises EOFError if it ends before that."""
     text = b""
     while not text.endswith(ending):
-        character = asker.recv(1)  # what follows is for another call
+        character = asker.recv(1)  # one byte, because the rest is for the next call
         if not character:
             raise EOFError
         text += character
@@ -141,7 +154,7 @@ def _hear(asker: socket.socket, ending: bytes) -> bytes:
 
 
 def _not_started(stderr: str) -> SecurityError | ResourceError:
-    """The error of a program whose interpreter never came to run, by what the tools said."""
+    """Return the error for an interpreter that never ran, judged by the tools' messages."""
     stderr = stderr.strip()
     is_shortage = any(shortage in stderr for shortage in _SHORTAGES)
     if stderr.startswith(commands.TOOLS) and not is_shortage:

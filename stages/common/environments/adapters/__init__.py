@@ -1,8 +1,8 @@
-"""Who can answer turns: the table of what a recipe may name, and environments made of it.
+"""The table of environment kinds that a recipe may name, and the functions that open them.
 
-A class is taken by what it has: `action_space` (gymnasium's), else `step`, else public methods that
-are tools, as TRL's `environment_factory` takes them. A further kind is a row of ENVIRONMENTS or of
-TOOLS, and a module here with that function.
+A user's class is classified by its members: `action_space` (gymnasium's), else `step`, else public
+methods that are tools, as in TRL's `environment_factory`. To add a kind, add a row to ENVIRONMENTS
+or TOOLS, and a module here with the function that `Entry.module` describes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _HERE = "quiver.stages.common.environments.adapters"
 
 
 class Entry(NamedTuple):
-    """What a recipe may name before a colon."""
+    """One kind: the word that a recipe writes before the colon."""
 
     description: str
     module: str
-    """Its module here. Of an environment it has `open_environment(name, arguments) -> Factory`, of
-    tools `open_tools(name) -> (schemas, functions by name)`; `name` is what stands behind the
-    colon."""
+    """Module here that opens it. An environment's module has
+    `open_environment(name, arguments) -> Factory`; a tool's has
+    `open_tools(name) -> (schemas, functions by name)`. `name` is the text after the colon."""
 
 
 ENVIRONMENTS = {
@@ -40,7 +40,7 @@ TOOLS = {
 
 
 def check_source(source: str, *, is_tool: bool) -> None:
-    """ConfigError where a recipe's name is of no known form; whether it exists is not looked at."""
+    """Raise ConfigError if a recipe's name has no known form. Existence is not checked."""
     entries = TOOLS if is_tool else ENVIRONMENTS
     before, _, behind = source.partition(":")
     if source == "python" and is_tool:
@@ -57,17 +57,17 @@ def check_source(source: str, *, is_tool: bool) -> None:
 
 
 class OwnCode(NamedTuple):
-    """Code of the user's that a recipe names."""
+    """Code of the user that a recipe names."""
 
     source: str
     field: str
-    """The key that names it."""
+    """Config key that names it."""
     kind_name: str
-    """class or function"""
+    """The word for it in messages: class or function."""
 
 
 def own_code(environment: str, tools: Sequence[str]) -> list[OwnCode]:
-    """What of these is the user's own code."""
+    """Return the user's own code among an environment and tools."""
     if environment:
         is_own = environment.partition(":")[0] not in ENVIRONMENTS
         return [OwnCode(environment, "generate.turns.environment", "class")] if is_own else []
@@ -79,15 +79,19 @@ def own_code(environment: str, tools: Sequence[str]) -> list[OwnCode]:
 
 
 def code_hash(environment: str, tools: Sequence[str]) -> str:
-    """Hash of the user's code that a recipe names; empty where there is none. It is not run.
-    ConfigError."""
+    """Return the hash of the user's code that a recipe names, without running it.
+
+    The hash is empty if there is no such code. Raises ConfigError.
+    """
     hashes = [plugins.fingerprint(plugins.locate(*code)) for code in own_code(environment, tools)]
     return hashes[0] if environment and hashes else _hash_of_tools(hashes)
 
 
 def open_source(environment: str, tools: list[str], arguments: dict[str, Any]) -> Factory:
-    """What makes the environments that a recipe names. ConfigError: it is not there, or lacks
-    something."""
+    """Return the maker of the environments that a recipe names.
+
+    Raises ConfigError if the code does not exist or lacks something.
+    """
     if not environment:
         return _of_tools(tools)
     before, _, name = environment.partition(":")
@@ -96,7 +100,7 @@ def open_source(environment: str, tools: list[str], arguments: dict[str, Any]) -
     constructor, sha256 = plugins.load(environment, "generate.turns.environment")
     try:
         probe = constructor(**arguments)
-    except Exception as error:  # a user's code
+    except Exception as error:  # the constructor is the user's code
         raise ConfigError(
             f"generate.turns.environment {printable(environment)}",
             f"cannot be made: {type(error).__name__}: {printable(error)}",

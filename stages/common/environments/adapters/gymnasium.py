@@ -1,8 +1,7 @@
-"""Text environments of gymnasium: the turn's text is the action, the observation is read as a
-message of the user.
+"""Text environments of gymnasium: a turn's text is the action, the observation a user message.
 
-Where the action space has numbered actions (`Discrete`) the last whole number of the turn's text is
-the action; a turn without one, or with one that the space lacks, is told so and changes nothing.
+If actions are numbers (a `Discrete` action space), the last whole number in the turn's text is the
+action. A turn without a valid number changes nothing; the policy reads that it was no action.
 `reset(seed, options)` gets the row as options.
 """
 
@@ -26,18 +25,18 @@ from quiver.stages.common.environments.environment import (
 
 
 class GymEnvironment:
-    """One environment of gymnasium's."""
+    """Adapter of one gymnasium environment."""
 
     def __init__(self, made: Any) -> None:
         self._object = made
 
     def reset(self, row: Row, seed: int) -> list[Message]:
-        """The first observation is the opening."""
+        """Reset the environment; its first observation is the opening."""
         observation, _ = self._object.reset(seed=seed % 2**32, options=row)
         return read_opening(_as_text(observation))
 
     def step(self, turn: Turn) -> Step:
-        """The turn's text as an action."""
+        """Take the turn's text as an action."""
         action: Any = turn.text.strip()
         space = self._object.action_space
         if hasattr(space, "n"):
@@ -56,11 +55,11 @@ class GymEnvironment:
         )
 
     def finish(self) -> float | None:
-        """None: its rewards are of steps."""
+        """Return None, because gymnasium rewards steps only."""
         return None
 
     def close(self) -> None:
-        """As gymnasium has it."""
+        """Close the gymnasium environment."""
         self._object.close()
 
 
@@ -69,14 +68,16 @@ def _as_text(observation: Any) -> str:
 
 
 def open_class(source: str, make: Callable[[], Any], probe: Any) -> Factory:
-    """Environments of a user's class."""
+    """Return the maker of environments of a user's class; `probe` is closed."""
     probe.close()
     return Factory(lambda: GymEnvironment(make()), [], False)
 
 
 def open_environment(name: str, arguments: dict[str, Any]) -> Factory:
-    """Environments that are registered under a name. ConfigError where gymnasium, or that name, is
-    not there."""
+    """Return the maker of environments registered under a name.
+
+    Raises ConfigError if gymnasium is not installed, or if the environment cannot be made.
+    """
     try:
         import gymnasium
     except ImportError as error:
@@ -87,7 +88,7 @@ def open_environment(name: str, arguments: dict[str, Any]) -> Factory:
         ) from error
     try:
         probe = gymnasium.make(name, **arguments)
-    except Exception as error:  # an environment's own code, too
+    except Exception as error:  # making it runs the environment's own code
         raise ConfigError(
             f"generate.turns.environment gymnasium:{printable(name)}",
             f"cannot be made: {type(error).__name__}: {printable(error)}",

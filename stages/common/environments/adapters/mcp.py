@@ -1,9 +1,9 @@
-"""Tools of an MCP server that is started by a command and speaks over its standard streams.
+"""Tools of an MCP server, which a command starts and which talks over its standard streams.
 
     tools = ["mcp:python my_server.py"]
 
-Each worker process starts one server, for all environments in it: what its tools answer must be a
-matter of their arguments alone. Needs the package mcp.
+Each worker process starts one server for all its environments, so a tool's answer must depend on
+its arguments alone. Needs the package mcp.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _START_SECONDS = 60.0
 
 
 class Server:
-    """A running server. Its connection lives in a thread of its own, as long as this process."""
+    """A running server. A thread holds its connection for the life of this process."""
 
     def __init__(self, command: str) -> None:
-        """ConfigError where it cannot be started, or the package is not there."""
+        """Start the server. Raises ConfigError if it does not start or mcp is not installed."""
         self.command = command
         self._loop = asyncio.new_event_loop()
         self._client: Future[Any] = Future()
@@ -36,7 +36,7 @@ class Server:
         try:
             client = self._client.result(_START_SECONDS)
             self.tools = self._wait(_all_tools(client))
-        except Exception as error:  # of the library, or of the server
+        except Exception as error:  # raised by the library or by the server
             raise ConfigError(
                 f"generate.turns.tools mcp:{printable(command)}",
                 f"the server cannot be used: {type(error).__name__}: {printable(error)}",
@@ -44,8 +44,10 @@ class Server:
             ) from error
 
     def call(self, name: str, /, **arguments: Any) -> str | list[bytes | str]:
-        """The text of a tool's answer, behind its pictures where it has any. RuntimeError where it
-        says that it failed."""
+        """Return the text of a tool's answer; pictures, if any, come before the text in a list.
+
+        Raises RuntimeError if the tool reports an error.
+        """
         answer = self._wait(self._client.result().call_tool(name, arguments))
         pictures = [block for block in answer.content if block.type == "image"]
         texts = [
@@ -62,7 +64,7 @@ class Server:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _connect(self) -> None:
-        """Open the connection and keep it: it is closed with this process."""
+        """Open the connection and hold it until this process ends."""
         try:
             from mcp import Client, StdioServerParameters
 
@@ -89,7 +91,10 @@ async def _all_tools(client: Any) -> list[Any]:
 
 
 def open_tools(name: str) -> tuple[list[dict[str, Any]], dict[str, Callable[..., Any]]]:
-    """Schemas and functions of the server that the command `name` starts. ConfigError."""
+    """Return schemas and functions of the server that the command `name` starts.
+
+    Raises ConfigError.
+    """
     server = Server(name)
     tools: dict[str, Callable[..., Any]] = {}
     for tool in server.tools:

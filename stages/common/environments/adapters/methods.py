@@ -1,4 +1,4 @@
-"""Tools: plain functions, or the public methods of a class as TRL's `environment_factory` takes it.
+"""Tools: plain functions, or the public methods of a class as in TRL's `environment_factory`.
 
     class Counter:
         def reset(self, start, **columns):            # a text is the opening
@@ -10,7 +10,7 @@
         def get_reward(self):                         # or an attribute `reward`
             return float(self.number == 12)
 
-What a tool raises is told to the policy. A turn without calls is the answer.
+If a tool raises, the policy reads the error. A turn without calls is the answer.
 """
 
 from __future__ import annotations
@@ -35,55 +35,58 @@ from quiver.stages.common.environments.tool_schemas import schema_of, tool_metho
 
 
 class ToolEnvironment:
-    """Functions without a state between their calls."""
+    """Tools that keep no state between calls."""
 
     def __init__(self, functions: dict[str, Callable[..., Any]]) -> None:
         self._functions = functions
 
     def reset(self, row: Row, seed: int) -> list[Message]:
-        """Nothing."""
+        """Return no opening messages."""
         return []
 
     def step(self, turn: Turn) -> Step:
-        """Make the calls, one after another."""
+        """Run the turn's calls, one after another."""
         return Step(messages=[call_tool(self._functions, call) for call in turn.calls])
 
     def finish(self) -> float | None:
-        """None: tools pay nothing."""
+        """Return None, because tools give no reward."""
         return None
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because there is nothing to release."""
 
 
 class MethodEnvironment(ToolEnvironment):
-    """An object of a user's class, whose public methods are the tools."""
+    """An object of a user's class whose public methods are the tools."""
 
     def __init__(self, made: Any) -> None:
         super().__init__(tool_methods(made))
         self._object = made
 
     def reset(self, row: Row, seed: int) -> list[Message]:
-        """`reset(**columns)`; a text that it returns is the opening."""
+        """Call `reset(**columns)` if the object has it; its result is the opening."""
         reset = getattr(self._object, "reset", None)
         return read_opening(None if reset is None else call_reset(reset, row, seed))
 
     def finish(self) -> float | None:
-        """What `get_reward()` returns; without it the number that the attribute `reward` is."""
+        """Return the result of `get_reward()`, or without that method the attribute `reward`."""
         get_reward = getattr(self._object, "get_reward", None)
         if get_reward is not None:
             return read_reward(waited(get_reward()))
         return read_reward(getattr(self._object, "reward", None))
 
     def close(self) -> None:
-        """`close()`, where there is one."""
+        """Call `close()` if the object has it."""
         close = getattr(self._object, "close", None)
         if close is not None:
             waited(close())
 
 
 def open_class(source: str, make: Callable[[], Any], probe: Any) -> Factory:
-    """Environments of a class of tools; `probe` is one object of it. ConfigError."""
+    """Return the maker of environments of a class of tools; `probe` is one object of it.
+
+    Raises ConfigError if it has no tools, or if a tool has no usable schema.
+    """
     methods = tool_methods(probe)
     if not methods:
         raise ConfigError(

@@ -1,13 +1,14 @@
-"""A server that speaks OpenEnv over HTTP: each episode is reset and stepped under an id of its own.
+"""A server that speaks OpenEnv over HTTP: each episode is reset and stepped under its own id.
 
     POST URL/reset  {"seed": 7, "episode_id": "…", column: …}
     POST URL/step   {"action": {"message": "…"}, "episode_id": "…"}
                     → {"observation": {…}, "reward": 0.5, "done": false}
 
-The action has the turn's text under `action_key` (`arguments`, "message" unless said otherwise); a
-turn with one call has the call's arguments instead. Of the observation the policy reads `text_key`;
-without it the one text that is there, or all of it as JSON. The server must keep episodes apart by
-their id: one that makes a new environment for each request cannot be used.
+The action has the turn's text under `action_key` (set in `arguments`; default: "message"). If the
+turn has exactly one call, the action is the call's arguments instead. The policy reads the member
+`text_key` of the observation. Without `text_key` it reads the only member if that is a text, else
+the whole observation as JSON. The server must keep episodes apart by their id; a server that makes
+a new environment for each request cannot be used.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from quiver.stages.common.environments.environment import (
 )
 
 _BESIDE = ("reward", "done", "metadata")
-_LONGEST_SECONDS = 24 * 3600.0  # the step's own limit ends this process before
+_LONGEST_SECONDS = 24 * 3600.0  # never reached: the step's own limit ends this process earlier
 _MOST_BYTES = 16 << 20
 
 
@@ -46,12 +47,12 @@ class OpenEnvironment:
         self._episode_id = str(uuid.uuid4())
 
     def reset(self, row: Row, seed: int) -> list[Message]:
-        """The first observation is the opening."""
+        """Reset the episode; its first observation is the opening."""
         answer = self._ask("reset", {**row, "seed": seed % 2**31})
         return read_opening(self._text_of(answer["observation"]))
 
     def step(self, turn: Turn) -> Step:
-        """One action."""
+        """Send one action and return the server's answer."""
         action: dict[str, Any] = {self._action_key: turn.text}
         if len(turn.calls) == 1:
             action = turn.calls[0].arguments
@@ -66,18 +67,21 @@ class OpenEnvironment:
         )
 
     def finish(self) -> float | None:
-        """None: its rewards are of steps."""
+        """Return None, because OpenEnv rewards steps only."""
         return None
 
     def close(self) -> None:
-        """Nothing: the server keeps its episodes by itself."""
+        """Do nothing, because the server manages its episodes itself."""
 
     def _ask(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
-        """RuntimeError where the server refuses, or answers no observation."""
+        """POST a request and return its answer.
+
+        Raises RuntimeError if the server refuses, or answers without an observation.
+        """
         request = {**request, "episode_id": self._episode_id}
         received = bytearray()
         with self._client.stream("POST", f"/{verb}", json=request) as response:
-            for chunk in response.iter_raw():  # never unpacked: a little may unfold into a lot
+            for chunk in response.iter_raw():  # not decompressed: a small body could expand hugely
                 received += chunk
                 if len(received) > _MOST_BYTES:
                     raise RuntimeError(f"/{verb}: its answer has more than {_MOST_BYTES} bytes")
@@ -103,7 +107,10 @@ class OpenEnvironment:
 
 
 def open_environment(name: str, arguments: dict[str, Any]) -> Factory:
-    """Episodes on the server at a URL. ConfigError where an argument is unknown."""
+    """Return the maker of episodes on the server at a URL.
+
+    Raises ConfigError if `name` is not a URL or an argument is unknown.
+    """
     unknown = sorted(set(arguments) - {"action_key", "text_key"})
     if unknown or not name.startswith(("http://", "https://")):
         problem = f"unknown argument {printable(unknown[0])}" if unknown else "is no URL"
@@ -112,7 +119,7 @@ def open_environment(name: str, arguments: dict[str, Any]) -> Factory:
             f"{problem}; expected openenv:http://… with action_key and text_key as arguments",
             next="correct generate.turns",
         )
-    # no proxy or password of this machine's environment, and no redirects to elsewhere
+    # ignore proxies and passwords in this machine's environment variables, and follow no redirects
     client = httpx.Client(
         base_url=name.rstrip("/"),
         headers={"Accept-Encoding": "identity"},

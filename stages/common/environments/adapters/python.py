@@ -1,4 +1,4 @@
-"""The tool `python`: a program of the policy's in the sandbox, each call for itself."""
+"""The tool `python`: runs a program of the policy in the sandbox. Each call starts afresh."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def python(code: str) -> str:
 
 
 def open_tools(name: str) -> tuple[list[dict[str, Any]], dict[str, Callable[..., Any]]]:
-    """The tool's schema and function. SecurityError where the system permits no sandbox."""
+    """Return the tool's schema and function. Raises SecurityError if no sandbox is permitted."""
     from quiver.stages.common.environments.tool_schemas import schema_of
 
     sandbox.check("full", "")

@@ -1,1 +1,1 @@
-"""What makes a forward pass faster on a CPU: fused projections, recomputed norms and MLPs."""
+"""Faster forward passes on a CPU: fused projections, recomputed norms and MLPs."""

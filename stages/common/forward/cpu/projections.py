@@ -1,16 +1,16 @@
-"""Fused projections: one product of matrices in place of several that read the same input, queries
-with keys and values, gate with up.
+"""Fused projections: one matrix product for several that read the same input (q, k, v; gate, up).
 
-A product of 576 × 192 keeps two cores less busy than one of 576 × 960, and a bfloat16 pass casts
-one weight instead of three. The weights stay the parameters that they are, under their names: they
-become slices of one tensor, and only `forward` of the `nn.Linear` modules is replaced. The first of
-them to be called computes for all; the others take their output when they are called with the very
-same input, and compute for themselves when not. So every model is right, and those of the common
-families are faster. A model with fused projections is not to be copied: the copy's modules would
-compute with the weights of the first.
+A product of 576 × 192 uses two cores less well than one of 576 × 960, and a bfloat16 pass casts one
+weight instead of three. The weights remain the same parameters under the same names: they become
+slices of one tensor, and only `forward` of the `nn.Linear` modules is replaced.
 
-    groups = fuse_projections(model)   # once the weights have their dtype and device, for good
-    with casts(groups):                # weights do not change inside: each is cast once
+The first module to be called computes for all. The others return their output if they are called
+with the very same input, and otherwise compute their own. So every model stays correct, and the
+common families are faster. Do not copy a model with fused projections: the copy's modules would
+compute with the weights of the original.
+
+    groups = fuse_projections(model)   # once the weights have their final dtype and device
+    with casts(groups):                # weights must not change inside: each is cast once
         ...
 """
 
@@ -29,23 +29,25 @@ from ..gpu.choice import fits
 from ..gpu.products import float32_product, makes_float32
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of modules that read the same input, in Llama, Mistral, Qwen, Gemma, OLMo, SmolLM and their
-like."""
+"""Names of modules that read the same input, in Llama, Mistral, Qwen, Gemma, OLMo, SmolLM and
+similar families."""
 ALONE = (("o_proj",), ("down_proj",))
-"""Names of modules that have no siblings there. By kernels (gpu/modules.py) each is a group of one:
-so its gradient is float32 at once, and the gated MLP makes its product again."""
+"""Names of modules without siblings. With kernels (gpu/modules.py) each is a group of one: its
+gradient is then float32 directly, and the gated MLP recomputes its product."""
 
 
 def product_dtype(states: Tensor) -> torch.dtype:
-    """The dtype in which a product of `states` is made: autocast's where it is on."""
+    """Return the dtype in which a product of `states` is made: autocast's if it is on."""
     device = states.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
 
 
 @contextmanager
 def casts(groups: Sequence[Group]) -> Iterator[None]:
-    """Each group casts its weights once; no weight may change inside. Within another such context
-    it does nothing."""
+    """Let each group cast its weights once; no weight may change inside.
+
+    Within another such context it does nothing.
+    """
     opened = [group for group in groups if not group.keeps_cast]
     for group in opened:
         group.keeps_cast = True
@@ -57,11 +59,10 @@ def casts(groups: Sequence[Group]) -> Iterator[None]:
 
 
 def fuse_projections(model: nn.Module) -> list[Group]:
-    """Fuse what is alike in every module of `model`: plain linear siblings of one dtype, all
-    trained or all frozen. From then on weights change in place only.
+    """Fuse plain linear siblings of one dtype, all trained or all frozen, in every module.
 
-    On a CPU the other weights get memory of their own too: one of them in the mapped file would
-    keep all of that in memory.
+    Afterwards weights may only be changed in place. On a CPU the other weights are copied too: one
+    weight left in the memory-mapped file would keep the whole file in memory.
     """
     groups = []
     for module in model.modules():
@@ -109,7 +110,7 @@ class Group:
             linear.group = self
 
     def forget(self) -> None:
-        """Drop the cast, keep none from now on, and drop outputs that no sibling came for."""
+        """Drop the cast and stop keeping casts; also drop outputs that no sibling fetched."""
         self.keeps_cast = False
         self._cast: Tensor | None = None
         self._input: Tensor | None = None
@@ -132,8 +133,8 @@ class Group:
         return output
 
     def operands(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        """What a product in `dtype` takes beside the states: weight, bias, and the parameters that
-        have the gradients."""
+        """Return the operands of a product in `dtype` besides the states: weight, bias, and the
+        parameters that get the gradients."""
         weight = self._cast
         if weight is None or weight.dtype != dtype:
             weight = self.weight.to(dtype)
@@ -141,13 +142,13 @@ class Group:
         return weight, self.bias, *self.parameters
 
     def free(self) -> None:
-        """Let go of the joined weights; nothing can be computed after this."""
+        """Release the joined weights; the group is unusable afterwards."""
         self.forget()
         self.weight = self.bias = None
 
 
 def _join(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """One tensor whose slices the parameters now are."""
+    """Join the parameters into one tensor, make them its slices, and return it."""
     joined = torch.cat([parameter.data for parameter in parameters])
     sizes = [len(parameter) for parameter in parameters]
     for parameter, weight in zip(parameters, joined.split(sizes), strict=True):
@@ -156,8 +157,11 @@ def _join(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """`weight` and `bias` are what `parameters` are slices of: all weights, then all biases if
-    there are any. The gradient goes to these."""
+    """A product with joined weights.
+
+    `parameters` are slices of `weight` and `bias`: all weights, then all biases if there are any.
+    The gradients go to `parameters`.
+    """
 
     @staticmethod
     def forward(ctx, states, weight, bias, *parameters):
@@ -166,8 +170,8 @@ class _Product(torch.autograd.Function):
         states = states.to(weight.dtype)
         ctx.save_for_backward(states, weight)
         output = product(states, weight, bias)
-        # autograd lets nobody change one of several views in place, and some models clamp their
-        # queries so: each output is a tensor that is a view of nothing, over the same memory
+        # autograd forbids changing one of several views in place, as some models do when they clamp
+        # their queries; so each output is a separate tensor, not a view, over the same memory
         return tuple(
             view.new_empty(0).set_(
                 view.untyped_storage(), view.storage_offset(), view.shape, view.stride()
@@ -191,14 +195,14 @@ class _Product(torch.autograd.Function):
 
 
 def product(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """states · weightᵀ + bias in the dtype of the first two."""
+    """Return states · weightᵀ + bias, in the dtype of states and weight."""
     with torch.autocast(states.device.type, enabled=False):
         return F.linear(states, weight, None if bias is None else bias.to(weight.dtype))
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What the gradients by joined parameters are made of."""
+    """Layout of joined parameters, from which their gradients are made."""
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
@@ -207,7 +211,7 @@ class Kind:
 
     @classmethod
     def of(cls, bias: Tensor | None, parameters: Sequence[Tensor]) -> Kind:
-        """Of all weights, and then all biases where there is a `bias`."""
+        """Describe `parameters`: all weights, then all biases if there is a `bias`."""
         weights = parameters[: len(parameters) // (1 if bias is None else 2)]
         sizes = tuple(len(weight) for weight in weights)
         return cls(parameters[0].dtype, sizes, bias is not None)
@@ -217,8 +221,8 @@ class Kind:
         return len(self.sizes) * (1 + self.has_bias)
 
     def gradients(self, grad: Tensor, states: Tensor) -> list[Tensor]:
-        """Those by weights and biases of a product of `states` [N, d], whose gradient `grad` [N,
-        Σ o_i] is."""
+        """Return the gradients of weights and biases, for a product of `states` [N, d] whose output
+        gradient is `grad` [N, Σ o_i]."""
         if self.dtype == torch.float32 and makes_float32(grad):
             grad_weight = float32_product(grad.T, states)
         else:
@@ -231,7 +235,7 @@ class Kind:
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """Matrices [N, o_i] as one [N, Σ o_i]; no copy where they are the columns of one already."""
+    """Return matrices [N, o_i] as one [N, Σ o_i]; no copy if they already are columns of one."""
     first = parts[0]
     width = sum(part.shape[1] for part in parts)
     place = first.storage_offset()

@@ -1,9 +1,9 @@
-"""Norms and MLPs of the common families that keep less for the backward pass.
+"""Norms and MLPs of the common families that keep less memory for the backward pass.
 
-Autograd keeps the input of an RMSNorm and that input normalized; of a gated MLP gate, act(gate), up
-and act(gate) · up. Here the input is kept, and gate with up; the rest is computed again from them.
-Only a module's `forward` is replaced, and only where the new one gives the same bits for a probe;
-so a family which computes something else under these names stays as it is.
+For an RMSNorm, autograd keeps the input and the normalized input; for a gated MLP it keeps gate,
+act(gate), up, and act(gate) · up. Here only the input is kept, or gate and up; the rest is computed
+again from them. Only a module's `forward` is replaced, and only if the new one gives the same bits
+for a probe. So a family that computes something else under these names is not changed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ _PROBE = 3
 
 @torch.no_grad()
 def recompute_norms_and_mlps(model: nn.Module) -> int:
-    """Replace what can be in every module of `model`, in the precision in which it is called to
-    come; how many were replaced."""
+    """Replace norms and MLPs in `model` if possible, and return how many were replaced.
+
+    Call it in the precision of later passes.
+    """
     num_replaced = 0
     for module in model.modules():
         if "forward" in vars(module):  # replaced already
             continue
-        # one that reads more than one tensor, such as a norm with a gate, stays
+        # modules that read more than one tensor, such as a norm with a gate, are left alone
         if len(inspect.signature(module.forward).parameters) != 1:
             continue
         weight = getattr(module, "weight", None)
@@ -46,7 +48,7 @@ def recompute_norms_and_mlps(model: nn.Module) -> int:
         probe = torch.randn(1, _PROBE, width, generator=torch.Generator().manual_seed(0))
         probe = probe.to(next(module.parameters()))
         probe = torch.cat([probe, standing_out(probe)])
-        with torch.enable_grad():  # as it is trained
+        with torch.enable_grad():  # so that the code that training runs is compared
             is_same = torch.equal(module(probe), forward(probe))
         if is_same:
             module.forward = forward
@@ -55,8 +57,10 @@ def recompute_norms_and_mlps(model: nn.Module) -> int:
 
 
 def standing_out(probe: Tensor) -> Tensor:
-    """[…, d] -> […, d]: large states, of which one in each row is far larger, as models have them.
-    So it is seen whether something is cut off."""
+    """Return large states […, d], with one far larger per row, as real models have them.
+
+    Such states show whether something is cut off.
+    """
     times = 10 if probe.dtype == torch.float16 else 100  # the products of an MLP must not overflow
     large = times * probe
     large[..., 0] *= times
@@ -94,14 +98,17 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        """With r = 1 / rms(x), the gradient by x is r · w · g − x · r³ · mean(x · w · g), that by w
-        the sum of r · x · g."""
+        """Return the gradients, with r = 1 / rms(x).
+
+        With respect to x: r · w · g − x · r³ · mean(x · w · g). With respect to w: the sum of
+        r · x · g.
+        """
         states, weight, scale = ctx.saved_tensors
         wide, grad, scale = (tensor.float().flatten(0, -2) for tensor in (states, grad, scale))
         grad_weight = None
         with torch.autocast(grad.device.type, enabled=False):
             product = grad * wide
-            # by `mv`, which no setting for fast products makes coarser
+            # `mv` is not affected by settings for fast, less exact products
             if ctx.needs_input_grad[1]:
                 grad_weight = product.T.mv(scale[:, 0]).to(weight.dtype)
             slope = product.mv(weight.float())[:, None] * scale.pow(3) / len(weight)

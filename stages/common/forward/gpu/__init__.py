@@ -1,1 +1,1 @@
-"""What makes a forward pass faster on a GPU: one kernel in place of several passes over memory."""
+"""Faster forward passes on a GPU: one kernel instead of several passes over memory."""

@@ -1,8 +1,10 @@
-"""Whether the kernels are used: by device, dtype and build, never by a clock, so that two runs have
-the same ones. What they take the place of runs everywhere else, and is what they are held to.
+"""Decides whether kernels are used, and checks them against the plain operations they replace.
+
+Device, dtype and build decide, never a timing, so two runs use the same kernels. The plain
+operations run everywhere else.
 
     if fits(states): …              # this device, this dtype, and Triton is installed
-    agree(outputs, expected)        # what a kernel gave against what it stands for
+    agree(outputs, expected)        # compare a kernel's outputs with the plain operation's
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ import torch
 from torch import Tensor
 
 DEVICES = {"cuda"}
-"""Types of devices for which Triton compiles. The tests add those that it only acts for."""
+"""Device types for which Triton compiles. Tests add types on which Triton is emulated, or on which
+only shapes are computed (meta)."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""The largest difference that is rounding, as a share of the norm."""
+"""Largest difference that counts as rounding, as a share of the norm."""
 
 
 @cache
@@ -27,13 +30,15 @@ def _has_triton() -> bool:
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Whether there are kernels for all of `tensors`."""
+    """True if there are kernels for all of `tensors`."""
     return all(t.device.type in DEVICES and t.dtype in _DTYPES for t in tensors) and _has_triton()
 
 
 def precision_of_products(dtype: torch.dtype) -> torch.dtype:
-    """What products of matrices in `dtype` are exact to. TF32 has as many digits as float16, and
-    the last bit of a factor can change the last of those."""
+    """Return the dtype whose precision matrix products in `dtype` have.
+
+    TF32 has as many digits as float16, and the last bit of a factor can change the last of those.
+    """
     is_coarse = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     return torch.float16 if is_coarse else dtype
 
@@ -41,8 +46,10 @@ def precision_of_products(dtype: torch.dtype) -> torch.dtype:
 def agree(
     outputs: Iterable[Tensor], expected: Iterable[Tensor], precision: torch.dtype | None = None
 ) -> bool:
-    """Whether each of `outputs` has the dtype and shape that is expected, and its numbers but for
-    rounding to `precision` or to its dtype. Of tensors without content the numbers are not asked.
+    """True if each of `outputs` has the expected dtype and shape, and the same numbers.
+
+    Numbers may differ by rounding to `precision`, or by default to their own dtype. Numbers of
+    tensors without content (meta) are not compared.
     """
     for output, wanted in zip(outputs, expected, strict=True):
         if (output.dtype, output.shape) != (wanted.dtype, wanted.shape):
@@ -51,6 +58,6 @@ def agree(
             gap = (output.double() - wanted.double()).norm()
             if (
                 not gap <= _TOLERANCES[precision or output.dtype] * wanted.double().norm()
-            ):  # NaN is not
+            ):  # written so that NaN fails too
                 return False
     return True

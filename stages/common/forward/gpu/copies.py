@@ -1,9 +1,8 @@
-"""Keys and values of a prompt, once more for each completion that reads them: what the kernel for
-sequences of any lengths takes.
+"""Keys and values of a prompt, repeated for each completion that reads them.
 
-The gradient of a lookup sorts its index in every layer; here the index is the same in all of them,
-and was put in order when the row was laid out. The sums are taken in that order: the same bits each
-time.
+The kernel for sequences of any lengths needs them repeated. The gradient of a lookup would sort its
+index in every layer. Here the index is the same in all layers and was sorted once, with the layout.
+Sums are taken in this fixed order, so the bits are the same each time.
 """
 
 from __future__ import annotations
@@ -13,15 +12,21 @@ import torch
 
 
 def in_order(index: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Places [K] int64 in `index` [K], those of row 0 first; and offsets [num_rows + 1] int64: the
-    places of row i are places[offsets[i]] … places[offsets[i + 1] − 1]."""
+    """Group the positions of `index` [K] by row.
+
+    Returns:
+        places [K] int64 in `index`, those of row 0 first; and offsets [num_rows + 1] int64. The
+        places of row i are places[offsets[i]] … places[offsets[i + 1] − 1].
+    """
     counts = np.bincount(index, minlength=num_rows)
     return index.argsort(kind="stable"), np.append(0, counts.cumsum())
 
 
 class Copies(torch.autograd.Function):
-    """Rows `index` [K] of keys and values [N, h, e], contiguous; `copies` and `offsets` are what
-    `in_order` gives of it."""
+    """Rows `index` [K] of keys and values [N, h, e], contiguous.
+
+    `copies` and `offsets` are the result of `in_order` for `index`.
+    """
 
     @staticmethod
     def forward(ctx, keys, values, index, copies, offsets):

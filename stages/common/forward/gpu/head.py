@@ -1,8 +1,8 @@
-"""The head by kernels: a chunk of logits is read once in the forward pass, and once in the backward
-pass, which makes it again.
+"""The logprob head by kernels: each pass, forward and backward, reads a chunk of logits once.
 
-Logits are float32 from bfloat16 factors. What a gradient needs of a row are two numbers, so no
-chunk is kept. The weight's gradient is summed over chunks by the products themselves.
+The backward pass makes the chunk again. Logits are float32, from bfloat16 factors. A gradient needs
+only a few numbers per row, so no chunk is kept. The products themselves sum the weight's gradient
+over chunks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class FusedHead(torch.autograd.Function):
-    """Logprobs and entropy as `logprob_head` says them, for a head without bias or softcap."""
+    """Logprobs and entropy as in `logprob_head`, for a head without bias or softcap."""
 
     @staticmethod
     def forward(
@@ -37,7 +37,7 @@ class FusedHead(torch.autograd.Function):
         entropy_gradient: bool,
         collision: bool,
     ):
-        """`factors` [n]: what logits are multiplied by. `dtype`: of the products' factors."""
+        """Compute the head. `factors` [n] multiply the logits; products take inputs in `dtype`."""
         from . import operations
 
         ctx.dtypes = hidden.dtype, weight.dtype
@@ -93,18 +93,18 @@ class FusedHead(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[c, V] float32."""
+    """Return [c, V] float32 logits."""
     return float32_product(hidden, weight.T)
 
 
 def is_fused(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `FusedHead` is for these, and right on this device."""
+    """True if `FusedHead` supports these tensors and is right on this device."""
     return fits(hidden, weight) and _is_right(hidden.device.type, dtype)
 
 
 @cache
 def _is_right(device: str, dtype: torch.dtype) -> bool:
-    """Tried once a process, on a few rows of which one is extreme, against plain operations."""
+    """Compare with plain operations on a few rows, one of them extreme; once per process."""
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(5, 32, generator=draw).to(device, dtype)
     weight = torch.randn(4100, 32, generator=draw).to(device, dtype)
@@ -130,7 +130,7 @@ def _is_right(device: str, dtype: torch.dtype) -> bool:
                 gradients = torch.autograd.grad([logprobs, entropy], leaves, [grads, grads])
                 gives.append([logprobs.detach(), entropy.detach(), *gradients])
         is_right = agree(*gives, precision_of_products(dtype))
-    except Exception as error:  # whatever Triton, its compilers and the driver raise
+    except Exception as error:  # Triton, its compilers and the driver raise many types
         if says_no_memory(error):
             raise
         log.warning("the head's kernels do not run here (%s); using plain operations", error)

@@ -1,10 +1,10 @@
-"""The kernels, in Triton: each reads what it needs once and writes what it makes once.
+"""The Triton kernels: each reads its inputs once and writes its outputs once.
 
-All arithmetic is in float32, whatever is read and written. A row of logits, of a norm or of
-positions is one program's, so no sum depends on the order in which programs end: the same input
-gives the same bits. What changes from one micro-batch to the next is no reason to compile anew.
-`operations` says what each is for and has the shapes; without a GPU the tests
-run them by Triton's interpreter and compile them for one.
+All arithmetic is in float32, for every dtype of inputs and outputs. One program handles a whole
+row of logits, of a norm or of positions, so no sum depends on the order in which programs end: the
+same input gives the same bits. Values that change between micro-batches do not trigger a new
+compilation. `operations` describes each kernel's purpose and shapes. Without a GPU, the tests run
+the kernels in Triton's interpreter and compile them for a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 
 _OF_ROWS = ["targets", "factors", "logprobs", "spreads", "largest", "log_totals"]
 _OF_ROWS += ["target_minus_one", "entropy", "grads", "entropy_grads"]
-"""Where they begin depends on how many rows there are. Triton would compile once more for it."""
+"""Arguments whose alignment depends on the number of rows; Triton would compile again for it."""
 
 
 @triton.jit(do_not_specialize_on_alignment=_OF_ROWS)
@@ -31,22 +31,25 @@ def head_kernel(
     COLLISION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of a row z of logits times its factor, by one pass: log softmax(z)[target], the entropy or
-    Σ p², max z, and log Σ exp(z − max z). Each lane has a maximum and sums of its own until the
-    row's end."""
+    """For a row z of logits times its factor, compute the head's results in one pass.
+
+    These are log softmax(z)[target], the entropy or Σ p², max z, and log Σ exp(z − max z). Each
+    lane has its own maximum and sums until the end of the row.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     factor = tl.load(factors + row)
     lanes = tl.arange(0, BLOCK)
     most = tl.full([BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)  # of exp(z − most)
-    second = tl.zeros([BLOCK], tl.float32)  # of (z − most) exp(z − most), or of exp(z − most)²
+    total = tl.zeros([BLOCK], tl.float32)  # sum of exp(z − most)
+    # sum of (z − most) exp(z − most); for COLLISION of exp(z − most)²
+    second = tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_ids, BLOCK):
         places = start + lanes
         z = tl.load(logits + places, mask=places < num_ids, other=float("-inf")).to(tl.float32)
         z = z * factor
         higher = tl.maximum(most, z)
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # −inf less −inf is no number
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # avoids −inf − −inf, which is NaN
         decay = tl.exp(most - base)
         gap = z - base
         weight = tl.exp(gap)
@@ -91,8 +94,11 @@ def head_slope_kernel(
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The gradient by a block of a row's logits: g · factor · (target − p), and with that of the
-    entropy, −h · factor · p (log p + H), besides."""
+    """Compute the gradient with respect to a block of a row's logits.
+
+    With g and h the gradients of logprob and entropy, it is g · factor · (target − p), where target
+    is 1 at the target and else 0. If `ENTROPY`, −h · factor · p (log p + H) is added.
+    """
     row = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_id = places < num_ids
@@ -129,8 +135,11 @@ def norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """weight · x / rms(x) of some rows; x / rms(x) is rounded to the dtype of x before, as in
-    transformers. `ADD`: x is the states and what a branch adds to them, which is written too."""
+    """Compute weight · x / rms(x) of some rows.
+
+    x / rms(x) is first rounded to the dtype of x, as in transformers. If `ADD`, x is the sum of the
+    states and a branch, which is written too.
+    """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     is_inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
@@ -170,9 +179,12 @@ def norm_slope_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """With r = 1 / rms(x), the gradient by x is r · w · g − x · r³ · mean(x · w · g), that by w the
-    sum of r · x · g. Each program has rows of its own, and writes its share of that sum. `ADD`: x
-    has another gradient besides. `TWICE`: it is written for the branch too, in its dtype."""
+    """Compute the gradients of weight · x / rms(x), with r = 1 / rms(x).
+
+    With respect to x: r · w · g − x · r³ · mean(x · w · g). With respect to w: the sum of
+    r · x · g; each program has its own rows and writes its share of this sum. If `ADD`, another
+    gradient is added to the gradient of x. If `TWICE`, it is also written in the branch's dtype.
+    """
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < width
@@ -202,7 +214,7 @@ def norm_slope_kernel(
 
 @triton.jit
 def gate_kernel(gate, up, output, gate_stride, up_stride, width, BLOCK: tl.constexpr):
-    """silu(gate) · up; silu(gate) is rounded before, as in transformers."""
+    """Compute silu(gate) · up; silu(gate) is rounded first, as in transformers."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = columns < width
@@ -226,7 +238,7 @@ def gate_slope_kernel(
     width,
     BLOCK: tl.constexpr,
 ):
-    """The gradients by gate and by up, side by side in one row, and silu(gate) · up once more."""
+    """Compute the gradients of gate and up, side by side in one row, and silu(gate) · up again."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = columns < width
@@ -298,8 +310,11 @@ def rotate_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rotary positions of all heads of some tokens: (a, b) → (a cos − b sin, b cos + a sin) for the
-    two halves of a head, or the transpose of that, which is its gradient."""
+    """Apply rotary positions to all heads of some tokens.
+
+    For the two halves of a head: (a, b) → (a cos − b sin, b cos + a sin). If `INVERSE`, apply the
+    transpose, which is the gradient.
+    """
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     columns = tl.arange(0, BLOCK)
     is_token = tokens < num_tokens
@@ -330,8 +345,8 @@ def add_copies_kernel(
     width,
     BLOCK: tl.constexpr,
 ):
-    """The gradients of a token's keys and values: the sums of those of its copies, in their
-    order."""
+    """Sum the gradients of a token's copies, in their order, into the gradients of its key and
+    value."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = columns < width

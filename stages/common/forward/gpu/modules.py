@@ -1,11 +1,12 @@
 """RMSNorm with the sum before it, gated MLP and rotary positions of the common families by kernels.
 
-Only `forward` of a module is replaced, and only where the new one gives the module's own numbers
-but for rounding, and its gradients, for a probe; so a family that computes something else under
-these names stays as it is, and so does every model where the kernels do not run. A layer of which
-these are the parts is one besides, so that the sums of the residual stream, and of its gradient,
-are made by the norms. For the backward pass a norm's input is kept, and gate with up; the rest is
-computed again from them.
+Only `forward` of a module is replaced, and only if a probe gives the module's own numbers and
+gradients, up to rounding. So a family that computes something else under these names is not
+changed, and neither is any model if the kernels do not run.
+
+A layer made of exactly these parts is replaced too, so that its norms also make the sums of the
+residual stream and of its gradient. For the backward pass only a norm's input, or gate and up, are
+kept; the rest is computed again from them.
 """
 
 from __future__ import annotations
@@ -32,15 +33,17 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _PROBE = 3
 """Positions of a probe."""
 _MOST_WIDTH = 16384
-"""Of a norm: a program has a whole row in hand."""
+"""Largest width of a norm, since one program holds a whole row."""
 _ROTATION = "apply_rotary_pos_emb"
-"""What the families with rotary positions call for them."""
+"""Name of the function that families with rotary positions call to apply them."""
 log = logging.getLogger(__name__)
 
 
 def fuse_modules(model: nn.Module) -> int:
-    """Replace what can be in every module of `model`, in the precision in which it is called to
-    come; how many were replaced."""
+    """Replace modules of `model` by kernels if possible, and return how many were replaced.
+
+    Call it in the precision of later passes.
+    """
     num_replaced = 0
     problems: dict[str, Exception] = {}
     others: set[str] = set()
@@ -57,7 +60,7 @@ def fuse_modules(model: nn.Module) -> int:
         )
         try:
             is_right = trial is not None and trial.succeeds(weight)
-        except Exception as error:  # whatever Triton, its compilers and the driver raise
+        except Exception as error:  # Triton, its compilers and the driver raise many types
             if says_no_memory(error):
                 raise
             problems.setdefault(type(module).__name__, error)
@@ -78,29 +81,29 @@ def fuse_modules(model: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class _Trial:
-    """What would take a module's place, and how it is tried."""
+    """A replacement for a module's `forward`, and how to try it."""
 
     forward: Callable
-    """What `forward` of the module becomes."""
+    """Replacement for the module's `forward`."""
     ours: Callable[..., Tensor | tuple[Tensor, ...]]
     theirs: Callable[..., Tensor | tuple[Tensor, ...]]
     shapes: tuple[tuple[int, ...], ...]
-    """Of the tensors that both take."""
+    """Shapes of the tensors that `ours` and `theirs` take."""
     precision: torch.dtype | None = None
-    """In which their outputs agree; None: in their dtype."""
+    """Precision in which the outputs must agree. Default: their own dtype."""
 
     def succeeds(self, like: Tensor) -> bool:
-        """Whether `ours` runs here, and gives the numbers and the gradients of `theirs`."""
+        """True if `ours` runs here and gives the numbers and the gradients of `theirs`."""
         draw = torch.Generator().manual_seed(0)
         probes = [torch.randn(shape, generator=draw).to(like) for shape in self.shapes]
         positions = probes[2:]
-        # as a pass has them: what a layer hands on, and what a product makes under autocast
+        # both dtypes occur in a pass: a layer's output, and a product's output under autocast
         for dtype in {like.dtype, product_dtype(like)}:
             for enlarge in (Tensor.clone, standing_out):
                 states = [enlarge(probe).to(dtype) for probe in probes[:2]]
                 try:
                     kind, theirs = _answers(self.theirs, states, positions)
-                except Exception as error:  # a family that has other arguments or shapes
+                except Exception as error:  # a family with other arguments or shapes
                     if says_no_memory(error):
                         raise
                     return False
@@ -110,12 +113,12 @@ class _Trial:
         return True
 
 
-@torch.enable_grad()  # as it is trained
+@torch.enable_grad()  # training needs the same gradients
 def _answers(
     function: Callable, states: list[Tensor], positions: list[Tensor]
 ) -> tuple[type, list[Tensor]]:
-    """What `function` gives, its type and its tensors, and the gradients of their sum by the
-    states."""
+    """Return the type of `function`'s result, its tensors, and the gradients of their sum with
+    respect to the states."""
     leaves = [tensor.clone().requires_grad_() for tensor in states]
     given = function(*leaves, *positions)
     outputs = [given] if isinstance(given, Tensor) else list(given)
@@ -127,8 +130,10 @@ def _answers(
 
 
 def _narrow_norms(model: nn.Module) -> set[nn.Module]:
-    """Norms that leave autocast's dtype at once, as the products would make it. A joined product
-    must be what reads them: it gives one gradient, so none is added up in that dtype."""
+    """Return the norms that may output autocast's dtype directly, as the products would cast it.
+
+    A joined product must read them: it gives one gradient, so none is summed in that dtype.
+    """
     config = getattr(getattr(model, "model", None), "config", None)
     weight = next(model.parameters(), None)
     if config is None or not fits(weight) or not torch.is_autocast_enabled(weight.device.type):
@@ -152,7 +157,7 @@ def _norm_trial(module: nn.Module, narrow: Collection[nn.Module]) -> _Trial | No
     weight = getattr(module, "weight", None)
     if weight is None or weight.ndim != 1 or not hasattr(module, "variance_epsilon"):
         return None
-    # one that reads more than one tensor, such as a norm with a gate, stays
+    # modules that read more than one tensor, such as a norm with a gate, are left alone
     if len(inspect.signature(module.forward).parameters) != 1 or len(weight) > _MOST_WIDTH:
         return None
     forward = partial(_normalize, module, module in narrow)
@@ -161,7 +166,7 @@ def _norm_trial(module: nn.Module, narrow: Collection[nn.Module]) -> _Trial | No
 
 
 def _normalize(module: nn.Module, is_narrow: bool, states: Tensor) -> Tensor:
-    """[…, d] -> […, d]; `is_narrow`: under autocast in its dtype."""
+    """Normalize […, d] -> […, d]; if `is_narrow`, the output has autocast's dtype."""
     weight = module.weight
     dtype = torch.promote_types(states.dtype, weight.dtype)
     if is_narrow:
@@ -210,8 +215,10 @@ def _layer_trial(layer: nn.Module, narrow: Collection[nn.Module]) -> _Trial | No
 
 
 def _in_outline(layer: nn.Module, forward: Callable, states: Tensor) -> Tensor | tuple[Tensor, ...]:
-    """What `forward` of the layer makes of states, where attention and MLP are simple functions.
-    What attention is given beside the states is marked, and enters the output."""
+    """Run a layer's `forward` on states with attention and MLP replaced by simple functions.
+
+    Options that attention receives are marked, and their marks enter the output.
+    """
     marks = {
         name: 0.01 * (number + 1)
         for number, name in enumerate(("attention_mask", "position_ids", "position_embeddings"))
@@ -248,7 +255,7 @@ def _layer(
 def _add_and_normalize(
     norm: nn.Module, narrow: Collection[nn.Module], states: Tensor, branch: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The sum, or the states where there is no branch, and what `norm` makes of it."""
+    """Return the sum of states and branch (the states if there is no branch), and its norm."""
     dtype = torch.promote_types(states.dtype, norm.weight.dtype)
     if branch is not None:
         dtype = torch.promote_types(dtype, branch.dtype)
@@ -258,7 +265,7 @@ def _add_and_normalize(
 
 
 class AddNorm(torch.autograd.Function):
-    """A sum, and its RMSNorm. Its gradient comes from both, and is made at once."""
+    """A sum and its RMSNorm. The gradients of both are combined in one kernel."""
 
     @staticmethod
     def forward(ctx, states, branch, weight, epsilon, dtype):
@@ -315,7 +322,7 @@ def _mlp_trial(module: nn.Module) -> _Trial | None:
 
 
 def _is_silu(function: Callable) -> bool:
-    """Asked of the function alone: where weights are small, a product hides which one it is."""
+    """True if `function` is silu, tested alone because small weights in a product would hide it."""
     points = torch.linspace(-6, 6, 25)
     try:
         return torch.allclose(function(points), nn.functional.silu(points))
@@ -340,15 +347,17 @@ def _gate(module: nn.Module, states: Tensor) -> Tensor:
 
 
 def _gated(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up of […, i]: [N, i]"""
+    """Return silu(gate) · up of […, i] as [N, i]."""
     from . import operations
 
     return operations.gate(gate.flatten(0, -2), up.flatten(0, -2))
 
 
 def _slopes(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by gate and up, beside each other in memory, and what `_gated` gives, of the
-    gradient [N, i]."""
+    """Return the gradients of gate and up, side by side in memory, and the result of `_gated`.
+
+    `grad` is the gradient [N, i] of that result.
+    """
     from . import operations
 
     both, gated = operations.gate_slope(grad, gate.flatten(0, -2), up.flatten(0, -2))
@@ -371,7 +380,7 @@ class Gate(torch.autograd.Function):
 
 
 class _GatedProduct(torch.autograd.Function):
-    """The same, times the weight of a group of one."""
+    """silu(gate) · up times the weight of a group of one."""
 
     @staticmethod
     def forward(ctx, gate, up, weight, bias, *parameters):
@@ -406,7 +415,7 @@ def _attention_trial(module: nn.Module) -> _Trial | None:
     forward = types.MethodType(_with_rotation(own), module)
 
     def ours(*arguments: Tensor) -> tuple[Tensor, Tensor]:
-        # under autocast it leaves what attention's products would make of it
+        # autocast is off, since with it the output would have the dtype of attention's products
         with torch.autocast(arguments[0].device.type, enabled=False):
             return rotate(theirs, *arguments)
 
@@ -415,7 +424,7 @@ def _attention_trial(module: nn.Module) -> _Trial | None:
 
 @cache
 def _with_rotation(own: types.FunctionType) -> types.FunctionType:
-    """`own`, the forward pass of attention, with our rotation where it calls for one."""
+    """Return `own`, the forward pass of attention, with our rotation in place of its own."""
     rotation = partial(rotate, own.__globals__[_ROTATION])
     names = {**own.__globals__, _ROTATION: rotation}
     rebuilt = types.FunctionType(
@@ -428,8 +437,11 @@ def _with_rotation(own: types.FunctionType) -> types.FunctionType:
 def rotate(
     theirs: Callable, queries: Tensor, keys: Tensor, cosines: Tensor, sines: Tensor, **options: int
 ) -> tuple[Tensor, Tensor]:
-    """Queries [1, H, N, e] and keys [1, h, N, e] by cosines and sines [1, N, e]; by `theirs` what
-    has other shapes. Under autocast in its dtype, as attention's products take them."""
+    """Rotate queries [1, H, N, e] and keys [1, h, N, e] by cosines and sines [1, N, e].
+
+    `theirs` handles other shapes. Under autocast the outputs have its dtype, as attention's
+    products need them.
+    """
     fits_kernel = fits(queries, keys, cosines, sines) and len(queries) == 1 and not options
     shape = 1, queries.shape[2], queries.shape[3]
     if not fits_kernel or cosines.shape != shape or sines.shape != shape:
@@ -441,7 +453,7 @@ def rotate(
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotary positions (Su et al. 2021); the gradient is turned back."""
+    """Rotary positions (Su et al. 2021); the gradient is rotated back."""
 
     @staticmethod
     def forward(ctx, queries, keys, cosines, sines, dtype):

@@ -1,16 +1,16 @@
-"""The kernels as operations of torch, which tensors without content (meta) go through as well.
+"""The kernels as torch operations, which also accept tensors without content (meta).
 
 | operation | gives |
 |---|---|
-| `head` | of a chunk of logits: logprobs, entropy, and what the gradient needs |
-| `head_slope` | the gradient by that chunk |
+| `head` | for a chunk of logits: logprobs, entropy, and numbers that the gradient needs |
+| `head_slope` | the gradient of that chunk |
 | `norm`, `add_norm`, `norm_slope` | RMSNorm, also of a sum; its gradients |
 | `gate`, `gate_slope` | silu(gate) · up; its gradients |
-| `rotate` | rotary positions of queries and keys, or back |
-| `add_copies` | of a shared prompt's keys and values the gradients, summed over its completions |
+| `rotate` | rotary positions of queries and keys, or their inverse |
+| `add_copies` | gradients of a shared prompt's keys and values, summed over its completions |
 
-Importing this needs Triton. Each operation reads and writes what its signature shows, once: no
-other memory.
+Importing this module needs Triton. Each operation reads and writes the tensors of its signature
+once, and no other memory.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from torch import Tensor
 from . import kernels
 
 _ROW_BLOCK = 4096
-"""Logits of a row that a program of the head has in hand."""
+"""Logits of a row that one program of the head holds at once."""
 _PROGRAMS = 512
-"""Shares of a norm's gradient by its weight."""
+"""Most shares into which a norm's weight gradient is split."""
 _TILE = 2048
-"""About as many numbers of a norm's rows are in hand at once."""
+"""Numbers of a norm's rows that one program holds at once, approximately."""
 _COLUMNS = 1024
-"""Numbers of a row that a program has in hand elsewhere."""
+"""Numbers of a row that one program of another kernel holds at once."""
 
 
 def _power(number: int) -> int:
-    """The power of two from `number` on: as many lanes hold it."""
+    """Return the smallest power of two ≥ `number`, since blocks must be powers of two."""
     return 1 << max(0, number - 1).bit_length()
 
 
 def _on_its_device(operation: Callable) -> Callable:
-    """The same where its first tensor is: Triton takes the device that the process has chosen."""
+    """Run `operation` on its first tensor's device, since Triton uses the current device."""
 
     @wraps(operation)
     def run(first: Tensor, *others: Any) -> Any:
@@ -56,8 +56,11 @@ def _on_its_device(operation: Callable) -> Callable:
 @torch.library.custom_op("quiver::head", mutates_args=())
 @_on_its_device
 def head(logits: Tensor, targets: Tensor, factors: Tensor, collision: bool) -> Tensor:
-    """Logits [c, V] times factors [c] -> [4, c] float32: logprobs of targets [c] int64; entropy, or
-    Σ p² for `collision`; the largest logit, and log Σ exp(logit − largest)."""
+    """Compute logprobs and row statistics of logits [c, V] times factors [c].
+
+    Returns [4, c] float32: the logprobs of `targets` [c] int64; the entropy, or Σ p² if
+    `collision`; the largest logit; and log Σ exp(logit − largest).
+    """
     rows = torch.empty(4, len(logits), dtype=torch.float32, device=logits.device)
     kernels.head_kernel[(len(logits),)](
         logits,
@@ -89,9 +92,17 @@ def head_slope(
     entropy_grads: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient [c, V] by the logits, in `dtype`; `rows` is what `head` gave, with exp(logprob)
-    − 1 in place of the logprobs. `grads` [c] are those of the logprobs; `entropy_grads` [c] those
-    of the entropy, None where it has none."""
+    """Return the gradient [c, V] of the logits, in `dtype`.
+
+    Args:
+        logits: [c, V].
+        targets: [c] int64.
+        factors: [c].
+        rows: The result of `head`, with exp(logprob) − 1 in place of the logprobs.
+        grads: [c] gradients of the logprobs.
+        entropy_grads: [c] gradients of the entropy. None: it has none.
+        dtype: Dtype of the result.
+    """
     num_rows, num_ids = logits.shape
     slopes = torch.empty(num_rows, num_ids, dtype=dtype, device=logits.device)
     block = min(_ROW_BLOCK, _power(num_ids))
@@ -121,8 +132,11 @@ def _(logits, targets, factors, rows, grads, entropy_grads, dtype):
 
 
 def _rows(states: Tensor) -> tuple[Tensor, tuple[int, int, int, int]]:
-    """`states` […, width], and where its rows lie: how many there are, heads of a token, and the
-    strides of tokens and heads. Copied where that does not say it."""
+    """Return `states` […, width] and the position of its rows in memory.
+
+    The position is the number of rows, heads per token, and the strides of tokens and heads. States
+    that cannot be described so are copied.
+    """
     sizes: list[list[int]] = []
     for size, stride in zip(states.shape[:-1], states.stride()[:-1], strict=True):
         if size == 1:
@@ -150,8 +164,8 @@ def _block(width: int) -> dict[str, int]:
 def norm(
     states: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """weight · x / rms(x) of states […, width], contiguous, in `dtype`, and 1 / rms(x) [rows]
-    float32."""
+    """Return weight · x / rms(x) of states […, width], contiguous, in `dtype`, and 1 / rms(x)
+    [rows] float32."""
     output = torch.empty(states.shape, dtype=dtype, device=states.device)
     return output, _normalize(states, None, weight, epsilon, states, output)
 
@@ -167,8 +181,10 @@ def _(states, weight, epsilon, dtype):
 def add_norm(
     states: Tensor, branch: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of states and branch, in the dtype that they have together, and of it what `norm`
-    gives. `branch` is contiguous."""
+    """Return the sum of states and branch, in their common dtype, and the results of `norm` for it.
+
+    `branch` must be contiguous.
+    """
     total_dtype = torch.promote_types(states.dtype, branch.dtype)
     total = torch.empty(states.shape, dtype=total_dtype, device=states.device)
     output = torch.empty(states.shape, dtype=dtype, device=states.device)
@@ -191,7 +207,7 @@ def _normalize(
     total: Tensor,
     output: Tensor,
 ) -> Tensor:
-    """Fill `output`, and `total` where there is a branch; the scales."""
+    """Fill `output`, and `total` if there is a branch; return the scales."""
     states, where = _rows(states)
     scales = torch.empty(where[0], dtype=torch.float32, device=states.device)
     block = _block(states.shape[-1])
@@ -221,9 +237,13 @@ def norm_slope(
     scales: Tensor,
     branch_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient by what was normalized, contiguous, `total_grad` added where it is given; the
-    same in `branch_dtype`, or nothing; and shares [p, width] float32 whose sum is the gradient by
-    the weight. The gradients given are contiguous."""
+    """Return the gradients of a norm. Gradients passed in must be contiguous.
+
+    Returns:
+        The gradient of the norm's input, contiguous, with `total_grad` added if given; the same
+        gradient in `branch_dtype`, empty if that is None; and shares [p, width] float32 whose sum
+        is the gradient of the weight.
+    """
     states, where = _rows(states)
     width = states.shape[-1]
     block = _block(width)
@@ -264,7 +284,7 @@ def _(grad, total_grad, states, weight, scales, branch_dtype):
 
 
 def _shares(num_rows: int, rows_at_once: int) -> tuple[int, int]:
-    """Programs, and turns of `rows_at_once` that each takes."""
+    """Return the number of programs, and how many turns of `rows_at_once` rows each takes."""
     num_turns = max(1, -(-num_rows // (rows_at_once * _PROGRAMS)))
     return -(-num_rows // (rows_at_once * num_turns)), num_turns
 
@@ -275,7 +295,7 @@ def _shares(num_rows: int, rows_at_once: int) -> tuple[int, int]:
 @torch.library.custom_op("quiver::gate", mutates_args=())
 @_on_its_device
 def gate(gates: Tensor, ups: Tensor) -> Tensor:
-    """silu(gates) · ups of two matrices [N, i] of one dtype, whose rows may lie apart."""
+    """Return silu(gates) · ups of two matrices [N, i] of one dtype; their rows may be strided."""
     num_rows, width = gates.shape
     output = torch.empty(num_rows, width, dtype=gates.dtype, device=gates.device)
     kernels.gate_kernel[(num_rows, -(-width // _COLUMNS))](
@@ -292,7 +312,7 @@ def _(gates, ups):
 @torch.library.custom_op("quiver::gate_slope", mutates_args=())
 @_on_its_device
 def gate_slope(grad: Tensor, gates: Tensor, ups: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients by gates and ups, beside each other [N, 2 i], and what `gate` gives."""
+    """Return the gradients of gates and ups, side by side [N, 2 i], and the result of `gate`."""
     num_rows, width = gates.shape
     both = torch.empty(num_rows, 2 * width, dtype=gates.dtype, device=gates.device)
     output = torch.empty(num_rows, width, dtype=gates.dtype, device=gates.device)
@@ -327,8 +347,11 @@ def rotate(
     query_dtype: torch.dtype,
     key_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Queries [N, H, e] and keys [N, h, e] turned by cosines and sines [N, e], which are
-    contiguous; `inverse`: turned back, which is the gradient. Both contiguous, in these dtypes."""
+    """Rotate queries [N, H, e] and keys [N, h, e] by contiguous cosines and sines [N, e].
+
+    If `inverse`, rotate back, which is the gradient. Both results are contiguous, in the given
+    dtypes.
+    """
     num_tokens, num_heads, width = queries.shape
     shape = num_tokens, keys.shape[1], width
     new_queries = torch.empty(queries.shape, dtype=query_dtype, device=queries.device)
@@ -367,8 +390,10 @@ def _(queries, keys, cosines, sines, inverse, query_dtype, key_dtype):
 def add_copies(
     key_grads: Tensor, value_grads: Tensor, copies: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients [K, w] of copies, contiguous and of one dtype, summed for each of N tokens [N, w];
-    token i's are the rows copies[offsets[i]] … copies[offsets[i + 1] − 1]."""
+    """Sum gradients [K, w] of copies, contiguous and of one dtype, for each of N tokens [N, w].
+
+    The gradients of token i are the rows copies[offsets[i]] … copies[offsets[i + 1] − 1].
+    """
     num_tokens, width = len(offsets) - 1, key_grads.shape[1]
     new_keys, new_values = (key_grads.new_empty(num_tokens, width) for _ in range(2))
     kernels.add_copies_kernel[(num_tokens, -(-width // _COLUMNS))](

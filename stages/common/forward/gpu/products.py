@@ -1,5 +1,6 @@
-"""Products of bfloat16 matrices that leave float32 behind, where the device's library makes them so
-in one kernel: the sums inside are float32 anyway.
+"""Products of bfloat16 matrices with float32 results, if the device's library supports them.
+
+One kernel then makes them, since its sums are float32 anyway.
 
     logits = float32_product(hidden, weight.T)
     total = float32_product(grad.T, states, total)     # total += …, in the product's own kernel
@@ -14,8 +15,10 @@ from torch import Tensor
 
 
 def float32_product(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
-    """left @ right in float32; with `total`, which is float32, added to it in place. Where the
-    device has no such product, the product in the dtype of both is made float32."""
+    """Return left @ right in float32; if `total` (float32) is given, add to it in place.
+
+    If the device has no such product, the product is made in the factors' dtype and converted.
+    """
     with torch.autocast(left.device.type, enabled=False):
         can_widen, can_add = _abilities(left.device.type, left.dtype)
         if total is None:
@@ -30,14 +33,16 @@ def float32_product(left: Tensor, right: Tensor, total: Tensor | None = None) ->
 
 
 def makes_float32(states: Tensor) -> bool:
-    """Whether one kernel makes float32 of a product of two matrices like `states`."""
+    """True if one kernel makes a float32 product of two matrices like `states`."""
     return _abilities(states.device.type, states.dtype)[0]
 
 
 @cache
 def _abilities(device: str, dtype: torch.dtype) -> tuple[bool, bool]:
-    """Whether a product in `dtype` can be left in float32, and be added to such a matrix. Tried, as
-    builds differ."""
+    """Return whether a product in `dtype` can be float32, and can be added to a float32 matrix.
+
+    Tried, because builds differ.
+    """
     if device not in ("cuda", "meta") or dtype not in (torch.bfloat16, torch.float16):
         return False, False
     ones = torch.ones(16, 16, dtype=dtype, device=device)
