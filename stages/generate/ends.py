@@ -1,6 +1,6 @@
 """Ids that end a completion, and warnings about end tokens that the model or the rewards miss.
 
-Not part of the spine: one set of ids and two warnings.
+Not of the spine: one set of ids and two warnings.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ It sleeps if its process is asked to stay.
 A sleeping engine that does not take the new policy is an error here; the caller then starts a fresh
 process. So a fresh engine is always in a process of its own.
 
-Not part of the spine: an engine's answers do not depend on how it got the policy.
+Not of the spine: an engine's answers do not depend on how it got the policy.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Config of logprobs: the model that scores, and how its forward pass runs.
 
-Not part of the spine: look up fields by name.
+Not of the spine: look up fields by name.
 """
 
 from __future__ import annotations

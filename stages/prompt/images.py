@@ -4,7 +4,7 @@ A cell is one picture or a list of them. A picture is `{bytes, path}`, as `datas
 it, or bytes, or a path, or base64 text, with or without a data URL's head. Paths start at the
 source's folder and may not leave it; nothing is downloaded.
 
-Not part of the spine: only prompts with pictures come here.
+Not of the spine: only prompts with pictures come here.
 """
 
 from __future__ import annotations
