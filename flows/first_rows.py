@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Prompts:
-    """What the first rows of a source became."""
+    """Summary of the prompts made from the first rows of a source."""
 
     num_rows: int
     """Rows of the source."""
@@ -77,7 +77,7 @@ class Prompts:
 
     @classmethod
     def of(cls, version: Version, policy: Version, system: str | None) -> Prompts:
-        """Summarize a version of prompts. `system`: the recipe's message."""
+        """Summarize a version of prompts. `system` is the recipe's system message."""
         manifest = version.manifest
         table = version.table(["prompt_ids", "messages"])
         ids = table["prompt_ids"]
@@ -121,7 +121,7 @@ class Prompts:
 
 @dataclass
 class Score:
-    """What one part of the reward said of the answers."""
+    """Scores of the answers by one part of the reward."""
 
     values: list[float | None]
     error: str | None = None
@@ -135,7 +135,7 @@ class Score:
 
 @dataclass
 class Answered:
-    """What became of one answer to the first prompt."""
+    """One answer to the first prompt, with its scores."""
 
     text: str
     """The answer; for an episode, the last one."""
@@ -147,7 +147,7 @@ class Answered:
 
 @dataclass
 class FirstRows:
-    """What became of the first rows."""
+    """Prompts and scored answers made from the first rows."""
 
     prompts: dict[str, Prompts] = field(default_factory=dict)
     """Prompts by section: data, data.held_out."""

@@ -30,7 +30,7 @@ _show: Callable[[str, StageProgress], AbstractContextManager] | None = None
 
 @contextmanager
 def shown_live() -> Iterator[None]:
-    """The stages that run inside are shown; what is logged inside stands above their bars."""
+    """Show the stages that run inside; log lines are printed above their bars."""
     global _show  # noqa: PLW0603
     from rich.console import Console
 
@@ -110,8 +110,7 @@ class _Above:
 
 @contextmanager
 def _bars(console: Console) -> Iterator[Callable[[str, StageProgress], AbstractContextManager]]:
-    """What shows a stage in a bar of its own; until the first one there is a bar that only
-    moves."""
+    """Yield a function that shows a stage in its own bar; before the first one, one bar pulses."""
     from rich.progress import Progress, ProgressColumn, Task, TextColumn
     from rich.progress_bar import ProgressBar
     from rich.table import Column

@@ -74,8 +74,7 @@ def preflight(recipe: Recipe) -> Recipe:
 
 
 def _require_turn_rewards(recipe: Recipe) -> None:
-    """Raise ConfigError if per-turn or environment rewards are asked for but no environment pays
-    any."""
+    """Raise ConfigError if the recipe uses an environment's rewards and would get none."""
     credit = recipe.optimize.credit
     turns = recipe.generate.turns
     uses_environment = ENVIRONMENT in [each.use for each in recipe.reward.functions]

@@ -31,8 +31,10 @@ _GRACE_SECONDS = 2.0
 
 @contextmanager
 def progress(call: Call, on_line: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
-    """What takes the lines of the child that runs `call`: it hands them on to `on_line`, and shows
-    how far the stage is."""
+    """Yield a function that takes the lines of the child that runs `call`.
+
+    It passes them on to `on_line`, and shows the stage's progress.
+    """
     if FlowRunContext.get() is None and TaskRunContext.get() is None:
         yield on_line  # Without a run there is no page.
         return

@@ -287,7 +287,7 @@ def check_stages(
 
     The check comes before the call `before`, and is skipped if that call is finished. Each stage is
     checked once per run, and again for prompts with other columns or other assistant starts.
-    Without `prompts`, it checks without the columns of the source.
+    Without `prompts`, pass only stages that need none; they are not checked again.
     """
     run = _RUN.get() or _Run()
     if run.only_look or find(before.runner_call, expired=run.expired) is not None:

@@ -45,7 +45,7 @@ _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Need:
-    """Of one stage, on one of the devices that it uses."""
+    """Needs of one stage, on each device that it uses."""
 
     stage: str
     devices: int

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape:
-    """Numbers of weights, and widths. What a token passes through counts once: of several experts
-    those that it goes to."""
+    """Counts of weights, and widths. Widths count only the experts a token is routed to."""
 
     weights: int
     outside_layers: int
