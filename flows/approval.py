@@ -143,9 +143,8 @@ def reviewed(
             config = parse(Overrides, answer.model_dump(exclude={"approve"}), "overrides")
             refs = {"rewards": candidate.rewards}
             rewards = perform(recipe, "override", config, refs, label="override").ref
-        except (
-            ConfigError
-        ) as error:  # The error is about the typed overrides, so it is shown above the next form.
+        except ConfigError as error:
+            # The error is about the typed overrides, so it is shown above the next form.
             note = (
                 f"\n\n**The overrides of {answer.author} were refused**: {error.object}: "
                 f"{error.message}"

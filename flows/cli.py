@@ -126,9 +126,8 @@ def _run() -> int:
             raise
         if nobody_reads():
             return 128 + signal.SIGPIPE
-        trace = (
-            traceback.format_exc()
-        )  # The broken pipe is not stdout; typer exits silently for it, too.
+        # The broken pipe is not stdout; typer exits silently for it, too.
+        trace = traceback.format_exc()
         error = unexpected("quiver", pipe)
     except _UsageError as usage_error:
         context = usage_error.ctx
@@ -171,9 +170,8 @@ def _settle_streams() -> None:
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, mode))
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # Otherwise the caller of `main` replaced the stream.
+        # Otherwise the caller of `main` replaced the stream.
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
@@ -190,9 +188,8 @@ def main() -> None:
     handler.setFormatter(_ForTerminal("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("quiver").setLevel(logging.INFO)
-    logging.getLogger("quiver.stages").setLevel(
-        logging.WARNING
-    )  # A stage's process logs these itself.
+    # A stage's process logs these itself.
+    logging.getLogger("quiver.stages").setLevel(logging.WARNING)
     # Runs of `serve` are read on Prefect's pages, so they log there as under a worker.
     served = sys.argv[1:2] == ["serve"]
     flows.has_forms = served or sys.argv[1:2] == ["deploy"]

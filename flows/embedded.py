@@ -72,9 +72,8 @@ def guard_embedded_server() -> None:
         return
     require_writable(PREFECT_HOME.value())
     database = PREFECT_HOME.value() / "prefect.db"
-    named = (
-        get_current_settings().server.database.connection_url
-    )  # It may be another database, even of another kind.
+    # It may be another database, even of another kind.
+    named = get_current_settings().server.database.connection_url
     if named.get_secret_value() == f"sqlite+aiosqlite:///{database}":
         require_intact(database)
     # Imported late: the whole server is half of a short run's import time.

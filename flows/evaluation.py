@@ -75,9 +75,8 @@ def measure(
     if baseline:
         refs["baseline"] = baseline
     evaluation = run("evaluate", recipe.score_config(), recipe.run, **refs)
-    track_evaluation(
-        recipe, evaluation.ref
-    )  # Also for a finished evaluation: an earlier attempt may have ended before this line.
+    # Also for a finished evaluation: an earlier attempt may have ended before this line.
+    track_evaluation(recipe, evaluation.ref)
     seconds = sum(outcome.seconds for outcome in (prompts, rollouts, rewards, evaluation))
     return replace(evaluation, seconds=round(seconds, 3))
 

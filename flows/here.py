@@ -125,9 +125,8 @@ def _run_together(call: StageCall, count: int, on_line: Callable[[str], None]) -
                 last = max(first + 1, (number + 1) * len(cores) // count)
                 os.sched_setaffinity(0, cores[first:last])
             timeout = call.timeout_seconds
-            if (
-                timeout is not None
-            ):  # The limit applies to the stage, from the start of its first process.
+            # The limit applies to the stage, from the start of its first process.
+            if timeout is not None:
                 timeout = max(0.1, timeout - begun[number] + min(begun.values()))
             return run_call(
                 shared,
@@ -142,9 +141,8 @@ def _run_together(call: StageCall, count: int, on_line: Callable[[str], None]) -
     log.info("%s: as %d processes", call.label, count)
     with ExitStack() as stack:
         processes = [stack.enter_context(run_ahead(partial(run_one, n))) for n in range(count)]
-        stack.callback(
-            lambda: [process.stop.set() for process in processes]
-        )  # Stop all at once, not one after another.
+        # Stop all at once, not one after another.
+        stack.callback(lambda: [process.stop.set() for process in processes])
         at_work = set(processes)
         while True:
             ended, at_work = wait(at_work, timeout=0.2, return_when=FIRST_COMPLETED)

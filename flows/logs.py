@@ -12,9 +12,8 @@ from prefect.logging.handlers import APILogHandler
 
 _log = logging.getLogger("quiver")
 _to_server = APILogHandler()
-_to_server.addFilter(
-    lambda line: FlowRunContext.get() is not None
-)  # Outside a flow run, a line belongs to no run.
+# Outside a flow run, a line belongs to no run.
+_to_server.addFilter(lambda line: FlowRunContext.get() is not None)
 _log.addHandler(_to_server)
 if _log.level == logging.NOTSET:  # A worker's process has not set a level.
     _log.setLevel(logging.INFO)

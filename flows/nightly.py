@@ -158,9 +158,8 @@ def plan_night(recipe: Recipe, name: str) -> Night:
     first = 1 + max(iterations, default=0)
     update = {
         "iterations": first + recipe.iterations - 1,
-        "evaluate": recipe.evaluate.model_copy(
-            update={"every": 0}
-        ),  # Only the end of the night is measured.
+        # Only the end of the night is measured.
+        "evaluate": recipe.evaluate.model_copy(update={"every": 0}),
         "overlap": 0,  # The iterations of a night run one after another.
     }
     return Night(name, recipe.model_copy(update=update), store, first, 1 + max(rounds, default=0))

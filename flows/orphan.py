@@ -3,7 +3,7 @@
 Without this, nothing could cancel the run any more, while another run takes its place. Prefect's
 workers leave their flow processes running when they are killed. A thread checks every second if the
 parent is still the first one. If not, the flow gets SIGTERM, as on a cancel, and ends its stage.
-The flow may hang there, since it first tells the server, which may be gone too. Then SIGKILL
+The flow may hang there, since it first informs the server, which may be gone too. Then SIGKILL
 follows, and the stage's keeper sees its lifeline close.
 
 A worker may also die before the thread starts, while this process is importing. It then no longer

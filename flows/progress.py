@@ -58,9 +58,8 @@ def progress(call: Call, on_line: Callable[[str], None]) -> Iterator[Callable[[s
     finally:
         ended.set()
         thread.join(_GRACE_SECONDS)
-    if (
-        not thread.is_alive()
-    ):  # It is alive if the server does not answer; then the last progress is lost.
+    # It is alive if the server does not answer; then the last progress is lost.
+    if not thread.is_alive():
         bar.finish()
 
 

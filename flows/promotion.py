@@ -1,4 +1,4 @@
-"""The decision if a policy takes over the tag: it must beat the policy in use by more than chance.
+"""The decision on a policy for the tag: it must beat the policy in use by more than chance.
 
 Both are measured on the same held-out prompts. A collapsed policy may still score better, since
 rewards can be gamed. So a policy that moved further from the policy in use than [promotion] allows
@@ -29,7 +29,7 @@ class Promotion(Config):
     """The tag: `run/policy@prod` is the policy in use. The first night gives it to policy@0. Each
     night starts from it."""
     margin: float = Field(default=0.01, ge=0)
-    """How much better the new policy must be, in units of `by`."""
+    """Least improvement of the new policy, in units of `by`."""
     by: str = Field(default="score", pattern=r"^(score|pass@[1-9][0-9]*)$")
     """Quantity to compare: `score`, or e.g. `pass@4` if `evaluate.k` contains 4."""
     confidence: float = Field(default=0.95, ge=0.5, lt=1)
@@ -57,7 +57,7 @@ class Promotion(Config):
     """Pause a better policy for a person's answer, on the Prefect server's pages or over its API.
     Needs a server of its own."""
     approval_seconds: float = Field(default=43200, ge=1)
-    """How long to wait for the answer, in seconds; after that the answer is no."""
+    """Seconds to wait for the answer; after that the answer is no."""
 
     @field_validator("tag")
     @classmethod

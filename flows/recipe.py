@@ -1,5 +1,4 @@
-"""The recipe: one TOML file and one typed object, used by the shell, Prefect's form and
-deployments.
+"""The recipe: one TOML file, one typed object, for the shell, Prefect's form and deployments.
 
 Look here for rules between sections, and for how a section becomes a stage's config. Each section
 is the config of its stage, so a key is documented beside the code that reads it. Relative paths
@@ -87,7 +86,7 @@ class Recipe(Config):
     data: Data
     """Source of the prompts."""
     prompt: Prompt = Prompt()
-    """How rows become token ids."""
+    """Rendering of rows to token ids."""
     generate: Generate = Generate()
     """Engine and sampling."""
     reward: RewardConfig
@@ -95,7 +94,7 @@ class Recipe(Config):
     reference: Reference = Reference()
     """The policy that the KL term compares with."""
     logprobs: Logprobs = Logprobs()
-    """How saved completions are scored again."""
+    """Precision and batches for scoring saved completions again."""
     optimize: Optimize = Optimize()
     """Algorithm and optimizer."""
     evaluate: Evaluate = Evaluate()
@@ -103,7 +102,7 @@ class Recipe(Config):
     promotion: Promotion = Promotion()
     """When a nightly run's policy becomes the one in use."""
     schedule: Schedule = Schedule()
-    """What each run of a schedule does."""
+    """Work of each run that a schedule starts."""
     retention: Retention = Retention()
     """Which of the run's versions and files are kept."""
     placement: Placement = Placement()
@@ -360,9 +359,8 @@ def _source_fields(config: PromptConfig, section: str) -> tuple[dict[str, Any], 
             text = re.sub(_KEY_OF_DATA, f"{section}.", getattr(error, part))
             setattr(error, part, text)
         raise
-    columns = [
-        column for column in columns if column != config.images
-    ]  # Offered as images instead.
+    # Offered as images instead.
+    columns = [column for column in columns if column != config.images]
     return {name: getattr(resolved, name) for name in ("source_sha256", *INPUTS)}, columns
 
 

@@ -139,9 +139,8 @@ def rerun(
     else:
         config = getattr(recipe, f"{stage}_config")(iteration)
     resolve = getattr(load(stage), "resolve", None)
-    if (
-        resolve is not None
-    ):  # Once, here: otherwise each plan of an open config would read its source again.
+    # Once, here: otherwise each plan of an open config would read its source again.
+    if resolve is not None:
         config = resolve(config)
     plain = {role: listed[0] if len(listed) == 1 else listed for role, listed in refs.items()}
     outcome = run(stage, config, plain, force=force)

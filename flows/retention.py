@@ -28,11 +28,11 @@ class Retention(Config):
     """Which of its versions the run keeps. Default: all; nothing is cleaned up."""
 
     keep: int | None = Field(None, ge=1)
-    """Number of versions of each kind to keep, together with their inputs. None: all."""
+    """Number of versions of each kind to keep, together with their inputs. Default: all."""
     moments: int | None = Field(None, ge=1)
-    """Number of newest policies whose optimizer state is kept. None: every kept policy's. A policy
-    without it can be sampled and measured; training it further needs `optimize.load_optimizer =
-    false`."""
+    """Number of newest policies whose optimizer state is kept. Default: every kept policy's. A
+    policy without it can be sampled and measured; training it further needs
+    `optimize.load_optimizer = false`."""
     grace_hours: float = Field(24, ge=0)
     """Hours that removed files stay in the trash, from which `quiver gc --restore` brings them
     back. 0: they are deleted at once."""
@@ -59,9 +59,8 @@ def clean_up(path: str, run: str, retention: Retention, policy: str | None = Non
         seconds = retention.grace_hours * 3600
         rule = Rule(retention.keep, retention.moments, seconds, runs, tuple(spared))
         collected = collect(store, rule, apply=True)
-        if (
-            not retention.grace_hours
-        ):  # A second pass deletes what the first one moved to the trash.
+        # A second pass deletes what the first one moved to the trash.
+        if not retention.grace_hours:
             collected.deleted_bytes += collect(store, rule, apply=True).deleted_bytes
     except Exception as error:  # Any error: the run's versions exist.
         typed = error if isinstance(error, QuiverError) else unexpected("retention", error)

@@ -122,8 +122,8 @@ class Data(SourceConfig):
 
 
 class Schedule(Config):
-    """How a run that was started by a schedule, or by `--on`, continues. With [promotion], such
-    runs are nights."""
+    """Work of a run that was started by a schedule, or by `--on`. With [promotion], such runs are
+    nights."""
 
     each: Literal["go on", "again", "same"] = "go on"
     """`go on`: `iterations` more, counted from the last finished one. `again`: a new run from the
@@ -151,7 +151,7 @@ class Reference(Config):
 
 
 class Logprobs(PassConfig):
-    """How saved completions are scored again, also for the denominator of the ratio."""
+    """Settings to score saved completions again, also for the denominator of the ratio."""
 
     prox: bool = False
     """Also score with the trainer's numerics, under the policy that `optimize.prox_of` selects, and
@@ -160,7 +160,7 @@ class Logprobs(PassConfig):
 
 
 class Prompt(TemplateConfig):
-    """How rows become token ids, and how long a prompt may be."""
+    """Rendering of rows to token ids, and the length limit of prompts."""
 
     reserve_tokens: int | None = Field(None, ge=0)
     """Tokens of the model's context kept free for the completion. Default:
@@ -175,7 +175,7 @@ class Generate(GenerateConfig):
 
 
 class Optimize(OptimizeConfig):
-    """How the policy learns, and from how many iterations' rollouts."""
+    """Algorithm and optimizer, and the number of iterations whose rollouts are used."""
 
     seed: int | None = Field(None, ge=0)
     """Seed of this section. Default: the run's."""
@@ -185,7 +185,7 @@ class Optimize(OptimizeConfig):
 
 
 class Evaluate(ScoreConfig):
-    """When and how the policy is measured on the held-out rows."""
+    """Measurement of the policy on the held-out rows."""
 
     every: Runtime[int] = Field(0, ge=0)
     """Also measure after every n-th iteration; 0: only before the first and after the last. A night
@@ -213,8 +213,8 @@ Pool = Annotated[str, Field(min_length=1, pattern=r"^[^/%&<>\"' ]+$")]
 
 
 class Placement(Config):
-    """Where each stage runs. A stage without a pool runs as a child process of the flow, with the
-    flow's interpreter."""
+    """Place and limits of each stage. A stage without a pool runs as a child process of the flow,
+    with the flow's interpreter."""
 
     generate: Pool | None = None
     """Prefect work pool whose workers sample, e.g. `generate = "gpu-pool"`. It needs a deployment
@@ -239,7 +239,7 @@ class Placement(Config):
     """Number of workers that share one generate, reward or logprobs stage. Default: as many as are
     online when it starts."""
     wait_seconds: float = Field(default=600, gt=0)
-    """How long a stage waits for a worker if its pool has none online, in seconds."""
+    """Seconds that a stage waits for a worker if its pool has none online."""
     python: dict[StageName, str] = Field(default_factory=dict)
     """Interpreter by stage, e.g. `generate = "path/to/other/bin/python"`: vLLM may live in an
     environment of its own, in which Quiver is installed too. In a pool: a path on the worker's
@@ -248,9 +248,8 @@ class Placement(Config):
     """Wall-clock limit by stage, in seconds; a stage beyond it is ended, and its finished shards
     are kept."""
     retries: int = Field(default=2, ge=0)
-    """How often a stage is retried if a server failed, or if memory, a device or its process was
-    lost. Each attempt continues at the first unfinished shard. Other errors are reported at once.
-    """
+    """Number of retries of a stage if a server failed, or if memory, a device or its process was
+    lost. Each attempt continues at the first unfinished shard. Others are reported at once."""
     retry_seconds: float = Field(default=10, gt=0)
     """Pause before the first retry, in seconds; each further pause is three times as long."""
     slots: int = Field(default=0, ge=0)

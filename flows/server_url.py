@@ -65,9 +65,8 @@ def require_answer(url: str) -> None:
     # In a thread, since no timeout of httpx covers the whole answer. It dies with this process.
     threading.Thread(target=ask, daemon=True, name="prefect-probe").start()
     try:
-        error = answer.exception(
-            SECONDS
-        )  # An error is left to the next request, which meets and reports it.
+        # An error is left to the next request, which meets and reports it.
+        error = answer.exception(SECONDS)
     except TimeoutError:
         raise RemoteError(
             f"Prefect API {without_login(url)}",

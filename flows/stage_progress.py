@@ -32,7 +32,7 @@ class StageProgress:
         """Tokens/s of each process of the stage, by the name at the end of its lines."""
         self.done = 0.0
         self.total: float | None = None
-        """None: no progress line yet."""
+        """Total of `done`; None before the first progress line."""
         self.unit = "rows"
         self.line = ""
         """The last progress line."""

@@ -1,10 +1,9 @@
-"""The one Prefect task that runs every stage. Look here for retries, run state and expired
-versions.
+"""The one Prefect task that runs every stage; also retries, run state and expired versions.
 
 The task passes references and small numbers, never data. Its cache is the store, not Prefect's.
 
 The task is called directly, never submitted, so that a cancelled flow ends the stage at once. Its
-name holds stage and iteration. Flow runs carry tags, task runs do not: Prefect asks its server for
+name holds run, stage and iteration. Flow runs carry tags, task runs do not: Prefect asks its server for
 a slot for each tag of a task, before and after it. A task is retried, with growing pauses, if the
 error's code says that a retry can help.
 
@@ -189,7 +188,7 @@ def perform(
     run_task = stage_task.fn
     if FlowRunContext.get() is not None:
         run_task = stage_task.with_options(retries=retries, retry_delay_seconds=delays)
-        # Prefect numbers the runs of each task key, which is not safe with two threads
+        # Prefect numbers the runs of each task key, which is not safe with two threads.
         run_task.task_key = f"{run_task.task_key}-{label}"
     upcoming = tuple(
         stage_call(recipe, name, following, {})
