@@ -1,5 +1,4 @@
-"""The answer of `quiver check`: first rows, scores of two answers, and settings that may be
-mistakes.
+"""The answer of `quiver check`: first rows, scores of two answers, and settings in doubt.
 
 Look here for the order of the checks. The two answers are a made-up one and the row's own.
 

@@ -5,7 +5,7 @@ after hours of sampling.
 
     check_demands(recipe)      # ConfigError says which stage could not begin
 
-Not part of the spine: the checks do not change what a recipe makes.
+Not of the spine: the results of a recipe do not depend on these checks.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The flow `nightly`: improve the policy in use on new prompts, and promote the result or reject
-it.
+"""The flow `nightly`: improve the policy in use on new prompts, then promote or reject the result.
 
 Look here for the order of a night's steps: new prompts → improve → measure both policies → decide.
 A better policy that moved further than [promotion] allows waits for a person, or is rejected. The

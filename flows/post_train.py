@@ -149,7 +149,7 @@ def improve(
     prompts: Outcome | None = None,
     finish: Callable[[Iteration], None] = lambda iteration: None,
 ) -> list[Iteration]:
-    """Run the iterations from number `first` to the recipe's last, starting from `policy`.
+    """Run the iterations from number `first` to the recipe's last; return them, oldest first.
 
     Args:
         recipe: The resolved recipe.
@@ -160,11 +160,7 @@ def improve(
         first_round: Number of its first round. Default: the iteration's number.
         forced: Stages to run again even if a finished version exists.
         prompts: The first iteration's prompts, if they were made already.
-        finish: Called with each finished iteration, while the next one is sampled if the recipe
-            sets `overlap`.
-
-    Returns:
-        The iterations, oldest first.
+        finish: Called after each iteration; with `overlap`, while the next one is sampled.
     """
     iterations: list[Iteration] = []
     rounds: list[Sampled] = []

@@ -3,7 +3,7 @@
 It does so after each iteration and at its end, in its own versions, its evaluations and its moving
 reference. An error there is a warning, and never the run's error.
 
-Not part of the spine: without it, a run makes the same versions and keeps more of them.
+Not of the spine: without it, a run makes the same versions and keeps more of them.
 """
 
 from __future__ import annotations

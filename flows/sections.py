@@ -1,10 +1,10 @@
-"""Recipe sections that extend a stage's config, or belong to no stage. Look here for the meaning of
-a key.
+"""Recipe sections that extend a stage's config, or belong to no stage.
 
-They say which rows are read, which policy is the reference of the KL term, and where each stage
-runs. The functions at the end merge the keys of one section into another, and `--set` values into
-both. This file is not part of the spine: each key is documented below its field, and `quiver keys`
-lists them.
+Look here for the meaning of a key. The sections say which rows are read, which policy is the
+reference of the KL term, and which place each stage has. The functions at the end merge the keys of
+one section into another, and put `--set` values over both.
+
+Not of the spine: each key is documented below its field, and `quiver keys` lists them.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 The task passes references and small numbers, never data. Its cache is the store, not Prefect's.
 
 The task is called directly, never submitted, so that a cancelled flow ends the stage at once. Its
-name holds run, stage and iteration. Flow runs carry tags, task runs do not: Prefect asks its server for
-a slot for each tag of a task, before and after it. A task is retried, with growing pauses, if the
-error's code says that a retry can help.
+name holds run, stage and iteration. Flow runs carry tags, task runs do not: Prefect asks its server
+for a slot for each tag of a task, before and after it. A task is retried, with growing pauses, if
+the error's code says that a retry can help.
 
 Within a run, a finished version stays finished after its files expire, because its manifest is
 enough. If an unfinished stage must read such files, they are restored from the trash, or made again

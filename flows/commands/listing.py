@@ -88,7 +88,7 @@ def rewards() -> None:
 
 
 def engines() -> None:
-    """List the generation engines, with the defaults of their options."""
+    """List the generation engines, with their default options."""
     from quiver.stages.generate.engine import ENGINES
 
     entries = []

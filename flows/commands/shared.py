@@ -1,5 +1,4 @@
-"""Code that all commands share: common options, reading the recipe and the store, and the
-answer."""
+"""Code that all commands share: options, reading the recipe and the store, and the answer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Memory and speed of machines, for `quiver fit`. GPU figures are from data sheets, without
-sparsity."""
+"""Memory and speed of machines, for `quiver fit`.
+
+GPU figures are from data sheets, without sparsity.
+"""
 
 from __future__ import annotations
 

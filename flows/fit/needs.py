@@ -1,5 +1,4 @@
-"""Memory, traffic and products of each stage on a machine. Look here for the formulas of `quiver
-fit`.
+"""Memory, traffic and products of each stage on a machine: the formulas of `quiver fit`.
 
 Memory is the bytes held at once, by part; bytes moved and FLOPs are per iteration. Seconds are on
 paper, as if the device reached its data sheet. The formulas describe this project's own passes;

@@ -1,5 +1,4 @@
-"""Settings that would make a stage fit, the mildest first; each is counted again with the
-formulas."""
+"""Settings that would make a stage fit, the mildest first; each is calculated again."""
 
 from __future__ import annotations
 

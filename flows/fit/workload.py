@@ -1,5 +1,4 @@
-"""The tokens and rollouts of one iteration: measured on the run's last rollouts, else from the
-keys.
+"""The tokens and rollouts of one iteration: from the run's last rollouts, else from the keys.
 
 If the run has no rollouts yet, the recipe's keys give an upper bound.
 """
