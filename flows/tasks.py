@@ -199,6 +199,7 @@ def perform(
         outcome = run_task(call, placement, upcoming, labels_of(recipe, stage, iteration))
     CALLED.num_made += not outcome.cached
     log.info("%s", describe(label, outcome))
+    # Training is never repeated unasked to restore expired files.
     if stage != "optimize":
         about = {"label": f"{label}, again", "into": into, "iteration": iteration}
         run.again[outcome.ref] = partial(

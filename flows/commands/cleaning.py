@@ -37,7 +37,8 @@ def gc(
     store: StorePath = None,
 ) -> None:
     """Free what is no longer needed. This covers optimizer state of older policies, abandoned
-    staging and trash; with --keep older versions too. Their manifests stay."""
+    staging and trash; with --keep older versions too. Manifests stay. Without --apply, it is
+    only listed."""
     from quiver.stages.common.store import retention
     from quiver.stages.common.store.collection import Rule, collect
 

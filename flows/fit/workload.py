@@ -1,6 +1,7 @@
 """The tokens and rollouts of one iteration: from the run's last rollouts, else from the keys.
 
-If the run has no rollouts yet, the recipe's keys give an upper bound.
+If the run has no rollouts yet, completions count with their longest length. Prompts are then
+assumed to have `_PROMPT_TOKENS` tokens, and without data.limit there are `_PROMPTS` of them.
 """
 
 from __future__ import annotations
