@@ -248,8 +248,8 @@ class Placement(Config):
     """Wall-clock limit by stage, in seconds; a stage beyond it is ended, and its finished shards
     are kept."""
     retries: int = Field(default=2, ge=0)
-    """Number of retries of a stage if a server failed, or if memory, a device or its process was
-    lost. Each attempt continues at the first unfinished shard. Others are reported at once."""
+    """Number of retries of a stage that lost a server, memory, a device or its process. Each
+    attempt continues at the first unfinished shard. Other errors are reported at once."""
     retry_seconds: float = Field(default=10, gt=0)
     """Pause before the first retry, in seconds; each further pause is three times as long."""
     slots: int = Field(default=0, ge=0)
