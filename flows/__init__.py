@@ -1,5 +1,7 @@
-"""In what order: recipes, Prefect flows and the command line. Nothing is sent to anybody: analytics
-and telemetry are off."""
+"""The order of the stages: recipes, Prefect flows and the command line.
+
+Importing it turns off analytics and telemetry, and ends a worker's flow process with its worker.
+"""
 
 import os
 
@@ -8,15 +10,16 @@ os.environ.setdefault("DO_NOT_TRACK", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault(
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120"
-)  # its 20 s are short for a busy laptop
+)  # Prefect's 20 s are short for a busy laptop.
 
 has_forms = True
-"""Whether a flow that is imported describes its parameters, of which Prefect's pages make a form. A
-command that deploys nothing sets it to False: describing a recipe takes a third of its imports."""
+"""If true, an imported flow describes its parameters, from which Prefect's pages make a form. A
+command that deploys nothing sets it to False: describing a recipe takes a third of its import
+time."""
 
-if "PREFECT__FLOW_RUN_ID" in os.environ:  # set by the worker that started this process
+if "PREFECT__FLOW_RUN_ID" in os.environ:  # Set by the worker that started this process.
     from .orphan import end_with_the_parent
 
     end_with_the_parent()
     for _name in [name for name in os.environ if name.startswith("PET_")]:
-        del os.environ[_name]  # no other host has this call: it trains alone
+        del os.environ[_name]  # This call is not on other hosts: it trains alone.

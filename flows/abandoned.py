@@ -1,8 +1,8 @@
-"""Flow runs of shells that died: Prefect would show them as running for ever.
+"""Flow runs of commands that died, which Prefect would show as running for ever.
 
-A flow that a shell runs bears a tag that names its process and its host. The next command on the
-same host finds the runs of processes that are gone, with the host's last start if need be, and says
-so to the server.
+A flow that a shell runs carries a tag with its process and host. The next command on the same host
+finds the runs of dead processes, also after a restart of the host, and marks them as crashed on the
+server.
 
     with tags(shell_tag()):
         flow()
@@ -29,18 +29,21 @@ if TYPE_CHECKING:
 _PREFIX = "shell:"
 _UNFINISHED = {"state": {"type": {"any_": ["RUNNING", "PENDING"]}, "name": None}}
 RUNS_AT_ONCE = 200
-"""As many as a server lists in one answer."""
+"""The number of runs that a server lists in one answer."""
 
 
 def shell_tag() -> str:
-    """The tag of this process's flow runs: `shell:BOOT_ID:PID_NAMESPACE:PID:START_TIME:HOST`."""
+    """Return the tag of this process's flow runs:
+    `shell:BOOT_ID:PID_NAMESPACE:PID:START_TIME:HOST`."""
     return _PREFIX + ":".join(map(str, (*astuple(Owner.this_process()), _host())))
 
 
 def crash_abandoned() -> int:
-    """Tell the server of the runs whose process on this host is gone, and of their task runs, which
-    it would show as running too: how many flow runs there were.
-    RemoteError where there is no server; ConfigError where its address is none."""
+    """Mark flow runs of dead processes on this host, and their task runs, as crashed on the server.
+
+    Returns the number of flow runs. Raises RemoteError if no server answers, and ConfigError if its
+    address is invalid.
+    """
     import httpx
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter
@@ -56,7 +59,8 @@ def crash_abandoned() -> int:
         with get_client(sync_client=True) as client:
             runs = abandoned_runs(client)
             for run in runs:
-                # one page: few tasks of a flow are under way; the flow last, since it is looked for
+                # One page is enough: a flow runs few tasks at once. The flow comes last, since only
+                # unfinished flows are looked for.
                 for task in client.read_task_runs(
                     flow_run_filter=FlowRunFilter.model_validate({"id": {"any_": [run.id]}}),
                     task_run_filter=TaskRunFilter.model_validate(_UNFINISHED),
@@ -75,7 +79,7 @@ def crash_abandoned() -> int:
 
 
 def abandoned_runs(client: SyncPrefectClient) -> list[FlowRun]:
-    """The unfinished runs that the server knows of whose process on this host is gone."""
+    """Return the server's unfinished runs whose process on this host is dead."""
     from prefect.client.schemas.filters import FlowRunFilter
 
     filters = FlowRunFilter.model_validate(_UNFINISHED)
@@ -90,7 +94,7 @@ def abandoned_runs(client: SyncPrefectClient) -> list[FlowRun]:
 
 
 def _is_dead(tag: str) -> bool:
-    with suppress(ValueError, TypeError):  # somebody else's tag
+    with suppress(ValueError, TypeError):  # A tag in another format.
         boot_id, namespace, pid, start_time, host = tag.removeprefix(_PREFIX).split(":")
         owner = Owner(boot_id, int(namespace), int(pid), int(start_time))
         is_before_restart = boot_id != Owner.this_process().boot_id and host == _host() != ""
@@ -99,8 +103,10 @@ def _is_dead(tag: str) -> bool:
 
 
 def _host() -> str:
-    """What tells this host from others, after a restart too: its machine-id, which containers of
-    one image may share, and its name. Empty where the name tells nothing."""
+    """Return an id of this host that survives restarts, or "" if its name is not specific.
+
+    It combines the machine-id, which containers of one image may share, and the host name.
+    """
     machine_id, name = "", socket.gethostname()
     if name.partition(".")[0] in ("", "localhost"):
         return ""

@@ -1,13 +1,15 @@
-"""A person's answer to a paused flow run: typed, by the form of Prefect's pages or over its API,
-and no after a time.
+"""Approval of a policy by a person: the flow run pauses, asks, and takes no answer in time as a no.
+
+Look here to change the question, the form, or retraining on corrected rewards. The answer is typed
+into the form on Prefect's pages or sent to its API:
 
     POST /api/flow_runs/ID/resume
     {"run_input": {"approve": true, "author": "ada", "reason": "reads well"}}
 
-The server checks the answer against the form; one that does not fit resumes nothing. If an answer
-overrides rewards, the policy is trained again on them (the new version says who and why), and the
-question is put again. Refused: a run without a server of its own, since Prefect's embedded
-one ends with the run.
+The server checks the answer against the form; an invalid one does not resume the run. If an answer
+overrides rewards, the policy is trained again on them (the new version records author and reason),
+and the question is asked again. A run without a server of its own is refused, since Prefect's
+embedded server ends with the run.
 """
 
 from __future__ import annotations
@@ -42,19 +44,19 @@ from .view.paired import pair
 
 POLL_SECONDS = 5.0
 SAMPLES = 5
-"""Of the answers that became better, and of those that became worse."""
+"""Number of answers shown that improved, and number shown that got worse."""
 _REF_ROLES = {
     "rollouts": "rollouts",
     "rewards": "rewards",
     "ref": "ref_logprobs",
     "prox": "prox_logprobs",
 }
-"""Roles of a call of optimize, beside its policy, by those of its manifest."""
-_SPARE_SECONDS = 300  # Prefect's own limit fails a run that nobody resumed, so ours comes first
+"""Input roles of an optimize call, beside the policy, by their role in its manifest."""
+_SPARE_SECONDS = 300  # Prefect's own limit fails a run that was not resumed, so ours comes first.
 
 
 class Answer(RunInput):
-    """What a reviewer says of the policy that waits."""
+    """A reviewer's answer about the waiting policy."""
 
     approve: bool = Field(description="Promote it.")
     author: str = Field(pattern=r"\S", max_length=2000, description="Who answers.")
@@ -72,8 +74,8 @@ class Answer(RunInput):
 
 
 class Candidate(NamedTuple):
-    """A policy that would take the tag over, the rewards that it learned from last, its evaluation,
-    how it was judged, and how far it moved from the policy in use."""
+    """A policy that may take over the tag: the rewards it learned from last, its evaluation, the
+    judgement, and how far it moved from the policy in use."""
 
     policy: str
     rewards: str
@@ -83,16 +85,15 @@ class Candidate(NamedTuple):
 
 
 def ask(question: str, seconds: float) -> Answer:
-    """Pause this flow run until somebody answers; after `seconds` the answer is no. `question`
-    (Markdown) stands above the form.
+    """Pause this flow run until it is answered; after `seconds` the answer is no.
 
-    A run that was stopped while it waited asks again.
+    `question` (Markdown) stands above the form. A run that was stopped while it waited asks again.
     """
     form = Answer.with_initial_data(description=question)
     is_over = Event()
 
     def answer_no(run: UUID) -> None:
-        """Answer after `seconds`, unless the question is over."""
+        """Answer no after `seconds`, unless the question is over."""
         answer = {
             "approve": False,
             "author": "quiver",
@@ -100,7 +101,7 @@ def ask(question: str, seconds: float) -> Answer:
         }
         is_over.wait(seconds)
         while not is_over.is_set():
-            with suppress(NotPausedError):  # somebody answered just now, or it does not pause yet
+            with suppress(NotPausedError):  # Answered just now, or not paused yet.
                 resume_flow_run(run, run_input=answer)
             is_over.wait(POLL_SECONDS)
 
@@ -120,10 +121,17 @@ def ask(question: str, seconds: float) -> Answer:
 def reviewed(
     recipe: Recipe, candidate: Candidate, before: str, weigh: Callable[[str, str], Candidate]
 ) -> tuple[Candidate, Answer | None]:
-    """The candidate that somebody said yes or no to, and the answer; no answer where one that was
-    trained again is not better.
+    """Ask about a candidate until it is approved or rejected.
 
-    `weigh` judges a policy and the rewards that it learned from.
+    Args:
+        recipe: The recipe of the run.
+        candidate: The first candidate.
+        before: Reference of the policy in use.
+        weigh: Judges a policy, given with the rewards that it learned from.
+
+    Returns:
+        The last candidate and the answer. The answer is None if a retrained candidate is not
+        better.
     """
     note = ""
     while True:
@@ -135,7 +143,8 @@ def reviewed(
             config = parse(Overrides, answer.model_dump(exclude={"approve"}), "overrides")
             refs = {"rewards": candidate.rewards}
             rewards = perform(recipe, "override", config, refs, label="override").ref
-        except ConfigError as error:  # what was typed; the one who typed it is told
+        except ConfigError as error:
+            # The error is about the typed overrides, so it is shown above the next form.
             note = (
                 f"\n\n**The overrides of {answer.author} were refused**: {error.object}: "
                 f"{error.message}"
@@ -148,8 +157,10 @@ def reviewed(
 
 
 def train_again(recipe: Recipe, candidate: Candidate, rewards: str) -> str:
-    """The policy that the candidate's last training makes of other `rewards`; whatever else it was
-    made of stays."""
+    """Repeat the candidate's last training with other `rewards` and return the new policy.
+
+    All other inputs stay the same.
+    """
     manifest = Store(recipe.store).open(candidate.policy).manifest
     refs: dict[str, Any] = {"policy": manifest.require_input("policy").ref}
     for entry in manifest.inputs:
@@ -162,8 +173,11 @@ def train_again(recipe: Recipe, candidate: Candidate, rewards: str) -> str:
 
 
 def compared(store: Store, evaluation: str) -> str:
-    """An evaluation beside its baseline, as Markdown: the paired difference, and the answers whose
-    score rose and fell most. Empty where their rows are gone."""
+    """Return an evaluation beside its baseline, as Markdown.
+
+    The text has the paired difference, and the answers whose score rose and fell most. It is empty
+    if the rows were deleted.
+    """
     with suppress(LineageError):
         after = store.open(evaluation)
         before = store.open(after.manifest.require_input("baseline").ref)

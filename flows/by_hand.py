@@ -1,10 +1,12 @@
-"""What a command did by hand, told to the Prefect server that PREFECT_API_URL names, in the form of
-a flow's events.
+"""Events for Prefect about versions and tags that a command made outside a flow.
 
-So what waits for a version or a tag starts whoever made it. Without PREFECT_API_URL nothing is
-told, and nothing of Prefect is imported. A flow leaves its events to a thread of Prefect's, which
-may try for minutes and says to nobody whether they arrived; a command ends at once, so it posts
-them itself. A server that does not take them costs a warning for each, and `SECONDS` in all.
+Look here if a deployment does not start after a command. The events are posted to the server that
+PREFECT_API_URL names, in the form that flows use, so an automation that waits for a version or a
+tag starts in both cases. Without PREFECT_API_URL nothing is posted, and Prefect is not imported.
+
+A flow hands its events to a thread of Prefect's, which may retry for minutes and does not report
+failure. A command ends at once, so it posts them itself. A server that does not accept them costs
+one warning per event, and at most `SECONDS` in all.
 """
 
 from __future__ import annotations
@@ -30,20 +32,22 @@ log = logging.getLogger("quiver")
 
 
 def tell_version(call: Call, outcome: Outcome) -> None:
-    """Tell of each version that the stage wrote; nothing where it was there already. Never
+    """Post an event for each version that the stage wrote; none if it existed already. Never
     raises."""
     if not outcome.cached:
         _tell(outcome.ref, lambda events: events.version_events(call, outcome))
 
 
 def tell_moved(name: str, entry: Entry) -> None:
-    """Tell that the tag `name` = run/kind@tag moved. Never raises."""
+    """Post the event that the tag `name` = run/kind@tag moved. Never raises."""
     _tell(name, lambda events: [events.moved_event(name, entry)])
 
 
 def _tell(name: str, make: Callable[[ModuleType], list[dict[str, Any]]]) -> None:
-    """Post the events that `make` makes of the module `pages.events`; a warning that names `name`
-    where the server has not taken them in time."""
+    """Post the events that `make` builds with the module `pages.events`.
+
+    Logs a warning that names `name` if the server has not taken them in time.
+    """
     global _failed_at  # noqa: PLW0603
     if not os.environ.get("PREFECT_API_URL"):
         return
@@ -54,7 +58,7 @@ def _tell(name: str, make: Callable[[ModuleType], list[dict[str, Any]]]) -> None
 
         _post(make(events))
     except Exception as error:
-        # whatever it is: what was done stands, and the command's answer with it
+        # Any error: the command's work is done, and its answer must not change.
         _failed_at = time.monotonic()
         log.warning(
             "%s: Prefect's server was not told of it, so no deployment starts by it (%s)",
@@ -64,7 +68,7 @@ def _tell(name: str, make: Callable[[ModuleType], list[dict[str, Any]]]) -> None
 
 
 def _post(events: list[dict[str, Any]]) -> None:
-    """The server has taken the events when this returns. TimeoutError."""
+    """Post the events and wait until the server has taken them. Raises TimeoutError."""
     from prefect.client.orchestration import get_client
     from prefect.events import Event
 
@@ -79,7 +83,7 @@ def _post(events: list[dict[str, Any]]) -> None:
         except Exception as error:
             answer.set_exception(error)
 
-    # a thread, since Prefect's client tries again for as long as a busy server asks it to; it dies
-    # with this process
+    # In a thread, because Prefect's client retries for as long as a busy server asks it to. The
+    # thread dies with this process.
     threading.Thread(target=post, daemon=True, name="events").start()
     answer.result(SECONDS)

@@ -1,5 +1,6 @@
-"""What `quiver check` says of a recipe: what its first rows become, what its rewards say of a
-made-up answer and of the right one, and settings that may be mistakes.
+"""The answer of `quiver check`: first rows, scores of two answers, and settings in doubt.
+
+Look here for the order of the checks. The two answers are a made-up one and the row's own.
 
     looked = look(load("recipe.toml"), Path("recipe.toml"), is_tried=True)
     looked.answer["prompts"]["data"]["tokens"], looked.lines, looked.error
@@ -27,8 +28,8 @@ from .recipe import Recipe
 
 log = logging.getLogger(__name__)
 SHOWN = (log, environment_pool.log, function_pool.log)
-"""Loggers whose lines are no warnings and are shown: what this module does, and what code prints
-that the recipe names."""
+"""Loggers whose lines below a warning are shown: this module's progress, and prints of the recipe's
+code."""
 
 
 @dataclass
@@ -36,21 +37,21 @@ class Looked:
     """The answer of `quiver check`."""
 
     answer: dict[str, Any]
-    """In JSON."""
+    """The answer as JSON."""
     lines: list[str]
-    """For people."""
+    """The answer as lines for people."""
     error: ConfigError | None
     """The first failure on an answer, if any."""
 
 
 def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool = False) -> Looked:
-    """Look at the recipe in `path`. Raises what a run would raise before its first rollouts.
+    """Check the recipe in `path`. Raises the errors a run would raise before its first rollouts.
 
     Args:
         recipe: The recipe.
         path: Its file.
-        is_shown: Say how the policy reads the first prompt.
-        is_tried: Start what scores, and let it score answers to the first prompt.
+        is_shown: Show the first prompt as the policy reads it.
+        is_tried: Start the scorers, and let them score answers to the first prompt.
     """
     with heard_warnings() as warnings:
         recipe = preflight(recipe)
@@ -116,7 +117,7 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
 
 
 def failure(recipe: Recipe, answered: Answered) -> ConfigError | None:
-    """Return the first failure on an answer, the environment first; None if none."""
+    """Return the first failure on an answer, the environment's first; None if there is none."""
     problems = {f"reward {name}": score.error for name, score in answered.scores.items()}
     if recipe.generate.turns is not None:
         sources = printable(", ".join(recipe.generate.turns.sources))
@@ -133,9 +134,11 @@ def failure(recipe: Recipe, answered: Answered) -> ConfigError | None:
 
 @contextmanager
 def heard_warnings() -> Iterator[dict[str, None]]:
-    """The warnings that are logged inside, each once, in place of the log. Where the block raises,
-    the log has them after all. What the recipe's code prints, and the lines of this module, are
-    logged at once; other lines that are no warnings are not."""
+    """Collect the warnings that are logged inside, each once, instead of logging them.
+
+    If the block raises, they are logged after all. Output of the recipe's code and this module's
+    lines are logged at once; other lines below a warning are dropped.
+    """
     heard: dict[str, None] = {}
 
     def hear(record: logging.LogRecord) -> None:

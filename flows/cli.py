@@ -1,8 +1,7 @@
-"""The command line. With --json one JSON object is the last line of stdout and nothing else is
-there; logs go to stderr.
+"""The command line: gathers the commands of `commands/` and turns their errors into exit codes.
 
-The commands are in `commands/`; here they are gathered, and their errors become exit codes. Heavy
-imports wait until a command needs them.
+With --json, stdout holds only one JSON object, in its last line; logs go to stderr. Heavy imports
+wait until a command needs them.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from .commands.next_step import command_line, complete, options_in
 from .commands.shared import CALLED, keep_stdout, nobody_reads, say, with_options
 from .stopping import leave_if_told, refused_thread, watch_signals
 
-_UsageError = typer.BadParameter.__base__  # of the click that typer brings along
+_UsageError = typer.BadParameter.__base__  # The class of the click that typer brings along.
 COMMANDS = (
     running.run, running.check, fitting.fit, running.nightly, *running.STAGES,
     episodes.reenact, episodes.branch, episodes.import_,
@@ -76,7 +75,7 @@ def _program(
         typer.Option("--version", help="print the version", is_eager=True, callback=_print_version),
     ] = False,
 ) -> None:
-    """Options that stand before a command."""
+    """Declare the options that come before a command."""
 
 
 for _command in COMMANDS:
@@ -84,7 +83,7 @@ for _command in COMMANDS:
 
 
 def _say_stopped() -> None:
-    """Say what a command that was told to stop leaves, and what goes on from there."""
+    """Print what a stopped command leaves behind, and the command that continues from there."""
     text = "stopped"
     writes_nothing = sys.argv[1:2] in (["check"], ["fit"]) or "--dry-run" in sys.argv
     if CALLED.recipe is not None and not writes_nothing:
@@ -98,8 +97,10 @@ def _say_stopped() -> None:
 
 
 def _run() -> int:
-    """Run the command; its exit code. An error is told on stderr, and on stdout with --json, where
-    these can be written to."""
+    """Run the command and return its exit code.
+
+    An error is printed to stderr, and to stdout with --json, if these can be written to.
+    """
     trace = ""
     try:
         watch_signals()
@@ -108,7 +109,7 @@ def _run() -> int:
             problem = f"{printable(odd[0])} is not UTF-8"
             raise ConfigError("command line", problem, next="quiver --help")
         code = get_command(app).main(standalone_mode=False) or 0
-        if code == 128 + signal.SIGINT:  # typer's answer to Ctrl-C inside a command
+        if code == 128 + signal.SIGINT:  # Typer's exit code for Ctrl-C inside a command.
             raise KeyboardInterrupt
         return code
     except (typer.Abort, KeyboardInterrupt):
@@ -125,7 +126,8 @@ def _run() -> int:
             raise
         if nobody_reads():
             return 128 + signal.SIGPIPE
-        trace = traceback.format_exc()  # of another pipe, with which typer ends in silence too
+        # The broken pipe is not stdout; typer exits silently for it, too.
+        trace = traceback.format_exc()
         error = unexpected("quiver", pipe)
     except _UsageError as usage_error:
         context = usage_error.ctx
@@ -143,34 +145,38 @@ def _run() -> int:
     error.next = complete(error.next, CALLED, options_in(get_command(app).commands))
     with suppress(OSError):
         print(trace + for_terminal(error), file=sys.stderr)
-    with suppress(OSError):  # that stdout cannot be written to may be the error
+    with suppress(OSError):  # The error may be that stdout cannot be written to.
         say({"error": error.to_dict()}, [])
     return error.exit_code
 
 
 class _ForTerminal(logging.Formatter):
-    """A log line may hold what a stage's own code printed."""
+    """Escapes control characters: a log line may hold what a user's code printed."""
 
     def format(self, record: logging.LogRecord) -> str:
         return for_terminal(super().format(record))
 
 
 def _settle_streams() -> None:
-    """Let each standard stream be one that can be written to, whatever started this process: one
-    that was closed leads nowhere, and what an encoding lacks is escaped."""
+    """Make each standard stream writable, however this process was started.
+
+    A closed stream is opened on /dev/null, and characters that the encoding lacks are escaped.
+    """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
-            # opened as that very number it would be closed in every process that this one starts
+            # Otherwise a stream opened as exactly this number would be closed in every child
+            # process.
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, mode))
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # else whoever calls `main` has put it there
+        # Otherwise the caller of `main` replaced the stream.
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def main() -> None:
-    """Entry point: an error becomes its exit code, with what to do next on stderr."""
+    """Run the command line; an error becomes its exit code, with the next step on stderr."""
     _settle_streams()
     if len(sys.argv) == 1:
         sys.argv.append("--help")
@@ -182,14 +188,15 @@ def main() -> None:
     handler.setFormatter(_ForTerminal("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("quiver").setLevel(logging.INFO)
-    logging.getLogger("quiver.stages").setLevel(logging.WARNING)  # a stage's process logs for it
-    # runs of `serve` are read on Prefect's pages, so they log there as they do under a worker
+    # A stage's process logs these itself.
+    logging.getLogger("quiver.stages").setLevel(logging.WARNING)
+    # Runs of `serve` are read on Prefect's pages, so they log there as under a worker.
     served = sys.argv[1:2] == ["serve"]
     flows.has_forms = served or sys.argv[1:2] == ["deploy"]
     if not served:
         os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
     if not (debug or served):
-        # Prefect logs a stage's error with its traceback; the error is printed once, at the end
+        # Prefect logs a stage's error with its traceback; we print the error once, at the end.
         os.environ.setdefault("PREFECT_LOGGING_LOGGERS_PREFECT_FLOW_RUNS_LEVEL", "CRITICAL")
         os.environ.setdefault("PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL", "CRITICAL")
     try:
@@ -200,7 +207,7 @@ def main() -> None:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except OSError:  # else Python tries it again as it ends, and its exit code is 120
+            except OSError:  # Otherwise Python flushes again at exit, and the exit code is 120.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         leave_if_told()
 

@@ -1,8 +1,8 @@
-"""[data] curriculum: the rewards by which the prompts of a round are chosen.
+"""[data] curriculum: selection of the rewards by which the prompts of a round are chosen.
 
-These are all that the last iterations measured, and the earlier rounds of this one; so they are
-the prompts' lineage, and part of their key. With `overlap = 1` they are the same ones as without:
-iteration k+1 is sampled while k optimizes, when k is scored. A night looks at its own iterations.
+These are the rewards of the last iterations and of earlier rounds of this one. They belong to the
+prompts' lineage and run key. `overlap = 1` uses the same ones as `overlap = 0`: iteration k+1 is
+sampled while k optimizes, when k is scored. A night uses its own iterations.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from .sampled import Sampled
 def measured_before(
     recipe: Recipe, iteration: int, earlier: Sequence[Sampled]
 ) -> dict[str, list[str]]:
-    """The references by role that the prompts of `iteration` take besides the policy: nothing
-    without a curriculum, or before anything was measured. `earlier`: all rounds before, oldest
-    first."""
+    """Return the references by role that the prompts of `iteration` take besides the policy.
+
+    Empty without a curriculum, or before anything was scored. `earlier` holds all rounds before,
+    oldest first.
+    """
     curriculum = recipe.data.curriculum
     if curriculum is None:
         return {}

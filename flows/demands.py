@@ -1,10 +1,11 @@
-"""Whether servers, other hosts and GPUs are there for what a recipe asks of them, as far as the
-recipe, the environment and the devices of this host tell: before anything runs, not behind hours of
-sampling.
+"""Checks that a recipe's servers, hosts and GPUs are there, before anything runs.
+
+They use the recipe, the environment and this host's devices, so that a missing device is not found
+after hours of sampling.
 
     check_demands(recipe)      # ConfigError says which stage could not begin
 
-Not of the spine: what a recipe makes does not depend on it.
+Not of the spine: the results of a recipe do not depend on these checks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .slots import require_gpus
 
 
 def check_demands(recipe: Recipe) -> None:
-    """ConfigError where a stage that runs here could not begin; what runs in a pool is looked at
+    """Raise ConfigError if a stage that runs here could not begin. Stages in pools are checked
     there."""
     elsewhere = recipe.placement.pools
     if "generate" not in elsewhere:

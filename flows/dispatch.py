@@ -1,8 +1,8 @@
-"""Sends a stage to where it runs: a child process of this one, or a pool's workers.
+"""Dispatch of a stage to the place where it runs: a child process, or a pool's workers.
 
     outcome = run_at(call, recipe.placement)
 
-What is done already is found in this process in either case, in milliseconds.
+In both cases a finished version is found in this process, in milliseconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .placement import StageCall
 from .recipe import Placement
 
 POLL_SECONDS = 1.0
-_LONGEST_PAUSE_SECONDS = 60.0  # each try in a pool is a run of its own on the server
+_LONGEST_PAUSE_SECONDS = 60.0  # Each try in a pool is a run of its own on the server.
 log = logging.getLogger("quiver")
 
 
@@ -35,17 +35,20 @@ def run_at(
     on_line: Callable[[str], None] | None = None,
     resident: bool = False,
 ) -> Outcome:
-    """The outcome of `call`, from where `placement` puts its stage. Raises what the stage raised;
-    Stopped as soon as another thread wants it no longer.
+    """Run `call` where `placement` puts its stage, and return its outcome.
 
     Args:
-        call: What to run.
-        placement: The recipe's section.
-        upcoming: Calls whose processes are started with this one's: they import on a core that this
-            one leaves idle as it starts.
+        call: The call to run.
+        placement: The recipe's [placement].
+        upcoming: Calls whose processes are started together with this one. They import modules on a
+            core that this one leaves idle while it starts.
         tags: Tags of the flow runs in a pool.
-        on_line: Called with each line of a child process of this one.
-        resident: An engine in a child process of this one may stay for the next call.
+        on_line: Called with each line of a child process.
+        resident: If true, an engine in a child process may stay for the next call.
+
+    Raises:
+        QuiverError: The stage's error.
+        Stopped: If another thread stopped this work.
     """
     outcome = find(call.runner_call, expired=call.expired)
     if outcome is not None:
@@ -59,11 +62,9 @@ def run_at(
 
 
 def run_when_free(call: StageCall, placement: Placement, **options: Any) -> Outcome:
-    """As `run_at`; while another process is at this very work alone, wait until it has finished or
-    is gone.
+    """Run `call` like `run_at`, but wait while another process does the same work alone.
 
-    So does the run that follows one whose flow was killed: what that flow had started in a pool may
-    still be at work.
+    This also covers a run whose flow was killed: its runs in a pool may still be at work.
     """
     pause = POLL_SECONDS
     last_message = ""

@@ -1,8 +1,8 @@
-"""What is wrong with an installation, a store, or a Prefect server: found without running anything.
+"""Problems of an installation, a store or a Prefect server, found without running anything.
 
-Each check answers with facts and with problems, which are errors like any other: what is wrong, and
-one thing to do next. Versions are read from the packages' metadata; torch is asked by a process of
-its own, and only where there is a GPU; Prefect only where a server is named.
+Look here for `quiver doctor`. Each check adds facts and problems; a problem is an error that names
+one thing to do next. Versions are read from package metadata. torch is asked in its own process,
+and only if there is a GPU; Prefect only if a server is named.
 
     findings = examine("store", server.check_api)
     findings.facts["versions"]["torch"], findings.problems
@@ -52,9 +52,9 @@ EXTRAS = {
     "trackers": "optimize.trackers",
     "view": "quiver view as a terminal application",
 }
-"""What each is for; that for development is not named."""
+"""Purpose of each extra; the development extra is left out."""
 DRIVER = "580"
-"""The oldest NVIDIA driver that torch's CUDA wheels take."""
+"""The oldest NVIDIA driver that torch's CUDA wheels support."""
 GPU_SECONDS = 120.0
 _ASK_TORCH = """
 import json, torch
@@ -70,16 +70,16 @@ print(json.dumps(answer))
 
 @dataclass
 class Findings:
-    """What was found."""
+    """Facts and problems found by the checks."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     problems: list[QuiverError] = field(default_factory=list)
 
 
 def examine(path: str, check_api: Callable[[], str]) -> Findings:
-    """Look at this installation, and at the store at `path`, if there is one.
+    """Check this installation, and the store at `path`, if there is one.
 
-    `check_api`: asks the Prefect server that is named whether we, and nobody else, may use it.
+    `check_api` asks the named Prefect server if we, and only we, may use it.
     """
     findings = Findings()
     for check in (installation, gpu, lambda findings: prefect(findings, check_api)):
@@ -89,7 +89,7 @@ def examine(path: str, check_api: Callable[[], str]) -> Findings:
 
 
 def installation(findings: Findings) -> None:
-    """Versions, what they must be, and what is not installed."""
+    """Check package versions against their requirements, and list missing extras."""
     from packaging.requirements import Requirement
 
     versions = {"python": platform.python_version(), "quiver": metadata.version("quiver-rl")}
@@ -137,7 +137,7 @@ def installation(findings: Findings) -> None:
 
 
 def gpu(findings: Findings) -> None:
-    """Whether there is a GPU, and whether torch can use it."""
+    """Check if there is a GPU and if torch can use it."""
     facts: dict[str, Any] = {"devices": [], "cuda": None}
     findings.facts["gpu"] = facts
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not shutil.which("nvidia-smi"):
@@ -173,7 +173,7 @@ def gpu(findings: Findings) -> None:
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str] | str:
-    """The command, when it has ended well; else why not."""
+    """Run a command; return its result if it succeeded, else the reason as text."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, check=True, timeout=GPU_SECONDS
@@ -186,7 +186,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str] | str:
 
 
 def prefect(findings: Findings, check_api: Callable[[], str]) -> None:
-    """Whether Prefect can keep what it needs, and how its server is, where one is named."""
+    """Check that Prefect can write its files, and check its server if one is named."""
     home = Path(os.path.expanduser(os.environ.get("PREFECT_HOME", "~/.prefect")))
     facts: dict[str, Any] = {"home": str(home), "api": None, "server": None}
     findings.facts["prefect"] = facts
@@ -200,12 +200,13 @@ def prefect(findings: Findings, check_api: Callable[[], str]) -> None:
             require_intact(home / "prefect.db")
     except QuiverError as error:
         findings.problems.append(error)
-    except Exception as error:  # any: Prefect and all that it imports
+    except Exception as error:  # Any error: importing Prefect may fail anywhere.
         findings.problems.append(unexpected("prefect", error))
 
 
 def _ask_server(findings: Findings, facts: dict[str, Any], check_api: Callable[[], str]) -> None:
-    """QuiverError where it does not answer, or not to us."""
+    """Ask the named server; add problems. Raises QuiverError if it does not answer, or refuses
+    us."""
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_URL
 
@@ -241,7 +242,7 @@ def _ask_server(findings: Findings, facts: dict[str, Any], check_api: Callable[[
 
 
 def store(findings: Findings, path: str) -> None:
-    """How large the store is, what is cheaply seen to be wrong, and how much room is left."""
+    """Check the store's size, errors that are cheap to find, and the space left."""
     facts: dict[str, Any] = {"path": str(Path(os.path.expanduser(path)).absolute()), "versions": 0}
     findings.facts["store"] = facts
     if not Path(os.path.expanduser(path), "store.json").exists():

@@ -1,5 +1,7 @@
-"""Settings that may be mistakes: a limit above the rows, a penalty that is never paid, a held-out
-file that asks what the training does. A run does it all the same, so each is a warning.
+"""Warnings about settings that may be mistakes; a run accepts them all the same.
+
+For example: a limit above the number of rows, a penalty that is never paid, held-out rows that ask
+the same as the training rows.
 
     for sentence in doubts(recipe, rows): …              # a resolved recipe, its first rows
     unused(recipe)                                       # columns that nothing reads
@@ -29,12 +31,14 @@ from .first_rows import Answered, FirstRows, Prompts, prompt_config
 from .recipe import Recipe
 
 _ROWS_AT_ONCE = 16
-"""Rows whose cells are Python objects at the same time: pictures are large."""
+"""Rows converted to Python objects at a time, because pictures are large."""
 
 
 def doubts(recipe: Recipe, rows: FirstRows) -> list[str]:
-    """Sentences on a resolved recipe. `rows`: what its first rows became, where they were rendered.
-    Reads the sources again."""
+    """Return warnings about a resolved recipe. Reads the sources again.
+
+    `rows`: its first rows, if they were rendered.
+    """
     tables = {
         section: sources.read(prompt_config(recipe, section)).table for section in recipe.columns
     }
@@ -49,8 +53,10 @@ def doubts(recipe: Recipe, rows: FirstRows) -> list[str]:
 
 
 def unused(recipe: Recipe) -> list[str]:
-    """Return the columns of the training rows that neither prompts nor rewards read; none if that
-    cannot be told: a reward may read any, or answers have several turns."""
+    """Return the columns of the training rows that neither prompts nor rewards read.
+
+    Empty if that is unknown: a reward may read any column, or rollouts have several turns.
+    """
     columns = recipe.columns["data"]
     reads = preview(recipe.reward, [*columns, *recipe.offered_columns])
     if reads.may_be_all or recipe.generate.turns is not None:
@@ -65,7 +71,7 @@ def unused(recipe: Recipe) -> list[str]:
 
 
 def about_rows(recipe: Recipe, tables: Mapping[str, pa.Table]) -> Iterator[str]:
-    """Yield warnings about the sources: too few rows, and rows that stand there twice."""
+    """Yield warnings about the sources: too few rows, and duplicates."""
     asked = {}
     for section, table in tables.items():
         config = prompt_config(recipe, section)
@@ -103,9 +109,11 @@ def about_rows(recipe: Recipe, tables: Mapping[str, pa.Table]) -> Iterator[str]:
 
 
 def questions(config: Config, table: pa.Table) -> list[str]:
-    """What each row asks, as text that is the same where the policy is asked the same, in whatever
-    case and spacing. An environment may make another question of any column, so that there the
-    whole row counts."""
+    """Return each row's question as text that is equal for equal questions, ignoring case and
+    spacing.
+
+    An environment may build its question from any column, so the whole row counts there.
+    """
     shown = {
         "question": getattr(config, config.input),
         "images": config.images,
@@ -120,15 +128,18 @@ def questions(config: Config, table: pa.Table) -> list[str]:
         for row in zip(*cells.values(), strict=True):
             folded = _folded(dict(zip(cells, row, strict=True)))
             question = folded.get("question")
-            if isinstance(question, str):  # a chat of a text alone asks the same as the text
+            if isinstance(question, str):  # A chat of one text asks the same as the text.
                 folded["question"] = [{"role": "user", "content": question}]
             asked.append(json.dumps(folded, sort_keys=True, default=repr))
     return asked
 
 
 def _folded(cell: Any) -> Any:
-    """`cell` with its JSON text as what that says, messages as the policy reads them, other text
-    without case and in one spelling, bytes as their hash, and without what is empty in objects."""
+    """Return `cell` in a form that is equal for equal questions.
+
+    JSON text is parsed, messages are read as the policy reads them, other text loses case and
+    spelling variants, bytes become their hash, and empty members are dropped.
+    """
     if isinstance(cell, str) and cell.lstrip()[:1] in ("[", "{"):
         with suppress(ValueError):
             cell = read_json(cell)
@@ -139,7 +150,7 @@ def _folded(cell: Any) -> Any:
     if isinstance(cell, list):
         return [_folded(item) for item in cell]
     if isinstance(cell, dict):
-        with suppress(ValueError):  # not a message
+        with suppress(ValueError):  # Not a message.
             cell = read_message(cell, "")
             cell["content"] = text_of(cell["content"])
         members = {str(key): _folded(member) for key, member in cell.items()}
@@ -151,7 +162,7 @@ def _folded(cell: Any) -> Any:
 
 
 def about_prompts(recipe: Recipe, prompts: Mapping[str, Prompts]) -> Iterator[str]:
-    """Yield warnings about what is not shown to the policy."""
+    """Yield warnings about prompts and settings that the policy does not see."""
     for section, of_section in prompts.items():
         if of_section.num_dropped:
             yield (
@@ -231,8 +242,10 @@ def about_rewards(recipe: Recipe, table: pa.Table) -> Iterator[str]:
 
 
 def about_answers(recipe: Recipe, answers: Sequence[Answered]) -> Iterator[str]:
-    """Yield a warning if no function pays more for the reference than for what is made up.
-    `answers`: the made-up one and, where there is one, the reference."""
+    """Yield a warning if no function pays more for the reference than for the made-up answer.
+
+    `answers`: the made-up one and, if the row has one, the reference.
+    """
     if len(answers) < 2 or answers[1].text in answers[0].text:
         return
     made_up, right = (

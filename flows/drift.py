@@ -1,11 +1,11 @@
-"""How far a candidate moved from the policy in use: what may have collapsed though the score rose.
+"""Drift of a candidate from the policy in use: signs of collapse even though the score rose.
 
     moved(promotion, store, "arith/policy@2", "arith/policy@3", "arith/evaluations@6").beyond_limits
     # ["approx. KL 4.62 nats a token (promotion.max_kl 1)"]
 
-The numbers are those of the policies' and the evaluations' manifests and of the optimizer steps, so
-they cost nothing. A policy that made one optimizer step tells nothing of KL and entropy, since both
-are measured before the step; then the held-out answers alone do.
+The numbers come from manifests of policies and evaluations and from the optimizer steps, so they
+cost nothing. A policy with a single optimizer step shows no KL or entropy change, since both are
+measured before the step; then only the held-out answers count.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from quiver.stages.report.words import number
 from .promotion import Promotion
 
 _TOKENS = 0.1
-"""A mean length below this counts as this, so that nothing is divided by 0."""
+"""Least mean length used in divisions, so that nothing is divided by 0."""
 
 
 class Moved(NamedTuple):
-    """How far a candidate moved from the policy in use."""
+    """Distance of a candidate from the policy in use."""
 
     beyond_limits: list[str]
-    """A sentence for each number that is beyond its limit."""
+    """One phrase for each number beyond its limit."""
     numbers: dict[str, Any]
-    """kl; entropy, truncated and mean_length before and after. None: not finite."""
+    """Numbers: kl; entropy, truncated and mean_length before and after. None: not finite."""
 
     @property
     def in_words(self) -> str:
-        """What is beyond its limit."""
+        """All of `beyond_limits` in one line."""
         return "; ".join(self.beyond_limits)
 
 
 def moved(
     promotion: Promotion, store: Store, in_use: str, candidate: str, evaluation: str
 ) -> Moved:
-    """How far `candidate` moved from `in_use`, by the manifests of what was made of it.
+    """Measure how far `candidate` moved from `in_use`, from manifests.
 
     `evaluation` measured the candidate, with the evaluation of the policy in use as its baseline.
-    Nothing is sampled or scored for this.
+    Nothing is sampled or scored.
     """
     manifests = Manifests(store)
     steps = list(_steps(manifests, in_use, candidate))
@@ -58,7 +58,7 @@ def moved(
     entropy = [step["entropy"] for step in (steps[0], steps[-1])] if steps else [0.0, 0.0]
     truncated = [_truncated_share(each) for each in rollouts]
     lengths = [metric(each, "mean_completion_tokens") or 0.0 for each in rollouts]
-    # a manifest holds null for a number that is not finite, which is as far as can be
+    # A manifest stores null for a number that is not finite, which counts as infinitely far.
     kl = math.inf if None in kls else max(kls)
     drop = math.inf if None in entropy else entropy[0] - entropy[1]
     shortest, longest = sorted(max(length, _TOKENS) for length in lengths)
@@ -90,8 +90,11 @@ def moved(
 
 
 def _steps(manifests: Manifests, in_use: str, candidate: str) -> Iterator[dict[str, Any]]:
-    """`approx_kl` and `entropy` of the optimizer steps since `in_use`, oldest first, and once more
-    each policy's last step, which its manifest keeps if its steps are deleted."""
+    """Yield `approx_kl` and `entropy` of each optimizer step since `in_use`, oldest first.
+
+    Each policy's last step is yielded again from its manifest, which keeps it if the steps are
+    deleted.
+    """
     policies = manifests.line(manifests.open(candidate))
     since = list(takewhile(lambda policy: policy.ref != in_use, policies))
     for policy in reversed(since):

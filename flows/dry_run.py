@@ -1,11 +1,12 @@
-"""A recipe tried from end to end in a minute: the same stages, rows and rewards, with a small and
-random model of the same family in place of the policy, in a store that is removed.
+"""A rehearsal of a recipe in a minute: the same stages, rows and rewards with a small random model.
+
+Look here for `quiver run --dry-run`. The model has the policy's family, and the store is temporary.
 
     answer, lines = dry_run(recipe, Path("recipe.toml"))    # its errors are those of the real run
 
-Prefect is not told of it: its pages would show versions that are gone.
+Prefect is not used: its pages would show versions that are deleted.
 
-What it cannot tell is whether anything is learned, how long it takes, or what fits the memory.
+A dry run does not show whether anything is learned, how long it takes, or if it fits into memory.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from .sections import Placement
 
 PROMPTS, TOKENS, ITERATIONS = 4, 16, 2
 COMMON_LETTERS = ("a", "e", "i", "n", "o", "r", "s", "t", " ")
-"""Texts of random models are seldom without one for long: it ends a turn, so that an environment
-has something to answer."""
+"""Stop strings that end a turn, so that an environment has something to answer. Text of a random
+model rarely goes long without one of them."""
 SMALL_MODEL = "quiver.stages.common.models.small:make"
 LOT = {"use": "quiver.stages.reward.functions.lot:lot", "name": "lot", "weight": 1e-3}
-"""Random models answer nothing right, and of equal rewards nothing is learned."""
+"""A random reward: random models answer nothing right, and equal rewards teach nothing."""
 
 
 def rehearsal(recipe: Recipe, store: str) -> Recipe:
-    """`recipe` as it is tried in `store`: few rows, short answers, the small model, everything on
-    this host."""
+    """Return `recipe` changed for a rehearsal in `store`: few rows, short answers, the small model,
+    everything on this host."""
     data = {**recipe.data.model_dump(exclude_unset=True), "limit": _few(recipe.data.limit)}
     if recipe.data.held_out is not None:
         limit = _few(recipe.data.held_out.get("limit"))
@@ -72,7 +73,7 @@ def rehearsal(recipe: Recipe, store: str) -> Recipe:
             },
         },
         "reward": {**reward, "functions": [*reward.get("functions", ()), LOT]},
-        # nearly all of its answers are cut
+        # Nearly all answers of the small model are cut off.
         "optimize": {
             **recipe.optimize.model_dump(exclude_unset=True),
             "on_length": "keep",
@@ -85,8 +86,10 @@ def rehearsal(recipe: Recipe, store: str) -> Recipe:
 
 
 def dry_run(recipe: Recipe, path: Path) -> tuple[dict[str, Any], list[str]]:
-    """What is answered of the recipe in `path` after its rehearsal, in JSON and in lines; the store
-    is gone then."""
+    """Rehearse the recipe in `path`, and return the answer as JSON and as lines.
+
+    The temporary store is deleted.
+    """
     with tempfile.TemporaryDirectory(prefix="quiver-dry-run-") as store, in_one_process():
         outcome = post_train.fn(rehearsal(recipe, store))
     seconds: dict[str, float] = {}
@@ -103,7 +106,7 @@ def dry_run(recipe: Recipe, path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _short(sampling: dict[str, Any], ends: Sequence[str]) -> dict[str, Any]:
-    """The keys of a section of sampling, for short answers, which `ends` end too."""
+    """Return a sampling section for short answers, with `ends` as further stop strings."""
     most = min(sampling.get("max_tokens", TOKENS), TOKENS)
     fewest = min(sampling.get("min_tokens", 0), most)
     short = {**sampling, "max_tokens": most, "min_tokens": fewest}

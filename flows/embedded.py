@@ -1,16 +1,16 @@
 """Prefect's embedded server, for a run without a server of its own.
 
-It ends with the run, even when that is killed by kill -9; Prefect stops it at a normal exit only.
-Ctrl-C in a terminal, and `timeout`, signal every process of the flow's group: the server stands
-outside it, since the flow, as it ends, still has to tell the server so and would wait for a dead
-one for more than a minute.
+Look here if the server does not start, dies, or outlives a run. It ends with the run, even after
+kill -9; Prefect stops it only at a normal exit. Ctrl-C in a terminal, and `timeout`, signal every
+process of the flow's group. The server is outside that group, since an ending flow still reports to
+the server, and would wait for a dead one for more than a minute.
 
-When the server dies before the run (the kernel may need its memory), another is started at the
-same address over the same database, and the flow's client, which asks again for a while, does not
-notice. A server that dies again and again ends the run, with an error; what is finished is kept.
+If the server dies before the run (the kernel may need its memory), another is started at the same
+address over the same database. The flow's client retries for a while and does not notice. A server
+that dies repeatedly ends the run with an error; finished shards and versions are kept.
 
-The first server over a database makes its tables, and expects nobody else at that: runs that start
-together begin one after the other.
+The first server over a database creates its tables, which is not safe beside another one. So runs
+that start together begin one after the other.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from prefect.server.api.server import SubprocessASGIServer
 
 MOST_DEATHS = 3
-"""Servers that may die within a minute; the next death ends the run."""
+"""Number of servers that may die within a minute; the next death ends the run."""
 _GRACE_SECONDS = 5
 _POPEN = subprocess.Popen
 _PORT_IS_TAKEN = 3
-"""uvicorn's exit code."""
+"""Exit code of uvicorn."""
 _POLL_SECONDS = 0.2
 _DATABASE_BYTES = 16 * 1024 * 1024
 """Room for Prefect's database of a few runs and its journal."""
@@ -60,28 +60,34 @@ log = logging.getLogger(__name__)
 
 
 def guard_embedded_server() -> None:
-    """Start the embedded server so; nothing where PREFECT_API_URL names a server. ResourceError
-    where Prefect cannot write what it needs, or its server does not start; CorruptError."""
+    """Start the embedded server and watch it; nothing if PREFECT_API_URL names a server.
+
+    Raises:
+        ResourceError: If Prefect cannot write its files, or the server does not start.
+        CorruptError: If the database is damaged.
+    """
     from prefect.settings import PREFECT_API_URL, PREFECT_HOME, get_current_settings
 
     if PREFECT_API_URL.value():
         return
     require_writable(PREFECT_HOME.value())
     database = PREFECT_HOME.value() / "prefect.db"
-    named = get_current_settings().server.database.connection_url  # maybe another, of its own kind
+    # It may be another database, even of another kind.
+    named = get_current_settings().server.database.connection_url
     if named.get_secret_value() == f"sqlite+aiosqlite:///{database}":
         require_intact(database)
-    # the whole server: half of a short run's imports
+    # Imported late: the whole server is half of a short run's import time.
     from prefect.server.api.server import SubprocessASGIServer
 
-    server = SubprocessASGIServer()  # one a process: the flow's client takes this very server
+    server = SubprocessASGIServer()  # One per process: the flow's client takes this very server.
     is_over = threading.Event()
     threading.Thread(
         target=_watch, args=(server, is_over), daemon=True, name="prefect-server-watch"
     ).start()
     try:
         with alone_at_first(PREFECT_HOME.value()), _kept():
-            server.start()  # waits until it answers; if it dies meanwhile the watch replaces it
+            # Waits until the server answers; if it dies meanwhile, the watch replaces it.
+            server.start()
     except RuntimeError as error:
         is_over.set()
         raise ResourceError(
@@ -90,12 +96,14 @@ def guard_embedded_server() -> None:
             next=f"look at {PREFECT_HOME.value()} and at memory, or start `prefect server start` "
             "and export PREFECT_API_URL; then run the same command again",
         ) from error
-    atexit.register(is_over.set)  # before Prefect's own, which stops the server
+    atexit.register(is_over.set)  # Runs before Prefect's own handler, which stops the server.
 
 
 def require_writable(home: Path) -> None:
-    """ResourceError where Prefect cannot keep its database; of a full disk Prefect tells only
-    after minutes."""
+    """Raise ResourceError if Prefect cannot write its database.
+
+    Prefect itself reports a full disk only after minutes.
+    """
     try:
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=home):
@@ -113,8 +121,11 @@ def require_writable(home: Path) -> None:
 
 
 def require_intact(database: Path) -> None:
-    """CorruptError where the file is there and is no SQLite database: Prefect would try for
-    minutes. Only its first page and its list of tables are looked at."""
+    """Raise CorruptError if the file exists but is no SQLite database, which Prefect would retry
+    for minutes.
+
+    Only its first page and its list of tables are read.
+    """
     if not database.exists():
         return
     try:
@@ -123,7 +134,7 @@ def require_intact(database: Path) -> None:
             file.execute("select count(*) from sqlite_master").fetchone()
     except sqlite3.DatabaseError as error:
         if error.sqlite_errorcode & 0xFF not in _DAMAGED:
-            return  # it is locked, say: Prefect waits for that
+            return  # It is locked, for example: Prefect waits for that.
         raise CorruptError(
             str(database),
             f"Prefect's database is damaged: {reason(error)}",
@@ -134,8 +145,10 @@ def require_intact(database: Path) -> None:
 
 @contextmanager
 def alone_at_first(home: Path) -> Iterator[None]:
-    """Around the start of a server, until it answers: where none of this version of Prefect has
-    answered yet over the database in `home`, no other is started meanwhile."""
+    """Hold back other first starts of a server over the database in `home`, until this one answers.
+
+    Only the first start by each version of Prefect is exclusive.
+    """
     name = f"first-start-{metadata.version('prefect')}"
     note = home / f".quiver-{name}"
     if note.exists():
@@ -157,23 +170,23 @@ def alone_at_first(home: Path) -> Iterator[None]:
 
 @contextmanager
 def _kept() -> Iterator[None]:
-    """Processes started inside end with this one: Prefect has no option for it."""
+    """End processes started inside together with this one; Prefect has no option for it."""
     subprocess.Popen = partial(Process, orphan_grace=_GRACE_SECONDS)
     try:
         yield
     finally:
-        subprocess.Popen = _POPEN  # not what was there before: two threads may be inside
+        subprocess.Popen = _POPEN  # Not the value from before: two threads may be inside.
 
 
 def _watch(server: SubprocessASGIServer, is_over: threading.Event) -> None:
-    """Start the server anew whenever it dies before the run is over."""
+    """Restart the server if it dies before the run is over."""
     deaths: list[float] = []
     while not is_over.wait(_POLL_SECONDS):
         if server.server_process is None or server.server_process.poll() is None:
             continue
         code = server.server_process.poll()
         if code == _PORT_IS_TAKEN:
-            continue  # Prefect takes another one
+            continue  # Prefect takes another port.
         deaths = [*(at for at in deaths if time.monotonic() - at < 60), time.monotonic()]
         if len(deaths) > MOST_DEATHS:
             _end_run(code)
@@ -183,8 +196,10 @@ def _watch(server: SubprocessASGIServer, is_over: threading.Event) -> None:
 
 
 def _end_run(code: int) -> None:
-    """End this process at once: the flow would wait for the server for minutes, and nothing that
-    it could still say reaches anybody."""
+    """End this process at once.
+
+    The flow would wait minutes for the server, and could not report anything.
+    """
     error = ResourceError(
         "Prefect's embedded server",
         f"died {MOST_DEATHS + 1} times within a minute (exit code {code})",

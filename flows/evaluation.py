@@ -1,8 +1,7 @@
-"""Measure a policy on the held-out rows: generate + reward + estimators, in a run of its own, so
-that training's `latest` stays.
+"""Measurement of a policy on the held-out rows: generate, reward, and the estimators.
 
-The prompts, rollouts and rewards go to `<run>.eval`; the evaluation itself, with score, standard
-error and n, to `<run>`.
+Prompts, rollouts and rewards go to `<run>.eval`, so that `latest` in the training run does not
+move. The evaluation itself, with score, standard error and n, goes to `<run>`.
 """
 
 from __future__ import annotations
@@ -30,12 +29,22 @@ def measure(
     baseline: str | None = None,
     perform: Callable[..., Outcome] = perform,
 ) -> Outcome | None:
-    """The evaluation of `policy` (metrics: score, stderr, n, …), the seconds of all its stages;
-    None without held-out rows.
+    """Measure `policy` on the held-out rows.
 
-    Tasks are named after the policy, since one iteration may measure several. `baseline`: an
-    evaluation of another policy on the same rows; the metrics then hold the difference to it too.
-    `perform` runs a stage, as `tasks.perform` does.
+    Tasks are named after the policy, since one iteration may measure several.
+
+    Args:
+        recipe: The resolved recipe.
+        policy: Reference of the policy.
+        iteration: Iteration that the tasks are tagged with.
+        forced: Stages to run again; only "evaluate" matters here.
+        baseline: An evaluation of another policy on the same rows. The metrics then hold the
+            difference to it.
+        perform: Runs a stage, with the signature of `tasks.perform`.
+
+    Returns:
+        The outcome of the evaluate stage (metrics: score, stderr, n, …), with the seconds of all
+        its stages. None if there are no held-out rows.
     """
     if recipe.data.held_out is None:
         return None
@@ -66,13 +75,14 @@ def measure(
     if baseline:
         refs["baseline"] = baseline
     evaluation = run("evaluate", recipe.score_config(), recipe.run, **refs)
-    track_evaluation(recipe, evaluation.ref)  # an earlier attempt may have ended before
+    # Also for a finished evaluation: an earlier attempt may have ended before this line.
+    track_evaluation(recipe, evaluation.ref)
     seconds = sum(outcome.seconds for outcome in (prompts, rollouts, rewards, evaluation))
     return replace(evaluation, seconds=round(seconds, 3))
 
 
 def require_held_out(recipe: Recipe) -> None:
-    """ConfigError if the recipe has nothing to measure on, or only a night can tell what."""
+    """Raise ConfigError if the recipe names no held-out rows, or only a night can fill them in."""
     if recipe.data.held_out is None:
         raise ConfigError(
             "data.held_out",
@@ -83,5 +93,6 @@ def require_held_out(recipe: Recipe) -> None:
 
 
 def numbers(outcome: Outcome | None) -> dict[str, Any] | None:
-    """Score, standard error and n of an evaluation, what it leaves out, and its reference."""
+    """Return score, standard error and n of an evaluation, what it leaves out, and its
+    reference."""
     return outcome and {**score_numbers(outcome.metrics), "ref": outcome.ref}

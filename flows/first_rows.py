@@ -1,7 +1,8 @@
-"""The first rows of a recipe, taken through its own stages in a store that is removed: the prompts
-that they become, and what the rewards say to an answer that is made up, and to the right one.
+"""The first rows of a recipe, taken through its own stages in a temporary store.
 
-No engine is started and no weights are read. Errors are those that a run would give.
+Look here for what `quiver check` shows: the prompts made from the rows, and the rewards for a
+made-up answer and for the right one. No engine is started and no weights are read. Errors are those
+a run would raise.
 
     require_references(recipe)                     # a resolved recipe; needs no model
     rows = first_rows(recipe, is_answered=True)
@@ -49,34 +50,34 @@ if TYPE_CHECKING:
 ROWS = 1024
 """Most rows of a source that are rendered."""
 SLOW_ROWS = 8
-"""Rows to look at if an environment begins each of them, or pictures are decoded."""
+"""Most rows if an environment begins each of them, or if pictures are decoded."""
 _ANSWER = "The answer is 1."
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Prompts:
-    """What the first rows of a source became."""
+    """Summary of the prompts made from the first rows of a source."""
 
     num_rows: int
     """Rows of the source."""
     num_looked_at: int
-    """Rows that were looked at."""
+    """Number of rows that were rendered."""
     num_dropped: int
     """Number of prompts left out because they are too long."""
     longest: int | None
-    """Most tokens that a prompt may have; None: any number."""
+    """Most tokens a prompt may have; None: any number."""
     num_other_system: int
-    """Prompts that do not begin with the recipe's system message."""
+    """Number of prompts that do not begin with the recipe's system message."""
     lengths: list[int]
-    """Tokens of each prompt that is kept, rising."""
+    """Tokens of each prompt that is kept, in rising order."""
     first_text: str
-    """The first prompt as `visible` has it."""
+    """The first prompt, as rendered by `visible`."""
     first_tokens: int
 
     @classmethod
     def of(cls, version: Version, policy: Version, system: str | None) -> Prompts:
-        """Summarize a version of prompts. `system`: the recipe's message."""
+        """Summarize a version of prompts. `system` is the recipe's system message."""
         manifest = version.manifest
         table = version.table(["prompt_ids", "messages"])
         ids = table["prompt_ids"]
@@ -95,7 +96,7 @@ class Prompts:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The numbers."""
+        """Return the numbers for JSON output."""
         lengths = self.lengths
         return {
             "rows": self.num_rows,
@@ -106,7 +107,7 @@ class Prompts:
         }
 
     def in_words(self) -> str:
-        """The same for people."""
+        """Return the numbers as a sentence."""
         lengths = self.lengths
         rows = f"{self.num_rows:,} rows"
         if self.num_looked_at < self.num_rows:
@@ -120,49 +121,53 @@ class Prompts:
 
 @dataclass
 class Score:
-    """What one part of the reward said of the answers."""
+    """Scores of the answers by one part of the reward."""
 
     values: list[float | None]
     error: str | None = None
-    """Of the first answer that it failed on."""
+    """Error on the first answer that it failed on."""
 
     def in_words(self) -> str:
-        """The values, or the error."""
+        """Return the values as text, or the error."""
         values = ["no number" if value is None else f"{value:g}" for value in self.values]
         return self.error or ", ".join(values)
 
 
 @dataclass
 class Answered:
-    """What became of one answer to the first prompt."""
+    """One answer to the first prompt, with its scores."""
 
     text: str
-    """The answer; of an episode the last one."""
+    """The answer; for an episode, the last one."""
     failure: str | None
-    """Why the environment failed on it."""
+    """The environment's error on it, if any."""
     scores: dict[str, Score]
-    """By part of the reward."""
+    """Scores by part of the reward."""
 
 
 @dataclass
 class FirstRows:
-    """What became of the first rows."""
+    """Prompts and scored answers made from the first rows."""
 
     prompts: dict[str, Prompts] = field(default_factory=dict)
-    """By section: data, data.held_out."""
+    """Prompts by section: data, data.held_out."""
     answers: list[Answered] = field(default_factory=list)
-    """The made-up one, if it was asked for, and the row's reference, if it has one that a function
-    reads; only functions score that."""
+    """The made-up answer, if requested, and the row's reference, if a function reads one. Only
+    functions score the reference."""
 
 
 def first_rows(recipe: Recipe, folder: Path | None = None, *, is_answered: bool) -> FirstRows:
-    """Render the first rows of a resolved recipe. ConfigError, SecurityError, and what scores
-    raises.
+    """Render the first rows of a resolved recipe.
 
     Args:
-        recipe: What to look at.
-        folder: The base model, where it has been made already.
-        is_answered: Score answers to the first row, too.
+        recipe: A resolved recipe.
+        folder: The base model's folder, if it was made already.
+        is_answered: If true, also score answers to the first row.
+
+    Raises:
+        ConfigError: If a row or a key is wrong.
+        SecurityError: If a file must not be used.
+        QuiverError: Any error of a scorer.
     """
     rows = FirstRows()
     with tempfile.TemporaryDirectory(prefix="quiver-check-") as work:
@@ -178,8 +183,11 @@ def first_rows(recipe: Recipe, folder: Path | None = None, *, is_answered: bool)
 
 
 def require_references(recipe: Recipe) -> None:
-    """ConfigError if shipped functions cannot read the references of more of the first rows that a
-    resolved recipe takes than its reward.max_invalid allows; up to there, a warning."""
+    """Raise ConfigError if shipped reward functions cannot read the references of too many first
+    rows.
+
+    The limit is `reward.max_invalid`; below it, a warning is logged. Needs a resolved recipe.
+    """
     for section in recipe.columns:
         config = first_config(recipe, section)
         table = sources.read(config).table
@@ -201,7 +209,7 @@ def require_references(recipe: Recipe) -> None:
 
 
 def prompt_config(recipe: Recipe, section: str) -> PromptConfig:
-    """The prompt stage's config of data, in the first iteration, or of data.held_out."""
+    """Return the prompt stage's config of data, in the first iteration, or of data.held_out."""
     is_held_out = section == "data.held_out"
     return recipe.prompt_config(0 if is_held_out else 1, evaluation=is_held_out)
 
@@ -219,13 +227,15 @@ def first_config(recipe: Recipe, section: str) -> PromptConfig:
 
 
 def _render(config: PromptConfig, store: Store, policy: Version) -> Version:
-    """Return the prompts of the first rows. If some are too long, logs how many. ConfigError,
-    SecurityError."""
+    """Return the prompts of the first rows; log how many are too long, if that is the error.
+
+    Raises ConfigError or SecurityError.
+    """
     try:
         return _made("prompt", config, store, policy=policy)
     except ConfigError:
         if config.overlong == "error":
-            with suppress(ConfigError):  # something else is wrong
+            with suppress(ConfigError):  # Another error than the length.
                 lenient = config.model_copy(update={"overlong": "drop"})
                 status = _made("prompt", lenient, store, policy=policy).manifest.status
                 log.warning(
@@ -238,8 +248,10 @@ def _render(config: PromptConfig, store: Store, policy: Version) -> Version:
 
 
 def visible(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
-    """The text of a prompt, with each added token (control tokens, `<think>`) in ⟦brackets⟧: what
-    looks like one without them is text."""
+    """Return the text of a prompt, with each added token (control tokens, `<think>`) in ⟦brackets⟧.
+
+    The same characters without brackets are plain text.
+    """
     added = {
         id: token.content
         for id, token in tokenizer.added_tokens_decoder.items()
@@ -257,8 +269,11 @@ def visible(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
 def _answers(
     recipe: Recipe, config: PromptConfig, store: Store, policy: Version, prompts: Version
 ) -> list[Answered]:
-    """Score `_ANSWER`, cut to max_tokens, as an answer to the first of the prompts, and then its
-    reference if that is short enough; a group of them if a scorer needs groups."""
+    """Score answers to the first of the prompts.
+
+    The first answer is `_ANSWER`, cut to max_tokens; the second is the row's reference, if it is
+    short enough. Each is repeated as a group if a scorer needs groups.
+    """
     one_row = config.model_copy(update={"first": 1})
     plan = prompt_stage.plan(one_row, store, {"policy": str(policy.ref)})
     with open_staging(plan) as staging:
@@ -267,7 +282,7 @@ def _answers(
         writer.finish(metrics=prompts.manifest.metrics)
         prompt = staging.publish()
     generate = recipe.generate_config(1)
-    room = max(1, generate.sampling.max_tokens - 1)  # one is the end token's
+    room = max(1, generate.sampling.max_tokens - 1)  # One token is the end token.
     tokenizer = checkpoints.load_tokenizer(policy)
     ids = tokenizer.encode(_ANSWER, add_special_tokens=False)[:room]
     tries = [(ids, recipe.reward.model_copy(update={"max_invalid": 1.0}))]
@@ -303,8 +318,11 @@ def _answers(
 
 
 def reference_of(recipe: Recipe, row: dict[str, Any]) -> str | None:
-    """Return the right answer that a reward function of a resolved recipe reads in a row of the
-    source, as text. None if there is no text or number of that name that one reads."""
+    """Return the right answer in a source row, as text, that a reward function of a resolved recipe
+    reads.
+
+    None if no function reads a column of that name with text or a number.
+    """
     offered = [*recipe.columns["data"], *recipe.offered_columns]
     batch = {name: [cell] for name, cell in row.items()}
     for function in recipe.reward.functions:
@@ -314,7 +332,7 @@ def reference_of(recipe: Recipe, row: dict[str, Any]) -> str | None:
             column = column_of(name, function, row)
             if reads.may_be_all or column.partition(".")[0] in reads.by_name:
                 for (cell,) in given(function, [name], batch).values():
-                    with suppress(ValueError):  # neither text nor a number
+                    with suppress(ValueError):  # Neither text nor a number.
                         return as_text(cell)
     return None
 

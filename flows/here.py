@@ -1,11 +1,13 @@
-"""Runs a stage on this host: as one child process, or as several that share its shards, each on
-devices of its own, where [placement] devices says so. No server takes part.
+"""Runs of a stage on this host: one child process, or several that share its shards.
+
+Look here for [placement] devices and resident_engine. Several processes run if [placement] devices
+says so, each on its own devices. No server takes part.
 
     outcome = run_here(call)
 
-Of several processes each begins as soon as there is a slot for it; those that wait for one hold up
-nobody. What one of them lacks (memory, a device, its life) costs that one: the others make its
-shards. Any other error ends all, and so does whatever ends the flow.
+Each of several processes begins as soon as it gets a slot, and does not delay the others. If a
+process lacks memory or a device, or dies, the others make its shards. Any other error ends all of
+them, and so does the end of the flow.
 """
 
 from __future__ import annotations
@@ -42,8 +44,15 @@ def run_here(
     on_line: Callable[[str], None] | None = None,
     resident: bool = False,
 ) -> Outcome:
-    """In child processes of this one, once there is a slot for the first. `resident`: one that
-    generates alone stays for the next call, with its engine asleep, until `end_waiting`."""
+    """Run `call` in child processes, once there is a slot for the first.
+
+    Args:
+        call: The call to run.
+        upcoming: Next calls, whose processes may start to import now.
+        on_line: Called with each line of a child process. Default: log it.
+        resident: If true, a single generate process stays for the next call, with its engine
+            asleep, until `end_waiting`.
+    """
     on_line = on_line or logging.getLogger(f"quiver.{call.stage}").info
     most = count = most_processes(call)
     if most > 1:
@@ -54,7 +63,7 @@ def run_here(
         if count > 1:
             return _run_together(call, count, on_line)
         with slots(call.runner_call, call.label, call.slots) as env:
-            # with an environment of their own, processes know only later which devices they have
+            # Processes with an environment of their own learn their devices only later.
             for following in () if env else upcoming:
                 if most_processes(following) == 1:
                     prewarm(following.stage, following.config, following.python, following.online)
@@ -71,8 +80,10 @@ def run_here(
 
 
 def most_processes(call: StageCall) -> int:
-    """How many processes may do the call together here, by its `devices` and those of the machine,
-    however few shards it has. A forced call is never shared."""
+    """Return how many processes may share the call here, by its `devices` and this machine's.
+
+    The number of shards is not considered. A forced call is never shared.
+    """
     if call.devices is None or call.force or not getattr(load(call.stage), "SHARED", False):
         return 1
     gpus = visible_gpus()
@@ -81,7 +92,7 @@ def most_processes(call: StageCall) -> int:
         needed = gpus_needed(call.runner_call)
         return max(1, devices // needed) if needed else 1
     if call.stage == "reward" and not call.config.get("models"):
-        return 1  # functions have processes of their own
+        return 1  # Reward functions have their own processes.
     if call.devices == "all":
         return max(1, call.slots)
     return min(call.devices, call.slots or call.devices)
@@ -96,25 +107,26 @@ def _num_shards(call: StageCall) -> int:
 
 
 def _run_together(call: StageCall, count: int, on_line: Callable[[str], None]) -> Outcome:
-    """The outcome of `count` processes of one call."""
+    """Run one call as `count` processes and return its outcome."""
     shared = replace(call.runner_call, share=True)
     cores = sorted(os.sched_getaffinity(0))
     started_at = time.monotonic()
     begun: dict[int, float] = {}
-    """When each process began, by its number."""
+    """Start time of each process, by its number."""
 
     def run_one(number: int) -> Outcome:
         with slots(shared, f"{call.label} ({number + 1} of {count})", call.slots) as env:
             begun[number] = time.monotonic()
             name = f"GPU {env['CUDA_VISIBLE_DEVICES']}" if env else f"{number + 1} of {count}"
             if not env:
-                # of this thread, which its child process inherits: two that take all cores would
-                # get in each other's way
+                # Set for this thread and inherited by its child process. Two processes that use all
+                # cores would slow each other down.
                 first = number * len(cores) // count
                 last = max(first + 1, (number + 1) * len(cores) // count)
                 os.sched_setaffinity(0, cores[first:last])
             timeout = call.timeout_seconds
-            if timeout is not None:  # it is the stage's, from when the first one began
+            # The limit applies to the stage, from the start of its first process.
+            if timeout is not None:
                 timeout = max(0.1, timeout - begun[number] + min(begun.values()))
             return run_call(
                 shared,
@@ -129,7 +141,8 @@ def _run_together(call: StageCall, count: int, on_line: Callable[[str], None]) -
     log.info("%s: as %d processes", call.label, count)
     with ExitStack() as stack:
         processes = [stack.enter_context(run_ahead(partial(run_one, n))) for n in range(count)]
-        stack.callback(lambda: [process.stop.set() for process in processes])  # all at once
+        # Stop all at once, not one after another.
+        stack.callback(lambda: [process.stop.set() for process in processes])
         at_work = set(processes)
         while True:
             ended, at_work = wait(at_work, timeout=0.2, return_when=FIRST_COMPLETED)
@@ -146,7 +159,8 @@ def _run_together(call: StageCall, count: int, on_line: Callable[[str], None]) -
         for number, process in enumerate(processes):
             if number not in begun:
                 process.stop.set()
-        # they see that it is done, and clear up; one that is still loading an engine does not see
+        # They see that the stage is done and clean up. One that still loads an engine does not see
+        # it.
         wait(at_work, timeout=_SECONDS_TO_LEAVE)
     seconds = round(time.monotonic() - started_at, 3)
     return replace(outcome, cached=False, seconds=seconds)

@@ -1,6 +1,7 @@
-"""The reference of all keys of a recipe, made of the docstrings that the keys have.
+"""The reference of all recipe keys, made from the docstrings of their fields.
 
-The command `quiver keys` prints it, and the document is written by
+Look here if `quiver keys` shows something odd. The command prints it, and the document is written
+by
 
     python -m quiver.flows.keys > deployments/docs/keys.md
 
@@ -48,7 +49,7 @@ _STAGE_CONFIGS: dict[str, type[Config]] = {
     "optimize": OptimizeConfig,
     "evaluate": ScoreConfig,
 }
-"""The config whose key a section's keys enter, by the section's name."""
+"""Config of the stage that a section's keys enter, by the section's name."""
 _WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", Any: "anything"}
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _HEAD = """# Keys of a recipe
@@ -65,22 +66,22 @@ given.
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """What there is to say of one key."""
+    """The description of one key."""
 
     name: str
-    """`optimize.learning_rate`; in a list of tables that of one of them: `reward.functions.use`."""
+    """`optimize.learning_rate`; a key in a list of tables is `reward.functions.use`."""
     section: str
-    """As the recipe has it: `[optimize]`, `[[reward.functions]]`; empty at the top."""
+    """Heading in the recipe: `[optimize]`, `[[reward.functions]]`; empty at the top."""
     type: str
     default: str | None
-    """As TOML has it. None: the key must be set, where its section is there."""
+    """Default, written as in TOML. None: the key must be set if its section is present."""
     run_key: Literal["yes", "no"]
     description: str
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a recipe with its own keys; those of the sections below it are theirs."""
+    """A section of a recipe with its own keys, without the keys of sections below it."""
 
     name: str
     heading: str
@@ -90,7 +91,8 @@ class Section:
 
 @cache
 def sections() -> tuple[Section, ...]:
-    """All sections, in the order of a recipe: a section's own keys stand before those below it."""
+    """Return all sections, in the order of a recipe; a section comes before the sections below
+    it."""
     return (
         Section("", "", "Above the first section.", tuple(_entries(Recipe, "", ""))),
         *_sections_below(Recipe, ""),
@@ -116,7 +118,7 @@ def _sections_below(cls: type[Config], prefix: str) -> Iterator[Section]:
 
 
 def _entries(cls: type[Config], prefix: str, heading: str) -> Iterator[KeyEntry]:
-    """The keys of one section, without the tables that are sections themselves."""
+    """Yield the keys of one section, without tables that are sections themselves."""
     for key in keys_of(cls, prefix):
         if key.section is not None or "." in key.path.removeprefix(prefix):
             continue
@@ -139,7 +141,7 @@ def _entries(cls: type[Config], prefix: str, heading: str) -> Iterator[KeyEntry]
 
 
 def type_words(annotation: Any, metadata: Any = ()) -> str:
-    """A type as a recipe's reader knows it, with its bounds.
+    """Return a type in words for a recipe's reader, with its bounds.
 
     >>> type_words(tuple[int, ...] | None), type_words(Literal["a", "b"])
     ('list of integer', '"a" or "b"')
@@ -170,9 +172,11 @@ def type_words(annotation: Any, metadata: Any = ()) -> str:
 
 
 def look_up(name: str | None) -> list[Section]:
-    """The sections that `name` means, with the keys that it means of each: all (None), a section
-    with those below it, one key by its path or the end of it, or by its name in TRL, verl or peft.
-    ConfigError names the nearest key, and the sections."""
+    """Return the sections that match `name`, each with its matching keys.
+
+    `name` may be None (all), a section, a key's path or the end of it, or a key's name in TRL, verl
+    or peft. Raises ConfigError that names the nearest key, and the sections.
+    """
     if name is None:
         return list(sections())
     path = re.sub(r"\[\d*\]|\.\d+(?=\.|$)", "", name.strip("[]"))
@@ -198,8 +202,10 @@ def look_up(name: str | None) -> list[Section]:
 
 
 def name_here(path: str) -> str | None:
-    """Our key for a name of TRL's, verl's or peft's, which may stand behind sections of theirs:
-    `actor.optim.lr`. None where it is not known, or is a key of ours."""
+    """Return our key for a name of TRL, verl or peft, such as `actor.optim.lr`.
+
+    None if the name is unknown, or is a key of ours.
+    """
     if _matches(path):
         return None
     for ending, key in IN_SECTIONS.items():
@@ -209,8 +215,11 @@ def name_here(path: str) -> str | None:
 
 
 def _matches(path: str) -> list[Section]:
-    """The sections with the keys that `path` means: that section and those below it, or else that
-    key, or else every section or key whose path ends so."""
+    """Return the sections with the keys that match `path`.
+
+    A section or key with exactly this path comes first, with everything below it. If there is none,
+    every section or key whose path contains these names in a row matches.
+    """
     ways: tuple[Callable[[str], bool], ...] = (
         lambda name: f"{name}.".startswith(f"{path}."),
         lambda name: f".{path}." in f".{name}.",
@@ -227,8 +236,10 @@ def _matches(path: str) -> list[Section]:
 
 
 def lines_of(found_sections: list[Section], *, with_text: bool) -> list[str]:
-    """For a terminal: a line a key, below it what it means: the first sentence, or `with_text` the
-    whole."""
+    """Return lines for a terminal: one per key, and its meaning below.
+
+    The meaning is the first sentence, or the whole text if `with_text` is true.
+    """
     lines: list[str] = []
     for section in found_sections:
         lines += ["", section.heading or "(at the top)"]
@@ -245,12 +256,12 @@ def lines_of(found_sections: list[Section], *, with_text: bool) -> list[str]:
 
 
 def to_json(found_sections: list[Section]) -> dict[str, Any]:
-    """As `quiver keys --json` prints it."""
+    """Return the object that `quiver keys --json` prints."""
     return {"keys": [asdict(key) for section in found_sections for key in section.keys]}
 
 
 def markdown() -> str:
-    """The document `deployments/docs/keys.md`."""
+    """Return the document `deployments/docs/keys.md`."""
     blocks = [_HEAD]
     for section in sections():
         title = f"`{section.heading}`" if section.heading else "At the top"

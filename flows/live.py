@@ -1,12 +1,11 @@
-"""How far the stages of a command are, on stderr: a live bar each on a terminal, and in a log a
-line every 30 s.
+"""Live progress of a command's stages on stderr: a bar each on a terminal, else a line every 30 s.
 
     with shown_live():                                      # the command
         with followed(label, config, on_line) as on_line:   # each of its stages
             run_call(call, on_line=on_line)
 
-Lines of a stage that only count are not printed one by one then; Prefect's pages get them as ever.
-Outside `shown_live`, in a worker say, nothing is shown.
+Lines that only count progress are then not printed; Prefect's pages still get them. Outside
+`shown_live`, for example in a worker, nothing is shown.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_LINES = 30.0
 log = logging.getLogger("quiver")
 _show: Callable[[str, StageProgress], AbstractContextManager] | None = None
-"""What shows one stage while it runs. None: outside `shown_live`."""
+"""Function that shows one stage while it runs. None: outside `shown_live`."""
 
 
 @contextmanager
 def shown_live() -> Iterator[None]:
-    """The stages that run inside are shown; what is logged inside stands above their bars."""
+    """Show the stages that run inside; log lines are printed above their bars."""
     global _show  # noqa: PLW0603
     from rich.console import Console
 
@@ -61,8 +60,8 @@ def shown_live() -> Iterator[None]:
 def followed(
     label: str, config: dict[str, Any], on_line: Callable[[str], None]
 ) -> Iterator[Callable[[str], None]]:
-    """What takes the lines of a stage's child: it hands them on to `on_line`, and the stage is
-    shown as `label` while it runs."""
+    """Yield a function that passes a stage's lines on to `on_line`, while the stage is shown as
+    `label`."""
     if _show is None:
         yield on_line
         return
@@ -77,13 +76,13 @@ def followed(
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of a log is to be printed: not where it is a stage's that only counts."""
+    """True if a log line should be printed: all but a stage's lines that only count progress."""
     return not (record.name.startswith("quiver.") and only_counts(record.getMessage()))
 
 
 @contextmanager
 def _logged(label: str, progress: StageProgress) -> Iterator[None]:
-    """A line every SECONDS_BETWEEN_LINES."""
+    """Log a line every SECONDS_BETWEEN_LINES."""
     ended = threading.Event()
 
     def log_regularly() -> None:
@@ -111,8 +110,7 @@ class _Above:
 
 @contextmanager
 def _bars(console: Console) -> Iterator[Callable[[str, StageProgress], AbstractContextManager]]:
-    """What shows a stage in a bar of its own; until the first one there is a bar that only
-    moves."""
+    """Yield a function that shows a stage in its own bar; before the first one, one bar pulses."""
     from rich.progress import Progress, ProgressColumn, Task, TextColumn
     from rich.progress_bar import ProgressBar
     from rich.table import Column

@@ -1,5 +1,7 @@
-"""What stages say, on Prefect's pages too: lines of the logger `quiver` go to the flow and task run
-in which they were said. Importing this module sees to it, once a process."""
+"""Log lines of stages on Prefect's pages: the logger `quiver` also writes to the current run.
+
+Importing this module installs the handler, once per process.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from prefect.logging.handlers import APILogHandler
 
 _log = logging.getLogger("quiver")
 _to_server = APILogHandler()
-_to_server.addFilter(lambda line: FlowRunContext.get() is not None)  # else a line has no run
+# Outside a flow run, a line belongs to no run.
+_to_server.addFilter(lambda line: FlowRunContext.get() is not None)
 _log.addHandler(_to_server)
-if _log.level == logging.NOTSET:  # a worker's process has set none of its own
+if _log.level == logging.NOTSET:  # A worker's process has not set a level.
     _log.setLevel(logging.INFO)

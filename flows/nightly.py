@@ -1,15 +1,15 @@
-"""The flow `nightly`: new prompts → improve the policy in use → measure both → promote the new one,
-or reject it.
+"""The flow `nightly`: improve the policy in use on new prompts, then promote or reject the result.
 
+Look here for the order of a night's steps: new prompts → improve → measure both policies → decide.
 A better policy that moved further than [promotion] allows waits for a person, or is rejected. The
-state of the flow run is called by the decision, and its message says why.
+state of the flow run is named after the decision, and its message says why.
 
-A night starts from the policy that bears the tag, whatever became of those in between; so what was
-rejected is trained on no further, and stays in the store, named with the reason in the tag's
-journal. What is new each night: `[data]` with a `limit` gives the next rows that no decided night
-has taken; `{night}` anywhere in [data] is the night's name. A night that is started again goes on
-where it stopped; one that is decided stays so. Two that end at once cannot both promote: the tag
-moves by compare-and-swap from the policy that was compared with.
+A night starts from the policy that bears the tag, regardless of the nights in between. So a
+rejected policy is not trained further. It stays in the store, and the tag's journal names it with
+the reason. Each night has new rows: `[data]` with a `limit` gives the next rows that no decided
+night has taken, and `{night}` anywhere in [data] is the night's name. A restarted night continues
+at the point where it stopped; a decided night stays decided. Two nights that end at once cannot
+both promote: the tag moves by compare-and-swap from the policy that was compared with.
 
     nightly(recipe)                           # tonight, named by its date in UTC
     nightly(recipe, night="2026-11-20")
@@ -47,26 +47,26 @@ log = logging.getLogger("quiver")
 
 @dataclass(frozen=True)
 class Night:
-    """What one night is made of."""
+    """The plan of one night."""
 
     name: str
     recipe: Recipe
-    """With the night's name filled in; `iterations` is the number of its last one, counted over all
-    nights."""
+    """The recipe with the night's name filled in; `iterations` is the number of its last iteration,
+    counted over all nights."""
     store: Store
     first: int
     """Number of its first iteration."""
     first_round: int
-    """Number of its first round; it continues after the rows of the last decided night."""
+    """Number of its first round; rounds continue after the rows of the last decided night."""
 
     @property
     def key(self) -> str:
-        """What its decision is called in the tag's journal."""
+        """Key of its decision in the tag's journal."""
         return f"night {self.name}"
 
     @property
     def rollback_key(self) -> str:
-        """What going back to the policy before is called there."""
+        """Key of its rollback in the tag's journal."""
         return f"rollback {self.name}"
 
 
@@ -77,7 +77,8 @@ def _run_name() -> str:
 
 
 def _name(night: str | None) -> str:
-    """The night's name: as given, or the date in UTC for which the run was scheduled."""
+    """Return the night's name: the given one, or the date in UTC for which the run was
+    scheduled."""
     return night or f"{flow_run.scheduled_start_time:%Y-%m-%d}"
 
 
@@ -87,13 +88,14 @@ def nightly(recipe: Recipe, night: str | None = None) -> Any:
     held-out rows.
 
     Args:
-        recipe: The whole recipe, as a TOML file has it.
-        night: Name of what is decided once. None: the date in UTC for which the run is scheduled.
+        recipe: The whole recipe, with the sections of its TOML file.
+        night: Name of the night; each name is decided once. Default: the date in UTC for which the
+            run is scheduled.
 
     Returns:
-        What `quiver nightly --json` prints: the night, the decision with its numbers, and its
-        iterations as `quiver run` has them; none if the night was decided before. Prefect has it in
-        a state of the decision's name.
+        A Prefect state named after the decision. Its data is the object that `quiver nightly
+        --json` prints: the night, the decision with its numbers, and the iterations like `quiver
+        run`. There are no iterations if the night was decided before.
     """
     tonight = plan_night(recipe, _name(night))
     iterations: list[Iteration] = []
@@ -124,7 +126,7 @@ def nightly(recipe: Recipe, night: str | None = None) -> Any:
         **payload_of(entry),
         "iterations": [iteration.to_json() for iteration in iterations],
     }
-    # a night that rolled back and then rejected its candidate is called rolled back
+    # A night that rolled back and then rejected its candidate is called rolled back.
     back = entry_of(tonight.store, recipe.run, recipe.promotion, tonight.rollback_key)
     decision = entry.about["decision"]
     if back is not None and decision == "rejected":
@@ -134,14 +136,17 @@ def nightly(recipe: Recipe, night: str | None = None) -> Any:
 
 
 def plan_night(recipe: Recipe, name: str) -> Night:
-    """Plan the night `name` of `recipe`. ConfigError if there are no held-out rows, or a person is
-    to approve and there is no server to answer by."""
+    """Plan the night `name` of `recipe`.
+
+    Raises ConfigError if there are no held-out rows, or if a person must approve but no server is
+    named.
+    """
     recipe = recipe.for_night(name)
     require_held_out(recipe)
     check_placement(recipe)
     if recipe.promotion.approval:
         require_server("promotion.approval")
-    # a user's own algorithm is told what is wrong with it before anything is made
+    # A mistake in a user's own algorithm is reported before anything is made.
     recipe.optimize_config().resolved()
     store = Store(recipe.store)
     entries = store.history(recipe.run, recipe.promotion.tag)
@@ -152,15 +157,18 @@ def plan_night(recipe: Recipe, name: str) -> Night:
     first = 1 + max(iterations, default=0)
     update = {
         "iterations": first + recipe.iterations - 1,
-        "evaluate": recipe.evaluate.model_copy(update={"every": 0}),  # the night's end is measured
-        "overlap": 0,  # a night goes one iteration after another
+        # Only the end of the night is measured.
+        "evaluate": recipe.evaluate.model_copy(update={"every": 0}),
+        "overlap": 0,  # The iterations of a night run one after another.
     }
     return Night(name, recipe.model_copy(update=update), store, first, 1 + max(rounds, default=0))
 
 
 def _policy_in_use(night: Night, base: str) -> str:
-    """The policy that bears the tag; the first night gives it to `base`. With `rollback` the one
-    before, where that is better."""
+    """Return the policy that bears the tag; the first night gives it to `base`.
+
+    With `rollback`, the tag first returns to the policy before, if that one is better.
+    """
     store = night.store
     promotion = night.recipe.promotion
     run = night.recipe.run
@@ -202,8 +210,8 @@ def _policy_in_use(night: Night, base: str) -> str:
 
 
 def _decide(night: Night, in_use: str, baseline: str, last: Iteration) -> Entry:
-    """Measure what the last iteration made, ask where somebody is to be asked, and move the tag or
-    leave it."""
+    """Measure the last policy, ask for approval if [promotion] says so, and move the tag or leave
+    it."""
     store = night.store
     recipe = night.recipe
     promotion = recipe.promotion

@@ -1,12 +1,13 @@
-"""A flow run does not outlive the worker that started it: nobody could cancel it any more, and its
-place is taken over.
+"""The end of a flow run together with the worker that started it.
 
-Prefect's workers leave their flow processes running when they are killed. A thread asks every
-second whether the parent still is the first one; when not, the flow gets SIGTERM, as on a cancel,
-and so ends its stage; if it cannot end (it tells the server so first, which may be gone as well),
-SIGKILL follows, and the stage's keeper sees its lifeline close. A worker that died before the
-thread began, while this process was still importing, no longer listens at the port that it gave
-this process for commands.
+Without this, nothing could cancel the run any more, while another run takes its place. Prefect's
+workers leave their flow processes running when they are killed. A thread checks every second if the
+parent is still the first one. If not, the flow gets SIGTERM, as on a cancel, and ends its stage.
+The flow may hang there, since it first informs the server, which may be gone too. Then SIGKILL
+follows, and the stage's keeper sees its lifeline close.
+
+A worker may also die before the thread starts, while this process is importing. It then no longer
+listens at the port that it gave this process for commands.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ GRACE_SECONDS = 15
 
 
 def end_with_the_parent() -> None:
-    """Watch from now on; the thread is the process's own and ends with it."""
+    """Start to watch the worker in a daemon thread."""
     threading.Thread(target=_watch, args=(os.getppid(),), daemon=True, name="worker-watch").start()
 
 
@@ -38,8 +39,8 @@ def _watch(parent: int) -> None:
 
 
 def _worker_listens() -> bool:
-    """Whether the worker listens at the port that it gave this process; true where it gave none."""
-    environment = Path("/proc/self/environ").read_bytes()  # Prefect takes it out of os.environ
+    """True if the worker listens at the port that it gave this process, or gave none."""
+    environment = Path("/proc/self/environ").read_bytes()  # Prefect removes it from os.environ.
     port = re.search(rb"(?:^|\0)PREFECT__CONTROL_PORT=(\d+)", environment)
     try:
         if port:

@@ -1,9 +1,8 @@
-"""Where a stage runs: a child process of this one, or the workers of a Prefect work pool, as the
-recipe's [placement] says.
+"""The place of each stage: a child process, or a Prefect work pool, as [placement] says.
 
-What is done already is found in this process in either case, in milliseconds. Refused before
-anything runs: a pool where no server is named, and a store by a relative path, which another host
-would look for elsewhere.
+Look here for `StageCall`, which holds everything a stage run needs. A pool without a named server
+is refused before anything runs. So is a store with a relative path, which another host would
+resolve elsewhere.
 
     call = stage_call(recipe, "generate", recipe.generate_config(1), {"prompts": …, "policy": …})
     outcome = run_at(call, recipe.placement)    # of `dispatch`; or `here.run_here`
@@ -28,67 +27,70 @@ from quiver.stages.generate.engine import ENGINES
 from .recipe import Recipe
 
 STAGES = ("prompt", "generate", "reward", "logprobs", "optimize", "evaluate")
-"""What an iteration does, in this order."""
+"""The stages of an iteration, in order."""
 
 
 class GivenUp(ResourceError):
-    """Nobody took the stage up, or somebody ended it: to try again by itself would not help."""
+    """Raised if no worker took the stage, or its run was cancelled; an automatic retry would not
+    help."""
 
 
 class StageCall(Config):
-    """What to run on the worker's host, and how."""
+    """One run of a stage, as sent to the worker's host."""
 
     stage: str
     """Name of the stage: policy, prompt, generate, reward, logprobs, average, optimize or
     evaluate."""
     config: dict[str, Any]
-    """Its section of the recipe."""
+    """The stage's section of the recipe."""
     store: str
     """Folder of the store, the same on every host."""
     store_id: str = ""
-    """What store.json must say there, so that a folder that is not mounted is no new store. Empty:
-    anything."""
+    """Id that store.json must hold, so that an unmounted folder is not taken for a new store.
+    Empty: any id."""
     refs: dict[str, str | list[str]] = Field(default_factory=dict)
-    """References of the versions that it reads, by role."""
+    """References of the versions to read, by role."""
     into: str | None = None
-    """Run that the new version belongs to. None: that of its inputs."""
+    """Run that the new version belongs to. Default: the inputs' run."""
     force: bool = False
-    """Do it anew, even where a finished version exists."""
+    """Run again, even if a finished version exists."""
     share: bool = False
-    """Do it together with the other runs of the same call, shard by shard."""
+    """Share the shards with other runs of the same call."""
     label: str = "stage"
-    """What logs call it."""
+    """Name of the call in logs."""
     python: str | None = None
-    """Interpreter of the child process. None: the worker's."""
+    """Interpreter of the child process. Default: the worker's."""
     timeout_seconds: float | None = Field(default=None, gt=0)
-    """Wall-clock limit."""
+    """Wall-clock limit, in seconds."""
     online: bool = False
-    """Whether the stage may reach a model hub."""
+    """If true, the stage may reach a model hub."""
     slots: int = Field(default=0, ge=0)
     """Heavy stages at once on a host without GPU. 0: any number."""
     devices: Literal["all"] | int | None = None
-    """How many devices of the host the stage may use, by as many processes as they do for. None:
-    one process."""
+    """Number of the host's devices that the stage may use, with one process per model copy.
+    Default: one process."""
     limit: str | None = None
-    """Global concurrency limit of the server of which the stage holds a slot."""
+    """Global concurrency limit of the server; the stage holds one slot of it."""
     expired: bool = False
-    """A finished version whose files expired is an answer, too."""
+    """Also accept a finished version whose files expired."""
 
     @property
     def runner_call(self) -> Call:
-        """What the runner takes of it."""
+        """The part of the call that the runner takes."""
         return Call(**{field.name: getattr(self, field.name) for field in fields(Call)})
 
     def for_workers(self) -> StageCall:
-        """The same for the workers of a pool: the store by its absolute path and its id; shared
-        where the stage can be, unless it is forced."""
+        """Return the call for the workers of a pool: with the store's absolute path and its id.
+
+        It is shared if the stage can be, unless it is forced.
+        """
         store = Store(self.store)
         share = getattr(load(self.stage), "SHARED", False) and not self.force
         update = {"store": str(store.path), "store_id": store.id, "share": share}
         return self.model_copy(update=update)
 
     def require_store(self) -> None:
-        """ConfigError where this host has another store at the path, or none."""
+        """Raise ConfigError if this host has another store at the path, or none."""
         store_id = Store(self.store, create=False).id
         if self.store_id not in ("", store_id):
             raise ConfigError(
@@ -109,8 +111,18 @@ def stage_call(
     force: bool = False,
     expired: bool = False,
 ) -> StageCall:
-    """The call of a stage of `recipe`, with what its [placement] says of the stage. `label`: what
-    logs call it beside the run. `into`: None for the recipe's run. `expired`: see StageCall."""
+    """Return the call of a stage of `recipe`, with the stage's settings from [placement].
+
+    Args:
+        recipe: Gives run, store and placement.
+        stage: Name of the stage.
+        config: Config of the stage.
+        refs: References by role.
+        label: Name in logs, after the run's name. Default: the stage.
+        into: Run of the new version. Default: the recipe's.
+        force: Run again, even if a finished version exists.
+        expired: Also accept a finished version whose files expired.
+    """
     placement = recipe.placement
     return StageCall(
         stage=stage,
@@ -131,8 +143,10 @@ def stage_call(
 
 
 def check_placement(recipe: Recipe) -> None:
-    """ConfigError where a pool is named that cannot be reached from here, or could not see the
-    store; or an engine is asked to stay that does not."""
+    """Raise ConfigError if a pool cannot be reached from here or would not see the store.
+
+    The same if `resident_engine` is set for an engine that cannot stay.
+    """
     if recipe.placement.resident_engine:
         _check_resident(recipe)
     pools = recipe.placement.pools
@@ -174,14 +188,19 @@ def _check_resident(recipe: Recipe) -> None:
 
 
 def trained_here(recipe: Recipe) -> dict[str, Config]:
-    """[optimize], where it runs under this interpreter; what another needs cannot be told here."""
+    """Return the config of optimize if it runs under this interpreter, else nothing.
+
+    Another interpreter's needs cannot be checked here.
+    """
     is_elsewhere = "optimize" in recipe.placement.pools | recipe.placement.python
     return {} if is_elsewhere else {"optimize": recipe.optimize_config()}
 
 
 def require_server(name: str) -> None:
-    """ConfigError unless a Prefect server is named: the one that comes with a run has no pools, and
-    ends with it. `name`: what of the recipe needs one."""
+    """Raise ConfigError unless a Prefect server is named. `name` is the key that needs one.
+
+    The embedded server has no pools and ends with its run.
+    """
     from prefect.settings import PREFECT_API_URL
 
     if not PREFECT_API_URL.value():

@@ -1,10 +1,12 @@
-"""One stage on the workers of a Prefect work pool: start runs of deployment `stage/POOL`, wait for
-one of them, end the others.
+"""One stage on the workers of a Prefect work pool.
 
-With several workers each run is the same call; they share its shards, and the stage is done when
-any of them returns. A run that fails does not fail the stage as long as others go on; when none
-does, its error is raised here as it was raised there. The server may be gone for minutes meanwhile.
-A run that nobody takes up is told, and given up when no worker is there at all.
+It starts runs of the deployment `stage/POOL`, waits for one of them, and ends the others. Look here
+if a stage in a pool waits, fails or does not end.
+
+With several workers, each run makes the same call. They share its shards, and the stage is done
+when any of them returns. A failed run does not fail the stage while others are running; if all
+fail, the error is raised here. Prefect's server may be unreachable for minutes meanwhile. A run
+that no worker takes is logged, and given up if the pool has no worker online.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _SERVER_GONE_SECONDS = 600
 _OVERTIME_SECONDS = 120
 _STORE_LAG_SECONDS = 60
 _STATE = "finished shards and all versions are kept."
-# Prefect numbers the runs that a flow starts, and does not expect two threads
+# Prefect numbers the runs that a flow starts, which is not safe with two threads.
 _starting = threading.Lock()
 log = logging.getLogger("quiver")
 
@@ -56,8 +58,16 @@ def run_in_pool(
     placement: Placement,
     tags: tuple[str, ...] = (),
 ) -> Outcome:
-    """The outcome of `call`, done by workers of `pool`. Whatever ends this call ends the runs that
-    it started."""
+    """Run `call` on workers of `pool` and return its outcome.
+
+    Any exception here also ends the runs that were started.
+
+    Raises:
+        RemoteError: If Prefect's server failed.
+        GivenUp: If no worker takes the runs.
+        ConfigError: If the pool or its deployment is missing.
+        QuiverError: Any error of the stage.
+    """
     require_server(f"placement.{call.stage} {pool}")
     started_at = time.monotonic()
     try:
@@ -81,7 +91,7 @@ def run_in_pool(
         try:
             manifest = store.open(ref).manifest
             break
-        except LineageError:  # this host does not see yet what another one wrote
+        except LineageError:  # This host may see files of another host late.
             if time.monotonic() > finished_at + _STORE_LAG_SECONDS:
                 raise
             time.sleep(0.5)
@@ -100,11 +110,13 @@ class _PoolRuns:
     runs: list[FlowRun] = field(default_factory=list)
     failures: dict[UUID, QuiverError] = field(default_factory=dict)
     pending_since: dict[UUID, float] = field(default_factory=dict)
-    """Since when a worker has a run that it has not begun."""
+    """Time since which a worker has held a run without starting it, by run."""
 
     def start(self, fan_out: int | None, tags: tuple[str, ...]) -> None:
-        """Start the runs: `fan_out`, or as many as there are workers online; one where the stage is
-        not shared. ConfigError where the pool or its deployment is missing."""
+        """Start `fan_out` runs, by default one per online worker; one if the stage is not shared.
+
+        Raises ConfigError if the pool or its deployment is missing.
+        """
         label = self.call.label
         online = self._online_workers()
         count = (fan_out or max(1, len(online))) if self.call.share else 1
@@ -138,8 +150,14 @@ class _PoolRuns:
             self.runs.append(run)
 
     def wait(self) -> str:
-        """The reference that one of the runs answers. Raises the error of the last one that failed;
-        GivenUp where nobody takes them up; ResourceError after the stage's limit; Stopped."""
+        """Return the reference that one of the runs answers.
+
+        Raises:
+            QuiverError: The error of a failed run, if all have failed.
+            GivenUp: If no worker takes the runs.
+            ResourceError: If the stage exceeds its time limit.
+            Stopped: If this work was stopped.
+        """
         waiting_since = time.monotonic()
         running_since = None
         while True:
@@ -154,7 +172,7 @@ class _PoolRuns:
                 waiting_since = now
                 running_since = None
             if len(self.failures) == len(self.runs):
-                # a crash says least
+                # Prefer any other error: a crash says least.
                 raise max(
                     self.failures.values(),
                     key=lambda error: not isinstance(error, ResourceError),
@@ -176,8 +194,10 @@ class _PoolRuns:
             time.sleep(POLL_SECONDS)
 
     def _refresh(self) -> None:
-        """Read the runs as the server has them now. A server that is gone is waited for; a run that
-        it lost has crashed."""
+        """Read the runs' states from the server.
+
+        Waits for a server that does not answer; a run that the server lost counts as crashed.
+        """
         since = time.monotonic()
         runs = FlowRunFilter(id=FlowRunFilterId(any_=[run.id for run in self.runs]))
         while True:
@@ -200,8 +220,8 @@ class _PoolRuns:
         ]
 
     def _finished_ref(self) -> str | None:
-        """The reference that a finished run answered; of those that failed their errors are
-        noted."""
+        """Return the reference that a finished run answered, if any; record the errors of failed
+        runs."""
         stage = f"stage {self.call.stage}"
         for run in self.runs:
             if run.id in self.failures:
@@ -245,8 +265,8 @@ class _PoolRuns:
         return None
 
     def _require_workers(self) -> None:
-        """GivenUp when no worker of the pool is online, or the pool is paused; else a line that
-        says what is waited for."""
+        """Raise GivenUp if no worker of the pool is online or the pool is paused; else log a
+        warning."""
         online = self._online_workers()
         if self.client.read_work_pool(self.pool).is_paused:
             reason = "it is paused"
@@ -284,11 +304,11 @@ class _PoolRuns:
         return [worker.name for worker in workers if worker.status.value == "ONLINE"]
 
     def cancel(self) -> None:
-        """Cancel what is not finished: a worker ends its process, and the stage below it; what
-        waits is not begun."""
+        """Cancel unfinished runs: a worker ends the process and its stage, and waiting runs do not
+        start."""
         for run in self.runs:
             if not run.state.is_final():
                 try:
                     self.client.set_flow_run_state(run.id, State(type=StateType.CANCELLING))
-                except Exception as error:  # must not hide what ended the stage
+                except Exception as error:  # This must not hide the error that ended the stage.
                     log.warning("%s could not be cancelled: %s", run.name, printable(error))

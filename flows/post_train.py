@@ -1,27 +1,29 @@
-"""The main flow: prompts → rollouts → rewards → the next policy, again and again, measured before
-and after.
+"""The main flow: prompts → rollouts → rewards → the next policy, for each iteration in turn.
 
-Only references travel between tasks. A run that is started again walks the same way: what is
-finished is found in the store, and the first unfinished stage goes on at its first unfinished
-shard. What is finished need not be read again: where [retention] or `quiver gc` took files away,
-the manifest answers, and what a later stage does read is made again.
+Read this file to follow a training run from start to end. The policy is measured on held-out rows
+before the first iteration, after the last one, and in between if `evaluate.every` asks for it.
 
-Iteration k makes policy@k; policy@0 is the base. With `overlap = 0` its rollouts are sampled by
-policy@k-1, which it improves:
+Only references travel between tasks. A restarted run takes the same steps: finished versions are
+found in the store, and the first unfinished stage continues at its first unfinished shard. Finished
+versions need not be readable. If [retention] or `quiver gc` deleted their files, the manifest is
+enough, and a version that a later stage must read is made again.
+
+Iteration k makes policy@k; policy@0 is the base. With `overlap = 0`, policy@k-1 samples the
+rollouts that improve it:
 
     sample 1 (policy@0) · optimize 1 (policy@0 → 1) · sample 2 (policy@1) · optimize 2 (1 → 2) · …
 
-With `overlap = 1` the rollouts of iteration k+1 are sampled and scored while iteration k optimizes,
-by the policy that k starts from; so those of iteration 1 are on-policy, and those of every later
-one are by policy@k-2, one step old:
+With `overlap = 1`, iteration k+1 is sampled and scored while iteration k optimizes, by the policy
+that k starts from. Iteration 1 is therefore on-policy, and each later iteration k learns from
+rollouts of policy@k-2, one step old:
 
     sample 1 (policy@0) · optimize 1 (policy@0 → 1) · optimize 2 (1 → 2)  · optimize 3 (2 → 3) · …
                         · sample 2 (policy@0)       · sample 3 (policy@1) · …
 
-The losses correct it, since each row carries the logprob that it was sampled with. Seeds follow
-from the iteration, so contents and lineage are the same however often the flow was interrupted.
-Numbers are too, since versions of a kind are made one after another; but for logprobs with overlap,
-where those of two iterations may be made at a time.
+The losses correct for this, since each row carries the logprob it was sampled with. Seeds follow
+from the iteration, so contents and lineage do not depend on interruptions. Version numbers do not
+either, since versions of a kind are made one after another. The exception is logprobs with overlap:
+two iterations may make theirs at the same time.
 """
 
 from __future__ import annotations
@@ -54,22 +56,22 @@ from .sampled import Sampled
 from .tasks import check_stages, perform, tagged
 
 _LEARNED_FROM = ("rollouts", "rewards", "prox_logprobs")
-"""What optimize is given of `Sampled`, under the same names."""
+"""Roles of optimize's inputs that are fields of `Sampled`, under the same names."""
 
 
 @dataclass(frozen=True)
 class Iteration(Sampled):
-    """A whole iteration: what was sampled, and the policy that learned from it."""
+    """A whole iteration: the sampled rounds, and the policy that learned from them."""
 
     ref_logprobs: str | None
-    """Under the reference of the KL term. None: there is no such term."""
+    """Logprobs under the reference of the KL term. None: the loss has no KL term."""
     policy: str
-    """The policy that it made."""
+    """The policy that this iteration made."""
     evaluation: dict[str, Any] | None = None
     """Score, standard error and n of that policy and of the baseline. None: not measured."""
 
     def to_json(self) -> dict[str, Any]:
-        """As `quiver run --json` prints it: what nobody asked for is left out."""
+        """Return the fields for `quiver run --json`, without logprobs that were not asked for."""
         optional = ("prox_logprobs", "ref_logprobs")
         fields = {
             name: field
@@ -84,15 +86,18 @@ def post_train(recipe: Recipe, first_forced: str | None = None) -> dict[str, Any
     """Improve the recipe's policy `iterations` times, measured on held-out rows before and after.
 
     Args:
-        recipe: The whole recipe, as a TOML file has it.
-        first_forced: A stage (prompt, generate, reward, logprobs, optimize or evaluate): it and
-            those after it are done anew, even where a finished version exists. Evaluation is always
-            among them: its rollouts, rewards and scores are made anew, its prompts are not. What is
-            done anew is not tried again where it fails.
+        recipe: The whole recipe, with the sections of its TOML file.
+        first_forced: A stage (prompt, generate, reward, logprobs, optimize or evaluate). This stage
+            and all later ones run again, even if a finished version exists. Evaluation is always
+            among them: its rollouts, rewards and scores are made again, its prompts are not. A
+            forced stage is not retried if it fails.
 
     Returns:
-        What `quiver run --json` prints: the run, and for each iteration its references, mean
-        reward, evaluation and seconds by stage.
+        The object that `quiver run --json` prints: the run, the baseline, and for each iteration
+        its references, mean reward, evaluation and seconds by stage.
+
+    Raises:
+        ConfigError: If `first_forced` is not a stage, or a stage cannot run with this recipe.
     """
     if first_forced is not None and first_forced not in STAGES:
         raise ConfigError(
@@ -108,7 +113,7 @@ def post_train(recipe: Recipe, first_forced: str | None = None) -> dict[str, Any
 
 def _run_iterations(recipe: Recipe, forced: Collection[str]) -> dict[str, Any]:
     base = import_policy(recipe)
-    # before the baseline: a missing source is told before anything is generated
+    # Before the baseline, so that a missing source is reported before anything is generated.
     prompts = make_prompts(recipe, base, 1, forced)
     baseline = numbers(measure(recipe, base, 0, forced))
     printed: list[dict[str, Any]] = []
@@ -144,13 +149,18 @@ def improve(
     prompts: Outcome | None = None,
     finish: Callable[[Iteration], None] = lambda iteration: None,
 ) -> list[Iteration]:
-    """The iterations from number `first` to the recipe's last, the first of which improves
-    `policy`.
+    """Run the iterations from number `first` to the recipe's last; return them, oldest first.
 
-    A fixed reference is `base`; replay, and a reference that moves, begin with the first iteration.
-    `first_round`: the number of its first round, where that is not its own. `prompts`: those of the
-    first iteration, where they are there. `finish` is called with each
-    iteration, while the next one is sampled where the recipe says `overlap`.
+    Args:
+        recipe: The resolved recipe.
+        policy: The policy that iteration `first` improves.
+        base: The reference if `reference.rule` is "fixed". Replay, and a reference that moves,
+            begin with iteration `first`.
+        first: Number of the first iteration.
+        first_round: Number of its first round. Default: the iteration's number.
+        forced: Stages to run again even if a finished version exists.
+        prompts: The first iteration's prompts, if they were made already.
+        finish: Called after each iteration; with `overlap`, while the next one is sampled.
     """
     iterations: list[Iteration] = []
     rounds: list[Sampled] = []
@@ -181,8 +191,11 @@ def improve(
 
 
 def import_policy(recipe: Recipe) -> str:
-    """The base model, as policy@0; before it is imported, ConfigError where code or a model that
-    scores is missing, or this machine could not train."""
+    """Import the base model as policy@0.
+
+    Raises ConfigError before the import if code or a model that scores is missing, or if this
+    machine cannot train.
+    """
     check_stages(recipe, trained_here(recipe), stage_call(recipe, "policy", recipe.policy, {}))
     pinned(recipe.reward)
     return perform(recipe, "policy", recipe.policy, {}, label="import policy").ref
@@ -196,8 +209,11 @@ def make_prompts(
     round: int | None = None,
     earlier: Sequence[Sampled] = (),
 ) -> Outcome:
-    """The prompts of one round of an iteration, rendered for `policy`; ConfigError when the rewards
-    could not score them, or this machine not train. `earlier`: the rounds before it."""
+    """Make the prompts of one round of an iteration, rendered for `policy`.
+
+    `earlier` holds the rounds before it. Raises ConfigError if the rewards cannot score these
+    prompts, or if this machine cannot train.
+    """
     round = round or iteration
     prompts = perform(
         recipe,
@@ -225,11 +241,20 @@ def sample(
     prompts: Outcome | None = None,
     first_round: int | None = None,
 ) -> Sampled:
-    """What iteration `iteration` learns from, by `policy`: one round, which comes after the
-    `earlier` ones of the iterations before, and with [data] refill as many more as it takes.
+    """Sample the rounds that iteration `iteration` learns from, by `policy`.
 
-    `prompts`: those of the first round, where they are there. `first_round`: its number, where none
-    is earlier, and it is not the iteration's.
+    There is one round, after the `earlier` ones of previous iterations. With [data] refill, further
+    rounds follow until enough groups have contrast.
+
+    Args:
+        recipe: The resolved recipe.
+        policy: The policy that samples.
+        iteration: Number of the iteration, from 1.
+        forced: Stages to run again even if a finished version exists.
+        earlier: All rounds of previous iterations, oldest first.
+        prompts: The first round's prompts, if they were made already.
+        first_round: Number of the first round if `earlier` is empty. Default: the iteration's
+            number.
     """
     round = earlier[-1].round + 1 if earlier else first_round or iteration
     sample_next = partial(sample_round, recipe, policy, iteration, forced)
@@ -245,8 +270,8 @@ def sample_round(
     earlier: Sequence[Sampled],
     prompts: Outcome | None = None,
 ) -> Sampled:
-    """One round by `policy`: prompts (unless they are there already), rollouts, rewards and, where
-    the recipe asks for them, proximal logprobs."""
+    """Sample one round by `policy`: prompts (unless given), rollouts, rewards and, if the recipe
+    needs them, proximal logprobs."""
     run = partial(perform, iteration=iteration, round=round)
     prompts = prompts or make_prompts(recipe, policy, iteration, forced, round, earlier)
     rollouts = run(
@@ -283,11 +308,10 @@ def update(
     forced: Collection[str],
     earlier: Sequence[Sampled],
 ) -> Iteration:
-    """What was sampled, and the policy that `policy` becomes by it; a KL term, where there is one,
-    holds on to `reference`.
+    """Train `policy` on the sampled rounds and return the finished iteration.
 
-    What `earlier` iterations sampled is trained on again, beside this one's, scored under the
-    present reference.
+    Rounds of the `earlier` iterations are trained on again (replay), scored under the current
+    reference. `reference` is the policy of the KL term, or None if the loss has no KL term.
     """
     rounds = [each for iteration in (sampled, *earlier) for each in iteration.rounds]
     sources = score_start(recipe, policy, rounds, forced)
@@ -326,8 +350,10 @@ def update(
 
 
 def configs_after(recipe: Recipe, iteration: int) -> dict[str, Config]:
-    """The config of the stage that comes after iteration `iteration` has optimized; none where
-    sampling goes on beside it, or nothing comes."""
+    """Return the config of the stage that follows optimize in `iteration`.
+
+    Empty if sampling already runs beside optimize (`overlap`), or if no stage follows.
+    """
     is_last = iteration == recipe.iterations
     if recipe.overlap and not is_last:
         return {}

@@ -1,11 +1,11 @@
-"""What is looked at before anything of a recipe runs: all that paths, columns and names tell.
+"""Checks of a recipe before anything runs: its paths, columns and names.
 
-Nothing is written; no torch, no Prefect and no process is needed. `quiver run` does it before its
-first line of work. `quiver check` does it too, and then takes the first rows through the stages
-(`first_rows`).
+Look here for what `quiver check` and `quiver run` refuse. Nothing is written, and no torch, Prefect
+or child process is needed. `quiver run` does these checks first. `quiver check` does them too, and
+then takes the first rows through the stages (`first_rows`).
 
     recipe = preflight(load("recipe.toml"))        # resolved; ConfigError says what is wrong
-    try_out(recipe)                                # what only trying tells, too
+    try_out(recipe)                                # finds what only trying can show
 """
 
 from __future__ import annotations
@@ -39,10 +39,15 @@ log = logging.getLogger(__name__)
 
 
 def preflight(recipe: Recipe) -> Recipe:
-    """The recipe, resolved, once nothing is found to be wrong with it. ConfigError, SecurityError;
-    CorruptError, ResourceError: the store cannot be used.
+    """Check a recipe and return it resolved.
 
-    Sources are read and the model's files hashed; a hub may be asked where the recipe names one.
+    Sources are read and the model's files hashed. A hub is asked only if the recipe names one.
+
+    Raises:
+        ConfigError: If a key, path, column or name is wrong.
+        SecurityError: If a file must not be used.
+        CorruptError: If the store is damaged.
+        ResourceError: If the store cannot be used.
     """
     recipe.data.require_filled_in()
     check_placement(recipe)
@@ -69,7 +74,7 @@ def preflight(recipe: Recipe) -> Recipe:
 
 
 def _require_turn_rewards(recipe: Recipe) -> None:
-    """ConfigError where turns are to answer for their own rewards, and none has any."""
+    """Raise ConfigError if the recipe uses an environment's rewards and would get none."""
     credit = recipe.optimize.credit
     turns = recipe.generate.turns
     uses_environment = ENVIRONMENT in [each.use for each in recipe.reward.functions]
@@ -90,9 +95,11 @@ def _require_turn_rewards(recipe: Recipe) -> None:
 
 
 def try_out(recipe: Recipe) -> list[str]:
-    """The stages that were tried on a resolved recipe, besides what its first rows went through:
-    their `check`, which starts processes, loads what scores and asks servers. ConfigError,
-    RemoteError."""
+    """Run the `check` of each remaining stage on a resolved recipe, and return the names of the
+    stages.
+
+    A check starts processes, loads scorers and asks servers. Raises ConfigError or RemoteError.
+    """
     of_data = recipe.columns["data"]
     for columns in recipe.columns.values():
         if columns != of_data:
@@ -105,9 +112,11 @@ def try_out(recipe: Recipe) -> list[str]:
 
 
 def finished(recipe: Recipe) -> dict[str, str]:
-    """Which versions of the first iteration of a resolved recipe are there already, by stage: a run
-    goes on behind the last of them. One that is there and was made of something else is logged.
-    ConflictError: the run starts from another base model."""
+    """Return the finished versions of a resolved recipe's first iteration, by stage.
+
+    A run continues after the last of them. A version that exists but was made with other settings
+    is logged. Raises ConflictError if the run starts from another base model.
+    """
     refs: dict[str, str] = {}
     if _store_at(recipe.store) is None:
         return refs
@@ -130,8 +139,7 @@ def finished(recipe: Recipe) -> dict[str, str]:
 
 
 def made_policy(recipe: Recipe) -> Version | None:
-    """Return the base model of a resolved recipe if a run in its store has made it. None if it is
-    still to be made."""
+    """Return the base model of a resolved recipe if a run in its store has made it, else None."""
     store = _store_at(recipe.store)
     if store is None:
         return None
@@ -141,16 +149,16 @@ def made_policy(recipe: Recipe) -> Version | None:
 
 
 def _tell_what_differs(plan: Plan, kind: str) -> None:
-    """Warn with the keys that differ if the run has a first version of `kind` that the plan does
-    not ask for, because the recipe changed since."""
+    """Warn with the keys that differ if the run has a first version of `kind` made with other
+    settings."""
     numbers = plan.store.numbers(plan.run, kind)
     if not numbers:
         return
-    with suppress(QuiverError):  # deleted, or damaged, which is not the question here
+    with suppress(QuiverError):  # A deleted or damaged version is not this function's concern.
         version = plan.store.open(f"{plan.run}/{kind}@{numbers[0]}")
         manifest = version.manifest
         saved = parse(load(manifest.stage).Config, manifest.config, str(version.ref))
-        before, asked = (  # an empty table is told by the keys that it lacks
+        before, asked = (  # An empty table shows by the keys it lacks.
             {path: leaf for path, leaf in flatten(config.key()).items() if leaf != {}}
             for config in (saved, plan.config)
         )
@@ -173,19 +181,20 @@ def _in_words(leaf: Any) -> str:
 
 
 def _store_at(path: str) -> Store | None:
-    """The store at `path`; None where none is yet and one can be made. ConfigError otherwise."""
+    """Return the store at `path`, or None if none exists yet and one can be made. Raises
+    ConfigError otherwise."""
     try:
         folder = Path(path).expanduser().absolute()
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            return Store(folder)  # says what else is there
+            return Store(folder)  # Its error names what else is in the folder.
         parent = next(above for above in (folder, *folder.parents) if above.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, f"nothing can be made in {parent}")
-        if not os.statvfs(parent).f_blocks:  # of /proc, say, which permits what it cannot do
+        if not os.statvfs(parent).f_blocks:  # /proc, for example, permits what it cannot do.
             os.rmdir(tempfile.mkdtemp(dir=parent))
     except QuiverError:
         raise
-    except (OSError, RuntimeError) as error:  # RuntimeError: pathlib's word for a home
+    except (OSError, RuntimeError) as error:  # pathlib raises RuntimeError for an unknown home.
         raise ConfigError(
             f"store {printable(path)}",
             f"cannot be used: {reason(error)}",

@@ -1,11 +1,10 @@
-"""Progress of a running stage on Prefect's pages, read from the lines that its child process logs
-anyway.
+"""Progress of a running stage on Prefect's pages, parsed from the log lines of its child process.
 
     with progress(call, log.info) as on_line:
         outcome = run_call(call, on_line=on_line)
 
-A thread of its own tells the server, every few seconds and only of news: a slow server, or none,
-does not hold up the stage, and a stage that is done sooner than that leaves no artifact.
+A thread posts to the server every few seconds, and only changes. So a slow or missing server does
+not delay the stage, and a stage that finishes sooner leaves no artifact.
 """
 
 from __future__ import annotations
@@ -32,10 +31,12 @@ _GRACE_SECONDS = 2.0
 
 @contextmanager
 def progress(call: Call, on_line: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
-    """What takes the lines of the child that runs `call`: it hands them on to `on_line`, and shows
-    how far the stage is."""
+    """Yield a function that takes the lines of the child that runs `call`.
+
+    It passes them on to `on_line`, and shows the stage's progress.
+    """
     if FlowRunContext.get() is None and TaskRunContext.get() is None:
-        yield on_line  # no run, no page
+        yield on_line  # Without a run there is no page.
         return
     bar = Bar(call)
     ended = threading.Event()
@@ -57,12 +58,13 @@ def progress(call: Call, on_line: Callable[[str], None]) -> Iterator[Callable[[s
     finally:
         ended.set()
         thread.join(_GRACE_SECONDS)
-    if not thread.is_alive():  # it is, where a server does not answer; then the last words are lost
+    # It is alive if the server does not answer; then the last progress is lost.
+    if not thread.is_alive():
         bar.finish()
 
 
 class Bar:
-    """How far one stage is, in percent, and its artifact once there is one."""
+    """Progress of one stage in percent, and its artifact once it exists."""
 
     def __init__(self, call: Call) -> None:
         self._name = key(f"progress-{call.stage}", call.into or "run")
@@ -72,24 +74,24 @@ class Bar:
         self._id: UUID | None = None
 
     def hear(self, line: str) -> None:
-        """Take in a line; one that tells nothing of progress is passed over."""
+        """Parse a line; lines without progress are ignored."""
         self._stage.hear(line)
 
     @property
     def percent(self) -> float:
-        """Of the stage, by the last line that told."""
+        """Progress of the stage in percent, by the last progress line."""
         if self._is_over:
             return 100.0
         return min(100.0, 100.0 * self._stage.done / max(self._stage.total or 1, 1))
 
     def finish(self) -> None:
-        """The stage came to its end: said where it was shown at all."""
+        """Mark the stage as complete, if its progress was shown at all."""
         if self._id is not None:
             self._is_over = True
             self.post()
 
     def post(self) -> None:
-        """Make or renew the artifact where there is news. Never raises."""
+        """Create or update the artifact if there is news. Never raises."""
         news = (self.percent, self._stage.line)
         if news == self._posted:
             return

@@ -1,12 +1,11 @@
-"""Whether a policy takes the tag over: better than the one that bears it, on the same held-out
-prompts, by more than chance.
+"""The decision on a policy for the tag: it must beat the policy in use by more than chance.
 
-A policy that has collapsed may score better all the same, since rewards can be gamed. So one that
-moved further from the policy in use than [promotion] allows (`drift`) is not promoted without a
-person.
+Both are measured on the same held-out prompts. A collapsed policy may still score better, since
+rewards can be gamed. So a policy that moved further from the policy in use than [promotion] allows
+(`drift`) is not promoted without a person.
 
-The tag moves by compare-and-swap, and its journal (`quiver history`) keeps what was decided and on
-what, whether it moved or not. Nothing here runs a stage.
+The tag moves by compare-and-swap. Its journal (`quiver history`) keeps every decision and its
+grounds, whether the tag moved or not. Nothing here runs a stage.
 """
 
 from __future__ import annotations
@@ -24,39 +23,41 @@ from quiver.stages.report.words import counted, unscored_of
 
 
 class Promotion(Config):
-    """When the policy of a nightly run takes over the tag of the one in use."""
+    """When the policy of a nightly run takes over the tag from the policy in use."""
 
     tag: str = "prod"
     """The tag: `run/policy@prod` is the policy in use. The first night gives it to policy@0. Each
     night starts from it."""
     margin: float = Field(default=0.01, ge=0)
-    """How much better the new policy must be, in units of `by`."""
+    """Least improvement of the new policy, in units of `by`."""
     by: str = Field(default="score", pattern=r"^(score|pass@[1-9][0-9]*)$")
-    """What is compared: `score`, or `pass@4` where `evaluate.k` has a 4."""
+    """Quantity to compare: `score`, or e.g. `pass@4` if `evaluate.k` contains 4."""
     confidence: float = Field(default=0.95, ge=0.5, lt=1)
-    """How sure it must be: the one-sided lower confidence bound of the difference, paired by
-    prompt, must reach `margin`. 0.5: the difference itself must, however uncertain it is."""
+    """Confidence required: the one-sided lower confidence bound of the difference, paired by
+    prompt, must reach `margin`. 0.5: the difference itself must reach it, however uncertain it
+    is."""
     max_kl: float | None = Field(default=1.0, ge=0)
-    """Most KL divergence, in nats a token, between a policy of the night and the one that sampled
-    for it (`approx_kl` of any optimizer step). A better policy beyond this or one of the next three
-    keys waits for a person with `approval`, and is rejected without. None: any."""
+    """Largest KL divergence, in nats per token, between a policy of the night and the policy that
+    sampled for it (`approx_kl` of any optimizer step). A better policy beyond this limit or one of
+    the next three waits for a person if `approval` is set, and is rejected otherwise. None: no
+    limit."""
     max_entropy_drop: float | None = Field(default=1.0, ge=0)
-    """Most that the policy's entropy may fall in a night, in nats a token, from the first optimizer
-    step to the last. None: any."""
+    """Largest fall of the policy's entropy in a night, in nats per token, from the first optimizer
+    step to the last. None: no limit."""
     max_truncated: float | None = Field(default=0.8, ge=0, le=1)
     """Largest share of held-out answers that a limit may cut off. Not applied if the policy in use
-    exceeds it already. None: any."""
+    exceeds it already. None: no limit."""
     max_length_change: float | None = Field(default=4.0, ge=1)
-    """Largest factor by which the mean length of held-out answers may grow or shrink beside that of
-    the policy in use. None: any."""
+    """Largest factor by which the mean length of held-out answers may grow or shrink compared with
+    the policy in use. None: no limit."""
     rollback: bool = False
-    """First measure the policy in use against the one before it, on tonight's held-out rows; where
-    that one is better by the same rule, the tag goes back to it."""
+    """First measure the policy in use against the one before it, on tonight's held-out rows. If the
+    older one is better by the same rule, the tag returns to it."""
     approval: bool = False
-    """Pause a better policy for a person's answer, in the Prefect server's pages or over its API.
+    """Pause a better policy for a person's answer, on the Prefect server's pages or over its API.
     Needs a server of its own."""
     approval_seconds: float = Field(default=43200, ge=1)
-    """How long to wait for the answer; then the answer is no."""
+    """Seconds to wait for the answer; after that the answer is no."""
 
     @field_validator("tag")
     @classmethod
@@ -64,8 +65,7 @@ class Promotion(Config):
         return tags.check_name(tag)
 
     def check(self, ks: Collection[int]) -> None:
-        """ValueError unless an evaluation that measures pass@k for these k tells what is
-        compared."""
+        """Raise ValueError if an evaluation with pass@k for these k does not measure `by`."""
         if self.by != "score" and int(self.by.removeprefix("pass@")) not in ks:
             raise ValueError(
                 f"promotion.by is {self.by!r}, which evaluate.k = {list(ks)} does not measure: add "
@@ -74,7 +74,7 @@ class Promotion(Config):
 
 
 class Judgement(NamedTuple):
-    """Whether one policy is better than another, the difference, and both in words."""
+    """A judgement: if one policy is better than another, the reason in words, and the numbers."""
 
     better: bool
     why: str
@@ -83,9 +83,11 @@ class Judgement(NamedTuple):
 
 
 def judge(promotion: Promotion, metrics: dict[str, Any]) -> Judgement:
-    """Judge an evaluation with a baseline by its manifest's metrics. LineageError.
+    """Judge an evaluation with a baseline by the metrics of its manifest.
 
-    better  ⇔  difference − z(confidence) · stderr ≥ margin, and the difference is above 0
+        better  ⇔  difference − z(confidence) · stderr ≥ margin, and the difference is above 0
+
+    Raises LineageError if the metrics lack the difference.
     """
     k = promotion.by.partition("@")[2]
     difference = metrics.get("difference") or {}
@@ -114,7 +116,8 @@ def judge(promotion: Promotion, metrics: dict[str, Any]) -> Judgement:
 
 
 def _left_out(metrics: dict[str, Any]) -> str:
-    """What the difference leaves out, and what it counts by a rule; empty if there is nothing."""
+    """Return notes on prompts that the difference leaves out or scores by a rule; "" if there are
+    none."""
     notes = []
     if metrics.get("unpaired"):
         prompts = counted(metrics["unpaired"], "prompt")
@@ -125,7 +128,7 @@ def _left_out(metrics: dict[str, Any]) -> str:
 
 
 def entry_of(store: Store, run: str, promotion: Promotion, key: str) -> tags.Entry | None:
-    """What the tag's journal says of `key`, where that is decided already."""
+    """Return the entry with this key in the tag's journal, or None if it is undecided."""
     return next((entry for entry in store.history(run, promotion.tag) if entry.key == key), None)
 
 
@@ -140,10 +143,10 @@ def decide(
     why: str,
     about: dict[str, Any],
 ) -> tags.Entry:
-    """Move the tag from `before` to `ref`, or note that it stays; the entry of `key`, which may be
-    another process's.
+    """Move the tag from `before` to `ref`, or record that it stays, and return the entry of `key`.
 
-    ConflictError if somebody moved the tag since: what was compared with is no longer in use.
+    The entry may come from another process. Raises ConflictError if the tag was moved since: the
+    policy that was compared with is no longer in use.
     """
     try:
         store.tag(run, promotion.tag, ref, expected=before, why=why, key=key, about=about)

@@ -1,9 +1,9 @@
-"""The proximal logprobs of rollouts: the ratio's denominator, scored with the trainer's numerics
-where a recipe asks for it or the training needs it.
+"""The proximal logprobs of rollouts: the ratio's denominator, scored with the trainer's numerics.
 
-Under `prox_of = "behaviour"` rollouts are scored as soon as they are sampled, under the policy that
-sampled. Under `"start"` all that an iteration learns from, replayed rollouts too, is scored under
-the policy that its training starts from.
+They are scored if the recipe asks for them or the training needs them. With `prox_of =
+"behaviour"`, rollouts are scored right after sampling, under the policy that sampled them. With
+`"start"`, all rollouts of an iteration, replayed ones too, are scored under the policy that its
+training starts from.
 
     outcomes = score_behaviour(recipe, rollouts.ref, policy, perform, forced=())
     sources = score_start(recipe, policy, [sampled, *earlier], forced=())
@@ -27,8 +27,10 @@ _Source = TypeVar("_Source")
 def proximal_config(
     recipe: Recipe, samplings: Iterable[Mapping[str, Any]]
 ) -> LogprobsConfig | None:
-    """How the logprobs stage scores for the ratio's denominator; None where nothing asks for it.
-    `samplings`: how the rollouts that are trained on were sampled."""
+    """Return the logprobs config for the ratio's denominator, or None if it is not needed.
+
+    `samplings`: the sampling sections of the rollouts to train on.
+    """
     needed = recipe.optimize.needs_prox or any(map(biases, samplings))
     if not (needed or recipe.logprobs.prox):
         return None
@@ -47,9 +49,19 @@ def score_behaviour(
     perform: Callable[..., Outcome],
     forced: Collection[str],
 ) -> dict[str, Outcome]:
-    """The proximal logprobs of `rollouts`, which `policy` sampled, by the name of the step; none
-    where nothing asks for them, or where they are another policy's, who is yet to come. `perform`
-    runs a stage, as `tasks.perform` does."""
+    """Score the proximal logprobs of `rollouts` under `policy`, which sampled them.
+
+    Args:
+        recipe: The resolved recipe.
+        rollouts: Reference of the rollouts.
+        policy: The policy that sampled them.
+        perform: Runs a stage, with the signature of `tasks.perform`.
+        forced: Stages to run again.
+
+    Returns:
+        The outcome by the name of the step. Empty if nothing needs it, or if `prox_of` names a
+        policy that does not exist yet.
+    """
     config = proximal_config(recipe, [recipe.generate.sampling.model_dump()])
     if config is None or not config.is_of_sampler:
         return {}
@@ -61,8 +73,11 @@ def score_behaviour(
 def score_start(
     recipe: Recipe, policy: str, sources: Sequence[_Source], forced: Collection[str]
 ) -> list[_Source]:
-    """The `sources`, rounds of some iterations, those of the present one first; under `prox_of =
-    "start"` with their proximal logprobs under `policy`, which is about to be trained."""
+    """Add proximal logprobs to rounds if `prox_of = "start"`; else return them unchanged.
+
+    They are scored under `policy`, which is about to be trained. `sources` begins with the rounds
+    of the current iteration.
+    """
     from .tasks import perform
 
     if recipe.optimize.prox_of != "start":

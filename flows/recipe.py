@@ -1,8 +1,8 @@
-"""The recipe: one TOML file, one typed object, the same for the shell, for Prefect's form and for a
-deployment.
+"""The recipe: one TOML file, one typed object, for the shell, Prefect's form and deployments.
 
-Each section is the config of the stage that it feeds, so a key's meaning stands beside the code
-that reads it. Relative paths are taken from the folder in which the command runs.
+Look here for rules between sections, and for how a section becomes a stage's config. Each section
+is the config of its stage, so a key is documented beside the code that reads it. Relative paths
+start at the folder in which the command runs.
 
     recipe = load("deployments/recipes/demo.toml", ["optimize.learning_rate=1e-6", "iterations=2"])
 """
@@ -58,8 +58,8 @@ from .sections import (
 )
 
 _UNBIASED_SAMPLING = {"temperature", "max_tokens", "stop_token_ids", "stop", "ignore_eos"}
-"""Options of sampling for which logprobs are corrected, or that only end a completion."""
-# a key of [data] in an error's text, which may stand for one of [data.held_out]
+"""Sampling options that logprobs are corrected for, or that only end a completion."""
+# A key of [data] in an error's text, which may stand for a key of [data.held_out].
 _KEY_OF_DATA = rf"(?<![\w./])data\.(?=({'|'.join(SourceConfig.model_fields)})\b)"
 
 
@@ -71,30 +71,30 @@ class Recipe(Config):
     store: str = "store"
     """Folder of the store."""
     seed: int = Field(0, ge=0)
-    """Every random choice derives from it; a section's own `seed` replaces it there."""
+    """Seed of every random choice; a section's own `seed` replaces it there."""
     iterations: int = Field(1, ge=1)
-    """How many times the policy is improved."""
+    """Number of times the policy is improved."""
     overlap: int = Field(0, ge=0, le=1)
-    """1: while an iteration optimizes, the next one already samples and scores, with the policy
-    that is being improved; so from the second iteration on rollouts are one policy old, which their
-    saved logprobs correct. 0: one after another, as in nights, whatever is set."""
+    """1: while an iteration optimizes, the next one samples and scores with the policy being
+    improved. From the second iteration on, rollouts are then one policy old, which their saved
+    logprobs correct. 0: one after another; nights always do this."""
     report_url: str | None = Field(None, pattern=r"^https?://")
-    """Where the store's folder is served, so that Prefect's pages can link to the run's report;
-    None: a link for this host."""
+    """URL under which the store's folder is served, so that Prefect's pages can link to the run's
+    report. Default: a link for this host."""
     policy: PolicyConfig
     """The base model: `policy@0`."""
     data: Data
     """Source of the prompts."""
     prompt: Prompt = Prompt()
-    """How rows become token ids."""
+    """Rendering of rows to token ids."""
     generate: Generate = Generate()
     """Engine and sampling."""
     reward: RewardConfig
-    """What is scored, and how."""
+    """Reward functions, models and servers, and their weights."""
     reference: Reference = Reference()
-    """The policy that the KL term holds on to."""
+    """The policy that the KL term compares with."""
     logprobs: Logprobs = Logprobs()
-    """How saved completions are scored again."""
+    """Precision and batches for scoring saved completions again."""
     optimize: Optimize = Optimize()
     """Algorithm and optimizer."""
     evaluate: Evaluate = Evaluate()
@@ -102,13 +102,13 @@ class Recipe(Config):
     promotion: Promotion = Promotion()
     """When a nightly run's policy becomes the one in use."""
     schedule: Schedule = Schedule()
-    """What each run of a schedule does."""
+    """Work of each run that a schedule starts."""
     retention: Retention = Retention()
-    """What stays of what the run made."""
+    """Which of the run's versions and files are kept."""
     placement: Placement = Placement()
     """Work pools, interpreters, time limits, retries and slots."""
     _looked_up: dict[str, Config] = PrivateAttr(default_factory=dict)
-    """The sections as `resolved` left them."""
+    """The sections as `resolved` left them, to see if they changed since."""
     _columns: dict[str, list[str]] = PrivateAttr(default_factory=dict)
     """See `columns`."""
 
@@ -120,7 +120,7 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _can_train(self) -> Recipe:
-        """What [generate] and [optimize] need of each other."""
+        """Check [generate] and [optimize] against each other."""
         sampling = self.generate.sampling
         if sampling.temperature == 0:
             raise ValueError(
@@ -164,8 +164,11 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _can_evaluate(self, info: ValidationInfo) -> Recipe:
-        """What [data.held_out], [evaluate] and [promotion] need of each other. A context: nothing
-        is measured."""
+        """Check [data.held_out], [evaluate] and [promotion] against each other.
+
+        With a validation context, [evaluate] is not checked against [reward], because nothing is
+        measured.
+        """
         if self.data.held_out is None:
             return self
         keys = {"source", "split", "name", "arguments"}
@@ -183,7 +186,7 @@ class Recipe(Config):
 
     @property
     def online(self) -> bool:
-        """Whether a hub may be reached: only when the recipe names a hub model or dataset."""
+        """True if a hub may be reached: only if the recipe names a hub model or dataset."""
         models = [self.policy.model, *(scorer.model for scorer in self.reward.models)]
         for function in self.reward.functions:
             if function.use == "similarity":
@@ -199,8 +202,11 @@ class Recipe(Config):
     def load(
         cls, path: str | Path, settings: Sequence[str] = (), *, measures: bool = True
     ) -> Recipe:
-        """The recipe in a TOML file, with `KEY=VALUE` settings put over it. Not `measures`:
-        [evaluate] need not fit [reward]. ConfigError names file, line or key."""
+        """Read the recipe in a TOML file, with `KEY=VALUE` settings put over it.
+
+        If `measures` is false, [evaluate] need not fit [reward]. Raises ConfigError with the file,
+        line or key.
+        """
         try:
             sections = tomllib.loads(read_file(Path(path)).decode("utf-8-sig"))
         except FileNotFoundError:
@@ -220,9 +226,12 @@ class Recipe(Config):
         return parse(cls, sections, f"recipe {path}", context=None if measures else {})
 
     def resolved(self) -> Recipe:
-        """With what it names outside the store looked up: the defaults of the algorithm, the base
-        model's hash, the hash and the input column of each source. So a run asks for each once,
-        before anything is made; what is resolved stays as it is. ConfigError."""
+        """Return the recipe with everything it names outside the store looked up.
+
+        This fills in the algorithm's defaults, the base model's hash, and each source's hash and
+        input column. A run thus looks each up once, before anything is made. A resolved recipe is
+        returned unchanged. Raises ConfigError.
+        """
         names = ("data", "policy", "optimize")
         if all(self._looked_up.get(name) is getattr(self, name) for name in names):
             return self
@@ -242,20 +251,21 @@ class Recipe(Config):
 
     @property
     def columns(self) -> dict[str, list[str]]:
-        """The names of the columns of each source, by its section (data, data.held_out), once the
-        recipe is resolved."""
+        """Column names of each source of a resolved recipe, by section (data, data.held_out)."""
         return self._columns
 
     @property
     def offered_columns(self) -> tuple[str, ...]:
-        """What reward functions may ask for by name of episodes and of pictures, beside the
-        source's columns."""
+        """Names that reward functions may read besides the source's columns, for episodes and
+        pictures."""
         of_turns = scoring.OF_TURNS if self.generate.turns else ()
         return (*of_turns, pictures.OFFERED) if self.data.images else of_turns
 
     def for_night(self, name: str) -> Recipe:
-        """Replace `{night}` in [data] by the night's name (letters, digits, dots, dashes).
-        ConfigError if it is another."""
+        """Return the recipe with `{night}` in [data] replaced by the night's name.
+
+        Raises ConfigError if the name holds other characters than letters, digits, dots and dashes.
+        """
         section = self.data.model_dump_json(exclude_unset=True).replace(
             NIGHT, check_name(name, "night")
         )
@@ -263,7 +273,8 @@ class Recipe(Config):
         return self.model_copy(update={"data": data})
 
     def held_out_resolved(self) -> Recipe:
-        """With the held-out source alone looked up, which is all that a measurement reads."""
+        """Return the recipe with only the held-out source looked up, which is all that a
+        measurement reads."""
         if self.data.held_out is None:
             return self
         source, columns = _source_fields(self.prompt_config(0, evaluation=True), "data.held_out")
@@ -273,12 +284,16 @@ class Recipe(Config):
         recipe._columns = {"data.held_out": columns}
         return recipe
 
-    # Prefect's form sends every default as if it had been typed in; so what a section says is what
-    # differs from its defaults, and a field that stands for another's value has the default None
+    # Prefect's form sends every default as if it had been typed in. So a section counts only where
+    # it differs from its defaults, and a field that stands for another's value has the default
+    # None.
 
     def prompt_config(self, iteration: int, *, evaluation: bool = False) -> PromptConfig:
-        """The prompt stage's config in this iteration, counted from 1, or for evaluation (the same
-        rows each time). The stage counts from 0, since it skips that many times `limit` rows."""
+        """Return the prompt stage's config for an iteration, counted from 1, or for evaluation.
+
+        Evaluation uses the same rows each time. The stage counts from 0, since it skips that many
+        times `limit` rows.
+        """
         source = self.data.for_evaluation() if evaluation else self.data
         generate = self.generate_config(0, evaluation=evaluation)
         fields = {
@@ -291,13 +306,15 @@ class Recipe(Config):
         return PromptConfig(**source.model_dump(exclude={"held_out", "refill"}), **fields)
 
     def generate_config(self, iteration: int, *, evaluation: bool = False) -> GenerateConfig:
-        """The generate stage's config in this iteration, counted from 1, or for evaluation: the
-        seeds are then those of iteration 0 each time, so that scores are paired."""
+        """Return the generate stage's config for an iteration, counted from 1, or for evaluation.
+
+        Evaluation always uses the seeds of iteration 0, so that scores are paired.
+        """
         section = self.generate.model_dump(exclude_defaults=True)
         if evaluation:
             over = self.evaluate.generate
             if over.get("engine", self.generate.engine) != self.generate.engine:
-                section.pop("options", None)  # they are another engine's
+                section.pop("options", None)  # The options belong to another engine.
             section = merge(section, over)
         fields = {"seed": self.seed, "iteration": 0 if evaluation else iteration, **section}
         return parse(
@@ -308,31 +325,33 @@ class Recipe(Config):
         )
 
     def is_measured(self, iteration: int) -> bool:
-        """Whether the policy that iteration `iteration` makes is measured on the held-out rows."""
+        """True if the policy of this iteration is measured on the held-out rows."""
         if self.data.held_out is None:
             return False
         every = self.evaluate.every
         return iteration == self.iterations or bool(every and iteration % every == 0)
 
     def optimize_config(self) -> OptimizeConfig:
-        """The optimize stage's config."""
+        """Return the optimize stage's config."""
         section = self.optimize.model_dump(exclude={"replay"}, exclude_defaults=True)
         if self.data.refill is not None:
             section = {"drop_zero_variance": True, **section}
         return OptimizeConfig(**{"seed": self.seed, **section})
 
     def logprobs_config(self, role: str) -> LogprobsConfig:
-        """The logprobs stage's config, for role `ref` or `prox`."""
+        """Return the logprobs stage's config, for role `ref` or `prox`."""
         return LogprobsConfig(role=role, **self.logprobs.model_dump(exclude={"prox"}))
 
     def score_config(self) -> ScoreConfig:
-        """The evaluate stage's config."""
+        """Return the evaluate stage's config."""
         return ScoreConfig(**self.evaluate.model_dump(exclude={"every", "generate"}))
 
 
 def _source_fields(config: PromptConfig, section: str) -> tuple[dict[str, Any], list[str]]:
-    """The fields of a source that looking at it fills in, and its columns. ConfigError names the
-    keys of `section`."""
+    """Return the fields of a source that reading it fills in, and its columns.
+
+    Raises ConfigError that names the keys of `section`.
+    """
     try:
         resolved, columns = prompt.resolve_with_columns(config)
     except ConfigError as error:
@@ -340,7 +359,8 @@ def _source_fields(config: PromptConfig, section: str) -> tuple[dict[str, Any], 
             text = re.sub(_KEY_OF_DATA, f"{section}.", getattr(error, part))
             setattr(error, part, text)
         raise
-    columns = [column for column in columns if column != config.images]  # offered as images
+    # Offered as images instead.
+    columns = [column for column in columns if column != config.images]
     return {name: getattr(resolved, name) for name in ("source_sha256", *INPUTS)}, columns
 
 

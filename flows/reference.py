@@ -1,4 +1,4 @@
-"""What the KL term of an iteration holds on to: a policy of the run, or their moving average.
+"""Choice of the KL term's reference for an iteration: a policy of the run, or a moving average.
 
 reference = choose_reference(recipe, policies, 3, previous)
 """
@@ -16,9 +16,15 @@ from .tasks import perform
 def choose_reference(
     recipe: Recipe, policies: Sequence[str], iteration: int, previous: str | None
 ) -> str | None:
-    """What the KL term of this iteration holds on to: one of `policies` (the starting policy of
-    every iteration so far), or their moving average, made of the `previous` iteration's. None where
-    there is no such term."""
+    """Return the reference of this iteration's KL term, or None if `optimize.kl_coef` is 0.
+
+    Args:
+        recipe: The resolved recipe.
+        policies: The policies to choose from, oldest first: the starting policy of every iteration
+            so far, or only the base for a fixed rule.
+        iteration: Number of the iteration, from 1.
+        previous: The previous iteration's reference, which a moving average continues.
+    """
     rule = recipe.reference
     if recipe.optimize.kl_coef == 0:
         return None

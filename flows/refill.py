@@ -1,13 +1,14 @@
-"""[data] refill: an iteration samples further prompts, round after round, until enough groups have
-contrast; the dynamic sampling of DAPO (https://arxiv.org/abs/2503.14476, section 3.2).
+"""[data] refill: sample further rounds of prompts until enough groups have contrast.
 
-A group has contrast where its scored rewards are not all equal; only such a group teaches anything.
-Each round is a version of prompts, rollouts and rewards of its own, by the same policy. It takes
-the next `limit` rows of the data, and optimize learns from the rounds of the iteration together.
+This is the dynamic sampling of DAPO (https://arxiv.org/abs/2503.14476, section 3.2).
 
-Rounds are counted over the whole run, and their number decides rows and seeds: where iteration 1
-took rounds 1 to 3, iteration 2 begins with round 4. So no row is asked twice before all are, and a
-run that is started again walks the same way, by the manifests alone.
+A group has contrast if its scored rewards are not all equal; other groups teach nothing. Each round
+makes its own versions of prompts, rollouts and rewards, by the same policy. It takes the next
+`limit` rows of the data, and optimize learns from all rounds of the iteration together.
+
+Rounds are counted over the whole run, and their number decides rows and seeds: if iteration 1 took
+rounds 1 to 3, iteration 2 begins with round 4. So no row is asked twice before all were asked, and
+a restarted run takes the same rounds, by the manifests alone.
 """
 
 from __future__ import annotations
@@ -33,9 +34,17 @@ def fill_up(
     earlier: Sequence[Sampled],
     sample_round: Callable[[int, Sequence[Sampled]], Sampled],
 ) -> Sampled:
-    """`first`, the first round of an iteration, with the further rounds that it takes; as it is
-    where the recipe has no [data] refill. `sample_round` makes the round of a number, which comes
-    after all rounds that it is given; `earlier` are those of the iterations before."""
+    """Add further rounds to the first round of an iteration until enough groups have contrast.
+
+    Args:
+        recipe: The resolved recipe. Without [data] refill, `first` is returned unchanged.
+        first: The iteration's first round.
+        earlier: All rounds of previous iterations.
+        sample_round: Makes a round, given its number and all rounds before it.
+
+    Returns:
+        The first round, with the others in `more`.
+    """
     refill = recipe.data.refill
     if refill is None:
         return first
@@ -79,8 +88,11 @@ def fill_up(
 
 
 def with_rounds(iteration: dict[str, Any]) -> dict[str, Any]:
-    """The fields of an iteration as `quiver run --json` prints them: with [data] refill each round
-    by its number, references and groups with contrast, else nothing of rounds."""
+    """Return the fields of an iteration for `quiver run --json`.
+
+    With [data] refill, they list each round with its number, references and groups with contrast.
+    Without it, nothing about rounds is included.
+    """
     rounds = [iteration, *iteration["more"]]
     names = ("round", "prompts", "rollouts", "rewards", "contrast_groups")
     printed = {

@@ -1,7 +1,8 @@
-"""One stage on saved versions: re-score, re-train, fork, without the rest of the chain.
+"""Run one stage on saved versions, without the rest of the chain: score again, train again, fork.
 
-Plain Python, so that the shell needs no Prefect for it; `single` has the same as flows. A Prefect
-server that the environment names is told of each version (`by_hand`).
+Look here for `quiver generate`, `reward`, `optimize` and the like. This is plain Python, so the
+command line needs no Prefect for it; `single` offers the same as flows. If PREFECT_API_URL names a
+server, each new version is reported to it (`by_hand`).
 
     rerun(recipe, "reward", {"rollouts": "arith/rollouts@3"})
     rerun(recipe, "optimize", {"rollouts": ["arith/rollouts@3", "arith/rollouts@2"]})     # replay
@@ -41,14 +42,14 @@ ROLES = {
     "evaluate": ("policy",),
     "override": ("rollouts", "rewards"),
 }
-"""The references that each stage can be given."""
+"""Roles of the references that each stage accepts."""
 _SEARCH_ORDER = ("rollouts", "rewards", "prompts", "policy")
-"""Roles that are found where they are not named, each by those before it."""
+"""Order in which missing roles are found; each may use the roles before it."""
 _MAKERS = {"prompts": "quiver prompt RECIPE", "rollouts": "quiver generate RECIPE"}
 References = Mapping[str, str | list[str] | None]
-"""What the caller names, by role."""
+"""References named by the caller, by role."""
 RefLists = dict[str, list[str]]
-"""Resolved references by role; only optimize and prompt take several of a role."""
+"""Resolved references by role; only optimize and prompt take several for one role."""
 log = logging.getLogger("quiver")
 
 
@@ -63,8 +64,11 @@ def perform_by_hand(
     force: bool = False,
     iteration: int | None = None,
 ) -> Outcome:
-    """As `tasks.perform`, without Prefect; a server that the environment names is told of the
-    version. A line is logged where there is a `label`."""
+    """Run a stage like `tasks.perform`, without Prefect.
+
+    If PREFECT_API_URL names a server, the version is reported to it. One line is logged if `label`
+    is not empty.
+    """
     call = stage_call(recipe, stage, config, refs, into=into, force=force)
     outcome = run_at(call, recipe.placement)
     CALLED.num_made += not outcome.cached
@@ -85,15 +89,24 @@ def rerun(
     perform: Callable[..., Outcome] = perform_by_hand,
     overrides: Config | None = None,
 ) -> Outcome:
-    """Run `stage` with the given references; one that is not given is found (see `find_refs`).
-    LineageError where there is none.
+    """Run `stage` with the given references; missing ones are found by `find_refs`.
 
-    Only optimize takes several rollouts and rewards, as lists, and prompt several rewards, by which
-    its curriculum chooses. `perform` runs a stage, as `tasks.perform` does. `overrides`: which
-    rewards the stage `override` replaces.
+    Args:
+        recipe: The recipe; its run, store and placement apply.
+        stage: Name of the stage.
+        references: Version references by role. Only optimize takes several rollouts and rewards, as
+            lists. prompt takes several rewards, which its curriculum uses.
+        iteration: Iteration that seeds and prompt rows are taken for.
+        force: Run it again even if a finished version exists.
+        perform: Runs a stage, with the signature of `tasks.perform`.
+        overrides: Config of the stage `override`: which rewards it replaces.
+
+    Raises:
+        LineageError: If a missing reference cannot be found.
+        ConfigError: If a reference does not fit the stage.
     """
     run = partial(perform, recipe, iteration=iteration)
-    if stage != "override":  # which runs here, wherever the others do
+    if stage != "override":  # override always runs here, in this process's host.
         check_placement(recipe)
     if stage == "prompt":
         recipe.data.require_filled_in()
@@ -126,7 +139,8 @@ def rerun(
     else:
         config = getattr(recipe, f"{stage}_config")(iteration)
     resolve = getattr(load(stage), "resolve", None)
-    if resolve is not None:  # here, once: each plan of an open config would read its source anew
+    # Once, here: otherwise each plan of an open config would read its source again.
+    if resolve is not None:
         config = resolve(config)
     plain = {role: listed[0] if len(listed) == 1 else listed for role, listed in refs.items()}
     outcome = run(stage, config, plain, force=force)
@@ -136,8 +150,11 @@ def rerun(
 
 
 def _resolve(recipe: Recipe, store: Store, stage: str, references: References) -> RefLists:
-    """The references that the caller names, as versions that are there. ConfigError for a role that
-    the stage does not take, for a version of another kind, and for several where it takes one."""
+    """Return the named references as existing versions.
+
+    Raises ConfigError if the stage does not take a role, if a version has another kind, or if
+    several versions are named for a role that takes one.
+    """
     command = "quiver reward --override" if stage == "override" else f"quiver {stage}"
     refs: RefLists = {}
     for role, named in sorted(references.items()):
@@ -176,12 +193,16 @@ def find_refs(
     refs: RefLists,
     run: Callable[..., Outcome],
 ) -> list[str]:
-    """The references that are meant where none was given: what belongs to `refs`, or else the run's
-    latest.
+    """Find the references of a role that was not given: the versions that belong to `refs`, else
+    the run's latest.
 
-    Rewards are those that this recipe's [reward] gave the rollouts, rollouts are those of the
-    rewards, the policy to optimize is the newest of those that sampled the rollouts, and the one to
-    score under is the first of its line. A policy that is not there yet is imported.
+    - rewards: made from the rollouts by this recipe's [reward].
+    - rollouts: the ones that the rewards scored.
+    - policy to optimize: the newest policy that sampled the rollouts.
+    - policy to score under: the first policy of its line. A base policy that does not exist yet is
+      imported.
+
+    Raises LineageError if a role cannot be found.
     """
     if role == "rewards":
         listed = []
@@ -201,7 +222,7 @@ def find_refs(
         return [store.open(ref).manifest.require_input("rollouts").ref for ref in scored]
     if role == "policy" and stage in ("logprobs", "optimize"):
         samplers = [sampling_policy(store, ref) for ref in refs["rollouts"]]
-        # the number goes on along the line, into other runs too
+        # Version numbers keep rising along the line, also into other runs.
         newest = max(samplers, key=lambda ref: parse(ref).version)
         return [newest if stage == "optimize" else first_of_line(store, newest)]
     if store.numbers(recipe.run, role):
@@ -216,8 +237,8 @@ def find_refs(
 def _score_again(
     recipe: Recipe, store: Store, refs: RefLists, run: Callable[..., Outcome]
 ) -> RefLists:
-    """The logprobs that the recipe's [optimize] asks for beside rollouts and rewards; made now
-    where they are not there yet."""
+    """Return the logprobs that [optimize] needs beside rollouts and rewards; missing ones are made
+    now."""
     policies: RefLists = {}
     if recipe.optimize.kl_coef > 0:
         if recipe.reference.rule != "fixed":
@@ -248,8 +269,10 @@ def _score_again(
 
 
 def _tell_other_temperatures(recipe: Recipe, store: Store, rollouts: list[str]) -> None:
-    """Warn if rollouts were sampled at another temperature than the recipe names. The step takes
-    each row at the temperature that is stored with it."""
+    """Warn if rollouts were sampled at another temperature than the recipe's.
+
+    The optimizer step uses the temperature stored with each row.
+    """
     named = pa.scalar(recipe.generate.sampling.temperature, pa.float32())
     for ref in rollouts:
         sampled_at = pc.unique(store.open(ref).table(["temperature"])["temperature"]).to_pylist()
@@ -265,12 +288,14 @@ def _tell_other_temperatures(recipe: Recipe, store: Store, rollouts: list[str]) 
 
 
 def sampling_policy(store: Store, rollouts: str) -> str:
-    """The policy that sampled the rollouts."""
+    """Return the policy that sampled the rollouts."""
     return store.open(rollouts).manifest.require_model("policy").ref
 
 
 def first_of_line(store: Store, policy: str) -> str:
-    """The base model that `policy` came from by optimizing, in whatever run that lies: policy@0 of
-    its run, and of a fork policy@0 of the run that it left."""
+    """Return the base model from which `policy` was trained, in any run.
+
+    This is policy@0 of its run; for a fork, policy@0 of the run it was forked from.
+    """
     *_, first = line_of(store.open(policy).manifest, lambda ref: store.open(ref).manifest)
     return first.ref

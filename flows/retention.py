@@ -1,9 +1,9 @@
 """[retention]: a run cleans up after itself, by the rules of `quiver gc`.
 
-It does so after each iteration and at its end, in its own versions, its evaluations' and its moving
-reference's. What goes wrong with that is a warning, and never the run's error.
+It does so after each iteration and at its end, in its own versions, its evaluations and its moving
+reference. An error there is a warning, and never the run's error.
 
-Not of the spine: a run does the same with and without it, and keeps more.
+Not of the spine: without it, a run makes the same versions and keeps more of them.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ log = logging.getLogger("quiver")
 
 
 class Retention(Config):
-    """What the run keeps of what it made. Left out: everything, and nothing is cleaned up."""
+    """Which of its versions the run keeps. Default: all; nothing is cleaned up."""
 
     keep: int | None = Field(None, ge=1)
-    """How many versions of each kind stay, with what they were made of. None: all."""
+    """Number of versions of each kind to keep, together with their inputs. Default: all."""
     moments: int | None = Field(None, ge=1)
-    """Of how many of the newest policies the optimizer state stays. None: of all that stay. A
-    policy without it can be sampled and measured; to train on from it asks for
+    """Number of newest policies whose optimizer state is kept. Default: every kept policy's. A
+    policy without it can be sampled and measured; training it further needs
     `optimize.load_optimizer = false`."""
     grace_hours: float = Field(24, ge=0)
-    """How long what goes lies in the trash, from where `quiver gc --restore` brings it back. 0: it
-    is deleted at once."""
+    """Hours that removed files stay in the trash, from which `quiver gc --restore` brings them
+    back. 0: they are deleted at once."""
 
 
 def clean_up(path: str, run: str, retention: Retention, policy: str | None = None) -> None:
     """Clean up `run` in the store at `path`. Never raises.
 
-    `policy`, which the run goes on from, and what was trained from it stay with their optimizer
-    states, however many were trained by hand beside them. So a finished run that is gone through
-    again keeps what its later iterations made.
+    `policy`, from which the run continues, and the policies trained from it keep their optimizer
+    states, even if newer ones were trained by hand. So a finished run that is run again keeps what
+    its later iterations made.
     """
     if retention.keep is None and retention.moments is None:
         return
@@ -51,17 +51,18 @@ def clean_up(path: str, run: str, retention: Retention, policy: str | None = Non
     spared = set() if policy is None else {policy}
     try:
         store = Store(path, create=False)
-        for version in store.versions(run, "policy"):  # by number: parents first
-            with suppress(CorruptError):  # which is not the question here
+        for version in store.versions(run, "policy"):  # By number, so that parents come first.
+            with suppress(CorruptError):  # Damaged; not this function's concern.
                 parent = version.manifest.input("policy")
                 if parent is not None and parent.ref in spared:
                     spared.add(str(version.ref))
         seconds = retention.grace_hours * 3600
         rule = Rule(retention.keep, retention.moments, seconds, runs, tuple(spared))
         collected = collect(store, rule, apply=True)
-        if not retention.grace_hours:  # the next one deletes what this one took
+        # A second pass deletes what the first one moved to the trash.
+        if not retention.grace_hours:
             collected.deleted_bytes += collect(store, rule, apply=True).deleted_bytes
-    except Exception as error:  # any: what the run made is there
+    except Exception as error:  # Any error: the run's versions exist.
         typed = error if isinstance(error, QuiverError) else unexpected("retention", error)
         message = "%-22s %s %s: %s; the run goes on"
         log.warning(message, "retention", typed.code, typed.object, typed.message)

@@ -1,4 +1,4 @@
-"""What an iteration learns from: the references of a round of sampling, and of its further rounds.
+"""`Sampled`: the references of a sampling round, with the further rounds of its iteration.
 
 sampled.rollouts                                    # arith/rollouts@4, of the first round
 [each.rollouts for each in sampled.rounds]
@@ -11,29 +11,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sampled:
-    """What one iteration learns from, by one policy."""
+    """A round of rollouts that one iteration learns from, sampled by one policy."""
 
     iteration: int
-    """Counted from 1."""
+    """Number of the iteration, from 1."""
     round: int
-    """Counted from 1 over the whole run: which rows and seeds it has. Without [data] refill each
-    iteration has one, of its own number."""
+    """Number of the round, counted from 1 over the whole run; it decides rows and seeds. Without
+    [data] refill, each iteration has one round with the iteration's number."""
     prompts: str
-    """Reference, as those below."""
+    """Reference of the prompts; the fields below are references too."""
     rollouts: str
     rewards: str
     prox_logprobs: str | None
-    """With the trainer's numerics, for the ratio's denominator (see `proximal`). None: nothing asks
-    for them, or not yet."""
+    """Logprobs with the trainer's numerics, for the ratio's denominator (see `proximal`). None: not
+    needed, or not scored yet."""
     reward_mean: float | None
     seconds: dict[str, float]
-    """By stage."""
+    """Seconds by stage."""
     contrast_groups: int | None
-    """How many groups of this round have different rewards. None: without [data] refill."""
+    """Number of groups of this round with different rewards. None: without [data] refill."""
     more: tuple[Sampled, ...]
-    """The further rounds of the iteration. Of them `reward_mean` and `seconds` tell too."""
+    """The further rounds of the iteration. `reward_mean` and `seconds` include them."""
 
     @property
     def rounds(self) -> tuple[Sampled, ...]:
-        """All of the iteration; mostly one."""
+        """All rounds of the iteration; usually one."""
         return self, *self.more

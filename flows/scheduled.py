@@ -1,9 +1,9 @@
-"""The flow `post-train` as a schedule or an event runs it: each time there is something left to do.
+"""The flow `post-train` for schedules and events: each run has work left to do.
 
     scheduled(recipe)            # `iterations` more than are finished, unless [schedule] says else
 
-A run of the recipe as it is would find all of it done from the second time on. So it goes on, or
-begins again under another name; one in which nothing was left to do is called so.
+An unchanged recipe would be finished from the second run on. So the run adds iterations, or starts
+again under another name. A run without work left ends in a state of that name.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .retention import Retention
 from .tasks import NotFinished, only_looking
 
 _AT = "%Y-%m-%d-%H%M"
-"""What a run's name ends in that begins again: when it was due, in UTC."""
+"""Suffix of a run's name that starts again: its due time in UTC."""
 _MANY = 1_000_000
 NOTHING_LEFT = "Nothing left to do"
-"""The name of the state of such a run."""
+"""Name of the final state if nothing was made."""
 
 
 @flow(name="post-train", flow_run_name="{recipe.run} · post-train", persist_result=False)
@@ -38,10 +38,11 @@ def scheduled(recipe: Recipe) -> Any:
     """Improve the recipe's policy as [schedule] says: further, again from the base, or not twice.
 
     Args:
-        recipe: The whole recipe, as a TOML file has it.
+        recipe: The whole recipe, with the sections of its TOML file.
 
     Returns:
-        What `quiver run --json` prints; of the name "Nothing left to do" where nothing was made.
+        The object that `quiver run --json` prints. If nothing was made, a state named "Nothing left
+        to do" with that object.
     """
     num_made = CALLED.num_made
     answer = post_train.fn(recipe_for(recipe, flow_run.scheduled_start_time))
@@ -52,8 +53,10 @@ def scheduled(recipe: Recipe) -> Any:
 
 
 def recipe_for(recipe: Recipe, due: datetime) -> Recipe:
-    """What a run that was due then, in UTC, does of `recipe`. ConfigError: the name gets too
-    long."""
+    """Return the recipe for a run that was due at this time, in UTC.
+
+    Raises ConfigError if the run's name gets too long.
+    """
     each = recipe.schedule.each
     if each == "go on":
         resolved = recipe.resolved()
@@ -65,14 +68,14 @@ def recipe_for(recipe: Recipe, due: datetime) -> Recipe:
 
 
 def check_name(recipe: Recipe) -> None:
-    """ConfigError where a run of this recipe that begins again would have no valid name."""
+    """Raise ConfigError if a run of this recipe that starts again would have no valid name."""
     if recipe.schedule.each == "again":
         _again(recipe, f"{recipe.run}-{datetime(2000, 1, 1):{_AT}}")
 
 
 def _again(recipe: Recipe, run: str) -> Recipe:
-    """The recipe under the name `run`; its seed is as many above the recipe's as such runs were
-    before."""
+    """Return the recipe under the name `run`, with its seed raised by one more than the number of
+    earlier such runs."""
     longest = Recipe.model_fields["run"].metadata
     limit = next(rule.max_length for rule in longest if hasattr(rule, "max_length"))
     if len(run) > limit or not NAME.fullmatch(run):
@@ -89,7 +92,7 @@ def _again(recipe: Recipe, run: str) -> Recipe:
 
 
 def finished_iterations(recipe: Recipe) -> int:
-    """How many iterations of this very recipe, resolved, the store has from the first on."""
+    """Return how many iterations of exactly this resolved recipe are finished in the store."""
     finished: list[Iteration] = []
     endless = recipe.model_copy(update={"iterations": _MANY, "retention": Retention()})
     try:

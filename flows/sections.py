@@ -1,9 +1,10 @@
-"""The sections of a recipe that say more than a stage's own config, and those that no stage has:
-where rows come from, which policy the KL term holds on to, where each stage runs.
+"""Recipe sections that extend a stage's config, or belong to no stage.
 
-The keys of one section may be put over those of another, and over all those of the shell.
+Look here for the meaning of a key. The sections say which rows are read, which policy is the
+reference of the KL term, and which place each stage has. The functions at the end merge the keys of
+one section into another, and put `--set` values over both.
 
-Not of the spine: each key says what it does, and `quiver keys` lists them.
+Not of the spine: each key is documented below its field, and `quiver keys` lists them.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from quiver.stages.optimize.config import Config as OptimizeConfig
 from quiver.stages.prompt.config import SourceConfig, TemplateConfig
 
 NIGHT = "{night}"
-"""In [data]: the name of a night, which a nightly run puts in."""
+"""Placeholder in [data] that a nightly run replaces by the night's name."""
 SIDE_RUNS = (".eval", ".ref")
-"""What the name of a run is followed by where the flow puts what no iteration trains on: its
-evaluations, its moving average."""
+"""Suffixes of the runs that hold versions no iteration trains on: evaluations and the moving
+average."""
 
 
 def _free_name(run: str) -> str:
@@ -43,40 +44,42 @@ def _free_name(run: str) -> str:
 RunName = Annotated[
     str, Field(pattern=rf"^{NAME.pattern}$", max_length=58), AfterValidator(_free_name)
 ]
-"""Of a run that a recipe names."""
+"""Name of a run in a recipe."""
 StageName = Literal[
     "policy", "prompt", "generate", "reward", "logprobs", "average", "optimize", "evaluate"
 ]
 
 
 class Refill(Config):
-    """Sample the next `data.limit` rows too, in the same iteration and by the same policy, until
-    enough groups have contrast, and learn from those of all rounds together.
+    """Sample further rounds of `data.limit` rows in an iteration until enough groups have contrast,
+    by the same policy. All its rounds are learned from together.
 
-    It is the dynamic sampling of DAPO. The next iteration goes on behind the last row that was
-    asked. Groups without contrast are left out of the loss, unless `optimize.drop_zero_variance =
+    This is the dynamic sampling of DAPO. The next iteration starts after the last row that was
+    used. Groups without contrast are left out of the loss, unless `optimize.drop_zero_variance =
     false`.
     """
 
     groups: int = Field(ge=1)
-    """How many groups with contrast (scored rewards that are not all equal) are enough."""
+    """Number of groups with contrast (scored rewards that are not all equal) that is enough."""
     max_rounds: int = Field(4, ge=1)
-    """Most rounds of `data.limit` prompts an iteration, the first one included."""
+    """Most rounds of `data.limit` prompts in an iteration, including the first."""
 
 
 class Data(SourceConfig):
-    """The training rows, and what is different for the held-out ones."""
+    """The training rows, and how the held-out rows differ from them."""
 
     refill: Refill | None = None
-    """Sample further prompts until enough groups have contrast. None: each iteration has one
-    round."""
+    """Sample further prompts until enough groups have contrast. Default: one round per iteration.
+    """
     held_out: dict[str, Any] | None = None
     """Keys of [data] with other values for evaluation, e.g. `{ split = "test", limit = 200 }`.
-    Without it: no evaluation. It must name other rows: another source, split, name or arguments."""
+    Default: no evaluation. It must name other rows: another source, split, name or arguments."""
 
     def for_evaluation(self) -> SourceConfig:
-        """The held-out source: [data] with the keys of [data.held_out] put over it. It has no limit
-        unless [data.held_out] sets one."""
+        """Return the held-out source: [data] with the keys of [data.held_out] put over it.
+
+        It has no limit unless [data.held_out] sets one.
+        """
         train = self.model_dump(
             exclude={"curriculum", "held_out", "limit", "refill", "source_sha256"}
         )
@@ -85,7 +88,7 @@ class Data(SourceConfig):
         )
 
     def require_filled_in(self) -> None:
-        """ConfigError if a text holds `{night}`, which a night alone replaces by its name."""
+        """Raise ConfigError if a text holds `{night}`, which only a nightly run replaces."""
         leaves = flatten(self.model_dump(mode="json", exclude_unset=True), "data")
         keys = [key for key, leaf in leaves.items() if NIGHT in f"{key} {leaf}"]
         if keys:
@@ -96,8 +99,10 @@ class Data(SourceConfig):
             )
 
     def check_refill(self, *, has_groups: bool) -> None:
-        """ValueError where `refill` could never do what it says. `has_groups`: the algorithm
-        compares the answers to one prompt."""
+        """Raise ValueError if `refill` can never reach its number of groups.
+
+        `has_groups`: True if the algorithm compares the completions of one prompt.
+        """
         refill = self.refill
         if refill is None:
             return
@@ -117,81 +122,81 @@ class Data(SourceConfig):
 
 
 class Schedule(Config):
-    """What a run by a schedule, or by `--on`, does. Those of a recipe with [promotion] are
+    """Work of a run that was started by a schedule, or by `--on`. With [promotion], such runs are
     nights."""
 
     each: Literal["go on", "again", "same"] = "go on"
-    """`go on`: `iterations` more, counted from the last finished one. `again`: a run of its own
-    from the base, named by date and time (UTC), with the next seed. `same`: the recipe as it is, so
-    from the second time on nothing is left to do."""
+    """`go on`: `iterations` more, counted from the last finished one. `again`: a new run from the
+    base, named by date and time (UTC), with the next seed. `same`: the recipe unchanged, so from
+    the second time on there is no work left."""
 
 
 class Reference(Config):
-    """Which policy the KL term holds on to. It is scored only where `optimize.kl_coef` is above
-    0."""
+    """The policy that the KL term compares with. It scores rollouts only if `optimize.kl_coef` is
+    above 0."""
 
     rule: Literal["fixed", "every", "ema"] = "fixed"
-    """`fixed`: policy@0. `every`: the policy that began the current span of `iterations`
+    """`fixed`: policy@0. `every`: the policy at the start of the current span of `iterations`
     iterations. `ema`: a moving average of weights that takes `rate` of each new policy."""
     iterations: int = Field(1, ge=1)
-    """Length of a span for `every`."""
+    """Length of a span for `every`, in iterations."""
     rate: float = Field(0.1, gt=0, lt=1)
     """Share of the new policy for `ema`."""
 
     def start(self, iteration: int) -> int:
-        """Which iteration, counted from 1, the reference is the starting policy of."""
+        """Return the iteration, counted from 1, whose starting policy is the reference."""
         if self.rule != "every":
             return 1
         return 1 + (iteration - 1) // self.iterations * self.iterations
 
 
 class Logprobs(PassConfig):
-    """How saved completions are scored again, and whether for the ratio's denominator too."""
+    """Settings to score saved completions again, also for the denominator of the ratio."""
 
     prox: bool = False
-    """Score with the trainer's numerics too, under the policy that `optimize.prox_of` says, and
-    take that as the ratio's denominator. Where [optimize] or truncated sampling needs it, it is
-    done in any case, in the precision of [optimize] unless one is set here."""
+    """Also score with the trainer's numerics, under the policy that `optimize.prox_of` selects, and
+    use the result as the ratio's denominator. Always done if [optimize] or truncated sampling needs
+    it, in the precision of [optimize] unless this section sets one."""
 
 
 class Prompt(TemplateConfig):
-    """How rows become token ids, and how long a prompt may be."""
+    """Rendering of rows to token ids, and the length limit of prompts."""
 
     reserve_tokens: int | None = Field(None, ge=0)
-    """Tokens of the model's context that are kept for the completion. None:
+    """Tokens of the model's context kept free for the completion. Default:
     `generate.sampling.max_tokens`."""
 
 
 class Generate(GenerateConfig):
-    """Who answers, how often, and how it is sampled."""
+    """Engine, number of samples per prompt, and sampling."""
 
     seed: int | None = Field(None, ge=0)
-    """The section's own. None: the run's."""
+    """Seed of this section. Default: the run's."""
 
 
 class Optimize(OptimizeConfig):
-    """How the policy learns, and from how many iterations' rollouts."""
+    """Algorithm and optimizer, and the number of iterations whose rollouts are used."""
 
     seed: int | None = Field(None, ge=0)
-    """The section's own. None: the run's."""
+    """Seed of this section. Default: the run's."""
     replay: Runtime[int] = Field(0, ge=0)
-    """Train on the rollouts of up to this many earlier iterations besides the current ones, each
-    row with its own old logprobs. `max_staleness` must be at least as large."""
+    """Train on the rollouts of up to this many earlier iterations as well, each row with its own
+    old logprobs. `max_staleness` must be at least as large."""
 
 
 class Evaluate(ScoreConfig):
-    """When and how the policy is measured on the held-out rows."""
+    """Measurement of the policy on the held-out rows."""
 
     every: Runtime[int] = Field(0, ge=0)
-    """Also after every n-th iteration; 0: before the first and after the last only. A night leaves
-    it out: it measures the policy in use and what its last iteration makes."""
+    """Also measure after every n-th iteration; 0: only before the first and after the last. A night
+    ignores it: it measures the policy in use and the policy of its last iteration."""
     generate: dict[str, Any] = Field(default_factory=dict)
     """Keys of [generate] with other values for evaluation, e.g. `{ samples_per_prompt = 1, sampling
-    = { temperature = 0.0 } }`. Another `engine` begins with no options of [generate]'s."""
+    = { temperature = 0.0 } }`. Another `engine` starts without the options of [generate]."""
 
     def check(self, samples: int, scores: list[str]) -> None:
-        """ValueError unless what is asked for is among the `scores`, and needs no more than
-        `samples` of a prompt."""
+        """Raise ValueError if `score` is not one of `scores`, or `k` needs more than `samples` per
+        prompt."""
         if self.score not in scores:
             raise ValueError(
                 f"evaluate.score must be one of {', '.join(scores)}, got {self.score!r}"
@@ -208,74 +213,74 @@ Pool = Annotated[str, Field(min_length=1, pattern=r"^[^/%&<>\"' ]+$")]
 
 
 class Placement(Config):
-    """Where each stage runs. A stage that is not named runs as a child process of the flow, with
-    the flow's interpreter."""
+    """Place and limits of each stage. A stage without a pool runs as a child process of the flow,
+    with the flow's interpreter."""
 
     generate: Pool | None = None
-    """Prefect work pool whose workers sample, e.g. `generate = "gpu-pool"`. It holds a deployment
-    `stage/gpu-pool` (`quiver deploy` makes it), and its hosts see the store under the same absolute
-    path."""
+    """Prefect work pool whose workers sample, e.g. `generate = "gpu-pool"`. It needs a deployment
+    `stage/gpu-pool` (`quiver deploy` makes it), and its hosts must see the store under the same
+    absolute path."""
     reward: Pool | None = None
     """Work pool that scores rollouts."""
     logprobs: Pool | None = None
-    """Work pool that scores completions again."""
+    """Work pool that scores saved completions again."""
     optimize: Pool | None = None
     """Work pool that trains."""
     prompt: Pool | None = None
-    """Work pool that renders prompts; its hosts see the source."""
+    """Work pool that renders prompts; its hosts must see the source."""
     evaluate: Pool | None = None
-    """Work pool of the estimators; held-out rows are sampled and scored where `generate` and
-    `reward` say."""
+    """Work pool of the estimators; held-out rows are sampled and scored in the pools of `generate`
+    and `reward`."""
     policy: Pool | None = None
-    """Work pool that imports the base model; its hosts see the model."""
+    """Work pool that imports the base model; its hosts must see the model."""
     average: Pool | None = None
     """Work pool that averages weights for a reference that follows the policy."""
     fan_out: int | None = Field(default=None, ge=1)
-    """How many workers of its pool do a generate, reward or logprobs stage together. None: as many
-    as are online when it starts."""
+    """Number of workers that share one generate, reward or logprobs stage. Default: as many as are
+    online when it starts."""
     wait_seconds: float = Field(default=600, gt=0)
-    """How long a stage waits for a worker of its pool where none is online."""
+    """Seconds that a stage waits for a worker if its pool has none online."""
     python: dict[StageName, str] = Field(default_factory=dict)
     """Interpreter by stage, e.g. `generate = "path/to/other/bin/python"`: vLLM may live in an
-    environment of its own, in which Quiver is installed too. In a pool: on the worker's host."""
+    environment of its own, in which Quiver is installed too. In a pool: a path on the worker's
+    host."""
     timeout_seconds: dict[StageName, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Wall-clock limit by stage, in seconds; a stage beyond it is ended, and its finished shards
     are kept."""
     retries: int = Field(default=2, ge=0)
-    """How often a stage is tried again when a server failed it, or when memory, a device or its
-    process was lost. Each attempt goes on at the first unfinished shard. Any other error is told at
-    once."""
+    """Number of retries of a stage that lost a server, memory, a device or its process. Each
+    attempt continues at the first unfinished shard. Other errors are reported at once."""
     retry_seconds: float = Field(default=10, gt=0)
-    """Pause before the first retry; three times as long before each further one."""
+    """Pause before the first retry, in seconds; each further pause is three times as long."""
     slots: int = Field(default=0, ge=0)
-    """On a host without GPU: how many of generate, reward, logprobs and optimize run at once, those
-    of other flows included. 0: any number. Where there are GPUs, each has one slot."""
+    """On a host without GPU: how many of generate, reward, logprobs and optimize run at once,
+    including other flows. 0: any number. On a host with GPUs, each GPU has one slot."""
     devices: Annotated[int, Field(ge=1)] | Literal["all"] | None = None
-    """How many GPUs of one machine a generate, logprobs or reward stage may use, with no server:
-    it runs as so many processes that share its shards, each on devices of its own. "all": every one
-    that CUDA_VISIBLE_DEVICES names, or else that there is. A process takes what one copy of the
-    model needs (tensor_parallel_size and the like), and there are never more processes than shards.
-    None: one process. Without a GPU a number is how many processes share the cores, and "all" is
-    `slots`, or one."""
+    """Number of GPUs of one machine that a generate, logprobs or reward stage may use, without a
+    server. It runs as several processes that share its shards, each with devices of its own. "all":
+    the GPUs in CUDA_VISIBLE_DEVICES, else all of the machine. Each process takes the GPUs of one
+    model copy (tensor_parallel_size and the like); there are never more processes than shards.
+    Default: one process. Without a GPU, a number is how many processes share the cores, and "all"
+    means `slots`, or one."""
     resident_engine: bool = False
-    """Keep the engine that samples, in its process, from one call to the next: it sleeps while
-    other stages have the device, and takes the next policy's weights. At any doubt a fresh one is
-    started. For `vllm` on a GPU, and for engines of your own that can sleep; not in a pool. Several
-    processes that share the shards (`devices`) have fresh engines all the same."""
+    """Keep the sampling engine and its process between calls: it sleeps while other stages use the
+    device, and then loads the next policy's weights. In any doubt a fresh one is started. For
+    `vllm` on a GPU, and for your own engines that can sleep; not in a pool. Several processes that
+    share the shards (`devices`) always start fresh engines."""
     limits: dict[StageName, str] = Field(default_factory=dict)
-    """By stage: a global concurrency limit of the Prefect server of which the stage holds a slot,
-    e.g. `optimize = "gpus"` after `prefect gcl create gpus --limit 1`."""
+    """Global concurrency limit of the Prefect server by stage; the stage holds one slot of it, e.g.
+    `optimize = "gpus"` after `prefect gcl create gpus --limit 1`."""
 
     @property
     def pools(self) -> dict[str, str]:
-        """Work pool by stage, of those that run in one."""
+        """Work pool by stage, for the stages that run in a pool."""
         return {
             stage: getattr(self, stage) for stage in get_args(StageName) if getattr(self, stage)
         }
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the keys of `over` put over it, section by section."""
+    """Return `base` with the keys of `over` put over it, section by section."""
     merged = {**base, **over}
     for key, section in over.items():
         if isinstance(base.get(key), dict) and isinstance(section, dict):
@@ -284,8 +289,11 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def put_setting(section: dict[str, Any], setting: str) -> None:
-    """Put `KEY=VALUE` into the sections of a recipe. TOML reads the value; JSON does where TOML has
-    none (null); else it is the text itself."""
+    """Put `KEY=VALUE` into the sections of a recipe.
+
+    The value is read as TOML, else as JSON (for null), else as plain text. Raises ConfigError if
+    the setting has no key or no "=", or if the key lies below a value.
+    """
     key, equals, text = setting.partition("=")
     if not equals or not key:
         raise ConfigError(

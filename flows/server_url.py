@@ -1,4 +1,4 @@
-"""The Prefect server that PREFECT_API_URL names: how its URL is shown, and whether it answers.
+"""The Prefect server of PREFECT_API_URL: its URL without passwords, and a check that it answers.
 
 without_login("http://me:password@host/api")    # http://…@host/api
 require_answer(url)                             # RemoteError after SECONDS
@@ -14,21 +14,24 @@ from quiver.schemas.errors import ConfigError, RemoteError, printable
 
 SECONDS = 8.0
 MOST_BYTES = 64 * 1024
-"""A server that answers a question after its health with more is none of Prefect's."""
+"""Most bytes of a health answer; a server that sends more is not Prefect's."""
 _LOGIN = re.compile(r"^(.*?//)?.*@", re.DOTALL)
 _LOGIN_IN_TEXT = re.compile(r"//\S*@")
 
 
 def without_login(said: str | Exception) -> str:
-    """A URL, or what an error says of one, safe to show: without user and password. Of a URL all
-    before the last @ goes, since a password may hold any sign."""
+    """Return a URL, or an error's text about one, without user and password.
+
+    In a URL everything before the last @ is removed, since a password may hold any character.
+    """
     if isinstance(said, Exception):
         return printable(_LOGIN_IN_TEXT.sub("//…@", str(said)))
     return printable(_LOGIN.sub(r"\1…@", said))
 
 
 def no_address(url: str, error: Exception) -> ConfigError:
-    """What to raise where `error` says that `url` is no URL; it may quote a part of a password."""
+    """Return the ConfigError for an invalid `url`; the original `error` may quote part of a
+    password."""
     how = "is a special sign of its password written with %?" if "@" in url else printable(error)
     return ConfigError(
         f"Prefect API {without_login(url)}",
@@ -38,9 +41,11 @@ def no_address(url: str, error: Exception) -> ConfigError:
 
 
 def require_answer(url: str) -> None:
-    """RemoteError unless the server at `url` has said something within SECONDS, of no more than
-    MOST_BYTES. Prefect's client waits a minute for each of its tries, for ever for a server that
-    sends a byte now and then, and reads an answer of any length."""
+    """Raise RemoteError unless the server at `url` answers within SECONDS, with at most MOST_BYTES.
+
+    Prefect's own client waits a minute per try, for ever if a server sends single bytes, and reads
+    an answer of any length.
+    """
     import httpx
 
     answer: Future[int] = Future()
@@ -57,10 +62,11 @@ def require_answer(url: str) -> None:
         except Exception as error:
             answer.set_exception(error)
 
-    # a thread, since no timeout of httpx's is over the whole answer; it dies with this process
+    # In a thread, since no timeout of httpx covers the whole answer. It dies with this process.
     threading.Thread(target=ask, daemon=True, name="prefect-probe").start()
     try:
-        error = answer.exception(SECONDS)  # the next question meets the error too, and tells it
+        # An error is left to the next request, which meets and reports it.
+        error = answer.exception(SECONDS)
     except TimeoutError:
         raise RemoteError(
             f"Prefect API {without_login(url)}",

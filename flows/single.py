@@ -1,9 +1,7 @@
-"""One stage, or a measurement of several policies, as a flow: for Prefect's form and for
-deployments.
+"""Flows for one stage, or a measurement of several policies, for Prefect's form and deployments.
 
-The work of `rerun` is done by `quiver.flows.rerun`, as that of `quiver STAGE RECIPE` in a shell: a
-reference that is left out is found there (`find_refs`), and the same call again returns the
-finished version.
+The flow `rerun` calls `quiver.flows.rerun`, like `quiver STAGE RECIPE` in a shell. Missing
+references are found there (`find_refs`), and repeating a call returns the finished version.
 """
 
 from __future__ import annotations
@@ -30,18 +28,18 @@ def rerun(
     iteration: int = 1,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Any one stage on saved versions, without the rest of the chain.
+    """Run one stage on saved versions, without the rest of the chain.
 
     Args:
-        recipe: The recipe whose sections are meant.
-        stage: What is done.
-        references: Versions by role (prompts, policy, rollouts, rewards, retry), as the stage takes
-            them; others are found.
-        iteration: Whose prompts and seeds are meant, counted from 1.
-        force: Do it anew, even where a finished version exists.
+        recipe: The recipe whose sections apply.
+        stage: The stage to run.
+        references: Versions by role (prompts, policy, rollouts, rewards, retry) that the stage
+            takes; others are found.
+        iteration: Iteration that gives the prompts and seeds, counted from 1.
+        force: Run it again, even if a finished version exists.
 
     Returns:
-        What `quiver STAGE --json` prints; of the metrics only single numbers and words.
+        The object that `quiver STAGE --json` prints; of the metrics only single numbers and words.
     """
     with tagged(recipe):
         return asdict(rerun_stage(recipe, stage, references or {}, iteration, force, perform))
@@ -53,12 +51,12 @@ def evaluation(recipe: Recipe, policies: list[str] | None = None) -> list[dict[s
     paired.
 
     Args:
-        recipe: The recipe whose held-out rows, sampling and rewards are meant.
-        policies: References of the policies, in any run. None: all of the recipe's run.
+        recipe: The recipe whose held-out rows, sampling and rewards apply.
+        policies: References of the policies, in any run. Default: all of the recipe's run.
 
     Returns:
-        One row a policy: its reference, score, standard error, number of rows, and the evaluation's
-        reference.
+        One row per policy: its reference, score, standard error, number of rows, and the
+            evaluation's reference.
     """
     require_held_out(recipe)
     check_placement(recipe)

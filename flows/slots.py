@@ -1,11 +1,11 @@
-"""Who may use a GPU now: one stage a device, and the next one waits and says for whom.
+"""GPU slots of this machine: one stage per device; other stages wait, and log which stage holds it.
 
-A slot is a lock file in the folder for temporary files. The kernel frees it when its holder has
-died; so two flows on one machine queue, and nothing has to be cleaned up. Devices are those that
-CUDA_VISIBLE_DEVICES names, or else all that the machine has, by their number; the child sees only
-those that it got. On a machine without a GPU `[placement] slots` says how many heavy stages run at
-once. Slots are those of one user of one machine; `[placement] limits` names a limit of the Prefect
-server, for everything beyond that.
+Look here for queueing between flows. A slot is a lock file in the folder for temporary files. The
+kernel frees it when its holder dies, so flows on one machine queue, and nothing has to be cleaned
+up. The devices are those named by CUDA_VISIBLE_DEVICES, else all of the machine, by number. The
+child sees only the devices it was given. On a machine without a GPU, `[placement] slots` says how
+many heavy stages run at once. Slots cover one user on one machine; for anything beyond,
+`[placement] limits` names a limit of the Prefect server.
 
     with slots(call, "arith · generate 1/3", cpu=1) as env:
         run_call(call, env=env)
@@ -33,18 +33,23 @@ from .ahead import is_stopped
 
 HEAVY = ("generate", "reward", "logprobs", "optimize")
 _NO_GPU = ("scripted", "vllm-server")
-"""Engines that use none of this machine's."""
+"""Engines that use no GPU of this machine."""
 _POLL_SECONDS = 0.2
 log = logging.getLogger("quiver")
 
 
 @contextmanager
 def slots(call: Call, label: str, cpu: int = 0) -> Iterator[dict[str, str]]:
-    """Hold what `call` needs; yields what its child's environment needs to know of it. Stopped when
-    it is wanted no longer before that.
+    """Hold the devices that `call` needs, and yield environment variables for its child.
 
-    `cpu`: heavy stages at once on a machine without GPU, 0 for any number. ConfigError where there
-    are fewer devices than it needs.
+    Args:
+        call: The call that needs devices.
+        label: Name of the call in other flows' logs.
+        cpu: Heavy stages at once on a machine without GPU; 0 for any number.
+
+    Raises:
+        ConfigError: If the machine has fewer devices than the call needs.
+        Stopped: If the work is stopped while it waits.
     """
     require_gpus(call)
     with ExitStack() as stack:
@@ -53,7 +58,7 @@ def slots(call: Call, label: str, cpu: int = 0) -> Iterator[dict[str, str]]:
         env = {}
         if count and devices:
             names = [f"gpu-{device}" for device in devices]
-            # reward models share what there is
+            # Reward models share the devices if these are too few for all.
             least = max(_model_gpus(call)) if call.stage == "reward" else count
             taken = _take(stack, label, names, count, least)
             chosen = [name.removeprefix("gpu-") for name in taken]
@@ -65,7 +70,7 @@ def slots(call: Call, label: str, cpu: int = 0) -> Iterator[dict[str, str]]:
 
 
 def gpus_needed(call: Call) -> int:
-    """How many devices the stage would use where there are any."""
+    """Return the number of devices the stage would use on a machine with enough GPUs."""
     config = call.config
     if call.stage == "reward":
         return sum(_model_gpus(call))
@@ -80,8 +85,10 @@ def gpus_needed(call: Call) -> int:
 
 
 def require_gpus(call: Call) -> None:
-    """ConfigError where the stage needs more devices than a child of this process would see.
-    Reward models share them where they are too few; one model does not."""
+    """Raise ConfigError if the stage needs more devices than a child of this process would see.
+
+    Several reward models share devices if there are too few; a single model cannot.
+    """
     devices = visible_gpus()
     needed = max(_model_gpus(call), default=0) if call.stage == "reward" else gpus_needed(call)
     if devices and needed > len(devices):
@@ -96,14 +103,15 @@ def require_gpus(call: Call) -> None:
 
 
 def _model_gpus(call: Call) -> list[int]:
-    """Of a reward stage: how many devices each model that is not on the CPU would use."""
+    """Return the number of devices for each reward model that is not on the CPU."""
     models = call.config.get("models") or []
     on_gpus = [model for model in models if model.get("device") != "cpu"]
     return [engine_gpus(model) for model in on_gpus]
 
 
 def visible_gpus() -> list[str]:
-    """The devices that a child of this process would see, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the devices that a child of this process would see, named as in
+    CUDA_VISIBLE_DEVICES."""
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     if variable is not None:
         names = [name.strip() for name in variable.split(",")]
@@ -113,8 +121,11 @@ def visible_gpus() -> list[str]:
 
 
 def _take(stack: ExitStack, label: str, names: list[str], count: int, least: int) -> list[str]:
-    """`count` of the slots `names`, or as many as are free if these are `least`; all at once, so
-    that no flow waits with half of what it needs. They are free again when `stack` is closed."""
+    """Take `count` of the slots `names`, or as many as are free if that is at least `least`.
+
+    All are taken at once, so that no flow waits while holding half of its devices. Closing `stack`
+    frees them.
+    """
     folder = Path(tempfile.gettempdir(), f"quiver-slots-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
@@ -150,8 +161,11 @@ def _take(stack: ExitStack, label: str, names: list[str], count: int, least: int
 
 
 def server_limit(name: str | None) -> AbstractContextManager[None]:
-    """A slot of the server's global concurrency limit `name`; nothing for None. ConfigError where
-    there is no such limit."""
+    """Return a context that holds a slot of the server's global concurrency limit `name`, if not
+    None.
+
+    Raises ConfigError if the server has no such limit.
+    """
     if name is None:
         return nullcontext()
     from prefect.client.orchestration import get_client

@@ -1,9 +1,8 @@
-"""The flow `stage`: one stage on the host of a work pool's worker, in a child process. Deployment
-`stage/POOL` holds it.
+"""The flow `stage`: one stage in a child process on the host of a pool's worker.
 
-The store is what hosts have in common: the flow refuses one that is not the asker's. Its last
-state's message says in one line of JSON what came of it, an outcome or an error, since Prefect's
-results stay off. `pool.run_in_pool` starts such runs.
+The deployment `stage/POOL` holds it, and `pool.run_in_pool` starts its runs. Hosts share the store;
+the flow refuses a store that is not the caller's. The message of its last state holds the outcome
+or error as one line of JSON, since Prefect's results are turned off.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from .progress import progress
 
 @flow(name="stage", persist_result=False)
 def stage(call: StageCall) -> dict[str, Any]:
-    """Run one stage in a child process and say which version came of it.
+    """Run one stage in a child process and return its outcome.
 
     Args:
-        call: What to run, where the store is, and which versions are read.
+        call: The stage, its store, and the versions to read.
     """
     try:
         call.require_store()
@@ -42,8 +41,10 @@ def stage(call: StageCall) -> dict[str, Any]:
 
 
 def answer_in(message: str | None) -> dict[str, Any] | None:
-    """What `stage` says in its last state: {"ref", "cached"} or {"error": QuiverError}; None when
-    it did not come to that."""
+    """Parse the last state's message of `stage`: {"ref", "cached"} or {"error": QuiverError}.
+
+    None if the run ended before it wrote one.
+    """
     try:
         answer = json.loads((message or "").rpartition("\n")[2])
     except ValueError:

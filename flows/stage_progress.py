@@ -1,4 +1,4 @@
-"""How far a stage is, read from the lines that its child process logs anyway.
+"""Progress of a stage, parsed from the log lines of its child process.
 
 progress = StageProgress(call.config)
 progress.hear("generate: 256 of 512 rows, 900 tokens/s")
@@ -19,30 +19,30 @@ _STEP = re.compile(r"step (\d+): (?:(\d+) of (\d+) micro-batches|loss)")
 
 
 class StageProgress:
-    """What is done, of how much; from now on. `config`: the stage's."""
+    """Work done and total of one stage. `config` is the stage's config."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._steps = config.get("epochs", 1) * config.get("minibatches", 1)
         self._first_step: int | None = None
         self._started_at = time.monotonic()
         self._first: tuple[float, float] | None = None
-        """Time of the first line that told, and what was done by then."""
+        """Time of the first progress line, and the work done by then."""
         self._latest_at = 0.0
         self._speeds: dict[str | None, int] = {}
         """Tokens/s of each process of the stage, by the name at the end of its lines."""
         self.done = 0.0
         self.total: float | None = None
-        """None: no line has told yet."""
+        """Total of `done`; None before the first progress line."""
         self.unit = "rows"
         self.line = ""
-        """The last line that told."""
+        """The last progress line."""
 
     def hear(self, line: str) -> None:
-        """Take in a line; one that tells nothing of progress is passed over."""
+        """Parse a line; lines without progress are ignored."""
         rows = _ROWS.match(line)
         step = _STEP.match(line)
         if rows:
-            # each of several processes counts what it is at, and all that is finished
+            # With several processes, each counts its current shard and all finished rows.
             self.done = max(float(rows[2]), self.done if rows[5] else 0.0)
             self.total = float(rows[3])
             self.unit = "shards" if rows[1] else "rows"
@@ -64,7 +64,7 @@ class StageProgress:
             self._first = (self._latest_at, self.done)
 
     def words(self) -> str:
-        """For a person: rows done of all, tokens/s and time left, as far as they are known."""
+        """Return rows done of all, tokens/s and time left, as far as they are known."""
         if self.total is None or self._first is None:
             return f"{in_words(time.monotonic() - self._started_at)} so far"
         words = [f"{int(self.done):,} of {int(self.total):,} {self.unit}"]
@@ -79,7 +79,7 @@ class StageProgress:
 
 
 def only_counts(line: str) -> bool:
-    """Whether a line says how far its stage is, and nothing else.
+    """True if a line shows only how far its stage is.
 
     >>> only_counts("rewards: 256 of 512 rows"), only_counts("step 0: loss 0.1, grad_norm 1.0")
     (True, False)
@@ -89,7 +89,7 @@ def only_counts(line: str) -> bool:
 
 
 def in_words(seconds: float) -> str:
-    """So long, for people.
+    """Return a duration for people.
 
     >>> in_words(9.6), in_words(75), in_words(7300)
     ('10 s', '1 min 15 s', '2 h 2 min')

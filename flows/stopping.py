@@ -1,10 +1,10 @@
-"""A command that is told to stop does so in time: within STOP_SECONDS of the first SIGINT or
-SIGTERM, and at once at the second, with the exit code of that signal.
+"""Timely end of a command after SIGINT or SIGTERM. Look here if Ctrl-C hangs or ends too hard.
 
-The first one ends the command in order: it unwinds, its stages get SIGTERM and some seconds, and
-Prefect hears of it. Any of that may hang, and Python's own handlers wait for the main thread, which
-may be in C code; so a thread watches. When the command ends, so does all that it started: each
-process has a keeper, which sees its lifeline close (`stages.common.runtime.keeper`).
+A command ends within STOP_SECONDS of the first signal, and at once at the second, with the exit
+code of that signal. The first signal ends it in order: it unwinds, its stages get SIGTERM and some
+seconds, and Prefect is informed. Any of this may hang, and Python's own handlers wait for the main
+thread, which may be in C code; so a thread watches. Processes that the command started end with it:
+each has a keeper, which sees its lifeline close (`stages.common.runtime.keeper`).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from types import FrameType
 
 STOP_SECONDS = 9.0
 TOGETHER_SECONDS = 0.5
-"""Signals within this time are one: `timeout` signals the command and then its group."""
+"""Signals within this time count as one: `timeout` signals the command and then its group."""
 _told: list[int] = []
-"""The signals that count."""
+"""The signals that count, oldest first."""
 _resent = threading.Event()
-"""A signal that was caught before has been sent again, by this process itself."""
+"""Set when this process sends itself a signal again that was caught before."""
 _unwinding = threading.Event()
 _lacks_threads = threading.Event()
 
 
 def watch_signals() -> None:
-    """From now on."""
+    """Start to watch for SIGINT and SIGTERM."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -39,8 +39,11 @@ def watch_signals() -> None:
 
 
 def refused_thread() -> RuntimeError | None:
-    """The error where this process can start no thread. What interrupts it then is OpenBLAS, as it
-    is imported: that signal tells nobody to stop, and counts no more."""
+    """Return the error if this process cannot start a thread, else None.
+
+    In that case OpenBLAS interrupts the process while it is imported. That signal is no request to
+    stop and is not counted.
+    """
     try:
         threading.Thread(target=int, daemon=True).start()
     except RuntimeError as error:
@@ -50,8 +53,10 @@ def refused_thread() -> RuntimeError | None:
 
 
 def leave_if_told() -> None:
-    """End the process where a signal told it to, once it has unwound. Python would take it apart,
-    for seconds, in which no thread watches any more."""
+    """End the process if a signal asked it to, once it has unwound.
+
+    A normal exit of Python would take seconds, during which no thread watches.
+    """
     if _told and not _lacks_threads.is_set():
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -60,16 +65,16 @@ def leave_if_told() -> None:
 
 
 def _unwind(number: int, frame: FrameType | None) -> None:
-    # while a flow runs, Prefect catches SIGTERM; when the flow has ended, it sends it to us again
+    # While a flow runs, Prefect catches SIGTERM, and sends it to us again when the flow has ended.
     if frame is not None and frame.f_code.co_name == "capture_sigterm":
         _resent.set()
-    if not _unwinding.is_set():  # else `_watch` says what becomes of it
+    if not _unwinding.is_set():  # Otherwise `_watch` decides.
         _unwinding.set()
         sys.exit(128 + number)
 
 
 def _watch(reader: int) -> None:
-    """Count the signals; end the process at the second, or when its time is over."""
+    """Count the signals; end the process at the second one, or when its time is over."""
     poll = select.poll()
     poll.register(reader)
     first_at = 0.0
@@ -84,7 +89,7 @@ def _watch(reader: int) -> None:
             first_at = time.monotonic()
             _told.append(numbers[0])
         elif time.monotonic() > first_at + TOGETHER_SECONDS:
-            time.sleep(0.1)  # until `_unwind` was called, if it is
+            time.sleep(0.1)  # Time for `_unwind` to be called.
             if not _resent.is_set():
                 _told.append(numbers[-1])
                 _end("was told twice to stop")
@@ -92,7 +97,7 @@ def _watch(reader: int) -> None:
 
 
 def _end(why: str) -> None:
-    cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # a live bar hides it
+    cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # A live bar hides the cursor.
     line = f"{cursor}quiver {why}: it ends at once; what is finished is kept\n"
     os.write(sys.stderr.fileno(), line.encode())
     os._exit(128 + _told[-1])

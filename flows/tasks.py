@@ -1,14 +1,15 @@
-"""One Prefect task for every stage. It passes references and small numbers, never data; its cache
-is the store, not Prefect's.
+"""The one Prefect task that runs every stage; also retries, run state and expired versions.
+
+The task passes references and small numbers, never data. Its cache is the store, not Prefect's.
 
 The task is called directly, never submitted, so that a cancelled flow ends the stage at once. Its
-name tells run, stage and iteration; flow runs bear them as tags, a task run none, since Prefect
-asks its server for a slot for each tag of a task, before and after it. A task is tried again, with
-growing pauses, where the error's code says that this can help.
+name holds run, stage and iteration. Flow runs carry tags, task runs do not: Prefect asks its server
+for a slot for each tag of a task, before and after it. A task is retried, with growing pauses, if
+the error's code says that a retry can help.
 
-In a run, what is finished stays so when its files expire: its manifest answers. Where a stage that
-is not finished has to read them, they are brought back out of the trash, or made again, by the call
-that this run found finished before. A policy that was trained is not made again unasked.
+Within a run, a finished version stays finished after its files expire, because its manifest is
+enough. If an unfinished stage must read such files, they are restored from the trash, or made again
+by repeating the call this run used. A trained policy is never made again without being asked for.
 """
 
 from __future__ import annotations
@@ -48,43 +49,46 @@ from .recipe import Placement, Recipe
 
 WORTH_RETRYING = {"E-REMOTE", "E-RESOURCE"}
 _REFUSED = tuple(SYSTEM_REASONS[number] for number in (errno.EROFS, errno.EACCES, errno.EPERM))
-"""How an error begins of what a host does not let us write: it will not after a while either."""
+"""Prefixes of errors from a host that forbids writing; a retry cannot help."""
 _LONGEST_WORD = 100
 log = logging.getLogger("quiver")
 
 
 @dataclass
 class _Run:
-    """What is remembered while a run goes on."""
+    """State kept during one run."""
 
     expired: bool = False
-    """Whether a finished version whose files expired is an answer."""
+    """If true, a finished version whose files expired counts as done."""
     checked: set[tuple[str, str]] = field(default_factory=set)
-    """Stages that were checked, with the form of the prompts."""
+    """Stages already checked, each with a digest of the prompts' form."""
     again: dict[str, Callable[[], Outcome]] = field(default_factory=dict)
-    """What makes a version again, by its reference."""
+    """Function that makes a version again, by its reference."""
     only_look: bool = False
-    """Whether nothing is to be made: what is not finished raises NotFinished."""
+    """If true, nothing is made: a stage that is not finished raises NotFinished."""
 
 
 class NotFinished(Exception):
-    """A stage that is not done yet, met inside `only_looking`."""
+    """Raised inside `only_looking` by a stage that is not done yet."""
 
 
 _RUN: ContextVar[_Run | None] = ContextVar("quiver_run", default=None)
-"""None: outside a run."""
+"""State of the current run. None: outside a run."""
 
 
 def worth_retrying(task: Task, run: TaskRun, state: State) -> bool:
-    """Whether the error may be gone in a while: a server, memory or a process lost. Never for bad
-    input, nor for a store that cannot be written."""
+    """True if the error may be transient: a server, memory or a process was lost.
+
+    Never for bad input, nor for a store that cannot be written.
+    """
     error = state.data
     if not isinstance(error, QuiverError) or isinstance(error, GivenUp):
         return False
     if error.code not in WORTH_RETRYING or error.message.startswith(_REFUSED):
         return False
     log.warning("%s: %s; it is tried again soon", error.object, error.message)
-    end_waiting()  # an engine that sleeps has memory of the device and of this machine
+    # A sleeping engine holds memory of the device and of this machine, which the retry may need.
+    end_waiting()
     return True
 
 
@@ -101,8 +105,11 @@ def stage_task(
     upcoming: tuple[StageCall, ...],
     labels: tuple[str, ...],
 ) -> Outcome:
-    """Run one stage and return its reference with a few numbers; "already done" when a finished
-    version bears its run_key. Of the metrics only single numbers and words come back."""
+    """Run one stage and return its reference with a few numbers.
+
+    A finished version with the same run key is returned at once ("already done"). Of the metrics,
+    only single numbers and short words are returned.
+    """
     with progress(call.runner_call, logging.getLogger(f"quiver.{call.stage}").info) as on_line:
         outcome = run_when_free(
             call,
@@ -135,23 +142,28 @@ def perform(
     next_configs: Mapping[str, Config] = MappingProxyType({}),
     readable: bool = False,
 ) -> Outcome:
-    """Run `stage` of `recipe` as a task, where and as long as [placement] says; the line that a
-    person reads is logged. Outside a flow run no server is asked, and nothing is tried again.
+    """Run `stage` of `recipe` as a task, within the pool and limits of [placement], and log one
+    line about it.
+
+    Outside a flow run no server is asked, and nothing is retried.
 
     Args:
-        recipe: Whose run, store and placement are meant.
-        stage: Its name.
-        config: Its config.
+        recipe: Gives the run, the store and the placement.
+        stage: Name of the stage.
+        config: Config of the stage.
         refs: References by role.
-        label: What logs call it. Default: stage and iteration, `generate 2/5`.
-        into: Run that the version belongs to. None: the recipe's.
-        force: Do it anew, even where a finished version exists. A forced stage is not retried,
-            since what it made before it failed would be made again.
-        iteration: What the task is tagged with.
-        round: Told in the label where [data] refill makes several an iteration.
-        next_configs: Of the stages that come next; their processes import what they need while this
-            one runs.
-        readable: A version whose files expired is no answer: somebody has to read them.
+        label: Name in logs. Default: stage and iteration, `generate 2/5`.
+        into: Run that the new version belongs to. Default: the recipe's.
+        force: Run it again even if a finished version exists. A forced stage is not retried, since
+            a retry would repeat even what the failed attempt finished.
+        iteration: Iteration that the task is tagged with.
+        round: Shown in the label if [data] refill allows several rounds per iteration.
+        next_configs: Configs of the next stages, by name; their processes import modules while this
+            stage runs.
+        readable: Do not accept a version whose files expired, because its files will be read.
+
+    Raises:
+        NotFinished: Inside `only_looking`, if the stage is not done.
     """
     if not label:
         label = f"{stage} {iteration}/{recipe.iterations}"
@@ -176,7 +188,7 @@ def perform(
     run_task = stage_task.fn
     if FlowRunContext.get() is not None:
         run_task = stage_task.with_options(retries=retries, retry_delay_seconds=delays)
-        # Prefect numbers the runs of a key, and does not expect two threads
+        # Prefect numbers the runs of each task key, which is not safe with two threads.
         run_task.task_key = f"{run_task.task_key}-{label}"
     upcoming = tuple(
         stage_call(recipe, name, following, {})
@@ -187,6 +199,7 @@ def perform(
         outcome = run_task(call, placement, upcoming, labels_of(recipe, stage, iteration))
     CALLED.num_made += not outcome.cached
     log.info("%s", describe(label, outcome))
+    # Training is never repeated unasked to restore expired files.
     if stage != "optimize":
         about = {"label": f"{label}, again", "into": into, "iteration": iteration}
         run.again[outcome.ref] = partial(
@@ -196,7 +209,7 @@ def perform(
 
 
 def _is_done(call: StageCall) -> bool:
-    """Whether nothing has to be read for this call; so also where all that it names is there."""
+    """True if this call needs to read no input: it is finished, or all its inputs exist."""
     store = Store(call.store)
     refs: list[str] = []
     for named in call.refs.values():
@@ -208,8 +221,10 @@ def _is_done(call: StageCall) -> bool:
 
 
 def _readable(recipe: Recipe, ref: str | list[str]) -> str | list[str]:
-    """The reference of a version with its files: those of `ref`, brought back where they lie in the
-    trash, or made again. LineageError."""
+    """Return a reference to the version with its files, restored from the trash or made again.
+
+    Raises LineageError if neither is possible.
+    """
     if isinstance(ref, list):
         return [_readable(recipe, one) for one in ref]
     store = Store(recipe.store)
@@ -232,16 +247,19 @@ def _readable(recipe: Recipe, ref: str | list[str]) -> str | list[str]:
 def labels_of(
     recipe: Recipe, stage: str | None = None, iteration: int | None = None
 ) -> tuple[str, ...]:
-    """The tags of a run: `run:arith`, `stage:generate`, `iteration:3`."""
+    """Return the tags of a run: `run:arith`, `stage:generate`, `iteration:3`."""
     labels = {"run": recipe.run, "stage": stage, "iteration": iteration}
     return tuple(f"{key}:{label}" for key, label in labels.items() if label is not None)
 
 
 @contextmanager
 def tagged(recipe: Recipe, *, expired: bool = False) -> Iterator[None]:
-    """What is called inside bears the run's tags, is one run to `check_stages`, and leaves no
-    process behind that waits for a call. `expired`: finished versions whose files expired are
-    answers."""
+    """Tag the calls inside with the run, treat them as one run, and end waiting processes
+    afterwards.
+
+    `check_stages` checks each stage once within it. If `expired` is true, finished versions whose
+    files expired count as done.
+    """
     token = _RUN.set(_Run(expired))
     try:
         with tags(*labels_of(recipe)):
@@ -253,8 +271,7 @@ def tagged(recipe: Recipe, *, expired: bool = False) -> Iterator[None]:
 
 @contextmanager
 def only_looking() -> Iterator[None]:
-    """What is called inside makes nothing, and ends with NotFinished at the first stage that is not
-    done."""
+    """Make nothing inside; raise NotFinished at the first stage that is not done."""
     token = _RUN.set(_Run(expired=True, only_look=True))
     try:
         yield
@@ -265,12 +282,12 @@ def only_looking() -> Iterator[None]:
 def check_stages(
     recipe: Recipe, configs: Mapping[str, Config], before: StageCall, prompts: str | None = None
 ) -> None:
-    """ConfigError where one of the stages in `configs` could not do its part: something that scores
-    is missing, for example.
+    """Raise ConfigError if one of the stages in `configs` cannot run, e.g. because a scorer is
+    missing.
 
-    It is told before the call `before` is made, so nothing is looked at where that is finished; and
-    once a run. Prompts of other columns, or whose answers begin otherwise, are looked at once more.
-    Without `prompts` only such stages are asked that need none.
+    The check comes before the call `before`, and is skipped if that call is finished. Each stage is
+    checked once per run, and again for prompts with other columns or other assistant starts.
+    Without `prompts`, pass only stages that need none; they are not checked again.
     """
     run = _RUN.get() or _Run()
     if run.only_look or find(before.runner_call, expired=run.expired) is not None:
@@ -295,8 +312,7 @@ def check_stages(
 
 
 def describe(label: str, outcome: Outcome) -> str:
-    """One line of what a stage did: label, reference, rows, seconds, and its most telling
-    number."""
+    """Return one line about a finished stage: label, reference, rows, seconds, main metric."""
     if outcome.cached:
         return f"{label:<22} {outcome.ref}  already done"
     formats = {

@@ -1,8 +1,7 @@
-"""Hands evaluations to the trackers that [optimize] names; what a training has to tell, it tells
-itself.
+"""Hand-over of evaluations to the trackers in [optimize]; training reports its own metrics itself.
 
-Trackers start in a process of their own: they bring torch along, threads, and servers that may not
-answer. None of that may hold up or end a run.
+Trackers run in their own process: they load torch, start threads, and use servers that may not
+answer. None of that may delay or end a run.
 """
 
 from __future__ import annotations
@@ -20,17 +19,19 @@ from quiver.stages.common.store import Store
 from .recipe import Recipe
 
 SECONDS = 120.0
-"""How long trackers may take."""
+"""Time limit for the trackers, in seconds."""
 log = logging.getLogger("quiver")
 
 
 def track_evaluation(recipe: Recipe, ref: str) -> None:
-    """Hand the evaluation `ref` to those of the recipe's trackers that have not got it. Never
-    raises: a tracker that fails is a warning."""
+    """Send the evaluation `ref` to the recipe's trackers that do not have it yet.
+
+    Never raises: a tracker that fails is a warning.
+    """
     if not recipe.optimize.trackers:
         return
     folder = Path(recipe.optimize.tracker_folder)
-    # it stands beside what was written there: who empties the folder has it filled again
+    # The list is kept beside the trackers' files, so that an emptied folder is filled again.
     list_file = folder / f"evaluations-{Store(recipe.store).id[:8]}.txt"
     tracked = list_file.read_text().splitlines() if list_file.is_file() else []
     trackers = [name for name in recipe.optimize.trackers if f"{name} {ref}" not in tracked]
@@ -52,7 +53,7 @@ def track_evaluation(recipe: Recipe, ref: str) -> None:
         if not code:
             with list_file.open("a") as file:
                 file.writelines(f"{name} {ref}\n" for name in trackers)
-    except OSError as error:  # TimeoutError too
+    except OSError as error:  # Includes TimeoutError.
         code = 1
         last_line = str(error)
     if code:

@@ -1,2 +1,4 @@
-"""The commands of `quiver`, in files by what they are about. Each is thin: it reads, calls what
-Python users call, and says."""
+"""The commands of `quiver`, grouped by topic.
+
+Each is thin: it reads its options, calls what Python users call, and prints the answer.
+"""

@@ -1,4 +1,4 @@
-"""`quiver gc`: what a store no longer needs goes, or is only told."""
+"""`quiver gc`: list what a store no longer needs, or delete it."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def gc(
     ] = None,
     store: StorePath = None,
 ) -> None:
-    """Free what is no longer needed. That is optimizer state of older policies, what was staged and
-    given up, what lies in the trash; with --keep older versions too. Their manifests stay."""
+    """Free what is no longer needed. This covers optimizer state of older policies, abandoned
+    staging and trash; with --keep older versions too. Manifests stay. Without --apply, it is
+    only listed."""
     from quiver.stages.common.store import retention
     from quiver.stages.common.store.collection import Rule, collect
 
@@ -85,7 +86,7 @@ def gc(
 
 
 def in_words(count: int) -> str:
-    """So many bytes, for people.
+    """Return a number of bytes for people.
 
     >>> in_words(1076186100), in_words(0)
     ('1.1 GB', '0 bytes')

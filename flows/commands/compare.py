@@ -1,5 +1,4 @@
-"""What differs between two versions of one kind, for `quiver diff`; and which evaluations stand for
-what `quiver compare` is given."""
+"""Differences between two versions for `quiver diff`, and the choice of evaluations to compare."""
 
 from __future__ import annotations
 
@@ -35,12 +34,18 @@ _ALWAYS_DIFFERENT = {
 
 
 def diff(store: Store, first: str, second: str) -> dict[str, Any]:
-    """What differs between two versions of one kind.
+    """Return the differences between two versions of one kind.
 
-    `changed`: {path in the manifest: [a, b]}; `rows`: how many stand only in one of them, in both,
-    and by column how many differ; for rewards, `rewards`: what became of those of the rows in both
-    (`quiver.stages.reward.measures.changes`). Rows are paired by their ids; where two versions of
-    one kind have no id in common, since other policies sampled them say, by prompt and sample.
+    Rows are paired by their ids. Versions without a common id, for example rollouts of two
+    policies, are paired by prompt and sample.
+
+    Returns:
+        A dict with `changed`: {path in the manifest: [a, b]}, and `rows`: counts of rows only in
+            one of them and in both, and by column how many differ. For rewards, `rewards` says how
+            the rewards of common rows changed (`quiver.stages.reward.measures.changes`).
+
+    Raises:
+        ConfigError: If the versions are of different kinds.
     """
     a = store.open(first)
     b = store.open(second)
@@ -56,11 +61,11 @@ def diff(store: Store, first: str, second: str) -> dict[str, Any]:
     key = next(name for name in _KEYS if name in table_a.column_names)
     keys_a = table_a[key].combine_chunks()
     keys_b = table_b[key].combine_chunks()
-    # the rows that stand in both, in the order of the first
+    # Rows in both, in the order of the first.
     positions = pc.index_in(keys_a, value_set=keys_b)
     has_groups = key == "rollout_id" and "group_id" in table_a.column_names
     if has_groups and positions.null_count == len(positions):
-        with suppress(LineageError):  # without their prompts no two rows are of one prompt
+        with suppress(LineageError):  # Without their prompts, no two rows can be matched.
             names_a, names_b = pair_prompts(store, a, b)
             samples_b = _samples(table_b, names_b)
             positions = pc.index_in(_samples(table_a, names_a), value_set=samples_b)
@@ -72,7 +77,7 @@ def diff(store: Store, first: str, second: str) -> dict[str, Any]:
     for name in table_a.column_names:
         if name in table_b.column_names and name not in (key, "rollout_id"):
             pairs = zip(shared_a[name].to_pylist(), shared_b[name].to_pylist(), strict=True)
-            if pa.types.is_struct(shared_a[name].type):  # a field that is null says nothing
+            if pa.types.is_struct(shared_a[name].type):  # A null field means nothing.
                 pairs = (
                     [{k: v for k, v in (cell or {}).items() if v is not None} for cell in pair]
                     for pair in pairs
@@ -94,7 +99,7 @@ def diff(store: Store, first: str, second: str) -> dict[str, Any]:
 
 
 def lines_of(differences: dict[str, Any]) -> list[str]:
-    """The same for people, a line each."""
+    """Return the differences as lines for people."""
     lines = [
         f"{printable(path)}: {printable(before)} → {printable(after)}"
         for path, (before, after) in differences["changed"].items()
@@ -118,11 +123,11 @@ def lines_of(differences: dict[str, Any]) -> list[str]:
 
 
 def _samples(table: pa.Table, names: Mapping[str, str]) -> pa.Array:
-    """[rows]: the prompt of each row, by its name, and which of its samples it is."""
+    """Return each row's prompt name and sample index. Shape: [rows]."""
     groups = table["group_id"].to_pylist()
     if "sample_index" in table.column_names:
         indices = table["sample_index"].to_pylist()
-    else:  # rewards stand in the order of their rollouts
+    else:  # Rewards are in the order of their rollouts.
         seen: Counter[str] = Counter()
         indices = []
         for group in groups:
@@ -134,13 +139,14 @@ def _samples(table: pa.Table, names: Mapping[str, str]) -> pa.Array:
 
 
 def find_evaluations(store: Store, first: str, second: str) -> tuple[Version, Version]:
-    """Return the evaluations that two names mean: each itself, one of a policy, or the newest of a
-    run. A policy that was measured several times is compared by its newest evaluation on prompts
-    that the other was measured on too; by its newest one if there is none. LineageError if one has
-    no evaluation."""
+    """Return the evaluations that two names refer to: each itself, a policy's, or a run's newest.
+
+    A policy with several evaluations is compared by its newest one on prompts that the other was
+    also measured on; without one, by its newest. Raises LineageError if a name has no evaluation.
+    """
     named = [list(_newest_first(store, name)) for name in (first, second)]
     for pair in product(*named):
-        with suppress(LineageError):  # its prompts are deleted
+        with suppress(LineageError):  # The prompts were deleted.
             prompts_a, prompts_b = (prompts_of(store, version).manifest for version in pair)
             are_two = pair[0].ref != pair[1].ref
             if are_two and prompts_a.content_hash == prompts_b.content_hash:
@@ -149,7 +155,8 @@ def find_evaluations(store: Store, first: str, second: str) -> tuple[Version, Ve
 
 
 def _newest_first(store: Store, name: str) -> Iterator[Version]:
-    """Yield the evaluations that `name` means, one at least. LineageError."""
+    """Yield the evaluations that `name` refers to, at least one. Raises LineageError if there is
+    none."""
     if "/" not in name:
         if numbers := store.numbers(check_name(name, "run"), "evaluations"):
             yield store.open(f"{name}/evaluations@{numbers[-1]}")
@@ -181,7 +188,7 @@ def _newest_first(store: Store, name: str) -> Iterator[Version]:
 
 
 def _changed(a: Version, b: Version) -> dict[str, list[Any]]:
-    """What of their manifests differs, by its path."""
+    """Return the manifest entries that differ, by path."""
     leaves_a, leaves_b = (
         flatten(version.manifest.model_dump(mode="json", by_alias=True, exclude=_ALWAYS_DIFFERENT))
         for version in (a, b)

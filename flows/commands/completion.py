@@ -1,6 +1,6 @@
-"""What a shell offers for a word that is not finished: references, runs, tags, keys.
+"""Shell completion for words that are not finished: references, runs, tags, keys.
 
-A completer only reads, and offers nothing where it cannot. `quiver --install-completion` makes the
+A completer only reads, and offers nothing if it cannot. `quiver --install-completion` makes the
 shell ask.
 """
 
@@ -27,28 +27,30 @@ _MOST_VERSIONS = 50
 
 
 def references(context: typer.Context, incomplete: str) -> list[str]:
-    """`arith/rollouts` while run or kind are typed; then its versions: `arith/rollouts@latest`, the
-    newest numbers, and the tags that hold one of them."""
+    """Offer `arith/rollouts` while run or kind are typed, and then its versions.
+
+    Versions are `arith/rollouts@latest`, the newest numbers, and tags.
+    """
     return _offered(context, incomplete, with_versions=True)
 
 
 def datasets(context: typer.Context, incomplete: str) -> list[str]:
-    """Only `arith/rollouts`: what versions are added to."""
+    """Offer only `arith/rollouts`, to which versions are added."""
     return _offered(context, incomplete, with_versions=False)
 
 
 def runs(context: typer.Context, incomplete: str) -> list[str]:
-    """Names of runs."""
+    """Offer names of runs."""
     return [run for run in _runs(_store(context)) if run.startswith(incomplete)]
 
 
 def runs_and_references(context: typer.Context, incomplete: str) -> list[str]:
-    """Names of runs until a slash is typed, then as `references`."""
+    """Offer names of runs until a slash is typed, then the same as `references`."""
     return (references if "/" in incomplete else runs)(context, incomplete)
 
 
 def tags(context: typer.Context, incomplete: str) -> list[str]:
-    """`arith/policy@prod`."""
+    """Offer tags such as `arith/policy@prod`."""
     offered = []
     with suppress(QuiverError):
         store = _store(context)
@@ -60,12 +62,12 @@ def tags(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def settings(incomplete: str) -> list[str]:
-    """`optimize.learning_rate=`, for --set."""
+    """Offer keys such as `optimize.learning_rate=`, for --set."""
     return [f"{name}=" for name in _keys() if name.startswith(incomplete)]
 
 
 def sections_and_keys(incomplete: str) -> list[str]:
-    """`optimize` and `optimize.learning_rate`."""
+    """Offer sections and keys, such as `optimize` and `optimize.learning_rate`."""
     from .. import keys
 
     names = [section.name for section in keys.sections() if section.name]
@@ -88,7 +90,7 @@ def _offered(context: typer.Context, incomplete: str, *, with_versions: bool) ->
 
 
 def _versions(store: Store, run: str, kind: str) -> list[str | int]:
-    """What stands behind `run/kind@`."""
+    """Return the words that may follow `run/kind@`."""
     newest = store.numbers(run, kind)[::-1][:_MOST_VERSIONS]
     tag_names = [
         name
@@ -103,12 +105,12 @@ def _runs(store: Store | None) -> list[str]:
 
 
 def _store(context: typer.Context) -> Store | None:
-    """The store that the command will read, as far as the words before this one tell; None where
-    there is none."""
+    """Return the store that the command will read, guessed from the words before; None if there is
+    none."""
     from quiver.stages.common.store import Store
 
     path = context.params.get("store") or os.environ.get("QUIVER_STORE")
-    # behind an option that has no value yet, what stood before it was not assigned
+    # After an option without a value yet, the words before it were not assigned.
     recipe = context.params.get("recipe") or next(iter(context.args), None)
     with suppress(QuiverError, OSError, ValueError):
         if recipe and not path and "recipe" in context.params:
@@ -118,7 +120,7 @@ def _store(context: typer.Context) -> Store | None:
 
 
 def _keys() -> Iterator[str]:
-    """Every key of a recipe, with its section."""
+    """Yield every key of a recipe, with its section."""
     from .. import keys
 
     for section in keys.sections():

@@ -1,5 +1,4 @@
-"""Commands about saved trajectories: play them again, begin anew in the middle of them, take over
-those of another system."""
+"""Commands for saved trajectories: play them again, branch from a turn, import another system's."""
 
 from __future__ import annotations
 
@@ -41,8 +40,8 @@ def reenact(
     ] = None,
     store: StorePath = None,
 ) -> None:
-    """Play saved episodes again, against their environment. It must answer as it did; exit code 3
-    where it does not. Its code runs, as it is now."""
+    """Play saved episodes again, against their environment. Exit code 3 if it answers differently.
+    The environment's current code runs."""
     from quiver.stages.generate.turns.reenact import reenact as play
 
     report = play(
@@ -92,8 +91,8 @@ def branch(
     into: _Into = None,
     store: StorePath = None,
 ) -> None:
-    """Make prompts of saved episodes, up to a turn. They are a prompts version, from which
-    `generate` goes on."""
+    """Make prompts from saved episodes, up to a turn. `generate` continues from this prompts
+    version."""
     outcome = _perform(open_store(store), "branch", {"turn": turn}, {"rollouts": ref}, into)
     _say_made({"prompts": outcome})
 
@@ -120,8 +119,8 @@ def import_(
     ] = None,
     store: StorePath = None,
 ) -> None:
-    """Take over rollouts of another system. Lines of ids with their logprobs, and rewards where
-    they have some; the audit of optimize tells whether they are of that policy."""
+    """Import rollouts of another system. Each line holds ids with their logprobs, and may hold
+    rewards. The audit of optimize shows if they are of that policy."""
     from quiver.stages.common.config import parse
     from quiver.stages.generate import imported
 
@@ -144,7 +143,7 @@ def import_(
 def _perform(
     store: Store, stage: str, config: dict[str, Any], refs: dict[str, str], into: str | None
 ) -> Outcome:
-    """A stage that needs no process of its own."""
+    """Run a stage in this process."""
     from quiver.stages.common.runtime.runner import Call, perform
 
     from ..by_hand import tell_version

@@ -1,4 +1,4 @@
-"""`quiver fit`: whether a recipe fits a machine, before anything runs."""
+"""`quiver fit`: check if a recipe fits a machine, before anything runs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def fit(
     store: StorePath = None,
     settings: Settings = None,
 ) -> None:
-    """Tell what each stage needs of a machine. And what would make it fit, from shapes alone:
-    nothing runs, no weight is read. Seconds are on paper."""
+    """Estimate what each stage needs of a machine. Also shows settings that would make it fit. Only
+    shapes are used: nothing runs, no weight is read, and seconds are on paper."""
     from ..fit import machines, needs, remedies, shapes, workload
 
     machine = machines.parse_machine(gpu) if gpu else machines.this_host()

@@ -1,4 +1,4 @@
-"""`quiver doctor`: what is wrong with an installation and a store; a damaged version put aside."""
+"""`quiver doctor`: find problems of an installation and a store, or put a damaged version aside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BESIDES = {
     "trash_bytes": "trash",
     "quarantine_bytes": "put aside",
 }
-"""What `quiver gc` frees, or somebody may by hand."""
+"""Sizes that `quiver gc` frees, or that can be freed by hand."""
 
 
 def doctor(
@@ -33,8 +33,8 @@ def doctor(
     ] = None,
     store: StorePath = None,
 ) -> None:
-    """Say what is wrong with installation, server and store. Each with what to do about it;
-    `verify` looks at every byte. Or put a damaged version aside."""
+    """Find problems of installation, server and store. Each comes with a next step; `verify` reads
+    every byte. With --quarantine, put a damaged version aside."""
     if quarantine:
         from quiver.stages.common.store.retention import quarantine as put_aside
 
@@ -46,7 +46,7 @@ def doctor(
 
     CALLED.store = store
     if store is not None:
-        open_store(store)  # one that is named is there, or that is what is wrong
+        open_store(store)  # A store that was named must exist.
     findings = examine(store or default_store(), lambda: room_above("server").check_api())
     for problem in findings.problems:
         problem.next = complete(problem.next, CALLED, options_in(context.parent.command.commands))
@@ -60,7 +60,7 @@ def doctor(
 
 
 def _in_lines(facts: dict[str, Any]) -> list[str]:
-    """The facts, for people."""
+    """Return the facts as lines for people."""
     installed = {name: version for name, version in facts["versions"].items() if version}
     devices = ", ".join(facts["gpu"]["devices"]) or "none: stages run on the CPU"
     api = facts["prefect"]["api"] or "none: each run starts its own"

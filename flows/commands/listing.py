@@ -1,4 +1,4 @@
-"""Commands that list what there is: keys of a recipe, algorithms, rewards, engines."""
+"""Commands that list recipe keys, algorithms, rewards and engines."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ log = logging.getLogger("quiver")
 
 
 def _list(word: str, entries: list[dict[str, Any]], details: str) -> None:
-    """`entries`, one a line; below it what stands under the key `details` of one, and its
-    reference."""
+    """Print `entries`, one per line, each followed by its `details` and its reference."""
     lines = []
     for entry in entries:
         lines.append(f"{entry['name']:<24} {entry['description']}")
@@ -39,7 +38,7 @@ def keys(
         ),
     ] = None,
 ) -> None:
-    """All keys of a recipe: type, default, meaning."""
+    """List all keys of a recipe: type, default, meaning."""
     from .. import keys as reference
 
     sections = reference.look_up(name)
@@ -50,7 +49,7 @@ def keys(
 
 
 def algorithms() -> None:
-    """The algorithms, with defaults and references."""
+    """List the algorithms, with defaults and references."""
     from quiver.stages.optimize.algorithms import ALGORITHMS
 
     keys = (
@@ -67,8 +66,8 @@ def algorithms() -> None:
 
 
 def rewards() -> None:
-    """What can score: functions and dialects of servers. Functions that come with Quiver, with
-    their arguments, and the dialects in which servers are asked."""
+    """List reward functions and server dialects. Functions ship with Quiver and are listed with
+    their arguments; a dialect is a way to ask a reward server."""
     from quiver.stages.reward.functions import FUNCTIONS
     from quiver.stages.reward.servers.dialects import DIALECTS
 
@@ -89,7 +88,7 @@ def rewards() -> None:
 
 
 def engines() -> None:
-    """The generation engines, with the defaults of their options."""
+    """List the generation engines, with their default options."""
     from quiver.stages.generate.engine import ENGINES
 
     entries = []

@@ -1,7 +1,7 @@
-"""What an error says to do next, as a command that a shell takes at this very place.
+"""The next step that an error names, completed to a command that works in this shell.
 
-A stage knows neither the recipe's file nor how the store was named: it says `quiver reward RECIPE
---rollouts a/rollouts@1`. The command line puts in what it was given itself.
+A stage knows neither the recipe's file nor the store's name: it says `quiver reward RECIPE
+--rollouts a/rollouts@1`. The command line fills in its own arguments.
 
 >>> complete("quiver verify a/rewards@1", Called(store="my store"), {"verify": {"--store"}}.get)
 "quiver verify a/rewards@1 --store 'my store'"
@@ -21,18 +21,18 @@ from typing import Any
 
 @dataclass
 class Called:
-    """How the command that runs now was called, as far as the next one needs it too."""
+    """Arguments of the running command that the next command needs too."""
 
     store: str | None = None
     recipe: Path | None = None
     settings: tuple[str, ...] = ()
     num_made: int = 0
-    """Versions that it has made so far."""
+    """Number of versions made so far."""
 
 
 def program() -> str:
-    """Quiver's command as a person types it here: by its name where the shell finds this one, or
-    the path from here."""
+    """Return Quiver's command as typed here: its name if the shell finds this one, else its
+    path."""
     called = Path(sys.argv[0])
     found = shutil.which("quiver")
     if called.name != "quiver" or (found and called.absolute() == Path(found).absolute()):
@@ -42,23 +42,25 @@ def program() -> str:
 
 
 def default_store() -> str:
-    """The store of commands that are given none."""
+    """Return the store of commands without --store."""
     return os.environ.get("QUIVER_STORE") or "store"
 
 
 def command_line() -> str:
-    """The command that runs now, as a shell takes it."""
+    """Return the running command as a shell line."""
     return shlex.join([program(), *sys.argv[1:]])
 
 
 def set_options(settings: Iterable[str]) -> list[str]:
-    """The recipe's settings as options of a command."""
+    """Return the recipe's settings as options of a command."""
     return [word for setting in settings for word in ("--set", setting)]
 
 
 def options_in(commands: Mapping[str, Any]) -> Callable[[str], set[str]]:
-    """The options of one of `commands` (as typer makes them), by its name; none of one that is not
-    there."""
+    """Return a function that gives the options of one of `commands` (made by typer) by its name.
+
+    A name that is not there has no options.
+    """
 
     def options_of(name: str) -> set[str]:
         if name not in commands:
@@ -69,9 +71,12 @@ def options_in(commands: Mapping[str, Any]) -> Callable[[str], set[str]]:
 
 
 def complete(next: str, called: Called, options_of: Callable[[str], set[str]]) -> str:
-    """`next` with the recipe in place of RECIPE, and with the settings and store of this call;
-    anything that is no command of ours as it is. `options_of`: the options of a command, by its
-    name."""
+    """Return `next` with the recipe in place of RECIPE, and with the settings and store of this
+    call.
+
+    Text that is no command of ours is returned unchanged. `options_of` gives a command's options by
+    its name.
+    """
     if not next.startswith("quiver "):
         return next
     words = [program(), *shlex.split(next)[1:]]

@@ -1,5 +1,4 @@
-"""Commands that put a recipe on a schedule: from this process, or on the workers of a Prefect
-server."""
+"""Commands that put a recipe on a schedule: in this process, or on workers of a Prefect server."""
 
 from __future__ import annotations
 
@@ -32,8 +31,11 @@ Now = Annotated[bool, typer.Option("--now", help="start a run at once, too")]
 
 
 def room_above(name: str) -> Any:
-    """A module of `deployments`: named, as a recipe names code, since nothing here knows of the
-    room above but its commands."""
+    """Import a module of `deployments` by name.
+
+    Only the commands may use that package, which lies above this one, so it is not imported
+    statically.
+    """
     return importlib.import_module(f"quiver.deployments.{name}")
 
 
@@ -79,8 +81,8 @@ def deploy(
     store: StorePath = None,
     settings: Settings = None,
 ) -> None:
-    """Register a recipe with a Prefect server. It says which workers run it, when, and what starts
-    it besides."""
+    """Register a recipe with a Prefect server. The options name its workers, its schedule and other
+    triggers."""
     module = room_above("deploy")
     where = module.Where(pool, cron, timezone, overlap, tuple(on or ()), image, folder, now)
     outcome = module.deploy(read_recipe(recipe, settings, store), where)

@@ -1,4 +1,4 @@
-"""Commands that run something: all of a recipe, a night, or one stage on saved versions."""
+"""Commands that run something: a whole recipe, a night, or one stage on saved versions."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def run(
     store: StorePath = None,
     settings: Settings = None,
 ) -> None:
-    """All of a recipe; resumes by itself. Prompt, generate, reward, optimize, again and again,
-    evaluated before and after."""
+    """Run a whole recipe; resumes by itself. Prompt, generate, reward and optimize repeat, with an
+    evaluation before and after."""
     if first:
         from ..placement import STAGES as stages
 
@@ -72,7 +72,7 @@ def run(
 
         from ..preflight import finished, preflight
 
-        loaded = preflight(loaded)  # what is refused is refused before a server is started
+        loaded = preflight(loaded)  # Refused here, before a server is started.
         if dry_run:
             from ..dry_run import dry_run as rehearse
 
@@ -87,7 +87,7 @@ def run(
             from .summary import summary
 
             Store(loaded.store)
-            finished(loaded)  # warns if another recipe began this run
+            finished(loaded)  # Warns if another recipe began this run.
             guard_embedded_server()
             crash_abandoned()
             with tagged(loaded), tags(shell_tag()):
@@ -99,15 +99,15 @@ def run(
 
 
 def _warn(recipe: Recipe, policy: str) -> None:
-    """Repeat the warnings of the report on the run that ended at `policy`, in colour where the
-    terminal has it."""
+    """Repeat the report's warnings on the run that ended at `policy`, in colour if the terminal has
+    it."""
     from quiver.stages.common.store import Store
     from quiver.stages.report.gather import gather
     from quiver.stages.report.troubles import warnings
 
     try:
         sentences = warnings(gather(Store(recipe.store), recipe.run, policy))
-    except QuiverError as error:  # the run is finished, and this is only a look back
+    except QuiverError as error:  # The run is finished, and this is only a look back.
         sentences = [f"{error.object}: {error.message}"]
     for sentence in sentences:
         typer.secho(f"warning: {for_terminal(sentence)}", fg="yellow", err=True)
@@ -125,8 +125,8 @@ def check(
     store: StorePath = None,
     settings: Settings = None,
 ) -> None:
-    """Look whether a recipe can run, without running it. Paths, columns and names are looked at,
-    the first rows rendered; nothing is written."""
+    """Check if a recipe can run, without running it. Paths, columns and names are checked and the
+    first rows rendered; nothing is written."""
     from ..checking import look
 
     loaded = read_recipe(recipe, settings, store).for_night(_today())
@@ -145,15 +145,15 @@ def nightly(
     store: StorePath = None,
     settings: Settings = None,
 ) -> None:
-    """One night: train on new prompts, promote what is better. It improves the policy in use;
-    what is decided stays so."""
+    """Run one night: train on new prompts, promote what is better. It improves the policy in use; a
+    decided night stays decided."""
     from ..live import shown_live
     from ..preflight import preflight
 
     loaded = read_recipe(recipe, settings, store)
     log.info("%s: night %s, in %s", loaded.run, night or _today(), Path(loaded.store).absolute())
     with shown_live():
-        # what is refused is refused before a server is started
+        # Refused here, before a server is started.
         preflight(loaded.for_night(night or _today()))
         from prefect import tags
 
@@ -172,13 +172,15 @@ def nightly(
 
 
 def _today() -> str:
-    """What a night is called that has no other name: the date in UTC."""
+    """Return the default name of a night: the date in UTC."""
     return f"{datetime.now(UTC):%Y-%m-%d}"
 
 
 def _stage_command(name: str, help: str) -> Callable[..., None]:
-    """`quiver NAME RECIPE`: this one stage on saved versions; a reference that is not given is the
-    run's latest."""
+    """Return the command `quiver NAME RECIPE`: one stage on saved versions.
+
+    A missing reference is the run's latest.
+    """
 
     def command(
         recipe: RecipeFile,

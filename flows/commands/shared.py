@@ -1,5 +1,4 @@
-"""What every command shares: its options, the recipe and the store that it is about, and how it
-answers."""
+"""Code that all commands share: options, reading the recipe and the store, and the answer."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from ..recipe import Recipe
 
 CALLED = Called()
-"""The recipe, settings and store of the command that runs, for what its error says to do next."""
+"""Recipe, settings and store of the running command, for the next step that an error names."""
 _stdout: TextIO | None = None
 RecipeFile = Annotated[Path, typer.Argument(help="the recipe, a TOML file", metavar="RECIPE")]
 Reference = Annotated[
@@ -37,7 +36,7 @@ Reference = Annotated[
 
 
 def or_latest(ref: str) -> str:
-    """A reference as it is; of `run/kind` the latest."""
+    """Return a reference unchanged; for `run/kind`, its latest version."""
     return ref if "@" in ref or "/" not in ref else f"{ref}@latest"
 
 
@@ -50,7 +49,7 @@ ReadReference = Annotated[
         autocompletion=completion.references,
     ),
 ]
-"""Of commands that change nothing."""
+"""Argument of commands that only read."""
 StorePath = Annotated[str | None, typer.Option("--store", help="folder of the store")]
 Settings = Annotated[
     list[str] | None,
@@ -67,7 +66,7 @@ _EVERY = {
     "json": "one JSON object as the last line of stdout",
     "debug": "traceback of an error",
 }
-"""Options that every command takes, and their help; `main` sees to them."""
+"""Options that every command takes, with their help; `main` handles them."""
 NamedVersion = typer.Option(
     help="run/kind@version; default: the run's latest", autocompletion=completion.references
 )
@@ -79,7 +78,7 @@ NamedVersions = typer.Option(
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` as the command line has it: with the options that every command takes."""
+    """Return `command` for the command line, with the options that every command takes."""
 
     @wraps(command)
     def run(json: bool, debug: bool, **options: Any) -> None:
@@ -100,29 +99,31 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def keep_stdout() -> None:
-    """From now on `say` answers in JSON, and only that reaches the stdout that this process was
-    started with; what libraries and a user's reward print, as it is imported, goes to stderr."""
+    """Make `say` answer in JSON, and keep all other output from stdout.
+
+    Prints of libraries and of a user's reward code, also during import, go to stderr.
+    """
     global _stdout  # noqa: PLW0603
     _stdout = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace")
     os.dup2(2, 1)
 
 
 def nobody_reads() -> bool:
-    """Whether what stdout or stderr leads to is closed at its other end, as that of a pipe to a
-    command which has ended."""
+    """True if the other end of stdout or stderr is closed, for example a pipe to an ended
+    command."""
     poll = select.poll()
     for number in (_stdout.fileno() if _stdout else 1, 2):
-        poll.register(number, 0)  # errors alone, which are always told
+        poll.register(number, 0)  # Errors only, which poll always reports.
     return bool(poll.poll(0))
 
 
 def answers_in_json() -> bool:
-    """Whether `say` answers in JSON, so that no lines for people need be made."""
+    """True if `say` answers in JSON, so that lines for people are not needed."""
     return _stdout is not None
 
 
 def say(answer: dict[str, Any], lines: list[str]) -> None:
-    """The command's answer: as JSON after `keep_stdout`, else in `lines`."""
+    """Print the command's answer: as JSON after `keep_stdout`, else as `lines`."""
     text = to_json(answer) if _stdout else for_terminal("\n".join(lines))
     if text:
         print(text, file=_stdout, flush=True)
@@ -131,9 +132,11 @@ def say(answer: dict[str, Any], lines: list[str]) -> None:
 def read_recipe(
     path: Path, settings: list[str] | None, store: str | None, *, measures: bool = True
 ) -> Recipe:
-    """The recipe in `path` with the command's settings over it, for a command that measures
-    policies or does not (`Recipe.load`). The store is that of --store, else that of QUIVER_STORE,
-    else the recipe's."""
+    """Read the recipe in `path` with the command's settings over it.
+
+    The store is --store, else QUIVER_STORE, else the recipe's. `measures` is passed to
+    `Recipe.load`: false for commands that do not measure policies.
+    """
     from ..recipe import load
 
     settings = settings or []
@@ -149,7 +152,7 @@ def read_recipe(
 
 
 def open_store(path: str | None) -> Store:
-    """The store that is there already, at `path` or where stores are."""
+    """Open the existing store at `path`. Default: QUIVER_STORE, else "store"."""
     from quiver.stages.common.store import Store
 
     CALLED.store = path
@@ -157,13 +160,16 @@ def open_store(path: str | None) -> Store:
 
 
 class _Written(str):
-    """JSON text that is done."""
+    """Finished JSON text."""
 
 
 def to_json(answer: Any) -> str:
-    """`answer` as JSON text: a number that is not finite is null, bytes (of pictures) are base64, a
-    date or anything else of the user's columns its text. A loop, since a lineage is as deep as its
-    line of policies is long."""
+    """Return `answer` as JSON text.
+
+    A number that is not finite becomes null, bytes (pictures) base64, and dates and other types of
+    the user's columns their text. This is a loop, since a lineage is as deep as its line of
+    policies is long.
+    """
     text: list[str] = []
     waiting = [answer]
     while waiting:
@@ -190,7 +196,7 @@ def to_json(answer: Any) -> str:
 
 
 def _quoted(leaf: Any) -> str:
-    """A leaf as JSON text. JSON is shown on terminals too, so what these obey is spelt out."""
+    """Return a leaf as JSON text; control characters are escaped, because terminals obey them."""
     return "".join(
         character if character.isprintable() else _spelt_out(character)
         for character in json.dumps(leaf, ensure_ascii=False)

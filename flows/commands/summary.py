@@ -1,5 +1,4 @@
-"""What `quiver run` prints at its end: the store, the curve, and the next three commands worth
-trying."""
+"""The last lines of `quiver run`: the store, the curve, and three commands to try next."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ _BAR = 15
 
 
 def summary(recipe: Recipe, path: Path, settings: list[str], outcome: dict[str, Any]) -> list[str]:
-    """Lines for a person; `outcome` is what `post_train` returned."""
+    """Return lines for people; `outcome` is the result of `post_train`."""
     store = Path(recipe.store).absolute()
     means = [done["reward_mean"] for done in outcome["iterations"]]
     scored = [mean for mean in means if mean is not None]
@@ -46,14 +45,14 @@ def summary(recipe: Recipe, path: Path, settings: list[str], outcome: dict[str, 
 
 
 def _bar(length: float, left: float) -> str:
-    """A bar from 0 to `length`, where bars begin at `left`, which is at most 0."""
+    """Return a bar from 0 to `length`; bars begin at `left`, which is at most 0."""
     blank = round(min(length, 0.0)) - round(left)
     return " " * blank + "█" * abs(round(length))
 
 
 def _episodes(store: Path, ref: str) -> list[tuple[str, str]]:
-    """How the episodes of these rollouts went; nothing where they have no turns."""
-    with suppress(QuiverError):  # the run is finished, and this is only a look back
+    """Return how the episodes of these rollouts went; empty if they have no turns."""
+    with suppress(QuiverError):  # The run is finished, and this is only a look back.
         rollouts = Store(store, create=False).open(ref)
         numbers = episodes.numbers_of(rollouts, episodes.FEW_BYTES)
         return list(episodes.in_words(numbers, rollouts.manifest.rows)) if numbers else []
@@ -63,15 +62,17 @@ def _episodes(store: Path, ref: str) -> list[tuple[str, str]]:
 def next_commands(
     recipe: Recipe, path: Path, settings: list[str], outcome: dict[str, Any]
 ) -> list[str]:
-    """What is worth trying next, as a shell takes it: train on the same rollouts with another
-    learning rate, see what the last policy was made of, go on. Each fits any task."""
+    """Return commands to try next: train with another learning rate, show the lineage, go further.
+
+    The first one uses the same rollouts. All of them fit any task.
+    """
     iterations = outcome["iterations"]
     last = iterations[-1]
     in_store = ["--store", recipe.store]
     without_store = [each for each in settings if each.partition("=")[0].strip() != "store"]
     same = [str(path), *in_store, *set_options(without_store)]
     slower = set_options([f"optimize.learning_rate={recipe.optimize.learning_rate / 2:g}"])
-    # the policy that sampled is that many before the newest, whose optimizer state stays
+    # The policy that sampled is this many policies before the newest, whose optimizer state stays.
     moments = recipe.retention.moments
     is_state_gone = moments is not None and moments < 2 + recipe.overlap
     fresh = set_options(["optimize.load_optimizer=false"]) if is_state_gone else []

@@ -1,5 +1,4 @@
-"""Commands about what a store holds: versions, what they came from, how they differ, whether they
-are whole; tags."""
+"""Commands about the versions of a store: list, show, compare, check, delete, tag and report."""
 
 from __future__ import annotations
 
@@ -45,7 +44,8 @@ def ls(
 ) -> None:
     """List the versions: score or reward, tags, size, rows, time.
 
-    What cannot be read is listed too, and the exit code is that of its error."""
+    Unreadable versions are listed too, and the exit code is that of their error.
+    """
     from quiver.stages.common.store.readable import readable_entries
 
     opened = open_store(store)
@@ -74,8 +74,7 @@ def ls(
 
 
 def _say_sizes(store: Store, run: str | None) -> None:
-    """What the versions of each run take, as their manifests say, and what lies on the disk below
-    its folder, with staging and trash."""
+    """Print the bytes of each run: by its manifests, and on disk with staging and trash."""
     from quiver.stages.common.store.collection import size
     from quiver.stages.common.store.readable import readable_entries
     from quiver.stages.report import words
@@ -116,7 +115,7 @@ def show(
         bool, typer.Option("--manifest", help="the manifest alone, as JSON")
     ] = False,
 ) -> None:
-    """What a version is, its numbers, and its first rows in words."""
+    """Show a version, its numbers, and its first rows in words."""
     opened = open_store(store)
     version = opened.open(ref)
     fields = version.manifest.model_dump(mode="json", by_alias=True)
@@ -139,7 +138,7 @@ def show(
 
 
 def lineage(ref: ReadReference, store: StorePath = None) -> None:
-    """What a version was made of, down to the sources."""
+    """Show what a version was made from, down to the sources."""
     from quiver.stages.report.lineage import lineage as trace
 
     root = trace(open_store(store), ref)
@@ -160,7 +159,7 @@ def diff(
     second: ReadReference,
     store: StorePath = None,
 ) -> None:
-    """What differs between two versions: config, metrics, rows."""
+    """Show the differences of two versions: config, metrics, rows."""
     from .compare import diff as compare
     from .compare import lines_of
 
@@ -179,7 +178,7 @@ def compare(
     ],
     store: StorePath = None,
 ) -> None:
-    """How much better B scores than A, prompt by prompt."""
+    """Show how much better B scores than A, prompt by prompt."""
     from quiver.stages.evaluate.comparison import compare as compare_evaluations
     from quiver.stages.report.words import unscored_of
 
@@ -224,7 +223,7 @@ def verify(
     ] = None,
     store: StorePath = None,
 ) -> None:
-    """Check every byte. Sizes, hashes, schemas, and that no input is missing."""
+    """Check every byte. Covers sizes, hashes, schemas and missing inputs."""
     from quiver.stages.common.verification import verify as verify_store
 
     checked, bad = verify_store(open_store(store), ref)
@@ -241,7 +240,7 @@ def rm(
     reason: Annotated[str, typer.Option(help="why, for its tombstone")] = "",
     store: StorePath = None,
 ) -> None:
-    """Delete a version. Its number and its manifest stay; what was made of it is kept."""
+    """Delete a version. Its number and its manifest stay, and versions made from it are kept."""
     from quiver.stages.common.store.retention import remove
 
     removed, users = remove(open_store(store), ref, reason)
@@ -255,16 +254,16 @@ def tag(
     reason: Annotated[str, typer.Option(help="why, for its history")] = "",
     store: StorePath = None,
 ) -> None:
-    """Give a version a tag; `run/kind@tag` then means it."""
+    """Give a version a tag; `run/kind@tag` then refers to it."""
     from ..by_hand import tell_moved
 
     opened = open_store(store)
     target: Ref = opened.resolve(ref)
     before = None
-    with suppress(CorruptError):  # a tag and a journal that disagree: this settles it
+    with suppress(CorruptError):  # Tag and journal disagree; the new tag settles it.
         before = opened.tagged(target.run, name)
     author = ""
-    with suppress(OSError, KeyError):  # in some containers the account has no name
+    with suppress(OSError, KeyError):  # In some containers the account has no name.
         author = getpass.getuser()
     opened.tag(target.run, name, target, why=reason, about={"author": author})
     if before != str(target):
@@ -294,8 +293,8 @@ def report(
     ] = None,
     store: StorePath = None,
 ) -> None:
-    """One HTML file over a whole run. How well it went, curves, answers before and after, what it
-    was made of."""
+    """Write one HTML file about a whole run. It shows results, curves, answers before and after,
+    and lineage."""
     from quiver.stages.report.stage import write
 
     opened = open_store(store)
@@ -307,7 +306,7 @@ def report(
                 str(ref), "a report is of a run or of the line of a policy", next="quiver ls"
             )
         policy, run = str(ref), ref.run
-        # that of the run itself stays
+        # The report of the run itself is kept.
         output = output or opened.path / run / f"report-{ref.kind}-{ref.version}.html"
     sentences = [] if beside is None else _difference(opened, run, check_name(beside, "run"))
     path = write(opened, check_name(run, "run"), output, beside, sentences, policy)
@@ -315,7 +314,7 @@ def report(
 
 
 def _difference(store: Store, run: str, other: str) -> list[str]:
-    """How the last evaluation of `other` compares with that of `run`, over the same prompts."""
+    """Return how the last evaluations of `other` and `run` compare, on the same prompts."""
     from quiver.stages.evaluate.comparison import compare as compare_evaluations
 
     from .compare import find_evaluations
@@ -344,15 +343,15 @@ def history(
     ],
     store: StorePath = None,
 ) -> None:
-    """What a tag pointed at, when, by whom and why. Of nights also what was rejected, and on what
-    numbers."""
+    """Show a tag's history: versions, times, authors, reasons. For nights it also shows rejected
+    policies and their numbers."""
     from quiver.stages.report.nights import lines_of, nights_of
 
     opened = open_store(store)
     tag = parse(name)
     entries = opened.history(tag.run, str(tag.version))
     if not entries:
-        opened.resolve(tag)  # says what there is
+        opened.resolve(tag)  # Its error lists what exists.
     nights = nights_of(entries)
     answer = {
         "tag": name,

@@ -1,4 +1,4 @@
-"""`quiver view`: rollouts in a terminal, or as a plain table where the output is not one."""
+"""`quiver view`: rollouts in a terminal application, or as a plain table for other outputs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def view(
     n: Annotated[int, typer.Option("-n", help="rows of the plain table", min=0)] = 20,
     store: StorePath = None,
 ) -> None:
-    """Look at rollouts, down to single tokens. A plain table where the output is no terminal."""
+    """Look at rollouts, down to single tokens. Prints a plain table if the output is not a
+    terminal."""
     opened = open_store(store)
     is_app = not answers_in_json() and sys.stdin.isatty() and sys.stdout.isatty()
     if is_app and importlib.util.find_spec("textual") is None:

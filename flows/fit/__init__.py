@@ -1,2 +1,4 @@
-"""Whether a recipe fits a machine, told from shapes before anything runs: memory of each stage,
-bytes and products of an iteration, and seconds on paper."""
+"""`quiver fit`: check if a recipe fits a machine, from shapes alone, before anything runs.
+
+It estimates the memory of each stage, the bytes and products of an iteration, and seconds on paper.
+"""

@@ -1,4 +1,7 @@
-"""What a machine can hold and do: of GPUs what their makers' data sheets say, without sparsity."""
+"""Memory and speed of machines, for `quiver fit`.
+
+GPU figures are from data sheets, without sparsity.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,19 @@ from quiver.schemas.errors import ConfigError, printable
 
 @dataclass(frozen=True)
 class Machine:
-    """One device, and how many there are. `name` is cpu for this host, of which no speed is
-    told."""
+    """One kind of device, and their number. The name "cpu" means this host, whose speed is
+    unknown."""
 
     name: str
     memory: int
-    """Bytes of one."""
+    """Bytes of one device."""
     count: int = 1
     bf16_flops: float = 0.0
-    """A second, of products of bfloat16 with sums in float32."""
+    """FLOP/s of bfloat16 products with float32 sums."""
     fp32_flops: float = 0.0
-    """A second, of products in IEEE float32."""
+    """FLOP/s of IEEE float32 products."""
     bandwidth: float = 0.0
-    """Bytes a second of its own memory."""
+    """Bytes per second of the device's own memory."""
 
     @property
     def is_gpu(self) -> bool:
@@ -50,16 +53,17 @@ GPUS = {
         _gpu("rtx4090", 24564, 165, 82.6, 1.008),
     )
 }
-"""By name: memory as nvidia-smi gives it in MiB; TFLOP/s of bfloat16 and of float32; TB/s."""
+"""GPUs by name, made from memory in MiB as nvidia-smi shows it, TFLOP/s of bfloat16 and of float32,
+and TB/s."""
 
 
 def this_host() -> Machine:
-    """Its memory; stages run on the CPU."""
+    """Return this host with its memory; stages run on the CPU."""
     return Machine("cpu", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def parse_machine(text: str) -> Machine:
-    """`h100`, or `h100:8` for eight of them. ConfigError."""
+    """Parse `h100`, or `h100:8` for eight GPUs. Raises ConfigError."""
     name, _, count = text.partition(":")
     gpu = GPUS.get(name.lower())
     if gpu is None:

@@ -1,11 +1,12 @@
-"""What each stage needs of a machine: bytes that it holds at once, by part, and what it moves and
-multiplies in an iteration.
+"""Memory, traffic and products of each stage on a machine: the formulas of `quiver fit`.
 
-Seconds are on paper, as if the device did nothing slower than its maker says. The formulas are of
-this project's own passes; tests hold them to counts and to measured processes. Of one token in one
-layer a pass keeps for the backward pass, in numbers: what both norms read and give, queries, the
-keys and values of its row, what attention gives, gate and up. Norms and MLPs are made again in the
-backward pass, or are one kernel.
+Memory is the bytes held at once, by part; bytes moved and FLOPs are per iteration. Seconds are on
+paper, as if the device reached its data sheet. The formulas describe this project's own passes;
+tests compare them with counts and with measured processes.
+
+For each token and layer, a pass keeps these numbers for the backward pass: inputs and outputs of
+both norms, queries, the keys and values of its row, attention outputs, gate and up. Norms and MLPs
+are computed again in the backward pass, or are one kernel.
 """
 
 from __future__ import annotations
@@ -29,33 +30,33 @@ from .shapes import Shape
 from .workload import Workload
 
 _LIBRARIES = {"cpu": 0.6e9, "gpu": 0.8e9}
-"""Bytes of a process that holds no model: code and what it allocates; of a GPU its context."""
+"""Bytes of a process without a model: code and its allocations; on a GPU, its context."""
 _TRAINING_LIBRARIES = {"cpu": 0.85e9, "gpu": 0.8e9}
 _ENGINE_LIBRARIES = {"cpu": 0.93e9, "gpu": 2.5e9}
-"""Of vLLM's; with its CUDA graphs."""
+"""The same for vLLM; on a GPU with its CUDA graphs."""
 _CHUNK_BYTES = {"cpu": 128 * 2**20, "gpu": 768 * 2**20}
-"""Logits of a chunk, and on a GPU their gradient."""
+"""Bytes of a chunk's logits, and on a GPU of their gradient."""
 _GPU_CHUNK = 512 * 2**20
 ROOM = 0.97
-"""Share of a device's memory that can be had: the rest is lost between blocks."""
+"""Usable share of a device's memory; the rest is lost between blocks."""
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class Need:
-    """Of one stage, on one of the devices that it uses."""
+    """Needs of one stage, on each device that it uses."""
 
     stage: str
     devices: int
-    """How many it uses at once."""
+    """Number of devices used at once."""
     parts: Mapping[str, float]
-    """Bytes by what they are."""
+    """Bytes by part."""
     flops: float = 0.0
-    """Of an iteration, on all devices."""
+    """FLOPs per iteration, on all devices."""
     moved: float = 0.0
-    """Bytes of an iteration, on all devices."""
+    """Bytes moved per iteration, on all devices."""
     seconds: float | None = None
-    """Of an iteration on paper; None on a CPU."""
+    """Seconds per iteration on paper; None on a CPU."""
     notes: tuple[str, ...] = field(default=())
     on_gpu: bool = False
 
@@ -68,7 +69,7 @@ class Need:
 
 
 def _sides_of_products(shape: Shape) -> int:
-    """Inputs and outputs of the products of one layer, of a token."""
+    """Return the summed widths of inputs and outputs of one layer's products, per token."""
     return 4 * shape.hidden + 2 * (shape.attention + shape.keys) + 3 * shape.intermediate
 
 
@@ -80,7 +81,7 @@ class Pass:
     work: Workload
     machine: Machine
     is_narrow: bool
-    """Products are of bfloat16."""
+    """True if products are computed in bfloat16."""
     has_narrow_weights: bool = False
 
     @property
@@ -89,7 +90,7 @@ class Pass:
 
     @property
     def kept_a_token(self) -> float:
-        """Bytes in one layer."""
+        """Bytes kept per token in one layer."""
         shape, width = self.shape, self.width
         stream = width if self.has_narrow_weights else 4
         keys = self.work.keys_per_token if self.machine.is_gpu else 1.0
@@ -102,27 +103,31 @@ class Pass:
 
     @property
     def moved_a_token(self) -> float:
-        """Bytes in one layer, forward and backward, beside products: what each kernel reads and
-        writes, in bfloat16 where the stream of float32 is not said."""
+        """Bytes moved per token in one layer, forward and backward, without products.
+
+        Each kernel's reads and writes are counted in bfloat16, unless the float32 stream is named.
+        """
         shape, scale = self.shape, self.width / 2
         gated = 18 * shape.intermediate  # 3 numbers forward, 6 backward
-        # joined, turned by position and back
+        # Joined, then turned by position and back.
         heads = 4 * (shape.attention + 2 * shape.keys) + 8 * (shape.attention + shape.keys)
         attention = 12 * (shape.attention + shape.keys * self.work.keys_per_token)
-        # two norms and two sums, forward and backward: the stream is float32
+        # Two norms and two sums, forward and backward; the stream is float32.
         stream = 88 * shape.hidden
         return scale * (gated + heads + attention) + stream
 
     def moved_by_micro_batch(self, tokens: float) -> float:
-        """Bytes of products and of all else in a micro-batch, forward and backward."""
+        """Return the bytes moved by a micro-batch, forward and backward: products and everything
+        else."""
         shape, width = self.shape, self.width
         predicted = tokens * self.work.predicted_share
         rows_of_chunk = max(1, _GPU_CHUNK // (4 * shape.vocabulary))
         chunks = math.ceil(predicted / rows_of_chunk)
         sides = _sides_of_products(shape)
-        # each product three times: forward, and of both gradients; that of weights is float32
+        # Each product runs three times: forward, and for both gradients. The weights' gradient is
+        # float32.
         products = tokens * 3 * width * sides * shape.layers + (2 * width + 4) * shape.multiplied
-        # logits are made twice; a chunk reads the head three times and adds to its gradient
+        # Logits are computed twice. A chunk reads the head three times and adds to its gradient.
         products += chunks * 7 * width * shape.head + 6 * width * predicted * shape.vocabulary
         logits = 10 * predicted * shape.vocabulary  # read in float32, read and written again
         casts = 6 * (shape.multiplied + shape.head) if self.is_narrow else 0
@@ -131,7 +136,7 @@ class Pass:
         return products + layers + logits + casts + embedding
 
     def flops(self, tokens: float) -> float:
-        """Of a forward pass over `tokens`."""
+        """Return the FLOPs of a forward pass over `tokens`."""
         shape, work = self.shape, self.work
         predicted = tokens * work.predicted_share
         mean_keys = work.prompt_tokens + work.completion_tokens / 2
@@ -154,14 +159,15 @@ def _on_paper(machine: Machine, flops: float, moved: float, devices: int, narrow
 
 
 def _place(machine: Machine, device: str) -> tuple[Literal["cpu", "gpu"], Machine]:
-    """Where a stage with this `device` runs of a machine with GPUs, or of this host."""
+    """Return the device kind and machine for a stage with this `device`: the GPU machine, or this
+    host."""
     if machine.is_gpu and device != "cpu":
         return "gpu", machine
     return "cpu", this_host()
 
 
 def training(shape: Shape, config: OptimizeConfig, work: Workload, machine: Machine) -> Need:
-    """Of stage optimize."""
+    """Return the needs of the optimize stage."""
     kind, machine = _place(machine, config.device)
     precision = config.precision
     if precision == "auto":
@@ -186,13 +192,13 @@ def training(shape: Shape, config: OptimizeConfig, work: Workload, machine: Mach
     parts["logits"] = _CHUNK_BYTES[kind]
     parts["libraries"] = _TRAINING_LIBRARIES[kind]
     forward = passes.flops(work.passed_tokens) * config.epochs
-    # forward, gradients of states, gradients of weights; adapters have few of the last
+    # Forward, gradients of states, gradients of weights; adapters have few weight gradients.
     passed = 3 if config.lora is None else 2
     flops = forward * (passed + config.activation_checkpointing)
     moved = steps * micro_batches * passes.moved_by_micro_batch(in_step / micro_batches)
     trained = _trained(shape, config)
-    # AdamW reads four numbers of each and writes three; clipping reads and writes the gradient, and
-    # so does each further micro-batch, with its own
+    # AdamW reads four numbers per weight and writes three. Clipping reads and writes the gradient,
+    # and so does each further micro-batch, with its own.
     moved += steps * trained * (28 + 8 + 12 * (micro_batches > 1))
     is_narrow = passes.is_narrow
     notes = [f"micro-batches of {tokens:.0f} tokens, {precision}"]
@@ -211,16 +217,17 @@ def training(shape: Shape, config: OptimizeConfig, work: Workload, machine: Mach
 
 
 def _trained(shape: Shape, config: OptimizeConfig) -> float:
-    """Numbers that AdamW moves."""
+    """Return the number of trained weights."""
     if config.lora is None:
         return shape.weights
-    # each of queries, keys, values, gate and up has the input that a product of several reads once
+    # Queries, keys, values, gate and up each have their own adapter input, which a joint product
+    # reads only once.
     sides = _sides_of_products(shape) + 3 * shape.hidden
     return config.lora.rank * sides * shape.layers
 
 
 def _held_by_training(shape: Shape, config: OptimizeConfig, precision: str) -> dict[str, float]:
-    """Weights and what AdamW has of each."""
+    """Return the bytes of weights, gradients and AdamW moments."""
     trained = _trained(shape, config)
     narrow = shape.in_layers + (0 if shape.is_tied else shape.head)
     weights = {
@@ -241,7 +248,7 @@ def _held_by_training(shape: Shape, config: OptimizeConfig, precision: str) -> d
 def scoring(
     shape: Shape, config: LogprobsConfig, work: Workload, machine: Machine, devices: int
 ) -> Need:
-    """Of stage logprobs."""
+    """Return the needs of a logprobs stage."""
     kind, machine = _place(machine, config.device)
     is_narrow = kind == "gpu" if config.precision == "auto" else "bf16" in config.precision
     passes = Pass(shape, work, machine, is_narrow)
@@ -259,7 +266,7 @@ def scoring(
     }
     flops = passes.flops(work.passed_tokens)
     passed = math.ceil(work.passed_tokens / tokens)
-    # a third of what forward and backward move
+    # A third of the bytes that forward and backward move.
     moved = passed * passes.moved_by_micro_batch(work.passed_tokens / passed) / 3
     return Need(
         f"logprobs ({config.role})",
@@ -279,14 +286,17 @@ def sampling(
     machine: Machine,
     options: dict[str, Any] | None = None,
 ) -> Need:
-    """Of stage generate, with these options of its engine in place of the recipe's. On a GPU vLLM
-    takes all that `gpu_memory_utilization` says; what weights leave of it is cache, and that says
-    how many rollouts are decoded together."""
+    """Return the needs of the generate stage, with `options` in place of the recipe's engine
+    options.
+
+    On a GPU, vLLM takes the share `gpu_memory_utilization` of the memory. The cache gets what the
+    weights leave, and its size decides how many rollouts are decoded together.
+    """
     config = recipe.generate
     options = config.options if options is None else options
     kind, machine = _place(machine, config.device)
     is_split = kind == "gpu" and config.engine == "vllm"
-    # `data` copies are whole
+    # Copies by `data` parallelism are whole.
     split = engine_gpus(options, ("tensor", "pipeline")) if is_split else 1
     of_engine = engine_gpus(options) if is_split else 1
     shards = math.ceil(work.rollouts / config.rows_per_shard)
@@ -297,7 +307,7 @@ def sampling(
     width = _WIDTHS[dtype]
     weights = shape.weights * width / split
     libraries = _ENGINE_LIBRARIES[kind]
-    # as vLLM chooses
+    # vLLM's own default.
     is_large = kind == "gpu" and machine.memory >= 70 * 2**30 and machine.name != "a100"
     most = options.get("max_num_seqs") or (1024 if is_large else 256)
     if config.engine == "transformers":
@@ -326,7 +336,7 @@ def sampling(
     read_keys = work.prompt_tokens + work.completion_tokens / 2
     prompts = work.prompts * work.prompt_tokens
     met_keys = prompts * work.prompt_tokens / 2 + sampled * read_keys
-    # each prompt is read once, and has logits at its end alone
+    # Each prompt is read once, and has logits only at its end.
     flops = 2 * shape.multiplied * (prompts + sampled) + 2 * shape.head * sampled
     flops += 4 * shape.layers * shape.attention * met_keys
     moved = sampled / batch * shape.weights * width + sampled * read_keys * cache_of_token * split
@@ -349,7 +359,7 @@ def _has_bfloat16() -> bool:
 
 
 def reward_models(recipe: Recipe, machine: Machine) -> list[Need]:
-    """Of each reward model: its weights, and what its pass keeps of a layer at most."""
+    """Return the needs of each reward model: its weights and its process."""
     needs = []
     for model in recipe.reward.models:
         kind, _ = _place(machine, model.device)
@@ -367,8 +377,11 @@ def reward_models(recipe: Recipe, machine: Machine) -> list[Need]:
 
 
 def _devices(recipe: Recipe, machine: Machine, each: int, shards: int) -> int:
-    """How many devices the processes of a shared stage use together, `each` so many; there are no
-    more of them than shards."""
+    """Return how many devices the processes of a shared stage use together, with `each` per
+    process.
+
+    There are never more processes than shards.
+    """
     asked = recipe.placement.devices
     if asked is None or not machine.is_gpu:
         return each
@@ -377,8 +390,11 @@ def _devices(recipe: Recipe, machine: Machine, each: int, shards: int) -> int:
 
 
 def needs_of(recipe: Recipe, shape: Shape, work: Workload, machine: Machine) -> list[Need]:
-    """Of each stage that holds a model, in the order of an iteration. What servers hold is theirs,
-    and of an engine of the user's own nothing is known."""
+    """Return the needs of each stage that holds a model, in the order of an iteration.
+
+    Servers hold their own models, and nothing is known about a user's own engine; both are left
+    out.
+    """
     config = recipe.optimize_config()
     needs = []
     if recipe.generate.engine in ("vllm", "transformers"):

@@ -1,4 +1,4 @@
-"""What would make a stage fit, the mildest first: settings of the recipe, each counted anew."""
+"""Settings that would make a stage fit, the mildest first; each is calculated again."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from .workload import Workload
 
 
 def has_enough(need: Need, machine: Machine) -> bool:
-    """Whether there are as many devices as the stage asks for. A CPU is shared by any number."""
+    """True if the machine has as many devices as the stage needs. Any number of processes share a
+    CPU."""
     return not need.on_gpu or need.devices <= machine.count
 
 
 def fits(need: Need, machine: Machine) -> bool:
-    """Whether the machine holds it: a GPU what is on it, this host's memory all processes on its
-    CPU."""
+    """True if the machine can hold the stage.
+
+    A GPU must hold its own share; this host's memory must hold all processes on its CPU.
+    """
     if need.on_gpu:
         return has_enough(need, machine) and need.bytes <= ROOM * machine.memory
     return need.devices * need.bytes <= ROOM * this_host().memory
@@ -31,7 +34,7 @@ def fits(need: Need, machine: Machine) -> bool:
 def remedies(
     need: Need, recipe: Recipe, shape: Shape, work: Workload, machine: Machine
 ) -> list[tuple[str, Need]]:
-    """Settings with which the stage fits, and what it needs then; at most three."""
+    """Return at most three settings with which the stage fits, each with its new need."""
     tried = []
     if need.stage == "generate" and recipe.generate.engine == "vllm" and need.on_gpu:
         options = recipe.generate.options
@@ -43,7 +46,7 @@ def remedies(
     elif need.stage == "optimize":
         config = recipe.optimize_config()
         for changes in _changes(work, machine, config.processes or 1):
-            with suppress(ValueError):  # of settings that do not go with others of the recipe
+            with suppress(ValueError):  # Some settings do not go with others of the recipe.
                 changed = OptimizeConfig.model_validate({**config.model_dump(), **changes})
                 settings = [
                     f"optimize.{key} = {json.dumps(value)}" for key, value in changes.items()
@@ -53,7 +56,8 @@ def remedies(
 
 
 def _changes(work: Workload, machine: Machine, ranks: int) -> list[dict[str, Any]]:
-    """Fields of [optimize] with other values, the mildest change first; `ranks` as it is now."""
+    """Return changes of [optimize], the mildest first. `ranks` is the current number of
+    processes."""
     smaller = {"token_budget": work.longest}
     cheaper = {**smaller, "activation_checkpointing": True}
     candidates = [{}, smaller, {"activation_checkpointing": True}, cheaper]
@@ -62,6 +66,6 @@ def _changes(work: Workload, machine: Machine, ranks: int) -> list[dict[str, Any
         candidates += [shared, {**shared, **cheaper}]
     lora = {"lora": {}}
     candidates += [lora, {**lora, **cheaper}, {"precision": "bf16_stochastic", **cheaper}]
-    if machine.is_gpu and ranks > machine.count:  # each needs a GPU of its own
+    if machine.is_gpu and ranks > machine.count:  # Each rank needs its own GPU.
         return [{"processes": machine.count, **changes} for changes in candidates]
     return candidates[1:]

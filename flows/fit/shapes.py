@@ -1,4 +1,4 @@
-"""What a model is made of, told from its config alone: no weight is read.
+"""The shape of a model, read from its config alone: no weight is loaded.
 
 shape = shape_of(find_config(recipe))
 """
@@ -22,28 +22,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape:
-    """Numbers of weights, and widths. What a token passes through counts once: of several experts
-    those that it goes to."""
+    """Counts of weights, and widths. Widths count only the experts a token is routed to."""
 
     weights: int
     outside_layers: int
-    """Of these: embeddings, last norm and head."""
+    """Weights outside the layers: embeddings, last norm and head."""
     head: int
-    """Of the output embedding, which may be the input's too."""
+    """Weights of the output embedding, which may be shared with the input."""
     is_tied: bool
     largest_layer: int
     layers: int
     hidden: int
     intermediate: int
-    """Width of the MLP, of the experts that a token goes to together."""
+    """Width of the MLP; with experts, of all experts a token is routed to."""
     experts: int
-    """How many a layer has; 0: it has no experts."""
+    """Experts per layer; 0: no experts."""
     heads: int
-    """Of attention; what splits a model splits them evenly."""
+    """Attention heads; tensor parallelism splits them evenly."""
     attention: int
-    """Width of all heads' queries."""
+    """Width of all heads' queries together."""
     keys: int
-    """Width of all heads' keys, and of their values."""
+    """Width of all heads' keys together, and of their values."""
     vocabulary: int
 
     @property
@@ -52,8 +51,8 @@ class Shape:
 
     @property
     def multiplied(self) -> int:
-        """Weights that each token is multiplied with: those of layers, of experts the chosen
-        ones."""
+        """Weights that each token is multiplied with: the layers', counting only the experts in
+        use."""
         if not self.experts:
             return self.in_layers
         return self.layers * (
@@ -62,8 +61,10 @@ class Shape:
 
 
 def find_config(recipe: Recipe) -> PreTrainedConfig:
-    """The config of the base model that the recipe names; of one that a function makes, that of the
-    run's policy. ConfigError."""
+    """Return the config of the recipe's base model.
+
+    For a model made by a function, this is the config of the run's policy@0. Raises ConfigError.
+    """
     from transformers import AutoConfig
 
     model = recipe.policy.model
@@ -86,7 +87,7 @@ def find_config(recipe: Recipe) -> PreTrainedConfig:
 
 
 def shape_of(config: PreTrainedConfig) -> Shape:
-    """The numbers of a model with this config. ConfigError where it is none of a decoder."""
+    """Return the shape of a model with this config. Raises ConfigError if it is not a decoder."""
     import torch
     import transformers
 

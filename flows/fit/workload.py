@@ -1,5 +1,8 @@
-"""How much an iteration of a recipe samples and trains on: as its run did last, else as its keys
-allow at most."""
+"""The tokens and rollouts of one iteration: from the run's last rollouts, else from the keys.
+
+If the run has no rollouts yet, completions count with their longest length. Prompts are then
+assumed to have `_PROMPT_TOKENS` tokens, and without data.limit there are `_PROMPTS` of them.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,17 @@ _PROMPT_TOKENS = 256
 
 @dataclass(frozen=True)
 class Workload:
-    """Of one iteration. Tokens are means, and the longest rollout's."""
+    """Size of one iteration. Token counts are means, except `longest`."""
 
     prompts: int
     samples: int
-    """Rollouts of a prompt."""
+    """Rollouts per prompt."""
     prompt_tokens: float
     completion_tokens: float
     longest: int
-    """Tokens of the longest rollout, its prompt's among them."""
+    """Tokens of the longest rollout, including its prompt."""
     source: str
-    """Where the numbers are from."""
+    """Origin of the numbers, for people."""
 
     @property
     def rollouts(self) -> int:
@@ -36,24 +39,25 @@ class Workload:
 
     @property
     def passed_tokens(self) -> float:
-        """Tokens that a pass over all rollouts reads, with each prompt once."""
+        """Tokens that a pass over all rollouts reads; each prompt counts once."""
         return self.prompts * self.prompt_tokens + self.rollouts * (self.completion_tokens - 1)
 
     @property
     def keys_per_token(self) -> float:
-        """Keys that attention gathers for each token that is read: each rollout has those of its
-        prompt beside its own."""
+        """Keys that attention gathers per token read: each rollout has its prompt's keys beside its
+        own."""
         keys = self.rollouts * (self.prompt_tokens + self.completion_tokens - 1)
         return (self.prompts * self.prompt_tokens + keys) / self.passed_tokens
 
     @property
     def predicted_share(self) -> float:
-        """Of the tokens that are read, those that predict one of a completion."""
+        """Share of the tokens read that predict a completion token."""
         return self.rollouts * self.completion_tokens / self.passed_tokens
 
 
 def workload_of(recipe: Recipe) -> Workload:
-    """Of the run's newest rollouts where there are any, else by the recipe's keys."""
+    """Return the workload of the run's newest rollouts if there are any, else of the recipe's
+    keys."""
     samples = recipe.generate.samples_per_prompt
     turns = recipe.generate.turns
     most = turns.most_read_tokens if turns else recipe.generate.sampling.max_tokens
@@ -76,7 +80,7 @@ def workload_of(recipe: Recipe) -> Workload:
                 else f"prompts as in {rollouts.ref}, completions as long as they may be",
             )
     except (ConfigError, LineageError):
-        pass  # there is no store yet, or no rollouts
+        pass  # No store yet, or no rollouts.
     return Workload(
         prompts=recipe.data.limit or _PROMPTS,
         samples=samples,

@@ -1,9 +1,9 @@
-"""What Prefect's pages show of a finished stage: pictures, tables and samples, and the event that a
-version is there.
+"""Views of finished stages on Prefect's pages: charts, tables, samples, and an event per version.
 
-Numbers come from the version's manifest, which stays the record; an artifact is a view of it and
-may be lost with the server. One key a run and view, so that a key's history is the run's. Rows of a
-dataset are read from its first shards alone.
+Look here for what a flow run shows besides its logs. Numbers come from the version's manifest,
+which stays the record; an artifact is a view of it and may be lost with the server. There is one
+artifact key per run and view, so that a key's history is the run's history. Only the first shards
+of a dataset are read.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ _MOST_NIGHTS = 100
 
 
 def link_report(recipe: Recipe, policy: str | None = None) -> None:
-    """Bring the report of the run up to date, of the line that ends at `policy` (None: of the run's
-    own), and link to it from the page of the flow run, where there is one. Never raises."""
+    """Update the report of the run and link to it from the flow run's page, if there is a flow run.
+
+    The report covers the line that ends at `policy`. Default: the run's own line. Never raises.
+    """
     run = recipe.run
     with attempt(f"the report of {run}"):
         store = Store(recipe.store, create=False)
@@ -53,7 +55,7 @@ def link_report(recipe: Recipe, policy: str | None = None) -> None:
 
 
 def show_nights(recipe: Recipe) -> None:
-    """The table of nights of the recipe's tag, and their scores as a curve. Never raises."""
+    """Show the table of nights of the recipe's tag, and their scores as a curve. Never raises."""
     run = recipe.run
     tag = recipe.promotion.tag
     with attempt(f"the nights of {run}"):
@@ -71,16 +73,16 @@ def show_nights(recipe: Recipe) -> None:
 
 
 def publish(call: Call, outcome: Outcome) -> None:
-    """Leave what there is to see of `outcome` with the task that runs now; nothing for a version
-    that was there already, nor outside a run.
+    """Attach the views of `outcome` to the running task.
 
-    Never raises: what could not be shown is logged.
+    Does nothing for a version that existed before, or outside a flow run. Never raises: failures
+    are logged.
     """
     if outcome.cached or FlowRunContext.get() is None:
         return
     with attempt(f"the event of {outcome.ref}"):
         for event in version_events(call, outcome):
-            emit_event(**event)  # a thread of Prefect's sends it, and nobody waits for it
+            emit_event(**event)  # Sent by a thread of Prefect's, without waiting.
     if call.stage in VIEWS:
         with attempt(f"what there is to see of {outcome.ref}"):
             store = Store(call.store, create=False)

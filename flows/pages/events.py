@@ -1,15 +1,16 @@
-"""Versions as Prefect assets: each finished one is an event with a stable key a dataset,
-`quiver://<run>/<kind>`.
+"""Versions as Prefect assets: each finished version is an event with a stable key per dataset.
+
+Look here to write an automation. The key is `quiver://<run>/<kind>`; a tag's move is an event too:
 
     quiver://arith/rollouts       prefect.asset.materialization.succeeded
                                   {"ref": "arith/rollouts@3", "version": 3, "rows": 512, …}
     quiver://arith/policy@prod    quiver.tag.moved
                                   {"before": "arith/policy@2", "in_use": "arith/policy@3", …}
 
-So is a tag's move. An automation that matches the key and the event starts whatever shall follow. A
-flow emits them; what is done by hand is told in the same form by `by_hand`. Prefect's
-open-source server keeps the events and no lineage of assets; what a version was made of stands in
-the event's related resources, in the manifest, and in the artifact `lineage-<run>`.
+An automation that matches key and event can start a deployment. Flows emit these events; for
+commands run by hand, `by_hand` posts them in the same form. Prefect's open-source server keeps the
+events but no lineage of assets. The inputs of a version are in the event's related resources, in
+the manifest, and in the artifact `lineage-<run>`.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from quiver.stages.report.lineage import parents_of
 
 EVENT = "prefect.asset.materialization.succeeded"
 MOVED = "quiver.tag.moved"
-_MOST_RELATED = 50  # a server takes 100, the run's own resources among them
+_MOST_RELATED = 50  # A server takes 100, including the run's own resources.
 _OF_OPTIMIZE = ("advantages", "updates")  # kinds beside the policy, which names them
 
 
 def version_events(call: Call, outcome: Outcome) -> list[dict[str, Any]]:
-    """One event for each version that the stage wrote, as `emit_event` takes it."""
+    """Return one event for each version that the stage wrote, as arguments of `emit_event`."""
     store = Store(call.store, create=False)
     refs = [outcome.ref]
     if call.stage == "optimize":
@@ -41,7 +42,7 @@ def version_events(call: Call, outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def version_event(manifest: Manifest) -> dict[str, Any]:
-    """The event that this version is there, as `emit_event` takes it."""
+    """Return the event for a finished version, as arguments of `emit_event`."""
     run_and_kind = f"{manifest.run}/{manifest.kind}"
     asset = Asset(key=_asset_key(manifest.ref), properties=AssetProperties(name=run_and_kind))
     parents = [
@@ -66,15 +67,17 @@ def version_event(manifest: Manifest) -> dict[str, Any]:
 
 
 def moved_event(name: str, entry: Entry) -> dict[str, Any]:
-    """The event that the tag `name` = run/kind@tag moved, as `emit_event` takes it; an automation
-    may start what puts the version to use."""
+    """Return the event that the tag `name` = run/kind@tag moved, as arguments of `emit_event`.
+
+    An automation may start a deployment of the version by it.
+    """
     resource = {"prefect.resource.id": f"quiver://{name}", "prefect.resource.name": name}
     return {"event": MOVED, "resource": resource, "payload": payload_of(entry)}
 
 
 def payload_of(entry: Entry) -> dict[str, Any]:
-    """What became of a tag, as plain JSON: what it was decided on, why, the version in use before
-    and since, and when."""
+    """Return a tag's journal entry as plain JSON: its grounds, why, the version before, the version
+    in use, and when."""
     return {
         **entry.about,
         "why": entry.why,
@@ -85,5 +88,5 @@ def payload_of(entry: Entry) -> dict[str, Any]:
 
 
 def _asset_key(ref: str) -> str:
-    """`quiver://arith/rollouts` for `arith/rollouts@3`."""
+    """Return `quiver://arith/rollouts` for `arith/rollouts@3`."""
     return f"quiver://{ref.partition('@')[0]}"

@@ -1,4 +1,4 @@
-"""What cannot be shown must not make a run fail: it is said once, and the run goes on."""
+"""Error handling for Prefect's pages: a view that fails is logged once, and the run continues."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ _seen_failures: set[str] = set()
 
 @contextmanager
 def attempt(action: str) -> Iterator[None]:
-    """Do what is inside; where it fails, log `action` and why, each kind of failure once in a
-    process (later ones at level DEBUG)."""
+    """Run the block; if it fails, log `action` and the error.
+
+    Each type of error is logged once per process as a warning, later ones at level DEBUG.
+    """
     try:
         yield
-    except Exception as error:  # any: the version is finished, and this is only a view of it
+    except Exception as error:  # Any error: the version is finished, and this is only a view of it.
         failure = type(error).__name__
         level = logging.DEBUG if failure in _seen_failures else logging.WARNING
         _seen_failures.add(failure)

@@ -1,11 +1,10 @@
-"""The curve of a run: one page of the flow run, made once and then brought up to date after each
-iteration.
+"""The curve of a run: one artifact of the flow run, created once and updated after each iteration.
 
     curve = Curve(recipe.run)
     curve.show(iterations, baseline)             # after each iteration; at most every few seconds
     curve.show(iterations, baseline, last=True)
 
-So a run of a thousand iterations leaves one artifact, and its table the last of them.
+So a run of a thousand iterations leaves one artifact, with a table of the last iterations.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _MOST_ROWS = 100
 
 
 class Curve:
-    """The page of one flow run."""
+    """The artifact of one flow run."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -44,8 +43,10 @@ class Curve:
         *,
         last: bool = False,
     ) -> None:
-        """Show `iterations` (as `post_train` returns them) and the evaluation before the first one;
-        nothing outside a flow run. Never raises."""
+        """Show `iterations` (as returned by `post_train`) and the evaluation before the first one.
+
+        Does nothing outside a flow run. Never raises.
+        """
         too_soon = not last and time.monotonic() - self._last_shown < SECONDS_BETWEEN
         if not iterations or too_soon or FlowRunContext.get() is None:
             return
@@ -63,7 +64,8 @@ class Curve:
 def page(
     run: str, iterations: list[dict[str, Any]], baseline: dict[str, Any] | None
 ) -> dict[str, str]:
-    """Key, markdown and description: the curves, and a table of the last iterations."""
+    """Return the artifact's key, markdown and description: curves, and a table of the last
+    iterations."""
     rewards = [(done["iteration"], done["reward_mean"], 0.0) for done in iterations]
     evaluations = [(0, baseline), *((done["iteration"], done["evaluation"]) for done in iterations)]
     measured = [(iteration, metrics) for iteration, metrics in evaluations if metrics]

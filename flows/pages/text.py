@@ -1,6 +1,7 @@
-"""What Prefect's pages take besides markdown's own words: foreign text in a table's cells, pictures
-that nothing has to fetch, and the keys of artifacts. Every cell of a table artifact is rendered as
-markdown."""
+"""Text for Prefect's pages: untrusted text in table cells, embedded charts, and artifact keys.
+
+Every cell of a table artifact is rendered as markdown.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +15,10 @@ from quiver.stages.report.templates import SPAN_LIMIT, quoted
 
 
 def wrapped(text: str, limit: int = SPAN_LIMIT, width: int = 60) -> str:
-    """Foreign text for a cell of a table artifact, whose columns are as wide as their longest line:
-    one code span a line."""
+    """Return untrusted text for a cell of a table artifact, one code span per line.
+
+    Columns are as wide as their longest line, so lines are wrapped at `width` characters.
+    """
     shown = quoted(text, limit)[1:-1]
     lines = textwrap.wrap(
         shown, width, drop_whitespace=False, replace_whitespace=False, break_on_hyphens=False
@@ -24,9 +27,11 @@ def wrapped(text: str, limit: int = SPAN_LIMIT, width: int = 60) -> str:
 
 
 def picture(panels: list[Panel], x_name: str) -> str:
-    """Line charts inside the markdown itself, so that nothing is fetched: ![mean reward 0.2 →
-    0.5](data:image/svg+xml…). The words say the same for a page that shows no picture; nothing
-    where there is nothing to draw."""
+    """Return line charts as a markdown image with embedded data, so that nothing is fetched.
+
+    For example: ![mean reward 0.2 → 0.5](data:image/svg+xml…). The alternative text says the same
+    for pages that show no image. Returns "" if there is nothing to draw.
+    """
     drawn = draw(panels, x_name)
     if drawn is None:
         return ""
@@ -35,9 +40,11 @@ def picture(panels: list[Panel], x_name: str) -> str:
 
 
 def key(view: str, run: str) -> str:
-    """An artifact's key, one for a run and view. Prefect's keys are lower-case letters, digits and
-    dashes; names of runs are that but for dots and underscores: where one holds any, its hash tells
-    `a.b` from `a-b`."""
+    """Return the artifact key of a run and view.
+
+    Prefect's keys are lower-case letters, digits and dashes. Run names may also hold dots and
+    underscores; a hash is added for those, so that `a.b` and `a-b` differ.
+    """
     plain = re.sub("[^a-z0-9-]", "-", run)
     if plain == run:
         return f"{view}-{plain}"

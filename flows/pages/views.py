@@ -1,7 +1,7 @@
-"""What a person wants to see of a finished version, as Prefect's artifacts: one function a stage.
+"""Prefect artifacts of a finished version, one function per stage.
 
-Numbers come from the version's manifest, rows and curves from what `stages.report` gathers; its
-`pages.md.j2` has the words.
+Look here to change the tables and charts on Prefect's pages. Numbers come from the version's
+manifest, rows and curves from `stages.report`, and the text from its `pages.md.j2`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _STATISTICS = ("mean", "std", "min", "max", "null", "null_rate", "errors", "seco
 _MOST_FUNCTIONS = 10
 _MOST_PAIRS = 6
 _CURVES = ("loss", "grad_norm", "approx_kl", "clip_fraction")
-_MOST_VERSIONS = 50  # of one kind, or in one table
+_MOST_VERSIONS = 50  # per kind, or in one table
 
 
 def rollouts(store: Store, version: Version) -> list[Artifact]:
-    """How many, how fast, how they ended, and ten of them."""
+    """Return a table of ten rollouts, with their number, speed and finish reasons."""
     manifest = version.manifest
     sampled = samples.evenly(store, version)
     return [
@@ -48,12 +48,13 @@ def rollouts(store: Store, version: Version) -> list[Artifact]:
 
 
 def rewards(store: Store, version: Version) -> list[Artifact]:
-    """Statistics function by function, and which rollouts were worth most and least."""
+    """Return statistics per reward function, and the rollouts with the highest and lowest
+    rewards."""
     manifest = version.manifest
     correlations = (metric(manifest, "correlation") or {}).items()
     strongest = [pair for pair in correlations if pair[1] is not None]
     strongest.sort(key=lambda pair: -abs(pair[1]))
-    # one row a function, and a last one for the reward that they make together
+    # One row per function, and a last one for the combined reward.
     described = {
         quoted(name): statistics for name, statistics in manifest.metrics["functions"].items()
     }
@@ -85,8 +86,10 @@ def rewards(store: Store, version: Version) -> list[Artifact]:
 
 
 def _answer(sample: dict[str, Any]) -> dict[str, str | int]:
-    """The columns that say what one rollout is, those of long lines last. Of an episode the
-    completion is its last turn's."""
+    """Return the columns of one rollout, columns with long lines last.
+
+    For an episode, the completion is the last turn's.
+    """
     about = {"tokens": len(sample["completion_ids"]), "finish_reason": sample["finish_reason"]}
     if "turns" in sample:
         about |= {"turns": len(sample["turns"]), "end_reason": sample["end_reason"]}
@@ -98,10 +101,10 @@ def _answer(sample: dict[str, Any]) -> dict[str, str | int]:
 
 
 def policy(store: Store, version: Version) -> list[Artifact]:
-    """How the steps went, the audit, where the time went; and a table of what it was made of."""
+    """Return the course of the steps, the audit and the time spent, and a table of the inputs."""
     manifest = version.manifest
     manifests = Manifests(store)
-    # an iteration alone has few steps, often one: those of the policies before it come first
+    # One iteration has few steps, often one, so the steps of earlier policies come first.
     line = list(islice(manifests.line(manifest), _MOST_VERSIONS + 1))
     steps = [row for earlier in reversed(line) for row in manifests.steps(earlier)]
     curves = picture(step_panels(steps, _CURVES), "step") if len(steps) > 1 else ""
@@ -120,8 +123,10 @@ def policy(store: Store, version: Version) -> list[Artifact]:
 
 
 def _lineage(manifests: Manifests, newest: Manifest) -> list[dict[str, Any]]:
-    """One row a version, from the new policy down to the prompts; earlier policies are named, and
-    not followed."""
+    """Return one row per version, from the new policy down to the prompts.
+
+    Earlier policies are named but not followed.
+    """
     rows: list[dict[str, Any]] = []
     refs = [newest.ref]
     while len(rows) < min(len(refs), _MOST_VERSIONS):
@@ -150,10 +155,10 @@ def _lineage(manifests: Manifests, newest: Manifest) -> list[dict[str, Any]]:
 
 
 def evaluations(store: Store, version: Version) -> list[Artifact]:
-    """This evaluation beside those of the same run that measured the same thing, oldest first: the
-    first and the newest of them."""
+    """Return this evaluation beside comparable ones of the same run: the first and the newest,
+    oldest first."""
     last = version.manifest
-    # one that is torn is of no concern to the new one; whoever opens it is told
+    # A damaged version does not concern the new one; opening it reports the damage.
     manifests = Manifests(store, QuiverError)
     all_refs = manifests.store.refs(last.run, last.kind)
     refs = [str(ref) for ref in all_refs if ref.version < last.version]

@@ -1,2 +1,1 @@
-"""`quiver view`: rollouts in a terminal, token by token, alone or beside those of another
-version."""
+"""`quiver view`: rollouts in a terminal, token by token, alone or beside another version's."""

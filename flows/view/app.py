@@ -3,8 +3,8 @@
     ViewApp(store, paired).run()        # rollouts of one version, or of two side by side
     ViewApp(store, run="arith").run()   # begins with the list of versions
 
-Only the page that is looked at is read; whole columns are read by a thread, once something is
-sorted, filtered or searched.
+Only the shown page is read. A thread reads whole columns once something is sorted, filtered or
+searched.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from .paired import Paired, open_paired
 from .plain import cells_of, columns_of
 
 PAGE = 100
-"""Rows of one page."""
+"""Rows per page."""
 _MOST_TOKENS = 4000
-"""Rows of the table of tokens."""
+"""Most rows in the table of tokens."""
 _MOST_TURNS = 200
-"""Of the episode that is looked at."""
+"""Most turns shown of an episode on its own screen."""
 _FEW_TURNS = 12
-"""Of an episode below the list of rollouts."""
+"""Most turns shown of an episode below the list of rollouts."""
 _MARGIN = 4
-"""Columns of the screen that a table leaves to its scroll bar and edges."""
+"""Screen columns left for a table's scroll bar and edges."""
 
 
 def plain(text: Any) -> Text:
-    """Foreign text as it is: no markup in it counts, control characters are spelt out."""
+    """Return untrusted text without markup; control characters are escaped."""
     return Text(for_terminal(text))
 
 
 class TableScreen(Screen):
-    """A title, a table of pages, and a line in which something is asked."""
+    """A screen with a title, a paged table, and an input line."""
 
     BINDINGS: ClassVar = [
         ("escape", "back", "Back"),
@@ -78,7 +78,7 @@ class TableScreen(Screen):
         yield Footer(compact=True)
 
     def below(self) -> ComposeResult:
-        """What stands below the table."""
+        """Yield the widgets below the table."""
         yield from ()
 
     def on_mount(self) -> None:
@@ -96,7 +96,7 @@ class TableScreen(Screen):
 
     @work(thread=True, exclusive=True)
     def read_page(self) -> None:
-        """Call `page` in a thread; its errors are shown, and what was shown before stays."""
+        """Call `page` in a thread; if it fails, show the error and keep the old page."""
         worker = get_current_worker()
         try:
             title, rows = self.page()
@@ -107,7 +107,7 @@ class TableScreen(Screen):
             self.app.call_from_thread(self.show_page, title, rows)
 
     def page(self) -> tuple[str, list[list[str]]]:
-        """The title, and the cells of this page's rows. Runs in a thread."""
+        """Return the title and the cells of this page's rows. Runs in a thread."""
         raise NotImplementedError
 
     def show_page(self, title: str, rows: list[list[str]]) -> None:
@@ -126,13 +126,13 @@ class TableScreen(Screen):
         """Called once the rows of a page are in the table."""
 
     def show_error(self, error: QuiverError) -> None:
-        """Say what went wrong."""
+        """Show an error."""
         self.table.loading = False
         self.table.focus()
         self.app.notify(for_terminal(error), severity="error", markup=False, timeout=10)
 
     def ask(self, question: str, text: str, answered: Callable[[str], None]) -> None:
-        """Ask for a line of text, and hand it to `answered`."""
+        """Ask for a line of text, and pass it to `answered`."""
         self.answered = answered
         field = self.query_one("#ask", Input)
         field.placeholder = question
@@ -155,7 +155,7 @@ class TableScreen(Screen):
             self.load()
 
     def action_back(self) -> None:
-        """Leave the line that asks, or this screen."""
+        """Close the input line, or leave this screen."""
         field = self.query_one("#ask", Input)
         if field.display:
             field.display = False
@@ -172,7 +172,7 @@ class VersionsScreen(TableScreen):
         self.store = store
         self.run = run
         self.shown: list[Ref | QuiverError] = []
-        """What each row of the page is of: a version, or what cannot be read."""
+        """Content of each row of the page: a version, or the error that made it unreadable."""
 
     def on_mount(self) -> None:
         for name in HEADER:
@@ -196,7 +196,7 @@ class VersionsScreen(TableScreen):
 
     @on(DataTable.RowSelected, "#rows")
     def open(self, event: DataTable.RowSelected) -> None:
-        """Look at the rollouts of a version, or at what is told of it where it has none."""
+        """Open the rollouts of a version, or its description if it has none."""
         chosen = self.shown[event.cursor_row]
         if isinstance(chosen, QuiverError):
             self.show_error(chosen)
@@ -214,7 +214,7 @@ class VersionsScreen(TableScreen):
 
 
 class TextScreen(Screen):
-    """A text to read."""
+    """A screen with text."""
 
     BINDINGS: ClassVar = [("escape", "app.pop_screen", "Back"), ("q", "app.quit", "Quit")]
 
@@ -229,7 +229,8 @@ class TextScreen(Screen):
 
 
 class GroupsScreen(TableScreen):
-    """One row a prompt: how many rollouts, and the mean, spread, least and largest reward."""
+    """A table with one row per prompt: number of rollouts; mean, spread, least and largest
+    reward."""
 
     BINDINGS: ClassVar = [("s", "sort", "Sort")]
 
@@ -266,7 +267,7 @@ class GroupsScreen(TableScreen):
         return f"{joined.ref}  ·  prompts, {joined.score_name} of each  ·  {order}", rows
 
     def action_sort(self) -> None:
-        """Sort by the next of the columns."""
+        """Sort by the next column."""
         orders = ("position", "mean", "std", "min", "max", "count")
         self.sort = orders[(orders.index(self.sort) + 1) % len(orders)]
         self.start = 0
@@ -281,7 +282,7 @@ class GroupsScreen(TableScreen):
 
 
 class RowsScreen(TableScreen):
-    """Rollouts, and below them all that is told of the one under the cursor."""
+    """A table of rollouts, with the details of the rollout under the cursor below."""
 
     BINDINGS: ClassVar = [
         ("slash", "search", "Search"),
@@ -301,10 +302,10 @@ class RowsScreen(TableScreen):
         self.paired = paired
         self.selection = selection or Selection()
         self.last_selection = Selection()
-        """What was shown before: it comes back where the new one cannot be read."""
+        """The selection before; restored if the new one cannot be read."""
         self.columns = columns_of(paired)
         self.order: Any = None
-        """Positions of the rollouts that are meant; None: to be read."""
+        """Positions of the selected rollouts; None: still to be read."""
         self.shown: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """Each row of this page and its partner."""
 
@@ -336,7 +337,7 @@ class RowsScreen(TableScreen):
         ]
 
     def title_text(self) -> str:
-        """What is shown, of which policy, in which order."""
+        """Return the version, its policy and the order of the rows."""
         texts = [str(self.joined.ref)]
         if self.joined.policy:
             texts[0] += f" by {self.joined.policy}"
@@ -382,14 +383,14 @@ class RowsScreen(TableScreen):
 
     @on(DataTable.HeaderSelected, "#rows")
     def sort_by_header(self, event: DataTable.HeaderSelected) -> None:
-        """Sort by the column that was clicked, the highest first; clicked again, the lowest."""
+        """Sort by the clicked column, highest first; a second click reverses the order."""
         name = self.columns[event.column_index].name
         if name:
             is_again = self.selection.sort == name and self.selection.descending
             self.select(sort=name, descending=not is_again)
 
     def show_details(self, index: int) -> None:
-        """All that is told of the rollout in this row of the page, and of its partner."""
+        """Show the details of the rollout in this row of the page, and of its partner."""
         is_empty = index >= len(self.shown)
         row, partner = ({}, {}) if is_empty else self.shown[index]
         is_pair = self.paired.second is not None
@@ -411,17 +412,17 @@ class RowsScreen(TableScreen):
         self.select(sort=sort, descending=name in ("best", "change"))
 
     def action_search(self) -> None:
-        """Ask for text that the prompt or the completion holds."""
+        """Ask for text in the prompt or the completion."""
         question = "text in the prompt or the completion; empty: all"
         self.ask(question, self.selection.search, lambda text: self.select(search=text))
 
     def action_filter(self) -> None:
-        """Ask for conditions."""
+        """Ask for filter conditions."""
         question = "such as: reward < 0.5, finish_reason = length   (empty: all)"
         self.ask(question, self.selection.where, lambda text: self.select(where=text))
 
     def action_sort(self) -> None:
-        """Let somebody choose the column that is sorted by."""
+        """Ask for the column to sort by."""
 
         def chosen(name: str | None) -> None:
             if name:
@@ -445,7 +446,7 @@ class RowsScreen(TableScreen):
 
 
 class ChoiceScreen(ModalScreen[str | None]):
-    """One of several names."""
+    """A choice from several names."""
 
     BINDINGS: ClassVar = [("escape", "dismiss(None)", "Back")]
 
@@ -460,12 +461,12 @@ class ChoiceScreen(ModalScreen[str | None]):
 
     @on(OptionList.OptionSelected)
     def chosen(self, event: OptionList.OptionSelected) -> None:
-        """Hand the name back."""
+        """Return the chosen name."""
         self.dismiss(self.names[event.option_index])
 
 
 class TokensScreen(Screen):
-    """One rollout, token by token and turn by turn, beside its partner where there is one."""
+    """One rollout, token by token and turn by turn, beside its partner if there is one."""
 
     BINDINGS: ClassVar = [
         ("escape", "app.pop_screen", "Back"),
@@ -481,11 +482,11 @@ class TokensScreen(Screen):
         if paired.second is not None and partner:
             self.sides.append((paired.second, partner))
         self.place = 0
-        """Which section stands at the top."""
+        """Index of the section at the top."""
         self.turns: list[list[int | None]] = [[] for _ in self.sides]
-        """Of each side the turns that its sections are."""
+        """The turn of each section, by side."""
         self.turn_rows: list[dict[int, int]] = [{} for _ in self.sides]
-        """Of each side the row of the table with which a turn begins."""
+        """Table row in which each turn begins, by side."""
 
     def compose(self) -> ComposeResult:
         with Horizontal():
@@ -502,7 +503,8 @@ class TokensScreen(Screen):
         self.show_texts()
 
     def fill_table(self, side: int) -> None:
-        """Put the tokens of a rollout into its table; of an episode also what it read between."""
+        """Fill a side's table with the rollout's tokens; for an episode also with the observed
+        ones."""
         joined, row = self.sides[side]
         tokens = joined.tokens(row["position"])
         table = self.query_one(f"#tokens{side}", DataTable)
@@ -543,11 +545,11 @@ class TokensScreen(Screen):
                 pane.mount_all(Static(section.text, classes=kind) for section in sections)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Turns are there of episodes alone."""
+        """Offer the turn keys only for episodes."""
         return action != "turn" or any("turns" in row for _, row in self.sides)
 
     def action_turn(self, step: int) -> None:
-        """Go to the next turn, or to the one before, in the text and in the table."""
+        """Move to the next or previous turn, in the text and in the table."""
         self.place = min(max(self.place + step, 0), max(map(len, self.turns)) - 1)
         for index, turns in enumerate(self.turns):
             place = min(self.place, len(turns) - 1)
@@ -564,7 +566,7 @@ class TokensScreen(Screen):
 
 
 class ViewApp(App):
-    """See the module."""
+    """The application; see the module's docstring."""
 
     TITLE = "quiver view"
     ENABLE_COMMAND_PALETTE = False
@@ -609,7 +611,7 @@ class ViewApp(App):
             self.action_show_help_panel()
 
     def next_colouring(self, joined: Joined) -> None:
-        """Colour by the next of what there is of these rollouts."""
+        """Colour by the next quantity that these rollouts have."""
         names = token_colours.colourings_of(joined)
         place = names.index(self.colouring) if self.colouring in names else -1
         self.colouring = names[(place + 1) % len(names)]

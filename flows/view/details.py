@@ -1,5 +1,6 @@
-"""One rollout with all that is told of it, as coloured text: as one piece, or of several turns what
-was asked, then each turn, then how it ended.
+"""All details of one rollout as coloured text.
+
+A rollout of one turn is one piece. An episode has the prompt first, then each turn, then its end.
 
     for section in sections_of(joined, joined.rows([0])[0], "logprob", width=100):
         print(section.turn, section.text)
@@ -23,7 +24,7 @@ from . import tokens as token_colours
 from .pictures import drawn
 
 OBSERVED = "italic green"
-"""Of what nobody learns from."""
+"""Style of tokens that are not trained on."""
 _STYLES = {
     "title": "bold",
     "restart": "bold magenta",
@@ -33,26 +34,26 @@ _STYLES = {
     "note": "dim",
 }
 _MOST_LINES = 400
-"""Of a prompt or another text."""
+"""Most lines shown of a prompt or another text."""
 
 
 class Section(NamedTuple):
-    """A piece of what is told."""
+    """One piece of the details."""
 
     turn: int | None
-    """Which turn it is, from 0; None: not one turn."""
+    """Index of its turn, from 0; None: not one turn."""
     text: Text
 
 
 class TokenRow(NamedTuple):
-    """One token that was sampled or observed, or the mark where a new sequence begins."""
+    """One sampled or observed token, or a mark at which a new sequence begins."""
 
     turn: int
     place: int | None
-    """Among the sampled ones; None: it was not sampled."""
+    """Index among the sampled tokens; None: not sampled."""
     text: str
     id: int | str
-    """Empty at a mark."""
+    """Token id; empty for a mark."""
 
 
 def sections_of(
@@ -63,8 +64,11 @@ def sections_of(
     name: str = "",
     most_turns: int | None = None,
 ) -> list[Section]:
-    """All that is told of a rollout in lines of `width`, what was sampled coloured. `name`: which
-    of two it is. Of more than `most_turns` the first and the last ones."""
+    """Return the details of a rollout, wrapped to `width`, with sampled tokens coloured.
+
+    `name` says which of two rollouts it is. With more than `most_turns` turns, only the first and
+    the last are shown.
+    """
     title = f"{name}  " if name else ""
     if not row:
         return [Section(None, Text(f"{title}no rollout of this prompt and sample"))]
@@ -110,14 +114,16 @@ def sections_of(
 def details(
     joined: Joined, row: dict[str, Any], colouring: str, width: int, name: str, most_turns: int
 ) -> Text:
-    """The same in one piece."""
+    """Return the sections as one text."""
     sections = sections_of(joined, row, colouring, width, name, most_turns)
     return Text("\n\n").join(section.text for section in sections)
 
 
 def token_rows(joined: Joined, tokens: Tokens) -> Iterator[TokenRow]:
-    """Every token of an episode in the order in which the policy read them; of rewritten histories
-    their number alone."""
+    """Yield every token of an episode in the order in which the policy read them.
+
+    A rewritten history is only counted.
+    """
     read = token_colours.reader_of(joined.store, joined.policy)
     place = 0
     for index, turn in enumerate(tokens.turns):
@@ -135,7 +141,7 @@ def token_rows(joined: Joined, tokens: Tokens) -> Iterator[TokenRow]:
 
 
 def _turn_text(parts: list[Part], sampled: Text, width: int) -> Text:
-    """A turn, its tokens below its title."""
+    """Return a turn's text, with its tokens below its title."""
     pieces = []
     for part in parts:
         if part.name != "sampled":

@@ -1,4 +1,4 @@
-"""Two versions side by side: which rollout of one belongs to which of the other.
+"""Two versions side by side: pairs of rollouts by id, or by prompt and sample.
 
 paired = pair(store, "arith/rewards@1", "arith/rewards@2")       # the same rollouts, scored twice
 paired = pair(store, "arith/policy@0", "arith/policy@5")         # by their newest evaluations
@@ -25,17 +25,21 @@ from ..commands.compare import find_evaluations
 
 @dataclass
 class Paired:
-    """Rollouts, and what stands beside them. `first.number("change")` is |second − first| of the
-    reward or score, `first.number("gain")` second − first."""
+    """Rollouts and their partners in a second version, if any.
+
+    With b the second and a the first reward or score of a pair, `first.number("gain")` is b − a and
+    `first.number("change")` is |b − a|.
+    """
 
     first: Joined
     second: Joined | None = None
-    """None: nothing is beside them."""
+    """The second version. None: only one version is shown."""
     places: np.ndarray | None = None
-    """[rollouts of first] int64: where the partner stands in `second`; −1 where there is none."""
+    """[rollouts of first] int64: row of the partner in `second`; −1 if there is none."""
 
     def partners(self, positions: list[int]) -> list[dict[str, Any]]:
-        """Rows of `second` that belong to these of `first`; an empty one where there is none."""
+        """Return the rows of `second` that belong to these of `first`; {} if there is no
+        partner."""
         if self.second is None:
             return [{} for _ in positions]
         places = self.places[positions]
@@ -44,14 +48,16 @@ class Paired:
 
 
 def open_paired(store: Store, first: str, second: str | None) -> Paired:
-    """What is shown of one version, or of two. LineageError where they cannot be paired."""
+    """Open one version, or two as pairs. Raises LineageError if they cannot be paired."""
     return pair(store, first, second) if second else Paired(open_joined(store, first))
 
 
 def pair(store: Store, first: str, second: str) -> Paired:
-    """Pair two versions by the ids of their rollouts; where they have none in common, by prompt and
-    sample. Policies are shown by their evaluations, as `quiver compare` chooses them. LineageError:
-    nothing pairs."""
+    """Pair two versions by the ids of their rollouts, else by prompt and sample.
+
+    Policies are represented by their evaluations, chosen as in `quiver compare`. Raises
+    LineageError if nothing pairs.
+    """
     refs: list[Ref] = [store.resolve(ref) for ref in (first, second)]
     if all(ref.kind == "policy" for ref in refs):
         refs = [version.ref for version in find_evaluations(store, *map(str, refs))]
@@ -79,7 +85,7 @@ def pair(store: Store, first: str, second: str) -> Paired:
 
 
 def _samples(joined: Joined, names: Any) -> pa.ChunkedArray:
-    """[rollouts]: the prompt of each, by its name, and which of its samples it is."""
+    """Return each rollout's prompt name and sample index as one string. Shape: [rollouts]."""
     groups = joined.rollouts.column("group_id")
     places = pc.index_in(groups, value_set=pa.array(list(names)))
     prompts = pa.array(list(names.values())).take(places.combine_chunks())

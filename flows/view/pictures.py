@@ -1,4 +1,4 @@
-"""Pictures in the characters of a terminal: two pixels each, one above the other.
+"""Pictures drawn with terminal characters; each character shows two pixels, one above the other.
 
 drawn(row["images"], width=100)
 """
@@ -16,12 +16,12 @@ from rich.text import Text
 from quiver.stages.report.thumbnails import MOST
 
 _SIDE = 48
-"""Pixels of a picture's longer side, at most."""
+"""Most pixels of a picture's longer side."""
 _HALF_BLOCK = "▀"
 
 
 def drawn(images: Sequence[dict[str, Any]], width: int) -> Text:
-    """The first pictures of a prompt, each below the one before."""
+    """Draw the first pictures of a prompt, one below the other."""
     return Text("\n").join(_draw(image["bytes"], min(width, _SIDE)) for image in images[:MOST])
 
 

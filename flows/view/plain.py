@@ -1,4 +1,4 @@
-"""The rows that `quiver view` shows as a plain table: the same cells as in the terminal."""
+"""The plain table of `quiver view`, with the same cells as the terminal application."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Column(NamedTuple):
     """A column of the table of rollouts."""
 
     name: str
-    """By which it is sorted; that of a text sorts nothing."""
+    """Quantity to sort by; "" for a column that cannot be sorted."""
     title: str
     width: int
 
 
 def columns_of(paired: Paired, width: int = 180) -> list[Column]:
-    """What a table of these rollouts shows in so many characters; the texts share what numbers
+    """Return the columns that fit into `width` characters; text columns share what the numbers
     leave."""
     joined = paired.first
     columns = [Column("", "row", 7)]
@@ -57,7 +57,7 @@ def columns_of(paired: Paired, width: int = 180) -> list[Column]:
 def cells_of(
     paired: Paired, row: dict[str, Any], partner: dict[str, Any], columns: list[Column]
 ) -> list[str]:
-    """The cells of one rollout, each in one line without control characters."""
+    """Return the cells of one rollout, each on one line without control characters."""
     score, score_b = row.get(paired.first.score_name), None
     if paired.second is not None:
         score_b = partner.get(paired.second.score_name)
@@ -87,7 +87,7 @@ def cells_of(
 
 
 def lines_of(paired: Paired, positions: Sequence[int] | np.ndarray) -> list[str]:
-    """The rollouts at `positions` under a header."""
+    """Return the rollouts at `positions` as lines below a header."""
     columns = columns_of(paired)
     rows = paired.first.rows(positions)
     partners = paired.partners([row["position"] for row in rows])

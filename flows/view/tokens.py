@@ -1,4 +1,4 @@
-"""Tokens as text, and the colours that tell of their logprob, ratio or advantage."""
+"""Tokens as text, and their colours by logprob, ratio or advantage."""
 
 from __future__ import annotations
 
@@ -20,24 +20,27 @@ LEGEND = {
     "advantage": "green: above the others, red: below",
     "none": "no colour",
 }
-"""What the colours mean, by the first word of a colouring."""
+"""Meaning of the colours, by the first word of a colouring."""
 _RED, _GREEN, _BLUE = (190, 40, 40), (20, 125, 50), (35, 85, 200)
 _SURFACE = (30, 30, 30)
 _UNLIKELY = 5.0
-"""Nats at which a token is as red as can be."""
+"""Nats at which a token gets the strongest red."""
 _LEAST_SHARE = 0.04
 _MOST_BYTES = 4
-"""Of a character in UTF-8, and so the tokens that it may take."""
+"""Most bytes of a character in UTF-8, and so most tokens that it may take."""
 
 
 def token_texts(store: Store, policy: str | None, ids: list[int]) -> list[str]:
-    """The text of each token by the policy's own tokenizer; its id where the policy, or its
-    tokenizer.json, is gone. A character of several tokens is the text of the last of them."""
+    """Return the text of each token by the policy's own tokenizer, or its id without a
+    tokenizer.json.
+
+    A character of several tokens is the text of the last of them.
+    """
     return reader_of(store, policy)(ids)
 
 
 def reader_of(store: Store, policy: str | None) -> Callable[[list[int]], list[str]]:
-    """What gives the text of each token, as `token_texts` does, for many lists of ids."""
+    """Return a function like `token_texts` that can be used for many lists of ids."""
     path = None
     try:
         version = store.open(policy) if policy else None
@@ -52,11 +55,12 @@ def reader_of(store: Store, policy: str | None) -> Callable[[list[int]], list[st
 
 
 def _texts(tokenizer: Any, ids: list[int]) -> list[str]:
-    """The text of each token, as `token_texts` says."""
+    """Return the text of each token; see `token_texts`."""
     texts = []
-    first = 0  # of the tokens that make the character which is not whole yet
+    first = 0  # First token of the character that is not complete yet.
     for index in range(len(ids)):
-        # beside the token before, since many tokenizers drop the space of a first token
+        # Decoded together with the token before, since many tokenizers drop the space of a first
+        # token.
         start = max(first - 1, 0)
         before = tokenizer.decode(ids[start:first], skip_special_tokens=False)
         text = tokenizer.decode(ids[start : index + 1], skip_special_tokens=False)
@@ -74,13 +78,13 @@ def _texts(tokenizer: Any, ids: list[int]) -> list[str]:
 
 
 def colourings_of(joined: Joined) -> list[str]:
-    """What tokens can be coloured by: `logprob`, `ratio prox`, `ratio ref`, `advantage`, `none`."""
+    """Return the possible colourings: `logprob`, `ratio prox`, `ratio ref`, `advantage`, `none`."""
     ratios = [f"ratio {role}" for role in joined.logprobs or ()]
     return ["logprob", *ratios, *([] if joined.advantages is None else ["advantage"]), "none"]
 
 
 def values_of(tokens: Tokens, colouring: str) -> list[float] | None:
-    """What a colouring shows, one number a token; None where there is no such number."""
+    """Return one number per token for a colouring; None if there is none."""
     kind, _, role = colouring.partition(" ")
     if kind == "logprob":
         return tokens.logprobs
@@ -88,8 +92,10 @@ def values_of(tokens: Tokens, colouring: str) -> list[float] | None:
 
 
 def coloured(texts: list[str], values: list[float] | None, colouring: str) -> Text:
-    """The completion with each token on its colour; control characters are spelt out, and a line's
-    end has a mark that can be coloured."""
+    """Return the completion with each token coloured.
+
+    Control characters are escaped, and a line end gets a mark that can be coloured.
+    """
     text = Text()
     for index, piece in enumerate(texts):
         style = style_of(colouring, values[index]) if values is not None else ""
@@ -98,7 +104,7 @@ def coloured(texts: list[str], values: list[float] | None, colouring: str) -> Te
 
 
 def style_of(colouring: str, value: float) -> str:
-    """The colour behind a token; none for a number that says little.
+    """Return the background style of a token; "" for a number close to neutral.
 
     >>> style_of("logprob", -5.0), style_of("logprob", 0.0)
     ('white on rgb(190,40,40)', '')
