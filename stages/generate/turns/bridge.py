@@ -115,6 +115,8 @@ class Bridge:
                     if role == "tool"
                     else "set prompt.template to one that can",
                 )
+        self.opening = self._render("prompt.template", [{"role": "user", "content": _QUESTION}])
+        """A prompt's text; its end is what each of the policy's turns continues."""
         self.gap = self._learn_gap()
         """White space between the generation prompt and a turn's content.
 

@@ -121,7 +121,9 @@ def opened(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable[..., R
         writer.notes["template"] = [history._asdict() for history in histories]
         parse = None
         if pool.loaded.tools:
-            parse = make_parser(turns.parser, tokenizer, tools=pool.loaded.tools)
+            parse = make_parser(
+                turns.parser, tokenizer, prefix=bridge.opening, tools=pool.loaded.tools
+            )
         setting = Setting(
             limits=turns,
             bridge=bridge,

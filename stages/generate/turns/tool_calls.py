@@ -203,15 +203,17 @@ def parse_response(text: str, *, tokenizer: Any, prefix: str, tools: list[dict])
     """
     try:
         message = tokenizer.parse_response(text, prefix=prefix, tools=tools or None)
-        functions = [entry["function"] for entry in message.get("tool_calls") or []]
-        content = str(message.get("content") or "")
+        functions = [entry["function"] for entry in message.pop("tool_calls", None) or []]
     except Exception as error:  # a template's expressions may raise anything
         return ParsedTurn(text, (), f"the turn cannot be read: {_shown(error)}")
+    # What precedes the calls, as the policy wrote it: with its thought and the tags around it.
+    texts = [field for field in message.values() if isinstance(field, str) and field in text]
+    before = text[: max((text.rfind(field) + len(field) for field in texts if field), default=0)]
     try:
         calls = tuple(_read_call(function, "arguments") for function in functions)
     except ValueError as error:
-        return ParsedTurn(content, (), str(error))
-    return ParsedTurn(content if calls else text, calls)
+        return ParsedTurn(before, (), str(error))
+    return ParsedTurn(before if calls else text, calls)
 
 
 def parse_by(text: str, *, function: Callable[[str], Any]) -> ParsedTurn:
@@ -322,7 +324,7 @@ def check_parser(name: str) -> None:
 
 
 def make_parser(
-    name: str, tokenizer: Any = None, prefix: str = "", tools: list[dict] | None = None
+    name: str, tokenizer: Any = None, *, prefix: str = "", tools: list[dict] | None = None
 ) -> Parse:
     """Return the parser with that name.
 

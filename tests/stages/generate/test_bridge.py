@@ -217,6 +217,13 @@ def test_a_generation_prompt_that_writes_what_the_history_lacks_is_told():
     assert not by_role["user"].appends and "think" in by_role["user"].difference
 
 
+def test_the_opening_is_what_the_template_writes_before_a_turn():
+    with bridge_of("qwen3", {"enable_thinking": False}) as bridge:
+        assert bridge.opening.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    with bridge_of("qwen25") as bridge:
+        assert bridge.opening.endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
 def test_a_history_is_written_anew_without_the_thinking():
     name = "qwen3"
     parsed = ParsedTurn(

@@ -401,6 +401,23 @@ def test_the_tokenizers_own_response_template_reads_calls():
     assert parse("So.<call>oh</call>").error
 
 
+def test_a_call_within_a_thought_that_the_prompt_begins_is_none():
+    tokenizer = copy.deepcopy(tiny.tokenizer())
+    tokenizer.response_template = {
+        **RESPONSE_TEMPLATE,
+        "fields": {
+            "thinking": {"open": "<think>", "close": "</think>"},
+            **RESPONSE_TEMPLATE["fields"],
+        },
+    }
+    call = "<call>" + json.dumps(ADD) + "</call>"
+    parse = make_parser("tokenizer", tokenizer, prefix="<|im_start|>assistant\n<think>\n")
+    thinking = parse(f"I could write {call}.<|im_end|>")
+    assert thinking.calls == () and thinking.text == f"I could write {call}.<|im_end|>"
+    parsed = parse(f"I may {call}.</think>\nSo.{call}<|im_end|>")
+    assert parsed == ParsedTurn(f"I may {call}.</think>\nSo.", (Call("add", ADD["arguments"]),))
+
+
 RESPONSE_TEMPLATE = {
     "start_anchor": "<|im_start|>assistant\n",
     "fields": {
