@@ -103,7 +103,7 @@ def test_a_readme_is_read_in_minutes():
     """A folder's README is one screen; what is longer is in deployments/docs."""
 
     def check(path: Path) -> None:
-        limit = 200 if path.parent == ROOT else 50
+        limit = 150 if path.parent == ROOT else 50
         assert len(path.read_text().splitlines()) <= limit
 
     check_each(READMES, check, relative)

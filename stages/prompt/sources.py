@@ -123,7 +123,7 @@ def fill_in(config: Config, source: Source) -> Config:
                 f"column {quoted_name(name)} has chats in the form of ShareGPT, lists of {{from, "
                 "value}; expected lists of {role, content}",
                 next='read it by a generator, such as the one under "Chats in ShareGPT\'s form" '
-                "in deployments/docs/recipes.md",
+                "in deployments/docs/sources.md",
             )
     if input_name is None:
         keys = " or ".join(f"data.{name}" for name in inputs)

@@ -293,7 +293,7 @@ def test_the_hash_of_rows_does_not_depend_on_their_chunks_or_notes():
 
 
 def test_the_documents_generator_reads_chats_of_sharegpt(tmp_path):
-    document = Path(sources.__file__).parents[2] / "deployments/docs/recipes.md"
+    document = Path(sources.__file__).parents[2] / "deployments/docs/sources.md"
     (code,) = re.findall(
         r"```python\n(\"{3}Chats in ShareGPT.*?)```", document.read_text(), re.DOTALL
     )
