@@ -75,6 +75,7 @@ class Measures:
     named_once: list[str] = field(default_factory=list)
     """Public functions that the measured files name in one place besides their definition."""
     function_lines: dict[str, int] = field(default_factory=dict)
+    """Length of each function without its docstring."""
 
     @property
     def vague_percent(self) -> float:
@@ -156,7 +157,8 @@ def _add_function(
     mentions_anywhere: Counter,
 ) -> None:
     name = f"{path}:{node.lineno} {node.name}"
-    measures.function_lines[name] = node.end_lineno - node.lineno + 1
+    lines = node.end_lineno - node.lineno + 1
+    measures.function_lines[name] = lines - len(_docstring_lines(node))
     is_private = node.name.startswith("_") and not node.name.startswith("__")
     if is_private and mentions[node.name] == 2:
         measures.one_caller.append(name)

@@ -1,7 +1,7 @@
 """Config of the prompt stage: the rows, how they become ids, and which rows an iteration takes.
 
-A recipe has the first part in [data] and the second in [prompt]. Not of the spine: look up
-fields by name.
+A recipe has the first part in [data] and the second in [prompt].
+Not of the spine: look up fields by name.
 """
 
 from __future__ import annotations

@@ -55,9 +55,8 @@ def code(
         program runs once per test and must end with exit code 0. Its output is compared word by
         word, so white space does not count.
       * The same with an `entry`, the name of a function (or of a method of a class `Solution`). It
-      is
-        called with each input (a list of arguments, or text with one JSON value per line) and must
-        return the output; lists and tuples are equal. A "testtype" of "functional" requires an
+        is called with each input (a list of arguments, or text with one JSON value per line) and
+        must return the output; lists and tuples are equal. A "testtype" of "functional" requires an
         entry.
       * Python text, or a list of texts, run top to bottom after the program. Each statement with an
         assert counts, each function `test_…`, and `check(entry)` if they define `check`. Names that

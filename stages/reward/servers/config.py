@@ -63,9 +63,9 @@ class ServerConfig(ScorerConfig):
     label: str = ""
     """Column that openrlhf sends as label. Empty: null."""
     columns: tuple[str, ...] | None = None
-    """Columns that quiver sends; `prompt_ids` and `prompt_text` may be among them. Default: all of
-    the user's, without cells that have no JSON (bytes, decimals, durations, NaN), which the log
-    names. If a named column has no JSON, that is the row's error."""
+    """Columns that dialect `quiver` sends; `prompt_ids` and `prompt_text` may be among them.
+    Default: all of the user's, without cells that have no JSON (bytes, decimals, durations, NaN),
+    which the log names. If a named column has no JSON, that is the row's error."""
     score_key: str = ""
     """Number to use as the reward. openrlhf: `rewards` (empty) or `scores`. vllm-classify: number
     of the class, required if the model has several."""
