@@ -288,19 +288,20 @@ def update(rows: list[Row]) -> None:
 
 _HEAD = f"""# Architectures
 
-Which families of language models train, and how: written by `python -m tests.architectures --update` with transformers {VERSION} on a CPU,
-which makes a tiny model of each family with random weights, imports it, trains it for one step, and compares logprobs and gradients with
-those of transformers' own model over one row at a time (eager attention, float32).
+Which families of language models train, and how. `python -m tests.architectures --update` writes this page, with
+transformers {VERSION} on a CPU. It makes a tiny model of each family with random weights, imports it and trains it for one
+step. It compares logprobs and gradients with transformers' own model, one row at a time (eager attention, float32).
 
-* **packed**: rollouts stand behind each other in one row, a group's prompt once.
-* **packed, each with its prompt**: the same, and the prompt stands before each rollout.
-* **row by row**: one rollout at a time through the model's own attention: right, and slower.
-* **refused**: E-CONFIG where the model is imported, before anything is sampled; so `quiver check` says it too.
-* **not tried**: no tiny model of it could be made. A real one is imported with a warning, runs row by row, and is compared with its own
-  forward pass before the first step.
+* **packed**: rollouts follow one another in one row, with a group's prompt once.
+* **packed, each with its prompt**: the same, with the prompt before each rollout.
+* **row by row**: one rollout at a time through the model's own attention: correct, and slower.
+* **refused**: E-CONFIG when the model is imported, before anything is sampled; `quiver check` reports it too.
+* **not tried**: no tiny model could be made. A real one is imported with a warning, runs row by row, and is compared
+  with its own forward pass before the first step.
 
-A family stands for the defaults of its config. What a model's own config changes (a window, a rotary scaling, `is_decoder`) is tried again
-before its first step, so a model may run row by row although its family is packed. Whether an engine can sample from it is another thing.
+A family stands for the defaults of its config. What a model's own config changes (a window, a rotary scaling,
+`is_decoder`) is tried again before its first step. So a model may run row by row although its family is packed. Whether
+an engine can sample from it is a separate question.
 """
 
 

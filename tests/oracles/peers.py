@@ -23,8 +23,8 @@ from quiver.stages.common.ragged import Ragged
 from quiver.stages.optimize import losses
 from quiver.stages.optimize.algorithms import find_function
 
-DOCUMENT = (Path(__file__).parents[2] / "deployments/docs/algorithms.md").read_text()
-"""Its table "Who does what" names the versions."""
+DOCUMENT = (Path(__file__).parents[2] / "deployments/docs/who-does-what.md").read_text()
+"""Names the versions of TRL and verl."""
 LENGTHS = torch.tensor([3, 1, 7, 5, 2, 4, 6, 2])
 GROUPS = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])
 MAX_TOKENS = 9

@@ -348,7 +348,7 @@ def test_leave_one_out_and_the_kl_in_the_reward(trainer):
         torch.testing.assert_close(found, scored(made)["advantages"], rtol=1e-5, atol=1e-6)
 
 
-# -- where the definitions part: the table in deployments/docs/algorithms.md
+# -- where the definitions differ: deployments/docs/who-does-what.md
 
 
 def test_what_is_not_scored_has_advantage_0_there_and_is_dropped_here(trainer):

@@ -187,7 +187,7 @@ def test_the_adaptive_coefficient_of_the_kl():
         assert coef == pytest.approx(theirs.value, rel=1e-12)
 
 
-# -- where the definitions part: the table in deployments/docs/algorithms.md
+# -- where the definitions differ: deployments/docs/who-does-what.md
 
 
 def test_a_group_of_one_keeps_its_raw_reward_in_verl_and_is_dropped_here():

@@ -287,7 +287,7 @@ def test_the_audits_estimates():
     )
 
 
-# -- where the definitions part: the table in deployments/docs/algorithms.md
+# -- where the definitions differ: deployments/docs/who-does-what.md
 
 
 def test_verl_clips_twice_by_default_and_here_dual_clip_is_off():
