@@ -221,7 +221,7 @@ def check_name(name: str) -> str:
     if not is_name(name):
         raise ConfigError(
             f"tag {name!r}",
-            "latest, numbers and *.journal are not tags",
+            "latest and numbers are not tags",
             next="choose another tag",
         )
     return name
