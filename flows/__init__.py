@@ -18,5 +18,3 @@ if "PREFECT__FLOW_RUN_ID" in os.environ:  # set by the worker that started this 
     from .orphan import end_with_the_parent
 
     end_with_the_parent()
-    for _name in [name for name in os.environ if name.startswith("PET_")]:
-        del os.environ[_name]  # no other host has this call: it trains alone

@@ -8,11 +8,13 @@ What is done already is found in this process in either case, in milliseconds.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 from quiver.schemas.errors import BusyError
+from quiver.stages.common import ranks
 from quiver.stages.common.runtime.runner import Outcome, find
 from quiver.stages.common.runtime.subprocesses import Stopped
 
@@ -48,10 +50,14 @@ def run_at(
         resident: An engine in a child process of this one may stay for the next call.
     """
     outcome = find(call.runner_call, expired=call.expired)
+    is_rank = ranks.are_launched() and ranks.can_share(call.stage)
+    while outcome is None and not is_rank and os.environ.get("RANK", "0") != "0":
+        time.sleep(POLL_SECONDS)  # the first rank makes it; if it fails, the launcher ends us all
+        outcome = find(call.runner_call, expired=call.expired)
     if outcome is not None:
         return outcome
     pool = placement.pools.get(call.stage)
-    if pool is None:
+    if pool is None or is_rank:
         return run_here(call, upcoming=upcoming, on_line=on_line, resident=resident)
     from .pool import run_in_pool
 

@@ -12,6 +12,7 @@ Outside `shown_live`, in a worker say, nothing is shown.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -31,8 +32,12 @@ _show: Callable[[str, StageProgress], AbstractContextManager] | None = None
 
 @contextmanager
 def shown_live() -> Iterator[None]:
-    """The stages that run inside are shown; what is logged inside stands above their bars."""
+    """The stages that run inside are shown; what is logged inside stands above their bars. Of a
+    launcher's ranks the first shows them."""
     global _show  # noqa: PLW0603
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
     from rich.console import Console
 
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)

@@ -1,11 +1,11 @@
-"""Several ranks of one stage, started by the elastic agent of torch.distributed.run: on this host,
-or on several of which each runs the same command (`rendezvous`).
+"""Several ranks of one stage: those that a launcher started, torchrun say, on any number of hosts,
+or else those that this host's own agent of torch.distributed.run starts.
 
-    count = needed("optimize", config)      # of all hosts; 1 where there is nothing to start
-    code = launch(command, answer, call)    # exit code; the stage's answer lies in `answer`
+    count = needed("optimize", config)       # 1 where there is nothing to start
+    code = launch(command, answer, count)    # exit code; the stage's answer lies in `answer`
 
-The stage's own process becomes the agent. It is the one that the keeper watches, so no rank
-outlives it, and it ends as the ranks did:
+Under a launcher each rank is a whole command. Without one the stage's own process becomes the
+agent. It is the one that the keeper watches, so no rank outlives it, and it ends as the ranks did:
 
     keeper
     └── python -m quiver.stages optimize …              the agent
@@ -25,28 +25,12 @@ import signal
 import sys
 import uuid
 from collections.abc import Mapping
-from contextlib import nullcontext
-from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from quiver.schemas.errors import ConfigError, ResourceError
-from quiver.schemas.manifest import digest
-from quiver.stages.common.rendezvous import (
-    Rendezvous,
-    Watch,
-    address_towards,
-    interface_of,
-    ranks_a_host,
-    several_hosts,
-)
-from quiver.stages.common.runtime.runner import quiver_version
+from quiver.schemas.errors import QuiverError, ResourceError
 from quiver.stages.common.runtime.stage import load
 from quiver.stages.common.runtime.subprocesses import GRACE_SECONDS
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-    from torch.distributed.launcher.api import LaunchConfig
 
 LAUNCHED = ("WORLD_SIZE", "ACCELERATE_NUM_PROCESSES")
 """What a launcher sets. Where one is set the ranks are there already."""
@@ -54,21 +38,27 @@ _LOST_PEER = re.compile(
     r"gloo/|NCCL|Dist(Network|Backend|Store)Error|Connection (reset|closed|refused)|Broken pipe"
 )
 """In what a rank meets whose peer is gone; torch has no class for it with gloo."""
+_PEERS = "the other ranks"
+"""What an error is about that only says that they are gone."""
+
+
+def are_launched() -> bool:
+    """Whether a launcher started this process as one of several ranks."""
+    return any(name in os.environ for name in LAUNCHED)
+
+
+def can_share(stage: str) -> bool:
+    """Whether several ranks do the work of `stage`; any other is done by the first rank alone."""
+    return getattr(load(stage), "RANKS", False)
 
 
 def needed(stage: str, config: Mapping[str, Any]) -> int:
-    """How many ranks a call of `stage` is to be started as, on all hosts together. 1: its work is
-    not shared among ranks, or a launcher has started them."""
-    if not getattr(load(stage), "RANKS", False) or any(name in os.environ for name in LAUNCHED):
-        return 1
-    try:
-        rendezvous = several_hosts()
-    except ConfigError:
-        return 2  # `launch` says what is wrong
+    """How many ranks a call of `stage` is to be started as. 1: its work is not shared among ranks,
+    or a launcher has started them."""
     processes = config.get("processes")
-    if str(processes).isdecimal():
-        return max(int(processes), rendezvous.nodes if rendezvous else 1)
-    return rendezvous.nodes * rendezvous.ranks if rendezvous else 1
+    if not can_share(stage) or are_launched() or not str(processes).isdecimal():
+        return 1
+    return int(processes)
 
 
 def prepare() -> None:
@@ -81,166 +71,73 @@ def answer_of(answer: Path, rank: str | int) -> Path:
     return answer.with_name(f"{answer.stem}-{rank}.json")
 
 
-def launch(command: list[str], answer: Path, call: Mapping[str, Any]) -> int:
-    """Run this host's share of the ranks, which are `command`, and put what they came to into
-    `answer`; the exit code.
+def as_lost(error: QuiverError) -> QuiverError:
+    """`error`; where it only says that another rank is gone, a ResourceError that tells that."""
+    is_one_of_several = "RANK" in os.environ and error.code == "E-INTERNAL"
+    if not is_one_of_several or not _LOST_PEER.search(error.message):
+        return error
+    return ResourceError(
+        _PEERS,
+        f"one is gone, or was silent for too long: {error.message}",
+        state="finished shards and all versions are kept.",
+        next="run the same command again, on every host",
+    )
 
-    That is the outcome of rank 0, or of any where rank 0 is on another host. Without one it is the
-    first typed error of any rank, or else its first defect: what the others met after it, a lost
-    connection say, tells nothing. Where a rank was killed there is no answer, as where a stage of
-    one process was.
+
+def launch(command: list[str], answer: Path, count: int) -> int:
+    """Run `count` ranks, which are `command`, and put what they came to into `answer`; the exit
+    code.
+
+    That is the outcome of rank 0. Without one it is the first typed error of any rank, or else its
+    first defect: what the others met after it, a lost connection say, tells nothing. Where a rank
+    was killed there is no answer, as where a stage of one process was.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    try:
-        rendezvous = several_hosts()
-        config, share = _agent(rendezvous, call)
-    except ConfigError as error:
-        return _say(answer, error)
-
-    def give_up(problem: str) -> None:
-        outcomes = _Answers.of(answer, is_alone=False).outcomes
-        for path in outcomes[:1]:
-            path.replace(answer)
-        os._exit(0 if outcomes else _say(answer, problem))  # the keeper ends the ranks
-
-    with Watch(rendezvous, config.run_id, give_up) if rendezvous else nullcontext() as watch:
-        failures, problem, signal_number = _run(config, command, watch)
-        if signal_number:
-            return 128 + signal_number
-        told = _Answers.of(answer, is_alone=rendezvous is None)
-        # the agent ends those that are left by SIGTERM
-        killed = [one for one in failures if one.exitcode < 0 and -one.exitcode != signal.SIGTERM]
-        if failures and watch is not None and not told.outcomes:
-            # that a connection was lost is no defect where the other host was
-            reasons = [*told.typed, *told.defects, *killed]
-            problem = "" if reasons else watch.why_lost()
-            if not problem:
-                watch.tell_failure()
-    if problem and not told.outcomes:
-        return _say(answer, problem)
-    if killed and not told.outcomes and not told.typed:
-        name = signal.Signals(-killed[0].exitcode).name
-        hint = " (out of memory?)" if name == "SIGKILL" else ""
-        print(f"rank {killed[0].local_rank} of {share} was ended by {name}{hint}", file=sys.stderr)
-        return 128 - killed[0].exitcode
-    for path in [*told.outcomes, *told.typed, *told.defects, *told.errors][:1]:
-        path.replace(answer)
-    if told.outcomes:
-        return 0
-    return failures[0].exitcode if failures else 1
-
-
-def _run(
-    config: LaunchConfig, command: list[str], watch: Watch | None
-) -> tuple[list[ProcessFailure], str, int]:
-    """Start the ranks and wait for them. Which failed, the first one first; what became of other
-    hosts; the signal that ended all for no fault of theirs, or 0."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
-    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    try:
-        elastic_launch(config, command[0])(*command[1:])
-    except ChildFailedError as error:
-        return sorted(error.failures.values(), key=lambda failure: failure.timestamp), "", 0
-    except SignalException as error:
-        if watch is None or not watch.problem:
-            return [], "", int(error.sigval)
-        return [], watch.problem, 0
-    except SystemExit:  # SIGTERM before there are ranks
-        if watch is None or not watch.problem:
-            raise
-        return [], watch.problem, 0
-    except RendezvousError as error:
-        if watch is None:
-            raise
-        return [], watch.problem_of(error), 0
-    return [], "", 0
-
-
-class _Answers(NamedTuple):
-    """Files in which ranks of this host said what they came to, the oldest first."""
-
-    outcomes: list[Path]
-    """Those that say that there is a version."""
-    errors: list[Path]
-    typed: list[Path]
-    """Errors that say what to do."""
-    defects: list[Path]
-    """Errors of the rank's own: a connection that was lost is none."""
-
-    @classmethod
-    def of(cls, answer: Path, *, is_alone: bool) -> _Answers:
-        """`is_alone`: there is no other host, so the first rank is here, and its outcome counts."""
-        written = sorted(
-            answer.parent.glob(f"{answer.stem}-*.json"), key=lambda path: path.stat().st_mtime_ns
-        )
-        answers = {path: json.loads(path.read_text()) for path in written}
-        errors = [path for path in written if "error" in answers[path]]
-        outcomes = [path for path in written if path not in errors]
-        if is_alone:
-            outcomes = [path for path in outcomes if path == answer_of(answer, 0)]
-        typed = [path for path in errors if answers[path]["error"]["code"] != "E-INTERNAL"]
-        defects = [
-            path for path in errors if not _LOST_PEER.search(answers[path]["error"]["message"])
-        ]
-        return cls(outcomes, errors, typed, defects)
-
-
-def _agent(rendezvous: Rendezvous | None, call: Mapping[str, Any]) -> tuple[LaunchConfig, int]:
-    """How the agent of this host starts its ranks, and how many. ConfigError."""
-    from torch.distributed.launcher.api import LaunchConfig
-
-    nodes = rendezvous.nodes if rendezvous else 1
-    share = ranks_a_host(call["config"].get("processes"), rendezvous)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // share)))
-    settings: dict[str, Any] = {}
-    endpoint = "localhost:0"
-    address = "localhost"
-    run_id = uuid.uuid4().hex
-    if rendezvous is None:
-        # gloo need not find out by which name other hosts would know this one
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    else:
-        address, is_host = address_towards(rendezvous)
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, interface_of(address) or "")
-        patience = rendezvous.settings["join_timeout"]
-        settings = {**rendezvous.settings, "read_timeout": patience}
-        if not ip_address(address.partition("%")[0]).is_loopback:  # to try it on one machine
-            settings["is_host"] = is_host
-        endpoint = f"{rendezvous.host}:{rendezvous.port}"
-        # whether the process stays is its caller's affair, and so is where a host mounts the store
-        # of a meeting that has a name
-        equal_parts = {**call, "stay": None}
-        if rendezvous.id:
-            equal_parts["store"] = None
-        run_id = "-".join(filter(None, [rendezvous.id, digest(equal_parts)]))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
+    # gloo need not find out by which name other hosts would know this one
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     config = LaunchConfig(
-        min_nodes=nodes,
-        max_nodes=nodes,
-        nproc_per_node=share,
-        run_id=run_id,
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint=endpoint,
-        rdzv_configs=settings,
-        local_addr=address,
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
         max_restarts=0,
         shutdown_timeout=int(GRACE_SECONDS),
     )
-    return config, share
-
-
-def _say(answer: Path, problem: str | ConfigError) -> int:
-    """Answer with an error of this host's agent; its exit code."""
-    error = problem
-    if isinstance(problem, str):
-        error = ResourceError(
-            "ranks on several hosts",
-            problem,
-            state="finished shards and all versions are kept.",
-            next="run the same command again on every host",
-        )
-    answer.write_text(json.dumps({"error": error.to_dict(), "quiver": quiver_version()}))
-    return error.exit_code
+    failures = []
+    try:
+        elastic_launch(config, command[0])(*command[1:])
+    except ChildFailedError as error:
+        failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    written = sorted(
+        answer.parent.glob(f"{answer.stem}-*.json"), key=lambda path: path.stat().st_mtime_ns
+    )
+    errors = {path: json.loads(path.read_text()).get("error") for path in written}
+    first = answer_of(answer, 0)
+    if first in errors and errors[first] is None:
+        first.replace(answer)
+        return 0
+    typed, defects, lost = [], [], []
+    for path, error in errors.items():
+        if error is not None:
+            is_typed = error["code"] != "E-INTERNAL"
+            (lost if error["object"] == _PEERS else typed if is_typed else defects).append(path)
+    # the agent ends those that are left by SIGTERM
+    killed = [one for one in failures if one.exitcode < 0 and -one.exitcode != signal.SIGTERM]
+    if killed and not typed:
+        name = signal.Signals(-killed[0].exitcode).name
+        hint = " (out of memory?)" if name == "SIGKILL" else ""
+        print(f"rank {killed[0].local_rank} of {count} was ended by {name}{hint}", file=sys.stderr)
+        return 128 - killed[0].exitcode
+    for path in [*typed, *defects, *lost][:1]:
+        path.replace(answer)
+    return failures[0].exitcode if failures else 1

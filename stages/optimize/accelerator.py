@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 
+HOST_SILENCE = timedelta(hours=1)
+"""Of ranks on several hosts: for how long one may not answer."""
 log = logging.getLogger(__name__)
 
 
@@ -46,9 +48,10 @@ def make_accelerator(config: Config, plan: Plan | None = None) -> Accelerator:
     cpu = not uses_gpu("optimize.device", config.device)
     if cpu and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-    # while the first rank hashes and writes terabytes the others wait; those of a rank that died
-    # are ended by whoever started them
-    patience = InitProcessGroupKwargs(timeout=timedelta(days=1))
+    # while the first rank hashes and writes terabytes the others wait; on one host those of a rank
+    # that died are ended by whoever started them, and a host that died is noticed by its silence
+    is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    patience = InitProcessGroupKwargs(timeout=timedelta(days=1) if is_one_host else HOST_SILENCE)
     accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[patience])
     # accelerate's state is the process's: a second run stays where the first one was
     device = "cpu" if cpu else "cuda"
@@ -63,7 +66,7 @@ def make_accelerator(config: Config, plan: Plan | None = None) -> Accelerator:
         raise ConfigError(
             "optimize",
             f"expected plain ranks, found {accelerator.distributed_type.value}",
-            next="launch with torch.distributed.run, and with no variable ACCELERATE_USE_* set",
+            next="launch with torchrun, and with no variable ACCELERATE_USE_* set",
         )
     launched = {name: os.environ[name] for name in LAUNCHED if os.environ.get(name)}
     processes = config.processes or int(next(iter(launched.values()), 1))
@@ -73,8 +76,8 @@ def make_accelerator(config: Config, plan: Plan | None = None) -> Accelerator:
             "optimize.processes",
             f"expected {processes} processes, found {accelerator.num_processes}"
             + (f": {told} in the environment says that a launcher started them" if told else ""),
-            next="launch with python -m torch.distributed.run --nproc-per-node N (accelerate "
-            "launch starts one on a CPU), or unset these variables",
+            next="launch with torchrun --nproc-per-node N (accelerate launch starts one on a "
+            "CPU), or unset these variables",
         )
     if plan and accelerator.num_processes > 1:
         check_plan(plan)

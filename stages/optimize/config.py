@@ -312,10 +312,9 @@ class Config(base.Config):
     device: Runtime[Literal["auto", "cpu", "cuda"]] = "auto"
     """Where to train."""
     processes: Runtime[int | None] = Field(default=None, ge=1)
-    """How many ranks train together on one machine, or on all hosts that PET_NNODES counts (a
-    multiple of it), each with a whole model (but see `shard`): on a GPU of its own, or on its share
-    of the cores. The stage starts them; under a launcher another number than it started is refused.
-    None: as many as were launched, or one a host."""
+    """How many ranks train together on one machine, each with a whole model (but see `shard`): on a
+    GPU of its own, or on its share of the cores. The stage starts them; under a launcher, such as
+    torchrun, another number than it started is refused. None: as many as were launched, or one."""
     resume_minutes: Runtime[float] = Field(default=15.0, gt=0)
     """How often weights and moments are saved, so that a training that is killed goes on there."""
     resume_steps: Runtime[int | None] = Field(default=None, ge=1)
