@@ -14,7 +14,7 @@ import torch
 from quiver.stages.common.store import Store
 from quiver.stages.common.verification import verify
 from quiver.stages.optimize.config import Config
-from tests.flows.conftest import left_behind, own_home, write_recipe
+from tests.flows.conftest import command_environment, left_behind, write_recipe
 from tests.stages.optimize import world
 from tests.stages.optimize.world import weights
 from tests.tiny import make_policy
@@ -48,7 +48,7 @@ def start(folder: Path, command: str, **settings) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, *launcher, command, "recipe.toml", "--json", *arguments],
         cwd=folder,
-        env={**own_home(folder), "OMP_NUM_THREADS": "1"},
+        env={**command_environment(folder), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -70,8 +70,10 @@ def check_as_one_process(store: Store) -> None:
 
 
 def test_two_ranks_make_what_one_process_makes(folder):
-    """The reference's logprobs are made by the first one, and the other waits for them."""
-    running = start(folder, "optimize", **{"optimize.kl_coef": 0.1})
+    """The reference's logprobs are made by the first one, and the other waits for them. Where ranks
+    are, no pool is asked."""
+    asked = {"optimize.kl_coef": 0.1, "placement.optimize": "nobody", "store": folder / "store"}
+    running = start(folder, "optimize", **asked)
     stdout, stderr = running.communicate(timeout=240)
     assert running.returncode == 0, stderr
     assert [json.loads(line)["ref"] for line in stdout.splitlines()] == ["tiny/policy@1"]

@@ -116,18 +116,18 @@ def test_two_hosts_make_what_one_process_makes(store, refs, shard):
 @pytest.mark.parametrize("dying", [0, 1], ids=["meeting place", "other"])
 @pytest.mark.parametrize("death", ["kill", "unplug"])
 def test_of_a_host_that_dies_the_other_learns(store, refs, dying, death):
-    """Killed, its connections are reset; without power or cable nobody is told. That of the meeting
-    place torchrun may notice first, and ends its rank."""
+    """Killed, its connections are reset; without power or cable nobody is told, and where the meeting
+    place was there, torchrun stays for minutes. If it is killed torchrun may notice first, and ends
+    its rank."""
     with two_hosts() as hosts:
         settings = config(epochs=4000)
         running = [start(host, hosts, store, refs, settings) for host in hosts]
         await_step([log_of(host, store) for host in hosts], running, 3)
         getattr(hosts[dying], death)()
-        answer = answered(running[1 - dying])
-        assert running[1 - dying].returncode != 0
-    if dying == 1:
-        assert answer["error"]["code"] == "E-RESOURCE", answer
-        assert answer["error"]["object"] == "the other ranks"
+        line = running[1 - dying].stdout.readline()
+    if dying == 1 or death == "unplug" or line:
+        error = json.loads(line)["error"]
+        assert (error["code"], error["object"]) == ("E-RESOURCE", "the other ranks"), error
     assert store.numbers("two", "policy") == []
 
 
