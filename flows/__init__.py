@@ -21,5 +21,3 @@ if "PREFECT__FLOW_RUN_ID" in os.environ:  # Set by the worker that started this 
     from .orphan import end_with_the_parent
 
     end_with_the_parent()
-    for _name in [name for name in os.environ if name.startswith("PET_")]:
-        del os.environ[_name]  # This call is not on other hosts: it trains alone.

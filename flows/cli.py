@@ -60,6 +60,11 @@ app = typer.Typer(
 )
 
 
+def _is_led() -> bool:
+    """Whether a launcher started this as a rank beside the first, which speaks for all."""
+    return os.environ.get("RANK", "0") != "0"
+
+
 def _print_version(is_asked: bool) -> None:
     if is_asked:
         from importlib.metadata import version
@@ -70,12 +75,22 @@ def _print_version(is_asked: bool) -> None:
 
 @app.callback()
 def _program(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", help="print the version", is_eager=True, callback=_print_version),
     ] = False,
 ) -> None:
-    """Declare the options that come before a command."""
+    """Declare the options that come before a command.
+
+    Raises ConfigError if ranks of a launcher cannot share the command's work.
+    """
+    if _is_led() and context.invoked_subcommand != "optimize":
+        raise ConfigError(
+            "command line",
+            "a launcher's ranks share the work of `quiver optimize` alone",
+            next="start this command once, without RANK in the environment",
+        )
 
 
 for _command in COMMANDS:
@@ -84,6 +99,8 @@ for _command in COMMANDS:
 
 def _say_stopped() -> None:
     """Print what a stopped command leaves behind, and the command that continues from there."""
+    if _is_led():
+        return
     text = "stopped"
     writes_nothing = sys.argv[1:2] in (["check"], ["fit"]) or "--dry-run" in sys.argv
     if CALLED.recipe is not None and not writes_nothing:
@@ -180,6 +197,8 @@ def main() -> None:
     _settle_streams()
     if len(sys.argv) == 1:
         sys.argv.append("--help")
+    if _is_led():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if "--json" in sys.argv:
         keep_stdout()
     debug = "--debug" in sys.argv
@@ -188,6 +207,8 @@ def main() -> None:
     handler.setFormatter(_ForTerminal("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("quiver").setLevel(logging.INFO)
+    if _is_led():
+        logging.getLogger("quiver").setLevel(logging.ERROR)
     # A stage's process logs these itself.
     logging.getLogger("quiver.stages").setLevel(logging.WARNING)
     # Runs of `serve` are read on Prefect's pages, so they log there as under a worker.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.models.devices import engine_gpus
-from quiver.stages.common.rendezvous import ranks_a_host, several_hosts
 from quiver.stages.common.servers import secret
 from quiver.stages.generate.engine import engine_options
 from quiver.stages.generate.options import VllmServerOptions
@@ -42,7 +41,6 @@ def check_demands(recipe: Recipe) -> None:
                 )
             require_gpus(stage_call(recipe, "generate", config, {}).runner_call)
     if "optimize" not in elsewhere:
-        ranks_a_host(recipe.optimize.processes, several_hosts())
         require_gpus(stage_call(recipe, "optimize", recipe.optimize_config(), {}).runner_call)
 
 

@@ -8,11 +8,13 @@ In both cases a finished version is found in this process, in milliseconds.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 from quiver.schemas.errors import BusyError
+from quiver.stages.common import ranks
 from quiver.stages.common.runtime.runner import Outcome, find
 from quiver.stages.common.runtime.subprocesses import Stopped
 
@@ -51,10 +53,14 @@ def run_at(
         Stopped: If another thread stopped this work.
     """
     outcome = find(call.runner_call, expired=call.expired)
+    is_rank = ranks.are_launched() and ranks.can_share(call.stage)
+    while outcome is None and not is_rank and os.environ.get("RANK", "0") != "0":
+        time.sleep(POLL_SECONDS)  # the first rank makes it; if it fails, the launcher ends us all
+        outcome = find(call.runner_call, expired=call.expired)
     if outcome is not None:
         return outcome
     pool = placement.pools.get(call.stage)
-    if pool is None:
+    if pool is None or is_rank:
         return run_here(call, upcoming=upcoming, on_line=on_line, resident=resident)
     from .pool import run_in_pool
 

@@ -11,6 +11,7 @@ Lines that only count progress are then not printed; Prefect's pages still get t
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -30,8 +31,14 @@ _show: Callable[[str, StageProgress], AbstractContextManager] | None = None
 
 @contextmanager
 def shown_live() -> Iterator[None]:
-    """Show the stages that run inside; log lines are printed above their bars."""
+    """Show the stages that run inside; log lines are printed above their bars.
+
+    Of a launcher's ranks only the first shows them.
+    """
     global _show  # noqa: PLW0603
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
     from rich.console import Console
 
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)

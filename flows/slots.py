@@ -25,7 +25,6 @@ from filelock import FileLock, Timeout
 
 from quiver.schemas.errors import ConfigError, SecurityError, printable
 from quiver.stages.common.models.devices import engine_gpus
-from quiver.stages.common.rendezvous import ranks_a_host, several_hosts
 from quiver.stages.common.runtime.runner import Call
 from quiver.stages.common.runtime.subprocesses import Stopped
 
@@ -55,6 +54,11 @@ def slots(call: Call, label: str, cpu: int = 0) -> Iterator[dict[str, str]]:
     with ExitStack() as stack:
         count = gpus_needed(call)
         devices = visible_gpus()
+        local_rank = os.environ.get("LOCAL_RANK")
+        if local_rank is not None:  # each rank takes the device of its number; the first holds all
+            devices = devices[:count]
+            if local_rank != "0":
+                count = cpu = 0
         env = {}
         if count and devices:
             names = [f"gpu-{device}" for device in devices]
@@ -80,7 +84,7 @@ def gpus_needed(call: Call) -> int:
     if call.stage == "generate":
         return engine_gpus(config.get("options") or {})
     if call.stage == "optimize":
-        return ranks_a_host(config.get("processes"), several_hosts())
+        return int(os.environ.get("LOCAL_WORLD_SIZE") or config.get("processes") or 1)
     return 1
 
 
@@ -162,11 +166,11 @@ def _take(stack: ExitStack, label: str, names: list[str], count: int, least: int
 
 def server_limit(name: str | None) -> AbstractContextManager[None]:
     """Return a context that holds a slot of the server's global concurrency limit `name`, if not
-    None.
+    None. Of a launcher's ranks only the first takes one.
 
     Raises ConfigError if the server has no such limit.
     """
-    if name is None:
+    if name is None or os.environ.get("RANK", "0") != "0":
         return nullcontext()
     from prefect.client.orchestration import get_client
     from prefect.concurrency.sync import concurrency

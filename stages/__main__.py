@@ -68,9 +68,10 @@ def main() -> int:
         # ends at EOF: the process is not needed any more
         while sys.stdin.readline():
             call = json.loads(arguments.call.read_text())
-            if ranks.needed(call["stage"], call["config"]) > 1:
+            count = ranks.needed(call["stage"], call["config"])
+            if count > 1:
                 command = [sys.executable, "-u", "-P", "-m", "quiver.stages", *sys.argv[1:]]
-                return ranks.launch([*command, "--rank"], arguments.answer, call)
+                return ranks.launch([*command, "--rank"], arguments.answer, count)
             code = serve(call, arguments.answer)
             if not staying.keeps():
                 break
@@ -121,7 +122,9 @@ def answer_call(fields: dict) -> tuple[dict, int]:
         return asdict(perform(Call.from_json(fields))), 0
     except Exception as error:
         is_expected = isinstance(error, QuiverError)
-        reported = error if is_expected else unexpected(f"stage {fields['stage']}", error)
+        reported = error
+        if not is_expected:
+            reported = ranks.as_lost(unexpected(f"stage {fields['stage']}", error))
         if os.environ.get("QUIVER_DEBUG") or reported.code == "E-INTERNAL":
             traceback.print_exc()
         return {"error": reported.to_dict()}, reported.exit_code

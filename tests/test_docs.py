@@ -84,7 +84,7 @@ def test_what_a_document_names_exists():
             r"`((?:schemas|stages|flows|deployments|tests)/[\w./-]+\.\w+)`", text
         ):
             assert (ROOT / name).exists(), f"{path.name} names {name}"
-        others = r"(?m)(?<![\w/])(?:prefect|docker|pip|python -m) [^`\n]*"  # command lines of other programs
+        others = r"(?m)(?<![\w/])(?:prefect|docker|pip|torchrun|python -m) [^`\n]*"  # command lines of other programs
         served = re.findall(r'"--([a-z-]+)"', (ROOT / "deployments/reward_server.py").read_text())
         for option in re.findall(r"(?<![\w-])--([a-z][a-z-]*)", re.sub(others, "", text)):
             known = {
@@ -93,7 +93,7 @@ def test_what_a_document_names_exists():
                 for p in c.params
                 for o in p.opts
             }
-            others_own = {"spec", "result", "nproc-per-node"}
+            others_own = {"spec", "result"}
             assert option in known | {*served} | others_own, f"{path.name} names --{option}"
 
     check_each(DOCUMENTS, check, relative)

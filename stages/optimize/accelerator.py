@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 
+HOST_SILENCE = timedelta(hours=1)
+"""Of ranks on several hosts: for how long one may not answer."""
 log = logging.getLogger(__name__)
 
 
@@ -48,9 +50,10 @@ def make_accelerator(config: Config, plan: Plan | None = None) -> Accelerator:
     cpu = not uses_gpu("optimize.device", config.device)
     if cpu and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-    # the others wait while rank 0 hashes and writes terabytes; if a rank dies, the process that
-    # started the ranks ends the others
-    patience = InitProcessGroupKwargs(timeout=timedelta(days=1))
+    # The others wait while rank 0 hashes and writes terabytes. If a rank of this host dies, the
+    # process that started the ranks ends the others; a dead host is noticed by its silence.
+    is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    patience = InitProcessGroupKwargs(timeout=timedelta(days=1) if is_one_host else HOST_SILENCE)
     accelerator = Accelerator(cpu=cpu, mixed_precision="no", kwargs_handlers=[patience])
     # accelerate's state is global: a second run in this process keeps the first one's device
     device = "cpu" if cpu else "cuda"
@@ -65,7 +68,7 @@ def make_accelerator(config: Config, plan: Plan | None = None) -> Accelerator:
         raise ConfigError(
             "optimize",
             f"expected plain ranks, found {accelerator.distributed_type.value}",
-            next="launch with torch.distributed.run, and with no variable ACCELERATE_USE_* set",
+            next="launch with torchrun, and with no variable ACCELERATE_USE_* set",
         )
     launched = {name: os.environ[name] for name in LAUNCHED if os.environ.get(name)}
     processes = config.processes or int(next(iter(launched.values()), 1))
@@ -75,8 +78,8 @@ def make_accelerator(config: Config, plan: Plan | None = None) -> Accelerator:
             "optimize.processes",
             f"expected {processes} processes, found {accelerator.num_processes}"
             + (f": {told} in the environment says that a launcher started them" if told else ""),
-            next="launch with python -m torch.distributed.run --nproc-per-node N (accelerate "
-            "launch starts one on a CPU), or unset these variables",
+            next="launch with torchrun --nproc-per-node N (accelerate launch starts one on a "
+            "CPU), or unset these variables",
         )
     if plan and accelerator.num_processes > 1:
         check_plan(plan)

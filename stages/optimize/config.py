@@ -313,10 +313,9 @@ class Config(base.Config):
     device: Runtime[Literal["auto", "cpu", "cuda"]] = "auto"
     """Device to train on."""
     processes: Runtime[int | None] = Field(default=None, ge=1)
-    """Number of ranks that train together, on one machine or on all hosts counted by PET_NNODES (a
-    multiple of it). Each has a whole model (unless `shard`), on its own GPU or its share of the
-    cores. The stage starts them; under a launcher, the number must be the one it started. Default:
-    as many as were launched, or one a host."""
+    """Number of ranks that train together on one machine. Each has a whole model (unless `shard`),
+    on its own GPU or its share of the cores. The stage starts them; under a launcher, such as
+    torchrun, the number must be the one it started. Default: as many as were launched, or one."""
     resume_minutes: Runtime[float] = Field(default=15.0, gt=0)
     """Minutes between saves of weights and moments, from which a killed training resumes."""
     resume_steps: Runtime[int | None] = Field(default=None, ge=1)

@@ -182,3 +182,19 @@ def test_no_device_is_visible_where_the_variable_is_empty(monkeypatch):
     assert visible_gpus() == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0, GPU-abc")
     assert visible_gpus() == ["0", "GPU-abc"]
+
+
+def test_the_first_rank_of_a_launcher_holds_the_devices_of_all(monkeypatch, tmp_path):
+    """Each rank takes the device of its number by itself, so none may be hidden from it."""
+    for name, text in {"CUDA_VISIBLE_DEVICES": "2,5,7", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, text)
+    folder = tmp_path / f"quiver-slots-{os.getuid()}"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with slots(OPTIMIZE, "rank 1", cpu=1) as env:
+        assert env == {} and not folder.exists()
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with slots(OPTIMIZE, "rank 0", cpu=1) as env:
+        assert env == {} and sorted(os.listdir(folder)) == ["gpu-2", "gpu-5"]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="4 GPUs are needed"), slots(OPTIMIZE, "too many"):
+        pass

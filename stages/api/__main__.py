@@ -1,0 +1,5 @@
+"""`python -m quiver`, which is the command `quiver`: launchers start modules."""
+
+from quiver.flows.cli import main
+
+main()
