@@ -308,21 +308,24 @@ def report(
         policy, run = str(ref), ref.run
         # The report of the run itself is kept.
         output = output or opened.path / run / f"report-{ref.kind}-{ref.version}.html"
-    sentences = [] if beside is None else _difference(opened, run, check_name(beside, "run"))
+    sentences = []
+    if beside is not None:
+        sentences = _difference(opened, policy or run, check_name(beside, "run"))
     path = write(opened, check_name(run, "run"), output, beside, sentences, policy)
     say({"run": run, "file": str(path), "bytes": path.stat().st_size}, [str(path)])
 
 
-def _difference(store: Store, run: str, other: str) -> list[str]:
-    """Return how the last evaluations of `other` and `run` compare, on the same prompts."""
+def _difference(store: Store, name: str, other: str) -> list[str]:
+    """Return how the last evaluations of the run `other` and of `name`, a run or a policy, compare
+    on the same prompts."""
     from quiver.stages.evaluate.comparison import compare as compare_evaluations
 
     from .compare import find_evaluations
 
     try:
-        found = compare_evaluations(store, *find_evaluations(store, run, other))
+        found = compare_evaluations(store, *find_evaluations(store, name, other))
     except LineageError as error:
-        return [f"{other} and {run} cannot be compared: {error.message}."]
+        return [f"{other} and {name} cannot be compared: {error.message}."]
     score = found["difference"]["score"]
     low, high = score["interval"] or (math.nan, math.nan)
     return [

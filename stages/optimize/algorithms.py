@@ -285,13 +285,17 @@ def resolve(name: str) -> Algorithm:
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     row, _ = plugins.load(name, "optimize.algorithm", Algorithm)
-    columns = contract.PASS_COLUMNS if row.advantage_of == "tokens" else ()
-    if not set(row.columns) <= set(columns):
+    problem = contract.problem_of(row)
+    named = [known for known in ALGORITHMS.values() if known.advantage == row.advantage]
+    for known in named[:1]:
+        if (known.advantage_of, {*known.columns}) != (row.advantage_of, {*row.columns}):
+            problem = problem or (
+                f"expected the advantage {known.advantage} to be of {known.advantage_of}, with "
+                f"columns {known.columns}"
+            )
+    if problem:
         raise ConfigError(
-            f"optimize.algorithm {name}",
-            f"expected columns of {', '.join(contract.PASS_COLUMNS)} for an advantage of tokens, "
-            f"found {printable(row.columns)} for one of {printable(row.advantage_of)}",
-            next="correct the algorithm's row",
+            f"optimize.algorithm {name}", problem, next="correct the algorithm's row"
         )
     functions = {}
     for role in ("advantage", "surrogate", "aggregation"):

@@ -51,6 +51,22 @@ _ROLES = {
 returned, [B], [T] or [N]. `clipped` is bool, the others are float."""
 
 
+def problem_of(row: Any) -> str:
+    """Return what is wrong with the unit and the columns of a user's row, an `Algorithm`, or ""."""
+    columns = row.columns
+    if row.advantage_of not in ("rollouts", "turns", "tokens"):
+        return f"expected advantage_of rollouts, turns or tokens, found {row.advantage_of!r}"
+    allowed = PASS_COLUMNS if row.advantage_of == "tokens" else ()
+    if not isinstance(columns, tuple | list) or not all(name in allowed for name in columns):
+        return (
+            f"expected columns of {', '.join(PASS_COLUMNS)} for an advantage of tokens, found "
+            f"{columns!r} for one of {row.advantage_of}"
+        )
+    if "last_values" in columns and "values" not in columns:
+        return "expected values beside last_values in columns: there is no critic without them"
+    return ""
+
+
 def checked(name: str, role: str, function: Callable, columns: Sequence[str] = ()) -> Callable:
     """Return `function` with a check of every result. Raises ConfigError now if its signature is
     wrong.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from inspect import signature
 
 from quiver.schemas.errors import did_you_mean
 from quiver.stages.common import plugins
@@ -86,13 +87,16 @@ def check_advantage(advantage: str, options: Iterable[str]) -> None:
 
 def check_effect(row: Algorithm, changed: Mapping[str, object]) -> None:
     """Raise ValueError for changed critic options if `row` has no critic. `gamma` is also an option
-    of the reward to go.
+    of the reward to go; a user's advantage of tokens takes those that its parameters name.
 
     `changed` maps each of the `CRITIC_OPTIONS` that differs from its default to that default, so
     one recipe with the defaults written out works with every algorithm.
     """
-    if row.advantage_of == "tokens" and not row.columns:
-        changed = {name: value for name, value in changed.items() if name != "gamma"}
+    if callable(row.advantage) and row.advantage_of == "tokens":
+        accepted = {"gamma", "gae_lambda"} & signature(row.advantage).parameters.keys()
+    else:
+        accepted = {"gamma"} if row.advantage == "reward_to_go" else set()
+    changed = {name: default for name, default in changed.items() if name not in accepted}
     if row.critic or not changed:
         return
     with_critic = [algorithm.name for algorithm in ALGORITHMS.values() if algorithm.critic]

@@ -55,6 +55,8 @@ def refusals(config: Config, rows: pa.Table) -> dict[int, tuple[str, str, str]]:
             if column is None or not shipped(function.use).is_quick:
                 continue
             outer = column if column in rows.column_names else column.partition(".")[0]
+            if outer not in rows.column_names:
+                continue  # a column that the stage adds, such as prompt_text
             alone = function.model_copy(update={"scope": "row", "completions": "text"})
             batch = {
                 outer: rows[outer].to_pylist(),

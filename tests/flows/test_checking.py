@@ -502,6 +502,11 @@ def test_each_function_that_compares_is_asked(folder, function, answer):
     assert check(f"reward.functions=[{{{function}}}]", *settings).error is None
 
 
+def test_a_reference_that_the_stage_adds_is_left_to_it(folder):
+    function = "reward.functions=[{use='exact_match', columns={answer='prompt_text'}}]"
+    assert check(function, "data.limit=null").error is None
+
+
 def test_a_reward_that_fails_on_it_is_an_error(folder):
     looked = check(rewarded("rewards.py:as_trl"), is_tried=True)
     part = looked.answer["rewards"]["as_trl"]

@@ -251,7 +251,9 @@ def ask(
                 # a waiting process outlives this block; a second one with the same key ends here
                 if _waiting.setdefault(key, child) is child:
                     stack.pop_all()
-        if answer is not None and not ("error" in answer and child.has_stayed):
+        # an error of a process that kept an engine may be the engine's, so it is tried once more
+        is_kept = child.has_stayed and not is_shared
+        if answer is not None and not ("error" in answer and is_kept):
             return answer
         if answer is not None:
             problem = f"{answer['error']['object']}: {answer['error']['message']}"

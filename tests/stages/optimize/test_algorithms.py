@@ -331,7 +331,7 @@ def test_an_option_of_a_critic_is_refused_where_there_is_none(name, tmp_path):
         parse(Config, given, "optimize")
     source = (
         "from quiver.stages.optimize.algorithms import Algorithm\n"
-        "NONE = Algorithm('mine', 'reward_to_go', 'reinforce', 'token_mean')\n"
+        "NONE = Algorithm('mine', 'group_normalized', 'reinforce', 'token_mean')\n"
         "OWN = Algorithm('mine', 'gae', 'clipped', 'token_mean', advantage_of='tokens', "
         "columns=('values', 'last_values'))\n"
     )
@@ -339,6 +339,18 @@ def test_an_option_of_a_critic_is_refused_where_there_is_none(name, tmp_path):
     assert Config(algorithm=f"{tmp_path}/rows.py:OWN", **given).resolved()
     with pytest.raises(ConfigError, match=f"{name} would have no effect"):
         Config(algorithm=f"{tmp_path}/rows.py:NONE", **given).resolved()
+
+
+def test_an_own_advantage_of_tokens_takes_the_discounts_that_it_names(tmp_path):
+    (tmp_path / "rows.py").write_text(
+        "from quiver.stages.optimize.algorithms import Algorithm\n"
+        "def discounted(rewards, offsets, gae_lambda):\n    return rewards\n"
+        "OWN = Algorithm('mine', discounted, 'reinforce', 'token_mean', advantage_of='tokens')\n"
+    )
+    own = f"{tmp_path}/rows.py:OWN"
+    assert Config(algorithm=own, gae_lambda=0.5).resolved()
+    with pytest.raises(ConfigError, match="gamma would have no effect"):
+        Config(algorithm=own, gamma=0.5).resolved()
 
 
 def test_defaults_that_are_written_out_go_through_every_algorithm():

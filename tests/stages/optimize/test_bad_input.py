@@ -86,6 +86,11 @@ DETACHED, COUNTS, NO_SUCH = row(surrogate=detached), row(surrogate=counts), row(
 REWARDS_ALONE, OF_GROUPS = row(advantage=rewards_alone), row(advantage=of_groups)
 CRITICS = row(advantage=critics, advantage_of="tokens", columns=("values", "last_values"))
 NO_COLUMN = row(advantage="gae", advantage_of="tokens", columns=("worth",))
+NO_UNIT = row(advantage=rewards_alone, advantage_of="token")
+NOTHING = row(advantage=rewards_alone, advantage_of="tokens", columns=None)
+NO_VALUES = row(advantage=critics, advantage_of="tokens", columns=("last_values",))
+GAE_ALONE = row(advantage="gae", advantage_of="tokens")
+OTB_OF_ROLLOUTS = row(advantage="optimal_token_baseline")
 LENGTHS_ALONE, OF_ROLLOUTS = row(aggregation=lengths_alone), row(aggregation=of_rollouts)
 """
 
@@ -190,6 +195,19 @@ CASES = {
         "E-CONFIG", 2, "optimize.algorithm bad_algo:NO_COLUMN", ["logprobs, values, collisions", "found ('worth',)"],
         "correct the algorithm's row", {"algorithm": "bad_algo:NO_COLUMN"},
     ),
+    **{
+        f"a row of one's own: {name}": Case(
+            "E-CONFIG", 2, f"optimize.algorithm bad_algo:{name}", [says],
+            "correct the algorithm's row", {"algorithm": f"bad_algo:{name}"},
+        )
+        for name, says in {
+            "NO_UNIT": "rollouts, turns or tokens, found 'token'",
+            "NOTHING": "found None",
+            "NO_VALUES": "values beside last_values",
+            "GAE_ALONE": "gae to be of tokens, with columns ('values', 'last_values')",
+            "OTB_OF_ROLLOUTS": "optimal_token_baseline to be of tokens",
+        }.items()
+    },
     "own algorithm: weights of lengths alone": own_algorithm("LENGTHS_ALONE", "aggregation", "max_completion_tokens"),
     "own algorithm: weights a rollout": own_algorithm("OF_ROLLOUTS", "aggregation", "weights as float [", "float32 [16]"),
     "own algorithm: names a surrogate that is not there": Case(

@@ -213,10 +213,9 @@ def test_a_child_with_an_environment_of_its_own_is_started_for_it(store, monkeyp
         prewarm.end_waiting()
 
 
-def test_one_process_does_the_calls_of_all_stages_until_one_fails(
+def test_one_process_does_the_calls_of_all_stages_and_fails_once(
     tmp_path, monkeypatch, nothing_is_found
 ):
-    """What fails in it is done once more, in a fresh one: that is what the call says."""
     make_folder(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text('{"question": "What is 1 plus 5?"}\n')
     store = Store(tmp_path / "store")
@@ -241,10 +240,10 @@ def test_one_process_does_the_calls_of_all_stages_until_one_fails(
             assert len(started) == 1
             with pytest.raises(ConfigError, match="there is no such"):
                 run_call(Call("policy", {"model": str(tmp_path / "none")}, store.path, into="b"))
-            assert (len(started), prewarm._waiting) == (2, {})
+            assert (len(started), prewarm._waiting) == (1, {})
             run_call(prompt)
         assert run_call(prompt).ref == "a/prompts@4"
-        assert len(started) == 4
+        assert len(started) == 3
     finally:
         prewarm.end_waiting()
     assert not [child for child in started if child.process.poll() is None]
