@@ -8,8 +8,9 @@ found in the store, and the first unfinished stage continues at its first unfini
 versions need not be readable. If [retention] or `quiver gc` deleted their files, the manifest is
 enough, and a version that a later stage must read is made again.
 
-Iteration k makes policy@k; policy@0 is the base. With `overlap = 0`, policy@k-1 samples the
-rollouts that improve it:
+Iteration k makes policy@k, unless a run with other settings took that number or the iteration is
+forced again; then it makes the next free number. policy@0 is the base. With `overlap = 0`,
+policy@k-1 samples the rollouts that improve it:
 
     sample 1 (policy@0) · optimize 1 (policy@0 → 1) · sample 2 (policy@1) · optimize 2 (1 → 2) · …
 
@@ -107,6 +108,8 @@ def post_train(recipe: Recipe, first_forced: str | None = None) -> dict[str, Any
         )
     forced = STAGES[STAGES.index(first_forced) :] if first_forced else ()
     check_placement(recipe)
+    # Tags the Prefect tasks, and ends waiting child processes at the end. `expired`: a finished
+    # version counts as done even if its files were deleted.
     with tagged(recipe, expired=True):
         return _run_iterations(recipe.resolved(), forced)
 
@@ -123,6 +126,7 @@ def _run_iterations(recipe: Recipe, forced: Collection[str]) -> dict[str, Any]:
         number = iteration.iteration
         if recipe.is_measured(number):
             evaluation = measure(recipe, iteration.policy, number, forced)
+            # A copy to print; `improve` keeps the iteration without its evaluation.
             iteration = replace(
                 iteration,
                 evaluation={**numbers(evaluation), "baseline": baseline},
@@ -197,7 +201,7 @@ def import_policy(recipe: Recipe) -> str:
     machine cannot train.
     """
     check_stages(recipe, trained_here(recipe), stage_call(recipe, "policy", recipe.policy, {}))
-    pinned(recipe.reward)
+    pinned(recipe.reward)  # only raises, if a scorer is not the one that the recipe pins
     return perform(recipe, "policy", recipe.policy, {}, label="import policy").ref
 
 
@@ -211,8 +215,8 @@ def make_prompts(
 ) -> Outcome:
     """Make the prompts of one round of an iteration, rendered for `policy`.
 
-    `earlier` holds the rounds before it. Raises ConfigError if the rewards cannot score these
-    prompts, or if this machine cannot train.
+    `earlier` holds the rounds before it, oldest first. Raises ConfigError if the rewards
+    cannot score these prompts, or if this machine cannot train.
     """
     round = round or iteration
     prompts = perform(
@@ -224,6 +228,7 @@ def make_prompts(
         iteration=iteration,
         round=round,
     )
+    # The call that comes next. It is not made here: if it is finished, the checks are skipped.
     config = recipe.generate_config(round)
     refs = {"prompts": prompts.ref, "policy": policy}
     call = stage_call(recipe, "generate", config, refs, force="generate" in forced)
@@ -310,11 +315,13 @@ def update(
 ) -> Iteration:
     """Train `policy` on the sampled rounds and return the finished iteration.
 
-    Rounds of the `earlier` iterations are trained on again (replay), scored under the current
-    reference. `reference` is the policy of the KL term, or None if the loss has no KL term.
+    Rounds of the `earlier` iterations, newest first, are trained on again (replay), scored under
+    the current reference. `reference` is the policy of the KL term, or None if the loss has no KL
+    term. (In `sample`, `earlier` are rounds, oldest first.)
     """
     rounds = [each for iteration in (sampled, *earlier) for each in iteration.rounds]
     sources = score_start(recipe, policy, rounds, forced)
+    # The current iteration's first round, which may now have proximal logprobs.
     sampled = sources[0]
     scored: list[Outcome] = []
     for source in sources if reference else ():
@@ -351,6 +358,8 @@ def update(
 
 def configs_after(recipe: Recipe, iteration: int) -> dict[str, Config]:
     """Return the config of the stage that follows optimize in `iteration`.
+
+    A process for that stage imports its modules while optimize runs.
 
     Empty if sampling already runs beside optimize (`overlap`), or if no stage follows.
     """

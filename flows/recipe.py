@@ -58,7 +58,8 @@ from .sections import (
 )
 
 _UNBIASED_SAMPLING = {"temperature", "max_tokens", "stop_token_ids", "stop", "ignore_eos"}
-"""Sampling options that logprobs are corrected for, or that only end a completion."""
+"""Sampling options that leave the sampled distribution the policy's own. Every scoring divides the
+logits by the row's temperature, and the other options only end a completion."""
 # A key of [data] in an error's text, which may stand for a key of [data.held_out].
 _KEY_OF_DATA = rf"(?<![\w./])data\.(?=({'|'.join(SourceConfig.model_fields)})\b)"
 
@@ -223,6 +224,7 @@ class Recipe(Config):
             ) from None
         for setting in settings:
             put_setting(sections, setting)
+        # any context, even an empty one, makes `_can_evaluate` skip its check of [evaluate]
         return parse(cls, sections, f"recipe {path}", context=None if measures else {})
 
     def resolved(self) -> Recipe:
@@ -284,15 +286,16 @@ class Recipe(Config):
         recipe._columns = {"data.held_out": columns}
         return recipe
 
-    # Prefect's form sends every default as if it had been typed in. So a section counts only where
-    # it differs from its defaults, and a field that stands for another's value has the default
-    # None.
+    # Prefect's form sends every default as if it had been typed in, so "set by the user" cannot be
+    # told from "default". Sections are therefore dumped with `exclude_defaults`, and a field that
+    # inherits another field's value has the default None.
 
     def prompt_config(self, iteration: int, *, evaluation: bool = False) -> PromptConfig:
-        """Return the prompt stage's config for an iteration, counted from 1, or for evaluation.
+        """Return the prompt stage's config for a round, counted from 1, or for evaluation.
 
-        Evaluation uses the same rows each time. The stage counts from 0, since it skips that many
-        times `limit` rows.
+        A flow passes the number of the round as `iteration`; the two differ only with [data] refill
+        and in nights. The stage counts from 0, since it skips that many times `limit` rows. So in
+        its config 0 means evaluation or round 1. Evaluation uses the same rows each time.
         """
         source = self.data.for_evaluation() if evaluation else self.data
         generate = self.generate_config(0, evaluation=evaluation)
@@ -306,9 +309,10 @@ class Recipe(Config):
         return PromptConfig(**source.model_dump(exclude={"held_out", "refill"}), **fields)
 
     def generate_config(self, iteration: int, *, evaluation: bool = False) -> GenerateConfig:
-        """Return the generate stage's config for an iteration, counted from 1, or for evaluation.
+        """Return the generate stage's config for a round, counted from 1, or for evaluation.
 
-        Evaluation always uses the seeds of iteration 0, so that scores are paired.
+        As in `prompt_config`, `iteration` is the number of the round. Here 0 means evaluation only:
+        it always uses the seeds of iteration 0, so that scores are paired.
         """
         section = self.generate.model_dump(exclude_defaults=True)
         if evaluation:

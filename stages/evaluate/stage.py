@@ -5,6 +5,10 @@ An answer that a limit cut off before it was scored counts by the rule `unscored
 scores are left out of every estimate and counted; if all are null, the stage fails. With a
 `baseline`, an evaluation on the same prompts, the difference to it is estimated prompt by prompt.
 
+"Baseline" is the role of that version here, and in the metrics its score. Nights use it, and
+`quiver compare` pairs prompts in the same way. `quiver run` gives none: its `baseline` is the base
+policy's own evaluation, and a comparison of scores before and after is unpaired.
+
     refs = {"rollouts": "held/rollouts@1", "rewards": "held/rewards@1"}
     ref = run_stage("evaluate", Config(k=(1, 4)), store, **refs)
     store.open(ref).manifest.metrics

@@ -1,5 +1,7 @@
 """The generate stage: a policy answers prompts; each sampled id is saved with its logprob.
 
+The logprob is in column `old_logprobs`, in the distribution that the id was drawn from.
+
 Finished shards are kept: a restart makes only the others, with the same rollout ids, seeds and
 rows. Refused: prompts with ids that the policy does not have, prompts that leave no room for
 max_tokens (`overlong = "drop"` counts and lists them instead; nothing is ever cut), and malformed
@@ -84,6 +86,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     writer = writers["rollouts"]
     policy = plan.store.open(plan.models[0].ref)
     prompts, dropped, longest = select_prompts(config, plan.inputs["prompts"], policy)
+    # rollout ids begin with 8 digits of the run key, so the same work gives the same ids
     rows = Rows(prompts, config, plan.run_key[:8])
     shards = Shards(writer, rows)
     if not len(rows):

@@ -6,8 +6,9 @@ uses exactly the weights that sampled, or the weights that a training starts fro
 row is scored at its own temperature.
 
 Refused: `prox` under other weights than the sampling ones, unless `prox_of` is "start"; a model
-with other tokens for some ids than the sampling one; greedy rows, which have no probability; rows
-that the model cannot read.
+whose tokenizer has another token for some id than the sampling policy's (special tokens may differ
+with `other_special_tokens`); greedy rows, which have no probability; rows that the model cannot
+read.
 
     run_stage("logprobs", Config(role="ref"), store, rollouts="arith/rollouts@3",
         policy="arith/policy@0")

@@ -6,6 +6,14 @@ surrogate (loss of a token) and the aggregation (weight of a token in the step) 
 Σ_t weight_t · surrogate_t. The weights are computed once for the whole optimizer step, so
 micro-batches, their order and ranks change nothing.
 
+Policies whose logprobs appear, all of the sampled tokens:
+
+    old       the policy that sampled (the behaviour policy), as the engine reported it
+    prox      the proximal policy, scored by the trainer: the one that sampled, or the start, which
+              is the policy that the training starts from (`prox_of` = "behaviour" or "start")
+    anchor    the denominator of the ratio r = exp(logprobs − anchor): prox if scored, else old
+    ref       the reference of the KL term
+
 More surrogates are in surrogates.py.
 
     costs, at_bound = clipped(tokens, clip_low=0.2, clip_high=0.28)

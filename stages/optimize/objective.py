@@ -84,7 +84,7 @@ class Objective:
             step: the step's columns for these tokens.
         Returns:
             The loss, its share of the step's sums ([NUM_SUMS] float64, for `numbers`), and the
-            logarithm of the largest ratio.
+            logarithm of the largest ratio of the policy's probability to the engine's.
         """
         config = self.config
         logprobs, entropy, values = outputs

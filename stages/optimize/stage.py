@@ -1,6 +1,6 @@
 """optimize: train a checkpoint on saved rollouts and their rewards, and write the next one.
 
-It reads datasets and weights, nothing else: no engine, no tokenizer. Several versions of rollouts
+It reads versions of the store, nothing else: no engine, no tokenizer. Several versions of rollouts
 may be given (replay), each with its own rewards and logprobs. Each version may be sampled by a
 policy at most `max_staleness` older than the one that is trained.
 
@@ -10,9 +10,9 @@ without reference logprobs, and logprobs that the trainer cannot reproduce (the 
 
 It writes three versions under one run key: advantages, updates and, last, the policy with its
 optimizer state. A killed training resumes after the last step that it saved (`resume_minutes`). If
-it is killed between two versions, the first ones exist without a policy; the same call trains again
-and publishes the policy. If every advantage is 0 and no other term of the loss trains (KL, entropy,
-NLL), the same weights become the next policy, and its metrics say so.
+it is killed between two versions, the first ones exist without a policy; the same call resumes or
+repeats the training and publishes the policy. If every advantage is 0 and no other term of the loss
+trains (KL, entropy, NLL), the same weights become the next policy, and its metrics say so.
 
     refs = {"policy": "a/policy@0", "rollouts": "a/rollouts@1", "rewards": "a/rewards@1"}
     ref = run_stage("optimize", Config(algorithm="dapo"), store, **refs)
@@ -144,6 +144,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         with phase("load"):
             loaded = rollouts.load(config, algorithm, plan.store, plan.inputs)
             trainer = _load_trainer(plan, algorithm, loaded.batch, accelerator, loads_state)
+        # also scores what the advantages need; the audit itself may wait for the first step
         with phase("audit"):
             trainer.prepare()
         with phase("steps"):

@@ -1,9 +1,10 @@
 """The optimizer's loop: epochs of mini-batches (a step each) of micro-batches (a pass each).
 
 Each token's weight is computed for the whole step at once, so neither micro-batches nor ranks
-change loss or gradient. Weights stay in float32, or in bfloat16 as in bf16.py. A step whose loss or
-gradient is not finite is skipped on every rank; three in a row stop the stage. Before the first
-update the logprobs are audited against the engine's. Nothing here knows of the store.
+change loss or gradient. Weights stay in float32, or in bfloat16 with precision `bf16_stochastic`
+(see bf16.py). A step whose loss or gradient is not finite is skipped on every rank; three in a row
+stop the stage. Before the first update the logprobs are audited against the engine's. Nothing here
+knows of the store.
 
     trainer = Trainer(config, model, batch, algorithm, make_accelerator(config))
     trainer.prepare()              # a critic's values, the audit
@@ -176,9 +177,10 @@ class Trainer(SavedState):
         """Compute what the first update needs: advantages of tokens, and the audit.
 
         If the algorithm needs no pass before the first step, the audit waits for that step: its
-        pass gives the logprobs before any weight changes. If some rollouts are of an older policy
-        and an epoch has several steps, all rollouts are scored and audited here. Raises
-        NumericError.
+        pass gives the logprobs before any weight changes, and its mini-batch is audited. But stale
+        rollouts, of an older policy, are only measured, and a mini-batch may hold nothing else. So
+        if there are any and an epoch has several steps, all rollouts are scored and audited here.
+        Raises NumericError.
         """
         if not self.active:
             return

@@ -1,9 +1,10 @@
 """The prompt stage: the policy's tokenizer renders the user's rows to ids, before any GPU is used.
 
 Refused: rows without a prompt, duplicate group ids, ids outside the vocabulary, and prompts that
-leave no room for the completion (nothing is ever cut). Text that would become control tokens in
-every spelling is refused too. Every column of the source is kept in `columns`. The weights do not
-matter here: the next policy with the same tokenizer reuses the finished prompts.
+leave no room for the completion (nothing is ever cut). A row's text never becomes a control token
+of the template: it is encoded in other pieces, or refused if that does not help. Every column of
+the source is kept in `columns`. The weights do not matter here: the next policy with the same
+tokenizer reuses the finished prompts.
 
     config = resolve(Config(source="sums.jsonl", prompt="question"))    # reads it, once a run
     ref = run_stage("prompt", config, store, policy="arith/policy@0")
@@ -66,6 +67,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     config = identified(config)
     filled_in = {"max_prompt_tokens": _longest_prompt(config, policy)}
     if config.limit is None:
+        # each iteration takes all rows in order, so all have one run key
         filled_in |= {"iteration": 0, "seed": 0}
     changed = {"weights": ""}  # other weights make the same prompts
     template = read_template(config.template, "prompt.template")

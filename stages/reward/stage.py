@@ -4,8 +4,9 @@
 Prompts are found through the rollouts' manifest and joined by group_id. Functions run in worker
 processes (`pool`), models in this process (`models`), servers are asked over HTTP (`servers`). A
 row for which a scorer failed has no reward. If more rows fail than `max_invalid` allows, the stage
-ends with RewardError as soon as that is certain; finished shards are kept. The hash of a user's
-file enters the run key, so an edited function scores anew.
+ends with RewardError as soon as that is certain; finished shards are kept. `pinned` fills in the
+fingerprint of each scorer (of a function, the hash of its file), or raises if the config asks for
+another one. Fingerprints enter the run key, so an edited function scores anew.
 
     config = Config(functions=[{"use": "numeric"}, {"use": "mine.py:polite", "weight": 0.2}])
     ref = run_stage("reward", config, store, rollouts="arith/rollouts@3")
@@ -118,6 +119,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         table = shards.score()
         metrics, status = summary(table, shards.seconds())
     for name, function in metrics["functions"].items():
+        # null in every row, and there are several rows
         if function["null"] == table.num_rows > 1:
             log.warning("rewards: %s gave no number in any of %d rows", name, table.num_rows)
     if shards.earlier is not None:

@@ -1,8 +1,9 @@
 """The row: many prompts and completions side by side, and which tokens attend to which.
 
-A micro-batch is one row of N tokens without padding. Each piece puts its prompt into the row once,
-followed by the completions that continue it. Their positions continue from the end of the prompt.
-The last id of a completion is only ever a target, so it is not in the row.
+A micro-batch is one row of N tokens without padding, which predict n completion tokens. (N is the
+number of completion tokens in losses.py and batch.py.) Each piece puts its prompt into the row
+once, followed by the completions that continue it. Their positions continue from the end of the
+prompt. The last id of a completion is only ever a target, so it is not in the row.
 
     two pieces: prompt A with completions x x x and y y y y, prompt B with completion z z
 
@@ -108,7 +109,7 @@ class Block:
     """[n] length of each span's prefix."""
     causal: bool
     """True if no span has a prefix: queries and keys are the same tokens, so a plain causal mask is
-    enough."""
+    enough. False: a token still sees no later token, but `mask` must show it the prefix."""
     _masks: dict = field(default_factory=dict, compare=False)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:

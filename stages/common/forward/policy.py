@@ -167,7 +167,9 @@ class Policy(nn.Module):
     def forward(
         self, layout: Layout | Pairs, *, frozen: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return logprobs, entropy and values of the layout's targets.
+        """Return logprobs, entropy and values of the layout's targets, in this order.
+
+        (The rows of `score_and_judge` have another order: logprobs, values, entropy.)
 
         The entropy has no gradient unless `entropy_gradient`. If `frozen`, only the values have a
         gradient, for the value head and a trunk of its own.
@@ -231,7 +233,7 @@ def score(policy: Policy, microbatches: Sequence[Sequence[Piece]], sequences: Se
 def score_and_judge(
     policy: Policy, microbatches: Sequence[Sequence[Piece]], sequences: Sequences
 ) -> Tensor:
-    """Return [3, N] float32: logprobs, values and entropy.
+    """Return [3, N] float32, in the order logprobs, values, entropy (unlike `Policy.forward`).
 
     Values are 0 without a value head; all three are 0 for other rollouts.
     """

@@ -1,9 +1,10 @@
 """Checkpoints, identified by hashes; and the stage `policy`, which imports a run's base model once.
 
-A policy version is a Hugging Face model directory that vLLM and transformers load directly. The
-optimizer's state is in its folder `optimizer/` and a LoRA adapter in `adapter/`, because vLLM reads
-every *.safetensors at the top. If so configured, it has no weights at the top: the model is then
-its base with the adapter (see `merging`). Pickled weights and code inside a model are refused.
+A policy version (a checkpoint) is a Hugging Face model directory that vLLM and transformers load
+directly. What is not the model itself is in folders, because vLLM reads every *.safetensors at the
+top: `optimizer/` (its state), `adapter/` (LoRA), `value_head/` or `critic/` (the critic). If so
+configured, there are no weights at the top: the model is then its base with the adapter (see
+`merging`). Pickled weights and code inside a model are refused.
 
     ref = run_stage("policy", {"model": "path/to/model"}, store, into="arith")     # arith/policy@0
     tokenizer = load_tokenizer(store.open(ref))
@@ -116,7 +117,7 @@ class PolicyConfig(Base):
         return {"source_hash": self.source_hash, "dtype": dtype}
 
 
-Config = PolicyConfig
+Config = PolicyConfig  # the name that the contract of a stage asks for; see runtime/stage.py
 
 
 def resolve(config: PolicyConfig) -> PolicyConfig:

@@ -2,13 +2,16 @@
 
 This module decides whether to force, share, resume, or answer "already done". A finished version is
 found in this process within milliseconds. Otherwise the stage runs in a child process, so that its
-memory and device are free when it ends; it ends with its caller.
+memory and device are free when it ends; it ends with its caller. With `stay`, a child may wait for
+the next call with an engine asleep, and then keeps some memory.
 
     call = Call("generate", config, store.path, {"prompts": "a/prompts@1", "policy": "a/policy@0"})
     outcome = run_call(call)    # find it, or make it in a child process
     outcome = find(call)        # only look; None if it is not finished
 
-    run_stage("generate", config, store, prompts="a/prompts@1", policy="a/policy@0")    # run_call
+    run_stage("generate", config, store, prompts="a/prompts@1", policy="a/policy@0")
+
+`run_stage` builds such a Call and passes it to `run_call`.
 """
 
 from __future__ import annotations
@@ -171,7 +174,8 @@ def make(plan: Plan, *, force: bool = False, share: bool = False) -> Version:
 def _make_without_writers(stage: Any, plan: Plan, force: bool) -> Version:
     """Do a rank's part of the work without writing, then wait for the version.
 
-    A forced version is one with a number above all that exist now.
+    With `force`, existing versions may have the same run key. Rank 0's new version is recognised by
+    its number, which is above all that exist before the work.
     """
     kind = plan.kinds[-1]
     numbers = plan.store.numbers(plan.run, kind) if force else []

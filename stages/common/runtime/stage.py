@@ -14,18 +14,21 @@ raise CommittedByOther, if another process has finished the version; `make` must
 A stage may also have
 
     resolve(config) -> config                   read what the recipe names outside the store, once
-    check(config, columns, prompts)             checks that need a trial, before any genen
+    check(config, columns, prompts)             try out what `make` will need
     prepare(config)                             import what `make` needs, before its call arrives
-    accept(plan, version)                       refuse a finished version that `max_invalid`, as it
-                                                is today, rules out
-    SHARED = True                               several processes can share its shards
-    RANKS = True                                under torch.distributed all ranks do its work
+    accept(plan, version)                       refuse a finished version that a runtime knob rules
+                                                out today (reward: `max_invalid`)
+    SHARED = True                               equal calls may divide its shards among them
+    RANKS = True                                the ranks of torch.distributed do one call together
 
-These are looked up with `getattr`. `plan` resolves an unresolved config itself. `check` is called
-once per run, before the first rollouts are paid for. It takes no plan, because the plan of reward
-names rollouts and the plan of optimize names rewards, and neither exists yet. Known at that time
-are the config and the prompts: their columns, which are a function's arguments, and how answers
-begin.
+These are looked up with `getattr`. `plan` resolves an unresolved config itself. Processes that
+share (SHARED) all have writers, and one of them publishes. Of ranks (RANKS) only rank 0 has
+writers.
+
+`check` is called before the first rollouts are paid for, and again if later prompts have another
+form. It takes no plan, because the plan of reward names rollouts and the plan of optimize names
+rewards, and neither exists yet. Known at that time are the config and the prompts: their columns,
+which are a function's arguments, and the text with which the chat template starts an answer.
 """
 
 from __future__ import annotations
@@ -78,9 +81,10 @@ class Plan:
     models: tuple[Model, ...] = ()
     """Models that take part, identified by their hashes."""
     first_number: int = 1
-    """Number of the version if its run has none of the last kind yet."""
+    """Number of the version if its run has none of the last kind yet; optimize from policy@4: 5."""
     only_number: int | None = None
-    """The only number that the version may have, unless it is forced. None: the next free one."""
+    """The only number that the version may have, unless it is forced; import of a base: 0. None:
+    the next free one."""
     if_number_taken: str = ""
     """Error message if another version has that number."""
     already_made: Version | None = None

@@ -1,6 +1,7 @@
 """The index of one kind in one run: a summary of all its versions in one file.
 
-    STORE/<run>/<kind>/.index/versions    one JSON line per version; the last line is the state
+    STORE/<run>/<kind>/.index/versions    one JSON line per version; the last line is the
+                                          state of the kind's folder
 
         ["whole", 1, "4be1c0…", "reward", 512, 40960, "2026-…", "", [1767225600000000000, 77]]
         {"folder": […], "count": 1, "crc32": …}
@@ -51,7 +52,8 @@ class IndexEntry:
     """A summary of one version, read without opening it."""
 
     state: str
-    """`whole`; `torn` if its manifest cannot be read; `expired` if only the ledger still has it."""
+    """State of the version: `whole`; `torn` if its manifest cannot be read; `expired` if only the
+    ledger still has it. The state in the index's last line is the folder's instead."""
     number: int
     run_key: str = ""
     stage: str = ""
@@ -125,6 +127,8 @@ class Index:
     def _entries(self, text: bytes = b"") -> list[IndexEntry]:
         """Return the entries whose line contains `text`, and the torn ones."""
         lines = self._lines()
+        # searching the whole text is cheap, and often nothing has to be parsed; lines that were
+        # made anew can be parsed, so the loop ends
         while text in lines or _TORN in lines:
             try:
                 return [
@@ -145,7 +149,8 @@ class Index:
         last_line = lines[lines.rfind(b"\n", 0, -1) + 1 :]
         with suppress(ValueError):
             is_highest = not last_line or _parse(last_line).number < manifest.version
-            # otherwise other versions were published or deleted meanwhile
+            # the index must know all versions but the new one; otherwise other versions were
+            # published or deleted meanwhile
             if is_highest and noted.get("count") == state["count"] - 1:
                 entry = IndexEntry.of(manifest, self._stamp(manifest.version))
                 self._write(lines + _line(astuple(entry)), state)
@@ -209,10 +214,11 @@ class Index:
 
     def _is_trusted(self, noted: dict[str, Any]) -> bool:
         """Return True if the folder is still in the noted state."""
+        # with the noted count the stamp alone decides, since counting lists the whole folder
         state = self._state(noted.get("count", -1))
         modified = state["folder"][0]
         tick = _TICK if modified % _SECOND else _COARSE_TICK
-        # within one tick, a later change could bear the same time
+        # within one tick, a later change could bear the same time, so the versions are counted
         if time.time_ns() - modified <= tick:
             state["count"] = len(self.numbers())
         return noted == state

@@ -2,17 +2,18 @@
 
 A lease is a chain of numbered objects, each created only if absent:
 
-    .leases/commit/000001    {"owner": …, "token": …}     its process died
-    .leases/commit/000002    {"owner": …, "token": …}     the holder: the highest number
-    .leases/work/…                                        all the work, by one process alone
-    .leases/worker-1f2e…/…                                a process that shares the work is present
-    .leases/shard-00000/…                                 one of its shards
+    KEY.leases/commit/000001    {"owner": …, "token": …}     its process died
+    KEY.leases/commit/000002    {"owner": …, "token": …}     the holder: the highest number
+    KEY.leases/work/…                                        all the work, by one process alone
+    KEY.leases/worker-1f2e…/…                                a process that shares it is present
+    KEY.leases/shard-00000/…                                 one of its shards
 
 To take over, a process creates the next number, so only one of two competitors succeeds. A holder
 renews its object every few seconds. A holder counts as gone if its process is known to be dead, or
 if its object did not change for a minute by the waiting process's clock. If the holder's process is
-seen to be stopped, the object's own modification time is used instead. A process that slept past
-its lease sees a higher number and must not commit.
+seen to be stopped, a modification time over a minute ago counts too, without waiting. Such a lease
+is free: another process may take it. Its holder loses it only when one does, and then sees a higher
+number and must not commit.
 
     leases = Leases(storage, "arith/rollouts/.staging/KEY.leases")
     lease = leases.take("commit")        # None if another process holds it
@@ -41,7 +42,7 @@ from quiver.schemas.plain import read_json
 from .storage import Storage
 
 SECONDS_TO_LIVE = 60.0
-"""A lease that was not renewed for this long is free."""
+"""A lease that was not renewed for this long is free: another process may take it."""
 SECONDS_BETWEEN_RENEWALS = 10.0
 
 
@@ -80,7 +81,8 @@ class Owner:
 
 @dataclass(frozen=True)
 class Link:
-    """One object of the chain: who took the lease, and if it was released."""
+    """One object of the chain, `KEY.leases/NAME/000001`: its number, the process that took the
+    lease, and if the lease was released."""
 
     number: int
     owner: Owner

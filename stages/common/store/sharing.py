@@ -4,13 +4,14 @@
         writer.write(index, table)
     writer.finish()     # reached by one process; the others get CommittedByOther before
 
-Each process holds one lease that shows its presence and one for each shard it works on. Leases only
-divide the work. They are not needed for correctness: the first whole copy of a shard wins, and the
-version appears once (see `writer`). So a process that hangs costs repeated work, never a different
-result.
+An `index` is a shard's number, from 0. Each process holds one lease that shows its presence and one
+for each shard it works on. Leases only divide the work. They are not needed for correctness: the
+first whole copy of a shard wins, and the version appears once (see `writer`). So a process that
+hangs costs repeated work, never a different result.
 
-Each process starts at a shard that follows from its rank among those present. An idle process takes
-any free shard, and any shard that another has held longer than its patience.
+Each process starts at a shard that follows from its place among the names of the processes present,
+so that they do not compete. An idle process takes any free shard. Its patience is the time for
+which another process may hold a shard; after that it takes that shard too.
 """
 
 from __future__ import annotations
@@ -204,12 +205,12 @@ class SharedShards:
         return [report for report in reports if report is not None]
 
     def _lease_one(self, indices: list[int]) -> int | None:
-        """Lease a free shard, searching from the position of this process's rank.
+        """Lease one of the shards `indices`, searching first from this process's starting shard.
 
         A process that holds no shard also takes the shard that another has held longest, if that
-        exceeds its patience.
+        exceeds its patience. Returns None if no shard can be leased.
         """
-        # start by rank, so that several processes do not compete for the same shards
+        # `rank` is this process's place among the sorted names, not a rank of torch.distributed
         others = self._other_workers()
         rank = sum(worker < self._worker for worker in others)
         start = rank * self._count // (len(others) + 1)

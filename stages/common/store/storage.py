@@ -1,8 +1,20 @@
-"""Storage: objects by key in a folder of a POSIX file system. Only this module knows paths.
+"""Storage: objects by key in a folder of a POSIX file system. This module maps keys to paths.
 
-Other modules name objects by key (`arith/rollouts/v000003/manifest.json`). They need few
-operations, so an object store could replace the folder: read, write whole, put if absent, list,
-delete, and publish, which makes a group of objects visible at once.
+Other modules name objects by key (`arith/rollouts/v000003/manifest.json`) and take a path only for
+libraries that read or write files themselves. They need few operations, so an object store could
+replace the folder: read, write whole, put if absent, link or copy, stamp and renew, list, delete,
+and publish, which makes a group of objects visible at once.
+
+What is flushed to disk (fsync), unless `durable` is false:
+
+    sync            one file, or one folder: the names directly in it
+    settle          one file that a library wrote; also makes it readable for other users
+    sync_names      the folder of a prefix
+    sync_folders    every folder below a prefix, but not the prefix itself and no files
+    make_prefix     the parent of each folder that it makes; if not `durable`, it makes only one
+    write, create   the object's bytes, but not its name in the folder
+    put_if_absent   the object's bytes and its name
+    publish         the folder's names before the rename, and its new name after it
 
 Every write goes through the functions below, so a test can record the writes and replay each state
 that a power loss may leave. A failed fsync is never retried on the same file: the error is raised,

@@ -56,7 +56,12 @@ class Tag:
         self._folder = f"{run}/tags"
 
     def ref(self) -> str | None:
-        """Return the reference the tag points at, or None. Raises CorruptError."""
+        """Return the reference of the tag's newest entry, or None if there is no such tag.
+
+        The file may be missing, show the newest entry's reference, or show one of an earlier entry:
+        a process may have died before it wrote the file. Raises CorruptError for any other file,
+        and if the newest entry is gone or cannot be read.
+        """
         newest = self._newest()
         numbers = self._numbers()
         if newest > max(numbers, default=0):
@@ -92,8 +97,8 @@ class Tag:
         empty.
 
         Args:
-            expected: the reference it must hold now; "*" accepts any. Only "*" settles a tag whose
-                file and journal disagree.
+            expected: the reference it must hold now; None if the tag must not exist yet. "*"
+                accepts any state, also if file and journal disagree; only "*" settles that.
 
         Raises:
             ConflictError: the tag does not hold `expected`.

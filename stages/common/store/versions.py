@@ -4,7 +4,7 @@
     STORE/<run>/<kind>/v000003/               manifest.json + part-00000.arrow …
     STORE/<run>/<kind>/.staging/<run_key>/    finished shards of an unfinished stage
     STORE/<run>/<kind>/.index/                summary of all versions, made from the manifests
-    STORE/<run>/tags/<name>                   one reference; its journal is beside it
+    STORE/<run>/tags/<name>                   one reference; its journal is in tags/.<name>/
 
 Reading checks size and sha256 before it parses, and maps files into memory. There are no silent
 fallbacks: if the newest version is torn, `latest` is an error. The files of a version may expire
@@ -168,7 +168,7 @@ class Version:
         map_in_threads(self._verify_file, unchecked)
 
     def require(self, name: str) -> None:
-        """Raise LineageError if file `name` expired, even if it is still whole."""
+        """Raise LineageError if file `name` expired. `verify` checks the file itself."""
         tombstone = self.tombstone_of(name)
         if tombstone is not None:
             folder = "" if self.tombstone else OPTIMIZER_FOLDER
@@ -203,7 +203,7 @@ class Version:
         )
 
     def table(self, columns: list[str] | None = None) -> pa.Table:
-        """Return all rows [rows] in order, with the kind's schema, mapped into memory uncopied."""
+        """Return all rows in order, with the kind's schema, mapped into memory uncopied."""
         return self.head(columns, sum(entry.bytes for entry in self.manifest.files))
 
     def head(self, columns: list[str] | None, most_bytes: int) -> pa.Table:
@@ -486,6 +486,9 @@ class Store:
 
     def hold(self, ref: Ref) -> None:
         """Make sure a version stays that a tag points at, or that a stage at work reads.
+
+        This is no lease: the tag, or the stage's note of what it reads, protects the version from
+        later collections. Here a collection that has already begun to delete it is undone.
 
         Raises LineageError if it is gone, BusyError if a collection does not end in time.
         """

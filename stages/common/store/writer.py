@@ -4,7 +4,7 @@
         if staging.committed:
             return staging.committed                      # another process has finished it
         writer = staging.writers["rewards"]
-        for index in writer.take_shards(count):    # a restart redoes at most one shard
+        for index in writer.take_shards(count):    # a restart skips finished shards
             writer.write(index, table)
         writer.finish(metrics={...})
         return staging.publish()
@@ -26,8 +26,8 @@ and only then is the version acknowledged.
 A version appears once, even if a process slept while another took over. A process checks its lease
 after its candidate is complete, right before the rename. A process that takes over creates the next
 number of the lease, removes the candidates of others, and then looks for the version: a later
-rename finds no folder. No file can be created in a removed folder either. A shard that the sleeping
-process wrote since is found by its hash: after a takeover the links are hashed again.
+rename finds no folder, and writing another file into the removed candidate fails. A shard that the
+sleeping process wrote since is found by its hash: after a takeover the links are hashed again.
 """
 
 from __future__ import annotations
@@ -84,9 +84,11 @@ from .trash import rescue
 from .versions import Version, schema_module
 
 ROWS_PER_SHARD = 256
-"""Rows per shard for work that is saved as it goes: the most that a crash can cost."""
+"""Rows per shard for work that is saved as it goes. A crash costs a process its unfinished shards:
+usually one; in generate about two, or more if its engine decodes more rows at once."""
 ROWS_AT_ONCE = 2048
-"""Rows per shard when the whole table is in memory; each shard is flushed to disk twice."""
+"""Rows per shard when the whole table is in memory. It is larger, because each shard costs two
+flushes: of its file, and of its note."""
 _JOIN_SECONDS = 10.0
 log = logging.getLogger(__name__)
 
@@ -345,11 +347,14 @@ class Writer:
         }
 
     def seal(self) -> None:
-        """Flush and hash everything staged; nothing may be written afterwards.
+        """Check that the staged data is complete; nothing may be written afterwards.
+
+        A policy's files are flushed and hashed here. A table's shards were flushed and hashed when
+        they were written; they are read back, and their numbers, ids and schema are checked.
 
         Raises:
-            CorruptError: shards are missing, or rows are not the ones that were asked for. The
-                staged data is discarded.
+            CorruptError: shards are not numbered 0 to n − 1, so some are missing, or rows are not
+                the ones that were asked for. The staged data is discarded.
         """
         if self._finished is None:
             raise RuntimeError(f"{self._name}: the stage has not finished its writer")
@@ -450,6 +455,7 @@ class Writer:
         number = None
         if not self._force:
             is_imported = self._plan.only_number is not None
+            # an import is identified by its content alone, whatever run key it had
             run_key = None if is_imported else self.run_key
             number = ledger.number_of_deleted(content_hash, run_key, visible)
         return ledger.next_number(first, visible) if number is None else number
@@ -477,8 +483,8 @@ class Staging:
         """Publish every kind in the plan's order, and return the version of the last one.
 
         All files are flushed and hashed before, so only milliseconds pass between the first rename
-        and the last. If a process dies in between, the first kinds stay; the same call does the
-        whole work again and publishes only the missing ones.
+        and the last. If a process dies in between, the first kinds stay. The same call does the
+        work again (a training resumes at its last saved step) and publishes only the missing ones.
         """
         for writer in self.writers.values():
             writer.seal()
@@ -574,7 +580,16 @@ class Staging:
     def _ended_by_others(self) -> Iterator[None]:
         """Wrap the work, and end it early if another process has committed the version.
 
-        Other errors after a takeover by another process become BusyError.
+        What happens to an error of the work:
+
+            CommittedByOther                        swallowed; the version exists
+            OutcomeUnknownError                     raised: it is from this process's own commit
+            lease held, a staged file vanished      BusyError: another process removed the file
+            lease held, other error                 raised
+            no lease, not committed, other error    raised (work is shared; commit lease not taken)
+            no lease, not committed, file vanished  BusyError: another process took over
+            lease lost, not committed               BusyError: another process took over
+            no lease or lost, version committed     swallowed, with a warning unless a file vanished
         """
         try:
             yield
