@@ -41,6 +41,7 @@ from .commands import (
 )
 from .commands.next_step import command_line, complete, options_in
 from .commands.shared import CALLED, keep_stdout, nobody_reads, say, with_options
+from .launched import is_led
 from .stopping import leave_if_told, refused_thread, watch_signals
 
 _UsageError = typer.BadParameter.__base__  # The class of the click that typer brings along.
@@ -58,11 +59,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
 )
-
-
-def _is_led() -> bool:
-    """Whether a launcher started this as a rank beside the first, which speaks for all."""
-    return os.environ.get("RANK", "0") != "0"
 
 
 def _print_version(is_asked: bool) -> None:
@@ -85,7 +81,7 @@ def _program(
 
     Raises ConfigError if ranks of a launcher cannot share the command's work.
     """
-    if _is_led() and context.invoked_subcommand != "optimize":
+    if is_led() and context.invoked_subcommand != "optimize":
         raise ConfigError(
             "command line",
             "a launcher's ranks share the work of `quiver optimize` alone",
@@ -99,7 +95,7 @@ for _command in COMMANDS:
 
 def _say_stopped() -> None:
     """Print what a stopped command leaves behind, and the command that continues from there."""
-    if _is_led():
+    if is_led():
         return
     text = "stopped"
     writes_nothing = sys.argv[1:2] in (["check"], ["fit"]) or "--dry-run" in sys.argv
@@ -197,7 +193,7 @@ def main() -> None:
     _settle_streams()
     if len(sys.argv) == 1:
         sys.argv.append("--help")
-    if _is_led():
+    if is_led() and not {"--help", "--version"} & {*sys.argv}:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if "--json" in sys.argv:
         keep_stdout()
@@ -207,7 +203,7 @@ def main() -> None:
     handler.setFormatter(_ForTerminal("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("quiver").setLevel(logging.INFO)
-    if _is_led():
+    if is_led():
         logging.getLogger("quiver").setLevel(logging.ERROR)
     # A stage's process logs these itself.
     logging.getLogger("quiver.stages").setLevel(logging.WARNING)

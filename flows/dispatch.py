@@ -8,7 +8,6 @@ In both cases a finished version is found in this process, in milliseconds.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ from quiver.stages.common.runtime.subprocesses import Stopped
 
 from .ahead import is_stopped
 from .here import run_here
+from .launched import is_led
 from .placement import StageCall
 from .recipe import Placement
 
@@ -54,8 +54,9 @@ def run_at(
     """
     outcome = find(call.runner_call, expired=call.expired)
     is_rank = ranks.are_launched() and ranks.can_share(call.stage)
-    while outcome is None and not is_rank and os.environ.get("RANK", "0") != "0":
-        time.sleep(POLL_SECONDS)  # the first rank makes it; if it fails, the launcher ends us all
+    while outcome is None and not is_rank and is_led():
+        # rank 0 makes it; if it fails, the launcher ends the ranks of its host
+        time.sleep(POLL_SECONDS)
         outcome = find(call.runner_call, expired=call.expired)
     if outcome is not None:
         return outcome

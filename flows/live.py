@@ -11,13 +11,13 @@ Lines that only count progress are then not printed; Prefect's pages still get t
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from .launched import is_led
 from .stage_progress import StageProgress, only_counts
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def shown_live() -> Iterator[None]:
     Of a launcher's ranks only the first shows them.
     """
     global _show  # noqa: PLW0603
-    if os.environ.get("RANK", "0") != "0":
+    if is_led():
         yield
         return
     from rich.console import Console

@@ -24,11 +24,13 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from quiver.schemas.errors import ConfigError, SecurityError, printable
+from quiver.stages.common import ranks
 from quiver.stages.common.models.devices import engine_gpus
 from quiver.stages.common.runtime.runner import Call
 from quiver.stages.common.runtime.subprocesses import Stopped
 
 from .ahead import is_stopped
+from .launched import is_led
 
 HEAVY = ("generate", "reward", "logprobs", "optimize")
 _NO_GPU = ("scripted", "vllm-server")
@@ -54,8 +56,9 @@ def slots(call: Call, label: str, cpu: int = 0) -> Iterator[dict[str, str]]:
     with ExitStack() as stack:
         count = gpus_needed(call)
         devices = visible_gpus()
-        local_rank = os.environ.get("LOCAL_RANK")
-        if local_rank is not None:  # each rank takes the device of its number; the first holds all
+        local_rank = os.environ.get("LOCAL_RANK", "0")
+        if ranks.are_launched() and ranks.can_share(call.stage):
+            # each rank takes the device of its number; the first of this host holds all
             devices = devices[:count]
             if local_rank != "0":
                 count = cpu = 0
@@ -170,7 +173,7 @@ def server_limit(name: str | None) -> AbstractContextManager[None]:
 
     Raises ConfigError if the server has no such limit.
     """
-    if name is None or os.environ.get("RANK", "0") != "0":
+    if name is None or is_led():
         return nullcontext()
     from prefect.client.orchestration import get_client
     from prefect.concurrency.sync import concurrency

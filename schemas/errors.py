@@ -230,12 +230,14 @@ def shortage(error: BaseException | None) -> BaseException | None:
     types and texts for such an error.
     """
     first = None
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         is_known = isinstance(error, OSError | ImportError | RuntimeError)
         text = str(error) if is_known or type(error).__name__ == "ArrowException" else ""
         if isinstance(error, MemoryError) or any(word in text for word in _SHORTAGES):
             first = error
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return first
 
 

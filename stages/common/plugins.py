@@ -215,10 +215,13 @@ def _imported(path: Path) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             level = getattr(node, "level", 0)
+            outer = (getattr(node, "module", "") or "").split(".")
+            base = path.parents[min(max(level, 1), len(path.parents)) - 1]
+            is_below = base.joinpath(*outer).is_relative_to(path.parent)
             for alias in node.names:
-                names = [*(getattr(node, "module", "") or "").split("."), *alias.name.split(".")]
+                names = [*outer, *alias.name.split(".")]
                 top = next(filter(None, names))
-                if level == 1 or (level == 0 and top not in sys.stdlib_module_names):
+                if is_below and (level or top not in sys.stdlib_module_names):
                     yield from filter(None, names)
 
 
@@ -237,13 +240,18 @@ def _project(path: Path) -> Path:
 # -- importing
 
 
+_DOT = "%2e"
+"""A dot of a file's name within a module's name, where a dot would mean a package."""
+
+
 def _module_name(path: Path) -> str:
     """Return a module name below this module, which acts as a package.
 
     So a process that a plugin starts can import the file too.
     """
     place = hashlib.sha256(bytes(path)).hexdigest()[:8]
-    return f"{__name__}.{path.stem}_{storage.sha256(path)[:12]}_{place}"
+    stem = path.stem.replace(".", _DOT)
+    return f"{__name__}.{stem}_{storage.sha256(path)[:12]}_{place}"
 
 
 __path__: list[str] = []
@@ -347,7 +355,7 @@ class _Finder:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name.startswith(f"{__name__}."):
-            stem = name.removeprefix(f"{__name__}.").rsplit("_", 2)[0]
+            stem = name.removeprefix(f"{__name__}.").rsplit("_", 2)[0].replace(_DOT, ".")
             below = (Path(folder, f"{stem}.py").absolute() for folder in dict.fromkeys(sys.path))
             for file in filter(None, (self.files.get(name), *below)):
                 if file.is_file() and _module_name(file) == name:

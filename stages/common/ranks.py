@@ -138,7 +138,7 @@ def launch(command: list[str], answer: Path, count: int) -> int:
             (lost if error["object"] == _PEERS else typed if is_typed else defects).append(path)
     # the agent ends those that are left by SIGTERM
     killed = [one for one in failures if one.exitcode < 0 and -one.exitcode != signal.SIGTERM]
-    if killed and not typed:
+    if killed and not typed and not defects:  # it may also end those by SIGKILL
         name = signal.Signals(-killed[0].exitcode).name
         hint = " (out of memory?)" if name == "SIGKILL" else ""
         print(f"rank {killed[0].local_rank} of {count} was ended by {name}{hint}", file=sys.stderr)

@@ -294,9 +294,7 @@ def resolve(name: str) -> Algorithm:
                 f"columns {known.columns}"
             )
     if problem:
-        raise ConfigError(
-            f"optimize.algorithm {name}", problem, next="correct the algorithm's row"
-        )
+        raise ConfigError(f"optimize.algorithm {name}", problem, next="correct the algorithm's row")
     functions = {}
     for role in ("advantage", "surrogate", "aggregation"):
         function = getattr(row, role)

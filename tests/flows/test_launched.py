@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from quiver.flows.launched import is_led
 from quiver.stages.common.store import Store
 from quiver.stages.common.verification import verify
 from quiver.stages.optimize.config import Config
@@ -93,7 +94,8 @@ def test_a_rank_that_is_killed_ends_the_other_and_the_next_launch_goes_on(folder
         if "step 3:" in line:
             for process in psutil.Process(running.pid).children(recursive=True):
                 command = process.cmdline()
-                if command[-1].endswith("answer.json") and process.environ()["RANK"] == "1":
+                is_rank = command and command[-1].endswith("answer.json")  # a zombie has none
+                if is_rank and process.environ()["RANK"] == "1":
                     os.kill(process.pid, signal.SIGKILL)
             break
     stderr = running.communicate(timeout=120)[1]
@@ -117,3 +119,16 @@ def test_ranks_of_another_command_are_refused(folder):
     assert running.returncode == 1
     assert "E-CONFIG command line: a launcher's ranks share the work of `quiver optimize`" in stderr
     assert Store(folder / "store").numbers("tiny", "rewards") == [1]
+
+
+def test_what_other_programs_left_in_the_environment_is_no_launch(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "ACCELERATE_NUM_PROCESSES"):
+        monkeypatch.delenv(name, raising=False)
+    for variables in ({"RANK": "1"}, {"RANK": "", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "2"}):
+        with monkeypatch.context() as patch:
+            for name, text in variables.items():
+                patch.setenv(name, text)
+            assert not is_led(), variables
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert is_led()

@@ -186,7 +186,8 @@ def test_no_device_is_visible_where_the_variable_is_empty(monkeypatch):
 
 def test_the_first_rank_of_a_launcher_holds_the_devices_of_all(monkeypatch, tmp_path):
     """Each rank takes the device of its number by itself, so none may be hidden from it."""
-    for name, text in {"CUDA_VISIBLE_DEVICES": "2,5,7", "LOCAL_WORLD_SIZE": "2"}.items():
+    sizes = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    for name, text in {"CUDA_VISIBLE_DEVICES": "2,5,7", **sizes}.items():
         monkeypatch.setenv(name, text)
     folder = tmp_path / f"quiver-slots-{os.getuid()}"
     monkeypatch.setenv("LOCAL_RANK", "1")

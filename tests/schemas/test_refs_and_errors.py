@@ -164,3 +164,16 @@ def test_foreign_text_can_not_move_the_cursor():
     assert shown.startswith("\\x1b[31mred\\nxxx")
     assert len(shown) == 200
     assert errors.printable("\ud800") == "\\ud800"
+
+
+def test_a_shortage_that_was_handled_is_none():
+    try:
+        try:
+            raise BlockingIOError("Resource temporarily unavailable")
+        except BlockingIOError:
+            raise KeyError("name") from None
+    except KeyError as error:
+        assert errors.shortage(error) is None
+        first, second = MemoryError(), RuntimeError("circle")
+        first.__cause__, second.__cause__ = second, first
+        assert errors.shortage(second) is first

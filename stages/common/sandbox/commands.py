@@ -14,8 +14,9 @@ only one user, so for root `map_users` writes the map while bwrap waits (`--user
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from . import calls
 from .errors import refused
@@ -23,6 +24,7 @@ from .interpreter import Interpreter
 from .limits import Limits, limit_options
 
 _NOBODY = 65534
+_CAP_SYS_ADMIN = 21
 TOOLS = ("bwrap", "mount", "unshare", "setpriv", "prlimit")
 _OF_PROCESS = ("setpriv", "prlimit")
 _ROOT_RIGHTS = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")  # setpriv needs them and drops them
@@ -81,6 +83,16 @@ def isolate(
         *("--file", str(program), "/program.py", "--remount-ro", "/"),
         *("--chdir", "/tmp", *inner, *python.command),
     ]
+
+
+def may_mount() -> bool:
+    """Return True if this process may mount in namespaces without a user namespace of its own.
+
+    Root in a container often may not, and is then treated like any other user.
+    """
+    status = Path("/proc/self/status").read_text()
+    capabilities = int(re.search(r"CapEff:\s*(\w+)", status)[1], 16)
+    return os.geteuid() == 0 and bool(capabilities >> _CAP_SYS_ADMIN & 1)
 
 
 def restrict(python: Interpreter, limits: Limits) -> list[str]:

@@ -87,7 +87,7 @@ def start_program(
         else:
             home, path = Path("/tmp"), Path("/program.py")
             handed += map(_sealed_file, (program, commands.compile_filter()))
-            if is_mapped := os.geteuid() == 0:
+            if is_mapped := commands.may_mount():
                 handed += [control.dup(), control.dup()]  # bwrap may close the descriptors it uses
             handles = [file.fileno() for file in handed[1:]]
             command = commands.isolate(python, limits, *handles)

@@ -3,6 +3,7 @@
 import hashlib
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,11 @@ def test_each_file_has_its_own_neighbours(nowhere):
         assert load(f"{folder}/mine.py:f", "field")[0]() == number % 2
 
 
+def test_a_file_with_a_dot_in_its_name_is_a_file(tmp_path):
+    (tmp_path / "v1.2.py").write_text("def score(completions):\n    return 12\n")
+    assert load(f"{tmp_path}/v1.2.py:score", "use", Callable)[0]([]) == 12
+
+
 def test_folders_without_a_module_of_their_own_are_told_apart(nowhere):
     deep = "from helper.deep import NUMBER\n\ndef f():\n    return NUMBER\n"
     for number, folder in enumerate("ab"):
@@ -255,6 +261,7 @@ def test_a_file_alone_has_the_hash_of_its_bytes(project):
         ("from .code import x", "package/code.py"),
         ("from package.helper import x", "package/helper.py"),
         ("import package.helper", "package/__init__.py"),
+        ("from ..package.helper import x", "package/helper.py"),
         ("def f():\n    from .helper import x\n", "package/helper.py"),
         ("try:\n    import helper\nexcept ImportError:\n    pass\n", "package/helper.py"),
         ("import between", "package/between.py"),

@@ -402,6 +402,16 @@ print(run_program("import os; print(os.getuid(), os.listdir('/tmp'))").stdout)
 """
 
 
+def test_root_of_a_container_may_lack_the_right_to_mount(full):
+    """With a user namespace of its own it needs none."""
+    if os.geteuid() != 0:
+        return  # every other test here says so
+    without = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"]
+    command = [*without, sys.executable, "-c", UNPRIVILEGED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "65534 []\n\n"
+
+
 def test_it_needs_no_root(full):
     """The same for an ordinary user, who keeps his own uid outside."""
     if os.geteuid() != 0:
