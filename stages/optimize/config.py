@@ -324,7 +324,7 @@ class Config(base.Config):
     """Names of accelerate's trackers, such as tensorboard, wandb, mlflow or trackio. They get the
     numbers of each step, rewards, lengths and evaluations."""
     tracker_folder: Runtime[str | None] = None
-    """Folder that trackers write to. mlflow: unless MLFLOW_TRACKING_URI names a server."""
+    """Destination of the trackers' files. mlflow: unless MLFLOW_TRACKING_URI names a server."""
     algorithm_source: str = ""
     """Hash of the file of your own algorithm. The stage fills it in, with the algorithm's defaults;
     if it is set, the file must match."""

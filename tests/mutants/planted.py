@@ -262,8 +262,8 @@ PLANTED = (
     Planted(
         "content_without_calls",
         "stages/generate/turns/tool_calls.py",
-        "return ParsedTurn(content if calls else text, calls)",
-        "return ParsedTurn(content, calls)",
+        "return ParsedTurn(before if calls else text, calls)",
+        "return ParsedTurn(before, calls)",
         (f"{GENERATE}/test_tool_calls.py::test_the_tokenizers_own_response_template_reads_calls",),
     ),
     Planted(

@@ -203,7 +203,7 @@ def parse_response(text: str, *, tokenizer: Any, prefix: str, tools: list[dict])
     """
     try:
         message = tokenizer.parse_response(text, prefix=prefix, tools=tools or None)
-        functions = [entry["function"] for entry in message.pop("tool_calls", None) or []]
+        functions = [entry["function"] for entry in message.get("tool_calls") or []]
     except Exception as error:  # a template's expressions may raise anything
         return ParsedTurn(text, (), f"the turn cannot be read: {_shown(error)}")
     # What precedes the calls, as the policy wrote it: with its thought and the tags around it.
