@@ -261,6 +261,7 @@ EQUIVALENT = {
     "trainer:Trainer._members:one:4": "what seeds people write is below 2**63 and 3**63",
     "leases:Owner.this_process:drop:0": "a process that asks is alive, so it has begun",
     "writer:Writer._write_shard:swap:0": "a shard of the same bytes is written once more",
+    "tags:Tag.ref:swap:0": "a move between the two looks is found by the third one",
     "leases:_keep_renewed:drop:1": "the thread ends with its process, or is forgotten in a fork",
 }
 """Bugs that change nothing which comes out, and why; they are not tried."""

@@ -106,7 +106,8 @@ def test_a_retry_that_fails_again_is_taken_up_where_it_stopped(store, sample, mi
     half = store.open(run(config("mine.py:skips"), store, rollouts=rollouts.ref))
     named = {"use": "mine.py:flaky", "name": "skips"}
     with pytest.raises(
-        RewardError, match=r"1 of 257 rows.*0-sum-0-0 of prompts, group sum-0: ConnectionError: server is gone"
+        RewardError,
+        match=r"1 of 257 rows.*0-sum-0-0 of prompts, group sum-0: ConnectionError: server is gone",
     ) as caught:
         run(config(named), store, rollouts=rollouts.ref, retry=half.ref)
     assert "1 finished shards are kept" in caught.value.state
