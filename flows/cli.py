@@ -27,6 +27,7 @@ from quiver.schemas.errors import (
     printable,
     unexpected,
 )
+from quiver.stages.common.launched import is_led
 
 from .commands import (
     cleaning,
@@ -41,7 +42,6 @@ from .commands import (
 )
 from .commands.next_step import command_line, complete, options_in
 from .commands.shared import CALLED, keep_stdout, nobody_reads, say, with_options
-from .launched import is_led
 from .stopping import leave_if_told, refused_thread, watch_signals
 
 _UsageError = typer.BadParameter.__base__  # The class of the click that typer brings along.

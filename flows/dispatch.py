@@ -14,12 +14,12 @@ from typing import Any
 
 from quiver.schemas.errors import BusyError
 from quiver.stages.common import ranks
+from quiver.stages.common.launched import are_launched, is_led
 from quiver.stages.common.runtime.runner import Outcome, find
 from quiver.stages.common.runtime.subprocesses import Stopped
 
 from .ahead import is_stopped
 from .here import run_here
-from .launched import is_led
 from .placement import StageCall
 from .recipe import Placement
 
@@ -53,7 +53,7 @@ def run_at(
         Stopped: If another thread stopped this work.
     """
     outcome = find(call.runner_call, expired=call.expired)
-    is_rank = ranks.are_launched() and ranks.can_share(call.stage)
+    is_rank = are_launched() and ranks.can_share(call.stage)
     while outcome is None and not is_rank and is_led():
         # rank 0 makes it; if it fails, the launcher ends the ranks of its host
         time.sleep(POLL_SECONDS)

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .launched import is_led
+from quiver.stages.common.launched import is_led
+
 from .stage_progress import StageProgress, only_counts
 
 if TYPE_CHECKING:

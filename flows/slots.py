@@ -25,12 +25,12 @@ from filelock import FileLock, Timeout
 
 from quiver.schemas.errors import ConfigError, SecurityError, printable
 from quiver.stages.common import ranks
+from quiver.stages.common.launched import are_launched, is_led
 from quiver.stages.common.models.devices import engine_gpus
 from quiver.stages.common.runtime.runner import Call
 from quiver.stages.common.runtime.subprocesses import Stopped
 
 from .ahead import is_stopped
-from .launched import is_led
 
 HEAVY = ("generate", "reward", "logprobs", "optimize")
 _NO_GPU = ("scripted", "vllm-server")
@@ -57,7 +57,7 @@ def slots(call: Call, label: str, cpu: int = 0) -> Iterator[dict[str, str]]:
         count = gpus_needed(call)
         devices = visible_gpus()
         local_rank = os.environ.get("LOCAL_RANK", "0")
-        if ranks.are_launched() and ranks.can_share(call.stage):
+        if are_launched() and ranks.can_share(call.stage):
             # each rank takes the device of its number; the first of this host holds all
             devices = devices[:count]
             if local_rank != "0":

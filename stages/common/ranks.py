@@ -29,22 +29,16 @@ from pathlib import Path
 from typing import Any
 
 from quiver.schemas.errors import QuiverError, ResourceError
+from quiver.stages.common.launched import are_launched
 from quiver.stages.common.runtime.stage import load
 from quiver.stages.common.runtime.subprocesses import GRACE_SECONDS
 
-LAUNCHED = ("WORLD_SIZE", "ACCELERATE_NUM_PROCESSES")
-"""Environment variables of launchers. If one is set, the ranks were started already."""
 _LOST_PEER = re.compile(
     r"gloo/|NCCL|Dist(Network|Backend|Store)Error|Connection (reset|closed|refused)|Broken pipe"
 )
 """Matches errors of a rank that lost its peer; with gloo, torch has no exception class for them."""
 _PEERS = "the other ranks"
 """Object of an error that only says that they are gone."""
-
-
-def are_launched() -> bool:
-    """Return True if a launcher started this process as one of several ranks."""
-    return any(name in os.environ for name in LAUNCHED)
 
 
 def can_share(stage: str) -> bool:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from quiver.schemas.errors import ConfigError
+from quiver.stages.common.launched import VARIABLES
 from quiver.stages.common.models.devices import uses_gpu
 from quiver.stages.common.models.loading import load_as_stored
-from quiver.stages.common.ranks import LAUNCHED
 
 from .agreement import check_plan
 from .checks import check_trackers
@@ -70,7 +70,7 @@ def make_accelerator(config: Config, plan: Plan | None = None) -> Accelerator:
             f"expected plain ranks, found {accelerator.distributed_type.value}",
             next="launch with torchrun, and with no variable ACCELERATE_USE_* set",
         )
-    launched = {name: os.environ[name] for name in LAUNCHED if os.environ.get(name)}
+    launched = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
     processes = config.processes or int(next(iter(launched.values()), 1))
     if accelerator.num_processes != processes:
         told = ", ".join(f"{name} = {count}" for name, count in launched.items())

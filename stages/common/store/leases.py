@@ -4,9 +4,9 @@ A lease is a chain of numbered objects, each created only if absent:
 
     KEY.leases/commit/000001    {"owner": …, "token": …}     its process died
     KEY.leases/commit/000002    {"owner": …, "token": …}     the holder: the highest number
-    KEY.leases/work/…                                        all the work, by one process alone
-    KEY.leases/worker-1f2e…/…                                a process that shares it is present
-    KEY.leases/shard-00000/…                                 one of its shards
+    KEY.leases/work             a chain: all the work, by one process alone
+    KEY.leases/worker-1f2e…     a chain: a process that shares it is present
+    KEY.leases/shard-00000      a chain: one of its shards
 
 To take over, a process creates the next number, so only one of two competitors succeeds. A holder
 renews its object every few seconds. A holder counts as gone if its process is known to be dead, or
