@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.plugins import fingerprint, load, locate
+from quiver.stages.common.plugins import definition, fingerprint, load, locate
 
 EXPLODING = "raise SystemExit('this file was run')\n"
 
@@ -189,6 +189,36 @@ def test_what_is_not_there_is_told(project, name, message):
         with pytest.raises(ConfigError, match=message) as error:
             ask(name, "reward.functions[0].use")
         assert error.value.object.startswith("reward.functions[0].use")
+
+
+@pytest.mark.parametrize(
+    ("code", "is_plain"),
+    [
+        ("def f(x): ...", True),
+        ("async def f(x): ...", True),
+        ("@print\ndef f(x): ...", False),
+        ("class f: ...", False),
+        ("if 1:\n    def f(x): ...", False),
+        ("f = g = 1", False),
+        ("from helper import g as f", False),
+        ("from helper import *", False),
+        ("globals()['f'] = 1", False),
+    ],
+)
+def test_a_definition_is_read_and_not_run(project, code, is_plain):
+    write(project, {"mine.py": f"{code}\n{EXPLODING}"})
+    node = definition("mine.py:f", "field")
+    assert (node is not None and node.args.args[0].arg == "x") == is_plain
+
+
+def test_a_name_that_is_not_defined_is_told(project):
+    write(project, {"mine.py": "def score(): ...\nother = 1\n"})
+    for ask in (load, definition):
+        with pytest.raises(ConfigError, match=r"has no function f; it has score"):
+            ask("mine.py:f", "field")
+    write(project, {"mine.py": "def f(:\n"})
+    with pytest.raises(ConfigError, match="SyntaxError"):
+        definition("mine.py:f", "field")
 
 
 # -- fingerprint
