@@ -58,7 +58,11 @@ def load(name: str, field: str, kind: type = Callable) -> tuple[Any, str]:
     kind_name = "function" if kind is Callable else kind.__name__
     path = locate(name, field, kind_name)
     holder, _, attribute = name.rpartition(":")
-    module_name = _name_of_file(path) if holder.endswith(".py") else holder
+    module_name = holder
+    if holder.endswith(".py"):
+        # The name says where the file lies, so a pool process that a plugin starts finds it too.
+        places = (quote(os.fsencode(place), "/") for place in (path.parent, path.stem))
+        module_name = ".".join([__name__, *(place.replace(".", "%2E") for place in places)])
     with _loading:
         try:
             _forget_changed(path, module_name)
@@ -239,15 +243,6 @@ def _not_importable(
 
 __path__: list[str] = []
 """Makes this module act as a package; `_Folders` alone finds the packages below it."""
-
-
-def _name_of_file(path: Path) -> str:
-    """Return the name of the file's module: its own in the package that is its folder.
-
-    The name says where the file lies, so a pool process that a plugin starts finds it too.
-    """
-    names = (path.parent, path.stem)
-    return ".".join([__name__, *(quote(os.fsencode(n), "/").replace(".", "%2E") for n in names)])
 
 
 class _Folders:
