@@ -53,26 +53,23 @@ def slots(call: Call, label: str, cpu: int = 0) -> Iterator[dict[str, str]]:
         Stopped: If the work is stopped while it waits.
     """
     require_gpus(call)
+    devices = visible_gpus()
+    count = min(gpus_needed(call), len(devices))
+    if are_launched() and ranks.can_share(call.stage):
+        # each rank takes the device of its number; the first of this host holds all
+        devices = devices[:count]
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            yield {}
+            return
     with ExitStack() as stack:
-        count = gpus_needed(call)
-        devices = visible_gpus()
-        local_rank = os.environ.get("LOCAL_RANK", "0")
-        if are_launched() and ranks.can_share(call.stage):
-            # each rank takes the device of its number; the first of this host holds all
-            devices = devices[:count]
-            if local_rank != "0":
-                count = cpu = 0
         env = {}
-        if count and devices:
-            names = [f"gpu-{device}" for device in devices]
-            # Reward models share the devices if these are too few for all.
-            least = max(_model_gpus(call)) if call.stage == "reward" else count
-            taken = _take(stack, label, names, count, least)
-            chosen = [name.removeprefix("gpu-") for name in taken]
-            if chosen != devices:
-                env = {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
+        if count:
+            names = _take(stack, label, [f"gpu-{device}" for device in devices], count)
+            if len(names) < len(devices):
+                numbers = [name.removeprefix("gpu-") for name in names]
+                env = {"CUDA_VISIBLE_DEVICES": ",".join(numbers)}
         elif cpu and call.stage in HEAVY:
-            _take(stack, label, [f"cpu-{number}" for number in range(cpu)], 1, 1)
+            _take(stack, label, [f"cpu-{number}" for number in range(cpu)], 1)
         yield env
 
 
@@ -99,13 +96,13 @@ def require_gpus(call: Call) -> None:
     devices = visible_gpus()
     needed = max(_model_gpus(call), default=0) if call.stage == "reward" else gpus_needed(call)
     if devices and needed > len(devices):
-        what = {"optimize": "optimize.processes", "reward": "reward.models"}
-        lower = "optimize.processes" if call.stage == "optimize" else "tensor_parallel_size"
+        keys = {"optimize": "optimize.processes", "reward": "reward.models"}
         raise ConfigError(
-            what.get(call.stage, "generate.options"),
+            keys.get(call.stage, "generate.options"),
             f"{needed} GPUs are needed, and this machine has {len(devices)} "
             f"({printable(', '.join(devices))})",
-            next=f"lower {lower}, or see whether CUDA_VISIBLE_DEVICES hides some",
+            next="lower processes or tensor_parallel_size, or see whether CUDA_VISIBLE_DEVICES "
+            "hides some",
         )
 
 
@@ -127,11 +124,10 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(sum(name.isdecimal() for name in names))]
 
 
-def _take(stack: ExitStack, label: str, names: list[str], count: int, least: int) -> list[str]:
-    """Take `count` of the slots `names`, or as many as are free if that is at least `least`.
+def _take(stack: ExitStack, label: str, names: list[str], count: int) -> list[str]:
+    """Take `count` of the slots `names`, and return theirs. Closing `stack` frees them.
 
-    All are taken at once, so that no flow waits while holding half of its devices. Closing `stack`
-    frees them.
+    All are taken at once, so that no flow waits while holding half of its devices.
     """
     folder = Path(tempfile.gettempdir(), f"quiver-slots-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -141,23 +137,24 @@ def _take(stack: ExitStack, label: str, names: list[str], count: int, least: int
             "belongs to another user",
             next="remove it, or set TMPDIR to a folder of yours",
         )
+    files = [folder / name for name in names]
     last_message = ""
     while True:
         with ExitStack() as attempt:
-            taken = []
-            for name in names:
+            free = []
+            for file in files:
                 with suppress(Timeout):
-                    if len(taken) < count:
-                        attempt.enter_context(FileLock(folder / name, blocking=False))
-                        (folder / name).write_text(f"{label} (process {os.getpid()})", "utf-8")
-                        taken.append(name)
-            if len(taken) >= least:
-                stack.push(attempt.pop_all())
-                return taken
+                    attempt.enter_context(FileLock(file, blocking=False))
+                    free.append(file)
+                if len(free) == count:
+                    stack.push(attempt.pop_all())
+                    for slot in free:
+                        slot.write_text(f"{label} (process {os.getpid()})", "utf-8")
+                    return [slot.name for slot in free]
         message = "; ".join(
-            f"{name} is held by {printable(holder)}"
-            for name in names
-            if name not in taken and (holder := (folder / name).read_text("utf-8", "replace"))
+            f"{file.name} is held by {printable(holder)}"
+            for file in files
+            if file not in free and (holder := file.read_text("utf-8", "replace"))
         )
         if message != last_message:
             last_message = message

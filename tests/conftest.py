@@ -22,7 +22,6 @@ os.environ.update(
 
 import pytest
 
-from quiver.stages.common import plugins
 from quiver.stages.common.store import Store, Version
 from tests import spent
 from tests.warm import REAL_PYTHON, use_warm_python
@@ -58,9 +57,6 @@ def search_path(monkeypatch):
     The rooms have one import name, `quiver.…`: a second copy of a module would be another class.
     """
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for member in ("folders", "on_path"):
-        found = getattr(plugins._finder, member)
-        monkeypatch.setattr(plugins._finder, member, found)
     yield
     doubled = {"schemas", "stages", "flows", "deployments"} & set(sys.modules)
     assert not doubled, f"imported without `quiver.`: {sorted(doubled)}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,8 +12,7 @@ from quiver.schemas.errors import ResourceError
 from .shared import RecipeFile, Settings, StorePath, read_recipe, say
 
 if TYPE_CHECKING:
-    from ..fit.machines import Machine
-    from ..fit.needs import Need
+    from ..fit import Estimate, Need
 
 
 def fit(
@@ -26,44 +26,55 @@ def fit(
 ) -> None:
     """Estimate what each stage needs of a machine. Also shows settings that would make it fit. Only
     shapes are used: nothing runs, no weight is read, and seconds are on paper."""
-    from ..fit import machines, needs, remedies, shapes, workload
+    from quiver.stages.common.memory import shape_of
 
-    machine = machines.parse_machine(gpu) if gpu else machines.this_host()
+    from .. import fit
+
+    machine = fit.parse_machine(gpu) if gpu else fit.this_host()
     loaded = read_recipe(recipe, settings, store)
-    shape = shapes.shape_of(shapes.find_config(loaded))
-    work = workload.workload_of(loaded)
-    needed = needs.needs_of(loaded, shape, work, machine)
+    work = fit.workload_of(loaded)
+    estimate = fit.Estimate(loaded, shape_of(fit.find_config(loaded)), work, machine)
     count = f"{machine.count} × " if machine.count > 1 else ""
     lines = [
         f"{loaded.run} on {count}{machine.name} with {_gb(machine.memory)} GB: "
-        f"{shape.weights / 1e6:,.0f} million weights in {shape.layers} layers",
+        f"{estimate.shape.weights / 1e6:,.0f} million weights in {estimate.shape.layers} layers",
         f"{work.prompts} prompts × {work.samples} rollouts of {work.prompt_tokens:.0f} + "
         f"{work.completion_tokens:.0f} tokens ({work.source})",
     ]
-    answers = []
-    for need in needed:
-        is_fit = remedies.fits(need, machine)
-        ways = [] if is_fit else remedies.remedies(need, loaded, shape, work, machine)
-        is_enough = remedies.has_enough(need, machine)
-        lines += _in_lines(need, machine, "" if is_fit or not is_enough else ", too much")
-        if not is_enough:
-            lines.append(f"    asks for {need.devices} GPUs, and there are {machine.count}")
-        lines += [f"    fits with {setting}: {_gb(less.bytes)} GB" for setting, less in ways]
-        if is_enough and not (is_fit or ways):
-            lines.append("    nothing that is known here makes it fit: take a larger device")
-        answers.append(_as_json(need, is_fit, ways))
+    stages = []
+    for need in estimate.needs():
+        is_fit = estimate.fits(need)
+        remedies = [] if is_fit else estimate.remedies(need)
+        lines += _in_lines(estimate, need, remedies)
+        stages.append(
+            {
+                "stage": need.stage,
+                "devices": need.devices,
+                "bytes": round(need.bytes),
+                "parts": {name: round(count) for name, count in need.memory.items()},
+                "flops": need.flops,
+                "moved_bytes": need.moved,
+                "paper_seconds": need.seconds,
+                "notes": list(need.notes),
+                "fits": is_fit,
+                "fits_with": [
+                    {"settings": setting, "bytes": round(changed.bytes)}
+                    for setting, changed in remedies
+                ],
+            }
+        )
     engine = loaded.generate.engine
     if engine not in ("vllm", "transformers", "scripted"):
         lines.append(f"generate: what engine {engine} needs is not known here")
-    missing = [answer["stage"] for answer in answers if not answer["fits"]]
+    missing = [stage["stage"] for stage in stages if not stage["fits"]]
     lines.append(f"does not fit: {', '.join(missing)}" if missing else "it fits")
     say(
         {
             "run": loaded.run,
             "machine": {"name": machine.name, "count": machine.count, "bytes": machine.memory},
-            "weights": shape.weights,
+            "weights": estimate.shape.weights,
             "workload": {**work.__dict__, "rollouts": work.rollouts},
-            "stages": answers,
+            "stages": stages,
             "fits": not missing,
         },
         lines,
@@ -72,32 +83,27 @@ def fit(
         raise SystemExit(ResourceError.exit_code)
 
 
-def _in_lines(need: Need, machine: Machine, judged: str) -> list[str]:
-    parts = ", ".join(f"{name} {_gb(held)}" for name, held in need.parts.items() if held > 5e6)
-    each = f" each of {need.devices}" if need.devices > 1 else ""
-    line = f"{need.stage:<16} {_gb(need.bytes):>6} GB{each}{judged}: {parts}"
-    lines = [line, *(f"    {note}" for note in need.notes)]
+def _in_lines(estimate: Estimate, need: Need, remedies: list[tuple[str, Need]]) -> Iterator[str]:
+    machine = estimate.machine
+    is_enough = estimate.has_enough(need)
+    is_fit = estimate.fits(need)
+    memory = ", ".join(f"{name} {_gb(count)}" for name, count in need.memory.items() if count > 5e6)
+    per_device = f" each of {need.devices}" if need.devices > 1 else ""
+    verdict = ", too much" if is_enough and not is_fit else ""
+    yield f"{need.stage:<16} {_gb(need.bytes):>6} GB{per_device}{verdict}: {memory}"
+    for note in need.notes:
+        yield f"    {note}"
     if need.seconds is not None:
-        lines.append(
+        yield (
             f"    {need.flops / 1e12:,.1f} TFLOP, {need.moved / 1e12:,.2f} TB moved: "
             f"{need.seconds:,.1f} s an iteration on paper, at {machine.name}'s full speed"
         )
-    return lines
-
-
-def _as_json(need: Need, is_fit: bool, ways: list[tuple[str, Need]]) -> dict[str, Any]:
-    return {
-        "stage": need.stage,
-        "devices": need.devices,
-        "bytes": round(need.bytes),
-        "parts": {name: round(held) for name, held in need.parts.items()},
-        "flops": need.flops,
-        "moved_bytes": need.moved,
-        "paper_seconds": need.seconds,
-        "notes": list(need.notes),
-        "fits": is_fit,
-        "fits_with": [{"settings": setting, "bytes": round(less.bytes)} for setting, less in ways],
-    }
+    if not is_enough:
+        yield f"    asks for {need.devices} GPUs, and there are {machine.count}"
+    for setting, changed in remedies:
+        yield f"    fits with {setting}: {_gb(changed.bytes)} GB"
+    if is_enough and not (is_fit or remedies):
+        yield "    nothing that is known here makes it fit: take a larger device"
 
 
 def _gb(count: float) -> str:

@@ -23,8 +23,7 @@ Reference: https://arxiv.org/abs/2304.11277.
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,15 +32,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.forward.cpu.recompute import recompute_norms_and_mlps
 from quiver.stages.common.forward.encoder_decoder import Pairs
 from quiver.stages.common.forward.gpu.modules import fuse_modules
 from quiver.stages.common.forward.layout import Layout, Sequences
-from quiver.stages.common.forward.pictures import sight
 from quiver.stages.common.forward.policy import Policy
+from quiver.stages.common.memory import layers_of
 
 from .shards import Room, is_sharded
 from .trainer import Trainer
@@ -142,36 +140,6 @@ class ShardedPolicy(Policy):
                 parameter.register_post_accumulate_grad_hook(
                     lambda _, full_name=full_name: self.given.add(full_name)
                 )
-
-
-def layers_of(trunk: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers that every pass runs one after another.
-
-    They are the modules that transformers never splits over devices, or that it can recompute in
-    the backward pass. Layers of the vision encoder, and layers that share weights with another, are
-    left out.
-    """
-    names = set(getattr(trunk, "_no_split_modules", None) or ())
-    of_sight = {id(parameter) for parameter in sight(trunk)}
-    uses = uses_of(trunk)
-    within: set[nn.Module] = set()
-    for module in trunk.modules():
-        is_layer = type(module).__name__ in names or isinstance(module, GradientCheckpointingLayer)
-        if not is_layer or module in within:
-            continue
-        within.update(module.modules())
-        if all(
-            uses[number] == count and number not in of_sight
-            for number, count in uses_of(module).items()
-        ):
-            yield module
-
-
-def uses_of(module: nn.Module) -> Counter[int]:
-    """Count how often each parameter occurs in `module`, by its `id`."""
-    return Counter(
-        id(parameter) for each in module.modules() for parameter in each.parameters(recurse=False)
-    )
 
 
 class ShardedTrainer(Trainer):

@@ -59,16 +59,10 @@ WRONG = [
     ),
     ("reward.functions=[{use='broken.py:score'}]", "broken.py", "SyntaxError", "python broken.py"),
     (
-        "reward.functions=[{use='relative.py:score'}]",
-        "reward.functions.use relative.py",
-        "its line 1 is a relative import, and it lies in no package",
-        "write there from helper import score",
-    ),
-    (
         "reward.functions=[{use='os:system'}]",
-        "reward.functions.use os:system",
-        "os is a part of Python itself",
-        "write a function of your own",
+        "reward.functions.use os",
+        "No module named 'os' with a source file of its own",
+        "import os",
     ),
     ("iterations=3\nseed=1", "recipe", "iterations: Input should be a valid integer", "iterations"),
     ("store=/proc/none", "store /proc/none", "cannot be used", "name another folder"),
@@ -136,12 +130,11 @@ def folder(tmp_path_factory) -> Path:
     with (folder / "rewards.py").open("a") as file:
         file.write(REWARDS)
     (folder / "broken.py").write_text("def score(:\n")
-    (folder / "relative.py").write_text("from .helper import score\n")
     (folder / "mine").mkdir()
     (folder / "mine/helper.py").write_text(
         "def score(completions):\n    return [1] * len(completions)\n"
     )
-    (folder / "mine/rewards.py").write_text("from helper import score\n")
+    (folder / "mine/rewards.py").write_text("from .helper import score\n")
     (folder / "untried.py").write_text("import nowhere\n\ndef score(completions): ...\n")
     return folder
 

@@ -122,17 +122,17 @@ def test_one_that_is_killed_is_done_without(place, caplog):
     assert "SIGKILL" in warning and warning.endswith("the others go on")
 
 
-def test_all_that_are_killed_are_one_error(place):
-    for device in (0, 1):
-        (place / f"fault-{device}").write_text("kill")
-    with pytest.raises(ResourceError, match="SIGKILL"):
-        run_here(call(place))
-    assert Store(place / "store").numbers("tiny", "rollouts") == []
-
-
-def test_an_error_of_one_is_told_and_ends_the_others(place):
-    (place / "fault-0").write_text("fail")
-    with pytest.raises(NumericError, match="of one device alone"):
+@pytest.mark.parametrize(
+    ("faults", "error", "message"),
+    [
+        ({0: "kill", 1: "kill"}, ResourceError, "SIGKILL"),
+        ({0: "fail"}, NumericError, "of one device alone"),
+    ],
+)
+def test_an_error_ends_all_and_writes_nothing(place, faults, error, message):
+    for device, fault in faults.items():
+        (place / f"fault-{device}").write_text(fault)
+    with pytest.raises(error, match=message):
         run_here(call(place))
     assert len(engines(place)) == 2
     require_gone(place)
@@ -179,7 +179,7 @@ def test_no_more_processes_than_shards(place, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("visible", "devices", "stage", "changed", "count"),
+    ("visible", "devices", "stage", "config", "count"),
     [
         ("0,1,2,3", None, "generate", {}, 1),
         ("0,1,2,3", "all", "generate", {}, 4),
@@ -199,16 +199,12 @@ def test_no_more_processes_than_shards(place, monkeypatch):
         ("", 2, "generate", {"engine": "scripted"}, 2),
         ("", 2, "reward", {"functions": [{"use": "math"}]}, 1),
         ("", 2, "reward", {"models": [{"model": "a"}]}, 2),
+        ("slots", "all", "logprobs", {}, 3),
     ],
 )
-def test_how_many_processes_a_stage_may_be(monkeypatch, visible, devices, stage, changed, count):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    asked = StageCall(stage=stage, config=changed, store="store", devices=devices)
+def test_how_many_processes_a_stage_may_be(monkeypatch, visible, devices, stage, config, count):
+    slots = 3 if visible == "slots" else 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible.removeprefix("slots"))
+    asked = StageCall(stage=stage, config=config, store="store", devices=devices, slots=slots)
     assert most_processes(asked) == count
     assert most_processes(asked.model_copy(update={"force": True})) == 1
-
-
-def test_without_a_gpu_all_is_what_slots_says(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    asked = StageCall(stage="logprobs", config={}, store="store", devices="all", slots=3)
-    assert most_processes(asked) == 3

@@ -18,6 +18,14 @@ from quiver.stages.common.runtime.subprocesses import Stopped
 
 GENERATE = Call("generate", {"engine": "vllm", "options": {}}, "store")
 OPTIMIZE = Call("optimize", {}, "store")
+HOLDER = """
+import time
+from quiver.flows.slots import slots
+from quiver.stages.common.runtime.runner import Call
+with slots(Call('optimize', {}, 'store'), 'killed'):
+    print('held', flush=True)
+    time.sleep(600)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -57,25 +65,10 @@ def test_the_next_one_waits_and_says_for_whom(monkeypatch, caplog):
     )
 
 
-def test_a_slot_leaves_one_file_however_often_it_was_taken(monkeypatch, tmp_path):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    for _ in range(4):
-        with slots(OPTIMIZE, "arith · optimize 1/3"):
-            pass
-    assert len(list(tmp_path.glob("quiver-slots-*/*"))) == 1
-
-
 def test_a_killed_holder_holds_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    code = (
-        "import tempfile, time; from quiver.flows.slots import slots; from "
-        "quiver.stages.common.runtime.runner import "
-        "Call\n"
-        f"tempfile.tempdir = {str(tmp_path)!r}\n"
-        "with slots(Call('optimize', {}, 'store'), 'killed'):\n    print('held', flush=True); "
-        "time.sleep(600)\n"
-    )
-    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
     os.kill(holder.pid, signal.SIGSTOP)  # its memory is still on the device
     with monkeypatch.context() as patch, pytest.raises(Stopped):
@@ -163,18 +156,6 @@ def test_more_devices_than_there_are_is_refused(monkeypatch, stage, config, numb
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with slots(call, "the CPU decides for itself"):
         pass
-
-
-def test_reward_models_take_the_devices_that_are_free(monkeypatch):
-    """And one at least, whoever holds the others."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    two_models = Call("reward", {"models": [{}, {}]}, "store")
-    with slots(Call("optimize", {"processes": 2}, "store"), "training") as env:
-        assert env == {"CUDA_VISIBLE_DEVICES": "0,1"}
-        with slots(two_models, "scoring") as env_beside:
-            assert env_beside == {"CUDA_VISIBLE_DEVICES": "2"}
-    with slots(two_models, "scoring") as env:
-        assert env == {"CUDA_VISIBLE_DEVICES": "0,1"}
 
 
 def test_no_device_is_visible_where_the_variable_is_empty(monkeypatch):

@@ -26,7 +26,7 @@ from pydantic import Field, model_validator
 from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.schemas.manifest import Model, digest
 from quiver.stages.common.config import Config as Base
-from quiver.stages.common.models import from_function, named_templates
+from quiver.stages.common.models import from_function
 from quiver.stages.common.models.families import require_processor, require_trainable
 from quiver.stages.common.models.folder import (
     PROCESSOR_FILES,
@@ -36,9 +36,11 @@ from quiver.stages.common.models.folder import (
     end_ids_in,
     has_vision,
     load_errors,
+    move_templates_into_config,
+    named_templates,
     parse_object,
 )
-from quiver.stages.common.models.hashes import hash_files
+from quiver.stages.common.models.user_cache import hash_files
 from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store, Version, ledger
 from quiver.stages.common.store.storage import storage_errors
@@ -173,7 +175,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             log.info("making the base model by %s, once", printable(config.model))
             from_function.make(config.model, function, config.arguments, writer.folder)
             check_folder(writer.folder, config.model)
-            named_templates.move_into_config(writer.folder, writer.folder)
+            move_templates_into_config(writer.folder, writer.folder)
             for path in {*writer.folder.iterdir()} - {*_model_files(writer.folder)}:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         else:
@@ -186,7 +188,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
                 for file in files:
                     if file.parent == path:
                         shutil.copyfile(file, writer.folder / file.name)
-            named_templates.move_into_config(path, writer.folder)
+            move_templates_into_config(path, writer.folder)
             check_folder(writer.folder, config.model)
         require_trainable(writer.folder, config.model)
         require_processor(writer.folder, config.model)
@@ -260,7 +262,7 @@ def _model_files(path: Path) -> list[Path]:
         for file in path.iterdir()
         if file.is_file() and (file.name in names or file.name.endswith(weights))
     )
-    return files + named_templates.files_in(path)
+    return files + named_templates(path)
 
 
 def find_folder(model: str, revision: str | None, field: str) -> Path:

@@ -29,7 +29,7 @@ from quiver.schemas.errors import ConfigError, QuiverError, SecurityError, print
 from quiver.schemas.manifest import FILE_NAME
 from quiver.schemas.plain import is_too_deep
 from quiver.stages.common.models import user_cache
-from quiver.stages.common.models.hashes import hash_files
+from quiver.stages.common.models.user_cache import hash_files
 
 _JSON_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
@@ -39,7 +39,8 @@ _BESIDE_GGUF = (*_JSON_FILES, *_TOKENIZER_FILES, "chat_template.jinja", "added_t
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Files of the processor of a model that reads pictures."""
 NAMED_TEMPLATES = "additional_chat_templates"
-"""Folder of named chat templates, such as `tool_use`, as transformers saves them."""
+"""Folder of named chat templates, such as `tool_use`, as transformers saves them. A version in the
+store has no such folder."""
 log = logging.getLogger(__name__)
 
 
@@ -290,6 +291,34 @@ def _dequantize(source: Path, dtype: str | None, folder: Path) -> None:
     model.is_quantized = False
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(folder)
+
+
+def named_templates(model: Path) -> list[Path]:
+    """Return the files of named templates in a model's folder, in alphabetical order."""
+    return sorted((model / NAMED_TEMPLATES).glob("*.jinja"))
+
+
+def move_templates_into_config(model: Path, folder: Path) -> None:
+    """Write the named templates of `model` into the tokenizer's config in `folder`.
+
+    This is the older of two forms that transformers reads. A chat_template.jinja in `folder`
+    becomes the template named `default` and is deleted. Raises ConfigError if one cannot be read.
+    """
+    files = {file.stem: file for file in named_templates(model)}
+    if not files:
+        return
+    default = folder / "chat_template.jinja"
+    if default.is_file():
+        files = {"default": default, **files}
+    templates = []
+    for name, file in files.items():
+        with load_errors(f"chat template {file.name}"):
+            templates.append({"name": name, "template": file.read_text("utf-8")})
+    default.unlink(missing_ok=True)
+    path = folder / "tokenizer_config.json"
+    config = (parse_object(path.read_bytes()) if path.is_file() else None) or {}
+    config["chat_template"] = templates
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False), "utf-8")
 
 
 def stored_dtypes(folder: Path) -> set[str]:

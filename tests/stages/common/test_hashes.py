@@ -10,9 +10,9 @@ import time
 import pytest
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.models import checkpoints, hashes
+from quiver.stages.common.models import checkpoints, user_cache
 from quiver.stages.common.models.checkpoints import PolicyConfig
-from quiver.stages.common.models.hashes import hash_files
+from quiver.stages.common.models.user_cache import hash_files
 from quiver.stages.common.runtime.runner import Call, find, run_stage
 from quiver.stages.common.store import storage
 from tests.tiny import make_folder
@@ -46,7 +46,7 @@ def hashed(monkeypatch):
 def later(monkeypatch):
     """Some seconds from now: what is changed from here on was changed long ago."""
     now = time.time_ns
-    monkeypatch.setattr(hashes.time, "time_ns", lambda: now() + LATER_NS)
+    monkeypatch.setattr(user_cache.time, "time_ns", lambda: now() + LATER_NS)
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_a_file_that_changed_just_now_is_neither_remembered_nor_believed(
     assert len(hashed) == 2 and not cache.exists()
     now = time.time_ns
     with monkeypatch.context() as patched:
-        patched.setattr(hashes.time, "time_ns", lambda: now() + LATER_NS)
+        patched.setattr(user_cache.time, "time_ns", lambda: now() + LATER_NS)
         remembered(path)
     assert len(hashed) == 3 and cache.exists()
     remembered(path)

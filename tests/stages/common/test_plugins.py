@@ -1,17 +1,17 @@
 """Code that a recipe names: which file it comes from, and which hash it has."""
 
 import hashlib
+import pickle
+import subprocess
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.plugins import fingerprint, load, locate
+from quiver.stages.common.plugins import definition, fingerprint, load, locate
 
-CODE = "def where():\n    return __file__\n"
 EXPLODING = "raise SystemExit('this file was run')\n"
 
 
@@ -29,13 +29,6 @@ def project(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-@pytest.fixture
-def nowhere(project, monkeypatch):
-    """As `project`, which no entry of the path names: so the console script starts."""
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(project)])
-    return project
-
-
 def write(folder: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -44,18 +37,57 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 # -- load
 
+HELPED = "from .helper import NUMBER\n\ndef f():\n    return NUMBER\n"
+LATE = "def f():\n    from .helper import NUMBER\n    return NUMBER\n"
 
-def test_copies_of_a_file_are_modules_of_their_own(tmp_path):
-    """A function that opens what lies beside its file finds that folder's, not that of a copy
-    loaded before."""
-    found = []
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "mine.py").write_text(CODE)
-        function, sha256 = load(f"{tmp_path / name / 'mine.py'}:where", "field")
-        found.append((function(), sha256))
-    assert [path for path, _ in found] == [str(tmp_path / name / "mine.py") for name in ("a", "b")]
-    assert found[0][1] == found[1][1], "the content is the same, and so is the hash"
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("mine.py:f", {"mine.py": HELPED}),
+        ("mine.py:f", {"mine.py": LATE}),
+        ("mine.py:f", {"mine.py": HELPED, "__init__.py": "NUMBER = 2\n"}),
+        ("mine.py:f", {"mine.py": HELPED.replace(".helper", "."), "__init__.py": "NUMBER = 1\n"}),
+        ("mine.py:f", {"mine.py": HELPED.replace(".helper", ".deep.one"), "deep/one.py": "NUMBER = 1\n"}),
+        ("v1.2 a.py:f", {"v1.2 a.py": HELPED}),
+        ("random.py:f", {"random.py": HELPED, "json.py": ""}),
+        ("mine:f", {"mine.py": HELPED.replace(".h", "h")}),
+        ("bare.mine:f", {"bare/mine.py": HELPED.replace(".h", "h")}),
+        ("bare.mine:f", {"bare/mine.py": HELPED.replace(".h", "bare.h"), "bare/helper.py": "NUMBER = 1\n"}),
+    ],
+)  # fmt: skip
+def test_code_finds_what_it_imports(project, name, files):
+    write(project, {"helper.py": "NUMBER = 1\n", **files})
+    function, sha256 = load(name, "field")
+    assert function() == 1
+    assert sha256 == fingerprint(locate(name, "field"))
+    assert pickle.loads(pickle.dumps(function)) is function
+
+
+def test_each_folder_has_its_own_files(tmp_path):
+    functions = []
+    for number, folder in enumerate("aba"):
+        write(tmp_path / folder, {"mine.py": LATE, "helper.py": f"NUMBER = {number % 2}\n"})
+        functions.append(load(f"{tmp_path}/{folder}/mine.py:f", "field")[0])
+    assert [function() for function in functions] == [0, 1, 0]
+    assert [function.__code__.co_filename for function in functions[:2]] == [
+        str(tmp_path / folder / "mine.py") for folder in "ab"
+    ]
+
+
+def test_another_process_finds_a_function_by_its_name(tmp_path):
+    write(tmp_path, {"mine.py": HELPED, "helper.py": "NUMBER = 1\n"})
+    function, _ = load(f"{tmp_path}/mine.py:f", "field")
+    code = f"import pickle; print(pickle.loads({pickle.dumps(function)!r})())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
+
+
+def test_a_file_beside_it_is_imported_by_relative_name(tmp_path):
+    write(tmp_path, {"mine.py": HELPED.replace(".h", "h"), "helper.py": "NUMBER = 1\n"})
+    with pytest.raises(ConfigError, match="No module named 'helper'") as caught:
+        load(f"{tmp_path}/mine.py:f", "field")
+    assert caught.value.next.endswith("from .helper import …")
 
 
 class Raising(types.ModuleType):
@@ -67,124 +99,45 @@ class Raising(types.ModuleType):
         raise ImportError(name)
 
 
-def test_an_edited_file_is_read_again_beside_modules_that_raise(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "raising", Raising("raising"))
-    test_an_edited_file_is_read_again(tmp_path)
-
-
-def test_an_edited_file_is_read_again(tmp_path):
-    path = tmp_path / "mine.py"
-    answers = []
-    for number in (1, 2):
-        path.write_text(f"def f():\n    return {number}\n")
-        answers.append(load(f"{path}:f", "field")[0]())
-    assert answers == [1, 2]
-
-
 @pytest.mark.parametrize(
     ("name", "helper", "statement"),
     [
-        ("mine.py:f", "helper.py", "import helper"),
-        ("mine:f", "helper.py", "import helper"),
-        ("package.mine:f", "package/helper.py", "from . import helper"),
-        ("package.mine:f", "package/helper.py", "from package import helper"),
-        ("package/mine.py:f", "package/helper.py", "from package import helper"),
+        ("mine.py:f", "mine.py", ""),
+        ("mine.py:f", "helper.py", "from . import helper\nfrom .helper import NUMBER"),
+        ("mine.py:f", "helper.py", "from helper import NUMBER"),
+        ("mine:f", "helper.py", "from helper import NUMBER"),
+        ("package.mine:f", "package/helper.py", "from . import helper\nNUMBER = helper.NUMBER"),
+        ("package.mine:f", "package/helper.py", "from package.helper import NUMBER"),
+        ("package/mine.py:f", "package/helper.py", "from .helper import NUMBER"),
     ],
 )
-def test_an_edited_neighbour_is_read_again(project, name, helper, statement):
-    """Of the same length and in the same second, which a bytecode file cannot tell apart."""
-    own_file = name.partition(":")[0].removesuffix(".py").replace(".", "/") + ".py"
-    write(project, {"package/__init__.py": ""})
-    write(project, {own_file: f"{statement}\n\ndef f():\n    return helper.NUMBER\n"})
+def test_an_edited_file_is_read_again(project, monkeypatch, name, helper, statement):
+    """Of the same length and in the same second, which a bytecode file cannot tell apart; beside
+    modules that raise."""
+    monkeypatch.setitem(sys.modules, "raising", Raising("raising"))
+    file = name.partition(":")[0].removesuffix(".py").replace(".", "/") + ".py"
+    code = f"{statement}\n\ndef f():\n    return NUMBER\n"
     answers = []
     for number in (1, 2, 1):
-        write(project, {helper: f"NUMBER = {number}\n"})
+        write(project, {"package/__init__.py": "", file: code})
+        write(project, {helper: f"NUMBER = {number}\n" + (code if helper == file else "")})
         function, sha256 = load(name, "field")
         answers.append((function(), sha256))
     assert [number for number, _ in answers] == [1, 2, 1]
     assert answers[0][1] == answers[2][1] != answers[1][1]
 
 
-def test_what_two_files_share_is_read_again_by_both(project):
+@pytest.mark.parametrize("suffix", ["", ".py"])
+def test_what_files_share_is_one_module_and_read_again_by_all(project, suffix):
     """And by a third that is loaded only then."""
-    write(
-        project, {f"{n}.py": "import helper\n\ndef f():\n    return helper.NUMBER\n" for n in "abc"}
-    )
-    for number in (1, 2):
-        write(project, {"helper.py": f"NUMBER = {number}\n"})
-        assert [load(f"{name}:f", "field")[0]() for name in "ab"] == [number] * 2
-    write(project, {"helper.py": "NUMBER = 3\n"})
-    assert [load(f"{name}.py:f", "field")[0]() for name in "cab"] == [3] * 3
-
-
-HELPED = "from helper import NUMBER\n\ndef f():\n    return NUMBER\n"
-LATE = "def f():\n    from helper import NUMBER\n    return NUMBER\n"
-RELATIVE = HELPED.replace("helper", ".helper")
-PACKAGE = {"deep/__init__.py": "", "deep/helper.py": "NUMBER = 1\n"}
-
-
-@pytest.mark.parametrize(
-    ("name", "files"),
-    [
-        ("mine.py:f", {"mine.py": HELPED, "helper.py": "NUMBER = 1\n"}),
-        ("mine:f", {"mine.py": HELPED, "helper.py": "NUMBER = 1\n"}),
-        ("deep/mine.py:f", {"deep/mine.py": HELPED, "deep/helper.py": "NUMBER = 1\n"}),
-        ("deep/mine.py:f", {"deep/mine.py": LATE, "deep/helper.py": "NUMBER = 1\n"}),
-        ("deep.mine:f", {"deep/mine.py": HELPED, "deep/helper.py": "NUMBER = 1\n"}),
-        ("deep/mine.py:f", {"deep/mine.py": HELPED, "helper.py": "NUMBER = 1\n"}),
-        (
-            "deep/mine.py:f",
-            {"deep/mine.py": HELPED, "deep/helper.py": "NUMBER = 1\n", "helper.py": "NUMBER = 2\n"},
-        ),
-        ("deep/mine.py:f", {**PACKAGE, "deep/mine.py": RELATIVE}),
-        ("deep/mine.py:f", {**PACKAGE, "deep/mine.py": RELATIVE.replace(".h", "deep.h")}),
-        ("deep.mine:f", {**PACKAGE, "deep/mine.py": RELATIVE}),
-    ],
-)
-def test_neighbours_are_found_wherever_the_command_runs(nowhere, name, files):
-    """Those beside the file first, then those of its project; the path names none of them."""
-    write(nowhere, files)
-    function, sha256 = load(name, "field")
-    assert function() == 1
-    assert sha256 == fingerprint(locate(name, "field"))
-
-
-def test_each_file_has_its_own_neighbours(nowhere):
-    for number, folder in enumerate("aba"):
-        write(nowhere / folder, {"mine.py": HELPED, "helper.py": f"NUMBER = {number % 2}\n"})
-        assert load(f"{folder}/mine.py:f", "field")[0]() == number % 2
-
-
-def test_a_file_with_a_dot_in_its_name_is_a_file(tmp_path):
-    (tmp_path / "v1.2.py").write_text("def score(completions):\n    return 12\n")
-    assert load(f"{tmp_path}/v1.2.py:score", "use", Callable)[0]([]) == 12
-
-
-def test_folders_without_a_module_of_their_own_are_told_apart(nowhere):
-    deep = "from helper.deep import NUMBER\n\ndef f():\n    return NUMBER\n"
-    for number, folder in enumerate("ab"):
-        write(nowhere / folder, {"mine.py": deep, "helper/deep.py": f"NUMBER = {number}\n"})
-        assert load(f"{folder}/mine.py:f", "field")[0]() == number
-
-
-def test_a_file_without_the_neighbour_gets_no_other_files(nowhere):
-    write(nowhere / "a", {"mine.py": HELPED, "helper.py": "NUMBER = 1\n"})
-    write(nowhere / "b", {"mine.py": HELPED})
-    load("a/mine.py:f", "field")
-    with pytest.raises(ConfigError, match="No module named 'helper'"):
-        load("b/mine.py:f", "field")
-
-
-def test_neighbours_stand_in_for_no_library(nowhere):
-    """Neither a file of a name of the standard library's, nor a folder of an installed one's."""
-    code = "import colorsys, pyarrow\n\ndef f():\n    return colorsys.__file__, pyarrow.__file__\n"
-    write(nowhere, {"deep/mine.py": code, "deep/colorsys.py": "", "deep/pyarrow/notes.txt": ""})
-    sys.modules.pop("colorsys", None)
-    assert not any(str(nowhere) in file for file in load("deep/mine.py:f", "field")[0]())
-    installed = sys.modules["pyarrow"]
-    write(nowhere, {"mine.py": HELPED, "helper.py": "NUMBER = 1\n"})
-    load("mine.py:f", "field")
-    assert sys.modules["pyarrow"] is installed
+    statement = "from . import helper" if suffix else "import helper"
+    code = f"{statement}\n\ndef f():\n    return helper.NUMBERS\n"
+    write(project, {f"{name}.py": code for name in "abc"})
+    for number, names in ((1, "ab"), (2, "ab"), (3, "cab")):
+        write(project, {"helper.py": f"NUMBERS = [{number}]\n"})
+        functions = [load(f"{name}{suffix}:f", "field")[0] for name in names]
+        assert [function() for function in functions] == [[number]] * len(names)
+    assert functions[1]() is functions[2]()
 
 
 # -- locate
@@ -238,51 +191,71 @@ def test_what_is_not_there_is_told(project, name, message):
         assert error.value.object.startswith("reward.functions[0].use")
 
 
+@pytest.mark.parametrize(
+    ("code", "is_plain"),
+    [
+        ("def f(x): ...", True),
+        ("async def f(x): ...", True),
+        ("@print\ndef f(x): ...", False),
+        ("class f: ...", False),
+        ("if 1:\n    def f(x): ...", False),
+        ("f = g = 1", False),
+        ("from helper import g as f", False),
+        ("from helper import *", False),
+        ("globals()['f'] = 1", False),
+    ],
+)
+def test_a_definition_is_read_and_not_run(project, code, is_plain):
+    write(project, {"mine.py": f"{code}\n{EXPLODING}"})
+    node = definition("mine.py:f", "field")
+    assert (node is not None and node.args.args[0].arg == "x") == is_plain
+
+
+def test_a_name_that_is_not_defined_is_told(project):
+    write(project, {"mine.py": "def score(): ...\nother = 1\n"})
+    for ask in (load, definition):
+        with pytest.raises(ConfigError, match=r"has no function f; it has score"):
+            ask("mine.py:f", "field")
+    write(project, {"mine.py": "def f(:\n"})
+    with pytest.raises(ConfigError, match="SyntaxError"):
+        definition("mine.py:f", "field")
+
+
 # -- fingerprint
 
 
 def test_a_file_alone_has_the_hash_of_its_bytes(project):
-    code = "import json, random\nimport numpy as np\nfrom pathlib import Path\nimport gone\n"
-    write(project, {"mine.py": code, "random.py": "", "other.py": "import mine"})
-    assert fingerprint(project / "mine.py") == hashlib.sha256(code.encode()).hexdigest()
-    write(project, {"mine.py": "def f(:\n"})
-    assert fingerprint(project / "mine.py") == hashlib.sha256(b"def f(:\n").hexdigest()
+    for code in ("import json, random\nfrom pathlib import Path\nimport gone\n", "def f(:\n"):
+        write(project, {"mine.py": code, "other.py": "import mine"})
+        assert fingerprint(project / "mine.py") == hashlib.sha256(code.encode()).hexdigest()
 
 
 @pytest.mark.parametrize(
     ("statement", "neighbour"),
     [
-        ("import helper", "package/helper.py"),
-        ("from helper import x", "package/helper.py"),
-        ("from helper import *", "package/helper.py"),
-        ("from . import helper", "package/helper.py"),
-        ("from . import x", "package/__init__.py"),
-        ("from .helper import x", "package/helper.py"),
-        ("from .code import x", "package/code.py"),
-        ("from package.helper import x", "package/helper.py"),
-        ("import package.helper", "package/__init__.py"),
-        ("from ..package.helper import x", "package/helper.py"),
-        ("def f():\n    from .helper import x\n", "package/helper.py"),
-        ("try:\n    import helper\nexcept ImportError:\n    pass\n", "package/helper.py"),
-        ("import between", "package/between.py"),
-        ("import between", "package/helper.py"),
+        ("import helper", "helper.py"),
+        ("from helper import x", "helper.py"),
+        ("from . import helper", "helper.py"),
+        ("from . import x", "__init__.py"),
+        ("from .helper import *", "helper.py"),
+        ("from package.helper import x", "helper.py"),
+        ("import package.helper", "__init__.py"),
+        ("def f():\n    from .helper import x\n", "helper.py"),
+        ("try:\n    import helper\nexcept ImportError:\n    pass\n", "helper.py"),
+        ("from . import between", "between.py"),
+        ("from . import between", "helper.py"),
     ],
 )
 def test_a_neighbour_that_is_imported_counts(project, statement, neighbour):
-    code = {"package/__init__.py": "", "package/mine.py": statement, "package/unused.py": "1"}
-    code["package/between.py"] = "import helper, mine"
-    write(project, {**code, neighbour: "1"})
-    path = project / "package/mine.py"
-    before = fingerprint(path)
-    assert before != hashlib.sha256(statement.encode()).hexdigest()
-    write(project, {"package/unused.py": "2"})
-    assert fingerprint(path) == before
-    write(project, {neighbour: "2"})
-    assert fingerprint(path) != before
-    write(project, {neighbour: "1"})
-    project.joinpath("package").rename(project / "moved")
-    if "package" not in statement:
-        assert fingerprint(project / "moved/mine.py") == before, "wherever the folder lies"
+    code = {"__init__.py": "", "mine.py": statement, "unused.py": "1", "helper.py": "1"}
+    code["between.py"] = "from . import helper, mine"
+    package = project / "package"
+    write(package, {**code, neighbour: "1"})
+    before = fingerprint(package / "mine.py")
+    write(package, {"unused.py": "2"})
+    assert fingerprint(package.rename(project / "moved") / "mine.py") == before
+    write(project / "moved", {neighbour: "2"})
+    assert fingerprint(project / "moved/mine.py") != before
 
 
 @pytest.mark.parametrize(
@@ -293,23 +266,11 @@ def test_a_neighbour_that_is_imported_counts(project, statement, neighbour):
         "import deep.helper",
         "from .deep import helper",
         "import importlib; importlib.import_module('unused')",
-        "import random",
     ],
 )
 def test_other_folders_and_computed_names_do_not_count(project, statement):
-    names = ["unused", "random", "deep/helper", "deep/__init__", "../sibling"]
+    names = ["unused", "deep/helper", "deep/__init__", "../sibling"]
     write(project, {f"folder/{name}.py": "1" for name in names})
     write(project, {"folder/mine.py": statement})
     expected = hashlib.sha256(statement.encode()).hexdigest()
     assert fingerprint(project / "folder/mine.py") == expected
-
-
-def test_installed_packages_and_ours_are_no_neighbours(project):
-    folder = "env/lib/python3.11/site-packages/theirs"
-    names = {f"{folder}/__init__.py": "from .b import x", f"{folder}/b.py": "x = 1"}
-    write(project, {**names, "mine.py": "import theirs\nfrom stages.optimize import algorithms\n"})
-    for name in (f"{folder}/__init__.py", "mine.py"):
-        path = project / name
-        assert fingerprint(path) == hashlib.sha256(path.read_bytes()).hexdigest()
-    ours = locate("quiver.stages.optimize.algorithms:x", "field")
-    assert fingerprint(ours) == hashlib.sha256(ours.read_bytes()).hexdigest()

@@ -10,13 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from quiver.flows.fit.machines import GPUS
-from quiver.flows.fit.needs import Pass, training
-from quiver.flows.fit.shapes import shape_of
-from quiver.flows.fit.workload import Workload
+from quiver.flows.fit import Estimate, Workload, parse_machine
+from quiver.flows.recipe import Recipe
 from quiver.stages.common.forward.gpu import choice, head, operations
 from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.forward.policy import Policy
+from quiver.stages.common.memory import shape_of
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.optimize.algorithms import resolve
 from quiver.stages.optimize.batch import Batch, Step
@@ -43,6 +42,12 @@ MODELS = {
     ),
 }  # fmt: skip
 """The sizes of Qwen2.5-0.5B, SmolLM2-1.7B, Qwen3-1.7B and Qwen2.5-7B."""
+RECIPE = Recipe(
+    run="tiny",
+    policy={"model": "model"},
+    data={"source": "rows.jsonl"},
+    reward={"functions": [{"use": "math"}]},
+)
 GROUPS, COPIES, PROMPT, COMPLETION = 9, 8, 145, 95
 """8,073 tokens in the row, 6,840 of which are predicted."""
 
@@ -147,14 +152,14 @@ def test_a_micro_batch_moves_less_than_two_fifths(name, gigabytes, most, kernels
 def test_quiver_fit_tells_them_within_a_fifth(name):
     """Those of one micro-batch without the gradients of an earlier one; 5 % of them are of small parts."""
     counter = fused_micro_batch(name)
-    shape = shape_of(MODELS[name])
     work = Workload(GROUPS, COPIES, PROMPT, COMPLETION, 240, "the test")
     assert work.passed_tokens == 8073
-    need = training(shape, Config(kl_coef=0.1, token_budget=8073), work, GPUS["h100"])
-    held = sum(need.parts.values()) - need.parts["libraries"]
-    held -= 0.5 * need.parts["gradients"]  # in the middle of the backward pass
+    estimate = Estimate(RECIPE, shape_of(MODELS[name]), work, parse_machine("h100"))
+    need = estimate.training(Config(kl_coef=0.1, token_budget=8073))
+    held = need.bytes - need.memory["libraries"]
+    held -= 0.5 * need.memory["gradients"]  # in the middle of the backward pass
     assert held == pytest.approx(counter.peak, rel=0.2)
-    moved = Pass(shape, work, GPUS["h100"], is_narrow=True).moved_by_micro_batch(8073)
+    moved = estimate.moved(8073, width=2)
     assert moved == pytest.approx(counter.moved + counter.moved_by_products, rel=0.2)
 
 

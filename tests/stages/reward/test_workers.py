@@ -657,7 +657,7 @@ def test_extra_comes_through(folder):
 POOLS = """
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
-from grading import grade_beside
+from .grading import grade_beside
 
 class Text:
     def __init__(self, text):

@@ -1,0 +1,507 @@
+"""`quiver fit`: what each stage of a recipe needs on a machine, from shapes alone.
+
+    estimate = Estimate(recipe, shape_of(find_config(recipe)), workload_of(recipe), this_host())
+    for need in estimate.needs():
+        estimate.fits(need) or estimate.remedies(need)
+
+stages/common/memory.py has the bytes that are held at once. Here are bytes moved and FLOPs per
+iteration, and seconds on paper, as if a GPU reached its data sheet.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from quiver.schemas.errors import ConfigError, LineageError, printable
+from quiver.stages.common import memory
+from quiver.stages.common.forward.logprob_head import GPU_CHUNK_BYTES
+from quiver.stages.common.forward.policy import token_budget
+from quiver.stages.common.forward.precision import resolve
+from quiver.stages.common.models.checkpoints import find_folder, locate
+from quiver.stages.common.models.devices import engine_gpus
+from quiver.stages.common.models.folder import count_parameters, load_errors
+from quiver.stages.common.models.from_function import is_function
+from quiver.stages.common.store import Store
+from quiver.stages.common.store.writer import ROWS_PER_SHARD
+from quiver.stages.generate.config import Config as GenerateConfig
+from quiver.stages.logprobs.config import Config as LogprobsConfig
+from quiver.stages.optimize.config import Config as OptimizeConfig
+
+from .recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_PROMPTS = 64
+_PROMPT_TOKENS = 256
+_DEVICES = (torch.device("cpu"), torch.device("cuda"))
+
+# -- machines
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One kind of device, and their number. The name "cpu" means this host, whose speed is
+    unknown."""
+
+    name: str
+    memory: int
+    """Bytes of one device."""
+    bf16_flops: float = 0.0
+    """FLOP/s of bfloat16 products with float32 sums."""
+    fp32_flops: float = 0.0
+    """FLOP/s of IEEE float32 products."""
+    bandwidth: float = 0.0
+    """Bytes per second of the device's own memory."""
+    count: int = 1
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.name != "cpu"
+
+
+_DATA_SHEETS = {
+    "a10": (23028, 125, 31.2, 0.600),
+    "a100": (81920, 312, 19.5, 2.039),
+    "a100-40gb": (40960, 312, 19.5, 1.555),
+    "b200": (183359, 2250, 80, 8.0),
+    "h100": (81559, 989, 67, 3.35),
+    "h200": (143771, 989, 67, 4.8),
+    "l4": (23034, 121, 30.3, 0.300),
+    "l40s": (46068, 362, 91.6, 0.864),
+    "rtx3090": (24576, 71, 35.6, 0.936),
+    "rtx4090": (24564, 165, 82.6, 1.008),
+}
+"""Of each GPU: MiB as nvidia-smi shows them; TFLOP/s of bfloat16 and of float32, without sparsity;
+and TB/s."""
+
+
+def this_host() -> Machine:
+    """Return this host with its memory; stages run on the CPU."""
+    return Machine("cpu", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def parse_machine(text: str) -> Machine:
+    """Parse `h100`, or `h100:8` for eight GPUs. Raises ConfigError."""
+    name, _, count = text.lower().partition(":")
+    if name not in _DATA_SHEETS:
+        near = difflib.get_close_matches(name, _DATA_SHEETS, 1, 0.5)
+        raise ConfigError(
+            f"--gpu {printable(text)}",
+            f"expected one of {', '.join(_DATA_SHEETS)}, such as h100 or h100:8",
+            next=f"name --gpu {near[0]}" if near else "name a GPU of the list",
+        )
+    if count and not (re.fullmatch("[0-9]{1,4}", count) and 1 <= int(count) <= 1024):
+        raise ConfigError(
+            f"--gpu {printable(text)}",
+            "expected a number of GPUs of one host behind the colon",
+            next=f"name --gpu {name}:8, say",
+        )
+    mebibytes, *speeds = _DATA_SHEETS[name]
+    return Machine(name, mebibytes * 2**20, *(speed * 1e12 for speed in speeds), int(count or 1))
+
+
+# -- the model, and the size of an iteration
+
+
+def find_config(recipe: Recipe) -> PreTrainedConfig:
+    """Return the config of the recipe's base model.
+
+    For a model made by a function, this is the config of the run's policy@0. Raises ConfigError.
+    """
+    from transformers import AutoConfig
+
+    model = recipe.policy.model
+    if is_function(model):
+        try:
+            path = Store(recipe.store, create=False).open(f"{recipe.run}/policy@0").files.folder
+        except (ConfigError, LineageError):
+            raise ConfigError(
+                f"policy.model {printable(model)}",
+                "the function has not made the model yet, so its shape is not known",
+                next="let a run import the model, or name a directory of such a model by "
+                "--set policy.model=FOLDER",
+            ) from None
+    else:
+        path, _ = locate(model, recipe.policy.revision)
+    with load_errors(f"model {printable(model)}"):
+        if path.is_file():
+            return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Size of one iteration. Token counts are means, except `longest`."""
+
+    prompts: int
+    samples: int
+    """Rollouts per prompt."""
+    prompt_tokens: float
+    completion_tokens: float
+    longest: int
+    """Tokens of the longest rollout, including its prompt."""
+    source: str
+    """Origin of the numbers, for people."""
+
+    @property
+    def rollouts(self) -> int:
+        return self.prompts * self.samples
+
+    @property
+    def passed_tokens(self) -> float:
+        """Tokens that a pass over all rollouts reads; each prompt counts once."""
+        return self.prompts * self.prompt_tokens + self.rollouts * (self.completion_tokens - 1)
+
+    @property
+    def keys_per_token(self) -> float:
+        """Keys that attention gathers per token read: each rollout has its prompt's keys beside its
+        own."""
+        keys = self.rollouts * (self.prompt_tokens + self.completion_tokens - 1)
+        return (self.prompts * self.prompt_tokens + keys) / self.passed_tokens
+
+    @property
+    def predicted_share(self) -> float:
+        """Share of the tokens read that predict a completion token."""
+        return self.rollouts * self.completion_tokens / self.passed_tokens
+
+
+def workload_of(recipe: Recipe) -> Workload:
+    """Return the workload of the run's newest rollouts if there are any, else of the recipe's keys.
+
+    Completions count with their longest length, unless the rollouts were sampled with it too.
+    """
+    samples = recipe.generate.samples_per_prompt
+    turns = recipe.generate.turns
+    most = turns.most_read_tokens if turns else recipe.generate.sampling.max_tokens
+    try:
+        rollouts = Store(recipe.store, create=False).open(f"{recipe.run}/rollouts@latest")
+        table = rollouts.table()
+    except (ConfigError, LineageError):  # no store yet, or no rollouts
+        prompts = recipe.data.limit or _PROMPTS
+        source = (
+            f"no rollouts yet: {prompts} prompts of {_PROMPT_TOKENS} tokens, completions of {most}"
+        )
+        longest = _PROMPT_TOKENS + most
+        return Workload(prompts, samples, _PROMPT_TOKENS, most, longest, source)
+    prompt_lengths = pc.list_value_length(table["prompt_ids"])
+    lengths = pc.list_value_length(table["completion_ids"])
+    source = str(rollouts.ref)
+    if rollouts.manifest.config_section("sampling").get("max_tokens") != most:
+        lengths = pa.nulls(len(table), pa.int64()).fill_null(most)
+        source = f"prompts as in {source}, completions as long as they may be"
+    return Workload(
+        prompts=recipe.data.limit or pc.count_distinct(table["group_id"]).as_py(),
+        samples=samples,
+        prompt_tokens=pc.mean(prompt_lengths).as_py(),
+        completion_tokens=max(1.0, pc.mean(lengths).as_py()),
+        longest=pc.max(pc.add(prompt_lengths, lengths)).as_py(),
+        source=source,
+    )
+
+
+# -- needs
+
+
+@dataclass(frozen=True)
+class Need:
+    """Needs of one stage, on each device that it uses."""
+
+    stage: str
+    devices: int
+    """Number of devices used at once."""
+    on_gpu: bool
+    memory: Mapping[str, float]
+    """Bytes by use."""
+    flops: float = 0.0
+    """FLOPs per iteration, on all devices."""
+    moved: float = 0.0
+    """Bytes moved per iteration, on all devices; 0 on a CPU."""
+    seconds: float | None = None
+    """Seconds per iteration on paper; None on a CPU."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> float:
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A recipe on a machine: what its stages need, if that fits, and what would make it fit."""
+
+    recipe: Recipe
+    shape: memory.Shape
+    work: Workload
+    machine: Machine
+
+    def needs(self) -> list[Need]:
+        """Return the needs of each stage that holds a model, in the order of an iteration.
+
+        Servers hold their own models, and nothing is known about a user's own engine; both are left
+        out.
+        """
+        recipe = self.recipe
+        config = recipe.optimize_config()
+        needs = []
+        if recipe.generate.engine in ("vllm", "transformers"):
+            needs.append(self.sampling(recipe.generate))
+        for model in recipe.reward.models:
+            on_gpu = self.uses_gpu(model.device)
+            folder = find_folder(model.model, model.revision, "reward.models.model")
+            automatic = "bfloat16" if on_gpu else "float32"
+            width = _width(automatic if model.dtype == "auto" else model.dtype)
+            split = memory.split_of(model.engine_args) if on_gpu else 1
+            held = memory.reward_model(
+                count_parameters(folder), width=width, on_gpu=on_gpu, split=split
+            )
+            devices = engine_gpus(model.engine_args) if on_gpu else 1
+            needs.append(Need(f"reward ({model.name})", devices, on_gpu, held))
+        if config.kl_coef > 0:
+            needs.append(self.scoring(recipe.logprobs_config("ref")))
+        if recipe.logprobs.prox or config.needs_prox:
+            needs.append(self.scoring(recipe.logprobs_config("prox")))
+        return [*needs, self.training(config)]
+
+    def training(self, config: OptimizeConfig) -> Need:
+        """Return the needs of the optimize stage."""
+        work = self.work
+        on_gpu = self.uses_gpu(config.device)
+        precision = resolve(config.precision, _DEVICES[on_gpu])
+        ranks = config.processes or 1
+        in_step = work.passed_tokens / config.minibatches
+        tokens = self._microbatch(config.token_budget, in_step, on_gpu)
+        rank = config.lora.rank if config.lora else None
+        held = memory.training(
+            self.shape,
+            tokens,
+            on_gpu=on_gpu,
+            precision=precision,
+            keys_per_token=work.keys_per_token,
+            lora_rank=rank,
+            has_critic=config.critic == "model",
+            recomputes=config.activation_checkpointing,
+            ranks=ranks if config.shard else 1,
+        )
+        # Forward, gradients of states, gradients of weights; adapters have few weight gradients.
+        passes = (3 if rank is None else 2) + config.activation_checkpointing
+        steps = config.epochs * config.minibatches
+        micro_batches = max(1, round(in_step / tokens))
+        width = 4 if precision == "fp32" else 2
+        moved = steps * micro_batches * self.moved(in_step / micro_batches, width)
+        # AdamW reads four numbers per weight and writes three. Clipping reads and writes the
+        # gradient, and so does each further micro-batch, with its own.
+        of_weight = 28 + 8 + 12 * (micro_batches > 1)
+        moved += steps * memory.trained_weights(self.shape, rank) * of_weight
+        notes = [f"micro-batches of {tokens:.0f} tokens, {precision}"]
+        if ranks > 1:
+            notes.append("what travels between the ranks is not counted")
+        need = Need("optimize", ranks, on_gpu, held, notes=tuple(notes))
+        return self._timed(need, self._forward_flops() * config.epochs * passes, moved, width)
+
+    def scoring(self, config: LogprobsConfig) -> Need:
+        """Return the needs of a logprobs stage."""
+        work = self.work
+        on_gpu = self.uses_gpu(config.device)
+        precision = resolve(config.precision, _DEVICES[on_gpu])
+        tokens = self._microbatch(config.token_budget, work.passed_tokens, on_gpu)
+        held = memory.scoring(
+            self.shape,
+            tokens,
+            on_gpu=on_gpu,
+            precision=precision,
+            keys_per_token=work.keys_per_token,
+        )
+        devices = self._devices(1, math.ceil(work.rollouts / ROWS_PER_SHARD))
+        micro_batches = math.ceil(work.passed_tokens / tokens)
+        width = 4 if precision == "fp32" else 2
+        # A third of the bytes that forward and backward move.
+        moved = micro_batches * self.moved(work.passed_tokens / micro_batches, width) / 3
+        need = Need(f"logprobs ({config.role})", devices, on_gpu, held)
+        return self._timed(need, self._forward_flops(), moved, width)
+
+    def sampling(self, config: GenerateConfig) -> Need:
+        """Return the needs of the generate stage with vLLM or transformers."""
+        work = self.work
+        shape = self.shape
+        options = config.options
+        on_gpu = self.uses_gpu(config.device)
+        machine = self.machine if on_gpu else this_host()
+        uses_split = on_gpu and config.engine == "vllm"
+        split = memory.split_of(options) if uses_split else 1
+        of_engine = engine_gpus(options) if uses_split else 1
+        shards = math.ceil(work.rollouts / config.rows_per_shard)
+        devices = self._devices(of_engine, shards)
+        dtype = config.dtype
+        if dtype == "auto":
+            has_bfloat16 = on_gpu or torch.cpu.get_capabilities().get("avx512_bf16")
+            dtype = "bfloat16" if has_bfloat16 else "float32"
+        width = _width(dtype)
+        if config.engine == "transformers":
+            together = options.get("batch_size", 32)
+        else:  # vLLM's own default
+            is_large = on_gpu and machine.memory >= 70 * 2**30 and machine.name != "a100"
+            together = options.get("max_num_seqs") or (1024 if is_large else 256)
+        held = memory.sampling(
+            shape,
+            engine=config.engine,
+            options=options,
+            width=width,
+            longest=work.longest,
+            sequences=together,
+            on_gpu=on_gpu,
+            device_bytes=machine.memory,
+        )
+        of_token = memory.cache_bytes(shape, width)
+        if uses_split:
+            mean_tokens = work.prompt_tokens + work.completion_tokens
+            together = int(min(held["cache"] * split // (of_token * mean_tokens), together))
+        notes = [f"up to {together} rollouts are decoded together, in {dtype}"]
+        if devices < self._devices(of_engine, work.rollouts):
+            notes.append(
+                f"{shards} shard{'s' if shards > 1 else ''} of generate.rows_per_shard = "
+                f"{config.rows_per_shard} keep no more GPUs busy"
+            )
+        batch = max(1.0, min(together, work.rollouts * split / devices))
+        sampled = work.rollouts * work.completion_tokens
+        keys = work.prompt_tokens + work.completion_tokens / 2
+        prompts = work.prompts * work.prompt_tokens
+        # Each prompt is read once, and has logits only at its end.
+        flops = 2 * shape.multiplied * (prompts + sampled) + 2 * shape.head * sampled
+        pairs = prompts * work.prompt_tokens / 2 + sampled * keys
+        flops += 4 * shape.layers * shape.attention * pairs
+        moved = sampled / batch * shape.weights * width + sampled * keys * of_token
+        need = Need("generate", devices, on_gpu, held, notes=tuple(notes))
+        return self._timed(need, flops, moved, width)
+
+    def uses_gpu(self, device: str) -> bool:
+        """True if a stage with this `device` runs on the GPUs; else it runs on this host's CPU."""
+        return self.machine.is_gpu and device != "cpu"
+
+    def _devices(self, of_process: int, shards: int) -> int:
+        """Return how many devices the processes of a shared stage use together, `of_process` each.
+
+        There are never more processes than shards.
+        """
+        asked = self.recipe.placement.devices
+        if asked is None or not self.machine.is_gpu:
+            return of_process
+        most = self.machine.count if asked == "all" else min(asked, self.machine.count)
+        return max(1, min(most // of_process, shards)) * of_process
+
+    def _microbatch(self, budget: int | None, in_step: float, on_gpu: bool) -> float:
+        """Return the tokens of a micro-batch: a rollout is never split."""
+        budget = budget or token_budget(_DEVICES[on_gpu])
+        return max(min(budget, in_step), self.work.longest)
+
+    def _forward_flops(self) -> float:
+        """Return the FLOPs of a forward pass over all rollouts."""
+        shape = self.shape
+        tokens = self.work.passed_tokens
+        predicted = tokens * self.work.predicted_share
+        mean_keys = self.work.prompt_tokens + self.work.completion_tokens / 2
+        attention = 4 * shape.layers * shape.attention * mean_keys * tokens
+        return 2 * shape.multiplied * tokens + 2 * shape.head * predicted + attention
+
+    def moved(self, tokens: float, width: int) -> float:
+        """Return the bytes that a micro-batch moves, forward and backward.
+
+        Args:
+            tokens: Tokens of the micro-batch.
+            width: Bytes of an input of a product.
+        """
+        shape = self.shape
+        # Each product runs three times: forward, and for both gradients. Each kernel's reads and
+        # writes are in the products' width, except the stream between layers, which is float32.
+        numbers = (
+            3 * shape.product_sides
+            + 9 * shape.intermediate  # gates: 3 numbers forward, 6 backward
+            + 6 * shape.attention + 8 * shape.keys  # joined, then turned by position and back
+            + 6 * (shape.attention + shape.keys * self.work.keys_per_token)
+        )  # fmt: skip
+        stream = 88 * shape.hidden  # two norms and two sums, forward and backward
+        of_layer = width * numbers + stream
+        # The weights' gradient is float32, and so are the weights that autocast casts.
+        casts = 6 if width == 2 else 0
+        of_weights = (2 * width + 4 + casts) * shape.multiplied
+        # Logits are computed twice, read in float32, read and written again. A chunk reads the head
+        # three times and adds to its gradient.
+        predicted = tokens * self.work.predicted_share
+        chunks = math.ceil(predicted * 4 * shape.vocabulary / GPU_CHUNK_BYTES)
+        logits = (6 * width + 10) * predicted * shape.vocabulary
+        of_head = (7 * width * chunks + casts + 16) * shape.head
+        embedding = 24 * tokens * shape.hidden
+        return tokens * shape.layers * of_layer + of_weights + logits + of_head + embedding
+
+    def _timed(self, need: Need, flops: float, moved: float, width: int) -> Need:
+        """Return `need` with its FLOPs and, on a GPU, the bytes moved and seconds on paper."""
+        if not need.on_gpu:
+            return replace(need, flops=flops)
+        machine = self.machine
+        speed = machine.bf16_flops if width == 2 else machine.fp32_flops
+        seconds = max(flops / speed, moved / machine.bandwidth) / need.devices
+        return replace(need, flops=flops, moved=moved, seconds=seconds)
+
+    # -- does it fit
+
+    def has_enough(self, need: Need) -> bool:
+        """True if the machine has as many devices as the stage needs. Any number of processes share
+        a CPU."""
+        return not need.on_gpu or need.devices <= self.machine.count
+
+    def fits(self, need: Need) -> bool:
+        """True if the machine can hold the stage.
+
+        A GPU must hold its own share; this host's memory must hold all processes on its CPU.
+        """
+        if need.on_gpu:
+            usable = memory.USABLE * self.machine.memory
+            return self.has_enough(need) and need.bytes <= usable
+        return need.devices * need.bytes <= memory.USABLE * this_host().memory
+
+    def remedies(self, need: Need) -> list[tuple[str, Need]]:
+        """Return at most three settings with which the stage fits, the mildest first, each with its
+        new need."""
+        count = self.machine.count
+        needs = {}
+        if need.stage == "generate" and need.on_gpu and self.recipe.generate.engine == "vllm":
+            config = self.recipe.generate
+            for size in (2, 4, 8, 16):
+                now = config.options.get("tensor_parallel_size", 1)
+                if size > now and self.shape.heads % size == 0:
+                    options = {**config.options, "tensor_parallel_size": size}
+                    changed = config.model_copy(update={"options": options})
+                    setting = f"generate.options.tensor_parallel_size = {size}"
+                    needs[setting] = self.sampling(changed)
+        elif need.stage == "optimize":
+            config = self.recipe.optimize_config()
+            shorter = {"token_budget": self.work.longest}
+            again = {"activation_checkpointing": True}
+            cheaper = shorter | again
+            ranks = {"processes": count, "shard": True}
+            changes = [shorter, again, cheaper]
+            changes += [ranks, ranks | cheaper] if count > 1 else []
+            changes += [{"lora": {}}, {"lora": {}, **cheaper}]
+            changes += [{"precision": "bf16_stochastic", **cheaper}]
+            for change in changes:
+                with suppress(ValueError):  # Some settings do not go with others of the recipe.
+                    changed = OptimizeConfig.model_validate({**config.model_dump(), **change})
+                    settings = [f"optimize.{key} = {json.dumps(change[key])}" for key in change]
+                    needs[", ".join(settings)] = self.training(changed)
+        return [(setting, changed) for setting, changed in needs.items() if self.fits(changed)][:3]
+
+
+def _width(dtype: str) -> int:
+    return getattr(torch, dtype).itemsize
