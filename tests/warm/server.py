@@ -201,16 +201,19 @@ def keep(lifeline: int) -> None:
 
     keeper.die_with_parent()
     keeper.adopt_orphans()
+    signal.pthread_sigmask(signal.SIG_BLOCK, keeper.SIGNALS)
     child = os.fork()
     if child == 0:
         os.setsid()
         keeper.die_with_parent()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, keeper.SIGNALS)
         return
-    code = os.waitstatus_to_exitcode(keeper._keep(child, lifeline, 0.0))
+    code = os.waitstatus_to_exitcode(keeper.keep(child, lifeline, 0.0))
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if code != -signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])
         os.kill(os.getpid(), -code)
     os._exit(code)
 

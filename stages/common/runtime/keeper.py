@@ -20,6 +20,8 @@ This file imports the standard library alone, because it is run by its path.
 
 from __future__ import annotations
 
+import _signal as signal  # signal itself takes 4 ms to import, for its enums
+import _thread
 import ctypes
 import os
 import resource
@@ -29,8 +31,9 @@ import time
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
-_SIGKILL = 9
 _LAST_SECONDS = 3.0
+SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
+"""Signals that a keeper waits for. They are blocked before it forks, so that none is lost."""
 
 
 def adopt_orphans() -> None:
@@ -40,19 +43,7 @@ def adopt_orphans() -> None:
 
 def die_with_parent() -> None:
     """Make the kernel send SIGKILL to this process when its parent ends, however it ends."""
-    _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
-
-
-def set_oom_score(score: int) -> None:
-    """Set this process's oom_score_adj, which its children inherit.
-
-    When memory runs out, the kernel kills processes with a higher score first.
-    """
-    try:
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write(str(score))
-    except OSError:
-        pass  # the system has no such setting, or a container does not permit it
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _prctl(option: int, argument: int) -> None:
@@ -76,7 +67,7 @@ def kill_descendants(seconds: float = float("inf")) -> None:
             return
         for pid in _descendants():
             try:
-                os.kill(pid, _SIGKILL)
+                os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
         time.sleep(0.002)
@@ -102,6 +93,7 @@ def main() -> None:
     lifeline, grace, limits, oom_score, *command = sys.argv[1:]
     adopt_orphans()
     keeper = os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     child = os.fork()
     if child == 0:
         os.close(int(lifeline))
@@ -113,71 +105,57 @@ def main() -> None:
         for limit in filter(None, limits.split(",")):
             kind, number = map(int, limit.split("="))
             resource.setrlimit(kind, (number, number))
-        if oom_score:
-            set_oom_score(int(oom_score))
+        try:
+            with open("/proc/self/oom_score_adj", "w") as file:
+                file.write(oom_score)
+        except OSError:
+            pass  # the system has no such setting, or a container does not permit it
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         os.execvp(command[0], command)
-    code = os.waitstatus_to_exitcode(_keep(child, int(lifeline), float(grace)))
+    code = os.waitstatus_to_exitcode(keep(child, int(lifeline), float(grace)))
     if code < 0:
-        import signal
-
         _prctl(_PR_SET_DUMPABLE, 0)  # one core file is enough
-        if code != -_SIGKILL:
+        if code != -signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])
         os.kill(keeper, -code)
     os._exit(code)
 
 
-def _keep(child: int, lifeline: int, grace: float) -> int:
+def keep(child: int, lifeline: int, grace: float) -> int:
     """Wait until the child ends or the lifeline closes, then end everything left.
+
+    SIGNALS must be blocked; SIGTERM is passed on to the child's session.
 
     Returns:
         The child's wait status.
     """
-    import select
-    import signal  # slow to import, and the command runs meanwhile
 
-    awake, wake = os.pipe()
-    os.set_blocking(wake, False)
-    for number in (signal.SIGCHLD, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    # poll() restarts after a signal, so a byte in this pipe must end it
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    # select() refuses descriptors above 1023, and the requesting process may have passed such
-    poll = select.poll()
-    poll.register(lifeline)
-    poll.register(awake, select.POLLIN)
-    status = _collect(child)
-    while status is None and lifeline not in dict(poll.poll()):
-        if signal.SIGTERM in os.read(awake, 4096):
+    def end_with_the_lifeline() -> None:
+        os.read(lifeline, 1)  # returns when the other end is closed
+        if grace:
             _signal_session(child, signal.SIGTERM)
-        status = _collect(child)
-    if status is None and grace:
-        _signal_session(child, signal.SIGTERM)
-        deadline = time.monotonic() + grace
-        while status is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-            status = _collect(child)
-    _signal_session(child, _SIGKILL)
-    if status is None:
-        os.kill(child, _SIGKILL)
-        status = os.waitpid(child, 0)[1]
+            time.sleep(grace)
+        _signal_session(child, signal.SIGKILL)
+
+    _thread.start_new_thread(end_with_the_lifeline, ())
+    pid = 0
+    while pid != child:
+        # other children are orphans, reaped without waiting
+        if not pid and signal.sigwait(SIGNALS) == signal.SIGTERM:
+            _signal_session(child, signal.SIGTERM)
+        pid, status = os.waitpid(-1, os.WNOHANG)
+    _signal_session(child, signal.SIGKILL)
     kill_descendants(_LAST_SECONDS)
     return status
 
 
-def _collect(child: int) -> int | None:
-    """Reap children that have ended. Returns the child's status, or None while it runs."""
-    pid = -1
-    while pid not in (0, child):
-        pid, status = os.waitpid(-1, os.WNOHANG)
-    return status if pid else None
-
-
 def _signal_session(child: int, number: int) -> None:
-    try:
-        os.killpg(child, number)
-    except ProcessLookupError:  # all have ended, or the child leads no session yet
-        return
+    for send in (os.killpg, os.kill):  # before it leads a session, the child alone
+        try:
+            return send(child, number)
+        except ProcessLookupError:
+            continue
 
 
 if __name__ == "__main__":
