@@ -1,4 +1,4 @@
-"""One stage, one process: python -m quiver.stages FOLDER
+"""One stage, one process: python -m quiver.stages STAGE FOLDER
 
 If FOLDER has a `call.json` at the start, that names the stage and config of a call that will come,
 and the process imports the modules that they need. Then it waits for a line on stdin, which means
@@ -7,7 +7,7 @@ libraries print to stdout. It is {"ref", "cached", "rows", "seconds", "metrics"}
 {"code", "object", "message", "next"}}, with the version of Quiver.
 
 A call with "hold" lets the process wait for another call in the same way, if its stage kept an
-engine for it, or with "for_any_stage". The answer says so in "held" (`holding`).
+engine for it, or if STAGE is "any". The answer says so in "held" (`holding`).
 
 If the call asks for several ranks, this process starts them (`ranks`), each by the same command
 with `--rank`, and their answer is its answer.
@@ -31,7 +31,7 @@ from quiver.schemas.errors import QuiverError, unexpected
 from quiver.stages.common import ranks
 from quiver.stages.common.config import parse
 from quiver.stages.common.runtime import keeper
-from quiver.stages.common.runtime.holding import ANSWER_NAME, CALL_NAME, this_process
+from quiver.stages.common.runtime.holding import ANSWER_NAME, ANY_STAGE, CALL_NAME, this_process
 from quiver.stages.common.runtime.runner import Call, perform, quiver_version
 from quiver.stages.common.runtime.stage import load
 
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 def main() -> int:
     """Run the stage; return its exit code, which is the error's."""
-    folder, *rank = sys.argv[1:]
+    stage, folder, *rank = sys.argv[1:]
     call_path, answer_path = Path(folder, CALL_NAME), Path(folder, ANSWER_NAME)
     # with Python's default, collecting the objects of imports takes a third of their time
     gc.set_threshold(100_000, 50, 100)
@@ -63,9 +63,18 @@ def main() -> int:
             call = json.loads(call_path.read_text())
             count = ranks.needed(call["stage"], call["config"])
             if count > 1:
-                command = [sys.executable, "-u", "-P", "-m", "quiver.stages", folder, "--rank"]
+                command = [
+                    sys.executable,
+                    "-u",
+                    "-P",
+                    "-m",
+                    "quiver.stages",
+                    stage,
+                    folder,
+                    "--rank",
+                ]
                 return ranks.launch(command, answer_path, count)
-            code, is_held = serve(call, answer_path)
+            code, is_held = serve(call, answer_path, for_any_stage=stage == ANY_STAGE)
             if not is_held:
                 break
             # wakes the caller, which reads the output while it waits for the answer
@@ -90,14 +99,13 @@ def import_for(call: dict) -> None:
         stage.prepare(parse(stage.Config, call["config"], f"stage {call['stage']}"))
 
 
-def serve(call: dict, answer_path: Path) -> tuple[int, bool]:
+def serve(call: dict, answer_path: Path, *, for_any_stage: bool = False) -> tuple[int, bool]:
     """Answer the call, and write the answer to `answer_path`.
 
     Returns:
         The exit code, and whether this process is held for another call.
     """
     this_process.may_wait = call.pop("hold", False)
-    for_any_stage = call.pop("for_any_stage", False)
     answer, code = answer_call(call)
     keeps = for_any_stage or this_process.sleeper is not None
     is_held = this_process.may_wait and not code and keeps

@@ -8,9 +8,9 @@ Under a launcher each rank is a whole command. Without one the stage's own proce
 agent. The keeper watches it, so no rank outlives it, and it ends as its ranks did:
 
     keeper
-    └── python -m quiver.stages FOLDER              the agent
-        ├── python -m quiver.stages FOLDER --rank       RANK=0: writes the versions
-        └── python -m quiver.stages FOLDER --rank       RANK=1
+    └── python -m quiver.stages optimize FOLDER             the agent
+        ├── python -m quiver.stages optimize FOLDER --rank      RANK=0: writes the versions
+        └── python -m quiver.stages optimize FOLDER --rank      RANK=1
 
 Not of the spine: the output of a stage does not depend on how its ranks were started.
 """

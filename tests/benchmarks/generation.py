@@ -156,7 +156,7 @@ def _quiver(arguments: argparse.Namespace) -> None:
     call = Call("generate", config, store.path, refs, force=True)
     answer_path = arguments.work / "answer.json"
     (arguments.work / "call.json").write_text(json.dumps(call.to_json()))
-    sys.argv[1:] = [str(arguments.work)]
+    sys.argv[1:] = ["generate", str(arguments.work)]
     sys.stdin = io.StringIO("\n")  # the call is there
     if process.main():
         sys.exit(answer_path.read_text())

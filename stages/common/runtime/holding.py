@@ -60,6 +60,8 @@ ENVIRONMENT = {
 """Environment variables of a stage's process, added to the caller's."""
 _LONGEST_TEMPORARY_PATH = 70
 """A socket's path has at most 107 bytes, and vLLM's socket names take 36 of them."""
+ANY_STAGE = "any"
+"""In place of a stage's name: the process answers calls for all stages, and waits after each."""
 CALL_NAME, ANSWER_NAME = "call.json", "answer.json"
 _find_library = cache(find_library)
 _IN_ONE_PROCESS: ContextVar[bool] = ContextVar("quiver_in_one_process", default=False)
@@ -71,8 +73,8 @@ user_log = logging.getLogger("quiver")
 class Terms(NamedTuple):
     """What a process is started for. One that waits gets only calls with equal terms."""
 
-    stage: str | None
-    """Name of its stage. None: it answers calls for any stage."""
+    stage: str
+    """Name of its stage, or ANY_STAGE."""
     python: str | None = None
     """The interpreter. Default: this one."""
     online: bool = False
@@ -85,7 +87,7 @@ class Terms(NamedTuple):
 
 
 class StageProcess:
-    """`python -m quiver.stages FOLDER`, started and waiting for its call.
+    """`python -m quiver.stages STAGE FOLDER`, started and waiting for its call.
 
     A context manager: leaving it ends the process and its descendants, and removes FOLDER, which is
     also its folder for temporary files.
@@ -113,9 +115,10 @@ class StageProcess:
                 variables["HF_HUB_OFFLINE"] = "1"
             if len(str(folder)) <= _LONGEST_TEMPORARY_PATH:
                 variables["TMPDIR"] = str(folder)
+            # -P: a module in the working folder must not shadow one of ours or a library's
+            command = [terms.python or sys.executable, "-u", "-P", "-m", "quiver.stages"]
             self.process = Process(
-                # -P: a module in the working folder must not shadow one of ours or a library's
-                [terms.python or sys.executable, "-u", "-P", "-m", "quiver.stages", str(folder)],
+                [*command, terms.stage, str(folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -165,10 +168,7 @@ class StageProcess:
         self._has_call = True
         self.is_held = False
         self._answer_path.unlink(missing_ok=True)
-        for_any_stage = self.terms.stage is None
-        self._call_path.write_text(
-            json.dumps({**call, "hold": hold, "for_any_stage": for_any_stage})
-        )
+        self._call_path.write_text(json.dumps({**call, "hold": hold}))
         with suppress(BrokenPipeError):  # it has died, which its exit code tells
             self.process.stdin.write(b"\n")
             self.process.stdin.flush()
@@ -206,7 +206,7 @@ class StageProcess:
         return json.loads(self._answer_path.read_text()) if self._answer_path.exists() else None
 
 
-_waiting: dict[str | None, StageProcess] = {}
+_waiting: dict[str, StageProcess] = {}
 """The held processes, by the stage in their terms."""
 
 
@@ -234,7 +234,7 @@ def ask(
     terms = Terms(stage, python, online, env or None, call["config"].get("options"))
     is_shared = _IN_ONE_PROCESS.get()
     if is_shared:
-        terms = terms._replace(stage=None, options=None)
+        terms = terms._replace(stage=ANY_STAGE, options=None)
     started_at = time.monotonic()
     child = _waiting.pop(terms.stage, None)
     if child is not None and (child.terms != terms or child.process.poll() is not None):

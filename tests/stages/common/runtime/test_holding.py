@@ -20,12 +20,12 @@ n=0
 while read line; do
     n=$((n + 1))
     {body}
-    grep -q '"hold": true' "$5/call.json" && held=true || held=false
-    echo '{{"ref": "'$n'", "held": '$held'}}' > "$5/answer.json"
+    grep -q '"hold": true' "$6/call.json" && held=true || held=false
+    echo '{{"ref": "'$n'", "held": '$held'}}' > "$6/answer.json"
     echo
 done
 """
-"""Answers each call by the number of calls that it has had; $5 is the folder of its files."""
+"""Answers each call by the number of calls that it has had; $6 is the folder of its files."""
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_a_held_process_gets_only_calls_with_its_terms(interpreter, started, cha
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        ('echo \'{"error": {"object": "o", "message": "m"}}\' > "$5/answer.json"; exit 1', "o: m"),
+        ('echo \'{"error": {"object": "o", "message": "m"}}\' > "$6/answer.json"; exit 1', "o: m"),
         ("exit 3", "its process ended with exit code 3"),
     ],
 )
@@ -135,7 +135,7 @@ def test_a_call_that_fails_in_a_held_process_is_repeated_in_a_fresh_one(
 
 
 def test_one_process_answers_the_calls_of_all_stages_until_one_fails(interpreter, started):
-    failure = 'echo \'{"error": 0, "held": false}\' > "$5/answer.json"; exit 1'
+    failure = 'echo \'{"error": 0, "held": false}\' > "$6/answer.json"; exit 1'
     python = interpreter(SERVES.format(body=f"if [ $n = 3 ]; then {failure}; fi"))
     with holding.in_one_process():
         hold("generate", {}, python)

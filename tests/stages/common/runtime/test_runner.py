@@ -32,7 +32,7 @@ def answer_of(tmp_path, **fields):
     call = {"refs": {}, "quiver": quiver_version(), **fields}
     (tmp_path / "call.json").write_text(json.dumps(call))
     done = subprocess.run(
-        [sys.executable, "-m", "quiver.stages", str(tmp_path)],
+        [sys.executable, "-m", "quiver.stages", "policy", str(tmp_path)],
         input="\n",
         capture_output=True,
         text=True,
