@@ -52,40 +52,35 @@ def _prctl(option: int, argument: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-def kill_descendants(seconds: float = float("inf")) -> None:
+def kill_descendants() -> None:
     """Kill all descendants of this process, which adopts orphans, and wait until they are gone.
 
-    Args:
-        seconds: longest time to wait.
+    Gives up after _LAST_SECONDS.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + _LAST_SECONDS
     while time.monotonic() < deadline:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
             return
-        for pid in _descendants():
+        children: dict[int, list[int]] = {}
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                with open(f"/proc/{name}/stat") as file:
+                    parent = int(file.read().rpartition(")")[2].split()[1])
+            except OSError:
+                continue  # it ended meanwhile
+            children.setdefault(parent, []).append(int(name))
+        family = [os.getpid()]
+        for pid in family:  # grows while it is walked
+            family += children.get(pid, [])
+        for pid in family[1:]:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
         time.sleep(0.002)
-
-
-def _descendants() -> list[int]:
-    children: dict[int, list[int]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/stat") as file:
-                parent = int(file.read().rpartition(")")[2].split()[1])
-        except OSError:
-            continue  # it ended meanwhile
-        children.setdefault(parent, []).append(int(name))
-    family = [os.getpid()]
-    for pid in family:  # grows while it is walked
-        family += children.get(pid, [])
-    return family[1:]
 
 
 def main() -> None:
@@ -146,7 +141,7 @@ def keep(child: int, lifeline: int, grace: float) -> int:
             _signal_session(child, signal.SIGTERM)
         pid, status = os.waitpid(-1, os.WNOHANG)
     _signal_session(child, signal.SIGKILL)
-    kill_descendants(_LAST_SECONDS)
+    kill_descendants()
     return status
 
 
