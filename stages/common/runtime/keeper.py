@@ -32,13 +32,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
 _LAST_SECONDS = 3.0
-SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
+_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 """Signals that a keeper waits for. They are blocked before it forks, so that none is lost."""
-
-
-def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
@@ -83,48 +78,20 @@ def kill_descendants() -> None:
         time.sleep(0.002)
 
 
-def main() -> None:
-    """Start the command, keep it, and end with its exit code or signal."""
-    lifeline, grace, limits, oom_score, *command = sys.argv[1:]
-    adopt_orphans()
+def fork_kept(lifeline: int, grace: float) -> None:
+    """Fork, and return in the child alone; the parent is its keeper, and ends as the child does."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans below it become its children
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     keeper = os.getpid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     child = os.fork()
     if child == 0:
-        os.close(int(lifeline))
         os.setsid()
         die_with_parent()
         # the keeper may have died before the death signal was set
         if os.getppid() != keeper:
             os._exit(1)
-        for limit in filter(None, limits.split(",")):
-            kind, number = map(int, limit.split("="))
-            resource.setrlimit(kind, (number, number))
-        try:
-            with open("/proc/self/oom_score_adj", "w") as file:
-                file.write(oom_score)
-        except OSError:
-            pass  # the system has no such setting, or a container does not permit it
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        os.execvp(command[0], command)
-    code = os.waitstatus_to_exitcode(keep(child, int(lifeline), float(grace)))
-    if code < 0:
-        _prctl(_PR_SET_DUMPABLE, 0)  # one core file is enough
-        if code != -signal.SIGKILL:
-            signal.signal(-code, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])
-        os.kill(keeper, -code)
-    os._exit(code)
-
-
-def keep(child: int, lifeline: int, grace: float) -> int:
-    """Wait until the child ends or the lifeline closes, then end everything left.
-
-    SIGNALS must be blocked; SIGTERM is passed on to the child's session.
-
-    Returns:
-        The child's wait status.
-    """
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        return
 
     def end_with_the_lifeline() -> None:
         os.read(lifeline, 1)  # returns when the other end is closed
@@ -137,12 +104,35 @@ def keep(child: int, lifeline: int, grace: float) -> int:
     pid = 0
     while pid != child:
         # other children are orphans, reaped without waiting
-        if not pid and signal.sigwait(SIGNALS) == signal.SIGTERM:
+        if not pid and signal.sigwait(_SIGNALS) == signal.SIGTERM:
             _signal_session(child, signal.SIGTERM)
         pid, status = os.waitpid(-1, os.WNOHANG)
     _signal_session(child, signal.SIGKILL)
     kill_descendants()
-    return status
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        _prctl(_PR_SET_DUMPABLE, 0)  # one core file is enough
+        if code != -signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])
+        os.kill(keeper, -code)
+    os._exit(code)
+
+
+def main() -> None:
+    """Run the command under its keeper."""
+    lifeline, grace, limits, oom_score, *command = sys.argv[1:]
+    fork_kept(int(lifeline), float(grace))
+    os.close(int(lifeline))
+    for limit in filter(None, limits.split(",")):
+        kind, number = map(int, limit.split("="))
+        resource.setrlimit(kind, (number, number))
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write(oom_score)
+    except OSError:
+        pass  # the system has no such setting, or a container does not permit it
+    os.execvp(command[0], command)
 
 
 def _signal_session(child: int, number: int) -> None:
