@@ -22,7 +22,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -38,7 +37,7 @@ from typing import Any, NamedTuple
 from quiver.schemas.errors import ResourceError, printable
 
 from .folders import sweep_folders, temporary_folder
-from .subprocesses import Process
+from .subprocesses import Process, ending
 
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
@@ -194,13 +193,9 @@ class StageProcess:
         if answer is not None:
             self.is_held = answer.pop("held", False)
             return answer, ""
-        code = self.process.wait()
-        manner = f"with exit code {code}"
-        if code < 0:
-            hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-            manner = f"by {signal.Signals(-code).name}{hint}"
+        how = ending(self.process.wait())
         last_words = printable(" / ".join(reversed(last_lines)))
-        return None, f"its process ended {manner} without an answer; last words: {last_words}"
+        return None, f"its process ended {how} without an answer; last words: {last_words}"
 
     def _answer(self) -> dict[str, Any] | None:
         return json.loads(self._answer_path.read_text()) if self._answer_path.exists() else None
