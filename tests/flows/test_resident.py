@@ -6,9 +6,6 @@ In doubt there is a fresh one, and no process is left in the end.
 import logging
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +19,6 @@ from quiver.stages.common.runtime import holding
 from quiver.stages.common.store import Store
 from tests.flows.conftest import (
     RECIPE,
-    command_environment,
     left_behind,
     quiver,
     write_recipe,
@@ -298,23 +294,6 @@ def test_an_interpreter_of_its_own_is_asked_by_the_engine(tmp_path):
 # -- whole runs
 
 
-REWARDS = """
-import os, signal, time
-from pathlib import Path
-
-
-def evenness(completion_ids, **_):
-    # The engine sleeps meanwhile: a file `kill` says that it is to be killed once, a file `wait`
-    # that it is to be waited for long.
-    if Path("kill").exists() and Path("events").exists():
-        Path("kill").unlink()
-        events = Path("events").read_text().splitlines()
-        os.kill(int(events[-1].removeprefix("sleep ")), signal.SIGKILL)
-    if Path("wait").exists():
-        Path("wait").rename("waits")
-        time.sleep(600)
-    return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]
-"""
 SETTINGS = (
     "data.held_out=null",
     "optimize.audit.enabled=false",
@@ -322,47 +301,11 @@ SETTINGS = (
 )
 
 
-def write(folder: Path) -> Path:
-    write_recipe(folder)
-    (folder / "mine.py").write_text(ENGINE)
-    (folder / "rewards.py").write_text(REWARDS)
-    return folder
-
-
-def command(iterations: int, *settings: str) -> list[str]:
-    settings = (f"iterations={iterations}", *SETTINGS, *settings)
-    return ["run", "recipe.toml", *(f"--set={setting}" for setting in settings)]
-
-
 @pytest.mark.prefect
 def test_four_iterations_start_one_engine(tmp_path):
-    folder = write(tmp_path / "four")
-    quiver(folder, *command(4, RESIDENT))
+    folder = write_recipe(tmp_path / "four")
+    (folder / "mine.py").write_text(ENGINE)
+    settings = [f"--set={setting}" for setting in ("iterations=4", *SETTINGS, RESIDENT)]
+    quiver(folder, "run", "recipe.toml", *settings)
     assert events(folder) == ["start", "sleep", *["take", "sleep"] * 3, "close"]
     assert not left_behind(folder)
-
-
-@pytest.mark.slow
-@pytest.mark.prefect
-def test_a_flow_that_is_killed_leaves_no_sleeper_and_a_killed_sleeper_costs_one_start(tmp_path):
-    folder = write(tmp_path / "killed")
-    (folder / "wait").touch()
-    running = subprocess.Popen(
-        [sys.executable, "-m", "quiver.flows.cli", *command(3, RESIDENT)],
-        cwd=folder,
-        env=command_environment(folder),
-        start_new_session=True,
-    )
-    while not (folder / "waits").exists():
-        assert running.poll() is None, "the run ended before it could be killed"
-        time.sleep(0.02)
-    assert events(folder) == ["start", "sleep"]
-    assert Path(f"/proc/{pids(folder)[0]}").exists()
-    os.killpg(running.pid, signal.SIGKILL)
-    running.wait(30)
-    assert left_behind(folder) == []
-    assert not Path(f"/proc/{pids(folder)[0]}").exists()
-    (folder / "events").unlink()
-    (folder / "kill").touch()
-    quiver(folder, *command(3, RESIDENT))  # its first rollouts are there already
-    assert events(folder) == ["start", "sleep", "start", "sleep", "close"]

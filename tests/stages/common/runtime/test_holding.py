@@ -134,19 +134,6 @@ def test_a_call_that_fails_in_a_held_process_is_repeated_in_a_fresh_one(
     assert f"stage policy: once more, in a fresh process: {reason}" in caplog.text
 
 
-def test_one_process_answers_the_calls_of_all_stages_until_one_fails(interpreter, started):
-    failure = 'echo \'{"error": 0, "held": false}\' > "$6/answer.json"; exit 1'
-    python = interpreter(SERVES.format(body=f"if [ $n = 3 ]; then {failure}; fi"))
-    with holding.in_one_process():
-        hold("generate", {}, python)
-        answers = [ask(stage, CALL, python=python) for stage in ("prompt", "policy", "generate")]
-        assert [answer.get("ref") for answer in answers] == ["1", "2", None]
-        assert len(started) == 1 and not holding._waiting
-        ask("prompt", CALL, python=python)
-    ask("prompt", CALL, python=python)
-    assert len(started) == 3
-
-
 # -- its environment
 
 
