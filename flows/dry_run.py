@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quiver.stages.common.config import parse
-from quiver.stages.common.runtime.prewarm import in_one_process
+from quiver.stages.common.runtime.holding import in_one_process
 
 from .post_train import post_train
 from .recipe import Recipe

@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 
 from quiver.schemas.errors import ResourceError
-from quiver.stages.common.runtime.prewarm import prewarm
+from quiver.stages.common.runtime.holding import hold
 from quiver.stages.common.runtime.runner import Outcome, plan_of, run_call
 from quiver.stages.common.runtime.stage import load
 from quiver.stages.common.runtime.subprocesses import Stopped
@@ -66,7 +66,7 @@ def run_here(
             # Processes with an environment of their own learn their devices only later.
             for following in () if env else upcoming:
                 if most_processes(following) == 1:
-                    prewarm(following.stage, following.config, following.python, following.online)
+                    hold(following.stage, following.config, following.python, following.online)
             return run_call(
                 call.runner_call,
                 python=call.python,
@@ -74,7 +74,7 @@ def run_here(
                 online=call.online,
                 on_line=on_line,
                 env=env,
-                stay=resident and call.stage == "generate",
+                hold=resident and call.stage == "generate",
                 stopped=is_stopped,
             )
 

@@ -32,7 +32,7 @@ from quiver.schemas.errors import SYSTEM_REASONS, LineageError, QuiverError
 from quiver.schemas.manifest import digest
 from quiver.schemas.refs import parse
 from quiver.stages.common.config import Config
-from quiver.stages.common.runtime.prewarm import end_waiting
+from quiver.stages.common.runtime.holding import end_waiting
 from quiver.stages.common.runtime.runner import Outcome, find
 from quiver.stages.common.runtime.stage import Refs, load
 from quiver.stages.common.store import Store

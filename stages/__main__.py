@@ -1,21 +1,20 @@
-"""One stage, one process: python -m quiver.stages [NAME] --call call.json --answer answer.json
+"""One stage, one process: python -m quiver.stages STAGE FOLDER
+
+If FOLDER has a `call.json` at the start, that names the stage and config of a call that will come,
+and the process imports the modules that they need. Then it waits for a line on stdin, which means
+that the call itself is written there. The answer is one JSON object in `answer.json`, because
+libraries print to stdout. It is {"ref", "cached", "rows", "seconds", "metrics"}, or {"error":
+{"code", "object", "message", "next"}}, with the version of Quiver.
+
+A call with "hold" lets the process wait for another call in the same way, if its stage kept an
+engine for it, or if STAGE is "any". The answer says so in "held" (`holding`).
 
 If the call asks for several ranks, this process starts them (`ranks`), each by the same command
 with `--rank`, and their answer is its answer.
-
-Given a config beforehand, the process imports the modules that the stage needs. Then it waits for a
-line on stdin, which means that the call is written. The answer is one JSON object in a file,
-because libraries print to stdout. It is {"ref", "cached", "rows", "seconds", "metrics"}, or
-{"error": {"code", "object", "message", "next"}}, with the version of Quiver.
-
-A call with "stay" lets the process wait for another call in the same way, if its stage kept
-something for it (`staying`), or if the process was started without NAME and so answers calls for
-any stage. The answer then has "stays".
 """
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import gc
 import json
@@ -24,96 +23,97 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 from quiver.schemas.errors import QuiverError, unexpected
 from quiver.stages.common import ranks
 from quiver.stages.common.config import parse
-from quiver.stages.common.runtime import keeper, staying
-from quiver.stages.common.runtime.prewarm import HINT_NAME
+from quiver.stages.common.runtime import keeper
+from quiver.stages.common.runtime.holding import ANSWER_NAME, ANY_STAGE, CALL_NAME, this_process
 from quiver.stages.common.runtime.runner import Call, perform, quiver_version
-from quiver.stages.common.runtime.stage import MODULES, load
+from quiver.stages.common.runtime.stage import load
 
 log = logging.getLogger(__name__)
 
 
 def main() -> int:
     """Run the stage; return its exit code, which is the error's."""
-    parser = argparse.ArgumentParser(
-        prog="python -m quiver.stages", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("stage", nargs="?", choices=sorted(MODULES), help="default: as calls say")
-    parser.add_argument("--call", type=Path, required=True)
-    parser.add_argument("--answer", type=Path, required=True)
-    parser.add_argument("--rank", action="store_true", help="one of several, as RANK says")
-    arguments = parser.parse_args()
+    stage, folder, *rank = sys.argv[1:]
+    call_path, answer_path = Path(folder, CALL_NAME), Path(folder, ANSWER_NAME)
     # with Python's default, collecting the objects of imports takes a third of their time
     gc.set_threshold(100_000, 50, 100)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("quiver.stages").setLevel(logging.INFO)
-    if arguments.rank:
+    if rank:
         keeper.die_with_parent()
-        answer_path = ranks.answer_of(arguments.answer, os.environ["RANK"])
         if os.environ["RANK"] != "0":  # rank 0's output is enough
             logging.getLogger("quiver.stages").setLevel(logging.ERROR)
-        return serve(json.loads(arguments.call.read_text()), answer_path)
-    if arguments.stage:
-        import_beforehand(arguments.stage, arguments.call.with_name(HINT_NAME))
-    else:
-        staying.serve_all()
-    code = 0
+        answer_path = ranks.answer_of(answer_path, os.environ["RANK"])
+        return serve(json.loads(call_path.read_text()), answer_path)[0]
+    with suppress(Exception):  # the call, if one comes, will meet and report it itself
+        import_for(json.loads(call_path.read_text()))
+    code, is_held = 0, False
     try:
-        # ends at EOF: the process is not needed any more
+        # ends at EOF: no further call comes
         while sys.stdin.readline():
-            call = json.loads(arguments.call.read_text())
+            is_held = False
+            call = json.loads(call_path.read_text())
             count = ranks.needed(call["stage"], call["config"])
             if count > 1:
-                command = [sys.executable, "-u", "-P", "-m", "quiver.stages", *sys.argv[1:]]
-                return ranks.launch([*command, "--rank"], arguments.answer, count)
-            code = serve(call, arguments.answer)
-            if not staying.keeps():
+                command = [
+                    sys.executable,
+                    "-u",
+                    "-P",
+                    "-m",
+                    "quiver.stages",
+                    stage,
+                    folder,
+                    "--rank",
+                ]
+                return ranks.launch(command, answer_path, count)
+            code, is_held = serve(call, answer_path, for_any_stage=stage == ANY_STAGE)
+            if not is_held:
                 break
             # wakes the caller, which reads the output while it waits for the answer
             print(flush=True)
-    except SystemExit as told:
-        if not staying.keeps():
+    except SystemExit as ended:
+        if not is_held:
             raise
-        code = told.code  # asleep, and asked to end: at once
+        code = ended.code  # it waits, and is asked to end: at once
     finally:
-        staying.close()
+        if this_process.sleeper is not None:
+            with suppress(Exception):  # all that it started ends with this process
+                this_process.sleeper.close()
     return code
 
 
-def serve(call: dict, answer_path: Path) -> int:
-    """Answer the call, write the answer to `answer_path`, and return the exit code."""
-    staying.ask(call.pop("stay", False))
+def import_for(call: dict) -> None:
+    """Import what the call's stage needs for its config."""
+    stage = load(call["stage"])
+    if ranks.needed(call["stage"], call["config"]) > 1:
+        ranks.prepare()
+    elif hasattr(stage, "prepare"):
+        stage.prepare(parse(stage.Config, call["config"], f"stage {call['stage']}"))
+
+
+def serve(call: dict, answer_path: Path, *, for_any_stage: bool = False) -> tuple[int, bool]:
+    """Answer the call, and write the answer to `answer_path`.
+
+    Returns:
+        The exit code, and whether this process is held for another call.
+    """
+    this_process.may_wait = call.pop("hold", False)
     answer, code = answer_call(call)
-    if code or not staying.is_asked():
-        staying.close()
-    if staying.keeps():
-        answer["stays"] = True
+    keeps = for_any_stage or this_process.sleeper is not None
+    is_held = this_process.may_wait and not code and keeps
     temporary = answer_path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({**answer, "quiver": quiver_version()}))
+    temporary.write_text(json.dumps({**answer, "held": is_held, "quiver": quiver_version()}))
     # a rename, so that the caller never reads half an answer
     temporary.replace(answer_path)
-    return code
-
-
-def import_beforehand(name: str, hint: Path) -> None:
-    """Import what the stage needs for the config in the file `hint`, if it exists."""
-    stage = load(name)
-    if not hint.exists() or not hasattr(stage, "prepare"):
-        return
-    try:
-        config = json.loads(hint.read_text())
-        if ranks.needed(name, config) > 1:
-            ranks.prepare()
-        else:
-            stage.prepare(parse(stage.Config, config, f"stage {name}"))
-    except Exception as error:  # the call, if one comes, will meet and report it itself
-        log.debug("%s could not prepare: %s", name, error)
+    return code, is_held
 
 
 def answer_call(fields: dict) -> tuple[dict, int]:

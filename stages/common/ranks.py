@@ -8,9 +8,9 @@ Under a launcher each rank is a whole command. Without one the stage's own proce
 agent. The keeper watches it, so no rank outlives it, and it ends as its ranks did:
 
     keeper
-    └── python -m quiver.stages optimize …              the agent
-        ├── python -m quiver.stages optimize … --rank   RANK=0: writes the versions
-        └── python -m quiver.stages optimize … --rank   RANK=1
+    └── python -m quiver.stages optimize FOLDER             the agent
+        ├── python -m quiver.stages optimize FOLDER --rank      RANK=0: writes the versions
+        └── python -m quiver.stages optimize FOLDER --rank      RANK=1
 
 Not of the spine: the output of a stage does not depend on how its ranks were started.
 """
@@ -31,7 +31,7 @@ from typing import Any
 from quiver.schemas.errors import QuiverError, ResourceError
 from quiver.stages.common.launched import are_launched
 from quiver.stages.common.runtime.stage import load
-from quiver.stages.common.runtime.subprocesses import GRACE_SECONDS
+from quiver.stages.common.runtime.subprocesses import GRACE_SECONDS, ending
 
 _LOST_PEER = re.compile(
     r"gloo/|NCCL|Dist(Network|Backend|Store)Error|Connection (reset|closed|refused)|Broken pipe"
@@ -133,10 +133,10 @@ def launch(command: list[str], answer: Path, count: int) -> int:
     # the agent ends those that are left by SIGTERM
     killed = [one for one in failures if one.exitcode < 0 and -one.exitcode != signal.SIGTERM]
     if killed and not typed and not defects:  # it may also end those by SIGKILL
-        name = signal.Signals(-killed[0].exitcode).name
-        hint = " (out of memory?)" if name == "SIGKILL" else ""
-        print(f"rank {killed[0].local_rank} of {count} was ended by {name}{hint}", file=sys.stderr)
-        return 128 - killed[0].exitcode
+        rank = killed[0].local_rank
+        code = killed[0].exitcode
+        print(f"rank {rank} of {count} was ended {ending(code)}", file=sys.stderr)
+        return 128 - code
     for path in [*typed, *defects, *lost][:1]:
         path.replace(answer)
     return failures[0].exitcode if failures else 1

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +32,7 @@ from .ends import end_ids_of_generation_config, stop_ids_of, unknown_end, warn_o
 from .options import VllmOptions
 from .prompts import context_limit, most_pictures, select_prompts
 from .requests import Requests
-from .resident import start
+from .resident import engine_at_work
 from .rows import Rows
 from .shards import Shards
 from .texts import Texts
@@ -163,23 +162,14 @@ def _sample(
         # Name a missing or truncated file at once, before anything is imported.
         if "/" not in entry.name and policy.files.size(entry.name) != entry.bytes:
             policy.verify(entry.name)
-    with writer.phase("load"), ThreadPoolExecutor(1) as thread:
-        # Hashing gigabytes takes as long as importing an engine's library, so do both at once.
-        verification = thread.submit(verify_model, policy)
-        try:
-            resident = start(config, replace(setup, verified=verification.result))
-        finally:
-            # For a damaged file this error is clearer than the engine's own.
-            verification.result()
-    writer.notes["engine"] = resident.info
-    requests = new_requests(
-        rows=rows,
-        texts=Texts.of(policy, setup.stop_ids),
-        take_shard=shards.take,
-        engine=config.engine,
-        ahead=getattr(resident.engine, "ahead", 1),
-        vocabulary_size=checkpoints.vocabulary_size(policy),
-        max_tokens=config.sampling.max_tokens,
-    )
-    with resident.at_work(writer):
-        shards.make(resident.engine, requests)
+    with engine_at_work(config, setup, writer) as engine:
+        requests = new_requests(
+            rows=rows,
+            texts=Texts.of(policy, setup.stop_ids),
+            take_shard=shards.take,
+            engine=config.engine,
+            ahead=getattr(engine, "ahead", 1),
+            vocabulary_size=checkpoints.vocabulary_size(policy),
+            max_tokens=config.sampling.max_tokens,
+        )
+        shards.make(engine, requests)

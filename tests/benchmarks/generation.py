@@ -154,10 +154,9 @@ def _quiver(arguments: argparse.Namespace) -> None:
     }
     refs = {"prompts": str(prompts.ref), "policy": str(policy.ref)}
     call = Call("generate", config, store.path, refs, force=True)
-    call_path = arguments.work / "call.json"
     answer_path = arguments.work / "answer.json"
-    call_path.write_text(json.dumps(call.to_json()))
-    sys.argv[1:] = ["generate", "--call", str(call_path), "--answer", str(answer_path)]
+    (arguments.work / "call.json").write_text(json.dumps(call.to_json()))
+    sys.argv[1:] = ["generate", str(arguments.work)]
     sys.stdin = io.StringIO("\n")  # the call is there
     if process.main():
         sys.exit(answer_path.read_text())

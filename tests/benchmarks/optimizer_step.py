@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quiver.stages.common.runtime.prewarm import ENVIRONMENT
+from quiver.stages.common.runtime.holding import ENVIRONMENT
 
 from .made import random_policy, real_policy
 from .side_by_side import answer, machine, median, run_side, table

@@ -22,8 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from quiver.stages.common.runtime.allocator import allocator_environment
-from quiver.stages.common.runtime.prewarm import ENVIRONMENT
+from quiver.stages.common.runtime.holding import ENVIRONMENT, allocator_environment
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".peers"

@@ -1,10 +1,10 @@
 """An iteration of the demo with and without processes that import ahead of time what their stage
-needs (`stages/common/runtime/prewarm.py`).
+needs (`stages/common/runtime/holding.py`).
 
     python -m tests.benchmarks.warm_imports
 
 32 prompts × 8 × 12 tokens, by vLLM and by transformers. Counted is the second iteration and later
-ones, from the end of one to the end of the next. `without` replaces `prewarm` by nothing.
+ones, from the end of one to the end of the next. `without` replaces `hold` by nothing.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ RECIPE = ROOT / "deployments/recipes/demo.toml"
 SIDES = ("with", "without")
 ENGINES = ("vllm", "transformers")
 ITERATIONS = 3
-_COMMAND = "from quiver.flows import placement\n{replace}from quiver.flows.cli import main\nmain()"
-_REPLACE = {"with": "", "without": "placement.prewarm = lambda *_: None\n"}
+_COMMAND = "from quiver.flows import here\n{replace}from quiver.flows.cli import main\nmain()"
+_REPLACE = {"with": "", "without": "here.hold = lambda *_: None\n"}
 
 
 def main() -> None:

@@ -1,12 +1,11 @@
-"""`placement.resident_engine`: one engine for the policies of a run. It sleeps, in its process, while
-other stages work; at any doubt there is a fresh one, and nobody is left in the end."""
+"""`placement.resident_engine`: one engine for the policies of a run sleeps while other stages work.
+
+In doubt there is a fresh one, and no process is left in the end.
+"""
 
 import logging
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,18 +15,16 @@ from quiver.flows.placement import StageCall, check_placement
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError, CorruptError, ResourceError
 from quiver.stages.common.models import vllm_env
-from quiver.stages.common.runtime import prewarm
+from quiver.stages.common.runtime import holding
 from quiver.stages.common.store import Store
 from tests.flows.conftest import (
     RECIPE,
-    command_environment,
     left_behind,
     quiver,
     write_recipe,
 )
-from tests.stages.generate import guessing
 from tests.stages.generate.making import random_prompts
-from tests.stages.sharing import copy, wait
+from tests.stages.sharing import copy
 from tests.tiny import make_policy
 
 ENGINE = """
@@ -53,6 +50,8 @@ class Engine(ScriptedEngine):
 
     def sleep(self):
         note("sleep")
+        if (HERE / "restless").exists():
+            raise RuntimeError("the device does not answer")
         return not (HERE / "sleepless").exists()
 
     def take(self, setup):
@@ -65,7 +64,7 @@ class Engine(ScriptedEngine):
             if kind == "hang":
                 time.sleep(600)
             raise RuntimeError("the device is gone")
-        if setup.options != self.setup.options:
+        if setup.max_model_len != self.setup.max_model_len:
             return False
         note("take")
         super().__init__(setup)
@@ -117,7 +116,7 @@ def place(bare, tmp_path, monkeypatch):
     copy(bare, tmp_path)
     (tmp_path / "mine.py").write_text(ENGINE)
     yield tmp_path
-    prewarm.end_waiting()
+    holding.end_waiting()
     assert not [pid for pid in pids(tmp_path) if Path(f"/proc/{pid}").exists()]
 
 
@@ -147,7 +146,7 @@ def test_one_engine_answers_for_each_policy_in_turn_as_fresh_ones_do(place, bare
         has_slept = (True, number + 1) if number else (None, None)
         assert (info.get("resident"), info.get("policies")) == has_slept
     assert events(place) == ["start", "sleep", "take", "sleep", "take", "sleep"]
-    prewarm.end_waiting()
+    holding.end_waiting()
     assert events(place)[-1] == "close"
     stores = [Store(place / "store"), copy(bare, tmp_path_factory.mktemp("fresh"))]
     for number in range(3):
@@ -167,24 +166,53 @@ def run_two(place: Path, between=lambda: None, **changed) -> None:
     assert run_here(call(place, 1, **changed), resident=True).ref == "tiny/rollouts@2"
 
 
-def test_one_that_is_killed_in_its_sleep_costs_one_start(place):
-    def kill():
-        os.kill(pids(place)[0], signal.SIGKILL)
-
-    run_two(place, kill)
-    run_here(call(place, 2), resident=True)
-    assert events(place) == ["start", "sleep", "start", "sleep", "take", "sleep"]
+def kill(place, monkeypatch):
+    os.kill(pids(place)[0], signal.SIGKILL)
+    holding._waiting["generate"].process.wait(10)
 
 
-@pytest.mark.parametrize("fault", ["raise", "die"])
-def test_one_that_can_not_take_a_policy_costs_one_start(place, fault, caplog):
+def fail_next(place, monkeypatch):
+    (place / "fault").write_text("raise")
+
+
+def die_next(place, monkeypatch):
+    (place / "fault").write_text("die")
+
+
+def edit(place, monkeypatch):
+    (place / "mine.py").write_text(f"{ENGINE}\n")
+
+
+def give_other_devices(place, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+
+
+def leave(place, monkeypatch):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("happen", "changed", "closes", "reason"),
+    [
+        (kill, {}, False, ""),
+        (die_next, {}, False, "its process ended"),
+        (fail_next, {}, True, "does not take p1/policy@0: RuntimeError: the device is gone"),
+        (edit, {}, True, "does not take p1/policy@0: it was made for another engine, or for other"),
+        (leave, {"config": {"options": {"script": "echo"}}}, True, ""),
+        (leave, {"config": {"max_model_len": 32}}, True, "does not take p1/policy@0: it was made"),
+        (give_other_devices, {}, True, ""),
+    ],
+)
+def test_in_doubt_a_fresh_engine_replaces_it(
+    place, monkeypatch, caplog, happen, changed, closes, reason
+):
     caplog.set_level(logging.WARNING, "quiver.stages")  # as the command line shows it
     caplog.set_level(logging.INFO, "quiver")
-    run_two(place, lambda: (place / "fault").write_text(fault))
-    assert [each for each in events(place) if each != "close"] == ["start", "sleep"] * 2
+    run_two(place, lambda: happen(place, monkeypatch), **changed)
+    assert events(place) == ["start", "sleep", *["close"] * closes, "start", "sleep"]
     assert "resident" not in engine_info(place, "tiny/rollouts@2")
-    (line,) = [line for line in caplog.messages if "once more, in a fresh process" in line]
-    assert "does not take p1/policy@0" in line or "SIGKILL" in line or "exit code" in line
+    lines = [line for line in caplog.messages if "once more, in a fresh process" in line]
+    assert len(lines) == bool(reason) and all(reason in line for line in lines)
 
 
 def test_a_policy_with_a_damaged_file_is_not_taken(place):
@@ -200,65 +228,19 @@ def test_a_policy_with_a_damaged_file_is_not_taken(place):
     assert "take" not in events(place)
 
 
-def test_other_options_get_a_fresh_engine(place):
-    run_two(place, config={"options": {"script": "echo"}})
-    assert events(place) == ["start", "sleep", "close", "start", "sleep"]
-
-
-def test_other_code_gets_a_fresh_engine(place):
-    def edit():
-        (place / "mine.py").write_text(ENGINE.replace('note("start")', 'note("started")'))
-
-    run_two(place, edit)
-    assert events(place) == ["start", "sleep", "close", "started", "sleep"]
-
-
-def test_other_devices_get_a_fresh_engine(place, monkeypatch):
-    run_two(place, lambda: monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1"))
-    assert events(place) == ["start", "sleep", "start", "sleep"]
-
-
-def test_one_that_does_not_sleep_ends_with_its_answer(place):
-    (place / "sleepless").touch()
+@pytest.mark.parametrize("cause", ["sleepless", "restless"])
+def test_one_that_does_not_sleep_ends_with_its_answer(place, cause):
+    (place / cause).touch()
     run_two(place)
     assert events(place) == ["start", "sleep", "close"] * 2
 
 
-def test_episodes_of_turns_are_answered_by_it_too(place):
-    store = Store(place / "store")
-    names = guessing.write_game(place / "game")
-    prompts = guessing.render(store, store.open("p0/policy@0"), names)
-    config = {
-        "sampling": {"max_tokens": 8},
-        "options": {"script": names["script"]},
-        "turns": {"environment": names["environment"], "max_turns": 4},
-    }
-    outcomes = []
-    for number, is_fresh in ((0, False), (1, False), (1, True)):
-        refs = {"prompts": str(prompts.ref), "policy": f"p{number}/policy@0"}
-        if is_fresh:
-            prewarm.end_waiting()
-        again = call(place, number, config=config, refs=refs, force=True)
-        outcomes.append(store.open(run_here(again, resident=True).ref))
-    assert events(place) == ["start", "sleep", "take", "sleep", "close", "start", "sleep"]
-    resident, fresh = (version.table().to_pylist() for version in outcomes[1:])
-    assert max(len(row["turns"]) for row in resident) > 1
-    for name in ("rollout_id", "prompt_ids", "completion_ids", "seed"):  # a turn has its seconds
-        assert [row[name] for row in resident] == [row[name] for row in fresh]
-
-
-def test_what_is_done_already_wakes_nobody(place):
-    run_two(place)
-    assert run_here(call(place, 1), resident=True).cached
-    run_here(call(place, 1, force=True), resident=True)
-    assert [each for each in events(place) if each != "sleep"] == ["start", "take", "take"]
-
-
-def test_a_call_that_asks_nobody_to_stay_takes_the_sleeper_and_ends_it(place):
+def test_a_call_that_holds_no_process_takes_the_sleeper_and_ends_it(place):
     run_here(call(place, 0), resident=True)
+    holding.hold("generate", call(place, 1).config)  # one is held already
     assert run_here(call(place, 1)).ref == "tiny/rollouts@2"
     assert events(place) == ["start", "sleep", "take", "close"]
-    assert not prewarm._waiting
+    assert not holding._waiting
 
 
 def test_a_time_limit_ends_one_that_hangs(place):
@@ -266,43 +248,12 @@ def test_a_time_limit_ends_one_that_hangs(place):
     (place / "fault").write_text("hang")
     with pytest.raises(ResourceError, match="limit of 2 s"):
         run_here(call(place, 1, timeout_seconds=2), resident=True)
-    assert run_here(call(place, 1), resident=True).ref == "tiny/rollouts@2"
-    assert events(place) == ["start", "sleep", "start", "sleep"]
-
-
-CALLER = """
-import sys, time
-from quiver.flows.here import run_here
-from quiver.flows.placement import StageCall
-run_here(StageCall.model_validate_json(sys.argv[1]), resident=True)
-print("asleep", flush=True)
-time.sleep(600)
-"""
-
-
-def test_one_that_sleeps_ends_with_a_caller_that_is_killed(place):
-    command = [sys.executable, "-c", CALLER, call(place, 0).model_dump_json()]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as caller:
-        assert caller.stdout.readline() == "asleep\n"
-        (pid,) = pids(place)
-        assert Path(f"/proc/{pid}").exists()
-        caller.kill()
-    wait(lambda: not Path(f"/proc/{pid}").exists())
-
-
-def test_nothing_is_prewarmed_beside_one_that_sleeps(place):
-    run_here(call(place, 0), resident=True)
-    before = dict(prewarm._waiting)
-    prewarm.prewarm("generate", call(place, 1).config)
-    assert before == prewarm._waiting and len(before) == 1
+    assert events(place) == ["start", "sleep", "close"]
 
 
 def test_processes_that_share_the_shards_have_fresh_engines(place):
-    for number in range(2):
-        shards = {"rows_per_shard": 3}
-        run_here(call(place, number, devices=2, config=shards), resident=True)
+    run_here(call(place, 0, devices=2, config={"rows_per_shard": 3}), resident=True)
     assert "sleep" not in events(place)
-    assert not prewarm._waiting
 
 
 # -- what is refused
@@ -343,23 +294,6 @@ def test_an_interpreter_of_its_own_is_asked_by_the_engine(tmp_path):
 # -- whole runs
 
 
-REWARDS = """
-import os, signal, time
-from pathlib import Path
-
-
-def evenness(completion_ids, **_):
-    # The engine sleeps meanwhile: a file `kill` says that it is to be killed once, a file `wait`
-    # that it is to be waited for long.
-    if Path("kill").exists() and Path("events").exists():
-        Path("kill").unlink()
-        events = Path("events").read_text().splitlines()
-        os.kill(int(events[-1].removeprefix("sleep ")), signal.SIGKILL)
-    if Path("wait").exists():
-        Path("wait").rename("waits")
-        time.sleep(600)
-    return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]
-"""
 SETTINGS = (
     "data.held_out=null",
     "optimize.audit.enabled=false",
@@ -367,74 +301,11 @@ SETTINGS = (
 )
 
 
-def write(folder: Path) -> Path:
-    write_recipe(folder)
+@pytest.mark.prefect
+def test_four_iterations_start_one_engine(tmp_path):
+    folder = write_recipe(tmp_path / "four")
     (folder / "mine.py").write_text(ENGINE)
-    (folder / "rewards.py").write_text(REWARDS)
-    return folder
-
-
-def command(iterations: int, *settings: str) -> list[str]:
-    settings = (f"iterations={iterations}", *SETTINGS, *settings)
-    return ["run", "recipe.toml", *(f"--set={setting}" for setting in settings)]
-
-
-def contents(folder: Path, iterations: int) -> dict[str, tuple[str, str]]:
-    """Key and content of each version of the first iterations; those of updates hold seconds."""
-    return {
-        str(version.ref): (version.manifest.run_key, version.manifest.content_hash)
-        for version in Store(folder / "store").versions()
-        if version.ref.version <= iterations and version.ref.kind != "updates"
-    }
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory) -> Path:
-    """A run of four iterations with an engine that stays."""
-    folder = write(tmp_path_factory.mktemp("four"))
-    quiver(folder, *command(4, RESIDENT))
-    return folder
-
-
-@pytest.mark.prefect
-def test_four_iterations_start_one_engine(four):
-    assert events(four) == ["start", "sleep", *["take", "sleep"] * 3, "close"]
-    assert not left_behind(four)
-
-
-@pytest.mark.prefect
-def test_fresh_engines_make_the_same(four, tmp_path):
-    folder = write(tmp_path / "fresh")
-    quiver(folder, *command(2))
-    assert events(folder) == ["start", "close"] * 2
-    assert contents(folder, 2) == contents(four, 2)
-    assert len(contents(folder, 2)) == 11
-
-
-@pytest.mark.slow
-@pytest.mark.prefect
-def test_a_flow_that_is_killed_leaves_no_sleeper_and_a_sleeper_that_is_killed_costs_one_start(
-    four, tmp_path
-):
-    folder = write(tmp_path / "killed")
-    (folder / "wait").touch()
-    running = subprocess.Popen(
-        [sys.executable, "-m", "quiver.flows.cli", *command(3, RESIDENT)],
-        cwd=folder,
-        env=command_environment(folder),
-        start_new_session=True,
-    )
-    while not (folder / "waits").exists():
-        assert running.poll() is None, "the run ended before it could be killed"
-        time.sleep(0.02)
-    assert events(folder) == ["start", "sleep"]
-    assert Path(f"/proc/{pids(folder)[0]}").exists()
-    os.killpg(running.pid, signal.SIGKILL)
-    running.wait(30)
-    assert left_behind(folder) == []
-    assert not Path(f"/proc/{pids(folder)[0]}").exists()
-    (folder / "events").unlink()
-    (folder / "kill").touch()
-    quiver(folder, *command(3, RESIDENT))  # its first rollouts are there already
-    assert events(folder) == ["start", "sleep", "start", "sleep", "close"]
-    assert contents(folder, 3) == contents(four, 3)
+    settings = [f"--set={setting}" for setting in ("iterations=4", *SETTINGS, RESIDENT)]
+    quiver(folder, "run", "recipe.toml", *settings)
+    assert events(folder) == ["start", "sleep", *["take", "sleep"] * 3, "close"]
+    assert not left_behind(folder)

@@ -36,11 +36,11 @@ RUN = """
 import json, sys
 from quiver.flows import post_train, single, tasks
 from quiver.flows.recipe import load
-from quiver.stages.common.runtime import prewarm, runner
+from quiver.stages.common.runtime import holding, runner
 
-prewarmed, asking = [], runner.ask
+held, asking = [], runner.ask
 def asked(stage, *arguments, **named):
-    prewarmed.extend([stage] if stage in [key[0] for key in prewarm._waiting] else [])
+    held.extend([stage] if stage in holding._waiting else [])
     return asking(stage, *arguments, **named)
 runner.ask = asked
 sizes, calling = [], tasks.run_when_free
@@ -63,7 +63,7 @@ settings = ["data.source='dies_once.py:rows'", "data.held_out=null", "placement.
 again = single.rerun(load("recipe.toml", settings), "prompt")
 scores = single.evaluation(recipe, ["policy@0", "tiny/policy@2"])
 print(json.dumps({"run": run, "sizes": sizes, "reward": reward, "score": score, "again": again, "scores": scores,
-                  "prewarmed": prewarmed, "left": len(prewarm._waiting)}))
+                  "held": held, "left": len(holding._waiting)}))
 """
 
 
@@ -159,7 +159,7 @@ def test_what_travels_is_small_and_a_stage_is_a_flow(workplace):
     assert (before["policy"], after["policy"]) == ("tiny/policy@0", "tiny/policy@2")
     last = done["iterations"][1]["evaluation"]
     assert (before["score"], after["score"]) == (last["baseline"]["score"], last["score"])
-    assert answer["prewarmed"] == ["optimize", "generate"] * 2 and answer["left"] == 0, (
+    assert answer["held"] == ["optimize", "generate"] * 2 and answer["left"] == 0, (
         "each begun while the other ran"
     )
     assert (workplace / "died").exists() and answer["again"]["rows"] == 4, (

@@ -4,7 +4,7 @@ it samples then is what a fresh engine samples, and what the trainer reproduces.
 import pytest
 import torch
 
-from quiver.stages.common.runtime.prewarm import end_waiting
+from quiver.stages.common.runtime.holding import end_waiting
 from quiver.stages.common.runtime.runner import Call, run_call
 from tests.gpu.test_optimize_gpu import optimize
 from tests.stages.generate.making import random_prompts
@@ -24,7 +24,7 @@ def policies(store):
     end_waiting()
 
 
-def sample(store, policy, *, stay: bool):
+def sample(store, policy, *, hold: bool):
     """Rollouts in float32, by an engine that stays or by a fresh one."""
     config = {
         "device": "cuda",
@@ -34,15 +34,15 @@ def sample(store, policy, *, stay: bool):
     }
     refs = {"prompts": str(random_prompts(store, 8).ref), "policy": str(policy.ref)}
     call = Call("generate", config, store.path, refs, force=True)
-    return store.open(run_call(call, stay=stay).ref)
+    return store.open(run_call(call, hold=hold).ref)
 
 
 def test_two_policies_by_one_engine_are_sampled_as_by_fresh_ones(store, policies):
-    resident = [sample(store, policy, stay=True) for policy in policies]
+    resident = [sample(store, policy, hold=True) for policy in policies]
     free, total = torch.cuda.mem_get_info()
     assert total - free < 8 << 30, "weights and cache were not given back"
     end_waiting()
-    fresh = [sample(store, policy, stay=False) for policy in policies]
+    fresh = [sample(store, policy, hold=False) for policy in policies]
     numbers = [each.manifest.metrics["engine"].get("policies") for each in (*resident, *fresh)]
     assert numbers == [None, 2, None, None]
     for one, other in zip(resident, fresh, strict=True):
@@ -54,7 +54,7 @@ def test_two_policies_by_one_engine_are_sampled_as_by_fresh_ones(store, policies
 
 
 def test_the_trainer_reproduces_what_the_second_policy_sampled(store, policies):
-    rollouts = [sample(store, policy, stay=True) for policy in policies][1]
+    rollouts = [sample(store, policy, hold=True) for policy in policies][1]
     made = (rollouts, world.write_rewards(store, rollouts, world.even_share))
     done = optimize(
         store, policies[1], made, "cuda", precision="fp32", audit={"max_mean_gap": 1e-3}

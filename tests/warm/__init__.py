@@ -29,7 +29,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from quiver.stages.common.runtime.prewarm import ENVIRONMENT
+from quiver.stages.common.runtime.holding import ENVIRONMENT
 from tests.spent import watch
 
 from .client import world

@@ -151,7 +151,12 @@ class Server:
                 os.dup2(stream, number)
                 os.close(stream)
             if self._kind != "flows":
-                keep(above[-1])
+                # a stage's real keeper sees the stand-in alone, and cannot end what the stage
+                # leaves behind
+                from quiver.stages.common.runtime import keeper
+
+                keeper.die_with_parent()
+                keeper.fork_kept(above[-1], 0)
             os.close(above[-1])
             return request
         for handle in (*streams, lifeline):
@@ -192,27 +197,6 @@ class Server:
                 self._selector.unregister(connection)
             _tell(connection, status)
             connection.close()
-
-
-def keep(lifeline: int) -> None:
-    """Be the keeper of a further fork, in which this returns: a stage's real keeper sees the stand-in
-    alone, and cannot end what the stage leaves behind. `lifeline`: a pipe that closes with it."""
-    from quiver.stages.common.runtime import keeper
-
-    keeper.die_with_parent()
-    keeper.adopt_orphans()
-    child = os.fork()
-    if child == 0:
-        os.setsid()
-        keeper.die_with_parent()
-        return
-    code = os.waitstatus_to_exitcode(keeper._keep(child, lifeline, 0.0))
-    if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if code != -signal.SIGKILL:
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code)
 
 
 def _tell(connection: socket.socket, number: int) -> None:

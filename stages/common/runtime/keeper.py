@@ -20,6 +20,8 @@ This file imports the standard library alone, because it is run by its path.
 
 from __future__ import annotations
 
+import _signal as signal  # signal itself takes 4 ms to import, for its enums
+import _thread
 import ctypes
 import os
 import resource
@@ -29,30 +31,14 @@ import time
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
-_SIGKILL = 9
 _LAST_SECONDS = 3.0
-
-
-def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
+"""Signals that a keeper waits for. They are blocked before it forks, so that none is lost."""
 
 
 def die_with_parent() -> None:
     """Make the kernel send SIGKILL to this process when its parent ends, however it ends."""
-    _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
-
-
-def set_oom_score(score: int) -> None:
-    """Set this process's oom_score_adj, which its children inherit.
-
-    When memory runs out, the kernel kills processes with a higher score first.
-    """
-    try:
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write(str(score))
-    except OSError:
-        pass  # the system has no such setting, or a container does not permit it
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _prctl(option: int, argument: int) -> None:
@@ -61,123 +47,100 @@ def _prctl(option: int, argument: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-def kill_descendants(seconds: float = float("inf")) -> None:
+def kill_descendants() -> None:
     """Kill all descendants of this process, which adopts orphans, and wait until they are gone.
 
-    Args:
-        seconds: longest time to wait.
+    Gives up after _LAST_SECONDS.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + _LAST_SECONDS
     while time.monotonic() < deadline:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
             return
-        for pid in _descendants():
+        children: dict[int, list[int]] = {}
+        for name in filter(str.isdigit, os.listdir("/proc")):
             try:
-                os.kill(pid, _SIGKILL)
+                with open(f"/proc/{name}/stat") as file:
+                    parent = int(file.read().rpartition(")")[2].split()[1])
+            except OSError:
+                continue  # it ended meanwhile
+            children.setdefault(parent, []).append(int(name))
+        family = [os.getpid()]
+        for pid in family:  # grows while it is walked
+            family += children.get(pid, [])
+        for pid in family[1:]:
+            try:
+                os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
         time.sleep(0.002)
 
 
-def _descendants() -> list[int]:
-    children: dict[int, list[int]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/stat") as file:
-                parent = int(file.read().rpartition(")")[2].split()[1])
-        except OSError:
-            continue  # it ended meanwhile
-        children.setdefault(parent, []).append(int(name))
-    family = [os.getpid()]
-    for pid in family:  # grows while it is walked
-        family += children.get(pid, [])
-    return family[1:]
-
-
-def main() -> None:
-    """Start the command, keep it, and end with its exit code or signal."""
-    lifeline, grace, limits, oom_score, *command = sys.argv[1:]
-    adopt_orphans()
+def fork_kept(lifeline: int, grace: float) -> None:
+    """Fork, and return in the child alone; the parent is its keeper, and ends as the child does."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans below it become its children
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     keeper = os.getpid()
     child = os.fork()
     if child == 0:
-        os.close(int(lifeline))
         os.setsid()
         die_with_parent()
         # the keeper may have died before the death signal was set
         if os.getppid() != keeper:
             os._exit(1)
-        for limit in filter(None, limits.split(",")):
-            kind, number = map(int, limit.split("="))
-            resource.setrlimit(kind, (number, number))
-        if oom_score:
-            set_oom_score(int(oom_score))
-        os.execvp(command[0], command)
-    code = os.waitstatus_to_exitcode(_keep(child, int(lifeline), float(grace)))
-    if code < 0:
-        import signal
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        return
 
+    def end_with_the_lifeline() -> None:
+        os.read(lifeline, 1)  # returns when the other end is closed
+        if grace:
+            _signal_session(child, signal.SIGTERM)
+            time.sleep(grace)
+        _signal_session(child, signal.SIGKILL)
+
+    _thread.start_new_thread(end_with_the_lifeline, ())
+    pid = 0
+    while pid != child:
+        # other children are orphans, reaped without waiting
+        if not pid and signal.sigwait(_SIGNALS) == signal.SIGTERM:
+            _signal_session(child, signal.SIGTERM)
+        pid, status = os.waitpid(-1, os.WNOHANG)
+    _signal_session(child, signal.SIGKILL)
+    kill_descendants()
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
         _prctl(_PR_SET_DUMPABLE, 0)  # one core file is enough
-        if code != -_SIGKILL:
+        if code != -signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])
         os.kill(keeper, -code)
     os._exit(code)
 
 
-def _keep(child: int, lifeline: int, grace: float) -> int:
-    """Wait until the child ends or the lifeline closes, then end everything left.
-
-    Returns:
-        The child's wait status.
-    """
-    import select
-    import signal  # slow to import, and the command runs meanwhile
-
-    awake, wake = os.pipe()
-    os.set_blocking(wake, False)
-    for number in (signal.SIGCHLD, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    # poll() restarts after a signal, so a byte in this pipe must end it
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    # select() refuses descriptors above 1023, and the requesting process may have passed such
-    poll = select.poll()
-    poll.register(lifeline)
-    poll.register(awake, select.POLLIN)
-    status = _collect(child)
-    while status is None and lifeline not in dict(poll.poll()):
-        if signal.SIGTERM in os.read(awake, 4096):
-            _signal_session(child, signal.SIGTERM)
-        status = _collect(child)
-    if status is None and grace:
-        _signal_session(child, signal.SIGTERM)
-        deadline = time.monotonic() + grace
-        while status is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-            status = _collect(child)
-    _signal_session(child, _SIGKILL)
-    if status is None:
-        os.kill(child, _SIGKILL)
-        status = os.waitpid(child, 0)[1]
-    kill_descendants(_LAST_SECONDS)
-    return status
-
-
-def _collect(child: int) -> int | None:
-    """Reap children that have ended. Returns the child's status, or None while it runs."""
-    pid = -1
-    while pid not in (0, child):
-        pid, status = os.waitpid(-1, os.WNOHANG)
-    return status if pid else None
+def main() -> None:
+    """Run the command under its keeper."""
+    lifeline, grace, limits, oom_score, *command = sys.argv[1:]
+    fork_kept(int(lifeline), float(grace))
+    os.close(int(lifeline))
+    for limit in filter(None, limits.split(",")):
+        kind, number = map(int, limit.split("="))
+        resource.setrlimit(kind, (number, number))
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write(oom_score)
+    except OSError:
+        pass  # the system has no such setting, or a container does not permit it
+    os.execvp(command[0], command)
 
 
 def _signal_session(child: int, number: int) -> None:
-    try:
-        os.killpg(child, number)
-    except ProcessLookupError:  # all have ended, or the child leads no session yet
-        return
+    for send in (os.killpg, os.kill):  # before it leads a session, the child alone
+        try:
+            return send(child, number)
+        except ProcessLookupError:
+            continue
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 This module decides whether to force, share, resume, or answer "already done". A finished version is
 found in this process within milliseconds. Otherwise the stage runs in a child process, so that its
-memory and device are free when it ends; it ends with its caller. With `stay`, a child may wait for
+memory and device are free when it ends; it ends with its caller. With `hold`, a child may wait for
 the next call with an engine asleep, and then keeps some memory.
 
     call = Call("generate", config, store.path, {"prompts": "a/prompts@1", "policy": "a/policy@0"})
@@ -40,7 +40,7 @@ from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.failpoints import failpoint
 from quiver.stages.common.store.writer import open_staging
 
-from .prewarm import ask
+from .holding import ask
 from .stage import Plan, load, plan_call
 
 log = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ def run_call(
     online: bool = False,
     on_line: Callable[[str], None] = log.info,
     env: Mapping[str, str] | None = None,
-    stay: bool = False,
+    hold: bool = False,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Find the finished version, or run the stage in a child process and wait for it.
@@ -215,7 +215,7 @@ def run_call(
         online: if true, the child may reach a model hub.
         on_line: called with each line that the child prints.
         env: variables set over the child's environment.
-        stay: if true, the child may wait for the next such call, with an engine asleep.
+        hold: if true, hold the child for the next such call, if its engine sleeps.
         stopped: polled while waiting; once it returns true (at another thread's wish), the child
             is ended.
 
@@ -234,7 +234,7 @@ def run_call(
         python=python,
         online=online,
         env=env,
-        stay=stay,
+        hold=hold,
         on_line=on_line,
         timeout=timeout,
         stopped=stopped,

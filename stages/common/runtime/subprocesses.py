@@ -17,6 +17,7 @@ import logging
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -35,6 +36,15 @@ log = logging.getLogger(__name__)
 
 class Stopped(BaseException):
     """Raised in a process that no longer wants to wait for a child; the child was ended."""
+
+
+def ending(code: int, hint: str = "out of memory?") -> str:
+    """Return how a process ended: "with exit code 3", or "by SIGKILL (out of memory?)"."""
+    if -code not in set(signal.Signals):
+        return f"with exit code {code}"
+    name = signal.Signals(-code).name
+    # SIGABRT: C++ could not get memory
+    return f"by {name} ({hint})" if name in ("SIGKILL", "SIGABRT") else f"by {name}"
 
 
 class Process(subprocess.Popen):

@@ -16,7 +16,6 @@ import json
 import os
 import pickle
 import resource
-import signal
 import subprocess
 import sys
 import threading
@@ -30,7 +29,7 @@ from pydantic import BaseModel
 
 from quiver.schemas.errors import ResourceError
 from quiver.stages.common.runtime import answering
-from quiver.stages.common.runtime.subprocesses import Process
+from quiver.stages.common.runtime.subprocesses import Process, ending
 from quiver.stages.common.store.failpoints import failpoint
 
 PRINTED_BYTES = 4096
@@ -161,12 +160,8 @@ class Worker(Process):
             code = self.wait()
             if is_late:
                 raise Late from None
-            if -code in (signal.SIGKILL, signal.SIGABRT):  # SIGABRT: C++ could not get memory
-                name = signal.Signals(-code).name
-                raise Killed(f"by {name} (out of memory? {self._allowance})") from None
-            if -code in set(signal.Signals):
-                raise Killed(f"by {signal.Signals(-code).name}") from None
-            raise Ended(f"with exit code {code}") from None
+            error_class = Killed if code < 0 else Ended
+            raise error_class(ending(code, f"out of memory? {self._allowance}")) from None
         except (ValueError, RecursionError):
             raise Ended("after an answer that cannot be read") from None
         finally:

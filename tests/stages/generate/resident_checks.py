@@ -29,7 +29,7 @@ def answers(engine) -> list[list[float]]:
 
 def main() -> None:
     store = Store(sys.argv[1], create=False)
-    policies = [store.open(ref) for ref in ("tiny/policy@0", "other/policy@0")]
+    policies = [store.open(ref) for ref in ("tiny/policy@0", "next/policy@0")]
     sampling = Sampling(temperature=0, max_tokens=8, ignore_eos=True)
     setups = [Setup(policy, sampling, (), 64, dtype="float32") for policy in policies]
     if on_gpu := not vllm.vllm_env.find_build("test").cpu:
@@ -39,9 +39,7 @@ def main() -> None:
         engine.setup = replace(engine.setup, resident=True)
         engine._architecture = vllm._architecture(policies[0])
     out = {"first": answers(engine), "slept": engine.sleep(), "taken": engine.take(setups[1])}
-    out |= {"second": answers(engine)}
-    engine.sleep()
-    out |= {"back": engine.take(setups[0]), "first again": answers(engine)}
+    out["second"] = answers(engine)
     engine.close()
     engine = vllm.VllmEngine(replace(setups[1], resident=False))
     out["fresh"] = answers(engine)

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from quiver import run_stage
-from quiver.schemas.errors import ConfigError, LineageError, ResourceError
-from quiver.stages.common.runtime import prewarm, runner
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.runtime import holding, runner
+from quiver.stages.common.runtime.holding import StageProcess
 from quiver.stages.common.runtime.runner import Call, find, perform, quiver_version, run_call
 from quiver.stages.common.runtime.stage import Plan, is_made_alike
 from quiver.stages.common.store import Store
@@ -28,17 +29,16 @@ def nothing_is_found(monkeypatch):
 
 def answer_of(tmp_path, **fields):
     """Exit code, answer and stderr of a stage's process for a call with these fields."""
-    call, answer = tmp_path / "call.json", tmp_path / "answer.json"
-    call.write_text(json.dumps({"refs": {}, "quiver": quiver_version(), **fields}))
-    command = [sys.executable, "-m", "quiver.stages", "policy"]
+    call = {"refs": {}, "quiver": quiver_version(), **fields}
+    (tmp_path / "call.json").write_text(json.dumps(call))
     done = subprocess.run(
-        [*command, "--call", str(call), "--answer", str(answer)],
+        [sys.executable, "-m", "quiver.stages", "policy", str(tmp_path)],
         input="\n",
         capture_output=True,
         text=True,
         check=False,
     )
-    return done.returncode, json.loads(answer.read_text()), done.stderr
+    return done.returncode, json.loads((tmp_path / "answer.json").read_text()), done.stderr
 
 
 def test_an_unexpected_error_is_told_as_such(store, tmp_path):
@@ -92,15 +92,6 @@ def test_a_typed_error_crosses_the_process(store, nothing_is_found):
     with pytest.raises(ConfigError, match="there is no such directory") as caught:
         run_call(call)
     assert caught.value.next == "correct policy.model"
-
-
-def test_a_dead_child_is_a_resource_error(store, nothing_is_found):
-    killer = store.path.parent / "python"
-    killer.write_text("#!/bin/sh\necho about to allocate\nkill -9 $$\n")
-    killer.chmod(0o755)
-    call = Call("policy", {"model": "x"}, store.path, into="b")
-    with pytest.raises(ResourceError, match=r"by SIGKILL \(out of memory\?\).*about to allocate"):
-        run_call(call, python=str(killer))
 
 
 def test_finished_work_is_found_without_a_child(store, tmp_path):
@@ -168,51 +159,6 @@ def test_what_another_release_of_a_stage_made_is_not_made_alike(store):
     assert is_made_alike(first, again) and not is_made_alike(first, newer)
 
 
-def test_a_process_that_was_started_for_other_options_is_not_taken(store, monkeypatch):
-    """What vLLM reads as it is imported stays as the first config said."""
-    monkeypatch.setattr(runner, "find", lambda call: None)
-    config = {"engine": "scripted", "sampling": {"max_tokens": 4}}
-    started = []
-    process = prewarm.StageProcess
-    monkeypatch.setattr(
-        prewarm,
-        "StageProcess",
-        lambda *given, **options: started.append(1) or process(*given, **options),
-    )
-    try:
-        for options, processes in (({}, 1), ({"script": "echo"}, 2)):
-            started.clear()
-            prewarm.prewarm("generate", {**config, "options": {}})
-            with pytest.raises(LineageError):
-                run_call(
-                    Call(
-                        "generate",
-                        {**config, "options": options},
-                        store.path,
-                        {"prompts": "a/prompts@1", "policy": "a/policy@0"},
-                    )
-                )
-            assert (len(started), prewarm._waiting) == (processes, {})
-    finally:
-        prewarm.end_waiting()
-
-
-def test_a_child_with_an_environment_of_its_own_is_started_for_it(store, monkeypatch):
-    """One that waits already has the caller's: it has looked at the wrong devices."""
-    monkeypatch.setattr(runner, "find", lambda call: None)
-    call = Call("policy", {"model": str(store.path / "nowhere")}, store.path, into="b")
-    prewarm.prewarm("policy", call.config)
-    try:
-        with pytest.raises(ConfigError, match="there is no such directory"):
-            run_call(call, env={"CUDA_VISIBLE_DEVICES": "1"})
-        assert len(prewarm._waiting) == 1
-        with pytest.raises(ConfigError, match="there is no such directory"):
-            run_call(call)
-        assert not prewarm._waiting
-    finally:
-        prewarm.end_waiting()
-
-
 def test_one_process_does_the_calls_of_all_stages_and_fails_once(
     tmp_path, monkeypatch, nothing_is_found
 ):
@@ -221,29 +167,17 @@ def test_one_process_does_the_calls_of_all_stages_and_fails_once(
     store = Store(tmp_path / "store")
     policy = Call("policy", {"model": str(tmp_path / "model")}, store.path, into="a")
     config = {"source": str(tmp_path / "rows.jsonl"), "prompt": "question"}
-    refs = {"policy": "a/policy@0"}
-    prompt = Call("prompt", config, store.path, refs, into="a", force=True)
+    prompt = Call("prompt", config, store.path, {"policy": "a/policy@0"}, into="a", force=True)
     started = []
-    process = prewarm.StageProcess
-
-    def start(*given, **options):
-        started.append(process(*given, **options))
-        return started[-1]
-
-    monkeypatch.setattr(prewarm, "StageProcess", start)
-    try:
-        with prewarm.in_one_process():
-            outcomes = [run_call(policy).ref, run_call(prompt).ref]
-            prewarm.prewarm("generate", {"engine": "scripted"})
-            outcomes.append(run_call(prompt).ref)
-            assert outcomes == ["a/policy@0", "a/prompts@1", "a/prompts@2"]
-            assert len(started) == 1
-            with pytest.raises(ConfigError, match="there is no such"):
-                run_call(Call("policy", {"model": str(tmp_path / "none")}, store.path, into="b"))
-            assert (len(started), prewarm._waiting) == (1, {})
-            run_call(prompt)
-        assert run_call(prompt).ref == "a/prompts@4"
-        assert len(started) == 3
-    finally:
-        prewarm.end_waiting()
-    assert not [child for child in started if child.process.poll() is None]
+    monkeypatch.setattr(
+        holding,
+        "StageProcess",
+        lambda *about: started.append(StageProcess(*about)) or started[-1],
+    )
+    with holding.in_one_process():
+        holding.hold("generate", {})  # needs none
+        refs = [run_call(call).ref for call in (policy, prompt, prompt)]
+        assert refs == ["a/policy@0", "a/prompts@1", "a/prompts@2"]
+        with pytest.raises(ConfigError, match="there is no such"):
+            run_call(Call("policy", {"model": str(tmp_path / "none")}, store.path, into="b"))
+    assert len(started) == 1 and started[0].process.poll() is not None

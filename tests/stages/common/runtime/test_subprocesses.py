@@ -54,10 +54,10 @@ def short_grace(monkeypatch):
     monkeypatch.setattr(subprocesses, "GRACE_SECONDS", 0.5)
 
 
-# -- nobody is left behind
+# -- no process is left behind
 
 
-def test_a_block_that_fails_leaves_nobody():
+def test_a_block_that_fails_leaves_no_process():
     with pytest.raises(KeyboardInterrupt), python(textwrap.dedent(STUBBORN) + SLEEPS) as process:
         pids = family(process)
         assert len(pids) == 4 and all(map(alive, pids))
@@ -65,16 +65,15 @@ def test_a_block_that_fails_leaves_nobody():
     assert gone(pids, 0) and process.returncode == -signal.SIGKILL
 
 
-def test_a_command_that_ends_leaves_nobody():
+def test_a_command_that_ends_leaves_no_process():
     with python(STUBBORN) as process:
         pids = family(process)
         assert process.wait(15) == 0
         assert gone(pids, 0)
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("orphan_grace", [0, 0.5])
-def test_a_parent_that_dies_leaves_nobody(end, orphan_grace):
+@pytest.mark.parametrize(("end", "orphan_grace"), [(signal.SIGKILL, 0), (signal.SIGTERM, 0.5)])
+def test_a_parent_that_dies_leaves_no_process(end, orphan_grace):
     code = f"""
         import subprocess, sys
         from quiver.stages.common.runtime.subprocesses import Process
@@ -121,6 +120,14 @@ def test_sigterm_reaches_the_command_and_its_exit_code_comes_back():
     with python(command) as process:
         process.stdout.readline()
         assert process.end(30) == 7
+
+
+def test_a_sigterm_right_after_the_start_reaches_the_command():
+    """Its keeper has only begun then."""
+    command = ["/bin/sh", "-c", "trap 'exit 7' TERM; kill -TERM $PPID; sleep 600 & wait"]
+    for _ in range(3):
+        with Process(command) as process:
+            assert process.wait(15) == 7
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGALRM, signal.SIGSEGV])
@@ -180,18 +187,12 @@ def test_a_command_that_is_not_there_is_told_at_once():
         Process(["/nonexistent"])
 
 
-def test_only_the_last_state_of_a_progress_bar_is_a_line():
-    with python(
-        r"import sys; sys.stdout.write('10%\r50%\r100%\nnext\n\nlast without end')"
-    ) as process:
-        assert list(process.lines()) == ["100%", "next", "last without end"]
-
-
-def test_a_line_without_end_is_cut(monkeypatch):
+def test_only_the_last_state_of_a_progress_bar_is_a_line_and_a_long_line_is_cut(monkeypatch):
     monkeypatch.setattr(subprocesses, "_LONGEST_LINE", 1000)
-    with python("print('a' * 10_000_000 + 'b')") as process:
-        (line,) = process.lines()
-    assert line.endswith("b") and len(line) < 200_000
+    code = r"print('10%\r50%\r100%\nnext\n'); print('a' * 10_000_000 + 'b', end='')"
+    with python(code) as process:
+        *lines, last = process.lines()
+    assert lines == ["100%", "next"] and last.endswith("b") and len(last) < 200_000
 
 
 @pytest.mark.parametrize("code", ["while True: print('x' * 1000)", "import time; time.sleep(600)"])

@@ -1,0 +1,324 @@
+"""The child process of a stage: started for one call, or held for the next one.
+
+    hold("generate", config)                      # start it now; it imports what its call will need
+    answer = ask("generate", call, hold=True)     # take it, and hold it again, its engine asleep
+    end_waiting()                                 # end all that are held
+
+    with in_one_process():                        # one process for the calls of all stages
+        answer = ask("prompt", call)
+
+One process is held for each stage, by the process that started it, and ends with that process. It
+decides nothing before its call, so losing it does no harm. It is replaced if it died, or if the
+call has other `Terms`. If a call fails in a process that has answered before, it is repeated once
+in a fresh one, because the reason may be the engine that slept.
+
+A process with an engine asleep keeps no more of a device than its context and its graphs.
+
+Not of the spine: the output of a stage does not depend on the process that it runs in.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
+from ctypes.util import find_library
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+from quiver.schemas.errors import ResourceError, printable
+
+from .folders import sweep_folders, temporary_folder
+from .subprocesses import Process, ending
+
+ENVIRONMENT = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    # without tcmalloc, glibc keeps large blocks for the next tensor: fresh pages took a third of a
+    # step
+    "MALLOC_MMAP_THRESHOLD_": str(2**32),
+    "MALLOC_TRIM_THRESHOLD_": str(2**33),
+    # Threads that wait by spinning take cores from those that work, but waking them for each small
+    # product costs a fifth of a step. So they spin for a few microseconds.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "10000",
+    "PYTHONWARNINGS": "ignore::FutureWarning",  # libraries warn about one another
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TQDM_DISABLE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""Environment variables of a stage's process, added to the caller's."""
+_LONGEST_TEMPORARY_PATH = 70
+"""A socket's path has at most 107 bytes, and vLLM's socket names take 36 of them."""
+ANY_STAGE = "any"
+"""In place of a stage's name: the process answers calls for all stages, and waits after each."""
+CALL_NAME, ANSWER_NAME = "call.json", "answer.json"
+_find_library = cache(find_library)
+_IN_ONE_PROCESS: ContextVar[bool] = ContextVar("quiver_in_one_process", default=False)
+log = logging.getLogger(__name__)
+user_log = logging.getLogger("quiver")
+"""Logger for the lines that a recipe's user sees."""
+
+
+class Terms(NamedTuple):
+    """What a process is started for. One that waits gets only calls with equal terms."""
+
+    stage: str
+    """Name of its stage, or ANY_STAGE."""
+    python: str | None = None
+    """The interpreter. Default: this one."""
+    online: bool = False
+    """If true, it may reach a model hub."""
+    env: Mapping[str, str] | None = None
+    """Variables set over its environment. A process has seen the devices that these name."""
+    options: Any = None
+    """The config's `options`; some belong to the whole process, such as vLLM's batch-invariant
+    kernels."""
+
+
+class StageProcess:
+    """`python -m quiver.stages STAGE FOLDER`, started and waiting for its call.
+
+    A context manager: leaving it ends the process and its descendants, and removes FOLDER, which is
+    also its folder for temporary files.
+    """
+
+    def __init__(self, terms: Terms, upcoming: dict[str, Any] | None = None) -> None:
+        """Start the process. It imports what an `upcoming` stage and its config will need."""
+        self.terms = terms
+        self.is_held = False
+        """True once it has answered and waits for another call."""
+        self._has_call = False
+        sweep_folders()
+        with ExitStack() as stack:
+            folder = stack.enter_context(temporary_folder())
+            self._call_path = folder / CALL_NAME
+            self._answer_path = folder / ANSWER_NAME
+            if upcoming is not None:
+                self._call_path.write_text(json.dumps(upcoming))
+            # outside $TMPDIR, so that the next process reuses what torch compiled
+            cached = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+            compiled = os.path.join(cached, "quiver", "torchinductor")
+            variables = {"TORCHINDUCTOR_CACHE_DIR": compiled, **os.environ, **ENVIRONMENT}
+            variables |= {**allocator_environment(), **(terms.env or {})}
+            if not terms.online:
+                variables["HF_HUB_OFFLINE"] = "1"
+            if len(str(folder)) <= _LONGEST_TEMPORARY_PATH:
+                variables["TMPDIR"] = str(folder)
+            # -P: a module in the working folder must not shadow one of ours or a library's
+            command = [terms.python or sys.executable, "-u", "-P", "-m", "quiver.stages"]
+            self.process = Process(
+                [*command, terms.stage, str(folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=variables,
+            )
+            stack.enter_context(self.process)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> StageProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the process and its descendants, and remove its folder."""
+        if not self._has_call:
+            # without a call it has nothing to finish, and deep in an import it ignores SIGTERM for
+            # seconds
+            self.process.end(grace=0)
+        self._stack.close()
+
+    def ask(
+        self,
+        call: dict[str, Any],
+        *,
+        hold: bool = False,
+        on_line: Callable[[str], None] = log.info,
+        timeout: float | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> tuple[dict[str, Any] | None, str]:
+        """Send a call, and wait until the process ends, or waits again after its answer.
+
+        Args:
+            call: the call; without `hold` it is the last one.
+            on_line: called with each line that it prints.
+            timeout: longest time to wait, in seconds.
+            stopped: if it returns true, the wait ends with Stopped.
+
+        Returns:
+            The answer, or None and how the process ended without one.
+
+        Raises:
+            ResourceError: it is still running after `timeout`.
+            Stopped: `stopped` returned true.
+        """
+        self._has_call = True
+        self.is_held = False
+        self._answer_path.unlink(missing_ok=True)
+        self._call_path.write_text(json.dumps({**call, "hold": hold}))
+        with suppress(BrokenPipeError):  # it has died, which its exit code tells
+            self.process.stdin.write(b"\n")
+            self.process.stdin.flush()
+            if not hold:
+                self.process.stdin.close()
+        last_lines: deque[str] = deque(maxlen=5)
+        lines = self.process.lines(timeout, stopped, lambda: (self._answer() or {}).get("held"))
+        while True:
+            try:
+                line = next(lines, None)
+            except TimeoutError as error:
+                raise ResourceError(
+                    f"stage {call.get('stage')}",
+                    f"still running after its limit of {timeout:g} s; it was ended",
+                    state="finished shards and all versions are kept.",
+                    next="raise placement.timeout_seconds, then run the same command again",
+                ) from error
+            if line is None:
+                break
+            last_lines.append(line)
+            on_line(line)
+        answer = self._answer()
+        if answer is not None:
+            self.is_held = answer.pop("held", False)
+            return answer, ""
+        how = ending(self.process.wait())
+        last_words = printable(" / ".join(reversed(last_lines)))
+        return None, f"its process ended {how} without an answer; last words: {last_words}"
+
+    def _answer(self) -> dict[str, Any] | None:
+        return json.loads(self._answer_path.read_text()) if self._answer_path.exists() else None
+
+
+_waiting: dict[str, StageProcess] = {}
+"""The held processes, by the stage in their terms."""
+
+
+def ask(
+    stage: str,
+    call: dict[str, Any],
+    *,
+    python: str | None = None,
+    online: bool = False,
+    env: Mapping[str, str] | None = None,
+    hold: bool = False,
+    on_line: Callable[[str], None] = log.info,
+    timeout: float | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Send `call` to the process held for `stage`, or to a fresh one, and return its answer.
+
+    Args:
+        hold: hold the process for the next such call afterwards, if its stage keeps an engine.
+
+    Raises:
+        ResourceError: it ended without an answer, or is still running after `timeout` seconds.
+        Stopped: `stopped` returned true.
+    """
+    terms = Terms(stage, python, online, env or None, call["config"].get("options"))
+    is_shared = _IN_ONE_PROCESS.get()
+    if is_shared:
+        terms = terms._replace(stage=ANY_STAGE, options=None)
+    started_at = time.monotonic()
+    child = _waiting.pop(terms.stage, None)
+    if child is not None and (child.terms != terms or child.process.poll() is not None):
+        child.end()
+        child = None
+    while True:
+        with ExitStack() as stack:
+            child = stack.enter_context(child or StageProcess(terms))
+            was_held = child.is_held
+            answer, problem = child.ask(
+                call, hold=hold or is_shared, on_line=on_line, timeout=timeout, stopped=stopped
+            )
+            # a held process outlives this block; if another thread holds one, this one ends
+            if child.is_held and _waiting.setdefault(terms.stage, child) is child:
+                stack.pop_all()
+        if answer is not None and ("error" not in answer or is_shared or not was_held):
+            return answer
+        if answer is not None:
+            problem = f"{answer['error']['object']}: {answer['error']['message']}"
+        if not was_held:
+            raise ResourceError(
+                f"stage {stage}",
+                problem,
+                state="finished shards and all versions are kept.",
+                next="run the same command again; it goes on where this one stopped",
+            )
+        if timeout is not None:
+            timeout = max(0.1, timeout - time.monotonic() + started_at)
+        user_log.info("stage %s: once more, in a fresh process: %s", stage, problem)
+        child = None
+
+
+def hold(
+    stage: str, config: dict[str, Any], python: str | None = None, online: bool = False
+) -> None:
+    """Start a process that imports what `stage` needs for `config`, and hold it for the call.
+
+    Does nothing if one is held already, or inside `in_one_process`.
+    """
+    if stage not in _waiting and not _IN_ONE_PROCESS.get():
+        terms = Terms(stage, python, online, options=config.get("options"))
+        child = StageProcess(terms, {"stage": stage, "config": config})
+        if _waiting.setdefault(stage, child) is not child:  # another thread was faster
+            child.end()
+
+
+def end_waiting() -> None:
+    """End the held processes."""
+    with suppress(KeyError):  # none is left
+        while True:
+            _waiting.popitem()[1].end()
+
+
+@contextmanager
+def in_one_process() -> Iterator[None]:
+    """Let one process answer all calls made inside, for any stage, as long as none fails.
+
+    For work so small that most of its time would go into a process's imports.
+    """
+    token = _IN_ONE_PROCESS.set(True)
+    try:
+        yield
+    finally:
+        _IN_ONE_PROCESS.reset(token)
+
+
+def allocator_environment() -> dict[str, str]:
+    """Return the environment variables that make a child process use tcmalloc, if this host has it.
+
+    Empty if LD_PRELOAD is set, even to an empty string: its user has chosen. With tcmalloc an
+    optimize process uses slightly less memory, and is as fast or slightly faster in most shapes
+    (tests/benchmarks/RESULTS.md).
+    """
+    library = _find_library("tcmalloc_minimal") or _find_library("tcmalloc")
+    if library is None or "LD_PRELOAD" in os.environ:
+        return {}
+    # by default it prints a report for each tensor above a gigabyte
+    return {"LD_PRELOAD": library, "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": str(2**62)}
+
+
+@dataclass
+class ThisProcess:
+    """What a stage's process knows of its next call."""
+
+    may_wait: bool = False
+    """True if the caller would hold this process after the present call."""
+    sleeper: Any = None
+    """Object kept for the next call; its `close()` is called if none comes. Without one, the
+    process of a single stage ends after its answer."""
+
+
+this_process = ThisProcess()
