@@ -46,12 +46,11 @@ from starlette.responses import JSONResponse
 
 from quiver.schemas.errors import ConfigError, QuiverError, SecurityError, printable, unexpected
 from quiver.stages.common.config import parse
-from quiver.stages.common.servers import is_loopback, secret
+from quiver.stages.common.servers import MalformedError, is_loopback, read_json, secret
 from quiver.stages.reward.config import Config, pinned
 from quiver.stages.reward.pool.scorer import no_groups
 from quiver.stages.reward.scoring import Scorer
 from quiver.stages.reward.servers.dialects import openrlhf, quiver
-from quiver.stages.reward.servers.dialects.strict import MalformedError, read_json
 from quiver.stages.reward.stage import open_scorers
 
 from .batcher import Batcher, Limits, score_rows
@@ -88,9 +87,9 @@ class _StrictRequest(Request):
 
     async def json(self) -> Any:
         try:
-            return read_json(await self.body())
+            return read_json(await self.body(), "the body")
         except MalformedError as error:
-            raise HTTPException(400, f"the body {error}") from None
+            raise HTTPException(400, str(error)) from None
 
 
 class _StrictRoute(APIRoute):

@@ -1,23 +1,39 @@
-"""Servers that a recipe names: checks of their URLs, and their tokens.
+"""Servers that a recipe names: checks of their URLs, their tokens, and strict reading of what they
+send.
 
 A recipe names a token as `env:NAME` and never contains it. If a secret was written there anyway, no
 message shows it.
 
     refuse_url("http://host:8000", needs_tls=False)
     token = secret("env:MY_TOKEN", "reward server judge")
+
+Both sides read JSON in the same way: answers of servers, and requests to the server that scores for
+others.
+
+>>> read_json(b'{"score": 0.5}')
+{'score': 0.5}
+>>> read_json(b'[NaN]')
+Traceback (most recent call last):
+quiver.stages.common.servers.MalformedError: the answer is not JSON: NaN is not JSON: '[NaN]'
 """
 
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from quiver.schemas.errors import ConfigError
+from pydantic import BaseModel, ValidationError
+
+from quiver.schemas import plain
+from quiver.schemas.errors import ConfigError, printable
+
+_Model = TypeVar("_Model", bound=BaseModel)
 
 _TOKEN = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*")
 _SHORTEST = 8  # characters of a token: a shorter one could appear in a server's text by chance
@@ -110,3 +126,33 @@ def secret(reference: str, owner: str) -> str:
     raise ConfigError(
         owner, f"environment variable {name} {problem}", next=f"set {name} in the environment"
     )
+
+
+class MalformedError(ValueError):
+    """A message breaks its dialect; the text says what was expected and found."""
+
+
+def read_json(raw: bytes, name: str = "the answer") -> Any:
+    """Parse `raw`. Raises MalformedError, about `name`, for invalid UTF-8, half a character, or
+    anything that `plain.read_json` refuses."""
+    try:
+        text = raw.decode()
+        document = plain.read_json(text)
+        if "\\u" in text:  # \ud800 alone is half a character: no file and no wire can hold it
+            json.dumps(document, ensure_ascii=False).encode()
+    except ValueError as error:
+        shown = printable(raw[:60].decode(errors="replace"), 60)
+        problem = f"is not JSON: {printable(error, 100)}: {shown!r}" if raw else "is empty"
+        raise MalformedError(f"{name} {problem}") from None
+    return document
+
+
+def read_as(cls: type[_Model], document: Any) -> _Model:
+    """Return `document` as a `cls`, without conversions. MalformedError names the place that is
+    wrong."""
+    try:
+        return cls.model_validate(document, strict=True)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, problem["loc"])) or "the answer"
+        raise MalformedError(printable(f"{place}: {problem['msg']}", 160)) from None

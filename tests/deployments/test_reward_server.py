@@ -21,10 +21,10 @@ from starlette.testclient import TestClient
 from quiver.deployments.batcher import Batcher, Limits, score_rows
 from quiver.deployments.reward_server import listen, load, main, make_app, make_server
 from quiver.schemas.errors import BusyError, ConfigError, SecurityError
+from quiver.stages.common.servers import read_json
 from quiver.stages.reward.servers.config import ServerConfig
 from quiver.stages.reward.servers.dialects import openrlhf, quiver
 from quiver.stages.reward.servers.dialects.rows import Row, Scored
-from quiver.stages.reward.servers.dialects.strict import read_json
 from quiver.stages.reward.servers.scorer import ServerScorer
 from quiver.stages.reward.stage import Config, open_scorers
 

@@ -9,11 +9,11 @@ import pytest
 from pydantic import ValidationError
 
 from quiver.schemas.plain import MOST_LEVELS
+from quiver.stages.common.servers import MalformedError, read_json
 from quiver.stages.reward.scoring import Part
 from quiver.stages.reward.servers.config import ServerConfig
 from quiver.stages.reward.servers.dialects import DIALECTS, openrlhf, quiver
 from quiver.stages.reward.servers.dialects.rows import Row, Scored, as_batch, as_rows
-from quiver.stages.reward.servers.dialects.strict import MalformedError, read_json
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
 ROWS = [

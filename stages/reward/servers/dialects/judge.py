@@ -27,11 +27,11 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from quiver.schemas.errors import printable
+from quiver.stages.common.servers import read_as
 from quiver.stages.reward import pictures
 from quiver.stages.reward.scoring import Part
 
-from .rows import Row, as_text, fill
-from .strict import as_part, read_as
+from .rows import Row, as_part, as_text, fill
 
 PATH = "/v1/chat/completions"
 OFFERED = {"prompt", "completion", "finish_reason"}

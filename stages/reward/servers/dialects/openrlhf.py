@@ -21,10 +21,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from quiver.stages.common.servers import MalformedError, read_as
 from quiver.stages.reward.scoring import Part
 
-from .rows import Row, Scored, as_text, fill
-from .strict import MalformedError, as_part, read_as
+from .rows import Row, Scored, as_part, as_text, fill
 
 PATH = "/get_reward"
 _END_TOKEN = re.compile(r"(?:<[|｜][^<>|｜]{1,40}[|｜]>|</s>|<eos>|<pad>|<end_of_turn>)\Z")

@@ -21,10 +21,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from quiver.schemas import outside
+from quiver.stages.common.servers import MalformedError, read_as
 from quiver.stages.reward.scoring import Part
 
-from .rows import Row, Scored
-from .strict import MalformedError, as_part, read_as
+from .rows import Row, Scored, as_part
 
 FORMAT = 1
 PATH = "/v1/score"

@@ -21,10 +21,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from quiver.stages.common.servers import MalformedError, read_as
 from quiver.stages.reward.scoring import Part
 
-from .rows import Row, as_text
-from .strict import MalformedError, as_part, read_as
+from .rows import Row, as_part, as_text
 
 CLASSIFY = "/classify"
 SCORE = "/score"
