@@ -99,7 +99,8 @@ def root_of(url: str) -> str:
 def is_loopback(host: str) -> bool:
     """Return True if `host`, a name or an address, is this machine and unreachable for others."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
     except ValueError:
         return host.lower() == "localhost"
 

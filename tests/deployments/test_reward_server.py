@@ -364,7 +364,7 @@ def test_rows_of_requests_that_come_together_are_scored_together():
     answers = batched(requests, Limits(rows=4, wait=0.05), noted)
     rewards = [[scored.reward for scored in answer] for answer in answers]
     assert rewards == [[1.0, 2.0], [1.0], [3.0], [1.0, 1.0, 1.0]]
-    assert batches == [["a", "bb", "ddd", "e"], ["c"], ["f", "g"]]
+    assert batches == [["a", "bb", "ddd"], ["c"], ["e", "f", "g"]]
 
 
 def test_a_batch_that_fails_fails_its_requests_alone():
