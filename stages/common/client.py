@@ -131,8 +131,28 @@ class Client:
             self._connections = httpx.AsyncHTTPTransport(verify=_tls(), trust_env=False)
         async with aclosing(await self._connections.handle_async_request(request)) as response:
             status = response.status_code
+            if 300 <= status < 400:
+                cause = f"answered {status}: a redirect is not followed; name the final address"
+                raise FailedError(cause, status, is_final=True)
             if not response.is_success:
-                raise await self._refusal(response)
+                beginning = bytearray()
+                # the status decides; its text only helps people
+                with suppress(TimeoutError, httpx.HTTPError):
+                    async with asyncio.timeout(_REFUSAL_SECONDS):
+                        async for chunk in response.aiter_raw():
+                            beginning += chunk
+                            if len(beginning) >= _REFUSAL_BYTES:
+                                break
+                text = beginning.decode(errors="replace")
+                with suppress(ValueError, TypeError, KeyError, RecursionError):
+                    text = json.loads(text)["error"]["message"]
+                shown = printable(self.hide(str(text)).strip(), 300)
+                raise FailedError(
+                    f"answered {status}: {shown or 'no text'}",
+                    status,
+                    is_final=status not in _MAY_PASS,
+                    after=_retry_after(response.headers.get("retry-after", "")),
+                )
             encoding = response.headers.get("content-encoding", "identity").strip().lower()
             if encoding not in ("", "identity"):
                 raise FailedError("the answer is compressed, which was not asked for", status)
@@ -142,31 +162,6 @@ class Client:
                 if len(received) > most_bytes:
                     raise FailedError(f"the answer has more than {most_bytes} bytes", status)
         return bytes(received.replace(self._token.encode(), b"***") if self._token else received)
-
-    async def _refusal(self, response: httpx.Response) -> FailedError:
-        """Return the error for an answer whose status is not a success."""
-        status = response.status_code
-        if 300 <= status < 400:
-            cause = f"answered {status}: a redirect is not followed; name the final address"
-            return FailedError(cause, status, is_final=True)
-        beginning = bytearray()
-        # the status decides; its text only helps people
-        with suppress(TimeoutError, httpx.HTTPError):
-            async with asyncio.timeout(_REFUSAL_SECONDS):
-                async for chunk in response.aiter_raw():
-                    beginning += chunk
-                    if len(beginning) >= _REFUSAL_BYTES:
-                        break
-        text = beginning.decode(errors="replace")
-        with suppress(ValueError, TypeError, KeyError, RecursionError):
-            text = json.loads(text)["error"]["message"]
-        shown = printable(self.hide(str(text)).strip(), 300)
-        return FailedError(
-            f"answered {status}: {shown or 'no text'}",
-            status,
-            is_final=status not in _MAY_PASS,
-            after=_retry_after(response.headers.get("retry-after", "")),
-        )
 
     def hide(self, text: str) -> str:
         """Return `text` without the token. Call it before the text is shown or cut."""

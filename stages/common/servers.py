@@ -77,17 +77,17 @@ def refuse_url(url: Any, needs_tls: bool, otherwise: str = "") -> None:
     host = None
     if isinstance(url, str) and url.isascii() and url.isprintable() and " " not in url:
         with suppress(ValueError):
-            parts = urlsplit(url)
-            _ = parts.port  # parsed on access; raises ValueError
-            host = parts.hostname
-    if not host or parts.scheme not in ("http", "https") or "\\" in parts.netloc:
+            address = urlsplit(url)
+            _ = address.port  # parsed on access; raises ValueError
+            host = address.hostname
+    if not host or address.scheme not in ("http", "https") or "\\" in address.netloc:
         raise ValueError("a URL must be http://HOST:PORT/PATH or https://…, without spaces")
-    if "@" in parts.netloc or parts.query or parts.fragment:
+    if "@" in address.netloc or address.query or address.fragment:
         raise ValueError(
             f"the URL of {host} has a user, a query or a fragment: a secret goes into token, as "
             "env:NAME"
         )
-    if needs_tls and parts.scheme == "http" and not is_loopback(host):
+    if needs_tls and address.scheme == "http" and not is_loopback(host):
         raise ValueError(f"a token would go to {host} in the clear: use https{otherwise}")
 
 
@@ -149,9 +149,15 @@ def read_json(raw: bytes, name: str = "the answer") -> Any:
 
 
 def read_as(cls: type[_Model], document: Any) -> _Model:
-    """Return `document` as a `cls`, without conversions. MalformedError names the place that is
-    wrong."""
+    """Return `document`, JSON bytes or what was read of them, as a `cls` without conversions.
+    MalformedError names the place that is wrong.
+
+    Bytes are read faster than by `read_json`, but the last of two equal keys counts, and NaN is a
+    float.
+    """
     try:
+        if isinstance(document, bytes):
+            return cls.model_validate_json(document, strict=True)
         return cls.model_validate(document, strict=True)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]

@@ -19,7 +19,7 @@ import asyncio
 import json
 import time
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 
 from pydantic import BaseModel
 
@@ -28,7 +28,7 @@ from quiver.schemas.manifest import digest
 from quiver.stages.common.client import Client, FailedError
 from quiver.stages.common.config import parse
 from quiver.stages.common.sandbox import Finished, Limits
-from quiver.stages.common.servers import read_as, read_json, secret
+from quiver.stages.common.servers import read_as, secret
 from quiver.stages.reward.servers.config import ServerConfig
 from quiver.stages.reward.servers.transport import Transport
 
@@ -81,9 +81,7 @@ def run_program(
     async def ask() -> Answer:
         async with Client(token, config.connect_seconds, keeps_connections=False) as client:
             body = json.dumps(request).encode()
-            return await transport.ask(
-                client, body, digest(request), lambda raw: read_as(Answer, read_json(raw))
-            )
+            return await transport.ask(client, body, digest(request), partial(read_as, Answer))
 
     started = time.monotonic()
     try:

@@ -53,7 +53,7 @@ from quiver.schemas.errors import (
 from quiver.stages.common.client import Client, FailedError
 from quiver.stages.common.config import parse
 from quiver.stages.common.models import checkpoints
-from quiver.stages.common.servers import read_as, read_json, root_of, secret
+from quiver.stages.common.servers import read_as, root_of, secret
 from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import VllmServerOptions
 
@@ -403,7 +403,7 @@ class VllmServerEngine:
     async def _get(self, server: _Server, client: Client, path: str, model: type[_Model]) -> _Model:
         return await client.ask(
             root_of(server.url) + path,
-            read=lambda raw: read_as(model, read_json(raw)),
+            read=lambda raw: read_as(model, raw),
             seconds=_CHECK_SECONDS,
             most_bytes=_MOST_BYTES,
         )
@@ -464,7 +464,7 @@ class VllmServerEngine:
             LineageError: It is from other weights.
             NumericError: A logprob is not finite.
         """
-        answer = read_as(_Answer, read_json(raw))
+        answer = read_as(_Answer, raw)
         choice = answer.choices[0]
         labels = {span.version for span in choice.weight_versions}
         if self._weights not in answer.model:
@@ -502,17 +502,17 @@ class VllmServerEngine:
 
 def _allow_connections(count: int) -> None:
     """Raise this process's limit of open files if needed. Raises ConfigError if it may not."""
-    wanted = count + _OTHER_FILES
+    needed = count + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < wanted:
+    if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigError(
             "generate.options.concurrency",
             f"{count} connections at once and {_OTHER_FILES} other files are more than the {hard} "
             "that this process may have open",
             next="set a smaller generate.options.concurrency, or raise the limit (ulimit -Hn)",
         )
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _refuse_what_no_server_takes(setup: Setup) -> None:

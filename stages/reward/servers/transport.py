@@ -109,7 +109,11 @@ class Transport:
         failures = 0
         attempts = 0
         while True:
-            await self._wait_for_slot()
+            if self.config.requests_per_second:  # wait for a place in the rate
+                now = time.monotonic()
+                slot = max(now, self._next_slot)
+                self._next_slot = slot + 1 / self.config.requests_per_second
+                await asyncio.sleep(slot - now)
             deadline = deadline or time.monotonic() + self.config.total_seconds
             host = await self._take_host(deadline)
             if host is None:
@@ -147,14 +151,6 @@ class Transport:
             if failures > self.config.retries or time.monotonic() + pause >= deadline:
                 raise FailedError(f"{failure} ({attempts} attempts)", failure.status)
             await asyncio.sleep(pause)
-
-    async def _wait_for_slot(self) -> None:
-        """Wait for a place in the rate that the recipe allows."""
-        if self.config.requests_per_second:
-            now = time.monotonic()
-            slot = max(now, self._next_slot)
-            self._next_slot = slot + 1 / self.config.requests_per_second
-            await asyncio.sleep(slot - now)
 
     async def _take_host(self, deadline: float) -> Host | None:
         """Wait for the next host that does not rest. None if none will be free before

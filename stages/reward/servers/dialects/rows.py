@@ -150,18 +150,18 @@ def as_part(number: Any, config: Any, extra: Any = None, error: Any = "") -> Par
     (0.8, 'gave text, expected a number', 'gave 11, outside 0 to 10')
     """
     low, high = config.range or (-LARGEST, LARGEST)
-    value = None
+    reward = None
     problem = None
     if isinstance(error, str) and error:
         problem = printable(error)
     elif number is not None or error is not None:
         try:
-            value = read_number(number)
+            reward = read_number(number)
         except ValueError as refusal:
             problem = f"gave {refusal}"
-    if value is not None and not low <= value <= high:
-        problem = f"gave {value:g}, outside {low:g} to {high:g}"
-        value = None
-    if value is not None and config.rescale:
-        value = (value - low) / (high - low)
-    return Part(value, problem, None if extra is None else as_extra(extra))
+    if reward is not None and not low <= reward <= high:
+        problem = f"gave {reward:g}, outside {low:g} to {high:g}"
+        reward = None
+    if reward is not None and config.rescale:
+        reward = (reward - low) / (high - low)
+    return Part(reward, problem, None if extra is None else as_extra(extra))

@@ -97,8 +97,8 @@ def decode_score(answer: Any, rows: list[Row], config: Any) -> list[Part]:
 
 
 def _by_index(items: list[Any], num_rows: int) -> list[Any]:
-    ordered = sorted(items, key=lambda item: item.index)
-    if [item.index for item in ordered] != list(range(num_rows)):
+    ordered = sorted(items, key=lambda entry: entry.index)
+    if [entry.index for entry in ordered] != list(range(num_rows)):
         raise MalformedError(f"index of its data must be each of 0 to {num_rows - 1} once")
     return ordered
 
