@@ -432,7 +432,7 @@ def test_a_client_that_sends_no_whole_request_is_let_go(local, sent):
 
 @pytest.mark.parametrize("start", [HALF, REFUSED], ids=["headers", "the body of a refused request"])
 def test_a_client_that_sends_byte_after_byte_for_ever_is_let_go(local, start, monkeypatch):
-    monkeypatch.setattr("quiver.deployments.connections.GRACE_SECONDS", 0)
+    monkeypatch.setattr("quiver.deployments.reward_server.GRACE_SECONDS", 0)
     limits = {"header_seconds": 0.5, "body_seconds": 0.5}
     with served(local, token=CANARY, **limits) as address:
         with socket.create_connection(address) as connection:

@@ -284,9 +284,10 @@ class VllmServerEngine:
 
     def _retry(self, server: _Server, row: _Row, error: Exception) -> None:
         """Give a failed row to the queue again, or end the stage. The server is checked anew."""
+        words = printable(getattr(error, "message", error), 600)
         if server.is_up:
             server.is_up = False
-            log.warning("vllm-server %s: %s", server.url, printable(error, 600))
+            log.warning("vllm-server %s: %s", server.url, words)
         pause = min(_FIRST_PAUSE * 2 ** len(row.failed_by), _LONGEST_PAUSE)
         row.failed_by.append(server)
         if len(row.failed_by) <= self.options.retries:
@@ -294,7 +295,7 @@ class VllmServerEngine:
             return
         problem = (
             f"row {row.request.index} failed {len(row.failed_by)} times, at last at {server.url}: "
-            f"{printable(getattr(error, 'message', error), 600)}"
+            f"{words}"
         )
         advice = "look at the server's log, and run the same command again"
         self._outcomes.put(ResourceError("engine vllm-server", problem, state=_STATE, next=advice))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quiver.schemas.errors import ConfigError, LineageError
+from quiver.schemas.errors import ConfigError
 from quiver.stages.common.models.checkpoints import as_model
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
@@ -125,14 +125,6 @@ def test_episodes_are_sampled_from_all_that_stood_before_each_turn(world):
         with torch.no_grad():
             expected = own_logprobs(model, row).numpy()
         assert np.abs(expected - row["old_logprobs"]).max() < 1e-4
-
-
-def test_other_weights_are_refused(world):
-    store, _, servers = world
-    other = make_policy(store, "other", seed=1)
-    with pytest.raises(LineageError, match="expected the weights of other/policy@0") as caught:
-        sample((store, other, servers), [servers["first"]], PLAIN)
-    assert f"--served-model-name {as_model('policy', other).weights}" in caught.value.next
 
 
 def test_raw_logprobs_are_refused(world):

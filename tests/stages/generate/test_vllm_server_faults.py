@@ -177,7 +177,7 @@ def test_a_refusal_is_final_and_quoted_without_the_token(policy, server, monkeyp
     assert {asked.headers["authorization"] for asked in server.asked} == {"Bearer a-long-secret"}
 
 
-@pytest.mark.parametrize("logprob", [-9999.0, None])
+@pytest.mark.parametrize("logprob", [-9999.0, None, float("nan")])
 def test_a_logprob_that_is_no_number_ends_the_stage(policy, server, logprob):
     def says(answer, count):
         answer["choices"][0]["logprobs"]["content"][-1]["logprob"] = logprob
