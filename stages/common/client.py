@@ -62,10 +62,13 @@ class Client:
     def __init__(
         self, token: str, connect_seconds: float, *, keeps_connections: bool = True
     ) -> None:
-        """Args:
-        token: Sent as bearer token, unless empty.
-        keeps_connections: If false, each request has its own connection. A dialect that does not
-            name its rows needs that, because a shifted answer would look right.
+        """Connect when the first request is sent.
+
+        Args:
+            token: Sent as bearer token, unless empty.
+            connect_seconds: Longest wait for a connection.
+            keeps_connections: If false, each request has its own connection. A dialect that does
+                not name its rows needs that, because a shifted answer would look right.
         """
         self._token = token
         self._timeouts = {"connect": connect_seconds}
