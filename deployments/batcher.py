@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from quiver.schemas.errors import BusyError, NumericError
 from quiver.stages.reward import tables
-from quiver.stages.reward.scoring import Part, Scorer
+from quiver.stages.reward.scoring import Scorer
 from quiver.stages.reward.servers.dialects.rows import Row, Scored, as_batch
 from quiver.stages.reward.shards import Allowance, score_all
 from quiver.stages.reward.stage import Config
@@ -46,21 +46,20 @@ class Batcher:
     def __init__(self, score: Callable[[list[Row]], list[Scored]], limits: Limits) -> None:
         self._score = score
         self._limits = limits
-        self._waiting: list[tuple[Row, asyncio.Future[Scored]]] = []
-        self._arrived = asyncio.Event()
+        self._rows: asyncio.Queue[tuple[Row, asyncio.Future[Scored]]] = asyncio.Queue()
 
     async def score(self, rows: list[Row]) -> list[Scored]:
         """Return the result of each row, in order. Raises BusyError if too many rows wait, and
         anything that scoring raises."""
-        if len(self._waiting) + len(rows) > self._limits.queued:
+        num_waiting = self._rows.qsize()
+        if num_waiting + len(rows) > self._limits.queued:
             raise BusyError(
-                "reward server", f"{len(self._waiting)} rows wait already", next="ask again later"
+                "reward server", f"{num_waiting} rows wait already", next="ask again later"
             )
-        loop = asyncio.get_running_loop()
-        added = [(row, loop.create_future()) for row in rows]
-        self._waiting.extend(added)
-        self._arrived.set()
-        return await asyncio.gather(*(future for _, future in added))
+        futures = [asyncio.get_running_loop().create_future() for _ in rows]
+        for waiting in zip(rows, futures, strict=True):
+            self._rows.put_nowait(waiting)
+        return await asyncio.gather(*futures)
 
     @asynccontextmanager
     async def lifespan(self, _: Any) -> AsyncIterator[None]:
@@ -74,73 +73,63 @@ class Batcher:
         thread = ThreadPoolExecutor(1, thread_name_prefix="score")
         try:
             while True:
-                await self._arrived.wait()
-                if len(self._waiting) < self._limits.rows:
+                batch = [await self._rows.get()]
+                if self._rows.qsize() + 1 < self._limits.rows:
                     await asyncio.sleep(self._limits.wait)
-                rows, futures = zip(*self._take(), strict=True)
-                try:
-                    outcomes = await asyncio.get_running_loop().run_in_executor(
-                        thread, self._score, list(rows)
-                    )
-                except Exception as error:
-                    outcomes = [error] * len(rows)
-                for future, outcome in zip(futures, outcomes, strict=True):
-                    if future.done():  # the request was given up
-                        continue
-                    if isinstance(outcome, Exception):
-                        future.set_exception(outcome)
-                    else:
-                        future.set_result(outcome)
+                while len(batch) < self._limits.rows and not self._rows.empty():
+                    batch.append(self._rows.get_nowait())
+                alike: dict[frozenset[str], list[Any]] = {}
+                for row, future in batch:
+                    alike.setdefault(frozenset(row.columns), []).append((row, future))
+                for waiting in alike.values():
+                    rows, futures = zip(*waiting, strict=True)
+                    try:
+                        outcomes = await asyncio.get_running_loop().run_in_executor(
+                            thread, self._score, list(rows)
+                        )
+                    except Exception as error:
+                        outcomes = [error] * len(rows)
+                    for future, outcome in zip(futures, outcomes, strict=True):
+                        if future.done():  # the request was given up
+                            continue
+                        if isinstance(outcome, Exception):
+                            future.set_exception(outcome)
+                        else:
+                            future.set_result(outcome)
         finally:
             thread.shutdown(wait=False, cancel_futures=True)
 
-    def _take(self) -> list[tuple[Row, asyncio.Future[Scored]]]:
-        """Remove and return the first rows that have the same columns, at most one batch."""
-        names = self._waiting[0][0].columns.keys()
-        batch = []
-        others = []
-        for row, future in self._waiting:
-            belongs = len(batch) < self._limits.rows and row.columns.keys() == names
-            (batch if belongs else others).append((row, future))
-        self._waiting = others
-        if not self._waiting:
-            self._arrived.clear()
-        return batch
-
 
 def score_rows(config: Config, scorers: list[Scorer], rows: list[Row]) -> list[Scored]:
-    """Score rows that have the same columns by the [reward] section. Raises ConfigError if a scorer
-    needs a missing column."""
+    """Score rows that have the same columns as the [reward] section and its stage do. Raises
+    ConfigError if a scorer needs a missing column."""
     for scorer in scorers:
         scorer.require(rows[0].columns)
     # rows of different requests may have the same id
     batch = as_batch([row._replace(id=str(index)) for index, row in enumerate(rows)])
     ((_, parts_of),) = score_all(scorers, [(0, batch)], Allowance(math.inf))
-    return [
-        _weigh(config, row, {name: parts[index] for name, parts in parts_of.items()})
-        for index, row in enumerate(rows)
-    ]
-
-
-def _weigh(config: Config, row: Row, parts: dict[str, Part]) -> Scored:
-    """Return the reward of one row as the reward stage computes it: weights, clip, overlong
-    penalty."""
-    errors = [
-        f"{name}: {part.error}" if len(parts) > 1 else part.error
-        for name, part in parts.items()
-        if part.error is not None
-    ]
-    extra = {name: json.loads(part.extra) for name, part in parts.items() if part.extra is not None}
-    reward = None
-    if config.overlong and row.completion_ids is None:
-        errors.append("overlong counts completion_ids, which the request has not")
-    else:
-        try:
-            columns = {name: [part] for name, part in parts.items()}
-            num_tokens = len(row.completion_ids or ())
-            columns, (reward,) = tables.weigh_rows(config, columns, [num_tokens])
-            parts = {name: part for name, (part,) in columns.items()}
-        except NumericError as error:
-            errors.append(error.message)
-    numbers = {name: part.value for name, part in parts.items()}
-    return Scored(reward, "; ".join(errors) or None, numbers, extra)
+    scored = []
+    for index, row in enumerate(rows):
+        parts = {name: scorer_parts[index] for name, scorer_parts in parts_of.items()}
+        errors = [
+            f"{name}: {part.error}" if len(parts) > 1 else part.error
+            for name, part in parts.items()
+            if part.error is not None
+        ]
+        extra = {
+            name: json.loads(part.extra) for name, part in parts.items() if part.extra is not None
+        }
+        reward = None
+        if config.overlong and row.completion_ids is None:
+            errors.append("overlong counts completion_ids, which the request has not")
+        else:
+            try:
+                columns = {name: [part] for name, part in parts.items()}
+                num_tokens = len(row.completion_ids or ())
+                columns, (reward,) = tables.weigh_rows(config, columns, [num_tokens])
+                parts = {name: part for name, (part,) in columns.items()}
+            except NumericError as error:
+                errors.append(error.message)
+        numbers = {name: part.value for name, part in parts.items()}
+        scored.append(Scored(reward, "; ".join(errors) or None, numbers, extra))
+    return scored

@@ -35,6 +35,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import h11
 import uvicorn
 from fastapi import APIRouter, FastAPI, HTTPException, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
@@ -43,23 +44,30 @@ from fastapi.security import HTTPBearer
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import JSONResponse
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from quiver.schemas.errors import ConfigError, QuiverError, SecurityError, printable, unexpected
 from quiver.stages.common.config import parse
-from quiver.stages.common.servers import is_loopback, secret
+from quiver.stages.common.servers import MalformedError, is_loopback, read_json, secret
 from quiver.stages.reward.config import Config, pinned
 from quiver.stages.reward.pool.scorer import no_groups
 from quiver.stages.reward.scoring import Scorer
 from quiver.stages.reward.servers.dialects import openrlhf, quiver
-from quiver.stages.reward.servers.dialects.strict import MalformedError, read_json
 from quiver.stages.reward.stage import open_scorers
 
 from .batcher import Batcher, Limits, score_rows
-from .connections import Connection
 
 log = logging.getLogger(__name__)
 DEFAULT = Limits()
 _STATUS = {"E-CONFIG": 422, "E-BUSY": 503, "E-REMOTE": 502}
+
+GRACE_SECONDS = 5.0
+"""Seconds that the connection waits for a body beyond the application's limit, so that the
+application answers first."""
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\n"
+    b"connection: close\r\n\r\n"
+)
 
 
 # -- HTTP
@@ -88,9 +96,9 @@ class _StrictRequest(Request):
 
     async def json(self) -> Any:
         try:
-            return read_json(await self.body())
+            return read_json(await self.body(), "the body")
         except MalformedError as error:
-            raise HTTPException(400, f"the body {error}") from None
+            raise HTTPException(400, str(error)) from None
 
 
 class _StrictRoute(APIRoute):
@@ -229,6 +237,59 @@ def make_app(
 
     app.include_router(router)
     return app
+
+
+class Connection(H11Protocol):
+    """One connection, with a time limit for each request. The application's `state.limits` gives
+    the number of connections and the seconds for headers and bodies.
+
+    uvicorn does not limit the time of headers that never end, or of a body whose request was
+    already refused. A client that sends those would keep a connection for ever. The bytes of
+    incomplete headers are limited by h11.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._limits = self.config.app.state.limits
+        self._awaited: Any = None
+        """The next part of a request: h11.IDLE for headers, h11.SEND_BODY for a body."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.connections:
+            transport.write(_FULL)
+            transport.close()
+        else:
+            self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(error)
+
+    def _watch(self) -> None:
+        """Start the timer of the part of a request that comes next."""
+        if self.conn.their_state is self._awaited:
+            return  # its timer runs already; further bytes do not extend it
+        self._awaited = self.conn.their_state
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        seconds = {
+            h11.IDLE: self._limits.header_seconds,
+            h11.SEND_BODY: self._limits.body_seconds + GRACE_SECONDS,
+        }
+        if self._awaited in seconds:
+            self._timer = self.loop.call_later(seconds[self._awaited], self.transport.abort)
 
 
 def make_server(app: FastAPI) -> uvicorn.Server:

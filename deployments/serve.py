@@ -50,8 +50,9 @@ def serve(
     """
     if port and PREFECT_API_URL.value():
         named = without_login(PREFECT_API_URL.value())
-        what = f"no server is started: PREFECT_API_URL names one, {named}"
-        raise ConfigError(f"--port {port}", what, next="leave --port out, or unset PREFECT_API_URL")
+        problem = f"no server is started: PREFECT_API_URL names one, {named}"
+        advice = "leave --port out, or unset PREFECT_API_URL"
+        raise ConfigError(f"--port {port}", problem, next=advice)
     resolved, paths = resolve(recipe, "a served run")
     parameters = parameters_of(resolved)
     flow = flow_of(recipe, where)

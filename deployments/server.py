@@ -11,11 +11,9 @@ server; `PREFECT_API_AUTH_STRING` opens it to a client.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -26,6 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import psutil
 from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
@@ -45,7 +44,6 @@ _CORS = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
 server on loopback."""
 _START_SECONDS = 120
 _START = "prefect server start"
-_LISTEN = "0A"
 log = logging.getLogger("quiver")
 
 
@@ -69,8 +67,8 @@ def check_api() -> str:
     require_answer(url)
     try:
         stranger = httpx.URL(url).copy_with(username=None, password=None)
-        about = {"json": {"limit": 1}, "follow_redirects": True, "timeout": 60}
-        with httpx.stream("POST", f"{stranger}/work_pools/filter", **about) as answer:
+        options = {"json": {"limit": 1}, "follow_redirects": True, "timeout": 60}
+        with httpx.stream("POST", f"{stranger}/work_pools/filter", **options) as answer:
             pass  # only the status matters
     except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
         raise no_address(url, error) from None
@@ -107,19 +105,13 @@ def _refuse_open(url: str, settings: dict[str, Any]) -> None:
 
 
 def listening(port: int) -> list[str]:
-    """Return the addresses of this machine on which a process listens at `port`, from Linux's
-    /proc/net. Empty on other systems."""
+    """Return the addresses of this machine on which a process listens at `port`. Empty on systems
+    that do not show other users' sockets."""
     addresses = []
-    for table in map(Path, ("/proc/net/tcp", "/proc/net/tcp6")):
-        rows = table.read_text().splitlines()[1:] if table.exists() else []
-        for row in rows:
-            _, local, _, state, *_ = row.split()
-            address, _, number = local.partition(":")
-            if state == _LISTEN and int(number, 16) == port:
-                # the address is in words of four bytes, each in this machine's byte order
-                words = struct.iter_unpack("=I", bytes.fromhex(address))
-                ip = ipaddress.ip_address(b"".join(struct.pack(">I", *word) for word in words))
-                addresses.append(str(getattr(ip, "ipv4_mapped", None) or ip))
+    with suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+                addresses.append(connection.laddr.ip)
     return addresses
 
 

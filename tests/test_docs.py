@@ -199,7 +199,7 @@ def test_the_reward_in_the_readme_scores():
     "module",
     ["quiver.schemas.errors", "quiver.schemas.refs", "quiver.stages.common.config", "quiver.stages.common.store.tags",
      "quiver.stages.reward.functions", "quiver.stages.reward.functions.answers", "quiver.stages.reward.tables",
-     "quiver.stages.optimize.algorithms", "quiver.stages.evaluate.estimators", "quiver.stages.reward.servers.dialects.strict",
+     "quiver.stages.optimize.algorithms", "quiver.stages.evaluate.estimators", "quiver.stages.common.servers",
      "quiver.stages.reward.servers.dialects.rows", "quiver.stages.reward.servers.dialects.judge", "quiver.stages.reward.functions.programs",
      "quiver.deployments.recipes.larger", "quiver.deployments.recipes.t5_digits", "quiver.flows.commands.cleaning"],
 )  # fmt: skip

@@ -1,23 +1,39 @@
-"""Servers that a recipe names: checks of their URLs, and their tokens.
+"""Servers that a recipe names: checks of their URLs, their tokens, and strict reading of what they
+send.
 
 A recipe names a token as `env:NAME` and never contains it. If a secret was written there anyway, no
 message shows it.
 
     refuse_url("http://host:8000", needs_tls=False)
     token = secret("env:MY_TOKEN", "reward server judge")
+
+Both sides read JSON in the same way: answers of servers, and requests to the server that scores for
+others.
+
+>>> read_json(b'{"score": 0.5}')
+{'score': 0.5}
+>>> read_json(b'[NaN]')
+Traceback (most recent call last):
+quiver.stages.common.servers.MalformedError: the answer is not JSON: NaN is not JSON: '[NaN]'
 """
 
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from quiver.schemas.errors import ConfigError
+from pydantic import BaseModel, ValidationError
+
+from quiver.schemas import plain
+from quiver.schemas.errors import ConfigError, printable
+
+_Model = TypeVar("_Model", bound=BaseModel)
 
 _TOKEN = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*")
 _SHORTEST = 8  # characters of a token: a shorter one could appear in a server's text by chance
@@ -61,17 +77,17 @@ def refuse_url(url: Any, needs_tls: bool, otherwise: str = "") -> None:
     host = None
     if isinstance(url, str) and url.isascii() and url.isprintable() and " " not in url:
         with suppress(ValueError):
-            parts = urlsplit(url)
-            _ = parts.port  # parsed on access; raises ValueError
-            host = parts.hostname
-    if not host or parts.scheme not in ("http", "https") or "\\" in parts.netloc:
+            address = urlsplit(url)
+            _ = address.port  # parsed on access; raises ValueError
+            host = address.hostname
+    if not host or address.scheme not in ("http", "https") or "\\" in address.netloc:
         raise ValueError("a URL must be http://HOST:PORT/PATH or https://…, without spaces")
-    if "@" in parts.netloc or parts.query or parts.fragment:
+    if "@" in address.netloc or address.query or address.fragment:
         raise ValueError(
             f"the URL of {host} has a user, a query or a fragment: a secret goes into token, as "
             "env:NAME"
         )
-    if needs_tls and parts.scheme == "http" and not is_loopback(host):
+    if needs_tls and address.scheme == "http" and not is_loopback(host):
         raise ValueError(f"a token would go to {host} in the clear: use https{otherwise}")
 
 
@@ -83,7 +99,8 @@ def root_of(url: str) -> str:
 def is_loopback(host: str) -> bool:
     """Return True if `host`, a name or an address, is this machine and unreachable for others."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
     except ValueError:
         return host.lower() == "localhost"
 
@@ -110,3 +127,39 @@ def secret(reference: str, owner: str) -> str:
     raise ConfigError(
         owner, f"environment variable {name} {problem}", next=f"set {name} in the environment"
     )
+
+
+class MalformedError(ValueError):
+    """A message breaks its dialect; the text says what was expected and found."""
+
+
+def read_json(raw: bytes, name: str = "the answer") -> Any:
+    """Parse `raw`. Raises MalformedError, about `name`, for invalid UTF-8, half a character, or
+    anything that `plain.read_json` refuses."""
+    try:
+        text = raw.decode()
+        document = plain.read_json(text)
+        if "\\u" in text:  # \ud800 alone is half a character: no file and no wire can hold it
+            json.dumps(document, ensure_ascii=False).encode()
+    except ValueError as error:
+        shown = printable(raw[:60].decode(errors="replace"), 60)
+        problem = f"is not JSON: {printable(error, 100)}: {shown!r}" if raw else "is empty"
+        raise MalformedError(f"{name} {problem}") from None
+    return document
+
+
+def read_as(cls: type[_Model], document: Any) -> _Model:
+    """Return `document`, JSON bytes or what was read of them, as a `cls` without conversions.
+    MalformedError names the place that is wrong.
+
+    Bytes are read faster than by `read_json`, but the last of two equal keys counts, and NaN is a
+    float.
+    """
+    try:
+        if isinstance(document, bytes):
+            return cls.model_validate_json(document, strict=True)
+        return cls.model_validate(document, strict=True)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, problem["loc"])) or "the answer"
+        raise MalformedError(printable(f"{place}: {problem['msg']}", 160)) from None

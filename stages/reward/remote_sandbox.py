@@ -19,18 +19,18 @@ import asyncio
 import json
 import time
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 
 from pydantic import BaseModel
 
 from quiver.schemas.errors import RemoteError, printable
 from quiver.schemas.manifest import digest
+from quiver.stages.common.client import Client, FailedError
 from quiver.stages.common.config import parse
 from quiver.stages.common.sandbox import Finished, Limits
-from quiver.stages.common.servers import secret
+from quiver.stages.common.servers import read_as, secret
 from quiver.stages.reward.servers.config import ServerConfig
-from quiver.stages.reward.servers.dialects.strict import read_as, read_json
-from quiver.stages.reward.servers.transport import FailedError, Transport
+from quiver.stages.reward.servers.transport import Transport
 
 ATTEMPTS = 3
 ANSWER_SECONDS = 30.0
@@ -74,15 +74,14 @@ def run_program(
         "max_bytes": 2 * 6 * limits.output_kib * 1024 + 65536,  # each character escaped
     }
     config = parse(ServerConfig, server, "sandbox_url")
-    transport = Transport(config, [url], secret(token, "sandbox_token"))
+    transport = Transport(config, [url])
+    token = secret(token, "sandbox_token")
     request = {"language": "python", "code": program, "stdin": stdin, "limits": asdict(limits)}
 
     async def ask() -> Answer:
-        async with transport.connection() as connection:
+        async with Client(token, config.connect_seconds, keeps_connections=False) as client:
             body = json.dumps(request).encode()
-            return await transport.ask(
-                connection, body, digest(request), lambda raw: read_as(Answer, read_json(raw))
-            )
+            return await transport.ask(client, body, digest(request), partial(read_as, Answer))
 
     started = time.monotonic()
     try:

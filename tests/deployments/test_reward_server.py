@@ -3,30 +3,29 @@ confused by a body."""
 
 import asyncio
 import json
+import random
 import re
 import socket
 import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from quiver.deployments.batcher import Batcher, Limits, score_rows
-from quiver.deployments.reward_server import listen, load, main, make_app, make_server
+from quiver.deployments.reward_server import DEFAULT, listen, load, main, make_app, make_server
 from quiver.schemas.errors import BusyError, ConfigError, SecurityError
+from quiver.stages.common.servers import read_json
 from quiver.stages.reward.servers.config import ServerConfig
 from quiver.stages.reward.servers.dialects import openrlhf, quiver
 from quiver.stages.reward.servers.dialects.rows import Row, Scored
-from quiver.stages.reward.servers.dialects.strict import read_json
 from quiver.stages.reward.servers.scorer import ServerScorer
 from quiver.stages.reward.stage import Config, open_scorers
+from tests.stages.reward.test_dialects import swapped
 
 CANARY = "sk-canary-5f1d"
 MINE = """
@@ -80,12 +79,17 @@ def url(recipe):
     assert "Traceback" not in log.read_text()
 
 
+@contextmanager
+def web_of(config, scorers, host="127.0.0.1", **options):
+    """The application, asked without a socket."""
+    app = make_app(config, scorers, **options)
+    with TestClient(app, base_url=f"http://{host}", raise_server_exceptions=False) as client:
+        yield client
+
+
 @pytest.fixture
 def web(local):
-    """The application, asked without a socket."""
-    with TestClient(
-        make_app(*local), base_url="http://127.0.0.1", raise_server_exceptions=False
-    ) as client:
+    with web_of(*local) as client:
         yield client
 
 
@@ -97,6 +101,8 @@ BATCH = {
     "rollout_ids": ["a", "b", "c", "d"],
     "answer": ["4", "6", "8", None],
 }
+QUERY = {"query": ["? 7"], "prompts": ["? "], "labels": ["7"]}
+JSON_TYPE = {"Content-Type": "application/json"}
 
 
 @pytest.mark.parametrize("dialect", ["quiver", "openrlhf"])
@@ -104,186 +110,133 @@ def test_scoring_over_http_is_scoring_locally(dialect, url, local):
     options = {} if dialect == "quiver" else {"label": "answer"}
     scorer = ServerScorer(ServerConfig(dialect=dialect, urls=[url], **options))
     scorer.require(["answer"])
-    (own,) = local[1]
-    here = own.score(BATCH)
+    here = local[1][0].score(BATCH)
     there = scorer.score(BATCH)
     assert [part[:2] for part in there] == [part[:2] for part in here]
     assert [part.value for part in here] == [1.0, None, 0.0, None]
     assert "cannot score boom" in here[1].error and here[3].error is None
     if dialect == "quiver":
-        assert (
-            json.loads(there[0].extra)["extra"]
-            == {"picky": json.loads(here[0].extra)}
-            == {"picky": {"seen": "it is 4"}}
-        )
-
-
-@pytest.mark.parametrize("keeps", [False, True])
-def test_the_end_token_that_openrlhf_sends_is_no_part_of_the_answer(keeps):
-    """Its client decodes with special tokens: every right answer was scored 0."""
-    config = Config(functions=[{"use": "exact_match"}])
-    endings = [
-        "<|im_end|>",
-        "</s>",
-        "<|eot_id|>\n",
-        "<end_of_turn><pad><pad>",
-        "<｜end▁of▁sentence｜>",
-        "",
-    ]
-    asked = {
-        "query": [f"2 + 2? 4{ending}" for ending in endings] + ["2 + 2? <b>4</b>"],
-        "prompts": ["2 + 2? "] * 7,
-        "labels": ["4"] * 6 + ["<b>4</b>"],
-    }
-    with (
-        open_scorers(config) as scorers,
-        TestClient(
-            make_app(config, scorers, keeps_end_tokens=keeps), base_url="http://127.0.0.1"
-        ) as web,
-    ):
-        answer = web.post("/get_reward", json=asked).json()
-    assert answer["rewards"] == ([0.0] * 5 + [1.0, 1.0] if keeps else [1.0] * 7)
-    taken_off = answer["extra_logs"].get("end_tokens_taken_off")
-    assert taken_off == (None if keeps else [1, 1, 1, 3, 1, 0, 0])
-
-
-@pytest.mark.parametrize("body", [{"query": []}, {"query": [], "prompts": [], "labels": []}])
-def test_an_empty_openrlhf_request_has_an_empty_answer(web, body):
-    answer = web.post("/get_reward", json=body)
-    assert answer.status_code == 200
-    assert answer.json() == {"rewards": [], "scores": [], "extra_logs": {"error": []}}
-    assert web.post("/get_reward", json={**body, "query": ["x"]}).status_code == 422
+        assert json.loads(there[0].extra)["extra"] == {"picky": {"seen": "it is 4"}}
 
 
 def test_health_and_a_description(url):
     assert httpx.get(f"{url}/health").json() == {"status": "ok", "format": 1}
-    described = httpx.get(f"{url}/openapi.json").json()
-    assert set(described["paths"]) == {"/health", "/v1/score", "/get_reward"}
+    paths = httpx.get(f"{url}/openapi.json").json()["paths"]
+    assert set(paths) == {"/health", "/v1/score", "/get_reward"}
 
 
-def test_the_whole_section_makes_the_reward(tmp_path):
-    (tmp_path / "mine.py").write_text(MINE)
-    path = tmp_path / "recipe.toml"
-    path.write_text(
-        "[reward]\nreward_clip = [0.0, 1.5]\noverlong = { max_tokens = 20, cache = 8, weight = "
-        "2.0 }\n"
-        '[[reward.functions]]\nuse = "numeric"\nweight = 2.0\n[[reward.functions]]\nuse = '
-        '"length"\narguments = { target = 14 }\n'
-    )
-    config = load(path)
-    rows = [Row("x", "?", "it is 7", {"answer": 7}, [0] * tokens, "stop") for tokens in (3, 14, 25)]
-    rows += [
-        Row("x", "?", "it is 7", {"answer": "no number"}, [0] * 3),
-        Row("x", "?", "it is 7", {"answer": 7}),
-    ]
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_end_token_that_openrlhf_sends_is_no_part_of_the_answer(keeps):
+    config = Config(functions=[{"use": "exact_match"}])
+    texts = ["4<|im_end|>", "4<end_of_turn><pad><pad>", "4", "<b>4</b>"]
+    asked = {
+        "query": [f"2 + 2? {text}" for text in texts],
+        "prompts": ["2 + 2? "] * 4,
+        "labels": ["4", "4", "4", "<b>4</b>"],
+    }
+    with open_scorers(config) as scorers, web_of(config, scorers, keeps_end_tokens=keeps) as web:
+        answer = web.post("/get_reward", json=asked).json()
+    assert answer["rewards"] == ([0.0, 0.0, 1.0, 1.0] if keeps else [1.0] * 4)
+    counts = answer["extra_logs"].get("end_tokens_taken_off")
+    assert counts == (None if keeps else [1, 3, 0, 0])
+
+
+def test_an_empty_openrlhf_request_has_an_empty_answer(web):
+    answer = web.post("/get_reward", json={"query": []})
+    assert answer.status_code == 200
+    assert answer.json() == {"rewards": [], "scores": [], "extra_logs": {"error": []}}
+
+
+def test_the_whole_section_makes_the_reward():
+    functions = [{"use": "numeric", "weight": 2.0}]
+    functions += [{"use": "length", "arguments": {"target": 14}}]
+    overlong = {"max_tokens": 20, "cache": 8, "weight": 2.0}
+    config = Config(reward_clip=(0.0, 1.5), overlong=overlong, functions=functions)
+    right, wrong = {"answer": 7}, {"answer": "no number"}
+    rows = [Row("x", "?", "it is 7", right, [0] * count, "stop") for count in (3, 14, 25)]
+    rows += [Row("x", "?", "it is 7", wrong, [0] * 3), Row("x", "?", "it is 7", wrong)]
     with open_scorers(config) as scorers:
-        found = score_rows(config, scorers, rows)
+        scored = score_rows(config, scorers, rows)
         with pytest.raises(ConfigError, match="needs answer"):
             score_rows(config, scorers, [Row("x", "?", "7", {"level": 1})])
     # numeric 1 · 2 + length, clipped to 1.5, plus 2 · overlong: 0, -1/4, -1
-    assert [scored.reward for scored in found] == [1.5, 1.5 - 0.5, 1.5 - 2, None, None]
-    assert found[2].parts == {"numeric": 1.0, "length": 0.0, "overlong": -1.0}
-    assert found[3].error.startswith("numeric: ") and found[4].reward is None and found[4].error
+    assert [row.reward for row in scored] == [1.5, 1.5 - 0.5, 1.5 - 2, None, None]
+    assert scored[2].parts == {"numeric": 1.0, "length": 0.0, "overlong": -1.0}
+    assert scored[3].error.startswith("numeric: ")
+    assert "holds no number" in scored[4].error and "overlong counts" in scored[4].error
 
 
-def test_a_request_without_ids_is_told_every_reason_and_no_sum_leaves_float32(tmp_path):
-    path, score = tmp_path / "recipe.toml", '[[reward.functions]]\nuse = "numeric"\nweight = {}\n'
-    penalty = "[reward]\noverlong = { max_tokens = 2, cache = 1, weight = 3e38 }\n"
-    path.write_text(penalty + score.format(-3e38))
-    rows = [
-        Row("x", "?", "it is 7", {"answer": 7}, [0] * 3),
-        Row("x", "?", "it is 7", {"answer": "no number"}),
-    ]
-    with open_scorers(load(path)) as scorers:
-        large, bare = score_rows(load(path), scorers, rows)
+def test_no_sum_leaves_float32():
+    functions = [{"use": "numeric", "weight": -3e38}]
+    overlong = {"max_tokens": 2, "cache": 1, "weight": 3e38}
+    config = Config(overlong=overlong, functions=functions)
+    with open_scorers(config) as scorers:
+        (large,) = score_rows(config, scorers, [Row("x", "?", "7", {"answer": 7}, [0] * 3)])
     assert large.reward is None and "is not finite as float32" in large.error
-    assert "holds no number" in bare.error and "overlong counts completion_ids" in bare.error
 
 
-def test_what_scores_must_be_what_the_recipe_pins(tmp_path, capsys):
-    path = tmp_path / "recipe.toml"
-    path.write_text('[reward]\n[[reward.functions]]\nuse = "numeric"\nfingerprint = "quiver:0"\n')
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ('fingerprint = "quiver:0"', "fingerprint expected quiver:0, found quiver:2"),
+        ('scope = "group"', "numeric: has scope group"),
+        (None, "has no section [reward]"),
+        ("=", "reward.toml"),
+    ],
+)
+def test_a_section_that_cannot_be_served_is_refused(setting, problem, tmp_path, capsys):
+    path = tmp_path / "reward.toml"
+    path.write_text("" if setting is None else f'[[reward.functions]]\nuse = "numeric"\n{setting}')
     assert main([str(path), "--port", "0"]) == 2
-    assert "fingerprint expected quiver:0, found quiver:2" in capsys.readouterr().err
-
-
-def test_whole_groups_are_not_served(tmp_path, capsys):
-    path = tmp_path / "recipe.toml"
-    path.write_text('[reward]\n[[reward.functions]]\nuse = "numeric"\nscope = "group"\n')
-    assert main([str(path), "--port", "0"]) == 2
-    assert "numeric: has scope group" in capsys.readouterr().err
+    assert problem in capsys.readouterr().err
 
 
 # -- who may ask
 
 
-def test_a_token_is_wanted_off_loopback(recipe, monkeypatch, capsys):
+def test_a_token_is_required_off_loopback(recipe, monkeypatch, capsys):
     for host in ("0.0.0.0", "::", "192.0.2.1", "scores.example", ""):
         with pytest.raises(SecurityError, match="token"):
             listen(host, 0, "")
     assert main([str(recipe), "--host", "0.0.0.0"]) == 10
     assert "E-SECURITY" in capsys.readouterr().err
-    for token, code in ((CANARY, 2), ("env:REWARD_KEY", 2)):
-        assert main([str(recipe), "--token", token]) == code
+    for token in (CANARY, "env:REWARD_KEY"):
+        assert main([str(recipe), "--token", token]) == 2
         assert CANARY not in capsys.readouterr().err
     monkeypatch.setenv("REWARD_KEY", CANARY)
     with listen("127.0.0.1", 0, "") as first, listen("0.0.0.0", 0, CANARY):
-        assert (
-            main([str(recipe), "--token", "env:REWARD_KEY", "--port", str(first.getsockname()[1])])
-            == 2
-        )
+        port = str(first.getsockname()[1])
+        assert main([str(recipe), "--token", "env:REWARD_KEY", "--port", port]) == 2
         assert "choose another port" in capsys.readouterr().err
 
 
 def test_strangers_are_not_let_in(local):
-    body = {"query": ["? 7"], "prompts": ["? "], "labels": ["7"]}
-    with TestClient(make_app(*local, token=CANARY), base_url="http://scores.example") as client:
+    with web_of(*local, host="scores.example", token=CANARY) as client:
         assert client.get("/health").status_code == 200
-        for headers in (
-            {},
-            {"Authorization": CANARY},
-            {"Authorization": f"Bearer {CANARY}x"},
-            {"Authorization": "Bearer "},
-        ):
-            refused = client.post("/get_reward", json=body, headers=headers)
-            assert (
-                refused.status_code == 401
-                and CANARY not in refused.text
-                and refused.headers["www-authenticate"] == "Bearer"
-            )
+        for value in (None, CANARY, f"Bearer {CANARY}x", "Bearer "):
+            headers = {"Authorization": value} if value else {}
+            refused = client.post("/get_reward", json=QUERY, headers=headers)
+            assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+            assert CANARY not in refused.text
             assert client.get("/openapi.json", headers=headers).status_code == 401
-        good = client.post("/get_reward", json=body, headers={"Authorization": f"Bearer {CANARY}"})
-        assert good.status_code == 200 and good.json()["rewards"] == [1.0]
+        headers = {"Authorization": f"Bearer {CANARY}"}
+        assert client.post("/get_reward", json=QUERY, headers=headers).json()["rewards"] == [1.0]
         assert client.app.openapi()["components"]["securitySchemes"]
 
 
 def test_without_a_token_no_web_page_gets_through(web):
-    body = json.dumps({"query": ["? 7"], "prompts": ["? "], "labels": ["7"]})
-    json_type = {"Content-Type": "application/json"}
-    assert web.post("/get_reward", content=body, headers=json_type).status_code == 200
+    def status(**headers: str) -> int:
+        sent_headers = {**JSON_TYPE, **headers}
+        return web.post("/get_reward", content=json.dumps(QUERY), headers=sent_headers).status_code
+
     for host in ("127.0.0.1:8700", "localhost", "[::1]:8700"):
-        assert (
-            web.post("/get_reward", content=body, headers={**json_type, "Host": host}).status_code
-            == 200
-        )
-    for host in (
-        "evil.example",
-        "evil.example:8700",
-        "127.0.0.1.evil.example",
-        "",
-        "127.0.0.1@evil.example",
-    ):
-        assert (
-            web.post("/get_reward", content=body, headers={**json_type, "Host": host}).status_code
-            == 403
-        )
-    assert (
-        web.post("/get_reward", content=body, headers={"Content-Type": "text/plain"}).status_code
-        == 422
-    )
+        assert status(Host=host) == 200
+    for host in ("evil.example:8700", "127.0.0.1.evil.example", "", "127.0.0.1@evil.example"):
+        assert status(Host=host) == 403
+    assert status(**{"Content-Type": "text/plain"}) == 422
 
 
-# -- what is asked
+# -- requests
 
 
 def score(web, **change):
@@ -291,126 +244,87 @@ def score(web, **change):
     return web.post("/v1/score", json={"format": 1, "rows": [row], **change})
 
 
+def fields_of(answer) -> set[str]:
+    """The fields of a refusal."""
+    return set(answer.json()["error"])
+
+
+FIELDS = {"code", "object", "message", "next"}
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("change", "problem"),
     [
-        {"format": 2},
-        {"format": "1"},
-        {"rows": []},
-        {
-            "rows": [
-                {"id": "a", "prompt": "?", "completion": "7"},
-                {"id": "a", "prompt": "?", "completion": "8"},
-            ]
-        },
-        {"rows": [{"id": 1, "prompt": "?", "completion": "7"}]},
-        {"rows": [{"id": "a", "prompt": "?", "completion": 7}]},
-        {"rows": [{"id": "a", "prompt": [{"role": "user"}], "completion": "7"}]},
-        {"rows": [{"id": "a", "prompt": "?", "completion": "7", "completion_ids": ["7"]}]},
-        {"rows": [{"id": "a", "prompt": "?", "completion": "7", "columns": {"level": 1}}]},
-        {"more": 1},
+        ({"format": "1"}, "body.format: Input should be 1"),
+        ({"rows": []}, "body.rows: "),
+        ({"rows": [{"id": "a", "prompt": "?", "completion": "7"}] * 2}, "an id stands twice"),
+        ({"rows": [{"id": 1, "prompt": "?", "completion": "7"}]}, "body.rows.0.id: "),
+        (
+            {
+                "rows": [
+                    {"id": id, "prompt": "?", "completion": "7", "columns": {id: 1}} for id in "ab"
+                ]
+            },
+            "every row of a request must have the same columns",
+        ),
+        (
+            {"rows": [{"id": "a", "prompt": "?", "completion": "7", "columns": {"level": 1}}]},
+            "needs answer",
+        ),
+        ({"more": 1}, "body.more: "),
     ],
 )
-def test_another_request_is_refused_with_its_place(change, web):
-    assert score(web).json()["rows"][0]["reward"] == 1.0
+def test_another_request_is_refused_with_its_place(change, problem, web):
     answer = score(web, **change)
-    assert (
-        answer.status_code == 422
-        and answer.json()["error"]["code"] == "E-CONFIG"
-        and answer.json()["error"]["message"]
-    )
+    assert answer.status_code == 422 and answer.json()["error"]["code"] == "E-CONFIG"
+    assert problem in answer.json()["error"]["message"]
 
 
-def test_a_body_is_strict_json_and_not_too_large(local):
-    app = make_app(*local, limits=Limits(bytes=5000))
-    with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
-        for body, status in {
-            b"": 422,
-            b"{": 400,
-            b"[" * 4000: 400,
-            b'{"format": 1, "format": 1, "rows": []}': 400,
-            b'{"prompt": "?", "response": "\\ud800"}': 400,
-            b'{"prompt": "?", "response": "7", "label": NaN}': 400,
-            b'"' + b"x" * 6000 + b'"': 413,
-        }.items():
-            for path in ("/v1/score", "/get_reward"):
-                answer = client.post(
-                    path, content=body, headers={"Content-Type": "application/json"}
-                )
-                assert answer.status_code == status and set(answer.json()["error"]) == {
-                    "code",
-                    "object",
-                    "message",
-                    "next",
-                }
-        assert client.get("/nothing").json()["error"]["message"] == "Not Found"
-        assert client.get("/get_reward").status_code == 405
-
-
-ANSWERS = {"/v1/score": quiver.Answer, "/get_reward": openrlhf.Answer}
-ANYTHING = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=8),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-    ),
-    max_leaves=5,
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 422),
+        (b"{", 400),
+        (b"[" * 4000, 400),
+        (b'{"format": 1, "format": 1, "rows": []}', 400),
+        (b'"' + b"x" * 6000 + b'"', 413),
+    ],
 )
+def test_a_body_is_strict_json_and_not_too_large(local, body, status):
+    with web_of(*local, limits=Limits(bytes=5000)) as client:
+        for path in ("/v1/score", "/get_reward"):
+            answer = client.post(path, content=body, headers=JSON_TYPE)
+            assert (answer.status_code, fields_of(answer)) == (status, FIELDS)
 
 
-def values(schema: dict, parts: dict) -> st.SearchStrategy:
-    """JSON that a schema of the description allows; anything where it says nothing."""
-    if "$ref" in schema:
-        return values(parts[schema["$ref"].rpartition("/")[2]], parts)
-    if "const" in schema:
-        return st.just(schema["const"]) | ANYTHING
-    if "anyOf" in schema:
-        return st.one_of(*(values(each, parts) for each in schema["anyOf"]))
-    if schema.get("type") == "object" and "properties" in schema:
-        known = {name: values(each, parts) for name, each in schema["properties"].items()}
-        needed = {name: known.pop(name) for name in schema.get("required", ())}
-        return st.fixed_dictionaries(needed, optional=known)
-    if schema.get("type") == "array":
-        return st.lists(values(schema["items"], parts), max_size=3)
-    kinds = {"string": st.text(max_size=8), "integer": st.integers(), "null": st.none()}
-    return kinds.get(schema.get("type"), ANYTHING)
+def test_other_paths_and_methods_are_refused(web):
+    assert web.get("/nothing").json()["error"]["message"] == "Not Found"
+    assert web.get("/get_reward").status_code == 405
 
 
-@pytest.mark.parametrize("path", ["/v1/score", "/get_reward"])
-def test_whatever_comes_is_answered_by_the_description(path, recipe):
+ROW = {"id": "a", "prompt": "?", "completion": "7", "completion_ids": [1], "columns": {"x": 1}}
+ASKED = {
+    "/v1/score": ({"format": 1, "rows": [ROW]}, quiver.Answer),
+    "/get_reward": (QUERY, openrlhf.Answer),
+}
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_every_body_is_answered_as_described(path, recipe):
     config = Config(functions=[{"use": f"{recipe.with_name('mine.py')}:words"}])
-    with (
-        open_scorers(config) as scorers,
-        TestClient(make_app(config, scorers), base_url="http://127.0.0.1") as web,
-    ):
-        ask_anything(web, path)
-
-
-def ask_anything(web, path):
-    described = web.app.openapi()
-    post, parts = described["paths"][path]["post"], described["components"]["schemas"]
-    body = values(post["requestBody"]["content"]["application/json"]["schema"], parts) | ANYTHING
-    seen = set()
-
-    @settings(
-        max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-    )
-    @given(body)
-    def ask(data):
-        answer = web.post(path, json=data)
-        seen.add(answer.status_code)
-        assert answer.status_code in (200, 400, 422), answer.text
-        assert str(answer.status_code) in post["responses"] or answer.status_code == 200
-        if answer.status_code == 200:
-            ANSWERS[path].model_validate(read_json(answer.content), strict=True)
-        else:
-            assert set(answer.json()["error"]) == {"code", "object", "message", "next"}
-
-    ask()
-    assert {200, 422} <= seen
+    request, answer_type = ASKED[path]
+    dice, statuses = random.Random(0), set()
+    with open_scorers(config) as scorers, web_of(config, scorers) as web:
+        for _ in range(300):
+            answer = web.post(path, json=swapped(request, dice))
+            statuses.add(answer.status_code)
+            if answer.status_code == 200:
+                answer_type.model_validate(read_json(answer.content), strict=True)
+            else:
+                assert fields_of(answer) == FIELDS
+        assert web.post(path, json=request).status_code == 200
+    described = {int(status) for status in web.app.openapi()["paths"][path]["post"]["responses"]}
+    assert 422 in statuses and statuses <= {200, 422} & described
 
 
 # -- together
@@ -420,82 +334,51 @@ def rows(*ids: str, column: str = "answer") -> list[Row]:
     return [Row(name, "?", name, {column: name}) for name in ids]
 
 
-def said(row: Row) -> Scored:
-    return Scored(float(len(row.completion)), None, {}, {})
+def score_by_length(batch: list[Row]) -> list[Scored]:
+    if batch[0].id == "bad":
+        raise ConfigError("function x", "no")
+    return [Scored(float(len(row.completion)), None, {}, {}) for row in batch]
+
+
+def batched(requests, limits: Limits, score=score_by_length) -> list:
+    """The answers of a batcher to requests that come together."""
+
+    async def ask():
+        batcher = Batcher(score, limits)
+        work = asyncio.create_task(batcher.work())
+        answers = await asyncio.gather(*map(batcher.score, requests), return_exceptions=True)
+        work.cancel()
+        return answers
+
+    return asyncio.run(ask())
 
 
 def test_rows_of_requests_that_come_together_are_scored_together():
     batches = []
 
-    def score_batch(batch):
+    def noted(batch):
         batches.append([row.id for row in batch])
-        return [said(row) for row in batch]
+        return score_by_length(batch)
 
-    async def ask():
-        batcher = Batcher(score_batch, Limits(rows=4, wait=0.05))
-        work = asyncio.create_task(batcher.work())
-        requests = [rows("a", "bb"), rows("c", column="other"), rows("ddd"), rows("e", "f", "g")]
-        found = await asyncio.gather(*(batcher.score(request) for request in requests))
-        work.cancel()
-        return [[scored.reward for scored in each] for each in found]
-
-    assert asyncio.run(ask()) == [[1.0, 2.0], [1.0], [3.0], [1.0, 1.0, 1.0]]
-    assert batches == [["a", "bb", "ddd", "e"], ["c"], ["f", "g"]]
+    requests = [rows("a", "bb"), rows("c", column="other"), rows("ddd"), rows("e", "f", "g")]
+    answers = batched(requests, Limits(rows=4, wait=0.05), noted)
+    rewards = [[scored.reward for scored in answer] for answer in answers]
+    assert rewards == [[1.0, 2.0], [1.0], [3.0], [1.0, 1.0, 1.0]]
+    assert batches == [["a", "bb", "ddd"], ["c"], ["e", "f", "g"]]
 
 
 def test_a_batch_that_fails_fails_its_requests_alone():
-    def score_batch(batch):
-        if batch[0].id == "bad":
-            raise ConfigError("function x", "no")
-        return [said(row) for row in batch]
-
-    async def ask():
-        batcher = Batcher(score_batch, Limits(rows=1, wait=0))
-        work = asyncio.create_task(batcher.work())
-        found = await asyncio.gather(
-            *(batcher.score(rows(name)) for name in ("bad", "good")), return_exceptions=True
-        )
-        work.cancel()
-        return found
-
-    bad, good = asyncio.run(ask())
-    assert isinstance(bad, ConfigError) and good == [said(rows("good")[0])]
+    bad, good = batched([rows("bad"), rows("good")], Limits(rows=1, wait=0))
+    assert isinstance(bad, ConfigError) and good == score_by_length(rows("good"))
 
 
 def test_more_rows_than_can_wait_are_refused_for_now(local):
-    async def ask():
-        batcher = Batcher(lambda batch: [said(row) for row in batch], Limits(queued=2))
-        with pytest.raises(BusyError):
-            await batcher.score(rows("a", "b", "c"))
-
-    asyncio.run(ask())
-    with TestClient(
-        make_app(*local, limits=Limits(queued=0)), base_url="http://127.0.0.1"
-    ) as client:
+    (refused,) = batched([rows("a", "b", "c")], Limits(queued=2))
+    assert isinstance(refused, BusyError)
+    with web_of(*local, limits=Limits(queued=0)) as client:
         answer = score(client)
-    assert (
-        answer.status_code == 503
-        and answer.headers["retry-after"] == "1"
-        and answer.json()["error"]["code"] == "E-BUSY"
-    )
-
-
-def test_many_clients_at_once_get_their_own_answers(url):
-    def one(number):
-        completions = [f"{number}:{at}" for at in range(20)]
-        answers = [text if at % 2 else "no" for at, text in enumerate(completions)]
-        batch = {
-            **dict.fromkeys(("prompts", "finish_reason", "rollout_ids"), completions),
-            "completions": completions,
-        }
-        scorer = ServerScorer(ServerConfig(dialect="quiver", urls=[url], batch_rows=3))
-        return [
-            part.value
-            for part in scorer.score({**batch, "completion_ids": [[1]] * 20, "answer": answers})
-        ]
-
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(one, range(16))) == [[0.0, 1.0] * 10] * 16
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json()["error"]["code"] == "E-BUSY"
 
 
 # -- connections
@@ -520,7 +403,7 @@ def is_healthy(address) -> bool:
     return httpx.get(f"http://{address[0]}:{address[1]}/health", timeout=60).status_code == 200
 
 
-def what_comes(connection: socket.socket) -> bytes:
+def read_to_the_end(connection: socket.socket) -> bytes:
     """All that the server sends until it closes the connection."""
     connection.settimeout(60)
     answer = b""
@@ -537,23 +420,19 @@ REFUSED = b"POST /get_reward HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 1000
 
 
 @pytest.mark.parametrize("sent", [b"", HALF], ids=["nothing", "half of its headers"])
-def test_who_sends_no_whole_request_is_let_go(local, sent):
+def test_a_client_that_sends_no_whole_request_is_let_go(local, sent):
+    assert 1 <= DEFAULT.header_seconds <= 10
     with served(local, header_seconds=0.5) as address, ExitStack() as stack:
         connections = [stack.enter_context(socket.create_connection(address)) for _ in range(50)]
         for connection in connections:
             connection.sendall(sent)
         assert is_healthy(address)
-        assert [what_comes(connection) for connection in connections] == [b""] * 50
-
-
-def test_a_server_lets_go_of_half_sent_headers_after_10_s_unless_told_otherwise(local):
-    limits = make_app(*local, token="").state.limits
-    assert 1 <= limits.header_seconds <= 10
+        assert [read_to_the_end(connection) for connection in connections] == [b""] * 50
 
 
 @pytest.mark.parametrize("start", [HALF, REFUSED], ids=["headers", "the body of a refused request"])
-def test_who_sends_byte_after_byte_for_ever_is_let_go(local, start, monkeypatch):
-    monkeypatch.setattr("quiver.deployments.connections.GRACE_SECONDS", 0)
+def test_a_client_that_sends_byte_after_byte_for_ever_is_let_go(local, start, monkeypatch):
+    monkeypatch.setattr("quiver.deployments.reward_server.GRACE_SECONDS", 0)
     limits = {"header_seconds": 0.5, "body_seconds": 0.5}
     with served(local, token=CANARY, **limits) as address:
         with socket.create_connection(address) as connection:
@@ -579,21 +458,20 @@ def test_a_request_that_comes_in_pieces_and_a_kept_connection_are_served(local):
                 time.sleep(0.02)
             assert connection.recv(65536).startswith(b"HTTP/1.1 200 OK")
         connection.sendall(HALF)
-        assert what_comes(connection) == b""
+        assert read_to_the_end(connection) == b""
 
 
-def test_more_headers_than_anybody_needs_are_refused_unread(local):
+def test_large_headers_are_refused_unread(local):
     """51 MB of them were taken in before the token was looked at."""
     with served(local, token=CANARY) as address, socket.create_connection(address) as connection:
         connection.sendall(HALF)
-        sent = 0
+        num_sent = 0
         with pytest.raises(ConnectionError):
-            while sent < 51_000_000:
+            while num_sent < 51_000_000:
                 connection.sendall(b"x" * 65536)
-                sent += 65536
+                num_sent += 65536
                 time.sleep(0.001)
-        assert sent < 16_000_000, "but for what the system's buffers hold"
-        assert is_healthy(address)
+        assert num_sent < 16_000_000, "but for what the system's buffers hold"
 
 
 def test_too_many_headers_are_refused(web):
@@ -609,7 +487,8 @@ def test_a_connection_too_many_is_told_to_come_again(local):
             for _ in range(3):
                 stack.enter_context(socket.create_connection(address))
             with socket.create_connection(address) as fourth:
-                assert what_comes(fourth).startswith(b"HTTP/1.1 503 Service Unavailable\r\nretry-a")
+                answer = read_to_the_end(fourth)
+            assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\nretry-a")
         deadline = time.monotonic() + 60
         while not is_healthy(address):  # until it has seen that they are gone
             assert time.monotonic() < deadline

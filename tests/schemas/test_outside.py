@@ -264,7 +264,7 @@ ENTRANCES = {
     "read_tool_call": {"stages.common.trajectories"},
     "read_number": {
         "stages.common.environments.environment",
-        "stages.reward.servers.dialects.strict",
+        "stages.reward.servers.dialects.rows",
     },
     "read_path": {"stages.prompt.images"},
     "read_name": {"stages.common.environments.tool_schemas"},

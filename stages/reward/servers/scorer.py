@@ -13,7 +13,6 @@ wrong path) ends scoring with RemoteError.
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import logging
 import time
@@ -23,18 +22,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from quiver.schemas.errors import ResourceError, printable, quoted_name
-from quiver.stages.common.servers import secret
+from quiver.stages.common.client import Client, FailedError
+from quiver.stages.common.servers import read_json, secret
 from quiver.stages.reward import pictures
 from quiver.stages.reward.scoring import OFFERED, Batch, Notice, Part, require_columns
 
 from .config import ServerConfig
-from .dialects import DIALECTS, judge
-from .dialects.rows import Row, as_rows, fields, to_json, without_json
-from .dialects.strict import read_json
-from .transport import FailedError, Transport
+from .dialects import DIALECTS
+from .dialects.rows import Row, as_rows, to_json, without_json
+from .transport import ABOUT_ROWS, Transport
 
-_NAMED_IN = {"quiver": "columns", "openai-judge": "rubric"}
-"""Config key that names the columns to send, by dialect. Default: label."""
 log = logging.getLogger(__name__)
 
 
@@ -68,8 +65,10 @@ class ServerScorer:
             for url in map(urlsplit, config.urls)
         ]
         token = secret(config.token, f"reward server {config.name}")
-        keeps = self._dialect.has_ids
-        self._transport = Transport(config, urls, token, keeps_connections=keeps)
+        self._connect = lambda: Client(
+            token, config.connect_seconds, keeps_connections=self._dialect.has_ids
+        )
+        self._transport = Transport(config, urls)
 
     def require(self, columns: Iterable[str]) -> None:
         """Raise ConfigError unless every column to send exists."""
@@ -79,12 +78,8 @@ class ServerScorer:
     def _sent_columns(self, columns: Iterable[str]) -> set[str]:
         """Return the user's columns that requests hold. If the config names none, take them from
         `columns`."""
-        config = self.config
-        if config.dialect == "quiver":
-            return set(columns) - set(OFFERED) if config.columns is None else set(config.columns)
-        if config.dialect == "openai-judge":
-            return fields(config.rubric) - judge.OFFERED
-        return {config.label} - {""}
+        named = self._dialect.columns(self.config)
+        return set(columns) - set(OFFERED) if named is None else named
 
     def score(self, batch: Batch) -> list[Part]:
         """Return one part per row of `batch`, in order. Call it in a thread without an event loop.
@@ -99,14 +94,13 @@ class ServerScorer:
         columns = self._sent_columns(batch)
         if pictures.are_in(batch):
             columns -= {pictures.OFFERED}
-            if self.config.dialect == "openai-judge":
+            if self._dialect.shows_pictures:
                 columns |= {pictures.OFFERED}
-        columns = sorted(columns)
         rows = [
             row._replace(completion=self._prefill(row.id) + row.completion)
-            for row in as_rows(batch, columns)
+            for row in as_rows(batch, sorted(columns))
         ]
-        if self.config.dialect == "quiver" and self.config.columns is None:
+        if self._dialect.columns(self.config) is None:
             rows = self._sendable(rows)
         try:
             return asyncio.run(self._score(rows))
@@ -164,9 +158,9 @@ class ServerScorer:
         remaining = iter(requests)
 
         async def work() -> None:
-            async with self._transport.connection() as connection:
+            async with self._connect() as client:
                 for asked in remaining:
-                    for row, part in zip(asked, await self._ask(connection, asked), strict=True):
+                    for row, part in zip(asked, await self._ask(client, asked), strict=True):
                         parts[row.id] = part
                         if part.error is not None:
                             self._notice(self.name, row.id, part.error)
@@ -186,12 +180,20 @@ class ServerScorer:
         return [parts[row.id] for row in rows]
 
     async def _ask(
-        self, connection: Any, rows: list[Row], deadline: float | None = None
+        self, client: Client, rows: list[Row], deadline: float | None = None
     ) -> list[Part]:
         """Return the parts of one request. If hosts work otherwise, a failed request is halved to
         find the rows that spoil it."""
         last_deadline = deadline or time.monotonic() + self.config.total_seconds
         may_be_a_row = True
+
+        def read(raw: bytes) -> list[Part]:
+            hide = client.hide  # again, since a token escaped in JSON is plain text now
+            return [
+                Part(value, error and hide(error), extra and hide(extra))
+                for value, error, extra in self._dialect.decode(read_json(raw), rows, self.config)
+            ]
+
         try:
             body = to_json(self._dialect.encode(rows, self.config)).encode()
         except (ValueError, TypeError) as error:
@@ -201,20 +203,19 @@ class ServerScorer:
             # may recognise a repeated request by it
             ids = to_json([self.config.revision, *(row.id for row in rows)]).encode()
             key = hashlib.sha256(ids + b"\n" + body).hexdigest()
-            read = functools.partial(self._read, rows)
             try:
-                return await self._transport.ask(connection, body, key, read, deadline)
+                return await self._transport.ask(client, body, key, read, deadline)
             except FailedError as error:
-                cause = error.cause
-                may_be_a_row = error.is_refused or (
-                    error.is_answered and self._transport.has_working_host
+                cause = str(error)
+                may_be_a_row = error.status in ABOUT_ROWS or (
+                    error.status > 0 and self._transport.has_working_host
                 )
         if len(rows) == 1 or not may_be_a_row:
             return [Part(error=cause)] * len(rows)
         middle = len(rows) // 2
         return [
-            *await self._ask(connection, rows[:middle], last_deadline),
-            *await self._ask(connection, rows[middle:], last_deadline),
+            *await self._ask(client, rows[:middle], last_deadline),
+            *await self._ask(client, rows[middle:], last_deadline),
         ]
 
     def _not_sent(self, row: Row) -> str:
@@ -222,17 +223,9 @@ class ServerScorer:
         have JSON."""
         for name, problem in without_json(row.columns).items():
             if name != pictures.OFFERED:
-                key = _NAMED_IN.get(self.config.dialect, "label")
                 return (
                     f"column {quoted_name(name)} cannot be sent: {problem}; leave it out of "
-                    f"reward.servers.{key}, or make it text or a number in the rows"
+                    f"reward.servers.{self._dialect.columns_key}, or make it text or a number in "
+                    "the rows"
                 )
         return ""
-
-    def _read(self, rows: list[Row], raw: bytes) -> list[Part]:
-        parts = self._dialect.decode(read_json(raw), rows, self.config)
-        hide = self._transport.hide  # again, since a token escaped in JSON is plain text now
-        return [
-            Part(value, error and hide(error), extra and hide(extra))
-            for value, error, extra in parts
-        ]

@@ -1,5 +1,5 @@
-"""A reward server on loopback that misbehaves on demand: what it sends is written byte by byte, so
-nothing is too broken to send.
+"""A server on loopback that misbehaves on demand: its answers are written byte by byte, so nothing
+is too broken to send.
 
 with FakeServer(lambda asked: reply({"rewards": [1.0]})) as server:
     server.url, server.asked
@@ -72,9 +72,9 @@ class FakeServer:
                 )
                 self.asked.append(asked)
                 answer = self.behave(asked)
-                if not await self._send(
-                    writer, await answer if asyncio.iscoroutine(answer) else answer
-                ):
+                if asyncio.iscoroutine(answer):
+                    answer = await answer
+                if not await self._send(writer, answer):
                     return
         except (asyncio.IncompleteReadError, asyncio.CancelledError, OSError):
             pass
@@ -82,23 +82,23 @@ class FakeServer:
             writer.close()
 
     async def _send(self, writer: asyncio.StreamWriter, answer: Bytes) -> bool:
+        """Send an answer; true if the connection stays open."""
         if answer is None:
             writer.transport.abort()
             return False
-        if isinstance(answer, bytes):
-            writer.write(answer)
-        elif hasattr(answer, "__aiter__"):
-            async for piece in answer:
-                writer.write(piece)
-                await writer.drain()
-        else:
-            for piece in answer:
-                writer.write(piece)
-                await writer.drain()
-        await writer.drain()
-        return (
-            b"\r\nconnection: close" not in answer.lower() if isinstance(answer, bytes) else False
-        )
+        async for piece in pieces_of(answer):
+            writer.write(piece)
+            await writer.drain()
+        return isinstance(answer, bytes) and b"\r\nconnection: close" not in answer.lower()
+
+
+async def pieces_of(answer: Bytes) -> AsyncIterator[bytes]:
+    if hasattr(answer, "__aiter__"):
+        async for piece in answer:
+            yield piece
+    else:
+        for piece in [answer] if isinstance(answer, bytes) else answer:
+            yield piece
 
 
 def reply(body: Any, status: int = 200, **headers: str) -> bytes:

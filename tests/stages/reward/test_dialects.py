@@ -8,12 +8,11 @@ import random
 import pytest
 from pydantic import ValidationError
 
-from quiver.schemas.plain import MOST_LEVELS
+from quiver.stages.common.servers import MalformedError, read_json
 from quiver.stages.reward.scoring import Part
 from quiver.stages.reward.servers.config import ServerConfig
 from quiver.stages.reward.servers.dialects import DIALECTS, openrlhf, quiver
 from quiver.stages.reward.servers.dialects.rows import Row, Scored, as_batch, as_rows
-from quiver.stages.reward.servers.dialects.strict import MalformedError, read_json
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
 ROWS = [
@@ -28,95 +27,67 @@ def config(dialect, **options) -> ServerConfig:
     return ServerConfig(dialect=dialect, urls=["http://127.0.0.1:1"], **options)
 
 
+def encode(dialect, rows, **options):
+    return DIALECTS[dialect].encode(rows, config(dialect, **options))
+
+
 def decode(dialect, answer, rows=ROWS, **options) -> list[Part]:
     return DIALECTS[dialect].decode(answer, rows, config(dialect, **options))
 
 
-# -- what is sent
+# -- requests
 
 
-def test_what_each_dialect_sends():
-    def sent(dialect, rows, **options):
-        return DIALECTS[dialect].encode(rows, config(dialect, **options))
+def test_quiver_sends_rows_with_the_named_columns():
+    (sent,) = encode("quiver", ROWS[1:], columns=["answer"])["rows"]
+    assert sent == {**ROWS[1]._asdict(), "columns": {"answer": 6}}
+    assert encode("quiver", ROWS)["rows"][0]["columns"] == {"answer": 4, "hint": "even"}
 
-    assert sent("quiver", ROWS[1:], columns=["answer"]) == {
-        "format": 1,
-        "rows": [
-            {
-                "id": "b",
-                "prompt": "3 + 3 = ",
-                "completion": "7",
-                "completion_ids": [22, 2],
-                "finish_reason": "length",
-                "columns": {"answer": 6},
-            }
-        ],
-    }
-    assert sent("quiver", ROWS)["rows"][0]["columns"] == {"answer": 4, "hint": "even"}
-    assert sent("openrlhf", ROWS, label="answer") == {
+
+def test_openrlhf_sends_texts():
+    assert encode("openrlhf", ROWS, label="answer") == {
         "query": ["system: Be brief.\n\nuser: 2 + 2?\n\nassistant: 4", "3 + 3 = 7"],
         "prompts": ["system: Be brief.\n\nuser: 2 + 2?\n\nassistant: ", "3 + 3 = "],
         "labels": [4, 6],
     }
-    chatml = {
-        "message_template": "<|im_start|>{role}\n{content}<|im_end|>\n",
-        "reply_template": "<|im_start|>assistant\n",
-    }
-    wanted = (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + "
-        "2?<|im_end|>\n<|im_start|>assistant\n4"
-    )
-    assert sent("openrlhf", ROWS[:1], **chatml)["query"] == [wanted]
-    assert sent("openrlhf", ROWS[1:])["labels"] == [None]
-    assert sent("vllm-classify", ROWS[:1], model="rm", arguments={"add_special_tokens": False}) == {
+    templates = {"message_template": "<{role}>{content}", "reply_template": "<assistant>"}
+    sent = encode("openrlhf", ROWS[:1], **templates)
+    assert sent["query"] == ["<system>Be brief.<user>2 + 2?<assistant>4"]
+    assert sent["labels"] == [None]
+
+
+def test_vllm_sends_messages_or_texts():
+    arguments = {"add_special_tokens": False}
+    assert encode("vllm-classify", ROWS[:1], model="rm", arguments=arguments) == {
         "model": "rm",
         "messages": [*CHAT, {"role": "assistant", "content": "4"}],
         "use_activation": False,
         "add_special_tokens": False,
     }
-    assert sent("vllm-classify", ROWS[1:], use_activation=True) == {
-        "input": ["3 + 3 = 7"],
-        "use_activation": True,
-    }
-    assert sent("vllm-score", ROWS[1:], message_template="{content}") == {
-        "text_1": ["3 + 3 = "],
-        "text_2": ["7"],
-        "use_activation": False,
-    }
+    sent = encode("vllm-classify", ROWS[1:], use_activation=True)
+    assert sent == {"input": ["3 + 3 = 7"], "use_activation": True}
+    sent = encode("vllm-score", ROWS[1:], message_template="{content}")
+    assert sent == {"text_1": ["3 + 3 = "], "text_2": ["7"], "use_activation": False}
 
 
 def test_a_rubric_is_filled_in_once():
-    judge = config(
-        "openai-judge",
-        rubric='{prompt}|{completion}|{answer}|{hint}|{"score": 5}|{{answer}}',
-        max_tokens=9,
-    )
     row = Row("c", "{completion}?", "{answer} {prompt}", {"answer": 4, "hint": None})
-    assert DIALECTS["openai-judge"].encode([row], judge) == {
+    rubric = '{prompt}|{completion}|{answer}|{hint}|{"score": 5}|{{answer}}'
+    content = '{completion}?|{answer} {prompt}|4|null|{"score": 5}|{answer}'
+    assert encode("openai-judge", [row], rubric=rubric, max_tokens=9) == {
         "model": "judge",
-        "messages": [
-            {
-                "role": "user",
-                "content": '{completion}?|{answer} {prompt}|4|null|{"score": 5}|{answer}',
-            }
-        ],
+        "messages": [{"role": "user", "content": content}],
         "temperature": 0,
         "max_tokens": 9,
     }
-    newer = config("openai-judge", arguments={"max_completion_tokens": 99, "temperature": 1})
-    asked = DIALECTS["openai-judge"].encode(ROWS[:1], newer)
-    assert (
-        asked["temperature"] == 1
-        and asked["max_completion_tokens"] == 99
-        and "max_tokens" not in asked
-    )
-    assert (
-        "Be brief." in asked["messages"][0]["content"]
-        and "<<<ANSWER\n4\nANSWER>>>" in asked["messages"][0]["content"]
-    )
+    arguments = {"max_completion_tokens": 99, "temperature": 1}
+    sent = encode("openai-judge", ROWS[:1], arguments=arguments)
+    assert sent.items() >= arguments.items() and "max_tokens" not in sent
+    content = sent["messages"][0]["content"]
+    assert "Be brief." in content and "<<<ANSWER\n4\nANSWER>>>" in content
 
 
-# -- what is read
+# -- answers
 
 
 def test_quiver_matches_rows_by_id():
@@ -128,411 +99,290 @@ def test_quiver_matches_rows_by_id():
         Part(0.25, extra='{"parts": {"f": 0.5}, "extra": {"note": "é"}}'),
         Part(error="ValueError: no"),
     ]
-    assert decode("quiver", {"format": 1, "rows": [{"id": "a", "reward": None}]}, ROWS[:1]) == [
-        Part()
-    ]
+    bare = [{"id": "a", "reward": None}]
+    assert decode("quiver", {"format": 1, "rows": bare}, ROWS[:1]) == [Part()]
 
 
-@pytest.mark.parametrize("reward, error", [(0.5, None), (None, "no"), (None, None), ("0.5", None)])
-def test_what_comes_beside_a_number_is_cut_as_a_functions_is(reward, error):
-    row = {"id": "a", "reward": reward, "error": error, "extra": {"note": "é" * 20_000}}
+def test_long_extras_are_cut():
+    row = {"id": "a", "reward": 0.5, "extra": {"note": "é" * 20_000}}
     (part,) = decode("quiver", {"format": 1, "rows": [row]}, ROWS[:1])
-    assert (
-        json.loads(part.extra)["cut"]
-        and len(part.extra.encode()) < 10_000
-        and part.value == (0.5 if reward == 0.5 else None)
-    )
-    (part,) = decode(
-        "openai-judge",
-        {"choices": [{"message": {"content": "word " * 20_000 + "Score: 7"}}]},
-        ROWS[:1],
-    )
-    assert part.value == 7 and json.loads(part.extra)["cut"]
+    assert json.loads(part.extra)["cut"] and len(part.extra.encode()) < 10_000
+    assert part.value == 0.5
+
+
+A = {"id": "a", "reward": 1}
 
 
 @pytest.mark.parametrize(
-    "rows",
+    ("format", "rows"),
     [
-        [{"id": "a", "reward": 1}],
-        [{"id": "a", "reward": 1}, {"id": "a", "reward": 1}],
-        [{"id": "a", "reward": 1}, {"id": "c", "reward": 1}],
-        [{"id": "a", "reward": 1}, {"id": "b", "reward": 1}, {"id": "c", "reward": 1}],
-        [{"id": "a", "reward": 1}, {"id": "b", "rewards": 1}],
-        [{"id": "a", "reward": 1}, {"id": "b", "reward": 1, "note": 1}],
-        [{"id": "a", "reward": 1}, {"id": ["b"], "reward": 1}],
-        [{"id": "a", "reward": 1}, {"id": "b", "reward": 1, "error": False}],
-        [{"id": "a", "reward": 1}, {"id": "b", "reward": 1, "extra": [1]}],
-        [{"id": "a", "reward": 1}, 1],
-        {"a": 1, "b": 1},
+        *((format, [A, {"id": "b", "reward": 1}]) for format in (2, True)),
+        (1, [A]),
+        (1, [A, A]),
+        (1, [A, {"id": "c", "reward": 1}]),
+        (1, [A, {"id": "b", "rewards": 1}]),
+        (1, [A, {"id": ["b"], "reward": 1}]),
+        (1, [A, {"id": "b", "reward": 1, "error": False}]),
+        (1, {"a": 1, "b": 1}),
     ],
 )
-def test_quiver_refuses_other_ids_and_keys(rows):
+def test_quiver_refuses_another_format_or_other_ids_and_keys(format, rows):
     with pytest.raises(MalformedError):
-        decode("quiver", {"format": 1, "rows": rows})
-
-
-@pytest.mark.parametrize("format", [2, "1", True, None, 1.0])
-def test_quiver_refuses_another_format(format):
-    with pytest.raises(MalformedError, match="format"):
-        decode(
-            "quiver",
-            {"format": format, "rows": [{"id": "a", "reward": 1}, {"id": "b", "reward": 1}]},
-        )
+        decode("quiver", {"format": format, "rows": rows})
 
 
 def test_openrlhf_matches_rows_by_position():
-    answer = {
-        "rewards": [1, 0.5],
-        "scores": [1, 0.75],
-        "extra_logs": {"length": [3, 4], "mean": 0.1},
-    }
+    logs = {"length": [3, 4], "mean": 0.1}
+    answer = {"rewards": [1, 0.5], "scores": [1, 0.75], "extra_logs": logs}
     assert decode("openrlhf", answer) == [
         Part(1.0, extra='{"length": 3, "scores": 1}'),
         Part(0.5, extra='{"length": 4, "scores": 0.75}'),
     ]
     assert [part.value for part in decode("openrlhf", answer, score_key="scores")] == [1.0, 0.75]
-    assert decode("openrlhf", {"rewards": [0.5, 1]}) == [Part(0.5), Part(1.0)]
     nulls = {"rewards": [None, None]}
-    assert [part.error for part in decode("openrlhf", nulls)] == [
-        "gave null, expected a number"
-    ] * 2
-    told = {**nulls, "extra_logs": {"error": ["it hung", None]}}
-    assert decode("openrlhf", told) == [Part(error="it hung", extra='{"error": "it hung"}'), Part()]
-    for wrong in (
-        {"rewards": [1.0]},
-        {"rewards": 1.0},
-        {"score": [1, 1]},
-        [1, 1],
-        {"rewards": [1, 1], "extra_logs": 3},
-    ):
-        with pytest.raises(MalformedError):
-            decode("openrlhf", wrong)
+    assert decode("openrlhf", nulls) == [Part(error="gave null, expected a number")] * 2
+    with_error = {**nulls, "extra_logs": {"error": ["it hung", None]}}
+    parts = decode("openrlhf", with_error)
+    assert parts == [Part(error="it hung", extra='{"error": "it hung"}'), Part()]
 
 
 def test_vllm_matches_rows_by_index():
-    two = [
-        {"index": 1, "probs": [0.5], "label": "LABEL_0"},
-        {"index": 0, "probs": [-2.5], "label": "LABEL_0"},
-    ]
+    two = [{"index": 1, "probs": [0.5]}, {"index": 0, "probs": [-2.5]}]
     assert decode("vllm-classify", {"data": two}) == [Part(-2.5), Part(0.5)]
-    classes = {"data": [{"index": 0, "probs": [0.25, 0.75], "label": "good"}]}
-    assert decode("vllm-classify", classes, ROWS[:1], score_key="1") == [
-        Part(0.75, extra='{"label": "good", "probs": [0.25, 0.75]}')
-    ]
-    for wrong, key in ((classes, ""), (classes, "2"), ({"data": []}, "0")):
-        with pytest.raises(MalformedError):
-            decode("vllm-classify", wrong, ROWS[:1], score_key=key)
-    assert decode(
-        "vllm-score", {"data": [{"index": 0, "score": 1.5}, {"index": 1, "score": 2}]}
-    ) == [Part(1.5), Part(2.0)]
-    for indices in ([0, 0], [1, 2], [0, True], [0, "1"], [0, None], [-1, 0]):
-        with pytest.raises(MalformedError, match="index"):
-            decode("vllm-score", {"data": [{"index": index, "score": 1.0} for index in indices]})
+    parts = decode("vllm-classify", CLASSES, ROWS[:1], score_key="1")
+    assert parts == [Part(0.75, extra='{"label": "good", "probs": [0.25, 0.75]}')]
+    scores = {"data": [{"index": 0, "score": 1.5}, {"index": 1, "score": 2}]}
+    assert decode("vllm-score", scores) == [Part(1.5), Part(2.0)]
+
+
+CLASSES = {"data": [{"index": 0, "probs": [0.25, 0.75], "label": "good"}]}
 
 
 def judged(text, finish="stop"):
-    return {
-        "choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": finish}]
-    }
+    message = {"role": "assistant", "content": text}
+    return {"choices": [{"message": message, "finish_reason": finish}]}
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
+    ("dialect", "answer", "options"),
     [
-        ("Score: 8", 0.8),
-        ("Score: 3\nNo, wait.\n**Score:** 8/10.", 0.8),
-        ("score = 0", 0.0),
-        ("Final score - 7.5\n", 0.75),
-        ("Score: 8,5", None),
-        ("8", None),
-        ("Score: eight", None),
-        ("Score:\n8", None),
-        ("Score: 11", None),
-        ("Score: -1", None),
-        ("", None),
+        ("openrlhf", {"rewards": []}, {}),
+        ("openrlhf", {"score": [1]}, {}),
+        ("openrlhf", {"rewards": [1], "extra_logs": 3}, {}),
+        ("vllm-classify", CLASSES, {}),
+        ("vllm-classify", CLASSES, {"score_key": "2"}),
+        ("vllm-classify", {"data": []}, {"score_key": "0"}),
+        *(("vllm-score", {"data": [{"index": at, "score": 1.0}]}, {}) for at in (1, True)),
+        ("vllm-score", {"data": [{"index": 0, "score": 1.0}] * 2}, {}),
+        ("openai-judge", judged(None), {}),
+        ("openai-judge", {"choices": []}, {}),
+        ("openai-judge", {"choices": judged("Score: 1")["choices"] * 2}, {}),
+        ("openai-judge", "Score: 1", {}),
     ],
 )
-def test_the_judges_score(text, value):
-    (part,) = decode("openai-judge", judged(text), ROWS[:1], rescale=True)
+def test_an_answer_that_breaks_its_dialect_is_refused(dialect, answer, options):
+    with pytest.raises(MalformedError):
+        decode(dialect, answer, ROWS[:1], **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "options"),
+    [
+        ("Score: 8", 0.8, {}),
+        ("Score: 3\nNo, wait.\n**Score:** 8/10.", 0.8, {}),
+        ("score = 0", 0.0, {}),
+        ("Score: 8,5", None, {}),
+        ("8", None, {}),
+        ("Score:\n8", None, {}),
+        ("Score: 11", None, {}),
+        ("Score: -1", None, {}),
+        ("", None, {}),
+        ("<s>9</s>", 0.9, {"score_pattern": "<s>(.*?)</s>"}),
+        ("<s>nan</s>", None, {"score_pattern": "<s>(.*?)</s>"}),
+    ],
+)
+def test_the_judges_score(text, value, options):
+    (part,) = decode("openai-judge", judged(text), ROWS[:1], rescale=True, **options)
     assert part.value == value and (part.error is None) == (value is not None)
     assert json.loads(part.extra) == {"answer": text}
 
 
-def test_a_judge_that_was_cut_or_silent_gave_no_score():
+def test_a_judge_that_was_cut_gave_no_score():
     (part,) = decode("openai-judge", judged("Score: 1", "length"), ROWS[:1])
     assert part.value is None and "cut" in part.error
-    assert (
-        decode("openai-judge", judged("<s>9</s>"), ROWS[:1], score_pattern="<s>(.*?)</s>")[0].value
-        == 9.0
-    )
-    assert (
-        decode("openai-judge", judged("<s>nan</s>"), ROWS[:1], score_pattern="<s>(.*?)</s>")[
-            0
-        ].value
-        is None
-    )
-    assert (
-        decode("openai-judge", judged("<s>x</s>"), ROWS[:1], score_pattern="<s>(.*?)</s>")[0].value
-        is None
-    )
-    for wrong in (
-        judged(None),
-        {"choices": []},
-        {"choices": judged("Score: 1")["choices"] * 2},
-        {"error": "x"},
-        "Score: 1",
-    ):
-        with pytest.raises(MalformedError):
-            decode("openai-judge", wrong, ROWS[:1])
 
 
-@pytest.mark.parametrize(
-    "value", ["1.0", True, None, [], {}, [1.0], 1e39, -1e39, 10**400, 1.5, -0.5]
-)
-def test_what_is_no_number_or_out_of_range_is_an_error(value):
-    (part,) = decode("openrlhf", {"rewards": [value]}, ROWS[:1], range=(0, 1))
+@pytest.mark.parametrize("number", ["1.0", True, None, [], {}, 1e39, -1e39, 10**400, 1.5, -0.5])
+def test_what_is_no_number_or_out_of_range_is_an_error(number):
+    (part,) = decode("openrlhf", {"rewards": [number]}, ROWS[:1], range=(0, 1))
     assert part.value is None and part.error
 
 
-# -- strangers
+# -- answers of strangers
 
 
 @pytest.mark.parametrize(
     "raw",
     [
         b"",
-        b"<html>502 Bad Gateway</html>",
         b'{"rewards": [1.0',
         b'{"rewards": [NaN, 1]}',
-        b'{"rewards": [Infinity, 1]}',
         b'{"rewards": [1e400, 1]}',
         b'{"rewards": [1, 1], "rewards": [0, 0]}',
-        b'{"rewards": [01, 1]}',
-        b'{"rewards": [' + b"9" * 301 + b"]}",
         b"[" * 100_000,
-        b"[" * 100_000 + b"]" * 100_000,
-        b'{"a":' * 100_000,
-        b"[" * (MOST_LEVELS + 1) + b"]" * (MOST_LEVELS + 1),
         b'{"why": "\\ud800"}',
         b'{"why": "\xff"}',
-        b'{"why": "\xed\xa0\x80"}',
         b'\xef\xbb\xbf{"rewards": [1, 1]}',
         '{"rewards": [1, 1]}'.encode("utf-16"),
         b'{"rewards": [1, 1]} {}',
-        b'{"why": "a\nb"}',
     ],
 )
-def test_what_is_not_strict_json_is_refused(raw):
+def test_json_that_is_not_strict_is_refused(raw):
     with pytest.raises(MalformedError):
         read_json(raw)
 
 
-def test_depth_counts_brackets_not_text():
-    text = json.dumps({"why": "[" * 1000 + '\\"{'}).encode()
-    assert read_json(text) == {"why": "[" * 1000 + '\\"{'}
-    assert read_json(b"[" * MOST_LEVELS + b"]" * MOST_LEVELS)
+def test_escapes_of_whole_characters_are_read():
     assert read_json(b'"\\ud83d\\ude00"') == "😀"
 
 
 GOOD = {
     "quiver": {
         "format": 1,
-        "rows": [
-            {"id": "a", "reward": 0.5},
-            {"id": "b", "reward": None, "error": "x", "extra": {"k": [1]}},
-        ],
+        "rows": [A, {"id": "b", "reward": None, "error": "x", "extra": {"k": [1]}}],
     },
     "openrlhf": {
         "rewards": [0.5, 1.0],
         "scores": [0.5, 1.0],
         "extra_logs": {"error": [None, None]},
     },
-    "vllm-classify": {
-        "data": [
-            {"index": 0, "probs": [0.5], "label": "x"},
-            {"index": 1, "probs": [0.25], "label": "x"},
-        ]
-    },
+    "vllm-classify": {"data": [{"index": at, "probs": [0.5], "label": "x"} for at in (0, 1)]},
     "vllm-score": {"data": [{"index": 0, "score": 0.5}, {"index": 1, "score": 0.25}]},
     "openai-judge": judged("Fine. Score: 7"),
 }
-PIECES = [
-    b"NaN",
-    b"1e999",
-    b'"1.0"',
-    b"null",
-    b"true",
-    b"[[",
-    b"]",
-    b"{",
-    b'"',
-    b"\\",
-    b"\\u",
-    b"\xff",
-    b"-",
-    b"0",
-    b"9",
-    b",",
-    b":",
-]
+PIECES = [*rb'NaN 1e999 "1.0" null true [[ ] { " \ \u - 0 9 , :'.split(), b"\xff"]
+SWAPS = [None, True, "1.0", -1, 7, 11, 1e39, 10**40, [], {}, [0.5], {"index": 0}, {"reward": 1}]
 
 
 def mutated(raw: bytes, dice: random.Random) -> bytes:
-    """`raw` with one wound or two: bytes flipped, pieces put in, parts cut, doubled or moved."""
+    """`raw` with one wound or two: bytes flipped, pieces put in, cut out, doubled or moved."""
     for _ in range(dice.randint(1, 2)):
         at, length = dice.randrange(len(raw) + 1), dice.randint(0, 12)
-        piece = raw[at : at + length]
+        before, piece, after = raw[:at], raw[at : at + length], raw[at + length :]
         raw = dice.choice(
             [
-                raw[:at] + bytes([dice.randrange(256)]) + raw[at + 1 :],
-                raw[:at] + dice.choice(PIECES) + raw[at:],
-                raw[:at] + dice.choice(PIECES) + raw[at + length :],
-                raw[:at] + raw[at + length :],
-                raw[:at],
-                raw[:at] + piece + piece + raw[at + length :],
-                raw[:at] + raw[at + length :] + piece,
+                before + bytes([dice.randrange(256)]) + raw[at + 1 :],
+                before + dice.choice(PIECES) + raw[at:],
+                before + dice.choice(PIECES) + after,
+                before + after,
+                before,
+                before + piece + piece + after,
+                before + after + piece,
             ]
         )
     return raw
 
 
-def swapped(value, dice: random.Random):
-    """`value` with something inside it, or all of it, replaced by another piece of JSON."""
-    if dice.random() < 0.3 or not isinstance(value, dict | list) or not value:
-        return dice.choice(
-            [
-                None,
-                True,
-                "1.0",
-                -1,
-                7,
-                11,
-                1e39,
-                10**40,
-                [],
-                {},
-                [0.5, 1.0],
-                {"index": 0},
-                {"reward": 1},
-            ]
-        )
-    changed = dict(value) if isinstance(value, dict) else list(value)
+def swapped(document, dice: random.Random):
+    """`document`, or something inside it, replaced by another piece of JSON."""
+    if dice.random() < 0.3 or not isinstance(document, dict | list) or not document:
+        return dice.choice(SWAPS)
+    changed = document.copy()
     at = dice.choice(list(changed) if isinstance(changed, dict) else range(len(changed)))
-    return (
-        {**changed, at: swapped(changed[at], dice)}
-        if isinstance(changed, dict)
-        else [swapped(item, dice) if place == at else item for place, item in enumerate(changed)]
-    )
+    changed[at] = swapped(changed[at], dice)
+    return changed
 
 
 def test_5000_wounded_bodies_are_read_or_refused_by_name():
     dice = random.Random(0)
-    configs = {name: config(name, range=(0, 10)) for name in GOOD}
-    read = refused = 0
+    num_read = num_refused = 0
     for number in range(5000):
         dialect = dice.choice(sorted(GOOD))
         rows = ROWS[:1] if dialect == "openai-judge" else ROWS
-        data = swapped(GOOD[dialect], dice) if number % 2 else GOOD[dialect]
-        raw = json.dumps(data).encode() if number % 2 else mutated(json.dumps(data).encode(), dice)
+        if number % 2:
+            raw = json.dumps(swapped(GOOD[dialect], dice)).encode()
+        else:
+            raw = mutated(json.dumps(GOOD[dialect]).encode(), dice)
         try:
-            parts = DIALECTS[dialect].decode(read_json(raw), rows, configs[dialect])
+            parts = decode(dialect, read_json(raw), rows, range=(0, 10))
         except MalformedError as error:
-            refused += 1
+            num_refused += 1
             assert len(str(error)) < 400 and str(error).isprintable()
             continue
-        read += 1
+        num_read += 1
         assert len(parts) == len(rows)
         for part in parts:
             assert part.value is None or (
                 math.isfinite(part.value) and 0 <= part.value <= 10 and part.error is None
             )
             assert part.extra is None or part.extra.encode()
-    assert read > 500 and refused > 2000
+    assert num_read > 500 and num_refused > 2000
 
 
 # -- the side that answers
 
 
-def test_what_one_side_writes_the_other_reads():
+def test_each_side_reads_what_the_other_writes():
     scored = [
         Scored(0.5, None, {"f": 0.5}, {"f": {"n": 1}}),
         Scored(None, "f: it hung", {"f": None}, {}),
     ]
-    rows = quiver.Request(
-        **read_json(json.dumps(DIALECTS["quiver"].encode(ROWS, config("quiver"))).encode())
-    ).as_rows()
+    expected = [(0.5, None), (None, "f: it hung")]
+    rows = quiver.Request(**read_json(json.dumps(encode("quiver", ROWS)).encode())).as_rows()
     assert rows == ROWS
-    assert [part[:2] for part in decode("quiver", quiver.answer(rows, scored))] == [
-        (0.5, None),
-        (None, "f: it hung"),
-    ]
-    labelled = config("openrlhf", label="answer")
-    asked = openrlhf.Request(**DIALECTS["openrlhf"].encode(ROWS, labelled))
+    assert [part[:2] for part in decode("quiver", quiver.answer(rows, scored))] == expected
+    asked = openrlhf.Request(**encode("openrlhf", ROWS, label="answer"))
     rows = asked.as_rows("answer")
-    assert [(row.completion, row.columns) for row in rows] == [
-        ("4", {"answer": 4}),
-        ("7", {"answer": 6}),
-    ]
-    assert [part[:2] for part in decode("openrlhf", openrlhf.answer(asked, rows, scored))] == [
-        (0.5, None),
-        (None, "f: it hung"),
-    ]
-    asked = openrlhf.Request(
-        query=["<s>2 + 2? 4", "7"], prompts=["2 + 2? ", ""], labels=["4", None]
-    )
-    assert [row.completion for row in asked.as_rows("answer")] == ["4", "7"]
+    assert [row.completion for row in rows] == ["4", "7"]
+    assert [row.columns for row in rows] == [{"answer": 4}, {"answer": 6}]
+    assert [
+        part[:2] for part in decode("openrlhf", openrlhf.answer(asked, rows, scored))
+    ] == expected
+
+
+def test_openrlhf_finds_prompts_in_queries():
+    asked = openrlhf.Request(query=["<s>2 + 2? 4"], prompts=["2 + 2? "], labels=["4"])
+    assert [row.completion for row in asked.as_rows("answer")] == ["4"]
     for wrong in ({"query": ["5 4"]}, {"labels": []}, {"prompts": ["2 + 2? ", ""]}):
         with pytest.raises(ValidationError):
-            openrlhf.Request(
-                **{"query": ["2 + 2? 4"], "prompts": ["2 + 2? "], "labels": [None], **wrong}
-            )
-
-
-CALLED = [
-    {"role": "user", "content": "weather in Rome?"},
-    {
-        "role": "assistant",
-        "content": "",
-        "reasoning_content": "I look.",
-        "tool_calls": [
-            {"type": "function", "id": "c1", "function": {"name": "f", "arguments": {"a": None}}}
-        ],
-    },
-    {"role": "tool", "content": "sunny", "name": "f", "tool_call_id": "c1"},
-]
+            openrlhf.Request(**{**asked.model_dump(), **wrong})
 
 
 def test_a_conversation_with_calls_arrives_as_it_was_sent():
-    row = ROWS[0]._replace(prompt=CALLED)
-    asked = read_json(json.dumps(DIALECTS["quiver"].encode([row], config("quiver"))).encode())
-    (read,) = quiver.Request(**asked).as_rows()
-    assert read.prompt == CALLED
+    function = {"name": "f", "arguments": {"a": None}}
+    calls = [{"type": "function", "id": "c1", "function": function}]
+    row = ROWS[0]._replace(
+        prompt=[
+            {"role": "user", "content": "weather in Rome?"},
+            {
+                "role": "assistant",
+                "content": "",
+                "reasoning_content": "I look.",
+                "tool_calls": calls,
+            },
+            {"role": "tool", "content": "sunny", "name": "f", "tool_call_id": "c1"},
+        ]
+    )
+    asked = read_json(json.dumps(encode("quiver", [row])).encode())
+    assert quiver.Request(**asked).as_rows() == [row]
 
 
-@pytest.mark.parametrize(
-    "message", [{"role": "<|im_end|>", "content": "a"}, {"role": "user"}, "a", {"from": "human"}]
-)
-def test_what_is_no_message_is_refused_by_the_side_that_answers(message):
-    row = {"id": "a", "prompt": [message], "completion": "4"}
+def test_what_is_no_message_is_refused_by_the_side_that_answers():
+    row = {"id": "a", "prompt": [{"role": "<|im_end|>", "content": "a"}], "completion": "4"}
     with pytest.raises(ValidationError):
         quiver.Request(format=1, rows=[row])
 
 
 def test_rows_and_batches_are_each_others_reverse():
     batch = as_batch(ROWS)
-    assert (
-        batch["prompts"][0] == CHAT
-        and batch["answer"] == [4, 6]
-        and batch["rollout_ids"] == ["a", "b"]
-    )
+    assert batch["prompts"][0] == CHAT and batch["answer"] == [4, 6]
     assert as_rows(batch, ["answer", "hint"]) == ROWS
-    assert as_rows(batch, [])[0] == ROWS[0]._replace(columns={})
     hidden = ROWS[0]._replace(columns={"prompts": "mine", "completions": "mine"})
     assert as_batch([hidden])["prompts"] == [CHAT] and as_batch([hidden])["completions"] == ["4"]
 
 
 @pytest.mark.parametrize(
-    ("text", "kept"),
+    ("text", "answer"),
     [
         ("a<|im_end|>", "a"),
         ("a \n<|im_end|> </s><｜end｜>\n", "a"),
@@ -541,12 +391,11 @@ def test_rows_and_batches_are_each_others_reverse():
         ("a<|" + "x" * 40 + "|>", "a"),
         ("a<|" + "x" * 41 + "|>", "a<|" + "x" * 41 + "|>"),
         ("<eos><pad>", ""),
-        ("", ""),
-        # white space that a model samples for long holds nobody up
+        # the time is linear in white space that a model samples for long
         ("a" + " " * 500_000 + "b", "a" + " " * 500_000 + "b"),
         ("a" + " " * 500_000 + "</s>", "a"),
         ("a" + " </s>" * 200_000, "a"),
     ],
 )
-def test_end_tokens_are_taken_off(text, kept):
-    assert openrlhf.without_end_tokens(text) == kept
+def test_end_tokens_are_taken_off(text, answer):
+    assert openrlhf.without_end_tokens(text) == answer

@@ -1,13 +1,6 @@
 """Dialects `vllm-classify` and `vllm-score` against a real vLLM server with a tiny reward model,
 compared with transformers."""
 
-import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
-
 import pytest
 import torch
 from transformers import Qwen3ForSequenceClassification
@@ -15,6 +8,7 @@ from transformers import Qwen3ForSequenceClassification
 from quiver.stages.reward.servers.config import ServerConfig
 from quiver.stages.reward.servers.scorer import ServerScorer
 from tests.tiny import _config, tokenizer
+from tests.vllm_process import VllmProcess
 
 pytestmark = pytest.mark.vllm
 CHATS = [[{"role": "user", "content": f"{a} + 1?"}] for a in range(4)]
@@ -46,48 +40,13 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(model, tmp_path_factory):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    options = (
-        f"--runner pooling --dtype float32 --enforce-eager --max-model-len {CONTEXT} --host "
-        f"127.0.0.1 --port {port}"
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        model[1],
-        *options.split(),
-    ]
-    quick = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "TORCH_COMPILE_DISABLE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-    }
-    log = tmp_path_factory.mktemp("log") / "vllm.log"
-    with (
-        log.open("w") as out,
-        subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | quick) as server,
-    ):
-        try:
-            deadline = time.monotonic() + 300
-            while not ready(f"http://127.0.0.1:{port}/health"):
-                assert server.poll() is None and time.monotonic() < deadline, log.read_text()[
-                    -3000:
-                ]
-                time.sleep(0.2)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.terminate()
-            server.wait(60)
-
-
-def ready(health: str) -> bool:
+    options = f"--runner pooling --max-model-len {CONTEXT}"
+    server = VllmProcess(model[1], tmp_path_factory.mktemp("log") / "vllm.log", *options.split())
     try:
-        return urllib.request.urlopen(health, timeout=5).status == 200
-    except OSError:
-        return False
+        server.wait()
+        yield server.url
+    finally:
+        server.kill()
 
 
 def logit(model, ids: list[int]) -> float:

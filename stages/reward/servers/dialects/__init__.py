@@ -23,19 +23,26 @@ from typing import Any, NamedTuple
 from quiver.stages.reward.scoring import Part
 
 from . import judge, openrlhf, quiver, vllm
-from .rows import Row
+from .rows import Row, fields
 
 
 class Dialect(NamedTuple):
-    """A dialect. `path` is for URLs without one. `is_alone` returns true if a row needs a request
-    of its own. `has_ids`: answers name their rows."""
+    """A dialect."""
 
     path: str
+    """Path of URLs that have none."""
     encode: Callable[..., dict[str, Any]]
     decode: Callable[..., list[Part]]
     description: str
-    is_alone: Callable[[Row], bool] = lambda _: False
+    columns: Callable[..., set[str] | None] = lambda config: set()
+    """Columns that the config names. None: send all that have JSON."""
+    columns_key: str = ""
+    """Config key that names them."""
+    is_alone: Callable[[Row], bool] = lambda row: False
+    """True if a row needs a request of its own."""
     has_ids: bool = False
+    """True if answers name their rows."""
+    shows_pictures: bool = False
 
 
 DIALECTS: dict[str, Dialect] = {
@@ -44,17 +51,24 @@ DIALECTS: dict[str, Dialect] = {
         quiver.encode,
         quiver.decode,
         "Quiver's own: rows by id, errors apart from numbers",
+        lambda config: None if config.columns is None else set(config.columns),
+        "columns",
         has_ids=True,
     ),
     "openrlhf": Dialect(
-        openrlhf.PATH, openrlhf.encode, openrlhf.decode, "OpenRLHF's remote reward server"
+        openrlhf.PATH,
+        openrlhf.encode,
+        openrlhf.decode,
+        "OpenRLHF's remote reward server",
+        lambda config: {config.label} - {""},
+        "label",
     ),
     "vllm-classify": Dialect(
         vllm.CLASSIFY,
         vllm.encode_classify,
         vllm.decode_classify,
         "a reward model or classifier behind vLLM",
-        vllm.is_alone,
+        is_alone=vllm.is_alone,
     ),
     "vllm-score": Dialect(
         vllm.SCORE, vllm.encode_score, vllm.decode_score, "a cross-encoder behind vLLM"
@@ -64,6 +78,9 @@ DIALECTS: dict[str, Dialect] = {
         judge.encode,
         judge.decode,
         "a chat model that grades by a rubric",
-        lambda _: True,
+        lambda config: fields(config.rubric) - judge.OFFERED,
+        "rubric",
+        is_alone=lambda row: True,
+        shows_pictures=True,
     ),
 }

@@ -27,11 +27,11 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from quiver.schemas.errors import printable
+from quiver.stages.common.servers import read_as
 from quiver.stages.reward import pictures
 from quiver.stages.reward.scoring import Part
 
-from .rows import Row, as_text, fill
-from .strict import as_part, read_as
+from .rows import Row, as_part, as_text, fill
 
 PATH = "/v1/chat/completions"
 OFFERED = {"prompt", "completion", "finish_reason"}
@@ -79,10 +79,14 @@ def encode(rows: list[Row], config: Any) -> dict[str, Any]:
         "finish_reason": row.finish_reason,
     }
     content: str | list[dict[str, Any]] = fill(config.rubric, names)
-    images = row.columns.get(pictures.OFFERED) or ()
-    shown = [_as_part(image) for image in images if isinstance(image, pictures.ImageBytes)]
-    if shown:
-        content = [*shown, {"type": "text", "text": content}]
+    images = []
+    for image in row.columns.get(pictures.OFFERED) or ():
+        if isinstance(image, pictures.ImageBytes):
+            kind = next(kind for start, kind in _MEDIA_TYPES.items() if image.startswith(start))
+            url = f"data:{kind};base64,{base64.b64encode(image).decode()}"
+            images.append({"type": "image_url", "image_url": {"url": url}})
+    if images:
+        content = [*images, {"type": "text", "text": content}]
     request = {
         "model": config.model,
         "messages": [{"role": "user", "content": content}],
@@ -92,13 +96,6 @@ def encode(rows: list[Row], config: Any) -> dict[str, Any]:
     if "max_completion_tokens" not in config.arguments:
         request["max_tokens"] = config.max_tokens
     return {**request, **config.arguments}
-
-
-def _as_part(image: bytes) -> dict[str, Any]:
-    """Return a picture in the form of OpenAI's messages, with its stored bytes."""
-    kind = next(kind for start, kind in _MEDIA_TYPES.items() if image.startswith(start))
-    url = f"data:{kind};base64,{base64.b64encode(image).decode()}"
-    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:

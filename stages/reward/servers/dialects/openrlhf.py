@@ -21,10 +21,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from quiver.stages.common.servers import MalformedError, read_as
 from quiver.stages.reward.scoring import Part
 
-from .rows import Row, Scored, as_text, fill
-from .strict import MalformedError, as_part, read_as
+from .rows import Row, Scored, as_part, as_text, fill
 
 PATH = "/get_reward"
 _END_TOKEN = re.compile(r"(?:<[|｜][^<>|｜]{1,40}[|｜]>|</s>|<eos>|<pad>|<end_of_turn>)\Z")
@@ -70,9 +70,9 @@ def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:
         raise MalformedError(f"{key} is no list of {num_rows} items")
     parts = []
     for place, number in enumerate(numbers):
-        beside = {name: column[place] for name, column in columns.items()}
-        extra = {name: member for name, member in beside.items() if member is not None}
-        parts.append(as_part(number, config, extra or None, beside.get("error", "")))
+        extras = {name: column[place] for name, column in columns.items()}
+        extra = {name: member for name, member in extras.items() if member is not None}
+        parts.append(as_part(number, config, extra or None, extras.get("error", "")))
     return parts
 
 
@@ -119,14 +119,14 @@ class Request(BaseModel):
 def without_end_tokens(text: str) -> str:
     """Remove the special tokens at the end of `text`, and the white space around them. Text without
     them is unchanged. The time is linear in the length."""
-    kept = len(text)
+    length = len(text)
     end = len(text.rstrip())
     while match := _END_TOKEN.search(text[max(0, end - _LONGEST_END_TOKEN) : end]):
         end -= len(match[0])
         while end and text[end - 1].isspace():
             end -= 1
-        kept = end
-    return text[:kept]
+        length = end
+    return text[:length]
 
 
 class Answer(BaseModel):

@@ -21,10 +21,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from quiver.schemas import outside
+from quiver.stages.common.servers import MalformedError, read_as
 from quiver.stages.reward.scoring import Part
 
-from .rows import Row, Scored
-from .strict import MalformedError, as_part, read_as
+from .rows import Row, Scored, as_part
 
 FORMAT = 1
 PATH = "/v1/score"
@@ -70,10 +70,10 @@ def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:
         raise MalformedError("the ids of its rows are not those asked for, each once")
     parts = []
     for row in rows:
-        one = row_of[row.id]
-        beside = {"parts": one.parts, "extra": one.extra}
-        extra = {name: members for name, members in beside.items() if members}
-        parts.append(as_part(one.reward, config, extra or None, one.error))
+        answer_row = row_of[row.id]
+        members_of = {"parts": answer_row.parts, "extra": answer_row.extra}
+        extra = {name: members for name, members in members_of.items() if members}
+        parts.append(as_part(answer_row.reward, config, extra or None, answer_row.error))
     return parts
 
 
@@ -81,7 +81,7 @@ def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:
 
 
 Message = Annotated[
-    dict[str, Any], BeforeValidator(lambda given: outside.read_message(given, "a message"))
+    dict[str, Any], BeforeValidator(lambda message: outside.read_message(message, "a message"))
 ]
 """One message of a conversation."""
 

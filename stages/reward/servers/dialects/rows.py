@@ -1,4 +1,5 @@
-"""Rows in the form that every dialect takes, and their text for dialects without messages.
+"""The base of every dialect: rows to send, their text for dialects without messages, and the parts
+that answers become.
 
 >>> messages = [{"role": "user", "content": "2 + 2?"}]
 >>> as_text(messages, "{role}: {content}\\n")
@@ -15,7 +16,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from quiver.stages.reward.scoring import Batch
+from quiver.schemas.errors import printable
+from quiver.schemas.outside import LARGEST, read_number
+from quiver.stages.reward.scoring import Batch, Part, as_extra
 
 _FIELD = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 
@@ -131,3 +134,34 @@ def _plain(cell: Any) -> str:
     if isinstance(cell, datetime.date | datetime.time):
         return cell.isoformat()
     raise TypeError(f"{type(cell).__name__} has no JSON")
+
+
+def as_part(number: Any, config: Any, extra: Any = None, error: Any = "") -> Part:
+    """Return the part of one row from a server with this `config`, with `extra` beside it.
+
+    Text in `error` is the row's failure. If `error` and `number` are null, nothing applies.
+    Otherwise the number counts. It must be finite as float32 and within `config.range`, which
+    `config.rescale` maps linearly to 0 … 1; else the part has an error. Text that looks like a
+    number is text, and true is not 1.
+
+    >>> from types import SimpleNamespace
+    >>> config = SimpleNamespace(range=(0, 10), rescale=True)
+    >>> as_part(8, config).value, as_part("8", config).error, as_part(11, config).error
+    (0.8, 'gave text, expected a number', 'gave 11, outside 0 to 10')
+    """
+    low, high = config.range or (-LARGEST, LARGEST)
+    reward = None
+    problem = None
+    if isinstance(error, str) and error:
+        problem = printable(error)
+    elif number is not None or error is not None:
+        try:
+            reward = read_number(number)
+        except ValueError as refusal:
+            problem = f"gave {refusal}"
+    if reward is not None and not low <= reward <= high:
+        problem = f"gave {reward:g}, outside {low:g} to {high:g}"
+        reward = None
+    if reward is not None and config.rescale:
+        reward = (reward - low) / (high - low)
+    return Part(reward, problem, None if extra is None else as_extra(extra))

@@ -21,10 +21,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from quiver.stages.common.servers import MalformedError, read_as
 from quiver.stages.reward.scoring import Part
 
-from .rows import Row, as_text
-from .strict import MalformedError, as_part, read_as
+from .rows import Row, as_part, as_text
 
 CLASSIFY = "/classify"
 SCORE = "/score"
@@ -97,8 +97,8 @@ def decode_score(answer: Any, rows: list[Row], config: Any) -> list[Part]:
 
 
 def _by_index(items: list[Any], num_rows: int) -> list[Any]:
-    ordered = sorted(items, key=lambda item: item.index)
-    if [item.index for item in ordered] != list(range(num_rows)):
+    ordered = sorted(items, key=lambda entry: entry.index)
+    if [entry.index for entry in ordered] != list(range(num_rows)):
         raise MalformedError(f"index of its data must be each of 0 to {num_rows - 1} once")
     return ordered
 
