@@ -23,8 +23,7 @@ from quiver.stages.report.plots import night_panel
 from quiver.stages.report.templates import page
 
 from .events import version_events
-from .failures import attempt
-from .text import key, picture
+from .text import attempt, key, picture
 from .views import VIEWS
 
 _MOST_NIGHTS = 100

@@ -21,8 +21,7 @@ from prefect.context import FlowRunContext
 from quiver.stages.report.plots import Panel, score_panel
 from quiver.stages.report.templates import page as render
 
-from .failures import attempt
-from .text import key, picture
+from .text import attempt, key, picture
 
 SECONDS_BETWEEN = 10.0
 _MOST_ROWS = 100

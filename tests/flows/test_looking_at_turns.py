@@ -14,12 +14,12 @@ from quiver.flows.commands.summary import summary
 from quiver.flows.pages import views
 from quiver.flows.retention import Retention
 from quiver.flows.view.details import details, sections_of
-from quiver.flows.view.paired import open_paired
 from quiver.stages.common.episodes import measure
 from quiver.stages.common.store import Store
 from quiver.stages.report import stage as report
 from quiver.stages.report.gather import gather
 from quiver.stages.report.joined import Selection, open_joined
+from quiver.stages.report.paired import pair
 from quiver.stages.report.troubles import warnings
 from tests import episodes
 from tests.episodes import row, turn
@@ -301,7 +301,7 @@ def view_app():
 
 
 def test_an_episode_opens_turn_by_turn(view_app, store):
-    app = view_app(store, open_paired(store, "tiny/rewards@2", None))
+    app = view_app(store, pair(store, "tiny/rewards@2", None))
     steps = ["enter"], ["n", "n"], ["n"], ["p"]
     rows, tokens, second, third, back = drive(app, *steps, size=(120, 16))
     assert "end_reason" in rows and "max_tokens" in rows
@@ -313,7 +313,7 @@ def test_an_episode_opens_turn_by_turn(view_app, store):
 
 
 def test_the_screen_of_a_rollout_says_what_was_observed(view_app, store):
-    app = view_app(store, open_paired(store, "tiny/rewards@2", None))
+    app = view_app(store, pair(store, "tiny/rewards@2", None))
     rows, shown = drive(app, ["enter"], size=(120, 80))
     for screen in (rows, shown):
         assert 'calls       look_up {"word": "elk"}' in screen
@@ -328,7 +328,7 @@ def test_the_screen_of_a_rollout_says_what_was_observed(view_app, store):
 
 def test_a_long_episode_is_gone_through(view_app, store):
     app = view_app(
-        store, open_paired(store, "tiny/rewards@2", None), Selection(sort="turns", descending=True)
+        store, pair(store, "tiny/rewards@2", None), Selection(sort="turns", descending=True)
     )
     *_, middle, end = drive(app, ["enter"], ["n"] * 30, ["n"] * 32)
     assert "turn 29 " in middle.splitlines()[0] and "│ seen 29" in middle
@@ -336,7 +336,7 @@ def test_a_long_episode_is_gone_through(view_app, store):
 
 
 def test_one_turn_has_no_keys_for_turns(view_app, store):
-    app = view_app(store, open_paired(store, "tiny/rewards@1", None))
+    app = view_app(store, pair(store, "tiny/rewards@1", None))
     rows, tokens = drive(app, ["enter"])
     assert "end_reason" not in rows and "Next turn" not in tokens
     assert "completion, by logprob" in tokens

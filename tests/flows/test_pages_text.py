@@ -13,8 +13,7 @@ import pytest
 
 from quiver.flows.commands.summary import summary
 from quiver.flows.pages import iterations, text
-from quiver.flows.pages.failures import attempt
-from quiver.flows.pages.text import picture
+from quiver.flows.pages.text import attempt, picture
 from quiver.flows.progress import progress
 from quiver.flows.retention import Retention
 from quiver.flows.tasks import describe

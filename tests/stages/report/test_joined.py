@@ -145,11 +145,14 @@ def test_advantages_are_those_made_of_the_rewards_that_are_shown(golden, tmp_pat
         "golden/rewards@1": "golden/advantages@2",
     }
     for rewards, expected in advantages.items():
-        assert str(open_joined(store, rewards).advantages.version.ref) == expected
-    assert str(open_joined(store, "golden/rollouts@1").rewards.version.ref) == "golden/rewards@5"
+        assert str(open_joined(store, rewards).shards["advantages"].version.ref) == expected
+    assert (
+        str(open_joined(store, "golden/rollouts@1").shards["rewards"].version.ref)
+        == "golden/rewards@5"
+    )
     shutil.rmtree(store.path / "golden/advantages/v000001")
     for ref in ("golden/rewards@5", "golden/rollouts@1", "golden/policy@1"):
-        assert open_joined(store, ref).advantages is None
+        assert "advantages" not in open_joined(store, ref).shards
 
 
 def test_rewards_that_are_gone_are_not_those_of_another_version(golden, tmp_path):
@@ -157,7 +160,8 @@ def test_rewards_that_are_gone_are_not_those_of_another_version(golden, tmp_path
     store = Store(tmp_path / "store")
     shutil.rmtree(store.path / "golden/rewards/v000005")
     joined = open_joined(store, "golden/advantages@1")
-    assert joined.rewards is None and str(joined.advantages.version.ref) == "golden/advantages@1"
+    assert "rewards" not in joined.shards
+    assert str(joined.shards["advantages"].version.ref) == "golden/advantages@1"
 
 
 def test_tokens_have_their_ratio_to_the_model_that_scored_again(golden):

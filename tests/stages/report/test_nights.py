@@ -6,7 +6,8 @@ from quiver.stages.common.store.tags import Entry
 from quiver.stages.evaluate.stage import Config
 from quiver.stages.report import stage as report
 from quiver.stages.report.gather import gather
-from quiver.stages.report.nights import NightRow, lines_of, nights_of
+from quiver.stages.report.nights import HEADER, NightRow, nights_of
+from quiver.stages.report.words import aligned
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, tiny_policy
 from tests.benchmarks.made import write_version as write
 from tests.stages.report.test_report import CONFIG, Page, as_model, evaluate, optimize
@@ -59,7 +60,7 @@ def test_a_row_a_decision_and_rejected_nights_are_rows_too():
 
 
 def test_lines_stand_in_columns():
-    header, *lines = lines_of(nights_of(ENTRIES))
+    header, *lines = aligned([HEADER, *nights_of(ENTRIES)])
     assert len(lines) == 5 and header.split()[:2] == ["night", "decided"]
     place = header.index("decision")
     words = [line[place:].split("  ")[0] for line in lines]
@@ -121,7 +122,7 @@ def test_nights_with_rows_of_their_own_have_a_point_each_beside_their_baseline(s
     spent(same_rows=False)
     found = gather(store, "bench")
     assert [each.ref for each in found.nightly] == ["bench/evaluations@2", "bench/evaluations@4"]
-    panel = report._curves(found)[0]
+    panel = report.curves_of(found)[0]
     after, before = (
         [store.open(f"bench/evaluations@{n}").manifest.metrics for n in pair]
         for pair in ((2, 4), (1, 3))
@@ -145,7 +146,7 @@ def test_nights_on_the_same_rows_are_one_curve_by_policy(store, spent):
     spent(same_rows=True)
     found = gather(store, "bench")
     assert found.nightly == [] and set(found.nights) == {"prod"}
-    assert report._curves(found)[0].title == "held-out score"
+    assert report.curves_of(found)[0].title == "held-out score"
 
 
 def test_a_decision_makes_the_report_old(store, spent):
