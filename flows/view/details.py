@@ -53,8 +53,6 @@ _SURFACE = (30, 30, 30)
 _UNLIKELY = 5.0
 """Nats at which a token gets the strongest red."""
 _LEAST_SHARE = 0.04
-_MOST_BYTES = 4
-"""Most bytes of a character in UTF-8, and so most tokens that it may take."""
 
 
 class Section(NamedTuple):
@@ -182,24 +180,13 @@ def reader_of(store: Store, policy: str | None) -> Callable[[list[int]], list[st
 
 
 def _texts(tokenizer: Any, ids: list[int]) -> list[str]:
-    texts = []
-    first = 0  # First token of the character that is not complete yet.
-    for index in range(len(ids)):
-        # Decoded together with the token before, since many tokenizers drop the space of a first
-        # token.
-        start = max(first - 1, 0)
-        before = tokenizer.decode(ids[start:first], skip_special_tokens=False)
-        text = tokenizer.decode(ids[start : index + 1], skip_special_tokens=False)
-        if text.startswith(before):
-            text = text[len(before) :]
-        else:
-            text = tokenizer.decode(ids[first : index + 1], skip_special_tokens=False)
-        is_whole = not text.endswith("\ufffd") or index - first == _MOST_BYTES - 1
-        if is_whole or index == len(ids) - 1:
-            texts.append(text)
-            first = index + 1
-        else:
-            texts.append("")
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=False)
+    texts = [stream.step(tokenizer, id) or "" for id in ids]
+    whole = tokenizer.decode(ids, skip_special_tokens=False)
+    if ids and not texts[-1]:  # The end of the last character is missing.
+        texts[-1] = whole[len("".join(texts)) :]
     return texts
 
 

@@ -128,8 +128,6 @@ class Gathered:
     """References of expired versions: only the manifest is left."""
     branches: list[str]
     """Policies of the run that end other lines than this one."""
-    newest: str
-    """Result of `latest`; a report holds it to show whether it is current."""
 
     @property
     def scores(self) -> dict[int, dict[str, Any]]:
@@ -255,14 +253,6 @@ def ends_of(store: Store, run: str) -> list[str]:
     return ends[::-1] if histories(store, run) else sorted(ends, key=lambda ref: -lengths[ref])
 
 
-def latest(store: Store, run: str, policy: str) -> str:
-    """Return a text that changes whenever a report over the run would change: the policy at the end
-    of the line, the newest policy and evaluation, and the number of decisions per tag."""
-    newest = [*store.refs(run, "policy")][-1:] + [*store.refs(run, "evaluations")][-1:]
-    decisions = [f"{tag}:{len(entries)}" for tag, entries in histories(store, run).items()]
-    return " ".join(map(str, [policy, *newest, *decisions]))
-
-
 def histories(store: Store, run: str) -> dict[str, list[Entry]]:
     """Return the journals of the run's tags that nights decide about, by tag. Damaged journals are
     skipped; `verify` reports them."""
@@ -317,7 +307,6 @@ def gather(store: Store, run: str, end: str | None = None) -> Gathered:
         gone=sorted(manifests.gone),
         expired=sorted(manifests.expired),
         branches=[ref for ref in ends if ref not in line],
-        newest=latest(store, run, end),
     )
 
 

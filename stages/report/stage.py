@@ -26,9 +26,7 @@ from .gather import (
     STEP_COLUMNS,
     Gathered,
     Iteration,
-    ends_of,
     gather,
-    latest,
     metric,
     policy_number,
 )
@@ -38,12 +36,6 @@ from .troubles import warnings
 
 FILE = "report.html"
 _MOST_PARTS = 6
-_HEAD_BYTES = 2048
-
-
-def path_of(store: Store, run: str) -> Path:
-    """Return the default path of the report of `run`: a file in the run's folder."""
-    return store.path / run / FILE
 
 
 def write(
@@ -57,14 +49,14 @@ def write(
     """Write the report of `run` atomically.
 
     Args:
-        path: Default: `path_of`.
+        path: Default: `FILE` in the folder of the run.
         beside: Another run, whose curves and iterations are shown for comparison.
         difference: Sentences on how the two runs compare.
         policy: End of the line to report. Default: the end of the run's own line.
 
     Raises ConfigError, CorruptError, LineageError, ResourceError.
     """
-    target = Path(path) if path else path_of(store, run)
+    target = Path(path) if path else store.path / run / FILE
     other = gather(store, beside) if beside else None
     content = render(store, gather(store, run, policy), other, difference).encode()
     try:
@@ -81,17 +73,6 @@ def write(
             next="name a file in a folder that there is",
         ) from None
     return target
-
-
-def is_current(store: Store, run: str, policy: str | None = None) -> bool:
-    """True if the report in the run's folder covers the newest versions and the line that `write`
-    would take."""
-    path = path_of(store, run)
-    if not path.is_file():
-        return False
-    newest = latest(store, run, policy or ends_of(store, run)[0])
-    with path.open("rb") as file:
-        return f'content="{newest}"'.encode() in file.read(_HEAD_BYTES)
 
 
 def render(
