@@ -1,4 +1,4 @@
-"""Differences between two versions for `quiver diff` and `quiver compare`."""
+"""Differences between two versions for `quiver diff`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError
 from quiver.schemas.plain import flatten
 from quiver.stages.common.store import Store
 from quiver.stages.report.paired import match_rows
-from quiver.stages.report.words import number
 from quiver.stages.reward.measures import changes
 
 _KEYS = ("rollout_id", "group_id", "step")
@@ -90,27 +89,3 @@ def diff(store: Store, first: str, second: str) -> dict[str, Any]:
         rewards = [table["reward"].to_numpy() for table in (shared_a, shared_b)]
         differences["rewards"] = changes(groups, *rewards)
     return differences
-
-
-def lines_of(differences: dict[str, Any]) -> list[str]:
-    """Return the differences as lines for people."""
-    lines = [
-        f"{printable(path)}: {printable(before)} → {printable(after)}"
-        for path, (before, after) in differences["changed"].items()
-    ]
-    if rows := differences["rows"]:
-        lines.append(
-            f"rows, paired by {rows['paired_by']}: {rows['both']:,} in both, "
-            f"{rows['only_first']:,} only in the first, {rows['only_second']:,} only in the second"
-        )
-        lines += [f"  {printable(name)}: {n:,} differ" for name, n in rows["changed"].items()]
-    if rewards := differences.get("rewards"):
-        lines += [
-            f"  {rewards['null_to_value']:,} have a reward only in the second, "
-            f"{rewards['value_to_null']:,} only in the first",
-            f"  {rewards['order']:,} change places within their group, "
-            f"{rewards['sign']:,} their sign",
-            f"  the mean changes by {number(rewards['mean_difference'])}; correlation "
-            f"{number(rewards['correlation'])}",
-        ]
-    return lines

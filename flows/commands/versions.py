@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import getpass
 import json
-import math
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -162,11 +161,12 @@ def diff(
     store: StorePath = None,
 ) -> None:
     """Show the differences of two versions: config, metrics, rows."""
-    from .compare import diff as compare
-    from .compare import lines_of
+    from quiver.stages.report.templates import lines
 
-    differences = compare(open_store(store), first, second)
-    say(differences, lines_of(differences))
+    from .compare import diff as find_changes
+
+    changes = find_changes(open_store(store), first, second)
+    say(changes, lines("differences", changes))
 
 
 def compare(
@@ -183,30 +183,11 @@ def compare(
     """Show how much better B scores than A, prompt by prompt."""
     from quiver.stages.evaluate.comparison import compare as compare_evaluations
     from quiver.stages.report.paired import find_evaluations
-    from quiver.stages.report.words import unscored_of
+    from quiver.stages.report.templates import lines
 
     opened = open_store(store)
     answer = compare_evaluations(opened, *find_evaluations(opened, first, second))
-    lines = []
-    for letter in "ab":
-        side = answer[letter]
-        stderr = "" if side["stderr"] is None else f" ± {side['stderr']:.4f}"
-        lines.append(
-            f"{letter.upper()}  {side['ref']}  {side['policy']}  {side['score']:.4f}{stderr}  "
-            f"(standard error, n = {side['n']}){unscored_of(side)}"
-        )
-    rows = {"score": answer["difference"]["score"]}
-    rows |= {f"pass@{k}": row for k, row in answer["difference"]["pass@k"].items()}
-    lines.append(f"B − A over the {rows['score']['n']} prompts that both have a score for:")
-    for name, row in rows.items():
-        lines.append(f"   {name:<8} {row['score']:+.4f}   {_interval(answer, row)}")
-    lines.append(
-        f"   {answer['better']} prompts better, {answer['worse']} worse, {answer['equal']} equal"
-    )
-    if answer["only_a"] or answer["only_b"]:
-        lines.append(f"   left out: {answer['only_a']} only in A, {answer['only_b']} only in B")
-    lines += [f"   note: {note}" for note in answer["notes"]]
-    say(answer, lines)
+    say(answer, lines("comparison", answer))
 
 
 def verify(
@@ -316,23 +297,13 @@ def _difference(store: Store, name: str, other: str) -> list[str]:
     on the same prompts."""
     from quiver.stages.evaluate.comparison import compare as compare_evaluations
     from quiver.stages.report.paired import find_evaluations
+    from quiver.stages.report.templates import lines
 
     try:
         answer = compare_evaluations(store, *find_evaluations(store, name, other))
     except LineageError as error:
         return [f"{other} and {name} cannot be compared: {error.message}."]
-    score = answer["difference"]["score"]
-    return [
-        f"{answer['b']['policy']} scores {score['score']:+.4f} beside {answer['a']['policy']} over "
-        f"the same {score['n']} prompts ({_interval(answer, score)}): {answer['better']} better, "
-        f"{answer['worse']} worse, {answer['equal']} equal."
-    ]
-
-
-def _interval(answer: dict[str, Any], row: dict[str, Any]) -> str:
-    """Return a difference's confidence interval, such as `95% interval -0.0100 … +0.2000`."""
-    low, high = row["interval"] or (math.nan, math.nan)
-    return f"{answer['confidence']:.0%} interval {low:+.4f} … {high:+.4f}"
+    return lines("difference", answer)
 
 
 def history(

@@ -27,11 +27,11 @@ from quiver.schemas.refs import Ref
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.readable import readable_entries
 from quiver.stages.report.describe import HEADER, Listed, describe, listed
-from quiver.stages.report.joined import Joined, Selection
+from quiver.stages.report.joined import Selection
 from quiver.stages.report.paired import Paired, pair
 from quiver.stages.report.words import number
 
-from .details import OBSERVED, colourings_of, sections_of, token_rows
+from .details import LEGEND, OBSERVED, sections_of, token_rows
 from .plain import cells_of, columns_of
 
 PAGE = 100
@@ -294,9 +294,9 @@ class RowsScreen(TableScreen):
 
     def below(self) -> ComposeResult:
         with Horizontal(id="details"):
-            yield VerticalScroll(Static(id="first"), classes="detail")
+            yield VerticalScroll(Static(id="side0"), classes="detail")
             if self.paired.second is not None:
-                yield VerticalScroll(Static(id="second"), classes="detail second")
+                yield VerticalScroll(Static(id="side1"), classes="detail second")
 
     def on_mount(self) -> None:
         self.table_columns = columns_of(self.paired, self.app.size.width - _MARGIN)
@@ -356,15 +356,13 @@ class RowsScreen(TableScreen):
     def show_details(self) -> None:
         """Show the details of the rollout under the cursor, and of its partner."""
         index = self.table.cursor_row
-        pair = self.shown[index] if index < len(self.shown) else ({}, {})
-        is_pair = self.paired.second is not None
-        width = self.app.size.width // (2 if is_pair else 1) - 5
-        sides = [("first", "A" if is_pair else "", self.joined, pair[0])]
-        sides += [("second", "B", self.paired.second, pair[1])] if is_pair else []
-        for place, name, joined, row in sides:
+        rows = self.shown[index] if index < len(self.shown) else ({}, {})
+        sides = self.paired.sides(*rows)
+        width = self.app.size.width // len(sides) - 5
+        for place, (name, joined, row) in enumerate(sides):
             sections = sections_of(joined, row, self.app.colouring, width, name, _FEW_TURNS)
             text = Text("\n\n").join(section.text for section in sections)
-            self.query_one(f"#{place}", Static).update(text)
+            self.query_one(f"#side{place}", Static).update(text)
 
     @on(DataTable.RowSelected, "#rows")
     def open(self, event: DataTable.RowSelected) -> None:
@@ -402,7 +400,7 @@ class RowsScreen(TableScreen):
 
     def action_colour(self) -> None:
         """Colour tokens by the next quantity."""
-        self.app.next_colouring(self.joined)
+        self.app.next_colouring()
         self.show_details()
 
     def action_groups(self) -> None:
@@ -427,9 +425,7 @@ class TokensScreen(Screen):
 
     def __init__(self, paired: Paired, row: dict[str, Any], partner: dict[str, Any]) -> None:
         super().__init__()
-        self.sides = [(paired.first, row)]
-        if paired.second is not None and partner:
-            self.sides.append((paired.second, partner))
+        self.sides = [side for side in paired.sides(row, partner) if side[2]]
         self.place = 0
         """Index of the section at the top."""
         self.turns: list[list[int | None]] = [[] for _ in self.sides]
@@ -453,13 +449,10 @@ class TokensScreen(Screen):
 
     def fill_table(self, side: int) -> None:
         """Fill a side's table with the rollout's tokens, sampled or observed."""
-        joined, row = self.sides[side]
+        _, joined, row = self.sides[side]
         tokens = joined.tokens(row["position"])
         table = self.query_one(f"#tokens{side}", DataTable)
-        numbers = {"logprob": tokens.logprobs}
-        numbers |= {f"ratio {role}": ratios for role, ratios in tokens.ratios.items()}
-        if tokens.advantages is not None:
-            numbers["advantage"] = tokens.advantages
+        numbers = tokens.numbers
         skipped = 0 if joined.has_turns else 1  # the column of turns
         table.add_columns(*["turn", "", "token", "id", *numbers][skipped:])
         for count, token in enumerate(islice(token_rows(joined, tokens), _MOST_TOKENS)):
@@ -474,8 +467,7 @@ class TokensScreen(Screen):
     async def show_texts(self) -> None:
         """Show the sections of each side, coloured."""
         width = self.app.size.width // len(self.sides) - 5
-        for index, (joined, row) in enumerate(self.sides):
-            name = "AB"[index] if len(self.sides) > 1 else ""
+        for index, (name, joined, row) in enumerate(self.sides):
             sections = sections_of(joined, row, self.app.colouring, width, name, _MOST_TURNS)
             self.turns[index] = [section.turn for section in sections]
             pane = self.query_one(f"#text{index}")
@@ -485,7 +477,7 @@ class TokensScreen(Screen):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Offer the turn keys only for episodes."""
-        return action != "turn" or any("turns" in row for _, row in self.sides)
+        return action != "turn" or any("turns" in row for _, _, row in self.sides)
 
     def action_turn(self, step: int) -> None:
         """Move to the next or previous turn, in the text and in the table."""
@@ -500,7 +492,7 @@ class TokensScreen(Screen):
 
     async def action_colour(self) -> None:
         """Colour tokens by the next quantity."""
-        self.app.next_colouring(self.sides[0][0])
+        self.app.next_colouring()
         await self.show_texts()
 
 
@@ -543,8 +535,7 @@ class ViewApp(App):
         else:
             self.action_show_help_panel()
 
-    def next_colouring(self, joined: Joined) -> None:
-        """Colour by the next quantity that these rollouts have."""
-        names = colourings_of(joined)
-        place = names.index(self.colouring) if self.colouring in names else -1
-        self.colouring = names[(place + 1) % len(names)]
+    def next_colouring(self) -> None:
+        """Colour by the next quantity."""
+        names = list(LEGEND)
+        self.colouring = names[(names.index(self.colouring) + 1) % len(names)]

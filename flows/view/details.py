@@ -41,13 +41,15 @@ _MOST_LINES = 400
 """Most lines shown of a prompt or another text."""
 _SIDE = 48
 """Most pixels of a picture's longer side."""
+_RATIO = "blue: less likely under that model than when it was sampled; red: more likely"
 LEGEND = {
     "logprob": "the redder, the less likely under the policy that sampled",
-    "ratio": "blue: less likely under that model than when it was sampled; red: more likely",
+    "ratio prox": _RATIO,
+    "ratio ref": _RATIO,
     "advantage": "green: above the others, red: below",
     "none": "no colour",
 }
-"""Meaning of the colours, by the first word of a colouring."""
+"""Meaning of the colours, by colouring: one of `Tokens.numbers`, or none."""
 _RED, _GREEN, _BLUE = (190, 40, 40), (20, 125, 50), (35, 85, 200)
 _SURFACE = (30, 30, 30)
 _UNLIKELY = 5.0
@@ -91,16 +93,14 @@ def sections_of(
     if not row:
         return [Section(None, Text(f"{title}no rollout of this prompt and sample"))]
     tokens = joined.tokens(row["position"])
-    values = values_of(tokens, colouring)
-    missing = " (nothing is told of it)" if values is None and colouring != "none" else ""
-    legend = LEGEND[colouring.partition(" ")[0]]
+    values = tokens.numbers.get(colouring)
+    missing = " (nothing is known of it)" if values is None and colouring != "none" else ""
     heading = Text.assemble(
         (for_terminal(f"{title}{row['rollout_id']}"), "bold"),
-        (f"\ncompletion, by {colouring}: {legend}{missing}", "dim"),
+        (f"\ncompletion, by {colouring}: {LEGEND[colouring]}{missing}", "dim"),
     )
     read = reader_of(joined.store, joined.policy)
-    turns = tokens.turns or [{"length": len(tokens.ids)}]
-    starts = list(accumulate((turn["length"] for turn in turns), initial=0))
+    starts = list(accumulate((turn["length"] for turn in tokens.turns), initial=0))
     images = iter(row.get("images", ())[:MOST_PICTURES])
     sections = [(None, [heading])]
     for piece in pieces_of(row, most_turns):
@@ -128,8 +128,7 @@ def token_rows(joined: Joined, tokens: Tokens) -> Iterator[TokenRow]:
     """
     read = reader_of(joined.store, joined.policy)
     place = 0
-    single = {"length": len(tokens.ids), "restart_ids": None, "observation_ids": []}
-    for index, turn in enumerate([single] if tokens.turns is None else tokens.turns):
+    for index, turn in enumerate(tokens.turns):
         if turn["restart_ids"] is not None:
             num_tokens = counted(len(turn["restart_ids"]), "token")
             yield TokenRow(index, None, f"— a new sequence begins with {num_tokens} —", "")
@@ -195,20 +194,6 @@ def _tokenizer(path: Path):
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(str(path))
-
-
-def colourings_of(joined: Joined) -> list[str]:
-    """Return the possible colourings: `logprob`, `ratio prox`, `ratio ref`, `advantage`, `none`."""
-    names = {"prox": "ratio prox", "ref": "ratio ref", "advantages": "advantage"}
-    return ["logprob", *(names[kind] for kind in names if kind in joined.shards), "none"]
-
-
-def values_of(tokens: Tokens, colouring: str) -> list[float] | None:
-    """Return one number per token for a colouring; None if there is none."""
-    kind, _, role = colouring.partition(" ")
-    if kind == "logprob":
-        return tokens.logprobs
-    return tokens.ratios.get(role) if kind == "ratio" else tokens.advantages
 
 
 def coloured(texts: list[str], values: list[float] | None, colouring: str) -> Text:

@@ -73,17 +73,16 @@ class Selection:
 
 @dataclass(frozen=True)
 class Tokens:
-    """One completion, token by token; every list has one entry per token."""
+    """One completion, token by token."""
 
     ids: list[int]
-    logprobs: list[float]
-    """Log-probabilities under the policy that sampled, in nats."""
-    ratios: dict[str, list[float]]
-    """π of another model / π of the sampling policy, by role of that model: `prox`, `ref`."""
-    advantages: list[float] | None
-    """Advantage per token. None if the rollout has none."""
-    turns: list[dict[str, Any]] | None = None
-    """Turns in the form of rollouts/2, with their observations. None for other rollouts."""
+    numbers: dict[str, list[float]]
+    """One number per token, by name: `logprob` under the policy that sampled, in nats; `ratio prox`
+    and `ratio ref`, π of that model / π of the sampling policy; `advantage`. Names of which nothing
+    is known are absent."""
+    turns: list[dict[str, Any]]
+    """Turns in the form of rollouts/2, with their observations. A rollout of one turn has one,
+    without observation."""
 
 
 class Joined:
@@ -170,25 +169,24 @@ class Joined:
         columns += ["turns"] if self.has_turns else []
         (row,) = self.rollouts.at([position], columns)
         ids = row["completion_ids"]
-
-        def partner(kind: str, column: str) -> Any:
+        numbers = {"logprob": row["old_logprobs"]}
+        near = [position / len(self)]
+        columns = {"prox": "logprobs", "ref": "logprobs", "advantages": "advantage"}
+        for kind, column in columns.items():
             if kind not in self.shards:
-                return None
+                continue
             shards = self.shards[kind]
-            places = shards.find([row["rollout_id"]], [position / len(self)])
-            return shards.at(places, [column])[0].get(column)
-
-        ratios = {}
-        for role in ("prox", "ref"):
-            logprobs = partner(role, "logprobs")
-            if logprobs is not None and len(logprobs) == len(ids):
-                ratios[role] = np.exp(np.subtract(logprobs, row["old_logprobs"])).tolist()
-        advantages = partner("advantages", "advantage")
-        if isinstance(advantages, float):
-            advantages = [advantages] * len(ids)
-        if advantages is not None and len(advantages) != len(ids):
-            advantages = None
-        return Tokens(ids, row["old_logprobs"], ratios, advantages, row.get("turns"))
+            values = shards.at(shards.find([row["rollout_id"]], near), [column])[0].get(column)
+            if isinstance(values, float):
+                values = [values] * len(ids)
+            if values is None or len(values) != len(ids):
+                continue
+            if kind == "advantages":
+                numbers["advantage"] = values
+            else:
+                numbers[f"ratio {kind}"] = np.exp(np.subtract(values, numbers["logprob"])).tolist()
+        single = {"length": len(ids), "restart_ids": None, "observation_ids": []}
+        return Tokens(ids, numbers, row.get("turns", [single]))
 
     # -- whole columns
 

@@ -48,6 +48,14 @@ class Paired:
         rows = iter(self.second.rows(places[places >= 0]))
         return [next(rows) if place >= 0 else {} for place in places]
 
+    def sides(
+        self, row: dict[str, Any], partner: dict[str, Any]
+    ) -> list[tuple[str, Joined, dict[str, Any]]]:
+        """Return name, rollouts and row of each side; a side that stands alone has no name."""
+        if self.second is None:
+            return [("", self.first, row)]
+        return [("A", self.first, row), ("B", self.second, partner)]
+
 
 def pair(store: Store, first: str, second: str | None, most_bytes: int | None = None) -> Paired:
     """Pair two versions by the ids of their rollouts, else by prompt and sample.

@@ -36,9 +36,15 @@ def render(name: str, **context: Any) -> str:
     return _ENVIRONMENT.get_template(name).render(context)
 
 
-def page(macro: str, *arguments: Any) -> str:
-    """Render a macro of `pages.md.j2` with `arguments`: markdown for one of Prefect's pages."""
-    return getattr(_ENVIRONMENT.get_template("pages.md.j2").module, macro)(*arguments).strip()
+def page(macro: str, *arguments: Any, template: str = "pages.md.j2") -> str:
+    """Render a macro of a template with `arguments`; default: markdown for one of Prefect's
+    pages."""
+    return getattr(_ENVIRONMENT.get_template(template).module, macro)(*arguments).strip()
+
+
+def lines(macro: str, *arguments: Any) -> list[str]:
+    """Render a macro of `terminal.txt.j2`: lines for a terminal."""
+    return page(macro, *arguments, template="terminal.txt.j2").splitlines()
 
 
 def quoted(text: str, limit: int = SPAN_LIMIT) -> str:

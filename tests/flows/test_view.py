@@ -179,7 +179,7 @@ def test_the_best_come_first_and_open_token_by_token(view_app, store):
     assert "highest reward first" in best and row["rollout_id"] in best
     assert "reward       1.5".replace("       ", "      ") in best
     assert "completion, by logprob" in tokens and "ratio ref" in tokens
-    logprob = open_joined(store, "golden/policy@1").tokens(0).logprobs[0]
+    logprob = open_joined(store, "golden/policy@1").tokens(0).numbers["logprob"][0]
     assert f"{logprob:.4g}" in tokens
 
 

@@ -170,12 +170,17 @@ def test_tokens_have_their_ratio_to_the_model_that_scored_again(golden):
         row["rollout_id"]: row["logprobs"]
         for row in golden.open("golden/logprobs@1").table().to_pylist()
     }[rollout["rollout_id"]]
-    assert (tokens.ids, tokens.logprobs) == (rollout["completion_ids"], rollout["old_logprobs"])
+    assert (tokens.ids, tokens.numbers["logprob"]) == (
+        rollout["completion_ids"],
+        rollout["old_logprobs"],
+    )
     ratios = np.exp(np.array(reference) - np.array(rollout["old_logprobs"]))
-    np.testing.assert_allclose(tokens.ratios["ref"], ratios, rtol=1e-12)
+    np.testing.assert_allclose(tokens.numbers["ratio ref"], ratios, rtol=1e-12)
     weighed = golden.open("ppo/advantages@1").table().to_pylist()
     (expected,) = [r["advantage"] for r in weighed if r["rollout_id"] == rollout["rollout_id"]]
-    assert tokens.advantages == expected and len(set(expected)) == len(expected), "one a token"
+    assert tokens.numbers["advantage"] == expected and len(set(expected)) == len(expected), (
+        "one a token"
+    )
 
 
 def test_what_comes_of_no_rollouts_is_refused(golden):
