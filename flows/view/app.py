@@ -44,6 +44,10 @@ _FEW_TURNS = 12
 """Most turns shown of an episode below the list of rollouts."""
 _MARGIN = 4
 """Screen columns left for a table's scroll bar and edges."""
+_QUESTIONS = {
+    "search": "text in the prompt or the completion; empty: all",
+    "where": "such as: reward < 0.5, finish_reason = length   (empty: all)",
+}
 _GROUP_ORDERS = ("position", "mean", "std", "min", "max", "count")
 
 
@@ -268,8 +272,8 @@ class RowsScreen(TableScreen):
     """A table of rollouts, with the details of the rollout under the cursor below."""
 
     BINDINGS: ClassVar = [
-        ("slash", "search", "Search"),
-        ("f", "filter", "Filter"),
+        ("slash", "choose('search')", "Search"),
+        ("f", "choose('where')", "Filter"),
         ("s", "sort", "Sort"),
         ("b", "order_by('best')", "Best"),
         ("w", "order_by('worst')", "Worst"),
@@ -384,15 +388,10 @@ class RowsScreen(TableScreen):
             return
         self.select(sort=sort, descending=name in ("best", "change"))
 
-    def action_search(self) -> None:
-        """Ask for text in the prompt or the completion."""
-        question = "text in the prompt or the completion; empty: all"
-        self.ask(question, self.selection.search, lambda text: self.select(search=text))
-
-    def action_filter(self) -> None:
-        """Ask for filter conditions."""
-        question = "such as: reward < 0.5, finish_reason = length   (empty: all)"
-        self.ask(question, self.selection.where, lambda text: self.select(where=text))
+    def action_choose(self, name: str) -> None:
+        """Ask for the text or the conditions that the rollouts must fulfil."""
+        text = getattr(self.selection, name)
+        self.ask(_QUESTIONS[name], text, lambda answer: self.select(**{name: answer}))
 
     def action_sort(self) -> None:
         """Ask for the column to sort by."""

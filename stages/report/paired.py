@@ -20,8 +20,8 @@ import pyarrow.compute as pc
 
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.schemas.refs import check_name, parse
+from quiver.stages.common.lineage import pair_prompts, prompts_of
 from quiver.stages.common.store import Store, Version
-from quiver.stages.evaluate.comparison import pair_prompts, prompts_of
 
 from .joined import Joined, open_joined
 

@@ -81,6 +81,17 @@ def test_show_tells_a_policys_steps_and_an_evaluations_interval(store, capsys):
     assert score_line({"score": 0.5, "stderr": None, "n": 1}) == "0.5 over 1 prompt"
 
 
+def test_show_tells_steps_and_rows_whose_rollouts_are_gone(store, tmp_path, capsys):
+    shutil.copytree(store, tmp_path / "store")
+    shutil.rmtree(tmp_path / "store/golden/rollouts/v000001")
+    for ref in ("golden/updates@2", "golden/prompts@1", "golden/rewards@1"):
+        versions.show(ref, 1, str(tmp_path / "store"))
+    shown = capsys.readouterr().out
+    (loss, _) = Store(store).open("golden/updates@2").table()["loss"].to_pylist()
+    assert f"{loss:.4g}" in shown and "1 of 4: " in shown
+    assert "its rollouts are not there: no rollouts are behind it\n{'rollout_id': " in shown
+
+
 def test_show_prints_the_manifest_where_it_is_asked_for(store, capsys):
     versions.show("golden/rewards@1", None, store, True)
     fields = json.loads(capsys.readouterr().out)

@@ -14,12 +14,11 @@ from quiver.stages.common.store import Store
 from quiver.stages.report import stage as report
 from quiver.stages.report.gather import gather
 from quiver.stages.report.joined import Selection, open_joined
-from quiver.stages.report.paired import pair
 from quiver.stages.report.troubles import warnings
 from tests import episodes
 from tests.episodes import row, turn
 from tests.flows.test_pages_text import printed
-from tests.flows.test_view import drive, view_app  # noqa: F401  a fixture
+from tests.flows.test_view import look
 from tests.stages.optimize import world
 from tests.tiny import EOS, make_policy, tokenizer
 
@@ -234,10 +233,9 @@ def test_what_was_sampled_is_coloured_turn_by_turn(store):
     assert cut[10].text.plain == "  left out    48 turns"
 
 
-def test_an_episode_opens_turn_by_turn(view_app, store):  # noqa: F811
-    app = view_app(store, pair(store, "tiny/rewards@2", None))
+def test_an_episode_opens_turn_by_turn(store):
     steps = ["enter"], ["n", "n"], ["n"], ["p"]
-    rows, tokens, second, third, back = drive(app, *steps, size=(120, 16))
+    rows, tokens, second, third, back = look(store, "tiny/rewards@2", *steps, size=(120, 16))
     assert "end_reason" in rows and "max_tokens" in rows
     assert "turn 0 " in tokens and "Next turn" in tokens
     assert "turn 1 " in second.splitlines()[0] and "parse error no closing tag" in second
@@ -246,9 +244,8 @@ def test_an_episode_opens_turn_by_turn(view_app, store):  # noqa: F811
     assert "turn 1 " in back.splitlines()[0]
 
 
-def test_the_screen_of_a_rollout_says_what_was_observed(view_app, store):  # noqa: F811
-    app = view_app(store, pair(store, "tiny/rewards@2", None))
-    rows, shown = drive(app, ["enter"], size=(120, 80))
+def test_the_screen_of_a_rollout_says_what_was_observed(store):
+    rows, shown = look(store, "tiny/rewards@2", ["enter"], size=(120, 80))
     for screen in (rows, shown):
         assert 'calls       look_up {"word": "elk"}' in screen
         assert r"observation │ <b>bold</b> \x1b[31mred\u202e" in screen
