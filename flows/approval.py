@@ -33,6 +33,7 @@ from quiver.stages.common.config import parse
 from quiver.stages.common.store import Store
 from quiver.stages.evaluate.comparison import compare
 from quiver.stages.report.joined import Selection
+from quiver.stages.report.paired import pair
 from quiver.stages.report.templates import page
 from quiver.stages.reward.override import Config as Overrides
 
@@ -40,7 +41,6 @@ from .drift import Moved
 from .promotion import Judgement
 from .recipe import Recipe
 from .tasks import perform
-from .view.paired import pair
 
 POLL_SECONDS = 5.0
 SAMPLES = 5

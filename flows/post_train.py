@@ -45,8 +45,7 @@ from quiver.stages.reward.stage import pinned
 from .ahead import run_ahead
 from .curriculum import measured_before
 from .evaluation import measure, numbers
-from .pages import link_report
-from .pages.iterations import Curve
+from .pages import Curve, link_report
 from .placement import STAGES, check_placement, stage_call, trained_here
 from .proximal import score_behaviour, score_start
 from .recipe import Recipe

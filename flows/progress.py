@@ -9,10 +9,8 @@ not delay the stage, and a stage that finishes sooner leaves no artifact.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import copy_context
 from uuid import UUID
 
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
@@ -21,12 +19,10 @@ from prefect.context import FlowRunContext, TaskRunContext
 from quiver.stages.common.runtime.runner import Call
 from quiver.stages.report.templates import quoted
 
-from .pages.failures import attempt
-from .pages.text import key
-from .stage_progress import StageProgress
+from .live import StageProgress, regularly
+from .pages.text import attempt, key
 
 SECONDS_BETWEEN = 5.0
-_GRACE_SECONDS = 2.0
 
 
 @contextmanager
@@ -39,25 +35,13 @@ def progress(call: Call, on_line: Callable[[str], None]) -> Iterator[Callable[[s
         yield on_line  # Without a run there is no page.
         return
     bar = Bar(call)
-    ended = threading.Event()
 
     def hear(line: str) -> None:
         on_line(line)
         bar.hear(line)
 
-    def post_regularly() -> None:
-        while not ended.wait(SECONDS_BETWEEN):
-            bar.post()
-
-    thread = threading.Thread(
-        target=copy_context().run, args=(post_regularly,), daemon=True, name="progress"
-    )
-    thread.start()
-    try:
+    with regularly(SECONDS_BETWEEN, bar.post, "progress") as thread:
         yield hear
-    finally:
-        ended.set()
-        thread.join(_GRACE_SECONDS)
     # It is alive if the server does not answer; then the last progress is lost.
     if not thread.is_alive():
         bar.finish()
@@ -69,35 +53,28 @@ class Bar:
     def __init__(self, call: Call) -> None:
         self._name = key(f"progress-{call.stage}", call.into or "run")
         self._stage = StageProgress(call.config)
-        self._is_over = False
-        self._posted = (self.percent, self._stage.line)
+        self.hear = self._stage.hear
+        self._posted = (0.0, "")
         self._id: UUID | None = None
-
-    def hear(self, line: str) -> None:
-        """Parse a line; lines without progress are ignored."""
-        self._stage.hear(line)
 
     @property
     def percent(self) -> float:
         """Progress of the stage in percent, by the last progress line."""
-        if self._is_over:
-            return 100.0
         return min(100.0, 100.0 * self._stage.done / max(self._stage.total or 1, 1))
 
     def finish(self) -> None:
         """Mark the stage as complete, if its progress was shown at all."""
         if self._id is not None:
-            self._is_over = True
+            self._stage.done = self._stage.total
             self.post()
 
     def post(self) -> None:
         """Create or update the artifact if there is news. Never raises."""
-        news = (self.percent, self._stage.line)
+        news = (round(self.percent, 1), quoted(self._stage.line))
         if news == self._posted:
             return
         with attempt(f"the progress of {self._name}"):
-            percent = round(self.percent, 1)
-            text = quoted(self._stage.line)
+            percent, text = news
             if self._id is None:
                 self._id = create_progress_artifact(percent, key=self._name, description=text)
             else:

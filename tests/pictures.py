@@ -13,15 +13,15 @@ import tempfile
 from pathlib import Path
 
 from quiver.flows.view.app import ViewApp
-from quiver.flows.view.paired import open_paired
 from quiver.stages.common.store import Store
+from quiver.stages.report.paired import pair
 
 DOCS = Path(__file__).parents[1] / "deployments/docs"
 
 
 async def picture_of_view(store: Store) -> str:
     """SVG of the rollouts that the last policy learned from, the best first."""
-    app = ViewApp(store, open_paired(store, "demo/policy@latest", None))
+    app = ViewApp(store, pair(store, "demo/policy@latest", None))
     async with app.run_test(size=(118, 34)) as pilot:
         for key in ("b", *["down"] * 9):
             await pilot.press(key)

@@ -197,12 +197,5 @@ def to_json(answer: Any) -> str:
 
 def _quoted(leaf: Any) -> str:
     """Return a leaf as JSON text; control characters are escaped, because terminals obey them."""
-    return "".join(
-        character if character.isprintable() else _spelt_out(character)
-        for character in json.dumps(leaf, ensure_ascii=False)
-    )
-
-
-def _spelt_out(character: str) -> str:
-    is_one_unit = ord(character) < 0x10000
-    return f"\\u{ord(character):04x}" if is_one_unit else json.dumps(character)[1:-1]
+    text = json.dumps(leaf, ensure_ascii=False)
+    return text if text.isprintable() else json.dumps(leaf)

@@ -26,10 +26,14 @@ def summary(recipe: Recipe, path: Path, settings: list[str], outcome: dict[str, 
     lowest = min([0.0, *scored])
     highest = max([0.0, *scored])
     step = (highest - lowest) / _BAR or 1.0
-    bars = [
-        "(none scored)" if mean is None else f"{mean:6.3f} {_bar(mean / step, lowest / step)}"
-        for mean in means
-    ]
+    bars = []
+    for mean in means:
+        if mean is None:
+            bars.append("(none scored)")
+            continue
+        # a bar reaches from 0 to the mean; all of them begin at the lowest, at most 0
+        blank = round(min(mean, 0.0) / step) - round(lowest / step)
+        bars.append(f"{mean:6.3f} {' ' * blank}{'█' * abs(round(mean / step))}")
     text = templates.render(
         "summary.txt.j2",
         **outcome,
@@ -42,12 +46,6 @@ def summary(recipe: Recipe, path: Path, settings: list[str], outcome: dict[str, 
         commands=next_commands(recipe, path, settings, outcome),
     )
     return text.splitlines()
-
-
-def _bar(length: float, left: float) -> str:
-    """Return a bar from 0 to `length`; bars begin at `left`, which is at most 0."""
-    blank = round(min(length, 0.0)) - round(left)
-    return " " * blank + "█" * abs(round(length))
 
 
 def _episodes(store: Path, ref: str) -> list[tuple[str, str]]:
@@ -69,20 +67,17 @@ def next_commands(
     iterations = outcome["iterations"]
     last = iterations[-1]
     in_store = ["--store", recipe.store]
-    without_store = [each for each in settings if each.partition("=")[0].strip() != "store"]
+    without_store = [entry for entry in settings if entry.partition("=")[0].strip() != "store"]
     same = [str(path), *in_store, *set_options(without_store)]
-    slower = set_options([f"optimize.learning_rate={recipe.optimize.learning_rate / 2:g}"])
+    changes = [f"optimize.learning_rate={recipe.optimize.learning_rate / 2:g}"]
     # The policy that sampled is this many policies before the newest, whose optimizer state stays.
     moments = recipe.retention.moments
     is_state_gone = moments is not None and moments < 2 + recipe.overlap
-    fresh = set_options(["optimize.load_optimizer=false"]) if is_state_gone else []
-    longer = ["--iterations", str(len(iterations) + 2)]
-    optimize, lineage, run = (
-        shlex.join([program(), *words])
-        for words in (
-            ["optimize", *same, *slower, "--rollouts", last["rollouts"], *fresh],
-            ["lineage", last["policy"], *in_store],
-            ["run", *same, *longer],
-        )
+    fresh = ["optimize.load_optimizer=false"] if is_state_gone else []
+    rollouts = ["--rollouts", last["rollouts"]]
+    commands = (
+        ["optimize", *same, *set_options(changes), *rollouts, *set_options(fresh)],
+        ["lineage", last["policy"], *in_store],
+        ["run", *same, "--iterations", str(len(iterations) + 2)],
     )
-    return [optimize, lineage, run]
+    return [shlex.join([program(), *words]) for words in commands]

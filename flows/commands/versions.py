@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import getpass
 import json
-import math
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quiver.schemas.errors import ConfigError, CorruptError, LineageError, printable
+from quiver.schemas.errors import ConfigError, CorruptError, LineageError, QuiverError, printable
 from quiver.schemas.refs import Ref, check_name, parse
 
 from . import completion
@@ -64,11 +63,19 @@ def ls(
     ]
     lines = []
     if entries and not answers_in_json():
-        from quiver.stages.report.listing import lines_of
+        from quiver.stages.report.describe import HEADER, listed
+        from quiver.stages.report.words import aligned
 
-        lines = lines_of(opened, entries)
-    lines += [f"{error.code} {error.object}: {error.message}" for error in unreadable]
-    say({"versions": rows}, lines)
+        whole = [(ref, entry) for ref, entry in entries if not entry.error]
+        # sizes and row counts are right-aligned
+        lines = aligned([HEADER, *listed(opened, whole)], right=(3, 4))
+        lines += [entry.error for _, entry in entries if entry.error]
+    _say_readable({"versions": rows}, lines, unreadable)
+
+
+def _say_readable(answer: dict[str, Any], lines: list[str], unreadable: list[QuiverError]) -> None:
+    """Print the answer and what could not be read; exit with the code of its first error."""
+    say(answer, lines + [f"{error.code} {error.object}: {error.message}" for error in unreadable])
     if unreadable:
         raise SystemExit(unreadable[0].exit_code)
 
@@ -82,27 +89,21 @@ def _say_sizes(store: Store, run: str | None) -> None:
     rows = []
     unreadable = []
     for name in [run] if run else store.runs():
-        found, errors = readable_entries(store, name)
+        entries, errors = readable_entries(store, name)
         unreadable += errors
-        entries = [entry for _, entry in found]
-        num_bytes = sum(entry.bytes for entry in entries)
+        num_bytes = sum(entry.bytes for _, entry in entries)
         on_disk = size(store.storage, name)
         rows.append({"run": name, "versions": len(entries), "bytes": num_bytes, "on_disk": on_disk})
-    total = {"bytes": sum(row["bytes"] for row in rows), "on_disk": size(store.storage, "")}
-    lines = [f"{'run':<30} {'versions':>9} {'size':>10} {'on disk':>10}"]
-    lines += [
-        f"{row['run']:<30} {row['versions']:>9,} {words.size(row['bytes']):>10} "
-        f"{words.size(row['on_disk']):>10}"
+    on_disk = size(store.storage, "")
+    num_bytes = sum(row["bytes"] for row in rows)
+    table = [("run", "versions", "size", "on disk")]
+    table += [
+        (row["run"], f"{row['versions']:,}", words.size(row["bytes"]), words.size(row["on_disk"]))
         for row in rows
     ]
-    lines.append(
-        f"{'the whole store':<30} {'':>9} {'' if run else words.size(total['bytes']):>10} "
-        f"{words.size(total['on_disk']):>10}"
-    )
-    lines += [f"{error.code} {error.object}: {error.message}" for error in unreadable]
-    say({"runs": rows, "store": total["on_disk"]}, lines)
-    if unreadable:
-        raise SystemExit(unreadable[0].exit_code)
+    table.append(("the whole store", "", "" if run else words.size(num_bytes), words.size(on_disk)))
+    answer = {"runs": rows, "store": on_disk}
+    _say_readable(answer, words.aligned(table, right=(1, 2, 3)), unreadable)
 
 
 def show(
@@ -160,11 +161,12 @@ def diff(
     store: StorePath = None,
 ) -> None:
     """Show the differences of two versions: config, metrics, rows."""
-    from .compare import diff as compare
-    from .compare import lines_of
+    from quiver.stages.report.templates import lines
 
-    differences = compare(open_store(store), first, second)
-    say(differences, lines_of(differences))
+    from .compare import diff as find_changes
+
+    changes = find_changes(open_store(store), first, second)
+    say(changes, lines("differences", changes))
 
 
 def compare(
@@ -180,37 +182,12 @@ def compare(
 ) -> None:
     """Show how much better B scores than A, prompt by prompt."""
     from quiver.stages.evaluate.comparison import compare as compare_evaluations
-    from quiver.stages.report.words import unscored_of
-
-    from .compare import find_evaluations
+    from quiver.stages.report.paired import find_evaluations
+    from quiver.stages.report.templates import lines
 
     opened = open_store(store)
-    a, b = find_evaluations(opened, first, second)
-    answer = compare_evaluations(opened, a, b)
-    lines = []
-    for letter in "ab":
-        side = answer[letter]
-        stderr = "" if side["stderr"] is None else f" ± {side['stderr']:.4f}"
-        lines.append(
-            f"{letter.upper()}  {side['ref']}  {side['policy']}  {side['score']:.4f}{stderr}  "
-            f"(standard error, n = {side['n']}){unscored_of(side)}"
-        )
-    rows = {"score": answer["difference"]["score"]}
-    rows |= {f"pass@{k}": row for k, row in answer["difference"]["pass@k"].items()}
-    lines.append(f"B − A over the {rows['score']['n']} prompts that both have a score for:")
-    for name, row in rows.items():
-        low, high = row["interval"] or (math.nan, math.nan)
-        lines.append(
-            f"   {name:<8} {row['score']:+.4f}   {answer['confidence']:.0%} interval "
-            f"{low:+.4f} … {high:+.4f}"
-        )
-    lines.append(
-        f"   {answer['better']} prompts better, {answer['worse']} worse, {answer['equal']} equal"
-    )
-    if answer["only_a"] or answer["only_b"]:
-        lines.append(f"   left out: {answer['only_a']} only in A, {answer['only_b']} only in B")
-    lines += [f"   note: {note}" for note in answer["notes"]]
-    say(answer, lines)
+    answer = compare_evaluations(opened, *find_evaluations(opened, first, second))
+    say(answer, lines("comparison", answer))
 
 
 def verify(
@@ -319,20 +296,14 @@ def _difference(store: Store, name: str, other: str) -> list[str]:
     """Return how the last evaluations of the run `other` and of `name`, a run or a policy, compare
     on the same prompts."""
     from quiver.stages.evaluate.comparison import compare as compare_evaluations
-
-    from .compare import find_evaluations
+    from quiver.stages.report.paired import find_evaluations
+    from quiver.stages.report.templates import lines
 
     try:
-        found = compare_evaluations(store, *find_evaluations(store, name, other))
+        answer = compare_evaluations(store, *find_evaluations(store, name, other))
     except LineageError as error:
         return [f"{other} and {name} cannot be compared: {error.message}."]
-    score = found["difference"]["score"]
-    low, high = score["interval"] or (math.nan, math.nan)
-    return [
-        f"{found['b']['policy']} scores {score['score']:+.4f} beside {found['a']['policy']} over "
-        f"the same {score['n']} prompts ({found['confidence']:.0%} interval {low:+.4f} … "
-        f"{high:+.4f}): {found['better']} better, {found['worse']} worse, {found['equal']} equal."
-    ]
+    return lines("difference", answer)
 
 
 def history(
@@ -348,7 +319,8 @@ def history(
 ) -> None:
     """Show a tag's history: versions, times, authors, reasons. For nights it also shows rejected
     policies and their numbers."""
-    from quiver.stages.report.nights import lines_of, nights_of
+    from quiver.stages.report.nights import HEADER, nights_of
+    from quiver.stages.report.words import aligned
 
     opened = open_store(store)
     tag = parse(name)
@@ -362,4 +334,4 @@ def history(
         "entries": [entry.model_dump(mode="json") for entry in entries],
     }
     in_use = f"{name} is {entries[-1].ref}" if entries else ""
-    say(answer, [*lines_of(nights), in_use] if entries else [])
+    say(answer, [*aligned([HEADER, *nights]), in_use] if entries else [])

@@ -66,10 +66,9 @@ def view(
             next="name a version as in: arith/rollouts@latest",
         )
     from quiver.stages.report.joined import Selection
+    from quiver.stages.report.paired import pair
 
-    from ..view.paired import open_paired
-
-    paired = open_paired(opened, or_latest(ref), or_latest(beside) if beside else None)
+    paired = pair(opened, or_latest(ref), or_latest(beside) if beside else None)
     selection = Selection(sort, descending, where, search)
     if is_app:
         from ..view.app import ViewApp

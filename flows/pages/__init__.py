@@ -8,7 +8,13 @@ of a dataset are read.
 
 from __future__ import annotations
 
+import time
+from typing import Any
+from uuid import UUID
+
 from prefect.artifacts import LinkArtifact, MarkdownArtifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.context import FlowRunContext
 from prefect.events import emit_event
 
@@ -19,15 +25,17 @@ from quiver.stages.common.store import Store
 from quiver.stages.report import stage as report
 from quiver.stages.report.gather import Manifests, evaluations_of_nights, policy_number
 from quiver.stages.report.nights import HEADER, nights_of
-from quiver.stages.report.plots import night_panel
+from quiver.stages.report.plots import Panel, night_panel, score_panel
 from quiver.stages.report.templates import page
 
 from .events import version_events
-from .failures import attempt
-from .text import key, picture
+from .text import attempt, key, picture
 from .views import VIEWS
 
+SECONDS_BETWEEN = 10.0
+"""Between two updates of a curve."""
 _MOST_NIGHTS = 100
+_MOST_ROWS = 100
 
 
 def link_report(recipe: Recipe, policy: str | None = None) -> None:
@@ -37,10 +45,7 @@ def link_report(recipe: Recipe, policy: str | None = None) -> None:
     """
     run = recipe.run
     with attempt(f"the report of {run}"):
-        store = Store(recipe.store, create=False)
-        path = report.path_of(store, run)
-        if not report.is_current(store, run, policy):
-            report.write(store, run, policy=policy)
+        path = report.write(Store(recipe.store, create=False), run, policy=policy)
         link = path.as_uri()
         if recipe.report_url:
             link = f"{recipe.report_url.rstrip('/')}/{run}/{report.FILE}"
@@ -88,3 +93,59 @@ def publish(call: Call, outcome: Outcome) -> None:
             store = Store(call.store, create=False)
             for artifact in VIEWS[call.stage](store, store.open(outcome.ref)):
                 artifact.create()
+
+
+class Curve:
+    """The curve of a run: one artifact of the flow run, created once and updated after each
+    iteration. So a run of a thousand iterations leaves one artifact, with a table of the last ones.
+
+    curve = Curve(recipe.run)
+    curve.show(iterations, baseline)             # after each iteration; at most every few seconds
+    curve.show(iterations, baseline, last=True)
+    """
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._id: UUID | None = None
+        self._last_shown = float("-inf")
+
+    def show(
+        self,
+        iterations: list[dict[str, Any]],
+        baseline: dict[str, Any] | None,
+        *,
+        last: bool = False,
+    ) -> None:
+        """Show `iterations` (as returned by `post_train`) and the evaluation before the first one.
+
+        Does nothing outside a flow run. Never raises.
+        """
+        too_soon = not last and time.monotonic() - self._last_shown < SECONDS_BETWEEN
+        if not iterations or too_soon or FlowRunContext.get() is None:
+            return
+        with attempt(f"the curve of {self._run}"):
+            artifact = MarkdownArtifact(**iterations_page(self._run, iterations, baseline))
+            if self._id is None:
+                self._id = artifact.create().id
+            else:
+                update = ArtifactUpdate(data=artifact.markdown, description=artifact.description)
+                with get_client(sync_client=True) as client:
+                    client.update_artifact(self._id, update)
+        self._last_shown = time.monotonic()
+
+
+def iterations_page(
+    run: str, iterations: list[dict[str, Any]], baseline: dict[str, Any] | None
+) -> dict[str, str]:
+    """Return the artifact's key, markdown and description: curves, and a table of the last
+    iterations."""
+    rewards = [(done["iteration"], done["reward_mean"], 0.0) for done in iterations]
+    evaluations = [(0, baseline), *((done["iteration"], done["evaluation"]) for done in iterations)]
+    measured = [(iteration, metrics) for iteration, metrics in evaluations if metrics]
+    curves = picture([Panel("mean reward", rewards), score_panel(measured)], "iteration")
+    scores = [metrics for _, metrics in measured]
+    return {
+        "key": key("iterations", run),
+        "markdown": page("iterations", iterations, curves, _MOST_ROWS),
+        "description": page("iterations_line", iterations, scores),
+    }

@@ -17,9 +17,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect.assets import Asset, AssetProperties
-from prefect.context import AssetContext
-
 from quiver.schemas.manifest import Manifest
 from quiver.stages.common.runtime.runner import Call, Outcome
 from quiver.stages.common.store import Store
@@ -43,20 +40,23 @@ def version_events(call: Call, outcome: Outcome) -> list[dict[str, Any]]:
 
 def version_event(manifest: Manifest) -> dict[str, Any]:
     """Return the event for a finished version, as arguments of `emit_event`."""
-    run_and_kind = f"{manifest.run}/{manifest.kind}"
-    asset = Asset(key=_asset_key(manifest.ref), properties=AssetProperties(name=run_and_kind))
     parents = [
         {
-            **AssetContext.asset_as_related(Asset(key=_asset_key(ref))),
+            "prefect.resource.id": _asset_key(ref),
+            "prefect.resource.role": "asset",
             "quiver.ref": ref,
             "quiver.role": role,
         }
         for ref, role in parents_of(manifest).items()
     ]
+    author = {"prefect.resource.id": "quiver", "prefect.resource.role": "asset-materialized-by"}
     return {
         "event": EVENT,
-        "resource": AssetContext.asset_as_resource(asset),
-        "related": [*parents[:_MOST_RELATED], AssetContext.related_materialized_by("quiver")],
+        "resource": {
+            "prefect.resource.id": _asset_key(manifest.ref),
+            "prefect.resource.name": f"{manifest.run}/{manifest.kind}",
+        },
+        "related": [*parents[:_MOST_RELATED], author],
         "payload": {
             "ref": manifest.ref,
             **manifest.model_dump(

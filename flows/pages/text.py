@@ -1,4 +1,5 @@
-"""Text for Prefect's pages: untrusted text in table cells, embedded charts, and artifact keys.
+"""Code that Prefect's pages share: artifact keys, untrusted text in table cells, embedded charts,
+and the handling of a page that fails.
 
 Every cell of a table artifact is rendered as markdown.
 """
@@ -7,11 +8,34 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 import re
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from quiver.schemas.errors import printable
 from quiver.stages.report.plots import Panel, draw
 from quiver.stages.report.templates import SPAN_LIMIT, quoted
+
+log = logging.getLogger("quiver")
+_seen_failures: set[str] = set()
+
+
+@contextmanager
+def attempt(action: str) -> Iterator[None]:
+    """Run the block; if it fails, log `action` and the error.
+
+    Each type of error is logged once per process as a warning, later ones at level DEBUG.
+    """
+    try:
+        yield
+    except Exception as error:  # Any error: the version is finished, and this is only a view of it.
+        failure = type(error).__name__
+        level = logging.DEBUG if failure in _seen_failures else logging.WARNING
+        _seen_failures.add(failure)
+        message = "not on Prefect's pages: %s (%s: %s); the run goes on"
+        log.log(level, message, action, failure, printable(error))
 
 
 def wrapped(text: str, limit: int = SPAN_LIMIT, width: int = 60) -> str:

@@ -13,12 +13,10 @@ from typing import Any
 from prefect.artifacts import Artifact, MarkdownArtifact, TableArtifact
 
 from quiver.schemas.errors import QuiverError
-from quiver.schemas.manifest import Manifest
-from quiver.schemas.refs import parse
 from quiver.stages.common.store import Store, Version
 from quiver.stages.report import samples
 from quiver.stages.report.gather import Manifests, metric
-from quiver.stages.report.lineage import parents_of
+from quiver.stages.report.lineage import origin_of
 from quiver.stages.report.plots import score_panel, step_panels
 from quiver.stages.report.templates import page, quoted
 from quiver.stages.report.words import number, rounded
@@ -31,18 +29,17 @@ _STATISTICS = ("mean", "std", "min", "max", "null", "null_rate", "errors", "seco
 _MOST_FUNCTIONS = 10
 _MOST_PAIRS = 6
 _CURVES = ("loss", "grad_norm", "approx_kl", "clip_fraction")
-_MOST_VERSIONS = 50  # per kind, or in one table
+_MOST_VERSIONS = 50  # per kind
 
 
 def rollouts(store: Store, version: Version) -> list[Artifact]:
     """Return a table of ten rollouts, with their number, speed and finish reasons."""
-    manifest = version.manifest
     sampled = samples.evenly(store, version)
     return [
         TableArtifact(
-            key=key("rollouts", manifest.run),
-            table=[_answer(sample) for sample in sampled.rows],
-            description=page("rollouts", manifest, sampled),
+            key=key("rollouts", version.ref.run),
+            table=[_answer(row) for row in sampled.rows],
+            description=page("rollouts", version.manifest, sampled),
         )
     ]
 
@@ -85,18 +82,19 @@ def rewards(store: Store, version: Version) -> list[Artifact]:
     return [statistics, extremes]
 
 
-def _answer(sample: dict[str, Any]) -> dict[str, str | int]:
+def _answer(row: dict[str, Any]) -> dict[str, str | int]:
     """Return the columns of one rollout, columns with long lines last.
 
     For an episode, the completion is the last turn's.
     """
-    about = {"tokens": len(sample["completion_ids"]), "finish_reason": sample["finish_reason"]}
-    if "turns" in sample:
-        about |= {"turns": len(sample["turns"]), "end_reason": sample["end_reason"]}
+    cells = {"tokens": row["tokens"], "finish_reason": row["finish_reason"]}
+    if "turns" in row:
+        cells |= {"turns": len(row["turns"]), "end_reason": row["end_reason"]}
+    prompt = row.get("prompt", row["group_id"])
     return {
-        **about,
-        "prompt": wrapped(sample["asked"].prompt, _PROMPT_LIMIT, _PROMPT_WIDTH),
-        "completion": wrapped(sample["completion_text"]),
+        **cells,
+        "prompt": wrapped(prompt, _PROMPT_LIMIT, _PROMPT_WIDTH),
+        "completion": wrapped(row["completion_text"]),
     }
 
 
@@ -116,42 +114,10 @@ def policy(store: Store, version: Version) -> list[Artifact]:
         ),
         TableArtifact(
             key=key("lineage", manifest.run),
-            table=_lineage(manifests, manifest),
+            table=[origin_of(source) for source in reversed(manifests.made_of(manifest))],
             description=f"What **{version.ref}** was made of",
         ),
     ]
-
-
-def _lineage(manifests: Manifests, newest: Manifest) -> list[dict[str, Any]]:
-    """Return one row per version, from the new policy down to the prompts.
-
-    Earlier policies are named but not followed.
-    """
-    rows: list[dict[str, Any]] = []
-    refs = [newest.ref]
-    while len(rows) < min(len(refs), _MOST_VERSIONS):
-        ref = refs[len(rows)]
-        manifest = manifests.open(ref)
-        if manifest is None:
-            row = {"version": ref, "stage": "(gone)", "made of": "", "rows": None, "content": ""}
-            rows.append(row)
-            continue
-        made_of = []
-        for parent, role in parents_of(manifest).items():
-            name = parent.removeprefix(f"{manifest.run}/")
-            made_of.append(name if f"{role}@" in name else f"{name} ({role})")
-            if parse(parent).kind != "policy" and parent not in refs:
-                refs.append(parent)
-        rows.append(
-            {
-                "version": ref,
-                "stage": manifest.stage,
-                "made of": ", ".join(made_of),
-                "rows": manifest.rows or None,
-                "content": manifest.content_hash[:8],
-            }
-        )
-    return rows
 
 
 def evaluations(store: Store, version: Version) -> list[Artifact]:

@@ -9,7 +9,8 @@ searched.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -17,22 +18,20 @@ from rich.text import Text
 from textual import on, work
 from textual.app import App, ComposeResult
 from textual.containers import Horizontal, Vertical, VerticalScroll
-from textual.screen import ModalScreen, Screen
-from textual.widgets import DataTable, Footer, Input, OptionList, Static
+from textual.screen import Screen
+from textual.widgets import DataTable, Footer, Input, Static
 from textual.worker import get_current_worker
 
 from quiver.schemas.errors import QuiverError, for_terminal, printable
 from quiver.schemas.refs import Ref
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.readable import readable_entries
-from quiver.stages.report.describe import describe
-from quiver.stages.report.joined import Joined, Selection
-from quiver.stages.report.listing import HEADER, Listed, listed
+from quiver.stages.report.describe import HEADER, Listed, describe, listed
+from quiver.stages.report.joined import Selection
+from quiver.stages.report.paired import Paired, pair
 from quiver.stages.report.words import number
 
-from . import tokens as token_colours
-from .details import OBSERVED, details, sections_of, token_rows
-from .paired import Paired, open_paired
+from .details import LEGEND, OBSERVED, sections_of, token_rows
 from .plain import cells_of, columns_of
 
 PAGE = 100
@@ -45,11 +44,16 @@ _FEW_TURNS = 12
 """Most turns shown of an episode below the list of rollouts."""
 _MARGIN = 4
 """Screen columns left for a table's scroll bar and edges."""
+_QUESTIONS = {
+    "search": "text in the prompt or the completion; empty: all",
+    "where": "such as: reward < 0.5, finish_reason = length   (empty: all)",
+}
+_GROUP_ORDERS = ("position", "mean", "std", "min", "max", "count")
 
 
-def plain(text: Any) -> Text:
+def plain(text: Any, style: str = "") -> Text:
     """Return untrusted text without markup; control characters are escaped."""
-    return Text(for_terminal(text))
+    return Text(for_terminal(text), style)
 
 
 class TableScreen(Screen):
@@ -63,8 +67,10 @@ class TableScreen(Screen):
         ("q", "app.quit", "Quit"),
     ]
 
-    def __init__(self) -> None:
+    def __init__(self, columns: Sequence[tuple[str, int | None]]) -> None:
         super().__init__()
+        self.columns = columns
+        """Title and width of each column; None: as wide as its cells."""
         self.start = 0
         """The first row of the page, counted from 0."""
         self.total = 0
@@ -83,6 +89,8 @@ class TableScreen(Screen):
 
     def on_mount(self) -> None:
         self.query_one("#ask").display = False
+        for title, width in self.columns:
+            self.table.add_column(title, width=width)
         self.load()
 
     @property
@@ -120,10 +128,6 @@ class TableScreen(Screen):
             self.table.add_row(*map(plain, row))
         self.table.loading = False
         self.table.focus()
-        self.on_shown()
-
-    def on_shown(self) -> None:
-        """Called once the rows of a page are in the table."""
 
     def show_error(self, error: QuiverError) -> None:
         """Show an error."""
@@ -168,31 +172,22 @@ class VersionsScreen(TableScreen):
     """The versions of a store or a run, newest first."""
 
     def __init__(self, store: Store, run: str | None) -> None:
-        super().__init__()
+        super().__init__([(name, None) for name in HEADER])
         self.store = store
         self.run = run
         self.shown: list[Ref | QuiverError] = []
         """Content of each row of the page: a version, or the error that made it unreadable."""
-
-    def on_mount(self) -> None:
-        for name in HEADER:
-            self.table.add_column(name)
-        super().on_mount()
 
     def page(self) -> tuple[str, list[list[str]]]:
         entries, unreadable = readable_entries(self.store, self.run)
         entries.sort(key=lambda pair: pair[1].created, reverse=True)
         self.total = len(unreadable) + len(entries)
         page = [*unreadable, *entries][self.start : self.start + PAGE]
-        errors = [each for each in page if isinstance(each, QuiverError)]
+        errors = [entry for entry in page if isinstance(entry, QuiverError)]
         versions = page[len(errors) :]
         self.shown = [*errors, *(ref for ref, _ in versions)]
-        lines = [f"{each.object}: {each.message}" for each in errors]
-        rows = []
-        for row in [*lines, *listed(self.store, versions)]:
-            is_whole = isinstance(row, Listed)
-            rows.append(list(row) if is_whole else [printable(row, 60), *[""] * 5])
-        return f"versions of {self.run or self.store.path}", rows
+        rows = [Listed(printable(f"{error.object}: {error.message}", 60)) for error in errors]
+        return f"versions of {self.run or self.store.path}", rows + listed(self.store, versions)
 
     @on(DataTable.RowSelected, "#rows")
     def open(self, event: DataTable.RowSelected) -> None:
@@ -201,16 +196,15 @@ class VersionsScreen(TableScreen):
         if isinstance(chosen, QuiverError):
             self.show_error(chosen)
             return
-        ref = str(chosen)
         try:
-            self.app.push_screen(RowsScreen(open_paired(self.store, ref, None)))
+            self.app.push_screen(RowsScreen(pair(self.store, str(chosen), None)))
         except QuiverError:
             try:
-                lines = describe(self.store, self.store.open(ref), PAGE)
+                lines = describe(self.store, self.store.open(chosen), PAGE)
             except QuiverError as error:
                 self.show_error(error)
-                return
-            self.app.push_screen(TextScreen("\n".join(lines)))
+            else:
+                self.app.push_screen(TextScreen("\n".join(lines)))
 
 
 class TextScreen(Screen):
@@ -235,16 +229,11 @@ class GroupsScreen(TableScreen):
     BINDINGS: ClassVar = [("s", "sort", "Sort")]
 
     def __init__(self, paired: Paired) -> None:
-        super().__init__()
+        numbers = [(name, 9) for name in ("mean", "std", "min", "max")]
+        super().__init__([("prompt", 60), ("rollouts", 8), *numbers])
         self.paired = paired
         self.sort = "position"
         self.group_ids: list[str] = []
-
-    def on_mount(self) -> None:
-        names = ("prompt", "rollouts", "mean", "std", "min", "max")
-        for name, width in zip(names, (60, 8, 9, 9, 9, 9), strict=True):
-            self.table.add_column(name, width=width)
-        super().on_mount()
 
     def page(self) -> tuple[str, list[list[str]]]:
         joined = self.paired.first
@@ -268,16 +257,14 @@ class GroupsScreen(TableScreen):
 
     def action_sort(self) -> None:
         """Sort by the next column."""
-        orders = ("position", "mean", "std", "min", "max", "count")
-        self.sort = orders[(orders.index(self.sort) + 1) % len(orders)]
+        self.sort = _GROUP_ORDERS[(_GROUP_ORDERS.index(self.sort) + 1) % len(_GROUP_ORDERS)]
         self.start = 0
         self.load()
 
     @on(DataTable.RowSelected, "#rows")
     def open(self, event: DataTable.RowSelected) -> None:
         """Look at the rollouts of one prompt."""
-        group = self.group_ids[event.cursor_row]
-        selection = Selection(where=f"group_id = {group}")
+        selection = Selection(group=self.group_ids[event.cursor_row])
         self.app.push_screen(RowsScreen(self.paired, selection))
 
 
@@ -285,8 +272,8 @@ class RowsScreen(TableScreen):
     """A table of rollouts, with the details of the rollout under the cursor below."""
 
     BINDINGS: ClassVar = [
-        ("slash", "search", "Search"),
-        ("f", "filter", "Filter"),
+        ("slash", "choose('search')", "Search"),
+        ("f", "choose('where')", "Filter"),
         ("s", "sort", "Sort"),
         ("b", "order_by('best')", "Best"),
         ("w", "order_by('worst')", "Worst"),
@@ -298,69 +285,66 @@ class RowsScreen(TableScreen):
     ]
 
     def __init__(self, paired: Paired, selection: Selection | None = None) -> None:
-        super().__init__()
+        super().__init__(())
         self.paired = paired
+        self.joined = paired.first
         self.selection = selection or Selection()
         self.last_selection = Selection()
         """The selection before; restored if the new one cannot be read."""
-        self.columns = columns_of(paired)
         self.order: Any = None
         """Positions of the selected rollouts; None: still to be read."""
         self.shown: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """Each row of this page and its partner."""
 
-    @property
-    def joined(self) -> Joined:
-        return self.paired.first
-
     def below(self) -> ComposeResult:
         with Horizontal(id="details"):
-            yield VerticalScroll(Static(id="first"), classes="detail")
+            yield VerticalScroll(Static(id="side0"), classes="detail")
             if self.paired.second is not None:
-                yield VerticalScroll(Static(id="second"), classes="detail second")
+                yield VerticalScroll(Static(id="side1"), classes="detail second")
 
     def on_mount(self) -> None:
-        self.columns = columns_of(self.paired, self.app.size.width - _MARGIN)
-        for column in self.columns:
-            self.table.add_column(column.title, width=column.width, key=column.title)
+        self.table_columns = columns_of(self.paired, self.app.size.width - _MARGIN)
+        self.columns = [(column.title, column.width) for column in self.table_columns]
         super().on_mount()
 
     def page(self) -> tuple[str, list[list[str]]]:
         if self.order is None:
             self.order = self.joined.order(self.selection)
         self.total = len(self.order)
-        rows = self.joined.rows(self.order[self.start : self.start + PAGE])
-        partners = self.paired.partners([row["position"] for row in rows])
-        self.shown = list(zip(rows, partners, strict=True))
-        return self.title_text(), [
-            cells_of(self.paired, *pair, self.columns) for pair in self.shown
-        ]
-
-    def title_text(self) -> str:
-        """Return the version, its policy and the order of the rows."""
+        positions = self.order[self.start : self.start + PAGE]
+        rows = self.joined.rows(positions)
+        self.shown = list(zip(rows, self.paired.partners(positions), strict=True))
+        cells = [cells_of(self.paired, *pair, self.table_columns) for pair in self.shown]
+        selection = self.selection
         texts = [str(self.joined.ref)]
         if self.joined.policy:
             texts[0] += f" by {self.joined.policy}"
         if self.paired.second is not None:
             texts[0] = f"A {texts[0]}"
             texts.append(f"B {self.paired.second.ref} by {self.paired.second.policy}")
-        selection = self.selection
-        if selection.sort:
+        if selection.sort == "random":
+            texts.append("random order")
+        elif selection.sort:
             direction = "highest" if selection.descending else "lowest"
-            is_random = selection.sort == "random"
-            texts.append("random order" if is_random else f"{direction} {selection.sort} first")
+            texts.append(f"{direction} {selection.sort} first")
+        texts += [f"where group_id = {selection.group}"] if selection.group else []
         texts += [f"where {selection.where}"] if selection.where.strip() else []
         texts += [f"with “{selection.search}”"] if selection.search else []
-        return "  ·  ".join(texts)
+        return "  ·  ".join(texts), cells
 
     def select(self, **changes: Any) -> None:
         """Show other rollouts, or the same in another order."""
         if self.order is not None:
             self.last_selection = self.selection
-        self.selection = Selection(**{**vars(self.selection), **changes})
+        self.selection = replace(self.selection, **changes)
         self.order = None
         self.start = 0
         self.load()
+
+    def sort_by(self, name: str) -> None:
+        """Sort by a column, highest first; a second time in a row reverses the order."""
+        is_again = self.selection.sort == name and self.selection.descending
+        self.select(sort=name, descending=not is_again)
 
     def show_error(self, error: QuiverError) -> None:
         if self.order is None and self.selection != self.last_selection:
@@ -368,12 +352,21 @@ class RowsScreen(TableScreen):
             self.load()
         super().show_error(error)
 
-    def on_shown(self) -> None:
-        self.show_details(self.table.cursor_row)
+    def show_page(self, title: str, rows: list[list[str]]) -> None:
+        super().show_page(title, rows)
+        self.show_details()
 
     @on(DataTable.RowHighlighted, "#rows")
-    def highlighted(self, event: DataTable.RowHighlighted) -> None:
-        self.show_details(event.cursor_row)
+    def show_details(self) -> None:
+        """Show the details of the rollout under the cursor, and of its partner."""
+        index = self.table.cursor_row
+        rows = self.shown[index] if index < len(self.shown) else ({}, {})
+        sides = self.paired.sides(*rows)
+        width = self.app.size.width // len(sides) - 5
+        for place, (name, joined, row) in enumerate(sides):
+            sections = sections_of(joined, row, self.app.colouring, width, name, _FEW_TURNS)
+            text = Text("\n\n").join(section.text for section in sections)
+            self.query_one(f"#side{place}", Static).update(text)
 
     @on(DataTable.RowSelected, "#rows")
     def open(self, event: DataTable.RowSelected) -> None:
@@ -383,25 +376,9 @@ class RowsScreen(TableScreen):
 
     @on(DataTable.HeaderSelected, "#rows")
     def sort_by_header(self, event: DataTable.HeaderSelected) -> None:
-        """Sort by the clicked column, highest first; a second click reverses the order."""
-        name = self.columns[event.column_index].name
-        if name:
-            is_again = self.selection.sort == name and self.selection.descending
-            self.select(sort=name, descending=not is_again)
-
-    def show_details(self, index: int) -> None:
-        """Show the details of the rollout in this row of the page, and of its partner."""
-        is_empty = index >= len(self.shown)
-        row, partner = ({}, {}) if is_empty else self.shown[index]
-        is_pair = self.paired.second is not None
-        width = self.app.size.width // (2 if is_pair else 1) - 5
-        colouring = self.app.colouring
-        name = "A" if is_pair else ""
-        text = details(self.joined, row, colouring, width, name, _FEW_TURNS)
-        self.query_one("#first", Static).update(text)
-        if is_pair:
-            text = details(self.paired.second, partner, colouring, width, "B", _FEW_TURNS)
-            self.query_one("#second", Static).update(text)
+        """Sort by the clicked column."""
+        if name := self.table_columns[event.column_index].name:
+            self.sort_by(name)
 
     def action_order_by(self, name: str) -> None:
         """Sort by reward or score, shuffle, or put first what changed most."""
@@ -411,30 +388,19 @@ class RowsScreen(TableScreen):
             return
         self.select(sort=sort, descending=name in ("best", "change"))
 
-    def action_search(self) -> None:
-        """Ask for text in the prompt or the completion."""
-        question = "text in the prompt or the completion; empty: all"
-        self.ask(question, self.selection.search, lambda text: self.select(search=text))
-
-    def action_filter(self) -> None:
-        """Ask for filter conditions."""
-        question = "such as: reward < 0.5, finish_reason = length   (empty: all)"
-        self.ask(question, self.selection.where, lambda text: self.select(where=text))
+    def action_choose(self, name: str) -> None:
+        """Ask for the text or the conditions that the rollouts must fulfil."""
+        text = getattr(self.selection, name)
+        self.ask(_QUESTIONS[name], text, lambda answer: self.select(**{name: answer}))
 
     def action_sort(self) -> None:
         """Ask for the column to sort by."""
-
-        def chosen(name: str | None) -> None:
-            if name:
-                is_again = self.selection.sort == name and self.selection.descending
-                self.select(sort=name, descending=not is_again)
-
-        self.app.push_screen(ChoiceScreen(self.joined.numbers), chosen)
+        self.ask(f"sort by one of {', '.join(self.joined.numbers)}", "", self.sort_by)
 
     def action_colour(self) -> None:
         """Colour tokens by the next quantity."""
-        self.app.next_colouring(self.joined)
-        self.show_details(self.table.cursor_row)
+        self.app.next_colouring()
+        self.show_details()
 
     def action_groups(self) -> None:
         """Look at the prompts."""
@@ -443,26 +409,6 @@ class RowsScreen(TableScreen):
     def action_versions(self) -> None:
         """Look at the versions of the run."""
         self.app.push_screen(VersionsScreen(self.joined.store, self.joined.ref.run))
-
-
-class ChoiceScreen(ModalScreen[str | None]):
-    """A choice from several names."""
-
-    BINDINGS: ClassVar = [("escape", "dismiss(None)", "Back")]
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__()
-        self.names = names
-
-    def compose(self) -> ComposeResult:
-        with Vertical(id="choice"):
-            yield Static("Sort by (again: the other way round)")
-            yield OptionList(*map(plain, self.names))
-
-    @on(OptionList.OptionSelected)
-    def chosen(self, event: OptionList.OptionSelected) -> None:
-        """Return the chosen name."""
-        self.dismiss(self.names[event.option_index])
 
 
 class TokensScreen(Screen):
@@ -478,9 +424,7 @@ class TokensScreen(Screen):
 
     def __init__(self, paired: Paired, row: dict[str, Any], partner: dict[str, Any]) -> None:
         super().__init__()
-        self.sides = [(paired.first, row)]
-        if paired.second is not None and partner:
-            self.sides.append((paired.second, partner))
+        self.sides = [side for side in paired.sides(row, partner) if side[2]]
         self.place = 0
         """Index of the section at the top."""
         self.turns: list[list[int | None]] = [[] for _ in self.sides]
@@ -496,31 +440,20 @@ class TokensScreen(Screen):
                     yield DataTable(id=f"tokens{index}", cursor_type="row", zebra_stripes=True)
         yield Footer(compact=True)
 
-    def on_mount(self) -> None:
+    async def on_mount(self) -> None:
         for index in range(len(self.sides)):
             self.fill_table(index)
         self.query_one("#tokens0").focus()
-        self.show_texts()
+        await self.show_texts()
 
     def fill_table(self, side: int) -> None:
-        """Fill a side's table with the rollout's tokens; for an episode also with the observed
-        ones."""
-        joined, row = self.sides[side]
+        """Fill a side's table with the rollout's tokens, sampled or observed."""
+        _, joined, row = self.sides[side]
         tokens = joined.tokens(row["position"])
         table = self.query_one(f"#tokens{side}", DataTable)
-        numbers = {"logprob": tokens.logprobs, **tokens.ratios}
-        if tokens.advantages is not None:
-            numbers["advantage"] = tokens.advantages
-        titles = {"prox": "ratio prox", "ref": "ratio ref"}
-        columns = ["", "token", "id", *(titles.get(name, name) for name in numbers)]
-        table.add_columns(*columns if tokens.turns is None else ["turn", *columns])
-        if tokens.turns is None:
-            texts = token_colours.token_texts(joined.store, joined.policy, tokens.ids)
-            for place, text in enumerate(texts[:_MOST_TOKENS]):
-                values = [number(values[place]) for values in numbers.values()]
-                cells = [place + 1, repr(text)[1:-1], tokens.ids[place], *values]
-                table.add_row(*map(plain, cells))
-            return
+        numbers = tokens.numbers
+        skipped = 0 if joined.has_turns else 1  # the column of turns
+        table.add_columns(*["turn", "", "token", "id", *numbers][skipped:])
         for count, token in enumerate(islice(token_rows(joined, tokens), _MOST_TOKENS)):
             self.turn_rows[side].setdefault(token.turn, count)
             place, style, values = "", OBSERVED, [""] * len(numbers)
@@ -528,25 +461,22 @@ class TokensScreen(Screen):
                 place, style = token.place + 1, ""
                 values = [number(values[token.place]) for values in numbers.values()]
             cells = [token.turn, place, repr(token.text)[1:-1], token.id, *values]
-            table.add_row(*(Text(for_terminal(cell), style) for cell in cells))
+            table.add_row(*(plain(cell, style) for cell in cells[skipped:]))
 
-    def show_texts(self) -> None:
+    async def show_texts(self) -> None:
+        """Show the sections of each side, coloured."""
         width = self.app.size.width // len(self.sides) - 5
-        for index, (joined, row) in enumerate(self.sides):
-            name = "AB"[index] if len(self.sides) > 1 else ""
+        for index, (name, joined, row) in enumerate(self.sides):
             sections = sections_of(joined, row, self.app.colouring, width, name, _MOST_TURNS)
             self.turns[index] = [section.turn for section in sections]
             pane = self.query_one(f"#text{index}")
-            if pane.children:
-                for static, section in zip(pane.children, sections, strict=True):
-                    static.update(section.text)
-            else:
-                kind = "section" if len(sections) > 1 else ""
-                pane.mount_all(Static(section.text, classes=kind) for section in sections)
+            await pane.remove_children()
+            kind = "section" if len(sections) > 1 else ""
+            await pane.mount_all(Static(section.text, classes=kind) for section in sections)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Offer the turn keys only for episodes."""
-        return action != "turn" or any("turns" in row for _, row in self.sides)
+        return action != "turn" or any("turns" in row for _, _, row in self.sides)
 
     def action_turn(self, step: int) -> None:
         """Move to the next or previous turn, in the text and in the table."""
@@ -559,10 +489,10 @@ class TokensScreen(Screen):
             if row is not None:
                 self.query_one(f"#tokens{index}", DataTable).move_cursor(row=row)
 
-    def action_colour(self) -> None:
+    async def action_colour(self) -> None:
         """Colour tokens by the next quantity."""
-        self.app.next_colouring(self.sides[0][0])
-        self.show_texts()
+        self.app.next_colouring()
+        await self.show_texts()
 
 
 class ViewApp(App):
@@ -579,8 +509,6 @@ class ViewApp(App):
     .second { border-left: solid $primary; }
     .side { width: 1fr; }
     .side DataTable { height: 1fr; border-top: solid $primary; }
-    ChoiceScreen { align: center middle; }
-    #choice { width: 44; height: auto; max-height: 24; border: round $primary; background: $panel; }
     """
 
     def __init__(
@@ -591,17 +519,13 @@ class ViewApp(App):
         run: str | None = None,
     ) -> None:
         super().__init__()
-        self.store = store
-        self.paired = paired
-        self.selection = selection
-        self.run_name = run
+        self.first_screen = (
+            VersionsScreen(store, run) if paired is None else RowsScreen(paired, selection)
+        )
         self.colouring = "logprob"
 
     def on_mount(self) -> None:
-        if self.paired is not None:
-            self.push_screen(RowsScreen(self.paired, self.selection))
-        else:
-            self.push_screen(VersionsScreen(self.store, self.run_name))
+        self.push_screen(self.first_screen)
 
     def action_keys(self) -> None:
         """Show all keys, or hide them."""
@@ -610,8 +534,7 @@ class ViewApp(App):
         else:
             self.action_show_help_panel()
 
-    def next_colouring(self, joined: Joined) -> None:
-        """Colour by the next quantity that these rollouts have."""
-        names = token_colours.colourings_of(joined)
-        place = names.index(self.colouring) if self.colouring in names else -1
-        self.colouring = names[(place + 1) % len(names)]
+    def next_colouring(self) -> None:
+        """Colour by the next quantity."""
+        names = list(LEGEND)
+        self.colouring = names[(names.index(self.colouring) + 1) % len(names)]

@@ -9,17 +9,14 @@ Refused: evaluations of different scores, and evaluations without a prompt in co
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-import pyarrow as pa
-
 from quiver.schemas.errors import LineageError, printable
-from quiver.schemas.manifest import digest
 from quiver.schemas.metrics import score_numbers
 from quiver.stages.common.config import parse
+from quiver.stages.common.lineage import pair_prompts
 from quiver.stages.common.runtime.stage import is_made_alike
 from quiver.stages.common.store import Store, Version
 
@@ -87,70 +84,6 @@ def compare(store: Store, a: Version, b: Version) -> dict[str, Any]:
         "only_b": len(scores_b) - num_paired,
         "notes": _notes(store, a, b, config_a, config_b),
     }
-
-
-def pair_prompts(
-    store: Store, a: Version, b: Version
-) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """Return a name for each group id of the two versions: equal names mean the same prompt.
-
-    If both come from the same prompts, or from prompts with the same bytes, a group's id is its
-    name. Otherwise the name is made of the prompt's content: the chat, or the text if there is no
-    chat; the second of two equal prompts gets another name.
-
-    Raises LineageError if the prompts are gone or a version has none; and later, on looking up a
-    group that the prompts do not have.
-    """
-    prompts_a = prompts_of(store, a)
-    prompts_b = prompts_of(store, b)
-    if prompts_a.manifest.content_hash == prompts_b.manifest.content_hash:
-        groups = prompts_a.table(["group_id"])["group_id"].to_pylist()
-        same = _Names(prompts_a, dict(zip(groups, groups, strict=True)))
-        return same, same
-    return tuple(_Names(each, _names_by_content(each.table())) for each in (prompts_a, prompts_b))
-
-
-class _Names(dict[str, str]):
-    """Names of the groups of `prompts`; an unknown group raises LineageError."""
-
-    def __init__(self, prompts: Version, names: dict[str, str]) -> None:
-        super().__init__(names)
-        self.prompts = prompts
-
-    def __missing__(self, group: str) -> str:
-        raise LineageError(
-            str(self.prompts.ref),
-            f"has no group {printable(group)}, which a version has that names it as its prompts",
-            next="quiver verify",
-        )
-
-
-def prompts_of(store: Store, version: Version) -> Version:
-    """Return the prompts of a version, found through its rollouts. Raises LineageError."""
-    entry = version.manifest.input("prompts")
-    if entry is None:
-        rollouts = version.manifest.input("rollouts")
-        if rollouts is None:
-            raise LineageError(
-                str(version.ref), "was made of no rollouts", next="name another version"
-            )
-        version = store.open(rollouts.ref)
-        entry = version.manifest.require_input("prompts")
-    prompts = store.open(entry.ref)
-    if prompts.ref.kind != "prompts":
-        next = f"quiver lineage {version.ref}"
-        raise LineageError(str(version.ref), f"its prompts are {prompts.ref}", next=next)
-    return prompts
-
-
-def _names_by_content(prompts: pa.Table) -> dict[str, str]:
-    names: dict[str, str] = {}
-    seen: Counter[str] = Counter()
-    for row in prompts.select(["group_id", "messages", "prompt_text"]).to_pylist():
-        content = digest(row["messages"] or row["prompt_text"])
-        names[row["group_id"]] = f"{content}-{seen[content]}"
-        seen[content] += 1
-    return names
 
 
 def _difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Show episodes of several turns to people: the parts of a turn, each with the voice that speaks,
-and the counts of a version as text. Look here to change how turns are shown.
+"""Show rollouts to people piece by piece, each piece with the voice that speaks, and the counts of
+a version's episodes as text. Look here to change what is shown of a rollout.
 
-    for part in parts_of(joined.rows([0])[0]):
-        print(part.voice, part.name, part.text)
+    for piece in pieces_of(joined.rows([0])[0]):
+        print(piece.voice, piece.name, piece.text)
 
 Only the text that the policy sampled is trained on; an environment's answer is an `observation`.
 All texts may be foreign.
@@ -10,45 +10,106 @@ All texts may be foreign.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from quiver.schemas.errors import printable
+from quiver.schemas.errors import printable, quoted_name
 from quiver.schemas.plain import read_json
 from quiver.stages.common.episodes import FAILURE_INFO, FAILURES, measure, read_calls
 from quiver.stages.common.store import Version
 
-from .shards import columns_of
-from .words import counted, number
+from .shards import schema_of
+from .words import cell, counted, number, share, size
 
 MOST_BYTES = 256 * 1024 * 1024
 """Bytes read of a version to count its episodes, from its first shards."""
 FEW_BYTES = 12 * 1024 * 1024
 """The same limit when many versions are read."""
+MOST_PICTURES = 8
+"""Pictures shown of one prompt."""
 _LAST = 3
 """Turns shown from the end of a long episode."""
 
 
-class Part(NamedTuple):
-    """A piece of a turn."""
+class Piece(NamedTuple):
+    """One field of a rollout, or a piece of a turn."""
 
     voice: str
-    """The speaker: `policy`, `observation` or `error`. Or Quiver itself: `title` of a turn,
-    `restart` if a new sequence begins, `note`."""
+    """The speaker: `sampled` or `policy`, `observation` or `error`. Or Quiver itself: `field` of a
+    row, `picture`, `title` of a turn, `restart` if a new sequence begins, `note`."""
     name: str
     text: str
+    turn: int | None = None
+    """Index of the turn that it belongs to."""
 
 
-# -- one episode
+# -- one rollout
 
 
-def told_of_turns(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def pieces_of(row: Mapping[str, Any], most_turns: int | None = None) -> list[Piece]:
+    """Return a row of `Joined.rows` piece by piece: what was asked, what was sampled, how it ended,
+    and what it earned. An empty text means that there is nothing to show."""
+    asked = (row.get("prompt"), row.get("reference"))
+    columns = {k: text for k, text in (row.get("columns") or {}).items() if text not in asked}
+    pieces = [Piece("field", "prompt", row.get("prompt"))]
+    pieces += [Piece("picture", "picture", picture_line(image)) for image in row.get("images", ())]
+    pieces += [Piece("field", "reference", row.get("reference"))]
+    pieces += [Piece("field", "columns", quoted_cells(columns))]
+    if "turns" in row:
+        pieces += pieces_of_turns(row, most_turns)
+    else:
+        pieces.append(Piece("sampled", "completion", row.get("completion_text")))
+    if "finish_reason" in row:
+        ended = f"{ending(row)}{' and' if 'turns' in row else ', after'}"
+        pieces.append(Piece("field", "ended by", f"{ended} {counted(row['tokens'], 'token')}"))
+    for name in ("score", "reward"):
+        if name in row:
+            pieces.append(Piece("field", name, cell(row[name])))
+    pieces.append(Piece("field", "parts", quoted_cells(row.get("parts") or {})))
+    for name, message in (row.get("errors") or {}).items():
+        if message is not None:
+            pieces.append(Piece("error", "error", f"{name}: {message}"))
+    if "kept" in row:
+        advantage = f"{cell(row['advantage'])}, mean ratio {cell(row['mean_ratio'])}"
+        dropped = f"dropped: {row['drop_reason']}"
+        pieces.append(Piece("field", "advantage", advantage if row["kept"] else dropped))
+    return pieces
+
+
+def picture_line(image: Mapping[str, Any]) -> str:
+    """Return text such as `PNG, 40 × 20, 2.5 kB, 0.png` for a picture of prompts/2."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(image["bytes"])) as opened:
+        pixels = f"{opened.width} × {opened.height}"
+        facts = [opened.format, pixels, size(len(image["bytes"]))]
+    return ", ".join([*facts, image["path"]] if image["path"] else facts)
+
+
+def quoted_cells(cells: Mapping[str, Any]) -> str:
+    """Return `mean 0.25 · std 0.125`; the names come from a recipe or a source and are quoted."""
+    return " · ".join(
+        f"{quoted_name(name)} {cell(content)}"
+        for name, content in cells.items()
+        if content not in ([], {})
+    )
+
+
+def ending(row: Mapping[str, Any]) -> str:
+    """Return why a rollout ended, such as `length`, or `max_turns, after 3 turns`."""
+    if "turns" not in row:
+        return row["finish_reason"]
+    return f"{row['end_reason']}, after {counted(len(row['turns']), 'turn')}"
+
+
+def turn_fields(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Replace the ids in turns of rollouts/2 by their counts, `observation_tokens` and
     `restart_tokens`. The latter is None if no new sequence begins. `tool_calls` and `info` are
     parsed from JSON."""
-    told = []
+    rows = []
     for turn in turns:
         fields = dict(turn)
         restart_ids = fields.pop("restart_ids")
@@ -57,85 +118,57 @@ def told_of_turns(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         fields["tool_calls"] = read_calls(fields["tool_calls"])
         with suppress(ValueError):
             fields["info"] = None if fields["info"] is None else read_json(fields["info"])
-        told.append(fields)
-    return told
+        rows.append(fields)
+    return rows
 
 
-def parts_of(row: Mapping[str, Any], most: int | None = None) -> list[Part]:
-    """Return the parts of all turns of a row, whose `turns` come from `told_of_turns`. If the row
-    has more than `most` turns, return the first and the last ones."""
-    parts = []
-    for index in shown_turns(len(row["turns"]), most):
-        if index is None:
-            parts.append(left_out(len(row["turns"]), most))
-        else:
-            parts += parts_of_turn(row, index)
-    return parts
-
-
-def shown_turns(count: int, most: int | None) -> list[int | None]:
-    """Return the indices of the turns to show, with None in place of turns that are left out.
-
-    >>> shown_turns(9, 5)
-    [0, 1, None, 6, 7, 8]
-    """
-    if most is None or count <= most:
-        return list(range(count))
-    return [*range(most - _LAST), None, *range(count - _LAST, count)]
-
-
-def left_out(count: int, most: int) -> Part:
-    """Return the part that stands for the turns that `shown_turns` leaves out."""
-    return Part("note", "left out", counted(count - most, "turn"))
-
-
-def parts_of_turn(row: Mapping[str, Any], index: int) -> list[Part]:
-    """Return the parts of one turn: title, sampled text, tool calls, errors and observation."""
-    turn = row["turns"][index]
-    info = turn["info"]
-    failure = None
-    if isinstance(info, dict) and FAILURE_INFO in info:
-        failure = info[FAILURE_INFO]
-        info = {name: cell for name, cell in info.items() if name != FAILURE_INFO}
-    parts = []
-    if turn["restart_tokens"] is not None:
-        begun = f"a new sequence begins with {counted(turn['restart_tokens'], 'token')}"
-        parts.append(Part("restart", "restart", f"{begun}: the history was rewritten"))
-    about = [f"{counted(turn['length'], 'token')}, {turn['finish_reason']}"]
-    about += [*_reward(row, index), f"{number(turn['seconds'])} s"]
-    if turn["observation_tokens"]:
-        about.append(f"then {counted(turn['observation_tokens'], 'token')} of observation")
-    parts += [
-        Part("title", f"turn {index}", " · ".join(about)),
-        Part("policy", "sampled", turn["text"]),
-        Part("policy", "calls", "\n".join(map(_call, turn["tool_calls"]))),
-        Part("error", "parse error", turn["parse_error"] or ""),
-        Part("observation", "observation", turn["observation"]),
-        Part("note", "info", _as_text(info) if info else ""),
-        Part("error", "failure", "" if failure is None else _as_text(failure)),
-    ]
-    return [part for part in parts if part.text]
-
-
-def turns_and_end(row: Mapping[str, Any]) -> str:
-    """Return text such as `max_turns, after 3 turns`."""
-    return f"{row['end_reason']}, after {counted(len(row['turns']), 'turn')}"
-
-
-def _reward(row: Mapping[str, Any], index: int) -> list[str]:
-    """Return the turn's reward from the rewards that are shown, else from the environment."""
+def pieces_of_turns(row: Mapping[str, Any], most: int | None = None) -> list[Piece]:
+    """Return title, sampled text, tool calls, errors and observation of each turn of a row, whose
+    `turns` come from `turn_fields`. Of more than `most` turns, the first and the last ones."""
+    turns = row["turns"]
+    num_hidden = 0 if most is None else max(len(turns) - most, 0)
+    first_hidden = len(turns) if most is None else most - _LAST
     earned = row.get("turn_rewards")
-    if earned is not None and len(earned) == len(row["turns"]):
-        return [f"reward {number(earned[index])}"]
-    given = row["turns"][index]["reward"]
-    return [] if given is None else [f"environment's reward {number(given)}"]
-
-
-def _call(call: Any) -> str:
-    """Return text such as `look_up {"word": "elk"}`."""
-    if isinstance(call, dict) and isinstance(call.get("name"), str):
-        return f"{call['name']} {_as_text(call.get('arguments', {}))}"
-    return _as_text(call)
+    has_rewards = earned is not None and len(earned) == len(turns)
+    pieces = []
+    for index, turn in enumerate(turns):
+        if num_hidden and index == first_hidden:
+            pieces.append(Piece("note", "left out", counted(num_hidden, "turn")))
+        if num_hidden and first_hidden <= index < len(turns) - _LAST:
+            continue
+        facts = [f"{counted(turn['length'], 'token')}, {turn['finish_reason']}"]
+        if has_rewards:
+            facts.append(f"reward {number(earned[index])}")
+        elif turn["reward"] is not None:
+            facts.append(f"environment's reward {number(turn['reward'])}")
+        facts.append(f"{number(turn['seconds'])} s")
+        if turn["observation_tokens"]:
+            facts.append(f"then {counted(turn['observation_tokens'], 'token')} of observation")
+        restart = failure = ""
+        if turn["restart_tokens"] is not None:
+            num_tokens = counted(turn["restart_tokens"], "token")
+            restart = f"a new sequence begins with {num_tokens}: the history was rewritten"
+        info = turn["info"]
+        if isinstance(info, dict) and FAILURE_INFO in info:
+            failure = _as_text(info[FAILURE_INFO])
+            info = {name: note for name, note in info.items() if name != FAILURE_INFO}
+        calls = [
+            f"{call['name']} {_as_text(call.get('arguments', {}))}"
+            if isinstance(call, dict) and isinstance(call.get("name"), str)
+            else _as_text(call)
+            for call in turn["tool_calls"]
+        ]
+        pieces += [
+            Piece("restart", "restart", restart, index),
+            Piece("title", f"turn {index}", " · ".join(facts), index),
+            Piece("sampled", "sampled", turn["text"], index),
+            Piece("policy", "calls", "\n".join(calls), index),
+            Piece("error", "parse error", turn["parse_error"] or "", index),
+            Piece("observation", "observation", turn["observation"], index),
+            Piece("note", "info", _as_text(info) if info else "", index),
+            Piece("error", "failure", failure, index),
+        ]
+    return pieces
 
 
 def _as_text(content: Any) -> str:
@@ -148,7 +181,7 @@ def _as_text(content: Any) -> str:
 def numbers_of(version: Version, most_bytes: int = MOST_BYTES) -> dict[str, Any] | None:
     """Count the episodes in the first shards of a rollouts version. None if it has no turns. Raises
     CorruptError, LineageError."""
-    if version.ref.kind != "rollouts" or "turns" not in columns_of(version):
+    if version.ref.kind != "rollouts" or "turns" not in schema_of(version).names:
         return None
     return measure(version.head(["turns", "end_reason"], most_bytes))
 
@@ -162,8 +195,10 @@ def in_words(numbers: Mapping[str, Any], num_rows: int) -> Iterable[tuple[str, s
         return
     yield "turns", f"{number(numbers['mean_turns'])} on average, {numbers['max_turns']:,} at most"
     yield "ended by", ends_in_words(numbers)
-    of_each = f"{number(numbers['mean_tool_calls'])} an episode"
-    yield "tool calls", f"{numbers['tool_calls']:,}, {of_each}"
+    yield (
+        "tool calls",
+        f"{numbers['tool_calls']:,}, {number(numbers['mean_tool_calls'])} an episode",
+    )
     of_turns = f"{numbers['parse_errors']:,} of {counted(numbers['turns'], 'turn')}"
     yield "parse error", f"in {of_turns} ({share(numbers['parse_error_share'])})"
     failed = f"{numbers['failed']:,} of {counted(num_counted, 'episode')}"
@@ -174,8 +209,10 @@ def in_words(numbers: Mapping[str, Any], num_rows: int) -> Iterable[tuple[str, s
     if numbers["restarts"]:
         yield "restarts", f"{counted(numbers['restarts'], 'sequence')} begun anew"
     slowest = f"{number(numbers['max_seconds'])} s at most in one turn"
-    mean = numbers["environment_seconds"] / num_counted
-    yield "environment", f"{number(mean)} s an episode, {slowest}"
+    yield (
+        "environment",
+        f"{number(numbers['environment_seconds'] / num_counted)} s an episode, {slowest}",
+    )
 
 
 def ends_in_words(numbers: Mapping[str, Any]) -> str:
@@ -184,17 +221,6 @@ def ends_in_words(numbers: Mapping[str, Any]) -> str:
         f"{printable(reason)} {count:,} ({share(count / numbers['rollouts'])})"
         for reason, count in numbers["end_reasons"].items()
     )
-
-
-def share(part: float | None) -> str:
-    """Return a share in percent; a dash for None."""
-    return number(None) if part is None else f"{part:.1%}"
-
-
-def share_of_ends(numbers: Mapping[str, Any], reasons: Iterable[str]) -> float:
-    """Return the share of episodes that ended for one of `reasons`."""
-    num_ended = sum(numbers["end_reasons"].get(reason, 0) for reason in reasons)
-    return num_ended / numbers["rollouts"] if numbers["rollouts"] else 0.0
 
 
 def failures_in_words(numbers: Mapping[str, Any]) -> str:

@@ -12,9 +12,10 @@ manifest, so it is shown. A version that is missing otherwise is left out. Both 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -35,31 +36,35 @@ _UPDATES_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Iteration:
-    """One policy that optimize made, with the newest versions that it learned from. After several
-    rounds of sampling, `prompts`, `rollouts` and `rewards` are those versions from the first round.
-    """
+    """One policy that optimize made, with the newest versions that it learned from."""
 
-    policy: Manifest
-    prompts: Manifest | None
-    rollouts: Manifest | None
-    rewards: Manifest | None
-    more: list[Manifest]
-    """Prompts, rollouts and rewards of further rounds, as far as they exist."""
+    versions: list[Manifest]
+    """The existing versions in the order in which they were made (`Manifests.made_of`): prompts,
+    rollouts and rewards of each round of sampling, logprobs, and last the policy."""
     steps: list[dict[str, Any]]
     """Rows of its updates: `step` and `STEP_COLUMNS`."""
     episodes: dict[str, Any] | None = None
-    """Counts of its rollouts' episodes, from `common.episodes`. None if the rollouts have no turns
+    """Counts of its first rollouts' episodes, from `common.episodes`. None if they have no turns
     or are missing."""
-
-    @property
-    def versions(self) -> list[Manifest]:
-        """The existing versions, in the order in which they were made."""
-        versions = (self.prompts, self.rollouts, self.rewards, *self.more, self.policy)
-        return [manifest for manifest in versions if manifest]
 
     def of_kind(self, kind: str) -> list[Manifest]:
         """Return the versions of this kind, one per round."""
         return [manifest for manifest in self.versions if manifest.kind == kind]
+
+    @property
+    def policy(self) -> Manifest:
+        """The policy."""
+        return self.versions[-1]
+
+    @property
+    def rollouts(self) -> Manifest | None:
+        """The first round's rollouts."""
+        return next(iter(self.of_kind("rollouts")), None)
+
+    @property
+    def rewards(self) -> Manifest | None:
+        """The first round's rewards."""
+        return next(iter(self.of_kind("rewards")), None)
 
     @property
     def reward_mean(self) -> float | None:
@@ -77,17 +82,16 @@ class Iteration:
         """(groups whose rewards differ, all groups), over all rounds. None if a count is
         missing."""
         groups = [metric(rewards, "groups") or {} for rewards in self.of_kind("rewards")]
-        if not groups or not all("count" in each for each in groups):
+        if not groups or not all("count" in counts for counts in groups):
             return None
-        return sum(map(groups_with_contrast, groups)), sum(each["count"] for each in groups)
+        return sum(map(groups_with_contrast, groups)), sum(counts["count"] for counts in groups)
 
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds by stage."""
-        seconds: dict[str, float] = {}
+        seconds: Counter[str] = Counter()
         for manifest in self.versions:
-            before = seconds.get(manifest.stage, 0.0)
-            seconds[manifest.stage] = before + manifest.seconds.get("total", 0.0)
+            seconds[manifest.stage] += manifest.seconds.get("total", 0.0)
         return seconds
 
     @property
@@ -124,13 +128,11 @@ class Gathered:
     """References of expired versions: only the manifest is left."""
     branches: list[str]
     """Policies of the run that end other lines than this one."""
-    newest: str
-    """Result of `latest`; a report holds it to show whether it is current."""
 
     @property
     def scores(self) -> dict[int, dict[str, Any]]:
         """Metrics of each measured policy's evaluation, by policy number."""
-        return {policy_number(each): each.metrics for each in self.evaluations}
+        return {policy_number(evaluation): evaluation.metrics for evaluation in self.evaluations}
 
 
 class Manifests:
@@ -176,6 +178,23 @@ class Manifests:
         """
         return line_of(policy, self.open)
 
+    def made_of(self, policy: Manifest, learned_from: Collection[str] = ()) -> list[Manifest]:
+        """Return the existing versions that `policy` was made of, in the order in which they were
+        made, and itself last.
+
+        Args:
+            learned_from: References that an earlier policy learned from. Further rounds that are
+                among them are replay, and are left out.
+        """
+        versions = []
+        for entry in policy.inputs:
+            kind, _, number = entry.role.partition(".")
+            if kind == "policy" or (number and entry.ref in learned_from):
+                continue
+            manifest = self.open(entry.ref, kind if kind in KINDS else None)
+            versions += [self.input(manifest, "prompts") if kind == "rollouts" else None, manifest]
+        return [*filter(None, versions), policy]
+
     def steps(self, policy: Manifest) -> list[dict[str, Any]]:
         """Return the rows of the updates that made `policy`: `step` and `STEP_COLUMNS`."""
         updates = self.open(policy.metrics.get("updates"), "updates")
@@ -196,21 +215,16 @@ class Manifests:
     def comparable(self, evaluation: Manifest, candidates: Iterable[Manifest]) -> list[Manifest]:
         """Return the `candidates` that measured the same prompts as `evaluation`, scored in the
         same way."""
-        prompts, rewards = self._measured(evaluation)
-        if not prompts or not rewards:
-            return []
+        prompts = self.prompts_hash(evaluation)
+        rewards = self.input(evaluation, "rewards")
         alike = []
-        for candidate in candidates:
-            its_prompts, its_rewards = self._measured(candidate)
-            if its_prompts != prompts or not is_made_alike(candidate, evaluation):
+        for candidate in candidates if prompts and rewards else ():
+            if self.prompts_hash(candidate) != prompts or not is_made_alike(candidate, evaluation):
                 continue
+            its_rewards = self.input(candidate, "rewards")
             if its_rewards and is_made_alike(its_rewards, rewards):
                 alike.append(candidate)
         return alike
-
-    def _measured(self, evaluation: Manifest) -> tuple[str | None, Manifest | None]:
-        """Return the hash of the prompts and the rewards that scored the answers."""
-        return self.prompts_hash(evaluation), self.input(evaluation, "rewards")
 
     def prompts_hash(self, evaluation: Manifest) -> str | None:
         """Return the hash of the prompts that were answered; None if the rollouts are gone."""
@@ -239,25 +253,17 @@ def ends_of(store: Store, run: str) -> list[str]:
     return ends[::-1] if histories(store, run) else sorted(ends, key=lambda ref: -lengths[ref])
 
 
-def latest(store: Store, run: str, policy: str) -> str:
-    """Return a text that changes whenever a report over the run would change: the policy at the end
-    of the line, the newest policy and evaluation, and the number of decisions per tag."""
-    newest = [*store.refs(run, "policy")][-1:] + [*store.refs(run, "evaluations")][-1:]
-    decisions = [f"{tag}:{len(entries)}" for tag, entries in histories(store, run).items()]
-    return " ".join(map(str, [policy, *newest, *decisions]))
-
-
 def histories(store: Store, run: str) -> dict[str, list[Entry]]:
     """Return the journals of the run's tags that nights decide about, by tag. Damaged journals are
     skipped; `verify` reports them."""
-    found: dict[str, list[Entry]] = {}
+    journals: dict[str, list[Entry]] = {}
     with suppress(CorruptError, PermissionError):
         for name in store.tag_names(run):
             with suppress(CorruptError, PermissionError):
                 entries = store.history(run, name)
                 if any(read_about(entry).night for entry in entries):
-                    found[name] = entries
-    return found
+                    journals[name] = entries
+    return journals
 
 
 def gather(store: Store, run: str, end: str | None = None) -> Gathered:
@@ -277,76 +283,42 @@ def gather(store: Store, run: str, end: str | None = None) -> Gathered:
     learned_from: set[str] = set()
     for policy in reversed(policies):
         if policy.stage == "optimize":
-            rollouts = manifests.input(policy, "rollouts")
-            more = []
-            for entry in policy.inputs:
-                role, _, number = entry.role.partition(".")
-                # rollouts that an earlier policy learned from are replay
-                if role == "rollouts" and number and entry.ref not in learned_from:
-                    further = manifests.open(entry.ref, "rollouts")
-                    rewards = policy.input(f"rewards.{number}")
-                    more += [
-                        manifests.input(further, "prompts"),
-                        further,
-                        manifests.open(rewards.ref if rewards else None, "rewards"),
-                    ]
-            learned_from.update(entry.ref for entry in policy.inputs)
-            iteration = Iteration(
-                policy=policy,
-                prompts=manifests.input(rollouts, "prompts"),
-                rollouts=rollouts,
-                rewards=manifests.input(policy, "rewards"),
-                more=[manifest for manifest in more if manifest],
-                steps=manifests.steps(policy),
-                episodes=manifests.episodes(rollouts),
-            )
-            iterations.append(iteration)
+            iteration = Iteration(manifests.made_of(policy, learned_from), manifests.steps(policy))
+            episodes = manifests.episodes(iteration.rollouts)
+            iterations.append(replace(iteration, episodes=episodes))
+        learned_from.update(entry.ref for entry in policy.inputs)
     journals = histories(store, run)
-    # nights also measure policies that they reject, which are not on the line
-    evaluations = _evaluations(manifests, run, None if journals else line)
-    nights = {tag: nights_of(entries) for tag, entries in journals.items()}
-    nightly = evaluations_of_nights(manifests, chain.from_iterable(journals.values()))
-    gone = sorted(manifests.gone)
-    expired = sorted(manifests.expired)
+    measured = []
+    for version in manifests.store.versions(run, "evaluations"):
+        model = version.manifest.model("policy")
+        # nights also measure policies that they reject, which are not on the line
+        if model and (journals or model.ref in line):
+            measured.append(version.manifest)
+    measured.sort(key=lambda evaluation: (policy_number(evaluation), evaluation.version))
+    shown = [*manifests.comparable(measured[-1], measured[:-1]), measured[-1]] if measured else []
+    newest = {evaluation.require_model("policy").ref: evaluation for evaluation in shown}
     return Gathered(
         run,
         policies[-1],
         iterations,
-        evaluations,
-        nights,
-        nightly,
-        gone,
-        expired,
+        evaluations=list(newest.values()),
+        nights={tag: nights_of(entries) for tag, entries in journals.items()},
+        nightly=evaluations_of_nights(manifests, chain.from_iterable(journals.values())),
+        gone=sorted(manifests.gone),
+        expired=sorted(manifests.expired),
         branches=[ref for ref in ends if ref not in line],
-        newest=latest(store, run, end),
     )
 
 
 def evaluations_of_nights(manifests: Manifests, entries: Iterable[Entry]) -> list[Manifest]:
     """Return the evaluations that nights decided on, by policy number, if their held-out rows
     differ. Return none if all nights use the same rows: the ordinary curve shows them."""
-    noted = [notes for notes in map(read_about, entries) if notes.night and notes.evaluation]
-    found = [manifests.open(notes.evaluation, "evaluations") for notes in noted]
-    by_policy = {policy_number(each): each for each in found if each and each.model("policy")}
-    if len({manifests.prompts_hash(each) for each in by_policy.values()}) < 2:
+    notes = [about for about in map(read_about, entries) if about.night and about.evaluation]
+    evaluations = [manifests.open(about.evaluation, "evaluations") for about in notes]
+    by_policy = {policy_number(each): each for each in evaluations if each and each.model("policy")}
+    if len(set(map(manifests.prompts_hash, by_policy.values()))) < 2:
         return []
     return [by_policy[number] for number in sorted(by_policy)]
-
-
-def _evaluations(manifests: Manifests, run: str, line: set[str] | None) -> list[Manifest]:
-    """Return the newest evaluation of each policy in `line` that is comparable to the newest
-    policy's latest one. `line` None: all policies."""
-    measured = []
-    for version in manifests.store.versions(run, "evaluations"):
-        model = version.manifest.model("policy")
-        if model and (line is None or model.ref in line):
-            measured.append(version.manifest)
-    if not measured:
-        return []
-    *earlier, last = sorted(measured, key=lambda each: (policy_number(each), each.version))
-    shown = [*manifests.comparable(last, earlier), last]
-    by_policy = {evaluation.model("policy").ref: evaluation for evaluation in shown}
-    return sorted(by_policy.values(), key=policy_number)
 
 
 def policy_number(evaluation: Manifest) -> int:

@@ -19,10 +19,10 @@ from __future__ import annotations
 import operator
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cache, cached_property, reduce
 from typing import Any
 
 import numpy as np
@@ -36,8 +36,8 @@ from quiver.schemas.refs import Ref
 from quiver.stages.common.episodes import COUNTS, counts_of, sum_of_each
 from quiver.stages.common.store import Store, Version
 
-from .episodes import told_of_turns
-from .shards import Shards, columns_of
+from .episodes import turn_fields
+from .shards import Shards, schema_of
 
 ANSWERS = ("answer", "reference", "solution", "target", "label", "ground_truth", "expected")
 """User columns that may hold the reference answer; the first present one is used. Without one, the
@@ -51,8 +51,9 @@ _COMPARE = {
     "=": operator.eq,
     "!=": operator.ne,
 }
-_TEXTS = ("finish_reason", "group_id", "rollout_id")
+_TEXTS = ("finish_reason", "group_id", "rollout_id", "end_reason")
 """Columns of rollouts that a filter compares as text."""
+_HOW = "write it as in: reward < 0.5, finish_reason = length"
 
 
 @dataclass(frozen=True)
@@ -66,39 +67,34 @@ class Selection:
     """Conditions such as `reward < 0.5, finish_reason = length`; all must hold."""
     search: str = ""
     """Text that the completion, the prompt, a turn or an observation must contain, in any case."""
+    group: str = ""
+    """Id of the only prompt to show. Empty: all."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """One completion, token by token; every list has one entry per token."""
+    """One completion, token by token."""
 
     ids: list[int]
-    logprobs: list[float]
-    """Log-probabilities under the policy that sampled, in nats."""
-    ratios: dict[str, list[float]]
-    """π of another model / π of the sampling policy, by role of that model: `prox`, `ref`."""
-    advantages: list[float] | None
-    """Advantage per token. None if the rollout has none."""
-    turns: list[dict[str, Any]] | None = None
-    """Turns in the form of rollouts/2, with their observations. None for other rollouts."""
+    numbers: dict[str, list[float]]
+    """One number per token, by name: `logprob` under the policy that sampled, in nats; `ratio prox`
+    and `ratio ref`, π of that model / π of the sampling policy; `advantage`. Names of which nothing
+    is known are absent."""
+    turns: list[dict[str, Any]]
+    """Turns in the form of rollouts/2, with their observations. A rollout of one turn has one,
+    without observation."""
 
 
-@dataclass
 class Joined:
     """The rollouts behind a version, with the shards of every other version joined to them."""
 
-    store: Store
-    ref: Ref
-    """The version that was asked for."""
-    rollouts: Shards
-    prompts: Shards | None = None
-    rewards: Shards | None = None
-    evaluation: Shards | None = None
-    advantages: Shards | None = None
-    logprobs: dict[str, Shards] | None = None
-    """Logprobs by the role of the model that computed them: `prox`, `ref`."""
-    added: dict[str, Callable[[], np.ndarray]] = field(default_factory=dict)
-    """Functions for further numbers of the rollouts, by name, each [rollouts] float64."""
+    def __init__(self, store: Store, ref: Ref, shards: dict[str, Shards]) -> None:
+        self.store = store
+        self.ref = ref
+        """The version that was asked for."""
+        self.shards = shards
+        """`rollouts` and all that joins them, by kind; logprobs by their model: `prox`, `ref`."""
+        self.rollouts = shards["rollouts"]
 
     def __len__(self) -> int:
         return len(self.rollouts)
@@ -106,9 +102,7 @@ class Joined:
     @property
     def sources(self) -> list[str]:
         """References of all joined versions."""
-        shards = [self.rollouts, self.prompts, self.rewards, self.evaluation, self.advantages]
-        shards += (self.logprobs or {}).values()
-        return [str(each.version.ref) for each in shards if each is not None]
+        return [str(shards.version.ref) for shards in self.shards.values()]
 
     @property
     def policy(self) -> str | None:
@@ -119,14 +113,14 @@ class Joined:
     @property
     def score_name(self) -> str:
         """Column that rollouts are ranked by: `score`, `reward`, or empty."""
-        if self.evaluation is not None:
+        if "evaluations" in self.shards:
             return "score"
-        return "" if self.rewards is None else "reward"
+        return "reward" if "rewards" in self.shards else ""
 
     @property
     def has_turns(self) -> bool:
         """True if the rollouts are rollouts/2."""
-        return "turns" in columns_of(self.rollouts.version)
+        return "turns" in schema_of(self.rollouts.version).names
 
     # -- rows
 
@@ -137,7 +131,7 @@ class Joined:
             position: Its place in the version.
             (columns of rollouts): All, except the token ids and `old_logprobs`.
             tokens: Number of completion tokens.
-            turns: As `told_of_turns` returns them; with rewards/2 also `turn_rewards`.
+            turns: As `turn_fields` returns them; with rewards/2 also `turn_rewards`.
             prompt: The last message, or the rendered prompt.
             columns: The user's columns.
             reference: The first of `ANSWERS` that is present.
@@ -155,19 +149,15 @@ class Joined:
             for name in ("prompt_ids", "old_logprobs"):
                 row.pop(name)
             if "turns" in row:
-                row["turns"] = told_of_turns(row["turns"])
-        ids = [row["rollout_id"] for row in rows]
+                row["turns"] = turn_fields(row["turns"])
         near = positions / max(len(self), 1)
-        if self.prompts is not None:
-            groups = [row["group_id"] for row in rows]
-            prompts = self.prompts.at(self.prompts.find(groups, near))
-            for row, prompt in zip(rows, prompts, strict=True):
-                row.update(told_of_prompt(prompt))
-        for shards in (self.rewards, self.evaluation, self.advantages):
-            if shards is not None:
-                partners = shards.at(shards.find(ids, near))
+        for kind in ("prompts", "rewards", "evaluations", "advantages"):
+            if kind in self.shards:
+                shards = self.shards[kind]
+                partners = shards.at(shards.find([row[shards.key] for row in rows], near))
                 for row, partner in zip(rows, partners, strict=True):
-                    row.update((name, cell) for name, cell in partner.items() if name not in row)
+                    fields = prompt_fields(partner) if kind == "prompts" else partner
+                    row.update((name, cell) for name, cell in fields.items() if name not in row)
         for row in rows:
             if isinstance(row.get("advantage"), list):
                 row["advantage"] = statistics.fmean(row["advantage"]) if row["advantage"] else None
@@ -178,53 +168,71 @@ class Joined:
         columns = ["rollout_id", "completion_ids", "old_logprobs"]
         columns += ["turns"] if self.has_turns else []
         (row,) = self.rollouts.at([position], columns)
-        near = [position / len(self)]
-        logprobs = np.array(row["old_logprobs"], np.float64)
-        ratios = {}
-        for role, shards in (self.logprobs or {}).items():
-            (scored,) = shards.at(shards.find([row["rollout_id"]], near), ["logprobs"])
-            if len(scored.get("logprobs", ())) == len(logprobs):
-                ratios[role] = np.exp(np.array(scored["logprobs"]) - logprobs).tolist()
-        advantages = None
-        if self.advantages is not None:
-            found_at = self.advantages.find([row["rollout_id"]], near)
-            (weighed,) = self.advantages.at(found_at, ["advantage"])
-            advantage = weighed.get("advantage")
-            if isinstance(advantage, float):
-                advantages = [advantage] * len(logprobs)
-            elif advantage is not None and len(advantage) == len(logprobs):
-                advantages = advantage
         ids = row["completion_ids"]
-        return Tokens(ids, row["old_logprobs"], ratios, advantages, row.get("turns"))
+        numbers = {"logprob": row["old_logprobs"]}
+        near = [position / len(self)]
+        columns = {"prox": "logprobs", "ref": "logprobs", "advantages": "advantage"}
+        for kind, column in columns.items():
+            if kind not in self.shards:
+                continue
+            shards = self.shards[kind]
+            values = shards.at(shards.find([row["rollout_id"]], near), [column])[0].get(column)
+            if isinstance(values, float):
+                values = [values] * len(ids)
+            if values is None or len(values) != len(ids):
+                continue
+            if kind == "advantages":
+                numbers["advantage"] = values
+            else:
+                numbers[f"ratio {kind}"] = np.exp(np.subtract(values, numbers["logprob"])).tolist()
+        single = {"length": len(ids), "restart_ids": None, "observation_ids": []}
+        return Tokens(ids, numbers, row.get("turns", [single]))
 
     # -- whole columns
 
-    @property
-    def numbers(self) -> list[str]:
-        """Names of the columns that can be sorted by and compared with a number."""
-        names = [] if self.evaluation is None else ["score"]
-        if self.rewards is not None:
-            names += ["reward", *(f"part {name}" for name in self._part_names), "errors"]
-        names += ["tokens", "logprob", "sample_index", *(COUNTS if self.has_turns else ())]
-        if self.advantages is not None:
-            names += ["advantage", "mean_ratio", "change"]
-        return [*names, *(name for name in self.added if name not in names)]
+    @cached_property
+    def numbers(self) -> dict[str, Callable[[], np.ndarray]]:
+        """Functions that read what can be sorted by and compared with a number, by name.
+
+        Each returns [rollouts] float64, NaN for a rollout that has none. `logprob` is the mean over
+        a rollout's tokens. `change` is |log mean_ratio|: how far training moved the rollout.
+        """
+        functions: dict[str, Callable[[], np.ndarray]] = {}
+        if "evaluations" in self.shards:
+            functions["score"] = lambda: self._aligned("evaluations", "score")
+        if "rewards" in self.shards:
+            functions["reward"] = lambda: self._aligned("rewards", "reward")
+            for shard in self.shards["rewards"].at(range(len(self.shards["rewards"]))[:1]):
+                for name in shard["parts"]:
+                    functions[f"part {name}"] = lambda name=name: self._aligned(
+                        "rewards", "parts", lambda column: pc.struct_field(column, name)
+                    )
+            functions["errors"] = lambda: self._aligned("rewards", "errors", _count_fields)
+        functions["tokens"] = lambda: self._aligned(
+            "rollouts", "completion_ids", pc.list_value_length
+        )
+        functions["logprob"] = lambda: self._aligned("rollouts", "old_logprobs")
+        functions["sample_index"] = lambda: self._aligned("rollouts", "sample_index")
+        if self.has_turns:
+            counts = cache(lambda: counts_of(self.rollouts.column("turns")))
+            for name in COUNTS:
+                functions[name] = lambda name=name: counts()[name].astype(np.float64)
+        if "advantages" in self.shards:
+            functions["advantage"] = lambda: self._aligned("advantages", "advantage")
+            functions["mean_ratio"] = lambda: self._aligned("advantages", "mean_ratio")
+            functions["change"] = lambda: np.abs(np.log(self.number("mean_ratio")))
+        return {name: cache(function) for name, function in functions.items()}
 
     def number(self, name: str) -> np.ndarray:
-        """Return one of `numbers` as [rollouts] float64, NaN for a rollout that has none.
-
-        `logprob` is the mean over a rollout's tokens. `change` is |log mean_ratio|: how far
-        training moved the rollout. Raises ConfigError if the name is unknown.
-        """
+        """Return one of `numbers`. Raises ConfigError if the name is unknown."""
         if name not in self.numbers:
             raise ConfigError(
                 f"column {quoted_name(name)}",
                 f"expected one of {', '.join(self.numbers)}",
                 next="name one of these",
             )
-        if name not in self._numbers:
-            self._numbers[name] = self._read_number(name)
-        return self._numbers[name]
+        with np.errstate(divide="ignore"):
+            return self.numbers[name]()
 
     def order(self, selection: Selection) -> np.ndarray | range:
         """Return the positions of the selected rollouts in order. Rollouts without the number to
@@ -232,6 +240,8 @@ class Joined:
         if selection == Selection():
             return range(len(self))
         is_meant = np.ones(len(self), bool)
+        if selection.group:
+            is_meant &= pc.equal(self.rollouts.column("group_id"), selection.group).to_numpy()
         for condition in filter(str.strip, selection.where.split(",")):
             is_meant &= self._holds(condition)
         if selection.search:
@@ -252,72 +262,41 @@ class Joined:
         if nothing is scored; `position` of the group's first rollout. `std` divides by n, not n −
         1.
         """
-        numbers = np.full(len(self), np.nan)
-        if self.score_name:
-            numbers = self.number(self.score_name)
+        numbers = self.number(self.score_name) if self.score_name else [None] * len(self)
         columns = {
             "group_id": self.rollouts.column("group_id"),
-            "number": pa.array(numbers, from_pandas=True),
+            "number": pa.array(numbers, pa.float64(), from_pandas=True),
             "position": pa.array(np.arange(len(self))),
         }
-        table = pa.table(columns).group_by("group_id", use_threads=False)
-        grouped = table.aggregate(
-            [
-                ([], "count_all"),
-                ("number", "mean"),
-                ("number", "stddev", pc.VarianceOptions(ddof=0)),
-                ("number", "min"),
-                ("number", "max"),
-                ("position", "min"),
-            ]
+        grouped = (
+            pa.table(columns)
+            .group_by("group_id", use_threads=False)
+            .aggregate(
+                [
+                    ([], "count_all"),
+                    ("number", "mean"),
+                    ("number", "stddev", pc.VarianceOptions(ddof=0)),
+                    ("number", "min"),
+                    ("number", "max"),
+                    ("position", "min"),
+                ]
+            )
         )
         names = ["group_id", "count", "mean", "std", "min", "max", "position"]
         return grouped.rename_columns(names).sort_by("position")
 
-    @cached_property
-    def _numbers(self) -> dict[str, np.ndarray]:
-        return {}
-
-    @cached_property
-    def _part_names(self) -> list[str]:
-        (row,) = self.rewards.at([0], ["parts"]) if len(self.rewards) else [{"parts": {}}]
-        return list(row["parts"])
-
-    def _read_number(self, name: str) -> np.ndarray:
-        if name in self.added:
-            return self.added[name]()
-        if name == "tokens":
-            lengths = pc.list_value_length(self.rollouts.column("completion_ids"))
-            return lengths.to_numpy().astype(np.float64)
-        if name in COUNTS:
-            counts = counts_of(self.rollouts.column("turns"))
-            self._numbers |= {name: each.astype(np.float64) for name, each in counts.items()}
-            return self._numbers[name]
-        if name == "change":
-            with np.errstate(divide="ignore"):
-                return np.abs(np.log(self.number("mean_ratio")))
-        if name in ("logprob", "sample_index"):
-            shards = self.rollouts
-            column = shards.column("old_logprobs" if name == "logprob" else name)
-        elif name in ("advantage", "mean_ratio", "score"):
-            shards = self.evaluation if name == "score" else self.advantages
-            column = shards.column(name)
-        elif name == "errors":
-            shards = self.rewards
-            column = pa.array(np.zeros(len(shards)))
-            for errors in shards.column("errors").flatten():
-                column = pc.add(column, pc.cast(errors.is_valid().combine_chunks(), pa.float64()))
-        else:
-            shards = self.rewards
-            column = shards.column("reward" if name == "reward" else "parts")
-            if name != "reward":
-                column = pc.struct_field(column, name.removeprefix("part "))
+    def _aligned(
+        self, kind: str, name: str, numbers_of: Callable[[Any], Any] = lambda column: column
+    ) -> np.ndarray:
+        """Return a column as [rollouts] float64, in the order of the rollouts; lists as means."""
+        shards = self.shards[kind]
+        column = numbers_of(shards.column(name))
         numbers = _list_means(column) if pa.types.is_list(column.type) else column.to_numpy()
-        if shards is self.rollouts:
-            return numbers.astype(np.float64)
-        # in the order of the rollouts; place −1 (no such row) picks the appended NaN
+        numbers = numbers.astype(np.float64)
+        if kind == "rollouts":
+            return numbers
         places = shards.find_all(self.rollouts.column("rollout_id"))
-        return np.append(numbers.astype(np.float64), np.nan)[places]
+        return np.append(numbers, np.nan)[places]  # place −1 is the NaN
 
     def _holds(self, condition: str) -> np.ndarray:
         """Return [rollouts] bool: true if a condition such as `reward < 0.5` holds."""
@@ -326,10 +305,10 @@ class Joined:
             raise ConfigError(
                 f"condition {printable(condition)}",
                 "expected COLUMN, one of < <= > >= = !=, and a number or text",
-                next="write it as in: reward < 0.5, finish_reason = length",
+                next=_HOW,
             )
         name, sign, text = match.groups()
-        text_names = [*_TEXTS, *(["end_reason"] if self.has_turns else [])]
+        text_names = _TEXTS if self.has_turns else _TEXTS[:-1]
         if name in text_names and sign in ("=", "!="):
             is_equal = pc.equal(self.rollouts.column(name), text).to_numpy()
             return is_equal if sign == "=" else ~is_equal
@@ -339,7 +318,7 @@ class Joined:
             raise ConfigError(
                 f"condition {printable(condition)}",
                 f"expected a number, found {printable(text)}; texts are {', '.join(text_names)}",
-                next="write it as in: reward < 0.5, finish_reason = length",
+                next=_HOW,
             ) from None
         # rewards are float32, so 0.1 in a filter must become the float32 that a reward of 0.1 is
         return _COMPARE[sign](self.number(name).astype(np.float32), number)
@@ -357,88 +336,87 @@ class Joined:
                 texts = pc.struct_field(turns, name)
                 matches = pc.match_substring(texts, text, ignore_case=True).to_numpy()
                 is_there = is_there | (sum_of_each(matches, lengths) > 0)
-        if self.prompts is not None:
-            asked = self.prompts.column("prompt_text")
-            matches = pc.match_substring(asked, text, ignore_case=True)
-            groups = self.prompts.column("group_id").filter(matches).combine_chunks()
+        if prompts := self.shards.get("prompts"):
+            matches = pc.match_substring(prompts.column("prompt_text"), text, ignore_case=True)
+            groups = prompts.column("group_id").filter(matches).combine_chunks()
             mine = self.rollouts.column("group_id")
             is_there = is_there | pc.is_in(mine, value_set=groups).to_numpy()
         return is_there
 
 
-def told_of_prompt(row: dict[str, Any]) -> dict[str, Any]:
+def prompt_fields(row: dict[str, Any]) -> dict[str, Any]:
     """Return `prompt`, `columns`, `reference` and `images` of a row of prompts, each only if the
     row has it. An empty row gives an empty dict."""
     if not row:
         return {}
     columns = {name: cell for name, cell in (row["columns"] or {}).items() if name not in OURS}
     messages = row["messages"]
-    told = {
+    fields = {
         "prompt": messages[-1]["content"] if messages else row["prompt_text"],
         "columns": columns,
     }
     name = next((name for name in ANSWERS if columns.get(name) is not None), None)
     if name is not None:
-        told["reference"] = columns[name]
+        fields["reference"] = columns[name]
     elif isinstance(columns.get("reward_model"), dict):
-        told["reference"] = columns["reward_model"].get("ground_truth")
+        fields["reference"] = columns["reward_model"].get("ground_truth")
     if row.get("images"):
-        told["images"] = row["images"]
-    return told
+        fields["images"] = row["images"]
+    return fields
 
 
-def open_joined(store: Store, ref: str | Ref) -> Joined:
-    """Open the rollouts behind `ref` and all that joins them. Raises LineageError if none exist."""
+def open_joined(store: Store, ref: str | Ref, most_bytes: int | None = None) -> Joined:
+    """Open the rollouts behind `ref` and all that joins them.
+
+    Args:
+        most_bytes: If set, only that much of each version is read, from its first shards.
+
+    Raises LineageError if there are no rollouts.
+    """
     version = store.open(ref)
     manifest = version.manifest
-    roles: dict[str, Version | None] = {manifest.kind: version}
-    if manifest.kind == "prompts":
-        roles["rollouts"] = _newest(store, version, "rollouts", "prompts")
-    elif manifest.kind != "rollouts":
-        roles["rollouts"] = _named(store, manifest, "rollouts")
-    rollouts = roles["rollouts"]
+
+    def behind(
+        kind: str, source: Version | None, made_as: str = "rollouts", model: str = ""
+    ) -> Version | None:
+        """Return the version of `kind` that belongs to `version`: itself, the one that it names, or
+        else the newest that was made from `source`."""
+        if manifest.kind == kind and (not model or manifest.model(model)):
+            return version
+        if manifest.input(model or kind):
+            return _named(store, manifest, model or kind, kind)
+        return _newest(store, source, kind, made_as, model) if source else None
+
+    rollouts = behind("rollouts", version if manifest.kind == "prompts" else None, "prompts")
     if rollouts is None:
         raise LineageError(
             str(version.ref), "no rollouts are behind it", next=f"quiver show {version.ref}"
         )
+    rewards = behind("rewards", rollouts)
     if manifest.kind == "policy" and "advantages" in manifest.metrics:
         advantages = _opened(store, manifest.metrics["advantages"])
-        is_one = advantages is not None and advantages.ref.kind == "advantages"
-        roles["advantages"] = advantages if is_one else None
-    roles.setdefault("prompts", _named(store, rollouts.manifest, "prompts"))
-    if "rewards" not in roles and manifest.input("rewards"):
-        roles["rewards"] = _named(store, manifest, "rewards")
-    elif "rewards" not in roles:
-        roles["rewards"] = _newest(store, rollouts, "rewards")
-    if "advantages" not in roles:
-        rewards = roles["rewards"]
-        roles["advantages"] = (
-            _newest(store, rewards, "advantages", "rewards")
-            if rewards
-            else _newest(store, rollouts, "advantages")
-        )
-    logprobs = {}
-    for role in ("prox", "ref"):
-        scored = _named(store, manifest, role, "logprobs")
-        if manifest.kind == "logprobs" and manifest.model(role):
-            scored = version
-        scored = scored or _newest(store, rollouts, "logprobs", model=role)
-        if scored is not None:
-            logprobs[role] = Shards(scored)
-
-    def shards(kind: str, key: str = "rollout_id") -> Shards | None:
-        return Shards(roles[kind], key) if roles.get(kind) else None
-
-    return Joined(
-        store=store,
-        ref=version.ref,
-        rollouts=Shards(rollouts),
-        prompts=shards("prompts", "group_id"),
-        rewards=shards("rewards"),
-        evaluation=shards("evaluations"),
-        advantages=shards("advantages"),
-        logprobs=logprobs,
-    )
+        if advantages is not None and advantages.ref.kind != "advantages":
+            advantages = None
+    elif rewards:
+        advantages = behind("advantages", rewards, "rewards")
+    else:
+        advantages = behind("advantages", rollouts)
+    versions = {
+        "rollouts": rollouts,
+        "prompts": _named(store, rollouts.manifest, "prompts"),
+        "rewards": rewards,
+        "evaluations": behind("evaluations", None),
+        "advantages": advantages,
+        "prox": behind("logprobs", rollouts, model="prox"),
+        "ref": behind("logprobs", rollouts, model="ref"),
+    }
+    keys = {"prompts": "group_id"}
+    shards = {
+        kind: Shards(joined, keys.get(kind, "rollout_id"), most_bytes)
+        for kind, joined in versions.items()
+        if joined is not None
+    }
+    return Joined(store, version.ref, shards)
 
 
 def _opened(store: Store, ref: str | None) -> Version | None:
@@ -449,10 +427,7 @@ def _opened(store: Store, ref: str | None) -> Version | None:
 
 
 def _named(store: Store, manifest: Manifest, role: str, kind: str = "") -> Version | None:
-    """Return the input of `manifest` that has this role.
-
-    Args:
-        kind: Expected kind. Default: the kind with the role's name.
+    """Return the input of `manifest` that has this role; `kind` defaults to the role.
 
     Raises LineageError if the input is a version of another kind.
     """
@@ -469,20 +444,22 @@ def _newest(
 ) -> Version | None:
     """Return the newest version of `kind` in the run of `source` that was made from it as `role`.
     With `model`, only versions made by a model of this role count."""
-    for version in _made_after(store, source, kind):
-        entries = [entry for entry in version.manifest.inputs if entry.ref == str(source.ref)]
-        roles = {entry.role.partition(".")[0] for entry in entries}
+    run = source.ref.run
+    for entry in reversed(store.index(run, kind).entries()):
+        if entry.error or entry.created < source.manifest.created:
+            continue
+        version = store.version(Ref(run, kind, entry.number))
+        inputs = version.manifest.inputs
+        roles = {each.role.partition(".")[0] for each in inputs if each.ref == str(source.ref)}
         if role in roles and (not model or version.manifest.model(model)):
             return version
     return None
 
 
-def _made_after(store: Store, source: Version, kind: str) -> Iterator[Version]:
-    """Yield versions of `kind` in the same run that are not older than `source`, newest first."""
-    run = source.ref.run
-    for entry in reversed(store.index(run, kind).entries()):
-        if not entry.error and entry.created >= source.manifest.created:
-            yield store.version(Ref(run, kind, entry.number))
+def _count_fields(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return [rows] float64: the number of fields of a struct that are not null."""
+    counts = [pc.cast(field.is_valid(), pa.float64()) for field in column.flatten()]
+    return reduce(pc.add, counts, pa.array(np.zeros(len(column))))
 
 
 def _list_means(column: pa.ChunkedArray) -> np.ndarray:

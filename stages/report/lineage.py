@@ -10,9 +10,32 @@ from quiver.schemas.refs import as_version, parse
 from quiver.stages.common.store import Store
 
 
+def sources_of(manifest: Manifest) -> dict[str, str]:
+    """Return the references of models and inputs, each with its role. A reward model named by a hub
+    id or a folder is no version of a store."""
+    entries = (*manifest.models, *manifest.inputs)
+    return {entry.ref: entry.role for entry in entries if entry.ref != manifest.ref}
+
+
 def parents_of(manifest: Manifest) -> dict[str, str]:
     """Return the versions of a store that this one was made from, each with its role."""
-    return {ref: role for ref, role in _sources(manifest).items() if as_version(ref)}
+    return {ref: role for ref, role in sources_of(manifest).items() if as_version(ref)}
+
+
+def origin_of(manifest: Manifest) -> dict[str, Any]:
+    """Return a version as a row of a table: the version, its stage, what it was made of, its rows
+    and its content."""
+    made_of = []
+    for ref, role in parents_of(manifest).items():
+        name = ref.removeprefix(f"{manifest.run}/")
+        made_of.append(name if f"{role}@" in name else f"{name} ({role})")
+    return {
+        "version": manifest.ref,
+        "stage": manifest.stage,
+        "made of": ", ".join(made_of),
+        "rows": manifest.rows or None,
+        "content": manifest.content_hash[:12],
+    }
 
 
 def lineage(store: Store, ref: str) -> dict[str, Any]:
@@ -20,8 +43,8 @@ def lineage(store: Store, ref: str) -> dict[str, Any]:
     [{"role", "ref", …}]}.
 
     A version that occurs again is named without its inputs. A version deleted on purpose is marked
-    `expired`, one lost otherwise `missing`; its manifest may still be known. A reward model named
-    by a hub id or a folder has no inputs. The tree is as deep as the line of policies is long.
+    `expired`, one lost otherwise `missing`; its manifest may still be known. The tree is as deep as
+    the line of policies is long.
     """
     root: dict[str, Any] = {"ref": ref}
     seen: set[str] = set()
@@ -45,14 +68,9 @@ def lineage(store: Store, ref: str) -> dict[str, Any]:
             node["seen"] = True
             continue
         seen.add(manifest.ref)
-        sources = _sources(manifest)
-        node["inputs"] = [{"role": sources[ref], "ref": ref, "inputs": []} for ref in sources]
+        node["inputs"] = [
+            {"role": role, "ref": ref, "inputs": []} for ref, role in sources_of(manifest).items()
+        ]
         # depth first: the last child is taken first, with everything below it
         waiting += [child for child in reversed(node["inputs"]) if as_version(child["ref"])]
     return root
-
-
-def _sources(manifest: Manifest) -> dict[str, str]:
-    """Return models and inputs by reference, each with its role."""
-    entries = (*manifest.models, *manifest.inputs)
-    return {entry.ref: entry.role for entry in entries if entry.ref != manifest.ref}

@@ -9,7 +9,7 @@ Rejected nights are rows like the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -106,14 +106,3 @@ def nights_of(entries: Iterable[Entry]) -> list[NightRow]:
         )
         rows.append(NightRow(*(printable(cell, _LONGEST) for cell in row)))
     return rows
-
-
-def lines_of(nights: Sequence[NightRow]) -> list[str]:
-    """Return the nights as lines of text under a header."""
-    rows = [HEADER, *nights]
-    *padded, _ = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for *cells, why in rows:
-        columns = [f"{cell:<{width}}" for cell, width in zip(cells, padded, strict=True)]
-        lines.append("  ".join([*columns, why]).rstrip())
-    return lines

@@ -91,23 +91,22 @@ def _thinned(points: Sequence[tuple[int, float | None, float]]) -> list[tuple[in
     """Return at most `MOST_POINTS` points that can be drawn, evenly spaced, with the first and the
     last."""
     finite = [
-        (x, y, error)
-        for x, y, error in points
-        if y is not None and abs(y) < _MOST and abs(error) < _MOST
+        point
+        for point in points
+        if point[1] is not None and abs(point[1]) < _MOST and abs(point[2]) < _MOST
     ]
-    if len(finite) <= MOST_POINTS:
-        return finite
     last = len(finite) - 1
-    return [finite[index * last // (MOST_POINTS - 1)] for index in range(MOST_POINTS)]
+    count = min(len(finite), MOST_POINTS)
+    return [finite[index * last // max(count - 1, 1)] for index in range(count)]
 
 
 def _chart(panel: Panel) -> dict[str, Any]:
     """Return the coordinates that the template needs for one panel, in pixels."""
-    both = [*panel.points, *panel.beside]
-    first_x = min(x for x, _, _ in both)
-    last_x = max(x for x, _, _ in both)
-    lowest = min(y - error for _, y, error in both)
-    highest = max(y + error for _, y, error in both)
+    points = [*panel.points, *panel.beside]
+    first_x = min(x for x, _, _ in points)
+    x_range = max(x for x, _, _ in points) - first_x
+    lowest = min(y - error for _, y, error in points)
+    highest = max(y + error for _, y, error in points)
     margin = (highest - lowest) * 0.05 or abs(highest) * 0.05
     if margin < 1 / _MOST:
         margin = 1.0
@@ -115,24 +114,23 @@ def _chart(panel: Panel) -> dict[str, Any]:
     y_range = highest + margin - floor
 
     def across(x: float) -> float:
-        share = (x - first_x) / (last_x - first_x) if last_x > first_x else 0.5
-        return round(_LEFT + share * (_RIGHT - _LEFT), 1)
+        portion = (x - first_x) / x_range if x_range else 0.5
+        return round(_LEFT + portion * (_RIGHT - _LEFT), 1)
 
     def down(y: float) -> float:
         return round(_BOTTOM - (y - floor) / y_range * (_BOTTOM - _TOP), 1)
 
+    curves = filter(None, (panel.points, panel.beside))
     return {
         "title": panel.title,
         "levels": [(down(y), f"{y:.6g}") for y in ticks(floor, floor + y_range, 4)],
-        "marks": [(across(x), round(x)) for x in ticks(first_x, last_x, 6, least_step=1)],
+        "marks": [
+            (across(x), round(x)) for x in ticks(first_x, first_x + x_range, 6, least_step=1)
+        ],
         "error_bars": [
             (across(x), down(y + error), down(y - error)) for x, y, error in panel.points if error
         ],
-        "curves": [
-            [(across(x), down(y)) for x, y, _ in points]
-            for points in (panel.points, panel.beside)
-            if points
-        ],
+        "curves": [[(across(x), down(y)) for x, y, _ in curve] for curve in curves],
     }
 
 

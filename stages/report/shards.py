@@ -27,17 +27,29 @@ _AT_ONCE = 256
 class Shards:
     """The rows of one version. Each shard is checked (size, sha256) once, before it is mapped."""
 
-    def __init__(self, version: Version, key: str = "rollout_id") -> None:
-        """Raises CorruptError if the files do not have as many rows as the version."""
+    def __init__(
+        self, version: Version, key: str = "rollout_id", most_bytes: int | None = None
+    ) -> None:
+        """Raises CorruptError if the files do not have as many rows as the version.
+
+        Args:
+            most_bytes: If set, only the first shards are used, until they exceed this; the first
+                one always counts.
+        """
         self.version = version
         self.key = key
         """Column of the ids that `find` looks up."""
         self._entries = [entry for entry in version.manifest.files if entry.rows]
+        num_rows = sum(entry.rows for entry in self._entries)
+        if num_rows != version.manifest.rows:
+            problem = f"its files have {num_rows} rows, the version {version.manifest.rows}"
+            raise version.corrupt("manifest.json", problem)
+        if most_bytes is not None:
+            sizes = np.cumsum([entry.bytes for entry in self._entries])
+            num_shards = int(np.searchsorted(sizes, most_bytes, side="right"))
+            self._entries = self._entries[: max(num_shards, 1)]
         self._ends = np.cumsum([entry.rows for entry in self._entries], dtype=np.int64)
         self._mapped: dict[int, pa.Table] = {}
-        if len(self) != version.manifest.rows:
-            problem = f"its files have {len(self)} rows, the version {version.manifest.rows}"
-            raise version.corrupt("manifest.json", problem)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -54,9 +66,9 @@ class Shards:
                 continue
             index = int(np.searchsorted(self._ends, position, side="right"))
             start = int(self._ends[index]) - self._entries[index].rows
-            shard = self._shard(index)
-            row = shard.select(columns) if columns else shard
-            rows += row.slice(position - start, 1).to_pylist()
+            self._map([index])
+            row = self._mapped[index].slice(position - start, 1)
+            rows += (row.select(columns) if columns else row).to_pylist()
         return rows
 
     def find(self, ids: Sequence[str], near: Sequence[float] | np.ndarray) -> np.ndarray:
@@ -93,22 +105,22 @@ class Shards:
             return self.version.table([name])[name]
         return pa.chunked_array([chunk for table in tables for chunk in table[name].chunks])
 
-    def _shard(self, index: int) -> pa.Table:
-        self._map([index])
-        return self._mapped[index]
-
     def _map(self, indices: Iterable[int]) -> None:
         """Check and map the shards that are not mapped yet."""
         missing = [index for index in indices if index not in self._mapped]
         if not missing:
             return
         # a copy of the version with these files alone, so that the ordinary reader checks them
-        part = copy.copy(self.version)
+        shards = copy.copy(self.version)
         files = tuple(self._entries[index] for index in missing)
-        part.manifest = self.version.manifest.model_copy(update={"files": files})
-        table = part.table()
-        for field in schema_module(self.version.ref.kind).SCHEMAS[part.manifest.kind_schema]:
-            if not _is_of(field, table.schema):
+        shards.manifest = self.version.manifest.model_copy(update={"files": files})
+        table = shards.table()
+        types = dict(zip(table.schema.names, table.schema.types, strict=True))
+        for field in schema_of(self.version):
+            kind = types.get(field.name)
+            # a struct may have any fields, and a number may be a list with one entry per token
+            is_struct = pa.types.is_struct(field.type) and kind and pa.types.is_struct(kind)
+            if not is_struct and kind not in (field.type, pa.list_(field.type)):
                 problem = f"its column {field.name} is missing, or not {field.type}"
                 raise self.version.corrupt(files[0].name, problem)
         start = 0
@@ -118,18 +130,6 @@ class Shards:
             start += num_rows
 
 
-def columns_of(version: Version) -> list[str]:
-    """Return the columns that a version has by its schema."""
-    return schema_module(version.ref.kind).SCHEMAS[version.manifest.kind_schema].names
-
-
-def _is_of(field: pa.Field, schema: pa.Schema) -> bool:
-    """True if a file with this schema holds the column as its kind defines it. A struct may have
-    any fields, and a number may be a list with one entry per token."""
-    index = schema.get_field_index(field.name)
-    if index < 0:
-        return False
-    kind = schema.field(index).type
-    if pa.types.is_struct(field.type):
-        return pa.types.is_struct(kind)
-    return kind == field.type or kind == pa.list_(field.type)
+def schema_of(version: Version) -> pa.Schema:
+    """Return the columns that a version has by its kind."""
+    return schema_module(version.ref.kind).SCHEMAS[version.manifest.kind_schema]

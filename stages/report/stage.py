@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,20 @@ from quiver.schemas.errors import ConfigError, LineageError, QuiverError, printa
 from quiver.stages.common.store import Store, storage
 
 from . import samples, templates
-from .gather import STEP_COLUMNS, Gathered, ends_of, gather, latest, metric, policy_number
+from .gather import (
+    STEP_COLUMNS,
+    Gathered,
+    Iteration,
+    gather,
+    metric,
+    policy_number,
+)
 from .nights import HEADER
 from .plots import Panel, draw, night_panel, score_panel, step_panels
 from .troubles import warnings
 
 FILE = "report.html"
 _MOST_PARTS = 6
-_HEAD_BYTES = 2048
-
-
-def path_of(store: Store, run: str) -> Path:
-    """Return the default path of the report of `run`: a file in the run's folder."""
-    return store.path / run / FILE
 
 
 def write(
@@ -48,14 +49,14 @@ def write(
     """Write the report of `run` atomically.
 
     Args:
-        path: Default: `path_of`.
+        path: Default: `FILE` in the folder of the run.
         beside: Another run, whose curves and iterations are shown for comparison.
         difference: Sentences on how the two runs compare.
         policy: End of the line to report. Default: the end of the run's own line.
 
     Raises ConfigError, CorruptError, LineageError, ResourceError.
     """
-    target = Path(path) if path else path_of(store, run)
+    target = Path(path) if path else store.path / run / FILE
     other = gather(store, beside) if beside else None
     content = render(store, gather(store, run, policy), other, difference).encode()
     try:
@@ -72,17 +73,6 @@ def write(
             next="name a file in a folder that there is",
         ) from None
     return target
-
-
-def is_current(store: Store, run: str, policy: str | None = None) -> bool:
-    """True if the report in the run's folder covers the newest versions and the line that `write`
-    would take."""
-    path = path_of(store, run)
-    if not path.is_file():
-        return False
-    newest = latest(store, run, policy or ends_of(store, run)[0])
-    with path.open("rb") as file:
-        return f'content="{newest}"'.encode() in file.read(_HEAD_BYTES)
 
 
 def render(
@@ -105,72 +95,68 @@ def render(
     if len(evaluations) > 1:
         with suppress(LineageError):  # the page says that the rollouts are gone
             compared = samples.before_and_after(store, evaluations[0], evaluations[-1])
-    curves = [_curves(gathered), step_panels(_steps(gathered), STEP_COLUMNS)]
-    if beside:
-        others = [_curves(beside), step_panels(_steps(beside), STEP_COLUMNS)]
-        curves = [_side_by_side(*panels) for panels in zip(curves, others, strict=True)]
+
+    def draw_each(panels_of: Callable[[Gathered], list[Panel]], x_name: str) -> list[Any]:
+        others = {panel.title: panel.points for panel in panels_of(beside)} if beside else {}
+        panels = [
+            panel._replace(beside=others.get(panel.title, panel.beside))
+            for panel in panels_of(gathered)
+        ]
+        return [draw([panel], x_name) for panel in panels]
+
     return templates.render(
         "report.html.j2",
         **vars(gathered),
         gathered=gathered,
         last=last,
         warnings=warnings(gathered),
-        curves=[draw([panel], "iteration") for panel in curves[0]],
-        steps=[draw([panel], "step") for panel in curves[1]],
+        curves=draw_each(curves_of, "iteration"),
+        steps=draw_each(
+            lambda side: step_panels(
+                [row for iteration in side.iterations for row in iteration.steps], STEP_COLUMNS
+            ),
+            "step",
+        ),
         nights_header=HEADER,
         beside=beside,
         difference=difference,
         compared=compared,
         extremes=extremes,
         groups=groups,
-        versions=[gathered.base, *(last.versions if last else []), *evaluations[-1:]],
+        sources=[gathered.base, *(last.versions if last else []), *evaluations[-1:]],
         most_parts=_MOST_PARTS,
     )
 
 
-def _steps(gathered: Gathered) -> list[dict[str, Any]]:
-    return [row for iteration in gathered.iterations for row in iteration.steps]
-
-
-def _side_by_side(panels: list[Panel], others: list[Panel]) -> list[Panel]:
-    """Return the panels, each with the points of the panel in `others` that has the same title."""
-    points = {panel.title: panel.points for panel in others}
-    return [panel._replace(beside=points.get(panel.title, panel.beside)) for panel in panels]
-
-
-def _curves(gathered: Gathered) -> list[Panel]:
+def curves_of(gathered: Gathered) -> list[Panel]:
     """Return panels of scores, rewards, lengths and contrast over the iterations."""
     iterations = gathered.iterations
 
-    def curve(title: str, kind: str, *names: str) -> Panel:
-        points = [
-            (done.policy.version, metric(getattr(done, kind), *names), 0.0) for done in iterations
-        ]
-        return Panel(title, points)
+    def curve(title: str, number_of: Callable[[Iteration], float | None]) -> Panel:
+        return Panel(title, [(done.policy.version, number_of(done), 0.0) for done in iterations])
 
-    functions = sorted(
-        {name for done in iterations for name in metric(done.rewards, "functions") or ()}
-    )
+    functions = {name for done in iterations for name in metric(done.rewards, "functions") or ()}
     by_function = [
-        curve(name, "rewards", "functions", name, "mean") for name in functions[:_MOST_PARTS]
+        curve(name, lambda done, name=name: metric(done.rewards, "functions", name, "mean"))
+        for name in sorted(functions)[:_MOST_PARTS]
     ]
-    rewards = [(done.policy.version, done.reward_mean, 0.0) for done in iterations]
-    rounds = [(done.policy.version, len(done.of_kind("rollouts")), 0.0) for done in iterations]
-    length_shares = [(done.policy.version, done.length_share, 0.0) for done in iterations]
-    turns = [
-        (done.policy.version, done.episodes and done.episodes["mean_turns"], 0.0)
-        for done in iterations
-    ]
+    lengths = curve(
+        "tokens of a completion", lambda done: metric(done.rollouts, "mean_completion_tokens")
+    )
+    rounds = curve("rounds of sampling", lambda done: len(done.of_kind("rollouts")))
     # held-out rows that change each night make a curve by policy meaningless
     evaluations = gathered.nightly or gathered.evaluations
     panel = night_panel if gathered.nightly else score_panel
     return [
-        panel((policy_number(each), each.metrics) for each in evaluations),
-        Panel("mean reward", rewards),
+        panel((policy_number(evaluation), evaluation.metrics) for evaluation in evaluations),
+        curve("mean reward", lambda done: done.reward_mean),
         *(by_function if len(functions) > 1 else ()),
-        curve("tokens of a completion", "rollouts", "mean_completion_tokens"),
-        Panel("share ended at the limit", length_shares),
-        Panel("turns of an episode", turns),
-        curve("groups without contrast", "rewards", "groups", "zero_variance"),
-        *([Panel("rounds of sampling", rounds)] if any(done.more for done in iterations) else ()),
+        lengths,
+        curve("share ended at the limit", lambda done: done.length_share),
+        curve("turns of an episode", lambda done: done.episodes and done.episodes["mean_turns"]),
+        curve(
+            "groups without contrast",
+            lambda done: metric(done.rewards, "groups", "zero_variance"),
+        ),
+        *([rounds] if any(y > 1 for _, y, _ in rounds.points) else ()),
     ]

@@ -8,6 +8,8 @@ Jinja2 escapes the rest. In markdown the filter `quoted` turns it into one code 
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from functools import partial
 from pathlib import Path
@@ -17,13 +19,16 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 
 from quiver.schemas.errors import printable
 
-from . import episodes, thumbnails, words
+from . import episodes, words
 from .gather import metric
+from .lineage import origin_of
 
 LIMIT = 1200
 SPAN_LIMIT = 300
 MOST_TURNS = 8
 """Turns shown of an episode on the page of a run."""
+_SIDE = 192
+"""Longest side of a small picture, in pixels."""
 
 
 def render(name: str, **context: Any) -> str:
@@ -31,9 +36,15 @@ def render(name: str, **context: Any) -> str:
     return _ENVIRONMENT.get_template(name).render(context)
 
 
-def page(macro: str, *arguments: Any) -> str:
-    """Render a macro of `pages.md.j2` with `arguments`: markdown for one of Prefect's pages."""
-    return getattr(_ENVIRONMENT.get_template("pages.md.j2").module, macro)(*arguments).strip()
+def page(macro: str, *arguments: Any, template: str = "pages.md.j2") -> str:
+    """Render a macro of a template with `arguments`; default: markdown for one of Prefect's
+    pages."""
+    return getattr(_ENVIRONMENT.get_template(template).module, macro)(*arguments).strip()
+
+
+def lines(macro: str, *arguments: Any) -> list[str]:
+    """Render a macro of `terminal.txt.j2`: lines for a terminal."""
+    return page(macro, *arguments, template="terminal.txt.j2").splitlines()
 
 
 def quoted(text: str, limit: int = SPAN_LIMIT) -> str:
@@ -46,7 +57,7 @@ def quoted(text: str, limit: int = SPAN_LIMIT) -> str:
     return f"`{shown}`" if shown else ""
 
 
-def cell(content: Any) -> str:
+def markdown_cell(content: Any) -> str:
     """Return a cell of a markdown table: a number as text, or text that is our own or `quoted`."""
     text = content if isinstance(content, str) else words.number(content)
     # a pipe ends the cell, and renderers disagree on how many backslashes prevent that
@@ -64,6 +75,18 @@ def as_json(plain: Any) -> str:
     return json.dumps(plain, indent=2, ensure_ascii=False, sort_keys=True, default=str)
 
 
+def data_url(image: dict[str, Any]) -> str:
+    """Shrink a picture of prompts/2 and return it as a data URL, so that a page needs no other
+    file."""
+    from quiver.stages.common.images.decoder import open_image
+
+    small = open_image(image["bytes"])
+    small.thumbnail((_SIDE, _SIDE))
+    content = io.BytesIO()
+    small.save(content, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
+
+
 _ENVIRONMENT = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
     autoescape=select_autoescape(("html.j2", "svg.j2"), default=False),
@@ -72,20 +95,23 @@ _ENVIRONMENT = Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
+_ENVIRONMENT.globals["most_pictures"] = episodes.MOST_PICTURES
 _ENVIRONMENT.filters |= {
-    "cell": cell,
+    "cell": markdown_cell,
     "counted": words.counted,
-    "data_url": thumbnails.data_url,
+    "data_url": data_url,
+    "ending": episodes.ending,
     "ends": episodes.ends_in_words,
-    "episode": partial(episodes.parts_of, most=MOST_TURNS),
     "foreign": foreign,
     "json": as_json,
     "metric": metric,
     "number": words.number,
+    "origin": origin_of,
     "quoted": quoted,
     "printable": partial(printable, limit=LIMIT),
     "score": words.score_of,
-    "share": episodes.share,
+    "share": words.share,
     "size": words.size,
+    "turns": partial(episodes.pieces_of_turns, most=MOST_TURNS),
     "unscored": words.unscored_of,
 }

@@ -4,11 +4,11 @@ them and `quiver run` repeats them at its end.
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
 
 from quiver.stages.common.episodes import FAILURES, LIMITS, way_to_end
 
-from .episodes import failures_in_words, share_of_ends
+from .episodes import failures_in_words
 from .gather import Gathered, Iteration, metric
 from .words import counted, number
 
@@ -89,18 +89,31 @@ def _troubles_of_episodes(iteration: Iteration) -> list[str]:
     if not numbers or not numbers["rollouts"]:
         return ["", "", ""]
     ref = iteration.rollouts.ref
-    ends = numbers["end_reasons"]
-    failed_share = share_of_ends(numbers, FAILURES)
-    limited_share = share_of_ends(numbers, LIMITS)
-    limit = max(LIMITS, key=lambda reason: ends.get(reason, 0))
+    ends = Counter(numbers["end_reasons"])
+    num_late, num_broken = (ends[reason] for reason in FAILURES)
+    if num_broken > num_late:
+        remedy = f'`quiver view {ref} --where "end_reason = environment_error"` tells why.'
+    else:
+        late = numbers["timeouts"] or {"step_seconds": 0}
+        remedy = f"raise generate.turns.{max(late, key=late.__getitem__)}."
+    failed_share = (num_late + num_broken) / numbers["rollouts"]
+    limit = max(LIMITS, key=ends.__getitem__)
+    limited_share = sum(ends[reason] for reason in LIMITS) / numbers["rollouts"]
+    if limit == "max_tokens":
+        way_out = way_to_end(iteration.rollouts, numbers["max_limited_tokens"])
+    elif limit != "context":
+        way_out = f"raise generate.turns.{limit}"
+    elif iteration.rollouts.config.get("max_model_len") is not None:
+        way_out = "raise generate.max_model_len"
+    else:  # the limit is the model's own, which cannot be raised
+        way_out = "lower generate.turns.max_observation_tokens"
     error_share = numbers["parse_error_share"] or 0
     return [
         f"{ref}: {failed_share:.0%} of the episodes failed ({failures_in_words(numbers)}), and "
-        f"teach nothing: {_failure_key(numbers, ref)}"
+        f"teach nothing: {remedy}"
         if failed_share > _MOST_FAILED
         else "",
-        f"{ref}: {limited_share:.0%} of the episodes ended by a limit, most by {limit}: "
-        f"{_limit_key(limit, iteration)}."
+        f"{ref}: {limited_share:.0%} of the episodes ended by a limit, most by {limit}: {way_out}."
         if limited_share > _MOST_LIMITED
         else "",
         f"{ref}: in {error_share:.0%} of the turns no tool call could be read: set "
@@ -108,26 +121,3 @@ def _troubles_of_episodes(iteration: Iteration) -> list[str]:
         if error_share > _MOST_PARSE_ERRORS
         else "",
     ]
-
-
-def _failure_key(numbers: dict[str, Any], ref: str) -> str:
-    """Return what to do about failed episodes, by their most frequent failure."""
-    num_late, num_broken = (numbers["end_reasons"].get(reason, 0) for reason in FAILURES)
-    if num_broken > num_late:
-        return f'`quiver view {ref} --where "end_reason = environment_error"` tells why.'
-    late = numbers["timeouts"]
-    key = max(late, key=late.__getitem__) if late else "step_seconds"
-    return f"raise generate.turns.{key}."
-
-
-def _limit_key(limit: str, iteration: Iteration) -> str:
-    """Return the key to change so that fewer episodes end by `limit`."""
-    config = iteration.rollouts.config
-    if limit == "max_tokens":
-        return way_to_end(iteration.rollouts, iteration.episodes["max_limited_tokens"])
-    if limit == "context":
-        # without that key the limit is the model's own, which cannot be raised
-        is_set = config.get("max_model_len") is not None
-        observed = "lower generate.turns.max_observation_tokens"
-        return "raise generate.max_model_len" if is_set else observed
-    return f"raise generate.turns.{limit}"

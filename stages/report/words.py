@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
+
+from quiver.schemas.errors import printable
 
 
 def rounded(cell: Any) -> Any:
@@ -16,6 +18,38 @@ def number(amount: float | None) -> str:
     if amount is None:
         return "–"
     return f"{amount:,}" if isinstance(amount, int) else f"{amount:.4g}"
+
+
+def cell(content: Any) -> str:
+    """Return any content as text; foreign text with its control characters escaped."""
+    if isinstance(content, bool):
+        return "yes" if content else "no"
+    if isinstance(content, int | float):
+        return number(content + 0)  # no −0
+    return number(None) if content is None else printable(content)
+
+
+def share(portion: float | None) -> str:
+    """Return a share in percent; a dash for None."""
+    return number(None) if portion is None else f"{portion:.1%}"
+
+
+def aligned(rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Return rows of cells as lines with the columns below one another.
+
+    Args:
+        right: Indices of the columns to align right.
+    """
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            text.rjust(width) if index in right else text.ljust(width)
+            for index, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def score_of(metrics: Mapping[str, Any]) -> str:

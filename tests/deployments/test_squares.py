@@ -101,16 +101,16 @@ def test_every_stage_of_a_small_run(made, page):
     samples = best_and_worst(store, rewards).rows
     assert len(samples) == 10
     for row in samples:
-        (image,) = row["asked"].images
+        (image,) = row["images"]
         assert image["bytes"] == stored[row["group_id"]]
     urls = re.findall(
         r'<img src="data:image/png;base64,([^"]+)" alt="picture 1">', page.read_text()
     )
     assert len(urls) >= 10
     shown = open_image(base64.b64decode(urls[0]))
-    first = samples[0]["asked"].images[0]["bytes"]
+    first = samples[0]["images"][0]["bytes"]
     assert (np.array(shown) == np.array(open_image(first))).all()
-    assert all(len(group.asked.images) == 1 for group in groups(store, rewards))
+    assert all(len(group.rows[0]["images"]) == 1 for group in groups(store, rewards))
 
 
 def test_the_reports_own_policy_lets_its_pictures_show_and_nothing_else(page):

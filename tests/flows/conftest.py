@@ -2,6 +2,7 @@
 engine."""
 
 import atexit
+import io
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ import pytest
 from filelock import FileLock
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from quiver.flows.commands import shared
 from tests.spent import watch
 from tests.tiny import make_folder
 
@@ -229,6 +231,18 @@ def warm_workers():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WARM_WORKERS", "1")
         yield
+
+
+@pytest.fixture
+def in_json(monkeypatch) -> Callable[..., dict]:
+    """A function that calls a command in this process as with --json, and returns its answer."""
+
+    def call(command: Callable[..., None], *arguments, **options) -> dict:
+        monkeypatch.setattr(shared, "_stdout", io.StringIO())
+        command(*arguments, **options)
+        return json.loads(shared._stdout.getvalue())
+
+    return call
 
 
 @pytest.fixture

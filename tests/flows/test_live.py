@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from quiver.flows import live, stage_progress
-from quiver.flows.stage_progress import StageProgress
+from quiver.flows import live
+from quiver.flows.live import StageProgress
 from tests.flows.conftest import command_environment, left_behind
 from tests.flows.test_embedded import SCRIPTED
 
@@ -156,20 +156,20 @@ def test_a_log_has_a_line_from_time_to_time_instead_of_each_count(monkeypatch):
 
 def test_time_left_is_told_by_the_pace_since_the_first_count(monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: seconds)
-    monkeypatch.setattr(stage_progress, "time", clock)
+    monkeypatch.setattr(live, "time", clock)
     seconds = 100.0
     progress = StageProgress({})
     seconds = 190.0
-    assert progress.words() == "1 min 30 s so far"
+    assert str(progress) == "1 min 30 s so far"
     progress.hear("generate: 256 of 2048 rows, 900 tokens/s")
-    assert progress.words() == "256 of 2,048 rows, 900 tokens/s"
+    assert str(progress) == "256 of 2,048 rows, 900 tokens/s"
     seconds = 200.0
     progress.hear("generate: 512 of 2048 rows, 950 tokens/s")
-    assert progress.words() == "512 of 2,048 rows, 950 tokens/s, 1 min 0 s left"
+    assert str(progress) == "512 of 2,048 rows, 950 tokens/s, 1 min 0 s left"
     seconds = 215.0
-    assert progress.words() == "512 of 2,048 rows, 950 tokens/s, 45 s left"
+    assert str(progress) == "512 of 2,048 rows, 950 tokens/s, 45 s left"
     seconds = 500.0
-    assert progress.words() == "512 of 2,048 rows, 950 tokens/s, 0 s left"
+    assert str(progress) == "512 of 2,048 rows, 950 tokens/s, 0 s left"
 
 
 def test_speeds_of_processes_that_share_a_stage_are_summed():
@@ -180,6 +180,6 @@ def test_speeds_of_processes_that_share_a_stage_are_summed():
         "generate: 40 of 84 rows, 700 tokens/s  [GPU 0]",
         "generate: 35 of 84 rows, 800 tokens/s  [GPU 1]",
     ):
-        assert stage_progress.only_counts(line)
+        assert live.only_counts(line)
         progress.hear(line)
-    assert progress.words().startswith("40 of 84 rows, 1500 tokens/s")
+    assert str(progress).startswith("40 of 84 rows, 1500 tokens/s")

@@ -14,9 +14,9 @@ from quiver.flows.commands.compare import diff
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.manifest import from_json
 from quiver.stages.common.store import Store
-from quiver.stages.report.describe import asked_lines, outcome_lines, score_line
+from quiver.stages.report.describe import score_line
+from quiver.stages.report.episodes import pieces_of
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
-from tests.flows.conftest import quiver_each
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +64,8 @@ def test_show_joins_what_is_told_of_a_row(store, capsys):
 
 def test_columns_and_parts_are_shown_by_the_names_that_a_recipe_takes():
     row = {"prompt": "1+1=", "columns": {"extra_info": 7}, "reward": 1.0, "parts": {"as_is": 1.0}}
-    assert asked_lines(row, 80, 3)[-1].split(None, 1) == ["columns", "extra_info 7"]
-    assert outcome_lines(row, 80, 3)[-1].split(None, 1) == ["parts", "as_is 1"]
+    texts = {piece.name: piece.text for piece in pieces_of(row)}
+    assert (texts["columns"], texts["parts"]) == ("extra_info 7", "as_is 1")
 
 
 def test_show_tells_a_policys_steps_and_an_evaluations_interval(store, capsys):
@@ -79,6 +79,17 @@ def test_show_tells_a_policys_steps_and_an_evaluations_interval(store, capsys):
         capsys.readouterr().out
     )
     assert score_line({"score": 0.5, "stderr": None, "n": 1}) == "0.5 over 1 prompt"
+
+
+def test_show_tells_steps_and_rows_whose_rollouts_are_gone(store, tmp_path, capsys):
+    shutil.copytree(store, tmp_path / "store")
+    shutil.rmtree(tmp_path / "store/golden/rollouts/v000001")
+    for ref in ("golden/updates@2", "golden/prompts@1", "golden/rewards@1"):
+        versions.show(ref, 1, str(tmp_path / "store"))
+    shown = capsys.readouterr().out
+    (loss, _) = Store(store).open("golden/updates@2").table()["loss"].to_pylist()
+    assert f"{loss:.4g}" in shown and "1 of 4: " in shown
+    assert "its rollouts are not there: no rollouts are behind it\n{'rollout_id': " in shown
 
 
 def test_show_prints_the_manifest_where_it_is_asked_for(store, capsys):
@@ -103,20 +114,12 @@ def test_the_report_of_a_policys_line_lies_beside_that_of_the_run(store, tmp_pat
         versions.report("golden/rewards@1", None, None, str(tmp_path / "store"))
 
 
-@pytest.fixture(scope="module")
-def answers(store, tmp_path_factory) -> list[dict]:
-    """What three commands print with --json."""
-    commands = ["ls"], ["show", "golden/rewards@1"], ["ls", "--size"]
-    calls = [[*command, "--store", store] for command in commands]
-    return [answer for _, answer in quiver_each(tmp_path_factory.mktemp("answers"), *calls)]
-
-
-def test_the_json_of_ls_and_show_holds_what_it_held(store, answers):
-    listed, shown, _ = answers
-    assert set(listed) == {"versions"}
-    assert all(set(row) == {"ref", "rows", "stage", "created"} for row in listed["versions"])
-    table = Store(store).open("golden/rewards@1").table()
+def test_the_json_of_ls_and_show_holds_what_it_held(store, in_json):
+    rows = in_json(versions.ls, store=store)["versions"]
+    assert all(set(row) == {"ref", "rows", "stage", "created"} for row in rows)
+    shown = in_json(versions.show, "golden/rewards@1", store=store)
     assert set(shown) == {"ref", "manifest", "rows"}
+    table = Store(store).open("golden/rewards@1").table()
     assert shown["rows"] == table.slice(0, 3).to_pylist()
 
 
@@ -132,15 +135,15 @@ def test_ls_is_a_table(store, capsys):
     assert len({len(line) for line in lines[1:]}) == 1, "columns stand below one another"
 
 
-def test_ls_sums_bytes(store, answers):
-    listed, _, sizes = answers
+def test_ls_sums_bytes(store, in_json):
+    sizes = in_json(versions.ls, store=store, size=True)
     opened = Store(store)
     for row in sizes["runs"]:
         manifests = [version.manifest for version in opened.versions(row["run"])]
         assert row["versions"] == len(manifests)
         assert row["bytes"] == sum(entry.bytes for m in manifests for entry in m.files)
         assert row["on_disk"] > row["bytes"], "manifests lie there too"
-    assert sum(row["versions"] for row in sizes["runs"]) == len(listed["versions"])
+    assert sum(row["versions"] for row in sizes["runs"]) == len(list(opened.refs()))
     assert sizes["store"] >= sum(row["on_disk"] for row in sizes["runs"])
 
 

@@ -1,20 +1,14 @@
 """Episodes of several turns where people look: `quiver show`, `quiver view` and its application, the
-report of a run, and what `quiver run` and Prefect's pages say of them."""
+report of a run, and Prefect's pages."""
 
-import asyncio
 import dataclasses
 import json
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from quiver.flows.commands import versions, viewing
-from quiver.flows.commands.summary import summary
 from quiver.flows.pages import views
-from quiver.flows.retention import Retention
-from quiver.flows.view.details import details, sections_of
-from quiver.flows.view.paired import open_paired
+from quiver.flows.view.details import sections_of
 from quiver.stages.common.episodes import measure
 from quiver.stages.common.store import Store
 from quiver.stages.report import stage as report
@@ -23,7 +17,8 @@ from quiver.stages.report.joined import Selection, open_joined
 from quiver.stages.report.troubles import warnings
 from tests import episodes
 from tests.episodes import row, turn
-from tests.flows.conftest import quiver_each
+from tests.flows.test_pages_text import printed
+from tests.flows.test_view import look
 from tests.stages.optimize import world
 from tests.tiny import EOS, make_policy, tokenizer
 
@@ -130,30 +125,24 @@ def test_show_tells_why_an_episode_failed_and_cuts_a_long_one(store, capsys):
     assert "ended by    max_tokens, after 60 turns and 60 tokens" in last
 
 
-def test_rewards_of_an_environment_are_shown_where_no_others_are(store, capsys, tmp_path):
-    alone = Store(tmp_path / "store")
-    rollouts = episodes.write(alone, make_policy(alone), told())
-    versions.show(str(rollouts.ref), 1, str(alone.path))
-    shown = capsys.readouterr().out
-    assert "stop · environment's reward 0.25 · 0.5 s" in shown
-    assert shown.count("environment's reward") == 2, "the second turn has none"
-
-
-def test_calls_and_infos_of_any_content_are_only_text(capsys, tmp_path):
-    """What is no JSON is shown as it is; half a character is spelt out."""
+def test_rewards_of_an_environment_and_odd_calls_are_shown(capsys, tmp_path):
+    """Without other rewards; what is no JSON is shown as it is, half a character spelt out."""
     odd = [r'["x", {"name": 3}, "\ud800"]', "{", '{"name": "f", "arguments": [1]}', "null"]
-    turns = [turn(1, text="t", tool_calls=calls, info=calls) for calls in odd]
-    alone = Store(tmp_path / "store")
-    rollouts = episodes.write(alone, make_policy(alone), [row("a-0", turns)])
-    versions.show(str(rollouts.ref), 1, str(alone.path))
+    turns = [turn(1, text="t", tool_calls=calls, info=calls, reward=0.25) for calls in odd]
+    turns[1]["reward"] = None
+    store = Store(tmp_path / "store")
+    rollouts = episodes.write(store, make_policy(store), [row("a-0", turns)])
+    versions.show(str(rollouts.ref), 1, str(store.path))
     shown = capsys.readouterr().out
+    assert shown.count("stop · environment's reward 0.25 · 0 s") == 3
     assert 'calls       x\n              {"name": 3}\n              \\ud800' in shown
     assert "calls       {\n" in shown and "calls       f [1]\n" in shown
     assert all(character.isprintable() or character == "\n" for character in shown)
 
 
-def test_show_sums_up_how_episodes_went(store, capsys):
-    versions.show("tiny/rollouts@2", 0, str(store.path))
+def test_show_sums_up_how_episodes_went(store, capsys, in_json):
+    path = str(store.path)
+    versions.show("tiny/rollouts@2", 0, path)
     lines = capsys.readouterr().out.splitlines()
     observed = 2 + (LONG - 1)
     expected = [
@@ -168,85 +157,59 @@ def test_show_sums_up_how_episodes_went(store, capsys):
         "  environment 0.125 s an episode, 0.5 s at most in one turn",
     ]
     assert lines[lines.index(expected[0]) :] == expected
+    assert "episodes" not in in_json(versions.show, "tiny/rollouts@1", store=path)
+    numbers = measure(episodes.table_of(told()))
+    assert in_json(versions.show, "tiny/rollouts@2", store=path)["episodes"] == numbers
+    assert (numbers["timeouts"], numbers["max_limited_tokens"]) == ({"step_seconds": 1}, LONG)
+    empty = measure(episodes.table_of(told()).slice(0, 0))
+    assert (empty["rollouts"], empty["mean_turns"], empty["failed_share"]) == (0, None, None)
 
 
-@pytest.fixture(scope="module")
-def answers(store, tmp_path_factory) -> list[dict]:
-    """What three commands print with --json."""
-    calls = ["show", "tiny/rollouts@1"], ["show", "tiny/rollouts@2"], ["view", "tiny/rewards@2"]
-    path = str(store.path)
-    done = quiver_each(tmp_path_factory.mktemp("json"), *([*c, "--store", path] for c in calls))
-    return [answer for _, answer in done]
-
-
-def test_the_json_of_show_has_the_same_as_plain_keys(answers):
-    single, answer, _ = answers
-    assert "episodes" not in single
-    rows = told()
-    turns = [part for each in rows for part in each["turns"]]
-    assert answer["episodes"] == {
-        "rollouts": 4,
-        "turns": len(turns),
-        "mean_turns": len(turns) / 4,
-        "max_turns": LONG,
-        "end_reasons": {"answered": 1, "max_tokens": 1, "max_turns": 1, "timeout": 1},
-        "failed": 1,
-        "failed_share": 0.25,
-        "timeouts": {"step_seconds": 1},
-        "tool_calls": 1,
-        "mean_tool_calls": 0.25,
-        "parse_errors": 1,
-        "parse_error_share": 1 / len(turns),
-        "mean_observation_tokens": sum(len(part["observation_ids"]) for part in turns) / 4,
-        "max_observation_tokens": 2,
-        "max_limited_tokens": LONG,
-        "restarts": 1,
-        "environment_seconds": 0.5,
-        "max_seconds": 0.5,
-    }
-
-
-def test_no_rows_are_no_episodes():
-    numbers = measure(episodes.table_of(told()).slice(0, 0))
-    assert (numbers["rollouts"], numbers["mean_turns"], numbers["failed_share"]) == (0, None, None)
+def test_a_run_prints_how_its_last_episodes_went(store):
+    single, several = (printed([1.0] * count, str(store.path)) for count in (1, 2))
+    assert not any(line.startswith("episodes of") for line in single)
+    start = several.index("episodes of tiny/rollouts@2")
+    assert several[start + 1] == "   turns        16.25 on average, 60 at most"
 
 
 # -- quiver view
 
 
-def test_a_plain_table_has_turns_and_end_reasons(store, capsys):
-    viewing.view("tiny/rewards@2", sort="turns", descending=True, store=str(store.path))
+def test_a_plain_table_has_turns_and_end_reasons(store, capsys, in_json):
+    path = str(store.path)
+    viewing.view("tiny/rewards@2", sort="turns", descending=True, store=path)
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.split()[:5] == ["row", "reward", "tokens", "turns", "end_reason"]
     assert [cells.split()[3:5] for cells in rows] == [
         ["60", "max_tokens"], ["3", "answered"], ["1", "timeout"], ["1", "max_turns"],
     ]  # fmt: skip
-    viewing.view("tiny/rewards@1", store=str(store.path))
+    viewing.view("tiny/rewards@1", store=path)
     assert capsys.readouterr().out.split()[:4] == ["row", "reward", "tokens", "end"]
-
-
-def test_episodes_are_filtered_and_searched_in_every_turn(store):
-    joined = open_joined(store, "tiny/rollouts@2")
-
-    def meant(**selection) -> list[int]:
-        return list(joined.order(Selection(**selection)))
-
-    assert meant(where="end_reason = timeout") == [1]
-    assert meant(where="end_reason != timeout, turns > 1") == [0, 3]
-    assert meant(where="parse_errors = 1") == meant(where="tool_calls = 1") == [0]
-    assert meant(sort="observation_tokens", descending=True) == [3, 0, 1, 2]
-    assert meant(search="STEP 33") == meant(search="seen 33") == [3]
-    assert meant(search="nowhere") == []
-
-
-def test_the_json_of_view_has_turns_without_their_ids(answers):
-    shown = answers[2]["rows"][0]
+    shown = in_json(viewing.view, "tiny/rewards@2", store=path)["rows"][0]
     assert (shown["end_reason"], shown["turn_rewards"]) == ("answered", [1.0, 2.0, 3.0])
     first, _, last = shown["turns"]
     assert first["tool_calls"] == json.loads(CALL) and last["info"] == {"a": 1}
     assert [part["observation_tokens"] for part in shown["turns"]] == [2, 0, 0]
     assert [part["restart_tokens"] for part in shown["turns"]] == [None, None, 4]
     assert not {"observation_ids", "restart_ids"} & set(first)
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        ({"where": "end_reason = timeout"}, [1]),
+        ({"where": "end_reason != timeout, turns > 1"}, [0, 3]),
+        ({"where": "parse_errors = 1"}, [0]),
+        ({"where": "tool_calls = 1"}, [0]),
+        ({"sort": "observation_tokens", "descending": True}, [3, 0, 1, 2]),
+        ({"search": "STEP 33"}, [3]),
+        ({"search": "seen 33"}, [3]),
+        ({"search": "nowhere"}, []),
+    ],
+)
+def test_episodes_are_filtered_and_searched_in_every_turn(store, selection, expected):
+    order = open_joined(store, "tiny/rollouts@2").order(Selection(**selection))
+    assert list(order) == expected
 
 
 def test_what_was_sampled_is_coloured_turn_by_turn(store):
@@ -265,45 +228,14 @@ def test_what_was_sampled_is_coloured_turn_by_turn(store):
     spelt = r"<b>bold</b> \x1b[31mred\u202e"
     assert spelt in sections[1].text.plain[observed.start : observed.end]
     assert "a new sequence begins with 4 tokens" in sections[3].text.plain
+    cut = sections_of(joined, joined.rows([3])[0], "logprob", 100, most_turns=12)
+    assert [section.turn for section in cut] == [None, *range(9), None, 57, 58, 59, None]
+    assert cut[10].text.plain == "  left out    48 turns"
 
 
-def test_a_long_episode_is_cut_in_the_list(store):
-    joined = open_joined(store, "tiny/rollouts@2")
-    (episode,) = joined.rows([3])
-    shown = details(joined, episode, "logprob", 100, "", 12).plain
-    assert "left out    48 turns" in shown and "turn 8 " in shown and "turn 59 " in shown
-    assert "turn 30 " not in shown
-
-
-def drive(app, *steps, size=(120, 40)) -> list[str]:
-    """What the screen says at first and after each step, a list of keys."""
-    shown = []
-
-    async def run() -> None:
-        async with app.run_test(size=size) as pilot:
-            for keys in ([], *steps):
-                await pilot.press(*keys)
-                await app.workers.wait_for_complete()
-                await pilot.pause()
-                strips = app.screen._compositor.render_strips()
-                shown.append("\n".join(strip.text for strip in strips))
-
-    asyncio.run(run())
-    return shown
-
-
-@pytest.fixture
-def view_app():
-    pytest.importorskip("textual")
-    from quiver.flows.view.app import ViewApp
-
-    return ViewApp
-
-
-def test_an_episode_opens_turn_by_turn(view_app, store):
-    app = view_app(store, open_paired(store, "tiny/rewards@2", None))
+def test_an_episode_opens_turn_by_turn(store):
     steps = ["enter"], ["n", "n"], ["n"], ["p"]
-    rows, tokens, second, third, back = drive(app, *steps, size=(120, 16))
+    rows, tokens, second, third, back = look(store, "tiny/rewards@2", *steps, size=(120, 16))
     assert "end_reason" in rows and "max_tokens" in rows
     assert "turn 0 " in tokens and "Next turn" in tokens
     assert "turn 1 " in second.splitlines()[0] and "parse error no closing tag" in second
@@ -312,9 +244,8 @@ def test_an_episode_opens_turn_by_turn(view_app, store):
     assert "turn 1 " in back.splitlines()[0]
 
 
-def test_the_screen_of_a_rollout_says_what_was_observed(view_app, store):
-    app = view_app(store, open_paired(store, "tiny/rewards@2", None))
-    rows, shown = drive(app, ["enter"], size=(120, 80))
+def test_the_screen_of_a_rollout_says_what_was_observed(store):
+    rows, shown = look(store, "tiny/rewards@2", ["enter"], size=(120, 80))
     for screen in (rows, shown):
         assert 'calls       look_up {"word": "elk"}' in screen
         assert r"observation │ <b>bold</b> \x1b[31mred\u202e" in screen
@@ -326,189 +257,97 @@ def test_the_screen_of_a_rollout_says_what_was_observed(view_app, store):
     assert [line[-1] for line in cells[length:]] == list(map(str, SEEN)), "and no logprob"
 
 
-def test_a_long_episode_is_gone_through(view_app, store):
-    app = view_app(
-        store, open_paired(store, "tiny/rewards@2", None), Selection(sort="turns", descending=True)
-    )
-    *_, middle, end = drive(app, ["enter"], ["n"] * 30, ["n"] * 32)
-    assert "turn 29 " in middle.splitlines()[0] and "│ seen 29" in middle
-    assert "ended by" in end and "max_tokens, after 60 turns" in end
-
-
-def test_one_turn_has_no_keys_for_turns(view_app, store):
-    app = view_app(store, open_paired(store, "tiny/rewards@1", None))
-    rows, tokens = drive(app, ["enter"])
-    assert "end_reason" not in rows and "Next turn" not in tokens
-    assert "completion, by logprob" in tokens
-
-
 # -- the report
 
 
-@pytest.fixture(scope="module")
-def page(store) -> str:
-    return report.render(store, gather(store, "tiny"))
-
-
-def test_samples_of_the_report_show_turns(page):
-    assert '<pre class="policy">seven plus</pre>' in page
-    assert '<pre class="policy">calls: look_up {&#34;word&#34;: &#34;elk&#34;}</pre>' in page
-    assert '<pre class="error">parse error: no closing tag</pre>' in page
-    assert r'<pre class="observation">&lt;b&gt;bold&lt;/b&gt; \x1b[31mred\u202e</pre>' in page
-    assert "restart: a new sequence begins with 4 tokens" in page
-    assert "<td>answered, after 3 turns</td>" in page and "left out: 52 turns" in page
-
-
-def test_an_iteration_of_the_report_says_how_its_episodes_went(store, page):
-    """That with rollouts of one turn has no line there, and stays in the other tables."""
+def test_the_report_shows_turns_and_how_episodes_went(store):
+    """An iteration with rollouts of one turn has no line there, and stays in the other tables."""
+    gathered = gather(store, "tiny")
+    page = report.render(store, gathered)
+    for text in (
+        '<pre class="sampled">seven plus</pre>',
+        '<pre class="policy">calls: look_up {&#34;word&#34;: &#34;elk&#34;}</pre>',
+        '<pre class="error">parse error: no closing tag</pre>',
+        r'<pre class="observation">&lt;b&gt;bold&lt;/b&gt; \x1b[31mred\u202e</pre>',
+        "restart: a new sequence begins with 4 tokens",
+        "<td>answered, after 3 turns</td>",
+        "left out: 52 turns",
+        "turns of an episode",
+        '<p class="warn">tiny/rollouts@2: 25% of the episodes failed (1 timeout), and teach '
+        "nothing: raise generate.turns.step_seconds. So in 1 of 2 iterations.</p>",
+    ):
+        assert text in page
     start = page.index('<h2 id="episodes">')
     table = page[start : page.index("</section>", start)]
     assert table.count("<tr>") == 2 and "tiny/rollouts@2" in table
     for cell in ("16.25", "60", "25.0%", "1.5%", "15.25", "0.125"):
         assert f">{cell}</td>" in table
     assert "answered 1 (25.0%) · max_tokens 1 (25.0%)" in table
-    first, second = gather(store, "tiny").iterations
-    assert first.episodes is None and second.episodes["turns"] == 65
-    assert "tiny/rollouts@1" in page and "turns of an episode" in page
-
-
-def test_a_run_without_episodes_has_no_word_of_them(store):
-    gathered = gather(store, "tiny")
-    single = dataclasses.replace(gathered, iterations=gathered.iterations[:1])
-    shown = report.render(store, single)
-    assert "Episodes" not in shown and "pre.observation" not in shown
-    assert "turns of an episode" not in shown
-
-
-def test_a_run_of_episodes_stands_beside_one_without(store):
-    gathered = gather(store, "tiny")
     single = dataclasses.replace(gathered, run="other", iterations=gathered.iterations[:1])
-    assert report.render(store, single, gathered).count('id="episodes"') == 1
-    assert report.render(store, gathered, single).count('id="episodes"') == 1
+    for word in ("Episodes", "pre.observation", "turns of an episode"):
+        assert word not in report.render(store, single)
+    for pair_of_runs in ((single, gathered), (gathered, single)):
+        assert report.render(store, *pair_of_runs).count('id="episodes"') == 1
 
 
-HEALTHY = {"answered": 96, "timeout": 4}
-LIMITS = {"turns": {"max_turns": 4, "max_tokens": 100}}
+FAILED = "of the episodes failed"
+LIMITED = "100% of the episodes ended by a limit, most by"
 
 
 @pytest.mark.parametrize(
-    ("changes", "config", "expected"),
+    ("ends", "changes", "config", "expected"),
     [
-        ({}, {}, []),
+        ({"answered": 96, "timeout": 4}, {}, {}, ""),
         (
-            {"end_reasons": {"answered": 92, "timeout": 8}, "timeouts": {"episode_seconds": 8}},
-            {},
-            [
-                "8% of the episodes failed (8 timeout), and teach nothing: raise "
-                "generate.turns.episode_seconds."
-            ],
+            {"answered": 92, "timeout": 8}, {"timeouts": {"episode_seconds": 8}}, {},
+            f"8% {FAILED} (8 timeout), and teach nothing: raise generate.turns.episode_seconds.",
         ),
         (
-            {"end_reasons": {"answered": 90, "timeout": 4, "environment_error": 6}},
-            {},
-            [
-                "10% of the episodes failed (4 timeout, 6 environment_error), and teach nothing: "
-                '`quiver view tiny/rollouts@2 --where "end_reason = environment_error"` tells why.'
-            ],
+            {"answered": 90, "timeout": 4, "environment_error": 6}, {}, {},
+            f"10% {FAILED} (4 timeout, 6 environment_error), and teach nothing: "
+            '`quiver view tiny/rollouts@2 --where "end_reason = environment_error"` tells why.',
         ),
         (
-            {"end_reasons": {"answered": 40, "max_turns": 45, "max_tokens": 15}},
-            LIMITS,
-            [
-                "60% of the episodes ended by a limit, most by max_turns: raise "
-                "generate.turns.max_turns."
-            ],
+            {"answered": 40, "max_turns": 45, "max_tokens": 15}, {}, {},
+            "60% of the episodes ended by a limit, most by max_turns: raise "
+            "generate.turns.max_turns.",
         ),
-        ({"end_reasons": {"answered": 60, "max_turns": 40}}, LIMITS, []),
+        ({"answered": 60, "max_turns": 40}, {}, {}, ""),
         (
-            {"end_reasons": {"max_tokens": 100}, "max_limited_tokens": 100},
-            LIMITS,
-            [
-                "100% of the episodes ended by a limit, most by max_tokens: raise "
-                "generate.turns.max_tokens."
-            ],
+            {"max_tokens": 100}, {"max_limited_tokens": 100}, {"turns": {"max_tokens": 100}},
+            f"{LIMITED} max_tokens: raise generate.turns.max_tokens.",
         ),
         (
-            {"end_reasons": {"max_tokens": 100}, "max_limited_tokens": 70},
-            LIMITS,
-            [
-                "100% of the episodes ended by a limit, most by max_tokens: raise "
-                "generate.sampling.max_tokens."
-            ],
+            {"max_tokens": 100}, {"max_limited_tokens": 70}, {"turns": {"max_tokens": 100}},
+            f"{LIMITED} max_tokens: raise generate.sampling.max_tokens.",
         ),
         (
-            {"end_reasons": {"context": 100}},
-            {"max_model_len": 512},
-            [
-                "100% of the episodes ended by a limit, most by context: raise "
-                "generate.max_model_len."
-            ],
+            {"context": 100}, {}, {"max_model_len": 512},
+            f"{LIMITED} context: raise generate.max_model_len.",
         ),
         (
-            {"end_reasons": {"context": 100}},
-            {"max_model_len": None},
-            [
-                "100% of the episodes ended by a limit, most by context: lower "
-                "generate.turns.max_observation_tokens."
-            ],
+            {"context": 100}, {}, {"max_model_len": None},
+            f"{LIMITED} context: lower generate.turns.max_observation_tokens.",
         ),
         (
-            {"parse_error_share": 0.25},
-            {},
-            [
-                "in 25% of the turns no tool call could be read: set generate.turns.parser to the "
-                "format that the policy writes."
-            ],
+            {"answered": 100}, {"parse_error_share": 0.25}, {},
+            "in 25% of the turns no tool call could be read: set generate.turns.parser to the "
+            "format that the policy writes.",
         ),
     ],
-)
-def test_troubles_of_episodes_name_the_key_that_helps(store, changes, config, expected):
-    gathered = gather(store, "tiny")
-    last = gathered.iterations[-1]
-    numbers = {**last.episodes, "rollouts": 100, "parse_error_share": 0.1, "timeouts": {}}
-    numbers |= {"end_reasons": HEALTHY, **changes}
-    rollouts = last.rollouts.model_copy(update={"config": config})
-    last = dataclasses.replace(last, episodes=numbers, rollouts=rollouts)
-    gathered = dataclasses.replace(gathered, iterations=[last])
-    sentences = [text for text in warnings(gathered) if text.startswith("tiny/rollouts@2")]
-    assert sentences == [f"tiny/rollouts@2: {text}" for text in expected]
-
-
-def test_troubles_are_counted_in_the_rows_and_stand_on_the_page(page):
-    told = (
-        "tiny/rollouts@2: 25% of the episodes failed (1 timeout), and teach nothing: raise "
-        "generate.turns.step_seconds. So in 1 of 2 iterations."
-    )
-    assert f'<p class="warn">{told}</p>' in page
-
-
-def test_an_episode_at_its_limit_is_no_completion_at_the_limit(store):
+)  # fmt: skip
+def test_troubles_of_episodes_name_the_key_that_helps(store, ends, changes, config, expected):
     """`generate.sampling.max_tokens` is not what ends an episode."""
     gathered = gather(store, "tiny")
     last = gathered.iterations[-1]
-    assert last.length_share == 0.25
-    alone = dataclasses.replace(gathered, iterations=[last])
-    assert not any("sampling.max_tokens" in text for text in warnings(alone))
-
-
-# -- what a run and Prefect's pages say
-
-
-@pytest.mark.parametrize(("number", "says"), [(1, False), (2, True)])
-def test_what_a_run_prints_at_its_end_sums_up_its_episodes(store, number, says):
-    done = {"iteration": 1, "policy": f"tiny/policy@{number}", "reward_mean": 1.0}
-    done |= {"rollouts": f"tiny/rollouts@{number}", "evaluation": None}
-    recipe = SimpleNamespace(
-        run="tiny",
-        store=str(store.path),
-        retention=Retention(),
-        overlap=0,
-        optimize=SimpleNamespace(learning_rate=1e-5),
-    )
-    outcome = {"baseline": None, "iterations": [done]}
-    lines = summary(recipe, Path("recipe.toml"), [], outcome)
-    assert (f"episodes of tiny/rollouts@{number}" in lines) == says
-    assert ("   turns        16.25 on average, 60 at most" in lines) == says
+    numbers = {**last.episodes, "rollouts": 100, "parse_error_share": 0.1, "timeouts": {}}
+    rollouts = last.rollouts.model_copy(update={"config": config})
+    versions = [rollouts if each.kind == "rollouts" else each for each in last.versions]
+    episodes = numbers | {"end_reasons": ends} | changes
+    last = dataclasses.replace(last, episodes=episodes, versions=versions)
+    gathered = dataclasses.replace(gathered, iterations=[last])
+    sentences = [text for text in warnings(gathered) if text.startswith("tiny/rollouts@2")]
+    assert sentences == ([f"tiny/rollouts@2: {expected}"] if expected else [])
 
 
 def test_a_page_of_rollouts_has_turns_and_end_reasons(store):

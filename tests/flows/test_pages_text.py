@@ -1,26 +1,37 @@
-"""What is put into Prefect's pages, without a server: text that stays text, pictures that are
-pictures, sizes that stay bounded."""
+"""What is put into Prefect's pages and printed at the end of a run, without a server: text that stays
+text, pictures that are pictures, tables of versions, sizes that stay bounded."""
 
 import base64
+import json
 import logging
 import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
+import pyarrow as pa
 import pytest
 
 from quiver.flows.commands.summary import summary
-from quiver.flows.pages import iterations, text
-from quiver.flows.pages.failures import attempt
-from quiver.flows.pages.text import picture
-from quiver.flows.progress import progress
+from quiver.flows.pages import iterations_page, text
+from quiver.flows.pages.events import version_events
+from quiver.flows.pages.text import attempt, picture
+from quiver.flows.pages.views import VIEWS
+from quiver.flows.progress import Bar, progress
 from quiver.flows.retention import Retention
 from quiver.flows.tasks import describe
+from quiver.schemas import fields, prompts, rewards
+from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.runner import Call, Outcome
-from quiver.stages.report import plots, templates, words
+from quiver.stages.common.store import Store, Version
+from quiver.stages.common.store.writer import ROWS_PER_SHARD
+from quiver.stages.report import plots, samples, templates, words
 from quiver.stages.report.plots import Panel
+from quiver.stages.report.templates import SPAN_LIMIT
+from tests.benchmarks.made import rollouts_table
+from tests.writing import begin, run_here
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = [
@@ -54,9 +65,7 @@ def lines(picture: ElementTree.Element) -> list[list[str]]:
 @pytest.mark.parametrize("hostile", HOSTILE, ids=range(len(HOSTILE)))
 def test_foreign_text_is_one_code_span_on_one_line(hostile):
     shown = templates.quoted(hostile)
-    assert shown.startswith("`") and shown.endswith("`") and "`" not in shown[1:-1], (
-        "the span cannot be left"
-    )
+    assert re.fullmatch("`[^`]+`", shown), "the span cannot be left"
     assert shown.isprintable() and len(shown) <= templates.SPAN_LIMIT + 2
     assert shown.endswith("…`") == (len(hostile) > templates.SPAN_LIMIT)
 
@@ -64,9 +73,7 @@ def test_foreign_text_is_one_code_span_on_one_line(hostile):
 def test_ordinary_text_is_shown_as_it_is():
     assert templates.quoted("It is 12.") == "`It is 12.`"
     assert templates.quoted("two\nlines") == "`two\\nlines`"
-    assert templates.quoted("") == "", (
-        "an empty span would be two backticks, which begin a longer one"
-    )
+    assert templates.quoted("") == "", "two backticks would begin a longer span"
 
 
 def test_a_long_text_is_several_lines_of_one_code_span_each():
@@ -84,33 +91,238 @@ def test_a_pipe_does_not_end_a_cell():
     assert templates.page("head", "name", "value") == "| name | value |\n| --- | --- |"
 
 
-def test_numbers():
-    assert [words.number(value) for value in (None, 0, 12345, 0.5, 1234.5678)] == [
-        "–",
-        "0",
-        "12,345",
-        "0.5",
-        "1235",
-    ]
-    assert [words.size(count) for count in (0, 999, 13_100, 2_500_000_000)] == [
-        "0 B",
-        "999 B",
-        "13.1 kB",
-        "2.5 GB",
-    ]
-    assert (
-        words.score_of({"score": 0.41234, "stderr": 0.03867}) == "0.4123 ± 0.039"
-        and words.score_of({"score": 1.0, "stderr": None}) == "1 ± –"
-    )
+@pytest.mark.parametrize(
+    ("formatted", "amounts", "expected"),
+    [
+        (words.number, (None, 0, 12345, 0.5, 1234.5678), "– 0 12,345 0.5 1235"),
+        (words.size, (0, 999, 13_100, 2_500_000_000), "0 B 999 B 13.1 kB 2.5 GB"),
+        (words.cell, (True, False, -0.0, None, "a\x1b"), "yes no 0 – a\\x1b"),
+    ],
+)
+def test_amounts_in_words(formatted, amounts, expected):
+    assert " ".join(map(formatted, amounts)) == expected
 
 
 def test_a_key_is_one_run_s():
     assert text.key("rewards", "my-run") == "rewards-my-run"
-    names = ("my-run-eval", "my_run.eval", "my-run.eval", "my.run_eval")
-    keys = {text.key("rewards", name) for name in names}
-    assert len(keys) == len(names) and all(
-        re.fullmatch("rewards-my-run-eval(-[0-9a-f]{6})?", key) for key in keys
+    keys = {text.key("rewards", f"my{a}run{b}eval") for a in "-_." for b in "-_."}
+    assert len(keys) == 9
+    assert all(re.fullmatch("rewards-my-run-eval(-[0-9a-f]{6})?", key) for key in keys)
+
+
+# -- versions
+
+
+def write(
+    store: Store, kind: str, table: pa.Table, run: str = "tiny", metrics=None, **inputs: Version
+) -> Version:
+    with begin(
+        store, run, kind, stage="test", stage_version=1, config=Config(), inputs=inputs, force=True
+    ) as work:
+        for index, start in enumerate(range(0, max(1, table.num_rows), ROWS_PER_SHARD)):
+            work.write(index, table.slice(start, ROWS_PER_SHARD))
+        return work.commit(metrics=metrics, status={"stop": table.num_rows})
+
+
+def write_rollouts(store: Store, texts: list[str], run: str = "tiny") -> Version:
+    """One rollout a prompt; prompt n asks `question n`, rollout n has n + 1 tokens."""
+    schema = fields.with_struct(prompts.SCHEMA, columns=pa.struct([pa.field("answer", pa.int64())]))
+    asked = [
+        {
+            "group_id": f"g{index}",
+            "messages": [{"role": "user", "content": f"question {index}"}],
+            "prompt_text": "rendered",
+            "prompt_ids": [1],
+            "columns": {"answer": 0},
+        }
+        for index in range(len(texts))
+    ]
+    table = rollouts_table(max(len(texts), 1), 1, 1, 1).slice(0, len(texts))
+    columns = {
+        "rollout_id": [f"r{index}" for index in range(len(texts))],
+        "completion_ids": [[5] * (index + 1) for index in range(len(texts))],
+        "old_logprobs": [[-0.5] * (index + 1) for index in range(len(texts))],
+        "finish_reason": ["stop"] * len(texts),
+        "completion_text": texts,
+    }
+    for name, cells in columns.items():
+        field = table.schema.field(name)
+        table = table.set_column(table.column_names.index(name), field, pa.array(cells, field.type))
+    questions = write(store, "prompts", pa.Table.from_pylist(asked[::-1], schema=schema), run)
+    speed = {"tokens": 66, "tokens_per_second": 1234.5}
+    return write(store, "rollouts", table, run, speed, prompts=questions)
+
+
+def write_rewards(store: Store, sampled: Version, values: list[float | None]) -> Version:
+    """Rewards of the rollouts, in another order than theirs; of two functions, the second always
+    0."""
+    rows = [
+        {
+            "rollout_id": f"r{index}",
+            "group_id": f"g{index}",
+            "reward": value,
+            "parts": {"a": value, "b|`": 0.0},
+            "errors": {"a": None, "b|`": None},
+        }
+        for index, value in enumerate(values)
+    ]
+    described = dict.fromkeys(("min", "null", "null_rate", "errors", "seconds"), 0)
+    described |= {"mean": 0.5, "std": None, "max": 1.0}
+    metrics = {
+        "reward_mean": 1 / 3,
+        "reward_null": 1,
+        "functions": {"a": described, "b|`": described},
+        "correlation": {"a b|`": 0.5},
+    }
+    table = pa.Table.from_pylist(rows[::-1], schema=rewards.schema_for(["a", "b|`"]))
+    return write(store, "rewards", table, metrics=metrics, rollouts=sampled)
+
+
+def shown(store: Store, stage: str, version: Version) -> dict[str, Any]:
+    """The artifacts of a finished version by key, none of them large."""
+    artifacts = VIEWS[stage](store, version)
+    for artifact in artifacts:
+        assert len(json.dumps(artifact.model_dump(), default=str)) < 64_000
+    return {artifact.key: artifact for artifact in artifacts}
+
+
+def test_rollouts_hostile_ones_too(store):
+    sampled = write_rollouts(store, HOSTILE)
+    page = shown(store, "generate", sampled)["rollouts-tiny"]
+    assert len(page.table) == samples.ROWS
+    for row in page.table:
+        number = row["tokens"] - 1
+        assert row["prompt"] == f"`question {number}`" and row["finish_reason"] == "stop"
+        spans = row["completion"].splitlines()
+        assert spans and all(
+            re.fullmatch(r"`[^`]+`", span) and span.isprintable() and len(span) <= 62
+            for span in spans
+        )
+        assert sum(len(span) - 2 for span in spans) <= SPAN_LIMIT
+    assert page.table[0]["completion"] == f"`{HOSTILE[0]}`"
+    said = f"**tiny/rollouts@1**: {len(HOSTILE)} rollouts, 66 tokens, 1234 tokens/s, "
+    assert page.description.startswith(said) and page.description.endswith(
+        "ended by stop 11. 10 samples:"
     )
+
+
+def test_rewards_best_and_worst_joined_by_id(store):
+    values = [0.1, 0.9, None, 0.3, 0.8, 0.2, 0.7, 0.6, 0.4, 0.5, 1.0, 0.0]
+    sampled = write_rollouts(store, [f"answer {index}" for index in range(len(values))])
+    pages = shown(store, "reward", write_rewards(store, sampled, values))
+    ranked = pages["best-and-worst-tiny"]
+    scored = sorted((value for value in values if value is not None), reverse=True)
+    assert [row["reward"] for row in ranked.table] == [*scored[:5], *scored[-5:]]
+    for row in ranked.table:
+        number = values.index(row["reward"])
+        assert (row["prompt"], row["completion"]) == (f"`question {number}`", f"`answer {number}`")
+        assert (row["tokens"], row["parts"]) == (number + 1, f"`a` {row['reward']:.4g}\n`b|ˋ` 0")
+    assert ranked.description.endswith("the 5 best and the 5 worst of 11 rollouts with a reward")
+    a, b, reward = pages["rewards-tiny"].table
+    assert (a["function"], b["function"], reward["function"]) == ("`a`", "`b|ˋ`", "reward")
+    assert (a["mean"], reward["mean"], reward["null"], a["std"]) == (0.5, 0.3333, 1, None)
+
+
+@pytest.mark.parametrize(
+    "values", [[], [None, None], [0.5, None]], ids=["no rows", "none scored", "one scored"]
+)
+def test_few_rows(store, values):
+    sampled = write_rollouts(store, ["text"] * len(values))
+    scored = write_rewards(store, sampled, values)
+    pages = shown(store, "generate", sampled) | shown(store, "reward", scored)
+    assert [row["reward"] for row in pages["best-and-worst-tiny"].table] == [
+        each for each in values if each is not None
+    ]
+    assert len(pages["rollouts-tiny"].table) == len(values)
+
+
+def test_only_the_first_shards_are_read(store, monkeypatch):
+    """A page of a large dataset looks at the beginning alone: the rest may even be torn, which is
+    for others to find."""
+    monkeypatch.setattr(samples, "MOST_BYTES", 1)
+    sampled = write_rollouts(store, ["text"] * (ROWS_PER_SHARD + 4))
+    torn = sampled.files.folder / "part-00001.arrow"
+    torn.write_bytes(torn.read_bytes()[:-8])
+    page = shown(store, "generate", sampled)["rollouts-tiny"]
+    assert page.description.endswith(
+        f"10 samples among the first {ROWS_PER_SHARD} of {ROWS_PER_SHARD + 4}:"
+    )
+    assert max(row["tokens"] for row in page.table) <= ROWS_PER_SHARD
+
+
+@pytest.fixture
+def trained(store, policy, caplog, monkeypatch):
+    """The second of two policies in a row, each of two steps; and the lines of its steps."""
+    from quiver.stages.optimize import trainer
+    from quiver.stages.optimize.stage import Config as OptimizeConfig
+    from tests.stages.optimize import world
+
+    monkeypatch.setattr(trainer, "_SECONDS_BETWEEN_LINES", -1)  # a line after each micro-batch
+    config, made = (
+        OptimizeConfig(learning_rate=1e-3, minibatches=2, token_budget=64, seed=1),
+        [policy],
+    )
+    with caplog.at_level(logging.INFO, "quiver.stages"):
+        for _ in range(2):
+            sampled, scored = world.make(store, made[-1], world.even_share)
+            refs = {"policy": made[-1].ref, "rollouts": sampled.ref, "rewards": scored.ref}
+            ref = run_here("optimize", config, store, **refs)
+            made.append(store.open(ref))
+    said = [record.getMessage() for record in caplog.records]
+    return made[-1], said[said.index(next(line for line in said if line.startswith("step 2:"))) :]
+
+
+def test_policy_page_lineage_and_progress(store, trained):
+    second, said = trained
+    pages = shown(store, "optimize", second)
+    markdown, audit = pages["policy-tiny"].markdown, second.manifest.metrics["audit"]
+    assert (
+        f"| mean_gap | {audit['mean_gap']:.4g} |" in markdown
+        and "| steps |" in markdown
+        and "| **total** |" in markdown
+    )
+    assert [len(line) for line in lines(drawn(markdown))] == [4] * 4, (
+        "both policies' steps: loss, grad_norm, approx_kl, clip_fraction"
+    )
+    assert "`grpo`, 2 steps, " in pages["policy-tiny"].description
+    lineage = {row["version"]: row["made of"] for row in pages["lineage-tiny"].table}
+    assert lineage["tiny/policy@2"] == "policy@1, rollouts@2, rewards@2"
+    assert set(lineage) == {"tiny/policy@2", "tiny/rollouts@2", "tiny/rewards@2"}
+    call = Call("optimize", {"minibatches": 2}, store.path)
+    done = Outcome(str(second.ref), False, 0, 1.0, second.manifest.metrics)
+    refs = [event["payload"]["ref"] for event in version_events(call, done)]
+    assert refs == ["tiny/advantages@2", "tiny/updates@2", "tiny/policy@2"]
+    bar, heard = Bar(call), []
+    for line in said:
+        bar.hear(line)
+        heard.append(bar.percent)
+    assert heard == sorted(heard) and {50.0, 100.0} <= set(heard)
+    assert any(0 < percent < 50 for percent in heard), "within a step, too"
+
+
+def test_evaluations_before_and_after(store, policy):
+    from quiver.stages.evaluate.stage import Config as EvaluateConfig
+
+    sampled = write_rollouts(store, ["a", "b", "c"])
+    refs = []
+    for values in ([0.0, 1.0, None], [1.0, 1.0, 0.5]):
+        scored = write_rewards(store, sampled, values)
+        measured = {"rollouts": sampled.ref, "rewards": scored.ref}
+        refs.append(run_here("evaluate", EvaluateConfig(), store, **measured))
+    other = run_here("evaluate", EvaluateConfig(score="a"), store, **measured)
+    alone, after = (shown(store, "evaluate", store.open(ref))["evaluations-tiny"] for ref in refs)
+    scores = "**0.5 ± 0.5 (1 left out)**", "**0.8333 ± 0.17**"
+    assert alone.description == f"{scores[0]} (no policy)" and "data:image" not in alone.markdown
+    sides = f"{scores[0]} before (no policy), {scores[1]} after (no policy)"
+    assert after.description == f"{sides}: +0.3333"
+    assert [len(line) for line in lines(drawn(after.markdown))] == [2]
+    rows = [line for line in after.markdown.splitlines() if line.startswith("| evaluations@")]
+    assert rows == [
+        "| evaluations@1 | no policy | 0.5 ± 0.5 (1 left out) | 2 | 0.5 |",
+        "| evaluations@2 | no policy | 0.8333 ± 0.17 | 3 | 0.6667 |",
+    ]
+    other = shown(store, "evaluate", store.open(other))["evaluations-tiny"]
+    assert "before" not in other.description, "another score is no earlier measurement"
 
 
 # -- pictures
@@ -166,7 +378,7 @@ def done(iteration: int, reward: float | None, evaluation=None) -> dict:
 
 def test_the_page_of_a_run_tells_the_curve_in_words_picture_and_rows():
     baseline, last = {"score": 0.25, "stderr": 0.1, "n": 3}, {"score": 0.5, "stderr": None, "n": 1}
-    page = iterations.page("tiny", [done(1, 0.2), done(2, None), done(3, 0.6, last)], baseline)
+    page = iterations_page("tiny", [done(1, 0.2), done(2, None), done(3, 0.6, last)], baseline)
     assert page["key"] == "iterations-tiny"
     assert (
         page["description"]
@@ -181,7 +393,7 @@ def test_the_page_of_a_run_tells_the_curve_in_words_picture_and_rows():
 
 
 def test_the_page_of_a_long_run_stays_small():
-    page = iterations.page("tiny", [done(number, number / 7) for number in range(1, 5001)], None)
+    page = iterations_page("tiny", [done(number, number / 7) for number in range(1, 5001)], None)
     assert len(page["markdown"]) < 32_000
     assert (
         "The last 100 of 5000 iterations" in page["markdown"]
@@ -236,37 +448,38 @@ def test_without_a_run_of_prefect_there_is_no_page(store):
     assert heard == ["generate: 1 of 2 rows"]
 
 
-def test_what_a_run_prints_at_its_end():
-    """Bars from 0 to each mean reward; a single held-out prompt has no standard error."""
-    baseline = {"score": 0.25, "stderr": None, "n": 1}
-    outcome = {
-        "baseline": baseline,
-        "iterations": [
-            {**done(1, 0.2), "rollouts": "tiny/rollouts@1"},
-            {**done(2, None), "rollouts": "tiny/rollouts@2"},
-            {
-                **done(3, 0.6, {"score": 0.5, "stderr": 0.125, "n": 4}),
-                "rollouts": "tiny/rollouts@3",
-            },
-        ],
-    }
+# -- the end of `quiver run`
+
+
+def printed(means, store="/my store", baseline=None, evaluation=None, moments=None) -> list[str]:
+    """Lines after iterations of these mean rewards, the last of them measured."""
+    iterations = [
+        done(number, mean) | {"rollouts": f"tiny/rollouts@{number}"}
+        for number, mean in enumerate(means, 1)
+    ]
+    iterations[-1]["evaluation"] = evaluation
     recipe = SimpleNamespace(
         run="tiny",
-        store="/my store",
-        retention=Retention(moments=1),
+        store=store,
+        retention=Retention(moments=moments),
         overlap=0,
         optimize=SimpleNamespace(learning_rate=1e-5),
     )
-    said = summary(recipe, Path("recipe.toml"), [], outcome)
-    assert said[1:3] == ["store   /my store", "report  /my store/tiny/report.html"]
-    assert "iteration  reward, 0.000 to 0.600     policy" in said
-    bars = {1: f" 0.200 {'█' * 5}", 2: "(none scored)", 3: f" 0.600 {'█' * 15}"}
-    for number, bar in bars.items():
-        assert f"{number:>9}  {bar:<26} tiny/policy@{number}" in said
-    assert "   before  0.250 ± – (standard error, n = 1)" in said
-    assert "after    3  0.500 ± 0.125 (standard error, n = 4)" in said
-    commands = [line.strip() for line in said if line.startswith("  quiver ")]
-    assert commands == [
+    return summary(
+        recipe, Path("recipe.toml"), [], {"baseline": baseline, "iterations": iterations}
+    )
+
+
+def test_what_a_run_prints_at_its_end():
+    """A single held-out prompt has no standard error."""
+    before, after = {"score": 0.25, "stderr": None, "n": 1}, {"score": 0.5, "stderr": 0.125, "n": 4}
+    lines = printed([0.2, None, 0.6], baseline=before, evaluation=after, moments=1)
+    assert lines[1:3] == ["store   /my store", "report  /my store/tiny/report.html"]
+    assert "iteration  reward, 0.000 to 0.600     policy" in lines
+    assert f"{2:>9}  {'(none scored)':<26} tiny/policy@2" in lines
+    assert "   before  0.250 ± – (standard error, n = 1)" in lines
+    assert "after    3  0.500 ± 0.125 (standard error, n = 4)" in lines
+    assert [line.strip() for line in lines if line.startswith("  quiver ")] == [
         "quiver optimize recipe.toml --store '/my store' --set optimize.learning_rate=5e-06 "
         "--rollouts tiny/rollouts@3 --set optimize.load_optimizer=false",
         "quiver lineage tiny/policy@3 --store '/my store'",
@@ -284,22 +497,37 @@ def test_what_a_run_prints_at_its_end():
     ],
 )
 def test_bars_begin_at_0(means, bars):
-    """Those of negative rewards lie to its left."""
-    outcome = {
-        "baseline": None,
-        "iterations": [
-            {**done(number, mean), "rollouts": f"tiny/rollouts@{number}"}
-            for number, mean in enumerate(means, 1)
-        ],
-    }
-    recipe = SimpleNamespace(
-        run="tiny",
-        store="/my store",
-        retention=Retention(),
-        overlap=0,
-        optimize=SimpleNamespace(learning_rate=1e-5),
-    )
-    said = summary(recipe, Path("recipe.toml"), [], outcome)
+    """Bars of negative rewards lie to its left."""
+    lines = printed(means)
     for number, (mean, bar) in enumerate(zip(means, bars, strict=True), 1):
-        shown = f"{mean:6.3f} {bar}"
-        assert f"{number:>9}  {shown:<26} tiny/policy@{number}" in said
+        assert f"{number:>9}  {f'{mean:6.3f} {bar}':<26} tiny/policy@{number}" in lines
+
+
+# -- progress
+
+
+@pytest.mark.parametrize(
+    ("stage", "config", "said", "percent"),
+    [
+        ("prompt", {}, ["prompts: shard 1 of 4"], 25.0),
+        ("reward", {}, ["rewards: shard 3 of 4", "length: 9 of 9"], 75.0),
+        ("logprobs", {}, ["logprobs: 256 of 1024 rows"], 25.0),
+        (
+            "optimize",
+            {"epochs": 2, "minibatches": 2},
+            ["step 10: loss 0.1, grad_norm 1.0", "step 11: 1 of 2 micro-batches"],
+            37.5,
+        ),
+        (
+            "optimize",
+            {"epochs": 1},
+            ["step 3: loss nan, grad_norm nan", "step 3: loss 1, grad_norm 1"],
+            100.0,
+        ),
+    ],
+)
+def test_lines_of_the_stages(store, stage, config, said, percent):
+    bar = Bar(Call(stage, config, store.path))
+    for line in said:
+        bar.hear(line)
+    assert bar.percent == percent

@@ -10,7 +10,7 @@ import pytest
 
 from quiver.flows import post_train
 from quiver.flows.nightly import plan_night
-from quiver.flows.pages.iterations import page
+from quiver.flows.pages import iterations_page as page
 from quiver.flows.placement import stage_call
 from quiver.flows.recipe import load
 from quiver.flows.tasks import tagged

@@ -15,13 +15,12 @@ import pytest
 
 from quiver.flows.commands import viewing
 from quiver.flows.commands.shared import to_json
-from quiver.flows.view.paired import open_paired, pair
-from quiver.flows.view.pictures import drawn
-from quiver.flows.view.tokens import coloured, style_of, token_texts
+from quiver.flows.view.details import coloured, drawn, reader_of, style_of
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from quiver.stages.report.joined import Selection, open_joined
+from quiver.stages.report.paired import pair
 from tests import sight
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
 from tests.tiny import make_policy, tokenizer
@@ -117,10 +116,10 @@ def test_tokens_have_their_text_and_their_colour(store):
     joined = open_joined(store, "ppo/policy@1")
     rows = joined.rows(range(16))
     for position, row in enumerate(rows):
-        texts = token_texts(store, joined.policy, joined.tokens(position).ids)
+        texts = reader_of(store, joined.policy)(joined.tokens(position).ids)
         visible = "".join(texts).replace("<|endoftext|>", "").replace("<|im_end|>", "")
         assert visible.replace("<|im_start|>", "") == row["completion_text"]
-    assert token_texts(store, "golden/policy@77", [5, 6]) == ["⟨5⟩", "⟨6⟩"]
+    assert reader_of(store, "golden/policy@77")([5, 6]) == ["⟨5⟩", "⟨6⟩"]
     text = coloured(["a", "\x1b", "\n"], [-5.0, -2.5, 0.0], "logprob")
     assert text.plain == "a\\x1b↵\n"
     assert [str(span.style) for span in text.spans] == [
@@ -134,125 +133,109 @@ def test_a_character_of_two_tokens_is_shown_once(tmp_path):
     store = Store(tmp_path / "store")
     policy = make_policy(store)
     ids = tokenizer()("6 × 5 = 30")["input_ids"]
-    texts = token_texts(store, str(policy.ref), ids)
+    texts = reader_of(store, str(policy.ref))(ids)
     assert "".join(texts) == "6 × 5 = 30" and len(texts) == len(ids)
     assert texts[texts.index("×") - 1] == ""
-    assert token_texts(store, str(policy.ref), ids[: texts.index("×")])[-1] == "\ufffd"
+    assert reader_of(store, str(policy.ref))(ids[: texts.index("×")])[-1] == "\ufffd"
 
 
 # -- with a terminal
 
 
-def drive(app, *steps, size=(120, 40)) -> list[str]:
-    """What the screen says at first and after each step, a list of keys."""
+def look(store, ref, *steps, beside=None, selection=None, run=None, size=(120, 40)) -> list[str]:
+    """What the application's screen says of a version, of two, or of a run: at first, and after
+    each step, a list of keys."""
+    pytest.importorskip("textual")
+    from quiver.flows.view.app import ViewApp
+
+    app = ViewApp(store, pair(store, ref, beside) if ref else None, selection, run)
     shown = []
 
-    async def run() -> None:
+    async def press() -> None:
         async with app.run_test(size=size, notifications=True) as pilot:
             for keys in ([], *steps):
                 await pilot.press(*keys)
                 await app.workers.wait_for_complete()
                 await pilot.pause()
-                shown.append(screen_text(app))
+                strips = app.screen._compositor.render_strips()
+                shown.append("\n".join(strip.text for strip in strips))
 
-    asyncio.run(run())
+    asyncio.run(press())
     return shown
 
 
-def screen_text(app) -> str:
-    """All characters on the screen."""
-    return "\n".join(strip.text for strip in app.screen._compositor.render_strips())
-
-
-@pytest.fixture
-def view_app():
-    pytest.importorskip("textual")
-    from quiver.flows.view.app import ViewApp
-
-    return ViewApp
-
-
-def test_the_best_come_first_and_open_token_by_token(view_app, store):
-    app = view_app(store, open_paired(store, "golden/policy@1", None))
-    first, best, tokens = drive(app, ["b"], ["enter"])
+def test_the_best_come_first_and_open_token_by_token(store):
+    first, best, tokens = look(store, "golden/policy@1", ["b"], ["enter"])
     assert "golden/policy@1 by golden/policy@0" in first and "1–16 of 16" in first
     (row,) = open_joined(store, "golden/policy@1").rows([0])
     assert "highest reward first" in best and row["rollout_id"] in best
     assert "reward       1.5".replace("       ", "      ") in best
     assert "completion, by logprob" in tokens and "ratio ref" in tokens
-    logprob = open_joined(store, "golden/policy@1").tokens(0).logprobs[0]
+    logprob = open_joined(store, "golden/policy@1").tokens(0).numbers["logprob"][0]
     assert f"{logprob:.4g}" in tokens
 
 
-def test_colours_go_round(view_app, store):
-    app = view_app(store, open_paired(store, "ppo/policy@1", None))
-    shown = drive(app, *[["c"]] * 5)
+def test_colours_go_round(store):
+    shown = look(store, "ppo/policy@1", *[["c"]] * 5)
     assert [text.split("completion, by ")[1].split(":")[0] for text in shown] == [
         "logprob", "ratio prox", "ratio ref", "advantage", "none", "logprob",
     ]  # fmt: skip
 
 
-def test_a_prompt_opens_its_rollouts(view_app, store):
-    app = view_app(store, open_paired(store, "golden/rewards@1", None))
-    _, groups, second, back = drive(app, ["g"], ["down", "enter"], ["escape", "escape"])
+def test_a_prompt_opens_its_rollouts(store):
+    _, groups, second, back = look(
+        store, "golden/rewards@1", ["g"], ["down", "enter"], ["escape", "escape"]
+    )
     assert "1–4 of 4" in groups and "1+5?" in groups
     assert "where group_id = 000007" in second and "1–4 of 4" in second
     assert "1–16 of 16" in back
 
 
-def test_versions_open_what_they_hold(view_app, store):
-    app = view_app(store, run="golden")
-    versions, policy, _, base = drive(
-        app, ["enter"], ["escape"], [*["down"] * 26, "enter"], size=(120, 60)
-    )
+def test_versions_open_what_they_hold(store):
+    steps = ["enter"], ["escape"], [*["down"] * 26, "enter"]
+    versions, policy, _, base = look(store, None, *steps, run="golden", size=(120, 60))
     assert "versions of golden" in versions and "prod" in versions
     assert "golden/policy@2 by golden/policy@1" in policy, "what it learned from"
     assert "made by     policy" in base and "parameters" in base, "golden/policy@0 has no rollouts"
 
 
-def test_what_can_not_be_read_hides_no_version(view_app, finished, tmp_path):
+def test_what_can_not_be_read_hides_no_version(finished, tmp_path):
     shutil.copytree(finished / "finished", tmp_path / "store")
     shutil.rmtree(tmp_path / "store/golden/rewards")
     (tmp_path / "store/golden/rewards").symlink_to("rewards")
-    versions, told = drive(view_app(Store(tmp_path / "store"), run="golden"), ["enter"])
+    versions, told = look(Store(tmp_path / "store"), None, ["enter"], run="golden")
     assert "golden/rewards: is not a folder" in versions and "golden/policy@2" in versions
     assert "E-CORRUPT" in told
 
 
-def test_pages_searches_and_filters(view_app, long):
-    app = view_app(long, open_paired(long, "bench/rewards@1", None))
-    first, second, last, none, found, all_again = drive(
-        app, ["n"], ["n"], ["n"],
-        ["slash", *"answer: 25", "enter"],
-        ["slash", *["backspace"] * 12, "enter"],
-    )  # fmt: skip
+def test_pages_searches_and_filters(long):
+    searches = ["slash", *"answer: 25", "enter"], ["slash", *["backspace"] * 12, "enter"]
+    steps = ["n"], ["n"], ["n"], *searches
+    first, second, last, none, found, all_again = look(long, "bench/rewards@1", *steps)
     assert "1–100 of 256" in first and "101–200 of 256" in second
     assert "201–256 of 256" in last and "201–256 of 256" in none, "there is no page after the last"
     assert "1–7 of 7" in found and "with “answer: 25”" in found
     assert "1–100 of 256" in all_again
-    app = view_app(long, open_paired(long, "bench/rewards@1", None))
-    filtered = drive(app, ["f", *"reward < 0.5, tokens = 4", "enter"])[-1]
+    filtered = look(long, "bench/rewards@1", ["f", *"reward < 0.5, tokens = 4", "enter"])[-1]
     rewards = open_joined(long, "bench/rewards@1").number("reward")
     assert f"of {np.sum(rewards < 0.5)}" in filtered
 
 
-def test_a_filter_that_can_not_be_read_is_told_and_everything_stays(view_app, store):
-    app = view_app(store, open_paired(store, "golden/rewards@1", None))
-    best, refused = drive(app, ["b"], ["f", *"rewrd < 1", "enter"])[1:]
+def test_a_filter_that_can_not_be_read_is_told_and_everything_stays(store):
+    best, refused = look(store, "golden/rewards@1", ["b"], ["f", *"rewrd < 1", "enter"])[1:]
     assert "E-CONFIG column rewrd:" in refused
     assert best.splitlines()[:5] == refused.splitlines()[:5] and "highest reward first" in best
 
 
-def test_text_of_a_model_is_only_text(view_app, long):
-    app = view_app(long, open_paired(long, "bench/rewards@1", None))
-    (shown,) = drive(app)
+def test_text_of_a_model_is_only_text(long):
+    (shown,) = look(long, "bench/rewards@1")
     assert r"[red]\x1b[31mred[/red]\u202e" in shown
     assert all(character.isprintable() or character == "\n" for character in shown)
 
 
-def test_two_versions_stand_beside_one_another(view_app, store):
-    paired = open_paired(store, "held/evaluations@1", "held/evaluations@2")
-    shown = drive(view_app(store, paired), ["m"], ["enter"])
+def test_two_versions_stand_beside_one_another(store):
+    refs = "held/evaluations@1", "held/evaluations@2"
+    shown = look(store, refs[0], ["m"], ["enter"], beside=refs[1])
     a, b = (open_joined(store, f"held/evaluations@{n}") for n in (1, 2))
     most = int(np.argmax(np.abs(b.number("score") - a.number("score"))))
     for joined, name in ((a, "A"), (b, "B")):
@@ -261,31 +244,30 @@ def test_two_versions_stand_beside_one_another(view_app, store):
             assert f"{name}  {row['rollout_id']}" in text
 
 
-def test_a_picture_stands_above_the_completion(view_app, tmp_path):
+def test_a_picture_stands_above_the_completion(tmp_path):
     store = sight.make_prompts(tmp_path, [{"prompt": "seven", "images": ["0.png"]}])
     config = {**sight.GENERATE, "samples_per_prompt": 1}
     rollouts = str(run_stage("generate", config, store, in_process=True, **sight.REFS))
-    _, opened = drive(view_app(store, open_paired(store, rollouts, None)), ["enter"])
+    _, opened = look(store, rollouts, ["enter"])
     told = opened.index("PNG, 40 × 20")
     blocks = opened.index("▀" * 40)
-    assert told < blocks < opened.index("completion, by logprob")
+    assert told < blocks < opened.index("ended by")
     assert opened.count("▀") == 40 * 20 / 2
 
 
 def test_two_pixels_are_one_character():
     """Red over blue, then black over white; a last row that is alone is shown twice."""
     pixels = np.array([[[255, 0, 0], [0, 0, 0]], [[0, 0, 255], [255, 255, 255]]], np.uint8)
-    shown = drawn([sight.stored(pixels), sight.stored(pixels[:1])], width=80)
-    lines = [line.spans for line in shown.split("\n") if line]
+    pictures = [drawn(sight.stored(rows)["bytes"], width=80) for rows in (pixels, pixels[:1])]
+    lines = [line.spans for shown in pictures for line in shown.split("\n") if line]
     assert [str(span.style) for spans in lines for span in spans] == [
         "#ff0000 on #0000ff", "#000000 on #ffffff", "#ff0000 on #ff0000", "#000000 on #000000",
     ]  # fmt: skip
 
 
-def test_a_selection_is_where_the_application_begins(view_app, store):
+def test_a_selection_is_where_the_application_begins(store):
     selection = Selection(sort="tokens", where="finish_reason = stop")
-    app = view_app(store, open_paired(store, "golden/rollouts@1", None), selection)
-    (shown,) = drive(app)
+    (shown,) = look(store, "golden/rollouts@1", selection=selection)
     assert "1–1 of 1" in shown and "lowest tokens first" in shown
 
 

@@ -9,7 +9,6 @@ import pytest
 from typer.main import get_command
 
 from quiver.flows.cli import app
-from quiver.flows.commands.compare import find_evaluations
 from quiver.schemas import prompts, rewards, rollouts
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.stages.common import config as common
@@ -18,6 +17,7 @@ from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.evaluate.comparison import compare
 from quiver.stages.evaluate.estimators import bootstrap_interval
 from quiver.stages.evaluate.stage import Config
+from quiver.stages.report.paired import find_evaluations
 from tests.writing import begin
 
 

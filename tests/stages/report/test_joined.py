@@ -83,6 +83,18 @@ def test_what_has_no_number_comes_last_either_way(golden):
     ]
 
 
+def test_a_group_is_chosen_by_its_whole_id(tmp_path):
+    """An id may hold what separates conditions."""
+    store = Store(tmp_path / "store")
+    groups = pa.array(["a, b", "a", "a, b", "b"])
+    table = rollouts_table(4, 4, 4).drop_columns("group_id").append_column("group_id", groups)
+    schema = rollouts_table(4, 4, 4).schema
+    rollouts = write_version(store, "rollouts", "generate", table.select(schema.names), {})
+    joined = open_joined(store, rollouts.ref)
+    assert joined.order(Selection(group="a, b")).tolist() == [0, 2]
+    assert joined.groups()["mean"].to_pylist() == [None] * 3, "nothing is scored"
+
+
 @pytest.mark.parametrize("where", ["reward", "reward < high", "nowhere > 1", "finish_reason < 3"])
 def test_a_condition_that_can_not_be_read_is_refused(golden, where):
     with pytest.raises(ConfigError):
@@ -95,13 +107,8 @@ def test_a_group_has_the_numbers_of_its_rollouts(shuffled):
     rewards = joined.number("reward").reshape(75, 8)
     assert groups["group_id"].to_pylist() == [f"g{group}" for group in range(75)]
     assert groups["count"].to_pylist() == [8] * 75
-    for name, expected in (
-        ("mean", rewards.mean(1)),
-        ("std", rewards.std(1)),
-        ("min", rewards.min(1)),
-        ("max", rewards.max(1)),
-    ):
-        np.testing.assert_allclose(groups[name].to_numpy(), expected, rtol=1e-12)
+    for name in ("mean", "std", "min", "max"):
+        np.testing.assert_allclose(groups[name], getattr(rewards, name)(1), rtol=1e-12)
 
 
 def test_only_the_shards_that_are_needed_are_read(shuffled, tmp_path):
@@ -120,20 +127,12 @@ def test_only_the_shards_that_are_needed_are_read(shuffled, tmp_path):
 
 def test_a_policy_shows_what_it_learned_from(golden):
     joined = open_joined(golden, "golden/policy@1")
-    assert joined.sources == [
-        "golden/rollouts@1",
-        "golden/prompts@1",
-        "golden/rewards@5",
-        "golden/advantages@1",
-        "golden/logprobs@2",
-        "golden/logprobs@1",
-    ]
-    advantages = {
-        row["rollout_id"]: row for row in golden.open("golden/advantages@1").table().to_pylist()
-    }
+    kinds = ("rollouts@1", "prompts@1", "rewards@5", "advantages@1", "logprobs@2", "logprobs@1")
+    assert joined.sources == [f"golden/{kind}" for kind in kinds]
+    rows = golden.open("golden/advantages@1").table().to_pylist()
+    advantages = {row["rollout_id"]: (row["advantage"], row["mean_ratio"]) for row in rows}
     for row in joined.rows(range(16)):
-        assert row["advantage"] == advantages[row["rollout_id"]]["advantage"]
-        assert row["mean_ratio"] == advantages[row["rollout_id"]]["mean_ratio"]
+        assert (row["advantage"], row["mean_ratio"]) == advantages[row["rollout_id"]]
 
 
 def test_advantages_are_those_made_of_the_rewards_that_are_shown(golden, tmp_path):
@@ -145,11 +144,14 @@ def test_advantages_are_those_made_of_the_rewards_that_are_shown(golden, tmp_pat
         "golden/rewards@1": "golden/advantages@2",
     }
     for rewards, expected in advantages.items():
-        assert str(open_joined(store, rewards).advantages.version.ref) == expected
-    assert str(open_joined(store, "golden/rollouts@1").rewards.version.ref) == "golden/rewards@5"
+        assert str(open_joined(store, rewards).shards["advantages"].version.ref) == expected
+    assert (
+        str(open_joined(store, "golden/rollouts@1").shards["rewards"].version.ref)
+        == "golden/rewards@5"
+    )
     shutil.rmtree(store.path / "golden/advantages/v000001")
     for ref in ("golden/rewards@5", "golden/rollouts@1", "golden/policy@1"):
-        assert open_joined(store, ref).advantages is None
+        assert "advantages" not in open_joined(store, ref).shards
 
 
 def test_rewards_that_are_gone_are_not_those_of_another_version(golden, tmp_path):
@@ -157,7 +159,8 @@ def test_rewards_that_are_gone_are_not_those_of_another_version(golden, tmp_path
     store = Store(tmp_path / "store")
     shutil.rmtree(store.path / "golden/rewards/v000005")
     joined = open_joined(store, "golden/advantages@1")
-    assert joined.rewards is None and str(joined.advantages.version.ref) == "golden/advantages@1"
+    assert "rewards" not in joined.shards
+    assert str(joined.shards["advantages"].version.ref) == "golden/advantages@1"
 
 
 def test_tokens_have_their_ratio_to_the_model_that_scored_again(golden):
@@ -167,12 +170,17 @@ def test_tokens_have_their_ratio_to_the_model_that_scored_again(golden):
         row["rollout_id"]: row["logprobs"]
         for row in golden.open("golden/logprobs@1").table().to_pylist()
     }[rollout["rollout_id"]]
-    assert (tokens.ids, tokens.logprobs) == (rollout["completion_ids"], rollout["old_logprobs"])
+    assert (tokens.ids, tokens.numbers["logprob"]) == (
+        rollout["completion_ids"],
+        rollout["old_logprobs"],
+    )
     ratios = np.exp(np.array(reference) - np.array(rollout["old_logprobs"]))
-    np.testing.assert_allclose(tokens.ratios["ref"], ratios, rtol=1e-12)
+    np.testing.assert_allclose(tokens.numbers["ratio ref"], ratios, rtol=1e-12)
     weighed = golden.open("ppo/advantages@1").table().to_pylist()
     (expected,) = [r["advantage"] for r in weighed if r["rollout_id"] == rollout["rollout_id"]]
-    assert tokens.advantages == expected and len(set(expected)) == len(expected), "one a token"
+    assert tokens.numbers["advantage"] == expected and len(set(expected)) == len(expected), (
+        "one a token"
+    )
 
 
 def test_what_comes_of_no_rollouts_is_refused(golden):
@@ -195,20 +203,16 @@ def rewrite(store: Store, ref: str, change) -> None:
     written so: sizes, hashes and checksum fit."""
     version = store.open(ref)
     path = version.files.path("part-00000.arrow")
-    table = change(version.table())
     sink = pa.BufferOutputStream()
+    table = change(version.table())
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
     content = sink.getvalue().to_pybytes()
     path.unlink()  # it is mapped
     path.write_bytes(content)
     (entry,) = version.manifest.files
-    files = (
-        entry.model_copy(
-            update={"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        ),
-    )
-    manifest = version.manifest.model_copy(update={"files": files})
+    update = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest = version.manifest.model_copy(update={"files": (entry.model_copy(update=update),)})
     version.files.path("manifest.json").write_bytes(manifest.to_json())
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from quiver.flows.commands import versions
 from quiver.flows.commands.shared import to_json
+from quiver.schemas.errors import LineageError
 from quiver.schemas.manifest import Input, Model
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.retention import remove
@@ -44,6 +45,17 @@ def test_the_tree_goes_down_to_the_sources(store):
     assert outside == {"role": "reward:helpful", "ref": "somebody/reward-model", "inputs": []}
     assert (asked["ref"], asked["stage"]) == ("bench/prompts@1", "prompt")
     assert parents_of(store.open("bench/rollouts@1").manifest) == {"bench/prompts@1": "prompts"}
+
+
+def test_a_version_that_comes_again_is_named_without_its_inputs(store):
+    rollouts, rewards = store.open("bench/rollouts@1"), store.open("bench/rewards@1")
+    both = {"rewards": rewards, "rollouts": rollouts}
+    again = write_version(store, "rewards", "reward", rewards.table(), both)
+    first, second = lineage(store, str(again.ref))["inputs"]
+    assert first["inputs"][0]["ref"] == second["ref"] == "bench/rollouts@1"
+    assert second["seen"] and second["inputs"] == []
+    with pytest.raises(LineageError, match="bench/rewards@9"):
+        lineage(store, "bench/rewards@9")
 
 
 def test_what_is_gone_is_marked(store):

@@ -6,7 +6,7 @@ from quiver.stages.common.store.tags import Entry
 from quiver.stages.evaluate.stage import Config
 from quiver.stages.report import stage as report
 from quiver.stages.report.gather import gather
-from quiver.stages.report.nights import NightRow, lines_of, nights_of
+from quiver.stages.report.nights import NightRow, nights_of
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, tiny_policy
 from tests.benchmarks.made import write_version as write
 from tests.stages.report.test_report import CONFIG, Page, as_model, evaluate, optimize
@@ -56,14 +56,6 @@ def test_a_row_a_decision_and_rejected_nights_are_rows_too():
             "the one before is better",
         ),
     ]  # fmt: skip
-
-
-def test_lines_stand_in_columns():
-    header, *lines = lines_of(nights_of(ENTRIES))
-    assert len(lines) == 5 and header.split()[:2] == ["night", "decided"]
-    place = header.index("decision")
-    words = [line[place:].split("  ")[0] for line in lines]
-    assert words == ["began", "promoted", "rejected", "set by hand", "rolled back"]
 
 
 @pytest.mark.parametrize(
@@ -121,18 +113,11 @@ def test_nights_with_rows_of_their_own_have_a_point_each_beside_their_baseline(s
     spent(same_rows=False)
     found = gather(store, "bench")
     assert [each.ref for each in found.nightly] == ["bench/evaluations@2", "bench/evaluations@4"]
-    panel = report._curves(found)[0]
-    after, before = (
-        [store.open(f"bench/evaluations@{n}").manifest.metrics for n in pair]
-        for pair in ((2, 4), (1, 3))
-    )
+    panel = report.curves_of(found)[0]
+    metrics = [store.open(f"bench/evaluations@{n}").manifest.metrics for n in (1, 2, 3, 4)]
+    points = [(x, m["score"], m["stderr"]) for x, m in zip((1, 1, 2, 2), metrics, strict=True)]
     assert panel.title == "held-out score; dashed: in use"
-    assert list(panel.points) == [
-        (x, m["score"], m["stderr"]) for x, m in zip((1, 2), after, strict=True)
-    ]
-    assert list(panel.beside) == [
-        (x, m["score"], m["stderr"]) for x, m in zip((1, 2), before, strict=True)
-    ]
+    assert (list(panel.points), list(panel.beside)) == (points[1::2], points[::2])
     page = Page(report.render(store, found))
     rows = [row for row in page.rows if row[:1] in (["n1"], ["n2"])]
     assert [(row[0], row[2], row[3], row[4]) for row in rows] == [
@@ -145,12 +130,4 @@ def test_nights_on_the_same_rows_are_one_curve_by_policy(store, spent):
     spent(same_rows=True)
     found = gather(store, "bench")
     assert found.nightly == [] and set(found.nights) == {"prod"}
-    assert report._curves(found)[0].title == "held-out score"
-
-
-def test_a_decision_makes_the_report_old(store, spent):
-    spent(same_rows=True)
-    report.write(store, "bench")
-    assert report.is_current(store, "bench")
-    store.tag("bench", "prod", "bench/policy@1", why="by hand")
-    assert not report.is_current(store, "bench")
+    assert report.curves_of(found)[0].title == "held-out score"
