@@ -36,10 +36,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.forward.cpu.recompute import recompute_norms_and_mlps
 from quiver.stages.common.forward.encoder_decoder import Pairs
-from quiver.stages.common.forward.gpu.modules import fuse_modules
 from quiver.stages.common.forward.layout import Layout, Sequences
+from quiver.stages.common.forward.modules import fuse_modules
 from quiver.stages.common.forward.pictures import sight
 from quiver.stages.common.forward.policy import Policy
 
@@ -107,7 +106,6 @@ class ShardedPolicy(Policy):
         module.to(self._device)  # its buffers
         with self.context():
             fuse_modules(module)
-            recompute_norms_and_mlps(module)
 
     @property
     def device(self) -> torch.device:

@@ -147,7 +147,7 @@ def test_an_id_of_a_picture_that_was_sampled_is_an_ordinary_one(store, model):
         ids = torch.cat([prompt, sequences.completions[row]])[None]
         embeddings = model.get_input_embeddings()(ids).detach()
         places = (prompt == IMAGE).nonzero()[:, 0]
-        chosen = sequences.pictures.numbers[row].tolist()
+        chosen = sequences.pictures.in_prompts.numbers[row].tolist()
         if chosen:
             features = model.get_image_features(**sequences.pictures.read(chosen)).pooler_output
             features = torch.cat([*features]).reshape(-1, embeddings.shape[-1])

@@ -8,6 +8,7 @@ documentation describes them, stand in.
 import pytest
 import torch
 import torch.nn.attention.varlen
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.forward import policy as policy_module
@@ -94,7 +95,7 @@ def test_the_comparison_takes_short_rollouts_and_few_logits(monkeypatch):
     model, made = forward._model("llama"), []
     model.lm_head.register_forward_hook(lambda module, inputs, logits: made.append(logits.shape[1]))
     assert choose_mode(Policy(model, autocast=False), data, groups, "shared") == "shared"
-    assert sorted(made) == [20, 30, 256]
+    assert sorted(made) == [20, 30, 128, 256]
 
 
 def test_an_unknown_head_is_refused():
@@ -109,6 +110,14 @@ def test_an_unknown_head_is_refused():
     model.forward = scaled
     with pytest.raises(ConfigError, match="last hidden state"):
         choose_mode(Policy(model, autocast=False), data, groups, "shared")
+
+
+def test_a_model_that_reads_later_tokens_is_refused():
+    """Gemma 3 does if its config says so."""
+    config = Gemma3TextConfig(**forward.SMALL, use_bidirectional_attention=True)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ConfigError, match="depends on later tokens"):
+        choose_mode(Policy(model, autocast=False), *forward._data(), "shared")
 
 
 def test_a_way_of_packing_that_gives_nan_anywhere_is_not_taken():
