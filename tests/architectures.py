@@ -39,6 +39,7 @@ from quiver.stages.common.forward.verify import own_logprobs
 from quiver.stages.common.models import families
 from quiver.stages.common.ragged import Ragged
 from tests.shrink import VOCABULARY, shrink
+from tests.stages.common.forward.test_policy import packed
 
 TEXT_FAMILIES = (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.keys()
@@ -229,7 +230,7 @@ def compare(plain: Policy, fused: Policy) -> Verdict:
     reason = STATEFUL if is_stateful else ""
     for mode in families.MODES[2:] if is_stateful else families.MODES:
         try:
-            logprobs = packed(fused, mode, sequences, numbers)
+            logprobs = packed(fused, mode, sequences, numbers, 1 << 30)
             theirs = gradients_of(fused.model, weights, logprobs)
         except NotImplementedError as error:
             reason = words(error)
@@ -244,17 +245,6 @@ def compare(plain: Policy, fused: Policy) -> Verdict:
         else:
             return Verdict(mode, reason)
     return Verdict("refused", reason)
-
-
-def packed(policy: Policy, mode: str, sequences: Sequences, numbers: list[int]) -> Tensor:
-    """Return [N] logprobs with gradient, packed by `mode` into as few rows as it can."""
-    policy.set_mode(mode)
-    logprobs = torch.zeros(len(sequences.completions.values))
-    for pieces in policy.microbatches(range(len(numbers)), numbers, sequences, 1 << 30):
-        layout = policy.layout(pieces, sequences)
-        places = sequences.completions.positions(layout.rows)
-        logprobs = logprobs.index_copy(0, places, policy(layout)[0])
-    return logprobs
 
 
 def gradients_of(model: nn.Module, weights: Tensor, logprobs: Tensor) -> list[Tensor]:

@@ -47,6 +47,8 @@ FAILURES = (
     ValueError,
 )
 """Errors that modeling code raises at inputs it is not made for."""
+_LATER_TOLERANCE = 0.02
+"""Largest mean difference of logprobs, in nats, if the later half of a rollout is cut off."""
 _ENOUGH_TOKENS = 16
 """Completion tokens that a compared rollout should have."""
 _MOST_TOKENS = 256
@@ -99,8 +101,9 @@ def choose_mode(
                     f"{printable(error)}",
                     next="name a causal language model",
                 ) from error
-            whole = expected[longest][: len(half)]
-            if not torch.allclose(half, whole, rtol=0, atol=TOLERANCE, equal_nan=True):
+            # on average, since rounding may send single tokens to other experts
+            gap = float((half - expected[longest][: len(half)]).abs().mean())
+            if gap > _LATER_TOLERANCE:
                 raise ConfigError(
                     title,
                     "a token's logprob depends on later tokens",
