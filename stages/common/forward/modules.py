@@ -144,12 +144,12 @@ class _Trial:
             for enlarge in (Tensor.clone, _standing_out):
                 states = [enlarge(probe).to(dtype) for probe in probes[:2]]
                 try:
-                    kind, theirs = _answers(self.theirs, states, positions)
+                    kind, theirs = _answers(self.theirs, states, positions, self.is_exact)
                 except Exception as error:  # a family with other arguments or shapes
                     if says_no_memory(error):
                         raise
                     return False
-                our_kind, ours = _answers(self.ours, states, positions)
+                our_kind, ours = _answers(self.ours, states, positions, self.is_exact)
                 if self.is_exact:
                     is_same = torch.equal(ours[0], theirs[0])
                 else:
@@ -161,13 +161,15 @@ class _Trial:
 
 @torch.enable_grad()  # training needs the same gradients
 def _answers(
-    function: Callable, states: list[Tensor], positions: list[Tensor]
+    function: Callable, states: list[Tensor], positions: list[Tensor], outputs_alone: bool
 ) -> tuple[type, list[Tensor]]:
-    """Return the type of `function`'s result, its tensors, and the gradients of their sum with
-    respect to the states."""
+    """Return the type of `function`'s result, its tensors, and unless `outputs_alone` the gradients
+    of their sum with respect to the states."""
     leaves = [tensor.clone().requires_grad_() for tensor in states]
     given = function(*leaves, *positions)
     outputs = [given] if isinstance(given, Tensor) else list(given)
+    if outputs_alone:
+        return type(given), outputs
     gradients = torch.autograd.grad([output.sum() for output in outputs], leaves)
     return type(given), [*outputs, *gradients]
 
