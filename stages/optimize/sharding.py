@@ -34,10 +34,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.forward.cpu.recompute import recompute_norms_and_mlps
 from quiver.stages.common.forward.encoder_decoder import Pairs
-from quiver.stages.common.forward.gpu.modules import fuse_modules
 from quiver.stages.common.forward.layout import Layout, Sequences
+from quiver.stages.common.forward.modules import fuse_modules
 from quiver.stages.common.forward.policy import Policy
 from quiver.stages.common.memory import layers_of
 
@@ -105,7 +104,6 @@ class ShardedPolicy(Policy):
         module.to(self._device)  # its buffers
         with self.context():
             fuse_modules(module)
-            recompute_norms_and_mlps(module)
 
     @property
     def device(self) -> torch.device:

@@ -127,7 +127,7 @@ def _sequences() -> tuple[Any, list[int]]:
     import torch
 
     from quiver.stages.common.forward.layout import Sequences
-    from quiver.stages.common.forward.pictures import Pictures
+    from quiver.stages.common.forward.pictures import Pictures, Shown
     from quiver.stages.common.ragged import Ragged
 
     random = np.random.default_rng(0)
@@ -144,8 +144,12 @@ def _sequences() -> tuple[Any, list[int]]:
         return Ragged.from_lengths(torch.from_numpy(rows.reshape(-1)), lengths)
 
     pictures = Pictures(
-        ragged(np.array(prompt_numbers)[:, None]),
-        ragged(np.tile(places, (count, 1))),
+        Shown(
+            ragged(np.array(prompt_numbers)[:, None]),
+            ragged(np.full((count, 1), -1)),
+            ragged(np.tile(places, (count, 1))),
+        ),
+        Shown.nothing(count),
         lambda chosen: {"pixel_values": pixels[list(chosen)].flatten(0, 1)},
         IMAGE_ID,
     )

@@ -18,15 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quiver.stages.common.models.own_attention import own_attention
+from quiver.stages.common.models.loading import own_attention
 
-from .gpu.choice import fits
-from .gpu.copies import Copies
+from .gpu.choice import Copies, fits
 from .layout import Block, Layout, Runs
 from .pictures import embed
 
 NAME = "quiver_blocks"
-MODES = ("shared", "packed", "single")
 _SHORT = 256
 """Most keys of a block for which a CPU keeps the attention weights instead of calling the fused
 kernel."""

@@ -40,7 +40,7 @@ from torch import Tensor
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.common.turns import Turns, after_prompts
 
-from .gpu.copies import in_order
+from .gpu.choice import in_order
 from .packing import Piece
 from .pictures import Pictures, PicturesInRow, in_row
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .cpu.projections import product_dtype
+from .gpu.choice import float32_product, makes_float32
 from .gpu.head import FusedHead, is_fused
-from .gpu.products import float32_product, makes_float32
+from .projections import product_dtype
 
 CHUNK_BYTES = 64 * 1024 * 1024
 """Size of one chunk of logits on a CPU."""

@@ -29,18 +29,33 @@ At = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Observed:
-    """Pictures that B rollouts were shown after their prompts."""
+class Shown:
+    """Pictures that B rollouts are shown by their prompts, or after them by observations."""
 
     numbers: Ragged
     """[B rows] int64: numbers of the pictures, in the order of their places."""
     starts: Ragged
-    """[B rows] int64: start of each picture's ids, counted from the end of the prompt."""
+    """[B rows] int64: start of each picture's ids, counted from the end of the prompt; −1 in a
+    prompt."""
     places: Ragged
-    """[B rows] int64, ascending: positions of their features, counted likewise."""
+    """[B rows] int64, ascending: positions of their features, counted from the start of the prompt,
+    or from its end for observed pictures."""
 
     @classmethod
-    def of_table(cls, rows: pa.Table, token: int, first_number: int) -> Observed:
+    def of_lists(cls, numbers: list, starts: list, places: list) -> Shown:
+        """Make them from lists of lists, one per rollout."""
+        return cls(
+            *(
+                Ragged.from_lengths(
+                    torch.from_numpy(np.concatenate([np.empty(0, np.int64), *rows])).long(),
+                    torch.tensor([len(row) for row in rows], dtype=torch.int64),
+                )
+                for rows in (numbers, starts, places)
+            )
+        )
+
+    @classmethod
+    def of_observations(cls, rows: pa.Table, token: int, first_number: int) -> Shown:
         """Read observed pictures from rollouts/3.
 
         Pictures are numbered from `first_number` on; `token` is the id at each feature's position.
@@ -69,50 +84,62 @@ class Observed:
                 for turn, start, length in spans
             ]
             places.append(np.concatenate([np.empty(0, np.int64), *parts]))
-        return cls(ragged_of(numbers), ragged_of(starts), ragged_of(places))
+        return cls.of_lists(numbers, starts, places)
 
-    def take(self, rows: Tensor) -> Observed:
+    @classmethod
+    def nothing(cls, count: int) -> Shown:
+        """Return no pictures for `count` rollouts."""
+        return cls.of_lists(*[[[]] * count] * 3)
+
+    @classmethod
+    def joined(cls, tables: Sequence[Shown]) -> Shown:
+        """Join the pictures of several tables of rollouts."""
+        columns = ([shown.numbers, shown.starts, shown.places] for shown in tables)
+        return cls(
+            *(
+                Ragged.from_lengths(
+                    torch.cat([rows.values for rows in column]),
+                    torch.cat([rows.lengths for rows in column]),
+                )
+                for column in zip(*columns, strict=True)
+            )
+        )
+
+    def take(self, rows: Tensor) -> Shown:
         """Return rollouts `rows`, in that order."""
-        return Observed(self.numbers.take(rows), self.starts.take(rows), self.places.take(rows))
+        return Shown(self.numbers.take(rows), self.starts.take(rows), self.places.take(rows))
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Pictures that B rollouts are shown, by their prompts and by observations."""
+    """Pictures that B rollouts are shown."""
 
-    numbers: Ragged
-    """[B rows] int64: numbers of the pictures, in the order of their places."""
-    places: Ragged
-    """[B rows] int64, ascending: positions of their features in the prompt."""
+    in_prompts: Shown
+    observed: Shown
+    """Pictures shown after the prompts."""
     read: Callable[[Sequence[int]], Inputs]
     """Returns the model inputs of the pictures with these numbers."""
     token: int
     """Id at each feature's position."""
-    observed: Observed | None = None
-    """Pictures shown after the prompts, if any."""
 
     def take(self, rows: Tensor) -> Pictures:
         """Return rollouts `rows`, in that order."""
         return replace(
-            self,
-            numbers=self.numbers.take(rows),
-            places=self.places.take(rows),
-            observed=self.observed and self.observed.take(rows),
+            self, in_prompts=self.in_prompts.take(rows), observed=self.observed.take(rows)
         )
 
     def slice(self, start: int, count: int) -> Pictures:
         """Return `count` rollouts from `start` on."""
         return self.take(torch.arange(start, start + count))
 
-    def of_rollout(self, row: int, device: torch.device, num_read: int = 0) -> Inputs:
-        """Return the joint model inputs of all pictures that rollout `row` is shown.
-
-        These are the pictures in its prompt and in the first `num_read` ids after it.
-        """
-        numbers = self.numbers[row].tolist()
-        if self.observed is not None:
-            is_read = self.observed.starts[row] < num_read
-            numbers += self.observed.numbers[row][is_read].tolist()
+    def of_rollout(self, row: int, device: torch.device, num_read: int) -> Inputs:
+        """Return the joint model inputs of all pictures that rollout `row` is shown by its prompt
+        and in the first `num_read` ids after it."""
+        numbers = [
+            number
+            for shown in (self.in_prompts, self.observed)
+            for number in shown.numbers[row][shown.starts[row] < num_read].tolist()
+        ]
         return _moved(self.read(numbers), device) if numbers else {}
 
 
@@ -141,18 +168,16 @@ def in_row(
     """
     if pictures is None:
         return None
-    parts = [(pictures, prompts)]
-    if pictures.observed is not None:
-        parts.append((pictures.observed, completions))
-    of_rows = [numbers for part, (rows, _) in parts for numbers in part.numbers.views(rows)]
+    sources = [(pictures.in_prompts, *prompts), (pictures.observed, *completions)]
+    of_rows = [numbers for source, rows, _ in sources for numbers in source.numbers.views(rows)]
     shown = np.concatenate([np.empty(0, np.int64), *of_rows])
     if not len(shown):
         return None
     numbers, order = np.unique(shown, return_inverse=True)
     places = [
         places + start
-        for part, (rows, starts) in parts
-        for places, start in zip(part.places.views(rows), starts, strict=True)
+        for source, rows, starts in sources
+        for places, start in zip(source.places.views(rows), starts, strict=True)
     ]
     return PicturesInRow(
         tuple(_moved(pictures.read([number]), device) for number in numbers.tolist()),
@@ -165,13 +190,6 @@ def _moved(inputs: Inputs, device: torch.device | str) -> Inputs:
     return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
-def ragged_of(rows: list) -> Ragged:
-    """Return lists of numbers, one per rollout, as int64 Ragged."""
-    values = np.concatenate([np.empty(0, np.int64), *rows]).astype(np.int64)
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    return Ragged.from_lengths(torch.from_numpy(values), lengths)
-
-
 def feature_places(ids: np.ndarray, spans: Sequence[tuple[int, int]], token: int) -> np.ndarray:
     """Return the positions [m] int64, ascending, in prompt `ids` [P] that hold features.
 
@@ -182,64 +200,35 @@ def feature_places(ids: np.ndarray, spans: Sequence[tuple[int, int]], token: int
     return places[ids[places] == token]
 
 
-def join_pictures(parts: Sequence[tuple[Pictures | None, int]]) -> Pictures | None:
+def join_pictures(tables: Sequence[tuple[Pictures | None, int]]) -> Pictures | None:
     """Join the pictures of several tables, given each with its number of rows.
 
     Returns None if no table has pictures.
     """
-    shown = [part for part, _ in parts if part is not None]
-    if not shown:
-        return None
-    if len(parts) == 1:
-        return shown[0]
-    firsts: list[int] = []
-    numbers, places = [], []
-    observed: list[Observed] = []
-    has_observed = any(part.observed is not None for part in shown)
+    firsts: dict[int, Pictures] = {}  # by the first number that the table's pictures get
+    in_prompts: list[Shown] = []
+    observed: list[Shown] = []
     next_number = 0
-    nothing = Ragged.from_lengths(torch.empty(0, dtype=torch.int64), torch.zeros(1).long())
-    for part, count in parts:
-        firsts.append(next_number)
-        if part is None:
-            empty = nothing.take(torch.zeros(count).long())
-            numbers.append(empty)
-            places.append(empty)
-            observed.append(Observed(empty, empty, empty))
+    for pictures, count in tables:
+        if pictures is None:
+            in_prompts.append(Shown.nothing(count))
+            observed.append(Shown.nothing(count))
             continue
-        numbers.append(_raised(part.numbers, next_number))
-        places.append(part.places)
-        empty = nothing.take(torch.zeros(count).long())
-        later = part.observed or Observed(empty, empty, empty)
-        observed.append(replace(later, numbers=_raised(later.numbers, next_number)))
-        both = torch.cat([numbers[-1].values, observed[-1].numbers.values])
-        next_number = max([next_number, *(both + 1).tolist()])
+        first = next_number
+        firsts[first] = pictures
+        for source, joined in ((pictures.in_prompts, in_prompts), (pictures.observed, observed)):
+            numbers = source.numbers.with_values(source.numbers.values + first)
+            joined.append(replace(source, numbers=numbers))
+            next_number = max([next_number, *(numbers.values + 1).tolist()])
+    if not firsts:
+        return None
 
     def read(chosen: Sequence[int]) -> Inputs:
-        part = max(i for i, first in enumerate(firsts) if first <= chosen[0] and parts[i][0])
-        return parts[part][0].read([number - firsts[part] for number in chosen])
+        first = max(first for first in firsts if first <= chosen[0])
+        return firsts[first].read([number - first for number in chosen])
 
-    return Pictures(
-        _concatenated(numbers),
-        _concatenated(places),
-        read,
-        shown[0].token,
-        Observed(
-            _concatenated([each.numbers for each in observed]),
-            _concatenated([each.starts for each in observed]),
-            _concatenated([each.places for each in observed]),
-        )
-        if has_observed
-        else None,
-    )
-
-
-def _raised(numbers: Ragged, by: int) -> Ragged:
-    return numbers.with_values(numbers.values + by)
-
-
-def _concatenated(parts: Sequence[Ragged]) -> Ragged:
-    values = torch.cat([part.values for part in parts])
-    return Ragged.from_lengths(values, torch.cat([part.lengths for part in parts]))
+    token = next(iter(firsts.values())).token
+    return Pictures(Shown.joined(in_prompts), Shown.joined(observed), read, token)
 
 
 def embed(model: nn.Module, ids: Tensor, pictures: PicturesInRow) -> Tensor:

@@ -21,14 +21,13 @@ from torch import Tensor, nn
 from quiver.stages.common.models.loading import decoder_start_id
 
 from .attention import hidden_states, set_mode
-from .cpu.projections import Group, casts, fuse_projections
-from .cpu.recompute import recompute_norms_and_mlps
 from .encoder_decoder import Pairs, decoder_states, make_pairs, pack_pairs
-from .gpu.modules import fuse_modules
 from .layout import Layout, Sequences, make_layout
 from .logprob_head import Shaping, completion_logprobs
+from .modules import fuse_modules
 from .packing import Piece, make_pieces, pack
 from .precision import products
+from .projections import Group, casts, fuse_projections
 
 
 class Policy(nn.Module):
@@ -89,7 +88,6 @@ class Policy(nn.Module):
         self._projections = fuse_projections(self)
         with self.context():
             fuse_modules(self)
-            recompute_norms_and_mlps(self)
 
     def free(self) -> None:
         """Release the memory of weights and gradients; the policy is unusable afterwards."""

@@ -1,9 +1,8 @@
 """Checks on real rollouts, before a stage relies on them: the packing and the attention kernel.
 
-`choose_mode` asks `judge` (architecture.py) which ways of packing suit the architecture. It
-compares them on real rollouts with the model's own forward pass, one rollout at a time, and takes
-the fastest that agrees. So an architecture that block attention does not suit costs speed, never
-correctness.
+`choose_mode` takes the ways of packing that suit the model's family (models/families.py), compares
+them on real rollouts with the model's own forward pass, one rollout at a time, and takes the
+fastest that agrees. So a model that block attention does not suit costs speed, never correctness.
 
 `choose_kernel` may replace torch's fused kernels on blocks by one kernel for sequences of any
 lengths. This needs a GPU, bfloat16, a build with the kernel, and agreement with attention in
@@ -13,20 +12,23 @@ kernel. In all other cases attention uses blocks.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.models.families import MODES, fastest_mode
 from quiver.stages.common.models.folder import says_no_memory
+from quiver.stages.common.turns import after_prompts
 
-from .architecture import FAILURES, judge, own_logprobs, turn_logprobs
-from .attention import MODES, NAME, block_attention
+from .attention import NAME, block_attention
 from .layout import Layout, Sequences, make_layout
 from .packing import Piece
 from .policy import Policy, score
@@ -34,6 +36,19 @@ from .precision import layers_in_float32
 
 TOLERANCE = 2e-3
 """Largest difference, in nats, in float32 between two ways of computing one logprob."""
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Errors that modeling code raises at inputs it is not made for."""
+_LATER_TOLERANCE = 0.02
+"""Largest mean difference of logprobs, in nats, if the later half of a rollout is cut off."""
 _ENOUGH_TOKENS = 16
 """Completion tokens that a compared rollout should have."""
 _MOST_TOKENS = 256
@@ -53,20 +68,17 @@ def choose_mode(
 ) -> str:
     """Set and return the first mode from `preferred` on that gives the model's own logprobs.
 
-    The comparison is in float32, in every precision of later passes, so call it before `narrow`
-    rounds the weights. Raises ConfigError if no mode agrees.
+    Modes that do not suit the model's family are left out. The comparison is in float32, in every
+    precision of later passes, so call it before `narrow` rounds the weights.
+
+    Raises:
+        ConfigError: No mode agrees, the model's own pass fails, or it reads later tokens.
     """
-    verdict = judge(policy.model.config)
-    verdict.require(f"model {type(policy.model).__name__}")
-    if MODES.index(preferred) < MODES.index(verdict.mode):
-        log.warning("packing %r is not used: %s", preferred, verdict.reason)
-        preferred = verdict.mode
-    if preferred != "single" and policy.is_causal and depends_on_length(policy.model.config):
-        log.warning(
-            "packing: the model's positions depend on the length of the row, so one rollout runs "
-            "at a time"
-        )
-        preferred = "single"
+    title = f"model {type(policy.model).__name__}"
+    fastest, reason = fastest_mode(policy.model.config)
+    if MODES.index(preferred) < MODES.index(fastest):
+        log.warning("packing %r is not used: %s", preferred, reason)
+        preferred = fastest
     rows = _probe(sequences, prompt_numbers)
     prompt_numbers = [prompt_numbers[row] for row in rows]
     sequences = sequences.take(rows)
@@ -75,8 +87,28 @@ def choose_mode(
     try:
         policy.set_mode("single")
         with layers_in_float32(policy.model):
-            with _forward_errors(policy.model):
-                expected = [_own_logprobs(policy, sequences, row).cpu() for row in range(len(rows))]
+            try:
+                counts = [_comparable(sequences, row) for row in range(len(rows))]
+                expected = [own_logprobs(policy, sequences, *pair) for pair in enumerate(counts)]
+                longest = counts.index(max(counts))
+                half = own_logprobs(policy, sequences, longest, (counts[longest] + 1) // 2)
+            except FAILURES as error:
+                if says_no_memory(error):
+                    raise
+                raise ConfigError(
+                    title,
+                    f"its forward pass over one row of ids fails: {type(error).__name__}: "
+                    f"{printable(error)}",
+                    next="name a causal language model",
+                ) from error
+            # on average, since rounding may send single tokens to other experts
+            gap = float((half - expected[longest][: len(half)]).abs().mean())
+            if gap > _LATER_TOLERANCE:
+                raise ConfigError(
+                    title,
+                    "a token's logprob depends on later tokens",
+                    next="name a causal language model",
+                )
             for mode in MODES[MODES.index(preferred) :]:
                 gap = largest_gap(policy, mode, sequences, prompt_numbers, expected)
                 if gap <= TOLERANCE:
@@ -90,7 +122,7 @@ def choose_mode(
     finally:
         policy.autocast = autocast
     raise ConfigError(
-        f"model {type(policy.model).__name__}",
+        title,
         "its logprobs cannot be reproduced from its last hidden state and output embedding: "
         f"they differ by {gap:.4f}",
         next="use an architecture whose logits are output_embedding(last hidden state), scaled or "
@@ -98,70 +130,57 @@ def choose_mode(
     )
 
 
-def _own_logprobs(policy: Policy, sequences: Sequences, row: int) -> Tensor:
-    """Return logprobs of the first tokens of rollout `row`, by the model's own pass over it."""
-    completion = sequences.completions[row][:_MOST_TOKENS]
-    temperature = float(sequences.temperature[row])
-    pictures = sequences.pictures
-    if pictures is not None:
-        # stop before a sampled picture id: the model would take it for a picture's position
-        sampled = (completion == pictures.token).nonzero()[:, 0].tolist()
-        completion = completion[: sampled[0] if sampled else None]
-    if not len(completion):
-        return torch.empty(0)
-    if sequences.turns is None:
-        return own_logprobs(
-            policy.model,
-            sequences.prompts[row],
-            completion,
-            temperature,
-            policy.decoder_start_id,
-            pictures and pictures.of_rollout(row, policy.device),
-        )
-    return turn_logprobs(policy.model, sequences, row, completion, temperature)
+def _comparable(sequences: Sequences, row: int) -> int:
+    """Return how many tokens of rollout `row` are compared.
 
-
-@contextmanager
-def _forward_errors(model: nn.Module) -> Iterator[None]:
-    """Convert errors of modeling code at plain rows of text into ConfigError about the model."""
-    try:
-        yield
-    except FAILURES as error:
-        if says_no_memory(error):
-            raise
-        raise ConfigError(
-            f"model {type(model).__name__}",
-            f"its forward pass over one row of ids fails: {type(error).__name__}: "
-            f"{printable(error)}",
-            next="name a causal language model",
-        ) from error
-
-
-def depends_on_length(config) -> bool:
-    """True if rotary frequencies change with the row's length, as with `dynamic` and `longrope`;
-    packing makes rows longer."""
-    kinds = [rope.get("rope_type") for rope in _rotations(config)]
-    return "dynamic" in kinds or "longrope" in kinds
-
-
-def most_tokens_alike(config) -> int | None:
-    """Return the most tokens of a row that `longrope` treats like every shorter row.
-
-    Returns None if there is no such limit. `dynamic` changes only beyond the context's end, which
-    no row reaches.
+    A sampled picture id ends them: the model's own pass would take it for a picture's position.
     """
-    limits = [
-        rope.get("original_max_position_embeddings")
-        for rope in _rotations(config)
-        if rope.get("rope_type") == "longrope"
-    ]
-    return min(filter(None, limits), default=None)
+    completion = sequences.completions[row][:_MOST_TOKENS]
+    if sequences.pictures is not None:
+        sampled = (completion == sequences.pictures.token).nonzero()
+        completion = completion[: sampled[0, 0] if len(sampled) else None]
+    return len(completion)
 
 
-def _rotations(config) -> list[dict[str, Any]]:
-    """Return the rotary parameters: one set for all layers, or one for each kind of layer."""
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    return [rope for rope in [parameters, *parameters.values()] if isinstance(rope, dict)]
+def own_logprobs(policy: Policy, sequences: Sequences, row: int, count: int) -> Tensor:
+    """Return [count] float32 logprobs of the first ids of rollout `row`, on the CPU, by the model's
+    own forward pass over each of its sequences alone."""
+    model = policy.model
+    completion = sequences.completions[row][:count].long().to(model.device)
+    prompt = sequences.prompts[row].long().to(model.device)
+    if not count:
+        return torch.empty(0)
+    if not policy.is_causal:
+        start = torch.tensor([policy.decoder_start_id], device=model.device)
+        inputs = torch.cat([start, completion[:-1]])[None]
+        # without masks, some models treat ids equal to the pad id as padding
+        logits = model(
+            input_ids=prompt[None],
+            attention_mask=torch.ones_like(prompt[None]),
+            decoder_input_ids=inputs,
+            decoder_attention_mask=torch.ones_like(inputs),
+            use_cache=False,
+        ).logits[0]
+    else:
+        after = after_prompts(sequences.completions, sequences.turns, np.array([row]))
+        ids = torch.cat([prompt, torch.tensor(after.ids[0]).to(prompt)])
+        predictors = torch.from_numpy(after.predictors[:count]).to(prompt) + len(prompt)
+        starts = [0, *(after.restarts + len(prompt)).tolist(), len(ids)]
+        tables = []
+        for start, end in itertools.pairwise(starts):
+            places = predictors[(start <= predictors) & (predictors < end)] - start
+            if len(places):
+                read = ids[None, start : start + int(places.max()) + 1]
+                options = {"use_cache": False, "logits_to_keep": places}
+                if start == 0 and sequences.pictures is not None:
+                    num_read = read.shape[1] - len(prompt)
+                    options |= sequences.pictures.of_rollout(row, model.device, num_read)
+                table = model(input_ids=read, **options).logits[0]
+                # some models give all logits all the same
+                tables.append(table if len(table) == len(places) else table[places])
+        logits = torch.cat(tables)
+    table = (logits.float() / float(sequences.temperature[row])).log_softmax(-1)
+    return table.gather(1, completion[:, None])[:, 0].cpu()
 
 
 def _probe(sequences: Sequences, prompt_numbers: Sequence[int]) -> list[int]:

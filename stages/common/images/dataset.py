@@ -19,10 +19,9 @@ from quiver.schemas.errors import LineageError, SchemaError
 from quiver.schemas.prompts import most_images
 from quiver.stages.common.forward.pictures import (
     Inputs,
-    Observed,
     Pictures,
+    Shown,
     feature_places,
-    ragged_of,
 )
 from quiver.stages.common.lineage import open_input
 from quiver.stages.common.models import checkpoints
@@ -77,9 +76,9 @@ def load_pictures(
     places: list[np.ndarray] = [np.empty(0, np.int64) for _ in groups]
     num_in_prompts = 0
     if prompts is not None:
-        shown = _of_prompts(rollouts, prompts, token)
-        numbers = [shown[group][0] for group in groups]
-        places = [shown[group][1] for group in groups]
+        of_group = _of_prompts(rollouts, prompts, token)
+        numbers = [of_group[group][0] for group in groups]
+        places = [of_group[group][1] for group in groups]
         contents.append(prompts["images"].combine_chunks().flatten().field("bytes"))
         num_in_prompts = len(contents[0])
     if observed is not None:
@@ -94,13 +93,11 @@ def load_pictures(
         inputs = processor.read_images([open_image(content(number)) for number in chosen]).inputs
         return {name: torch.from_numpy(array) for name, array in inputs.items()}
 
-    return Pictures(
-        ragged_of(numbers),
-        ragged_of(places),
-        read,
-        token,
-        None if observed is None else Observed.of_table(rows, token, num_in_prompts),
-    )
+    in_prompts = Shown.of_lists(numbers, [[-1] * len(shown) for shown in numbers], places)
+    after_prompts = Shown.nothing(len(rows))
+    if observed is not None:
+        after_prompts = Shown.of_observations(rows, token, num_in_prompts)
+    return Pictures(in_prompts, after_prompts, read, token)
 
 
 def _of_prompts(

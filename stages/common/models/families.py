@@ -1,14 +1,14 @@
-"""Families of language models that are known to train, so that importing one needs no trial.
+"""Families of language models: which train, how their rollouts may be packed, and rules on configs.
 
-A model of any other family is tried at its import, before anything is sampled from it. _TRAINED is
-generated, together with the table for readers (deployments/docs/architectures.md).
+`families.toml` lists the model types that were tried. A model of any other type runs one rollout at
+a time.
 
-Not of the spine: a list of names.
+Not of the spine: a table of names.
 """
 
 from __future__ import annotations
 
-import logging
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,29 +18,17 @@ from quiver.stages.common.models.folder import PROCESSOR_FILES, load_errors, par
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
-log = logging.getLogger(__name__)
-
-# generated: python -m tests.architectures --update
-_TRAINED = """
-    afmoe apertus arcee aria_text axk1 axk2 bamba bart biogpt bitnet blenderbot blenderbot-small
-    bloom codegen cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm dbrx deepseek_v2
-    deepseek_v3 deepseek_v32 deepseek_v4 diffllama doge dots1 ernie4_5 ernie4_5_moe exaone4
-    exaone_moe falcon falcon_h1 falcon_mamba flex_olmo fuyu gemma gemma2 gemma3 gemma3_text
-    gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text git glm glm4 glm4_moe
-    glm4_moe_lite glm_moe_dsa got_ocr2 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss
-    gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium
-    hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax inkling_text jais2 jamba jetmoe
-    kimi_linear laguna led lfm2 lfm2_moe llama llama4 llama4_text longcat_flash longt5 m2m_100 mamba
-    mamba2 marian mbart mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text
-    ministral ministral3 mistral mixtral moshi mpt mt5 mvp nanochat nemotron nemotron_h nllb-moe
-    olmo olmo2 olmo3 olmo_hybrid olmoe openai-gpt opt pegasus pegasus_x persimmon phi phi3
-    phi4_multimodal phimoe plbart qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text
-    qwen3_5_text qwen3_moe qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv seamless_m4t
-    seamless_m4t_v2 seed_oss smollm3 solar_open stablelm starcoder2 switch_transformers t5 t5gemma
-    t5gemma2 trocr umt5 vaultgemma xglm xlstm youtu zamba zamba2 zaya
-"""
-TRAINED = {*_TRAINED.split()}
-"""The `model_type` of each family that is known to train."""
+MODES = ("shared", "packed", "single")
+"""Ways of packing, the fastest first; forward/attention.py explains them."""
+TABLE = Path(__file__).with_suffix(".toml")
+FAMILIES = {
+    model_type: (group["mode"], group["reason"])
+    for group in tomllib.loads(TABLE.read_text()).get("group", ())
+    for model_type in group["types"]
+}
+"""For each `model_type` that was tried: the fastest correct mode, or `refused`; and the reason why
+it is not a faster one. A type of which models with sliding windows need a slower mode has a second
+row for these, `TYPE with windows`."""
 UNPADDED = {"deepseek_v4", "git", "minimax_m3_vl_text", "trocr"}
 """Families in which padding before a prompt changes the numbers after it, despite the mask. All
 prompts of one batch must then have the same length."""
@@ -52,6 +40,52 @@ Engine `transformers` refuses them."""
 def types_of(config: Any) -> set[str]:
     """Return the `model_type` of a loaded config and of its text part."""
     return {config.model_type, config.get_text_config().model_type}
+
+
+def fastest_mode(config: Any) -> tuple[str, str]:
+    """Return the fastest mode that suits a loaded config, and why it is not a faster one.
+
+    An encoder-decoder model has no positions that packing could change.
+    """
+    if config.model_type not in FAMILIES:
+        return "single", f"models of type {printable(config.model_type)} were not tried"
+    if not config.is_encoder_decoder and depends_on_length(config):
+        return "single", "the model's positions depend on the length of the row"
+    names = types_of(config)
+    text = config.get_text_config()
+    if getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
+        names |= {f"{name} with windows" for name in names}
+    tried = [FAMILIES[name] for name in names & FAMILIES.keys()]
+    # a refused type that arrives here says of itself that it is a decoder
+    modes = [("single", reason) if mode == "refused" else (mode, reason) for mode, reason in tried]
+    return max(modes, key=lambda row: MODES.index(row[0]))
+
+
+def depends_on_length(config: Any) -> bool:
+    """True if rotary frequencies change with the row's length, as with `dynamic` and `longrope`;
+    packing makes rows longer."""
+    kinds = [rope.get("rope_type") for rope in _rotations(config)]
+    return "dynamic" in kinds or "longrope" in kinds
+
+
+def most_tokens_alike(config: Any) -> int | None:
+    """Return the most tokens of a row that `longrope` treats like every shorter row.
+
+    Returns None if there is no such limit. `dynamic` changes only beyond the context's end, which
+    no row reaches.
+    """
+    limits = [
+        rope.get("original_max_position_embeddings")
+        for rope in _rotations(config)
+        if rope.get("rope_type") == "longrope"
+    ]
+    return min(filter(None, limits), default=None)
+
+
+def _rotations(config: Any) -> list[dict[str, Any]]:
+    """Return the rotary parameters: one set for all layers, or one for each kind of layer."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return [rope for rope in [parameters, *parameters.values()] if isinstance(rope, dict)]
 
 
 def require_processor(folder: Path, name: str) -> None:
@@ -82,24 +116,33 @@ def load_folders_processor(folder: Path, name: str) -> ProcessorMixin:
 
 
 def require_trainable(folder: Path, name: str) -> None:
-    """Raise ConfigError if models of this architecture cannot be trained.
+    """Raise ConfigError if models of this type cannot be trained.
 
-    Checked at import, before rollouts are paid for.
+    Checked at import, before rollouts are paid for. A refused type whose config.json says
+    `is_decoder` is tried on its first rollouts, as are types that are not in the table.
     """
     about = parse_object((folder / "config.json").read_bytes()) or {}
-    if str(about.get("model_type")) in {
-        *TRAINED,
-        "None",
-    }:  # a config without model_type is left to the loader, whose error is clearer
+    model_type = str(about.get("model_type"))
+    mode, reason = FAMILIES.get(model_type, ("", ""))
+    # a config without model_type is left to the loader, whose error is clearer
+    if mode in MODES or model_type == "None":
         return
-    from transformers import AutoConfig
+    if not mode:
+        from transformers.models.auto import modeling_auto
 
-    from quiver.stages.common.forward.architecture import judge
-
-    title = f"model {name}"
-    with load_errors(title):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        verdict = judge(config)
-    verdict.require(title)
-    if not verdict.tried:
-        log.warning("%s may not train: %s", title, verdict.reason)
+        known = (
+            modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+            modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        )
+        if any(model_type in names for names in known):
+            return
+        reason = f"transformers has no text model of type {printable(model_type)}"
+    elif about.get("is_decoder"):
+        return
+    raise ConfigError(
+        f"model {name}",
+        f"cannot be trained: {reason}",
+        next="name a causal language model, or set is_decoder = true in its config.json if it was "
+        "trained so",
+    )

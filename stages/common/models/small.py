@@ -24,7 +24,6 @@ from quiver.stages.common.store.writer import open_staging
 from . import checkpoints, from_function
 from .checkpoints import CARRIED_FILES, PolicyConfig, locate
 from .folder import convert_gguf, has_vision
-from .shrink import keep_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -150,6 +149,18 @@ def shrink(config: PretrainedConfig) -> None:
         elif isinstance(value, list) and len(value) in layers and name.startswith("layer"):
             setattr(config, name, value[:LAYERS])
     keep_layers(config, LAYERS)
+
+
+def keep_layers(config: PretrainedConfig, count: int) -> None:
+    """Drop the config's settings of single layers from number `count` on.
+
+    Gemma 4 has other sizes in some layers, and transformers refuses a config with settings for
+    layers that do not exist.
+    """
+    own_sizes = getattr(vars(config).get("_heterogeneity_spec"), "per_layer_overrides", {})
+    if own_sizes:
+        kept = {layer: sizes for layer, sizes in own_sizes.items() if layer < count}
+        config.per_layer_config = kept or None
 
 
 def _folder_of(model: str, revision: str | None, arguments: dict[str, Any], work: Path) -> Path:

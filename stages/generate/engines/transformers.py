@@ -30,13 +30,21 @@ from quiver.stages.common.forward.pictures import (
     put_features,
 )
 from quiver.stages.common.forward.precision import products
-from quiver.stages.common.forward.verify import most_tokens_alike
 from quiver.stages.common.images.processor import image_token_id, load_processor
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.devices import uses_gpu
-from quiver.stages.common.models.families import NOT_SAMPLED, UNPADDED, types_of
-from quiver.stages.common.models.loading import decoder_start_id, load_model, short_of_memory
-from quiver.stages.common.models.own_attention import set_attention
+from quiver.stages.common.models.families import (
+    NOT_SAMPLED,
+    UNPADDED,
+    most_tokens_alike,
+    types_of,
+)
+from quiver.stages.common.models.loading import (
+    decoder_start_id,
+    load_model,
+    set_attention,
+    short_of_memory,
+)
 from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import TransformersOptions
 from quiver.stages.generate.sampling import draw, processed_logprobs

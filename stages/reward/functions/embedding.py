@@ -102,8 +102,8 @@ def _load(model: str) -> tuple[Any, Any, int]:
     from transformers import AutoModel, AutoTokenizer
 
     from quiver.stages.common.models.checkpoints import find_folder
+    from quiver.stages.common.models.loading import take_own_attention
     from quiver.stages.common.models.mkl_warmup import make_first_calls
-    from quiver.stages.common.models.own_attention import take_own_attention
 
     make_first_calls()
     folder = find_folder(model, None, _FIELD)

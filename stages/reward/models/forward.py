@@ -32,8 +32,8 @@ from quiver.stages.common.forward.logprob_head import Shaping, completion_logpro
 from quiver.stages.common.forward.packing import pack
 from quiver.stages.common.forward.policy import pieces_of, token_budget
 from quiver.stages.common.forward.precision import products
-from quiver.stages.common.forward.verify import depends_on_length
 from quiver.stages.common.models.devices import next_gpus, placing, uses_gpu
+from quiver.stages.common.models.families import depends_on_length
 from quiver.stages.common.models.loading import load_pretrained, short_of_memory
 from quiver.stages.common.models.mkl_warmup import make_first_calls
 from quiver.stages.common.ragged import Ragged

@@ -12,22 +12,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import AutoModelForCausalLM
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.forward.architecture import own_logprobs
 from quiver.stages.common.forward.attention import set_mode
-from quiver.stages.common.models.families import NOT_SAMPLED, TRAINED, UNPADDED
+from quiver.stages.common.forward.layout import Sequences
+from quiver.stages.common.forward.policy import Policy
+from quiver.stages.common.forward.verify import own_logprobs
+from quiver.stages.common.models.families import FAMILIES, MODES, NOT_SAMPLED, UNPADDED
 from quiver.stages.common.models.loading import load_model, load_pretrained
-from quiver.stages.common.models.shrink import parts
+from quiver.stages.common.ragged import Ragged
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store, Version
 from quiver.stages.generate.engine import Engine, Request, Setup
 from quiver.stages.generate.engines.transformers import TransformersEngine
 from quiver.stages.generate.options import Sampling
-from tests import architectures
+from tests import architectures, tiny
+from tests.shrink import parts
 
+ROOT = Path(__file__).parents[3]
 TOLERANCE = 1e-4
 ROPE = {"rope_theta": 1e4}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -109,14 +112,15 @@ TWO_HEADS = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head
 
 def make_model(folder: Path, family: str, **changed: object) -> Path:
     """A tiny model of a family, with large random weights."""
-    config = CONFIG_MAPPING[family](**architectures.CONFIGS.get(family, {}))
+    config = architectures.config_of(family)
     if family in ("bloom", "cohere", "granite", "llama", "phi3", "qwen2"):
         changed = {**TWO_HEADS, **changed}
     for part in parts(config):
         for name, value in changed.items():
             if hasattr(part, name):
                 setattr(part, name, value)
-    assert architectures._write(config, folder) == ""
+    architectures.make_tiny(config).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -160,17 +164,21 @@ def answers(engine: Engine) -> Sampled:
     return rows
 
 
+def logprobs_of(model, prompt: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The logprobs of one row, by one plain pass."""
+    prompts, completions = (Ragged.from_lengths(r, torch.tensor([len(r)])) for r in (prompt, ids))
+    sequences = Sequences(prompts, completions, torch.ones(1))
+    return own_logprobs(Policy(model, autocast=False), sequences, 0, len(ids))
+
+
 def largest_gap(policy: Version, rows: Sampled) -> float:
     """The largest difference from the logprobs of one plain pass with eager attention over each
     row, in nats."""
-    folder = policy.files.folder
-    is_encoder_decoder = bool(architectures.is_encoder_decoder(policy))
-    loader = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
-    plain = loader.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    start = plain.config.decoder_start_token_id if is_encoder_decoder else None
+    plain = load_model(policy, dtype=torch.float32)
+    plain.set_attn_implementation("eager")
     with torch.no_grad():
         gaps = [
-            own_logprobs(plain, prompt, torch.from_numpy(ids), 1.0, start).numpy() - logprobs
+            logprobs_of(plain, prompt, torch.from_numpy(ids)).numpy() - logprobs
             for prompt, ids, logprobs in rows
         ]
     return max(float(np.abs(gap).max()) for gap in gaps)
@@ -195,7 +203,7 @@ def test_caps_that_are_left_out_would_be_seen(store, tmp_path):
 
 
 def test_every_feature_is_in_the_document():
-    text = (architectures.ROOT / "deployments" / "docs" / "engines.md").read_text()
+    text = (ROOT / "deployments" / "docs" / "engines.md").read_text()
     documented = {line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")}
     assert {name.partition(":")[0] for name in FEATURES} <= documented
 
@@ -207,7 +215,7 @@ def test_vllm_samples_the_same(name, tmp_path):
     command = [sys.executable, "-m", __name__, name, str(tmp_path)]
     done = subprocess.run(
         command,
-        cwd=architectures.ROOT,
+        cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -272,7 +280,7 @@ def test_a_model_without_a_layer_of_attention_is_trained_but_not_sampled(
     assert model.config._attn_implementation == "sdpa"
     assert set(model.config.layer_types) == {"linear_attention"}
     prompt, ids = torch.arange(3, 20), torch.arange(20, 30)
-    rows = [(prompt, ids.numpy(), own_logprobs(model, prompt, ids, 1.0).detach().numpy())]
+    rows = [(prompt, ids.numpy(), logprobs_of(model, prompt, ids).detach().numpy())]
     assert largest_gap(policy, rows) < TOLERANCE
     with pytest.raises(ConfigError, match=f"type {family}: none of its layers keeps keys and"):
         sampled(policy)
@@ -284,12 +292,13 @@ def test_rows_are_not_padded_where_that_changes_them(store, tmp_path, family):
     assert largest_gap(policy, sampled(policy)) < TOLERANCE
 
 
+TRAINED = {name for name, (mode, _) in FAMILIES.items() if mode in MODES}
 OTHERWISE = {"gemma3n_text": 1e-3, "nemotron_h": 5e-3, "zamba2": 5e-3}
 """Nats, of families whose own kernels differ by as much: a quantile, or a scan in chunks."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sorted(set(architectures.FAMILIES) & TRAINED))
+@pytest.mark.parametrize("family", sorted(architectures.TEXT_FAMILIES & TRAINED))
 def test_every_family_is_sampled_right_or_refused(store, tmp_path, family):
     policy = policy_of(store, make_model(tmp_path / "model", family))
     try:

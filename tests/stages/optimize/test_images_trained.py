@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from quiver.schemas.errors import LineageError, NumericError
-from quiver.stages.common.forward.layout import Sequences, make_layout, prompt_numbers
+from quiver.stages.common.forward.layout import Sequences, prompt_numbers
 from quiver.stages.common.forward.pictures import feature_places
 from quiver.stages.common.forward.policy import Policy
 from quiver.stages.common.forward.verify import choose_mode
@@ -18,6 +18,7 @@ from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from quiver.stages.optimize.config import Config
 from tests import sight
+from tests.stages.common.forward.test_policy import packed
 from tests.writing import begin
 
 ROWS = [
@@ -103,16 +104,6 @@ def own_logprobs(model, processor, row) -> torch.Tensor:
     return table.gather(1, torch.tensor(row["completion_ids"])[:, None])[:, 0]
 
 
-def packed(policy: Policy, mode: str, sequences: Sequences, numbers: list[int], budget: int):
-    policy.set_mode(mode)
-    logprobs = torch.zeros(len(sequences.completions.values))
-    for micro in policy.microbatches(range(len(numbers)), numbers, sequences, budget):
-        layout = make_layout(micro, sequences)
-        places = sequences.completions.positions(layout.rows)
-        logprobs = logprobs.index_copy(0, places, policy(layout)[0])
-    return logprobs
-
-
 def other_than_image(ids: list[int]) -> list[int]:
     return [id if id != IMAGE else 5 for id in ids]
 
@@ -147,7 +138,7 @@ def test_an_id_of_a_picture_that_was_sampled_is_an_ordinary_one(store, model):
         ids = torch.cat([prompt, sequences.completions[row]])[None]
         embeddings = model.get_input_embeddings()(ids).detach()
         places = (prompt == IMAGE).nonzero()[:, 0]
-        chosen = sequences.pictures.numbers[row].tolist()
+        chosen = sequences.pictures.in_prompts.numbers[row].tolist()
         if chosen:
             features = model.get_image_features(**sequences.pictures.read(chosen)).pooler_output
             features = torch.cat([*features]).reshape(-1, embeddings.shape[-1])

@@ -1,10 +1,12 @@
-"""Decides whether kernels are used, and checks them against the plain operations they replace.
+"""Decides whether kernels are used, checks them, and has the small functions that choose by device.
 
 Device, dtype and build decide, never a timing, so two runs use the same kernels. The plain
 operations run everywhere else.
 
     if fits(states): …              # this device, this dtype, and Triton is installed
     agree(outputs, expected)        # compare a kernel's outputs with the plain operation's
+    logits = float32_product(hidden, weight.T)
+    total = float32_product(grad.T, states, total)     # total += …, in the product's own kernel
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import importlib.util
 from collections.abc import Iterable
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,3 +64,94 @@ def agree(
             ):  # written so that NaN fails too
                 return False
     return True
+
+
+# -- products of bfloat16 matrices with float32 results
+
+
+def float32_product(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
+    """Return left @ right in float32, by one kernel if the device's library has it, since the sums
+    of a product are float32 anyway; if `total` (float32) is given, add to it in place.
+
+    If the device has no such product, the product is made in the factors' dtype and converted.
+    """
+    with torch.autocast(left.device.type, enabled=False):
+        can_widen, can_add = _abilities(left.device.type, left.dtype)
+        if total is None:
+            return (
+                torch.mm(left, right, out_dtype=torch.float32)
+                if can_widen
+                else (torch.mm(left, right).float())
+            )
+        if can_add:
+            return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+        return total.add_(float32_product(left, right))
+
+
+def makes_float32(states: Tensor) -> bool:
+    """True if one kernel makes a float32 product of two matrices like `states`."""
+    return _abilities(states.device.type, states.dtype)[0]
+
+
+@cache
+def _abilities(device: str, dtype: torch.dtype) -> tuple[bool, bool]:
+    """Return whether a product in `dtype` can be float32, and can be added to a float32 matrix.
+
+    Tried, because builds differ.
+    """
+    if device not in ("cuda", "meta") or dtype not in (torch.bfloat16, torch.float16):
+        return False, False
+    ones = torch.ones(16, 16, dtype=dtype, device=device)
+    total = torch.ones(16, 16, device=device)
+    abilities = []
+    for added in (None, total):
+        options = {"out_dtype": torch.float32}
+        try:
+            if added is None:
+                product = torch.mm(ones, ones, **options)
+            else:
+                product = torch.addmm(added, ones, ones, out=added, **options)
+        except (NotImplementedError, RuntimeError, TypeError):
+            abilities.append(False)
+        else:
+            expected = torch.full_like(total, 16 if added is None else 17)
+            is_right = product.dtype == torch.float32
+            abilities.append(is_right and (device == "meta" or torch.equal(product, expected)))
+    return tuple(abilities)
+
+
+# -- keys and values of a prompt, repeated for each completion that reads them
+
+
+def in_order(index: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Group the positions of `index` [K] by row.
+
+    Returns:
+        places [K] int64 in `index`, those of row 0 first; and offsets [num_rows + 1] int64. The
+        places of row i are places[offsets[i]] … places[offsets[i + 1] − 1].
+    """
+    counts = np.bincount(index, minlength=num_rows)
+    return index.argsort(kind="stable"), np.append(0, counts.cumsum())
+
+
+class Copies(torch.autograd.Function):
+    """Rows `index` [K] of keys and values [N, h, e], contiguous.
+
+    The kernel for sequences of any lengths needs them. The gradient of a lookup would sort its
+    index in every layer; here the index was sorted once, with the layout: `copies` and `offsets`
+    are the result of `in_order` for `index`. Sums are taken in this fixed order, so the bits are
+    the same each time.
+    """
+
+    @staticmethod
+    def forward(ctx, keys, values, index, copies, offsets):
+        ctx.save_for_backward(copies, offsets)
+        return keys.index_select(0, index), values.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        from . import operations
+
+        rows = (grad.flatten(1).contiguous() for grad in grads)
+        sums = operations.add_copies(*rows, *ctx.saved_tensors)
+        return *(s.unflatten(1, grads[0].shape[1:]) for s in sums), None, None, None

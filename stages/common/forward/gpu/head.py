@@ -16,8 +16,13 @@ from torch import Tensor
 
 from quiver.stages.common.models.folder import says_no_memory
 
-from .choice import agree, fits, precision_of_products
-from .products import float32_product, makes_float32
+from .choice import (
+    agree,
+    fits,
+    float32_product,
+    makes_float32,
+    precision_of_products,
+)
 
 log = logging.getLogger(__name__)
 

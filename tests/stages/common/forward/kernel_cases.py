@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from types import MethodType, SimpleNamespace
+from typing import NamedTuple
 from unittest import TestCase
 
 import numpy as np
@@ -19,18 +20,12 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.distributed import FileStore
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GPT2Config,
-    GraniteConfig,
-    LlamaConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
-from quiver.stages.common.forward.gpu import choice, modules
+from quiver.stages.common.forward import modules
+from quiver.stages.common.forward.gpu import choice
 from quiver.stages.common.forward.gpu import head as fused_head
 from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.forward.logprob_head import Shaping, completion_logprobs
@@ -46,24 +41,55 @@ def drawn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def gradients(outputs: dict[str, Tensor], leaves: dict[str, Tensor]) -> Answer:
-    """The outputs, and the gradients of their sum weighted at random."""
-    loss = 0
-    for seed, output in enumerate(outputs.values()):
-        weights = drawn(*output.shape, seed=50 + seed).to(output)
-        loss = loss + (weights * output.nan_to_num(0, 0, 0)).sum()
-    grads = torch.autograd.grad(loss, list(leaves.values()))
-    named = {f"grad of {name}": grad for name, grad in zip(leaves, grads, strict=True)}
-    return {name: tensor.detach() for name, tensor in {**outputs, **named}.items()}
+Leaves = dict[str, Tensor]
 
+
+class Case(NamedTuple):
+    """Kernels, the same in plain operations, and the tensors that both take."""
+
+    leaves: Leaves
+    ours: Callable[..., Answer]
+    """The kernels' outputs for the leaves."""
+    exact: Callable[..., Answer]
+    """The same by plain operations."""
+    tolerance: float
+    """The largest difference that is rounding, as a share of the norm."""
+    has_gradients: bool = True
+
+    def answer(self, device: str) -> Answer:
+        """What the kernels give on a device."""
+        return self._run(self.ours, lambda leaf: leaf.to(device))
+
+    def reference(self) -> Answer:
+        """The same in float64."""
+        return self._run(self.exact, Tensor.double)
+
+    def _run(self, function: Callable[..., Answer], convert: Callable[[Tensor], Tensor]) -> Answer:
+        """The outputs, and the gradients of their sum weighted at random."""
+        leaves = {
+            name: convert(leaf).requires_grad_(self.has_gradients)
+            for name, leaf in self.leaves.items()
+        }
+        outputs = function(**leaves)
+        grads = {}
+        if self.has_gradients:
+            weights = [drawn(*o.shape, seed=50 + n).to(o) for n, o in enumerate(outputs.values())]
+            grads = torch.autograd.grad([*outputs.values()], [*leaves.values()], weights)
+            grads = dict(zip((f"grad of {name}" for name in leaves), grads, strict=True))
+        return {name: tensor.detach() for name, tensor in {**outputs, **grads}.items()}
+
+
+CASES: dict[str, Case] = {}
 
 # -- the head, on logits that no product needs to reach
 
 VOCABULARY = 5003
-EXTREMES = ("ordinary", "a peak of 1e4", "all −1e4", "one −inf", "all but one −inf", "flat")
+TARGETS = torch.tensor([0, 7, VOCABULARY - 1, 4096, 17, 5000])
+FACTORS = torch.tensor([1.0, 1.25, 0.5, 1.0, 2.0, 1.0])
 
 
 def extreme_logits() -> Tensor:
+    """An ordinary row, a peak of 1e4, all near −1e4, one −inf, all but one −inf, all equal."""
     logits = drawn(6, VOCABULARY, scale=5)
     logits[1, 7] = 1e4
     logits[2] = -1e4 + drawn(VOCABULARY, seed=1)
@@ -74,12 +100,8 @@ def extreme_logits() -> Tensor:
     return logits
 
 
-TARGETS = torch.tensor([0, 7, VOCABULARY - 1, 4096, 17, 5000])
-FACTORS = torch.tensor([1.0, 1.25, 0.5, 1.0, 2.0, 1.0])
-
-
 def head_rows(logits: Tensor, *, collision: bool) -> Answer:
-    """By kernels: what the head says of the logits, and the gradient by them."""
+    """What the head gives for the logits, and the gradient by it."""
     from quiver.stages.common.forward.gpu import operations
 
     device = logits.device
@@ -96,323 +118,198 @@ def head_rows(logits: Tensor, *, collision: bool) -> Answer:
     return answer
 
 
-def head_rows_reference(logits: Tensor, *, collision: bool) -> Answer:
-    z = (logits.double() * FACTORS.double()[:, None]).requires_grad_()
-    table = z.log_softmax(-1)
-    p = table.exp()
-    logprobs = table.gather(1, TARGETS[:, None])[:, 0]
-    if collision:
-        return {"logprobs": logprobs.detach(), "spread": (p * p).sum(-1).detach()}
-    entropy = -torch.where(p > 0, p * table.clamp(min=-1e30), 0.0).sum(-1)
-    answer = {"logprobs": logprobs.detach(), "spread": entropy.detach()}
-    grads = [drawn(6, seed=50 + seed).double() for seed in range(2)]
-    one_hot = torch.nn.functional.one_hot(TARGETS, VOCABULARY)
-    slope = grads[0][:, None] * (one_hot - p)
-    of_entropy = -torch.where(p > 0, p * (table.clamp(min=-1e30) + entropy[:, None]), 0.0)
+def head_rows_exact(logits: Tensor, *, collision: bool) -> Answer:
     factors = FACTORS.double()[:, None]
-    answer["slope"] = (factors * slope).detach()
-    answer["slope with entropy"] = (factors * (slope + grads[1][:, None] * of_entropy)).detach()
+    table = (logits * factors).log_softmax(-1)
+    p = table.exp()
+    answer = {"logprobs": table.gather(1, TARGETS[:, None])[:, 0], "spread": (p * p).sum(-1)}
+    if not collision:
+        table = table.clamp(min=-1e30)
+        answer["spread"] = entropy = -(p * table).sum(-1, keepdim=True)
+        grads = [drawn(6, seed=50 + seed).double()[:, None] for seed in range(2)]
+        slope = grads[0] * (nn.functional.one_hot(TARGETS, VOCABULARY) - p)
+        answer["spread"] = entropy[:, 0]
+        answer["slope"] = factors * slope
+        answer["slope with entropy"] = factors * (slope - grads[1] * p * (table + entropy))
     return answer
 
 
-def head(device: str, dtype: torch.dtype) -> Answer:
-    """Hidden states and weight through it, in chunks of 4 rows."""
-    from quiver.stages.common.forward.gpu.head import FusedHead
-
-    leaves = {"hidden": drawn(11, 24), "weight": drawn(1031, 24, seed=1)}
-    leaves = {name: leaf.to(device, dtype).requires_grad_() for name, leaf in leaves.items()}
-    targets = torch.arange(0, 1031, 100, device=device)
-    factors = torch.linspace(0.5, 1.5, 11, device=device)
-    chunks = [slice(0, 4), slice(4, 8), slice(8, 12)]
-    logprobs, entropy = FusedHead.apply(
-        *leaves.values(), targets, factors, chunks, dtype, True, False
-    )
-    return gradients({"logprobs": logprobs, "entropy": entropy}, leaves)
-
-
-def head_reference(dtype: torch.dtype) -> Answer:
-    leaves = {"hidden": drawn(11, 24), "weight": drawn(1031, 24, seed=1)}
-    leaves = {name: leaf.to(dtype).double().requires_grad_() for name, leaf in leaves.items()}
-    factors = torch.linspace(0.5, 1.5, 11).double()[:, None]
-    table = (leaves["hidden"] @ leaves["weight"].T * factors).log_softmax(-1)
-    logprobs = table.gather(1, torch.arange(0, 1031, 100)[:, None])[:, 0]
-    entropy = -(table * table.exp()).sum(-1)
-    return gradients({"logprobs": logprobs, "entropy": entropy}, leaves)
-
+for name, collision in {"head of extreme logits": False, "head's collisions": True}.items():
+    functions = (partial(each, collision=collision) for each in (head_rows, head_rows_exact))
+    CASES[name] = Case({"logits": extreme_logits()}, *functions, 1e-6, has_gradients=False)
 
 # -- the head of a model, with what its architecture does to logits
 
-HEADS = {
-    "bias": (True, Shaping(), 11),
-    "scale": (False, Shaping(scale=0.25), 11),
-    "softcap": (False, Shaping(softcap=2.0), 11),
-    "no rows": (False, Shaping(), 0),
-}
+FUSED_TARGETS = torch.arange(0, 1031, 100)
+FUSED_FACTORS = torch.linspace(0.5, 1.5, 11)
 
 
-def _head_leaves(case: str) -> dict[str, Tensor]:
-    has_bias, _, num_rows = HEADS[case]
-    leaves = {"hidden": drawn(num_rows, 24), "weight": drawn(97, 24, seed=1)}
-    return {**leaves, "bias": drawn(97, seed=2)} if has_bias else leaves
-
-
-def shaped_head(device: str, case: str) -> Answer:
-    _, shaping, num_rows = HEADS[case]
-    leaves = {name: leaf.to(device).requires_grad_() for name, leaf in _head_leaves(case).items()}
-    linear = SimpleNamespace(weight=leaves["weight"], bias=leaves.get("bias"))
-    targets = torch.arange(0, 97, 9, device=device)[:num_rows]
-    temperature = torch.linspace(0.5, 1.5, 11, device=device)[:num_rows]
-    logprobs, entropy = completion_logprobs(
-        leaves["hidden"], linear, targets, temperature, shaping, entropy_gradient=True
+def head(hidden: Tensor, weight: Tensor) -> Answer:
+    """In chunks of 4 rows."""
+    device = hidden.device
+    chunks = [slice(0, 4), slice(4, 8), slice(8, 12)]
+    targets, factors = FUSED_TARGETS.to(device), FUSED_FACTORS.to(device)
+    logprobs, entropy = fused_head.FusedHead.apply(
+        hidden, weight, targets, factors, chunks, hidden.dtype, True, False
     )
-    if not num_rows:  # no gradient either
-        return {"logprobs": logprobs.detach(), "entropy": entropy.detach()}
-    return gradients({"logprobs": logprobs, "entropy": entropy}, leaves)
+    return {"logprobs": logprobs, "entropy": entropy}
 
 
-def shaped_head_reference(case: str) -> Answer:
-    _, shaping, num_rows = HEADS[case]
-    if not num_rows:
-        return {"logprobs": torch.empty(0), "entropy": torch.empty(0)}
-    leaves = {name: leaf.double().requires_grad_() for name, leaf in _head_leaves(case).items()}
-    logits = leaves["hidden"] @ leaves["weight"].T + leaves.get("bias", 0)
-    logits = logits * shaping.scale
+def head_exact(hidden: Tensor, weight: Tensor) -> Answer:
+    table = (hidden @ weight.T * FUSED_FACTORS.double()[:, None]).log_softmax(-1)
+    logprobs = table.gather(1, FUSED_TARGETS[:, None])[:, 0]
+    return {"logprobs": logprobs, "entropy": -(table * table.exp()).sum(-1)}
+
+
+for dtype, tolerance in ((FP32, 1e-5), (BF16, 1.5e-2)):
+    leaves = {"hidden": drawn(11, 24).to(dtype), "weight": drawn(1031, 24, seed=1).to(dtype)}
+    CASES[f"head of {dtype}"] = Case(leaves, head, head_exact, tolerance)
+
+
+def shaped_head(
+    shaping: Shaping, hidden: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Answer:
+    linear = SimpleNamespace(weight=weight, bias=bias)
+    targets = torch.arange(0, 97, 9)[: len(hidden)].to(hidden.device)
+    temperature = torch.linspace(0.5, 1.5, 11)[: len(hidden)].to(hidden.device)
+    logprobs, entropy = completion_logprobs(
+        hidden, linear, targets, temperature, shaping, entropy_gradient=True
+    )
+    return {"logprobs": logprobs, "entropy": entropy}
+
+
+def shaped_head_exact(
+    shaping: Shaping, hidden: Tensor, weight: Tensor, bias: Tensor | float = 0
+) -> Answer:
+    logits = (hidden @ weight.T + bias) * shaping.scale
     if shaping.softcap:
         logits = shaping.softcap * (logits / shaping.softcap).tanh()
-    table = (logits / torch.linspace(0.5, 1.5, 11)[:, None]).log_softmax(-1)
-    logprobs = table.gather(1, torch.arange(0, 97, 9)[:, None])[:, 0]
-    return gradients({"logprobs": logprobs, "entropy": -(table * table.exp()).sum(-1)}, leaves)
+    table = (logits / torch.linspace(0.5, 1.5, 11)[: len(hidden), None]).log_softmax(-1)
+    logprobs = table.gather(1, torch.arange(0, 97, 9)[: len(hidden), None])[:, 0]
+    return {"logprobs": logprobs, "entropy": -(table * table.exp()).sum(-1)}
 
 
-# -- RMSNorm
+for name, shaping, num_rows in (
+    ("bias", Shaping(), 11),
+    ("scale", Shaping(scale=0.25), 11),
+    ("softcap", Shaping(softcap=2.0), 11),
+    ("no rows", Shaping(), 0),
+):
+    leaves = {"hidden": drawn(num_rows, 24), "weight": drawn(97, 24, seed=1)}
+    if name == "bias":
+        leaves["bias"] = drawn(97, seed=2)
+    functions = (partial(each, shaping) for each in (shaped_head, shaped_head_exact))
+    CASES[f"head with {name}"] = Case(leaves, *functions, 1e-5, has_gradients=num_rows > 0)
 
-NORMS = {
-    "states": ((1, 41, 896), FP32, FP32),
-    "odd width": ((7, 37), FP32, FP32),
-    "heads": ((1, 13, 3, 40), BF16, FP32),
-    "bfloat16": ((1, 41, 896), BF16, BF16),
-    "one row": ((1, 1, 2048), FP32, FP32),
-    # so wide that a program has a row at once, and so many that each has two turns
-    "many rows": ((1, 520, 1025), FP32, FP32),
-}
-
-
-def _norm_leaves(case: str) -> dict[str, Tensor]:
-    shape, states_dtype, weight_dtype = NORMS[case]
-    states = drawn(*shape)
-    states.view(-1, shape[-1])[0] = 0  # a place that only fills up
-    states.view(-1, shape[-1])[-1] *= 1e4
-    weight = 1 + drawn(shape[-1], seed=1)
-    return {"states": states.to(states_dtype), "weight": weight.to(weight_dtype)}
+# -- RMSNorm, also of a sum
 
 
-def norm(device: str, case: str) -> Answer:
-    from quiver.stages.common.forward.gpu.modules import Norm
-
-    leaves = _norm_leaves(case)
-    leaves = {name: leaf.to(device).requires_grad_() for name, leaf in leaves.items()}
-    states = leaves["states"]
-    if case == "heads":  # as they lie in one product's output
+def norm(states: Tensor, weight: Tensor, branch: Tensor | None = None) -> Answer:
+    if states.ndim == 4:  # heads as they lie in one product's output
         wide = torch.cat([states.flatten(2), states.flatten(2)], -1)
-        states = wide.split([120, 120], -1)[0].unflatten(-1, (3, 40))
-    return gradients(
-        {"output": Norm.apply(states, leaves["weight"], 1e-6, leaves["weight"].dtype)}, leaves
-    )
+        states = wide.split(wide.shape[-1] // 2, -1)[0].unflatten(-1, states.shape[2:])
+    total, output = modules.AddNorm.apply(states, branch, weight, 1e-6, weight.dtype)
+    return {"output": output} if branch is None else {"total": total, "output": output}
 
 
-def norm_reference(case: str) -> Answer:
-    leaves = {name: leaf.double().requires_grad_() for name, leaf in _norm_leaves(case).items()}
-    states = leaves["states"]
-    scale = torch.rsqrt(states.square().mean(-1, keepdim=True) + 1e-6)
-    return gradients({"output": leaves["weight"] * states * scale}, leaves)
+def norm_exact(states: Tensor, weight: Tensor, branch: Tensor | None = None) -> Answer:
+    total = states if branch is None else states + branch
+    output = weight * total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6)
+    return {"output": output} if branch is None else {"total": total, "output": output}
 
 
-SUMS = {"float32 and bfloat16": (FP32, BF16), "float32": (FP32, FP32), "bfloat16": (BF16, BF16)}
+for name, shape, states_dtype, weight_dtype, branch_dtype, tolerance in (
+    ("states", (1, 41, 896), FP32, FP32, None, 1e-5),
+    ("odd width", (7, 37), FP32, FP32, None, 1e-5),
+    ("heads", (1, 13, 3, 40), BF16, FP32, None, 6e-3),
+    ("bfloat16", (1, 41, 896), BF16, BF16, None, 6e-3),
+    ("one row", (1, 1, 2048), FP32, FP32, None, 1e-5),
+    # so wide that a program has a row at once, and so many that each has two turns
+    ("many rows", (1, 520, 1025), FP32, FP32, None, 1e-5),
+    ("sum of float32 and bfloat16", (1, 41, 101), FP32, FP32, BF16, 8e-3),
+    ("sum of float32", (1, 41, 101), FP32, FP32, FP32, 1e-5),
+    ("sum of bfloat16", (1, 41, 101), BF16, BF16, BF16, 8e-3),
+):
+    states, weight, branch = drawn(*shape), 1 + drawn(shape[-1], seed=1), drawn(*shape, seed=2)
+    rows = states.view(-1, shape[-1])
+    rows[-1] *= 1e4
+    rows[0] = branch.view(-1, shape[-1])[0] = 0  # a place that only fills up
+    leaves = {"states": states.to(states_dtype), "weight": weight.to(weight_dtype)}
+    if branch_dtype is not None:
+        leaves["branch"] = branch.to(branch_dtype)
+    CASES[f"norm: {name}"] = Case(leaves, norm, norm_exact, tolerance)
+
+# -- the gated MLP, whose gate and up lie side by side
 
 
-def _sum_leaves(case: str) -> dict[str, Tensor]:
-    states_dtype, branch_dtype = SUMS[case]
-    states, branch = drawn(1, 41, 101), drawn(1, 41, 101, seed=1)
-    states[0, 0] = branch[0, 0] = 0
-    states[0, 1] *= 1e4
-    weight = 1 + drawn(101, seed=2)
-    states, branch = states.to(states_dtype), branch.to(branch_dtype)
-    return {"states": states, "branch": branch, "weight": weight.to(states_dtype)}
+def gated(both: Tensor) -> Answer:
+    return {"output": modules.Gate.apply(*(part[None] for part in both.split(1031, 1)))}
 
 
-def summed(device: str, case: str) -> Answer:
-    from quiver.stages.common.forward.gpu.modules import AddNorm
-
-    leaves = {name: leaf.to(device).requires_grad_() for name, leaf in _sum_leaves(case).items()}
-    total, output = AddNorm.apply(*leaves.values(), 1e-6, SUMS[case][0])
-    return gradients({"total": total, "output": output}, leaves)
+def gated_exact(both: Tensor) -> Answer:
+    gate, up = both.split(1031, 1)
+    return {"output": (nn.functional.silu(gate) * up)[None]}
 
 
-def summed_reference(case: str) -> Answer:
-    leaves = {name: leaf.double().requires_grad_() for name, leaf in _sum_leaves(case).items()}
-    total = leaves["states"] + leaves["branch"]
-    scale = torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6)
-    return gradients({"total": total, "output": leaves["weight"] * total * scale}, leaves)
-
-
-# -- the gated MLP
-
-GATES = {"float32": FP32, "bfloat16": BF16}
-
-
-def _gate_leaves(dtype: torch.dtype) -> dict[str, Tensor]:
+for dtype, tolerance in ((FP32, 1e-6), (BF16, 6e-3)):
     gate, up = drawn(9, 1031, scale=3), drawn(9, 1031, seed=1)
     gate[0, :4] = torch.tensor([1e4, -1e4, -90.0, 0.0])
     gate[8] = up[8] = 0
-    return {"gate": gate.to(dtype), "up": up.to(dtype)}
-
-
-def gated(device: str, dtype: torch.dtype) -> Answer:
-    from quiver.stages.common.forward.gpu.modules import Gate
-
-    both = torch.cat([leaf.to(device) for leaf in _gate_leaves(dtype).values()], 1)
-    leaves = {"both": both.requires_grad_()}
-    gate, up = (part[None] for part in both.split(1031, 1))
-    return gradients({"output": Gate.apply(gate, up)}, leaves)
-
-
-def gated_reference(dtype: torch.dtype) -> Answer:
-    both = torch.cat([leaf.double() for leaf in _gate_leaves(dtype).values()], 1)
-    gate, up = both.requires_grad_().split(1031, 1)
-    return gradients({"output": (torch.nn.functional.silu(gate) * up)[None]}, {"both": both})
-
+    leaves = {"both": torch.cat([gate, up], 1).to(dtype)}
+    CASES[f"gate of {dtype}"] = Case(leaves, gated, gated_exact, tolerance)
 
 # -- rotary positions
 
-ROTATIONS = {"of bfloat16": (BF16, 10), "of float32": (FP32, 64)}
+
+def rotated(angles: Tensor, queries: Tensor, keys: Tensor) -> Answer:
+    states = (leaf.transpose(1, 2) for leaf in (queries, keys))
+    positions = (position.to(queries.device) for position in (angles.cos(), angles.sin()))
+    queries, keys = modules.rotate(None, *states, *positions)
+    return {"queries": queries, "keys": keys}
 
 
-def _rotation_parts(case: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    dtype, width = ROTATIONS[case]
-    leaves = {"queries": drawn(1, 19, 3, width), "keys": drawn(1, 19, 1, width, seed=1)}
-    angles = drawn(1, 19, width, seed=2, scale=100)
-    leaves = {name: leaf.to(dtype) for name, leaf in leaves.items()}
-    return leaves, angles.cos(), angles.sin()
-
-
-def rotated(device: str, case: str) -> Answer:
-    from quiver.stages.common.forward.gpu.modules import rotate
-
-    leaves, cosines, sines = _rotation_parts(case)
-    leaves = {name: leaf.to(device).requires_grad_() for name, leaf in leaves.items()}
-    states = (leaf.transpose(1, 2) for leaf in leaves.values())
-    queries, keys = rotate(None, *states, cosines.to(device), sines.to(device))
-    return gradients({"queries": queries, "keys": keys}, leaves)
-
-
-def rotation_reference(case: str) -> Answer:
-    leaves, cosines, sines = _rotation_parts(case)
-    leaves = {name: leaf.double().requires_grad_() for name, leaf in leaves.items()}
+def rotated_exact(angles: Tensor, **leaves: Tensor) -> Answer:
     turned = {}
     for name, leaf in leaves.items():
         states = leaf.transpose(1, 2)
         low, high = states.chunk(2, -1)
         half = torch.cat([-high, low], -1)
-        turned[name] = states * cosines.double()[:, None] + half * sines.double()[:, None]
-    return gradients(turned, leaves)
+        turned[name] = states * angles.cos()[:, None] + half * angles.sin()[:, None]
+    return turned
 
+
+for dtype, width, tolerance in ((BF16, 10, 4e-3), (FP32, 64, 1e-6)):
+    queries, keys = drawn(1, 19, 3, width), drawn(1, 19, 1, width, seed=1)
+    angles = drawn(1, 19, width, seed=2, scale=100)
+    functions = (partial(each, angles) for each in (rotated, rotated_exact))
+    leaves = {"queries": queries.to(dtype), "keys": keys.to(dtype)}
+    CASES[f"rotation of {dtype}"] = Case(leaves, *functions, tolerance)
 
 # -- keys and values of shared prompts
 
-COPIES = {"bfloat16": (BF16, 40), "float32": (FP32, 600)}
-"""The second needs more than one program for a row."""
 ROW_OF_KEYS = np.array([3, 0, 1, 2, 3, 0, 1, 2, 4, 6, 6])
 """Row 5 of 7 has no copy, row 6 two side by side."""
 
 
-def _copied_leaves(case: str) -> dict[str, Tensor]:
-    dtype, width = COPIES[case]
-    names = "keys", "values"
-    return {name: drawn(7, 2, width, seed=seed).to(dtype) for seed, name in enumerate(names)}
-
-
-def copied(device: str, case: str) -> Answer:
-    from quiver.stages.common.forward.gpu.copies import Copies, in_order
-
-    leaves = {k: leaf.to(device).requires_grad_() for k, leaf in _copied_leaves(case).items()}
+def copied(keys: Tensor, values: Tensor) -> Answer:
+    device = keys.device
     index = torch.from_numpy(ROW_OF_KEYS).to(device)
-    order = (torch.from_numpy(array).to(device) for array in in_order(ROW_OF_KEYS, 7))
-    outputs = Copies.apply(*leaves.values(), index, *order)
+    order = (torch.from_numpy(array).to(device) for array in choice.in_order(ROW_OF_KEYS, 7))
+    outputs = choice.Copies.apply(keys, values, index, *order)
     # their gradients are parts of one tensor, so that rows lie apart
     outputs = torch.cat(outputs, 1).split(outputs[0].shape[1], 1)
-    return gradients(dict(zip(("copied keys", "copied values"), outputs, strict=True)), leaves)
+    return dict(zip(("copied keys", "copied values"), outputs, strict=True))
 
 
-def copied_reference(case: str) -> Answer:
-    leaves = {k: leaf.double().requires_grad_() for k, leaf in _copied_leaves(case).items()}
-    outputs = {f"copied {name}": leaf[ROW_OF_KEYS.tolist()] for name, leaf in leaves.items()}
-    return gradients(outputs, leaves)
+def copied_exact(**leaves: Tensor) -> Answer:
+    return {f"copied {name}": leaf[ROW_OF_KEYS.tolist()] for name, leaf in leaves.items()}
 
 
-CASES: dict[str, tuple[Callable[[str], Answer], Callable[[], Answer], float]] = {
-    "head of extreme logits": (
-        lambda device: head_rows(extreme_logits().to(device), collision=False),
-        lambda: head_rows_reference(extreme_logits(), collision=False),
-        1e-6,
-    ),
-    "head's collisions": (
-        lambda device: head_rows(extreme_logits().to(device), collision=True),
-        lambda: head_rows_reference(extreme_logits(), collision=True),
-        1e-6,
-    ),
-    "head of float32": (lambda d: head(d, FP32), lambda: head_reference(FP32), 1e-5),
-    "head of bfloat16": (lambda d: head(d, BF16), lambda: head_reference(BF16), 1.5e-2),
-    **{
-        f"head with {case}": (
-            lambda device, case=case: shaped_head(device, case),
-            lambda case=case: shaped_head_reference(case),
-            1e-5,
-        )
-        for case in HEADS
-    },
-    **{
-        f"norm: {case}": (
-            lambda device, case=case: norm(device, case),
-            lambda case=case: norm_reference(case),
-            1e-5 if NORMS[case][1] == FP32 else 6e-3,
-        )
-        for case in NORMS
-    },
-    **{
-        f"sum and norm: {case}": (
-            lambda device, case=case: summed(device, case),
-            lambda case=case: summed_reference(case),
-            1e-5 if case == "float32" else 8e-3,
-        )
-        for case in SUMS
-    },
-    **{
-        f"gate: {case}": (
-            lambda device, dtype=dtype: gated(device, dtype),
-            lambda dtype=dtype: gated_reference(dtype),
-            1e-6 if dtype == FP32 else 6e-3,
-        )
-        for case, dtype in GATES.items()
-    },
-    **{
-        f"rotation: {case}": (
-            lambda device, case=case: rotated(device, case),
-            lambda case=case: rotation_reference(case),
-            1e-6 if ROTATIONS[case][0] == FP32 else 4e-3,
-        )
-        for case in ROTATIONS
-    },
-    **{
-        f"copies: {case}": (
-            lambda device, case=case: copied(device, case),
-            lambda case=case: copied_reference(case),
-            1e-6 if COPIES[case][0] == FP32 else 4e-3,
-        )
-        for case in COPIES
-    },
-}
-"""Of each case the kernels' answer on a device, the reference, and the largest difference that is
-rounding, as a share of the norm."""
+for dtype, width, tolerance in ((BF16, 40, 4e-3), (FP32, 600, 1e-6)):  # 600: two programs a row
+    leaves = {
+        name: drawn(7, 2, width, seed=n).to(dtype) for n, name in enumerate(("keys", "values"))
+    }
+    CASES[f"copies of {dtype}"] = Case(leaves, copied, copied_exact, tolerance)
 
 
 def largest_gap(answer: Answer, reference: Answer) -> float:
@@ -472,6 +369,15 @@ class Faint(LlamaMLP):
             nn.init.normal_(weight, std=1e-7)
 
 
+def has_kernel(module: nn.Module) -> bool:
+    """True if its forward pass is by kernels, not only recomputed."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, partial):
+        is_kernel = forward.func in (modules._layer, modules._normalize)
+        return is_kernel or (forward.func is modules._gate and forward.args[1])
+    return isinstance(forward, MethodType) and forward.__func__.__name__ == "forward"
+
+
 def strangers() -> list[nn.Module]:
     config = LlamaConfig(
         hidden_size=64, intermediate_size=96, num_attention_heads=4, attn_implementation="eager"
@@ -491,7 +397,7 @@ def strangers_replaced() -> dict[str, bool]:
     replaced = {}
     for module in strangers():
         modules.fuse_modules(nn.ModuleList([module]))
-        replaced[type(module).__name__] = "forward" in vars(module)
+        replaced[type(module).__name__] = has_kernel(module)
     return replaced
 
 
@@ -568,18 +474,18 @@ def operations_checked() -> dict[str, dict[str, str]]:
 
 PASSES = {
     # two layers with two norms, MLP and attention each, and the last norm
-    "llama": (LlamaConfig, 11),
+    "llama": 11,
     # queries and keys are normalized too
-    "qwen3": (Qwen3Config, 15),
+    "qwen3": 15,
     # biases of the projections
-    "qwen2": (Qwen2Config, 11),
+    "qwen2": 11,
     # other norms and another activation: the rotations alone
-    "gemma2": (Gemma2Config, 2),
-    "gpt2": (GPT2Config, 0),
+    "gemma2": 2,
+    "gpt2": 0,
     # what a layer adds is scaled: its parts alone
-    "granite": (GraniteConfig, 9),
+    "granite": 9,
 }
-"""Kinds of models, and how many of their modules are replaced."""
+"""Kinds of models, and how many of their modules are replaced by kernels."""
 NARROW = ("llama", "qwen3")
 """Those that are tried in bfloat16 too."""
 
@@ -605,7 +511,7 @@ def _model(kind: str, way: str) -> nn.Module:
     if kind == "granite":
         sizes |= {"residual_multiplier": 0.5}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(PASSES[kind][0](**sizes)).eval()
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes)).eval()
     if way == "lora":
         names = ["q_proj", "o_proj", "gate_proj", "down_proj"]
         model = inject_adapter_in_model(LoraConfig(r=4, target_modules=names), model)
@@ -657,29 +563,20 @@ def passes(
         policy = Policy(model, autocast=autocast)
         policy.set_mode("shared")
         policy.fuse()
-    replaced = [vars(module).get("forward") for module in model.modules()]
-    is_ours = [
-        (isinstance(forward, MethodType) and forward.__func__.__name__ == "forward")
-        or (isinstance(forward, partial) and forward.func.__module__ == modules.__name__)
-        for forward in replaced
-    ]
     answers["fused"] = passed(policy)
     if way == "sharded":
         torch.distributed.destroy_process_group()
     choice.DEVICES.clear()
     choice.DEVICES.update(before)
-    return {**answers, "replaced": sum(is_ours)}
+    return {**answers, "replaced": sum(map(has_kernel, model.modules()))}
 
 
 if __name__ == "__main__":
     import_module("tests.interpreted_kernels")  # it stands for this process
-    answers = {
-        f"{kind}, {autocast}": passes(kind, autocast=autocast)
-        for kind in PASSES
-        for autocast in ((False, True) if kind in NARROW else (False,))
-    }
+    answers = {kind: passes(kind) for kind in PASSES}
+    answers |= {f"{kind} in bfloat16": passes(kind, autocast=True) for kind in NARROW}
     answers |= {way: passes("llama", way=way) for way in WAYS}
     answers |= {"strangers": strangers_replaced(), "operations": operations_checked()}
     answers |= {"coarse": coarse_replaced(), "told": told()}
-    answers |= {name: ours("cpu") for name, (ours, _, _) in CASES.items()}
+    answers |= {name: case.answer("cpu") for name, case in CASES.items()}
     torch.save(answers, sys.argv[1])

@@ -20,7 +20,7 @@ from quiver.stages.common.forward.logprob_head import Shaping
 from quiver.stages.common.forward.packing import Piece
 from quiver.stages.common.forward.policy import Policy, score
 from quiver.stages.common.forward.verify import choose_mode
-from quiver.stages.common.ragged import Ragged
+from tests.stages.common.forward.test_policy import _ragged, compare, reference
 
 PAD, EOS = 0, 2
 IDS = {"vocab_size": 61, "pad_token_id": PAD, "eos_token_id": EOS}
@@ -89,50 +89,10 @@ def _data() -> tuple[Sequences, list[int]]:
     ), groups
 
 
-def _ragged(rows: list[torch.Tensor]) -> Ragged:
-    return Ragged.from_lengths(torch.cat(rows), torch.tensor([len(row) for row in rows]))
-
-
-def _reference(model, data: Sequences) -> torch.Tensor:
-    found, start = [], torch.tensor([model.config.decoder_start_token_id])
-    for prompt, completion, temperature in zip(
-        data.prompts, data.completions, data.temperature, strict=True
-    ):
-        inputs = torch.cat([start, completion[:-1]])
-        attended = {
-            "attention_mask": torch.ones(1, len(prompt)),
-            "decoder_attention_mask": torch.ones(1, len(inputs)),
-        }
-        logits = model(
-            input_ids=prompt[None], decoder_input_ids=inputs[None], **attended, use_cache=False
-        ).logits[0]
-        found.append((logits / temperature).log_softmax(-1).gather(1, completion[:, None])[:, 0])
-    return torch.cat(found)
-
-
 @pytest.mark.parametrize("mode", ["shared", "packed", "single"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(kind, mode):
-    model, (data, groups) = _model(kind), _data()
-    expected = _reference(model, data)
-    weights = torch.randn_like(expected)
-    (weights * expected).sum().backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    policy = Policy(model, autocast=False)
-    policy.set_mode(mode)
-    for budget in (1, 40, 10_000):
-        for rows in (range(len(groups)), list(range(len(groups)))[::-1]):
-            model.zero_grad()
-            for micro in policy.microbatches(rows, groups, data, budget):
-                layout = policy.layout(micro, data)
-                found, places = policy(layout)[0], data.completions.positions(layout.rows)
-                torch.testing.assert_close(found, expected[places], rtol=0, atol=1e-5)
-                (weights[places] * found).sum().backward()
-            for name, parameter in model.named_parameters():
-                if name in gradients:
-                    torch.testing.assert_close(
-                        parameter.grad, gradients[name], rtol=1e-4, atol=4e-5
-                    )
+    compare(Policy(_model(kind), autocast=False), mode, *_data())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -141,7 +101,7 @@ def test_the_self_check_takes_every_family(kind):
     policy = Policy(_model(kind), autocast=False)
     assert choose_mode(policy, data, groups, "shared") == "shared"
     found = score(policy, policy.microbatches(range(len(groups)), groups, data, 50), data)
-    torch.testing.assert_close(found, _reference(policy.model, data).detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, reference(policy.model, data).detach(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["t5", "t5_untied"])

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, GPTJConfig
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quiver.stages.common.forward.gpu import choice, head, modules, operations
+from quiver.stages.common.forward import modules
+from quiver.stages.common.forward.gpu import choice, head, operations
 from tests.stages.common.forward import kernel_cases as cases
 
 ROOT = Path(__file__).parents[4]
@@ -43,39 +44,25 @@ def interpreted(tmp_path_factory) -> dict:
 
 @pytest.mark.parametrize("case", cases.CASES)
 def test_a_kernel_gives_the_numbers_of_float64(case, interpreted):
-    _, reference, tolerance = cases.CASES[case]
-    assert cases.largest_gap(interpreted[case], reference()) <= tolerance
+    expected = cases.CASES[case].reference()
+    assert cases.largest_gap(interpreted[case], expected) <= cases.CASES[case].tolerance
 
 
-@pytest.mark.parametrize("kind", cases.PASSES)
-def test_a_fused_pass_gives_the_numbers_and_gradients_of_the_model(kind, interpreted):
-    answers = interpreted[f"{kind}, False"]
+@pytest.mark.parametrize("name", [*cases.PASSES, *cases.WAYS])
+def test_a_fused_pass_gives_the_numbers_and_gradients_of_the_model(name, interpreted):
+    """Parts that another family computes otherwise stay; other ways of training have kernels."""
+    answers = interpreted[name]
     assert cases.largest_gap(answers["fused"], answers["exact"]) < 1e-5
+    assert answers["replaced"] == {**cases.PASSES, **cases.WAYS}[name]
 
 
 @pytest.mark.parametrize("kind", cases.NARROW)
 def test_a_fused_pass_in_bfloat16_is_about_as_exact_as_the_model(kind, interpreted):
     # a CPU's attention has queries and keys in float32, a GPU's in bfloat16 with kernels or without
-    answers = interpreted[f"{kind}, True"]
+    answers = interpreted[f"{kind} in bfloat16"]
     gap = cases.largest_gap(answers["plain"], answers["exact"])
     assert cases.largest_gap(answers["fused"], answers["exact"]) < 2 * gap
-
-
-@pytest.mark.parametrize("kind", cases.NARROW)
-def test_a_pass_in_bfloat16_has_all_kernels(kind, interpreted):
-    assert interpreted[f"{kind}, True"]["replaced"] == cases.PASSES[kind][1]
-
-
-@pytest.mark.parametrize("way", cases.WAYS)
-def test_other_ways_of_training_have_the_kernels_too(way, interpreted):
-    answers = interpreted[way]
-    assert cases.largest_gap(answers["fused"], answers["exact"]) < 1e-5
-    assert answers["replaced"] == cases.WAYS[way]
-
-
-@pytest.mark.parametrize("kind", cases.PASSES)
-def test_what_another_family_computes_stays(kind, interpreted):
-    assert interpreted[f"{kind}, False"]["replaced"] == cases.PASSES[kind][1]
+    assert answers["replaced"] == cases.PASSES[kind]
 
 
 @pytest.mark.parametrize("stranger", cases.strangers(), ids=lambda module: type(module).__name__)
@@ -90,7 +77,7 @@ def test_where_tf32_is_allowed_its_last_digits_may_differ(interpreted):
 
 def test_it_is_told_once_what_stays_because_its_numbers_differ(interpreted):
     of_norms, of_head = interpreted["told"]
-    assert of_norms == ("INFO Clipped: runs as it is, for its kernels would compute something else")
+    assert of_norms == ("INFO Clipped: runs without kernels, for they would compute something else")
     assert of_head.startswith("INFO products of torch.float16 leave no float32 here")
 
 

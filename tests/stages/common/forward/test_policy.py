@@ -15,7 +15,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from quiver.stages.common.forward.layout import Sequences, make_layout
+from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.forward.policy import Policy, token_budget
 from quiver.stages.common.ragged import Ragged
 
@@ -68,29 +68,60 @@ def _ragged(rows: list[torch.Tensor]) -> Ragged:
     return Ragged.from_lengths(torch.cat(rows), torch.tensor([len(row) for row in rows]))
 
 
-def _reference(model, data: Sequences) -> list[torch.Tensor]:
-    found = []
+def reference(model, sequences: Sequences) -> torch.Tensor:
+    """[N] logprobs with gradient by transformers' own model, one rollout at a time."""
+    logprobs = []
     for prompt, completion, temperature in zip(
-        data.prompts, data.completions, data.temperature, strict=True
+        sequences.prompts, sequences.completions, sequences.temperature, strict=True
     ):
-        logits = model(input_ids=torch.cat([prompt, completion])[None], use_cache=False).logits[0]
-        table = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
-        found.append(table.gather(1, completion[:, None])[:, 0])
-    return found
+        if model.config.is_encoder_decoder:
+            start = torch.tensor([model.config.decoder_start_token_id])
+            inputs = {"input_ids": prompt, "decoder_input_ids": torch.cat([start, completion[:-1]])}
+            inputs |= {
+                name.replace("input_ids", "attention_mask"): torch.ones_like(ids)
+                for name, ids in inputs.items()
+            }
+        else:
+            inputs = {"input_ids": torch.cat([prompt, completion[:-1]])}
+        inputs = {name: row[None] for name, row in inputs.items()}
+        logits = model(**inputs, use_cache=False).logits[0, -len(completion) :]
+        table = (logits / temperature).log_softmax(-1)
+        logprobs.append(table.gather(1, completion[:, None])[:, 0])
+    return torch.cat(logprobs)
 
 
-def _packed(
-    policy: Policy, mode: str, data: Sequences, groups: list[int], budget: int
-) -> list[torch.Tensor]:
+def packed(
+    policy: Policy, mode: str, sequences: Sequences, numbers: list[int], budget: int = 10_000
+) -> torch.Tensor:
+    """[N] logprobs with gradient, in the order of the rollouts."""
     policy.set_mode(mode)
-    found = {}
-    for micro in policy.microbatches(range(len(groups)), groups, data, budget):
-        layout = make_layout(micro, data)
-        parts = policy(layout)[0].split(
-            [len(data.completions[row]) for row in layout.rows.tolist()]
-        )
-        found.update(zip(layout.rows.tolist(), parts, strict=True))
-    return [found[row] for row in range(len(groups))]
+    logprobs = torch.zeros(len(sequences.completions.values))
+    for pieces in policy.microbatches(range(len(numbers)), numbers, sequences, budget):
+        layout = policy.layout(pieces, sequences)
+        places = sequences.completions.positions(layout.rows)
+        logprobs = logprobs.index_copy(0, places, policy(layout)[0])
+    return logprobs
+
+
+def compare(
+    policy: Policy,
+    mode: str,
+    sequences: Sequences,
+    numbers: list[int],
+    expected: torch.Tensor | None = None,
+    atol: float = 1e-5,
+) -> None:
+    """Logprobs and gradients of `mode` are those of one rollout at a time, whatever the budget."""
+    parameters = [each for each in policy.model.parameters() if each.requires_grad]
+    expected = reference(policy.model, sequences) if expected is None else expected
+    weights = torch.randn(len(expected), generator=torch.Generator().manual_seed(1))
+    options = {"allow_unused": True, "materialize_grads": True}
+    gradients = torch.autograd.grad((weights * expected).sum(), parameters, **options)
+    for budget in (1, 12, 40, 10_000):
+        logprobs = packed(policy, mode, sequences, numbers, budget)
+        torch.testing.assert_close(logprobs, expected, rtol=0, atol=atol)
+        ours = torch.autograd.grad((weights * logprobs).sum(), parameters, **options)
+        torch.testing.assert_close(ours, gradients, rtol=1e-4, atol=4 * atol)
 
 
 @pytest.mark.parametrize("mode, num_pieces", [("shared", 4), ("packed", 10), ("single", 10)])
@@ -119,23 +150,7 @@ def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(
 ):
     monkeypatch.setattr("quiver.stages.common.forward.attention._SHORT", short)
     monkeypatch.setattr("quiver.stages.common.forward.attention._ROWS", rows)
-    _compare(_model(kind), *_data(), mode)
-
-
-def _compare(model, data: Sequences, groups: list[int], mode: str) -> None:
-    """Values and gradients of `mode` against one rollout at a time, whatever the budget."""
-    expected = _reference(model, data)
-    weights = [torch.randn_like(row) for row in expected]
-    sum((w * row).sum() for w, row in zip(weights, expected, strict=True)).backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    for budget in (12, 40, 10_000):
-        model.zero_grad()
-        found = _packed(Policy(model, autocast=False), mode, data, groups, budget)
-        for mine, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-        sum((w * row).sum() for w, row in zip(weights, found, strict=True)).backward()
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-4)
+    compare(Policy(_model(kind), autocast=False), mode, *_data())
 
 
 @pytest.mark.parametrize("short, rows", WAYS)
@@ -147,22 +162,13 @@ def test_a_window_leaves_no_fill_without_a_key(monkeypatch, short, rows):
     torch.manual_seed(1)
     prompts = [ids for length in (30, 3) for ids in [torch.randint(97, (length,))] * 2]
     completions = [torch.randint(97, (length,)) for length in (3, 2, 31, 29)]
-    _compare(
-        _model("mistral"),
-        Sequences(_ragged(prompts), _ragged(completions), torch.ones(4)),
-        [0, 0, 1, 1],
-        "shared",
-    )
+    sequences = Sequences(_ragged(prompts), _ragged(completions), torch.ones(4))
+    compare(Policy(_model("mistral"), autocast=False), "shared", sequences, [0, 0, 1, 1])
 
 
 def test_long_sequences_go_through_the_kernel_in_blocks(monkeypatch):
     monkeypatch.setattr("quiver.stages.common.forward.layout._MASK_ITEMS", 20_000)
-    model, (data, groups) = _model("llama"), _data(longest=200)
-    with torch.no_grad():
-        expected = _reference(model, data)
-        found = _packed(Policy(model, autocast=False), "shared", data, groups, 10_000)
-        for mine, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    compare(Policy(_model("llama"), autocast=False), "shared", *_data(longest=200), atol=1e-4)
 
 
 def test_a_freed_policy_keeps_nothing():
@@ -170,9 +176,7 @@ def test_a_freed_policy_keeps_nothing():
     model, (data, groups) = _model("llama"), _data()
     policy = Policy(model, autocast=False)
     policy.fuse()
-    torch.stack(
-        [row.sum() for row in _packed(policy, "shared", data, groups, 1000)]
-    ).sum().backward()
+    packed(policy, "shared", data, groups).sum().backward()
     tensors = [*policy.parameters(), *(parameter.grad for parameter in policy.parameters())]
     held = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
     assert all(storage() is not None for storage in held)

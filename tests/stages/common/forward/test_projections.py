@@ -19,7 +19,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from quiver.stages.common.forward.cpu.projections import casts, fuse_projections
+from quiver.stages.common.forward.projections import casts, fuse_projections
 
 SIZES = {
     "hidden_size": 16,

@@ -41,25 +41,6 @@ def sequences_of(table: pa.Table) -> Sequences:
     )
 
 
-def packed(
-    policy: Policy,
-    mode: str,
-    sequences: Sequences,
-    numbers: list[int],
-    budget: int,
-    *,
-    varlen: bool = False,
-):
-    """[N] logprobs with gradient, in the order of the rollouts."""
-    policy.set_mode(mode)
-    logprobs = torch.zeros(len(sequences.completions.values))
-    for micro in policy.microbatches(range(len(numbers)), numbers, sequences, budget):
-        layout = make_layout(micro, sequences, varlen=varlen)
-        places = sequences.completions.positions(layout.rows)
-        logprobs = logprobs.index_copy(0, places, policy(layout)[0])
-    return logprobs
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gpt2"])
 def test_logprobs_and_gradients_are_transformers_own(kind, mode):
@@ -67,17 +48,7 @@ def test_logprobs_and_gradients_are_transformers_own(kind, mode):
     rows, sequences, numbers = made(model, temperature=0.8)
     assert any(len(episodes.sequences_of(row)) > 1 for row in rows)
     expected = torch.cat([episodes.own_logprobs(model, row) for row in rows])
-    weights = torch.randn(len(expected), generator=torch.Generator().manual_seed(1))
-    (weights * expected).sum().backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    for budget in (12, 40, 10_000):
-        model.zero_grad()
-        logprobs = packed(Policy(model, autocast=False), mode, sequences, numbers, budget)
-        torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
-        (weights * logprobs).sum().backward()
-        for name, parameter in model.named_parameters():
-            gap = (parameter.grad - gradients[name]).norm()
-            assert gap <= 1e-5 * gradients[name].norm(), name
+    forward.compare(Policy(model, autocast=False), mode, sequences, numbers, expected)
 
 
 @pytest.mark.parametrize("mode", ["shared", "packed"])
@@ -90,7 +61,8 @@ def test_a_kernel_for_any_lengths_is_given_the_same(monkeypatch, kind, mode):
     with torch.no_grad():
         expected = torch.cat([episodes.own_logprobs(model, row) for row in rows])
         policy = Policy(model, autocast=False)
-        logprobs = packed(policy, mode, sequences, numbers, 10_000, varlen=True)
+        policy.varlen = True
+        logprobs = forward.packed(policy, mode, sequences, numbers)
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
 
 
@@ -134,7 +106,7 @@ def test_an_observation_left_out_or_off_by_one_is_far_off():
 
     def gap(changed: Sequences) -> float:
         with torch.no_grad():
-            logprobs = packed(policy, "shared", changed, numbers, 10_000)
+            logprobs = forward.packed(policy, "shared", changed, numbers)
         return float((logprobs - expected).abs().mean())
 
     assert gap(sequences) < 1e-6

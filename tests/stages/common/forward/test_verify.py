@@ -8,6 +8,7 @@ documentation describes them, stand in.
 import pytest
 import torch
 import torch.nn.attention.varlen
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.forward import policy as policy_module
@@ -94,7 +95,7 @@ def test_the_comparison_takes_short_rollouts_and_few_logits(monkeypatch):
     model, made = forward._model("llama"), []
     model.lm_head.register_forward_hook(lambda module, inputs, logits: made.append(logits.shape[1]))
     assert choose_mode(Policy(model, autocast=False), data, groups, "shared") == "shared"
-    assert sorted(made) == [20, 30, 256]
+    assert sorted(made) == [20, 30, 128, 256]
 
 
 def test_an_unknown_head_is_refused():
@@ -111,10 +112,19 @@ def test_an_unknown_head_is_refused():
         choose_mode(Policy(model, autocast=False), data, groups, "shared")
 
 
+def test_a_model_that_reads_later_tokens_is_refused():
+    """Gemma 3 does if its config says so."""
+    config = Gemma3TextConfig(**forward.SMALL, use_bidirectional_attention=True)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ConfigError, match="depends on later tokens"):
+        choose_mode(Policy(model, autocast=False), *forward._data(), "shared")
+
+
 def test_a_way_of_packing_that_gives_nan_anywhere_is_not_taken():
     model, (data, prompts) = forward._model("llama"), forward._data()
     policy = Policy(model, autocast=False)
-    expected = [row.detach() for row in forward._reference(model, data)][:2]
+    lengths = data.completions.lengths.tolist()
+    expected = [*forward.reference(model, data).detach().split(lengths)[:2]]
     expected[1] = expected[1] * float("nan")
     assert (
         not verify.largest_gap(policy, "packed", data.take([0, 1]), prompts[:2], expected)
@@ -172,15 +182,10 @@ def loops(monkeypatch):
 
 @pytest.mark.parametrize("mode", ["shared", "packed"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gpt2"])
-def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(monkeypatch, loops, kind, mode):
-    taken = []
-    monkeypatch.setattr(
-        forward,
-        "make_layout",
-        lambda *given: taken.append(make_layout(*given, varlen=True)) or taken[-1],
-    )
-    forward._compare(forward._model(kind), *forward._data(), mode)
-    assert taken and all(layout.runs is not None for layout in taken)
+def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(loops, kind, mode):
+    policy = Policy(forward._model(kind), autocast=False)
+    policy.varlen = True
+    forward.compare(policy, mode, *forward._data())
 
 
 def test_runs_are_the_row_and_each_completions_keys_begin_with_its_prompt():

@@ -25,14 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..gpu.choice import fits
-from ..gpu.products import float32_product, makes_float32
+from .gpu.choice import fits, float32_product, makes_float32
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of modules that read the same input, in Llama, Mistral, Qwen, Gemma, OLMo, SmolLM and
 similar families."""
 ALONE = (("o_proj",), ("down_proj",))
-"""Names of modules without siblings. With kernels (gpu/modules.py) each is a group of one: its
+"""Names of modules without siblings. With kernels (modules.py) each is a group of one: its
 gradient is then float32 directly, and the gated MLP recomputes its product."""
 
 

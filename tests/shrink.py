@@ -13,6 +13,8 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+from quiver.stages.common.models.small import keep_layers
+
 VOCABULARY = 96
 _HIDDEN = 64
 _HEADS = 4
@@ -125,18 +127,6 @@ def _shrink(config: Any) -> None:
             continue
         setattr(config, name, smaller)
     keep_layers(config, kept_layers)
-
-
-def keep_layers(config: Any, count: int) -> None:
-    """Drop the config's settings of single layers from number `count` on.
-
-    Gemma 4 has other sizes in some layers, and transformers refuses a config with settings for
-    layers that do not exist.
-    """
-    own_sizes = getattr(vars(config).get("_heterogeneity_spec"), "per_layer_overrides", {})
-    if own_sizes:
-        kept = {layer: sizes for layer, sizes in own_sizes.items() if layer < count}
-        config.per_layer_config = kept or None
 
 
 def _kept_layers(sizes: dict[str, Any], num_layers: int | None) -> int:

@@ -1,12 +1,14 @@
-"""RMSNorm with the sum before it, gated MLP and rotary positions of the common families by kernels.
+"""Norms, gated MLPs and rotations of the common families: less memory, and kernels on a GPU.
 
-Only `forward` of a module is replaced, and only if a probe gives the module's own numbers and
-gradients, up to rounding. So a family that computes something else under these names is not
-changed, and neither is any model if the kernels do not run.
+Only `forward` of a module is replaced, and only if a probe shows that the new one computes the
+same: by a kernel the module's own numbers and gradients up to rounding, otherwise the same bits. So
+a family that computes something else under these names is not changed, and kernels that do not run
+are not used.
 
-A layer made of exactly these parts is replaced too, so that its norms also make the sums of the
-residual stream and of its gradient. For the backward pass only a norm's input, or gate and up, are
-kept; the rest is computed again from them.
+For an RMSNorm, autograd keeps the input and the normalized input; for a gated MLP it keeps gate,
+act(gate), up, and act(gate) · up. Here only the input is kept, or gate and up; the rest is computed
+again from them. A layer made of exactly these parts is replaced too if there are kernels, so that
+its norms also make the sums of the residual stream and of its gradient.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import inspect
 import logging
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -24,59 +26,94 @@ from torch.utils.checkpoint import checkpoint
 
 from quiver.stages.common.models.folder import says_no_memory
 
-from ..architecture import norms_before_products
-from ..cpu.projections import Kind, product, product_dtype
-from ..cpu.recompute import standing_out
-from .choice import agree, fits, precision_of_products
+from .gpu.choice import agree, fits, precision_of_products
+from .projections import Kind, product, product_dtype
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _PROBE = 3
 """Positions of a probe."""
 _MOST_WIDTH = 16384
-"""Largest width of a norm, since one program holds a whole row."""
+"""Largest width of a norm with a kernel, since one program holds a whole row."""
 _ROTATION = "apply_rotary_pos_emb"
 """Name of the function that families with rotary positions call to apply them."""
 log = logging.getLogger(__name__)
 
 
 def fuse_modules(model: nn.Module) -> int:
-    """Replace modules of `model` by kernels if possible, and return how many were replaced.
+    """Replace modules of `model` if possible, and return how many were replaced.
 
     Call it in the precision of later passes.
     """
     num_replaced = 0
     problems: dict[str, Exception] = {}
     others: set[str] = set()
-    narrow = _narrow_norms(model)
     for module in model.modules():
         weight = next(module.parameters(), None)
-        if weight is None or not fits(weight) or "forward" in vars(module):
+        if weight is None or "forward" in vars(module):
             continue
-        trial = (
-            _layer_trial(module, narrow)
-            or _attention_trial(module)
-            or _norm_trial(module, narrow)
-            or _mlp_trial(module)
-        )
-        try:
-            is_right = trial is not None and trial.succeeds(weight)
-        except Exception as error:  # Triton, its compilers and the driver raise many types
-            if says_no_memory(error):
-                raise
-            problems.setdefault(type(module).__name__, error)
-            continue
-        if is_right:
-            module.forward = trial.forward
-            num_replaced += 1
-        elif trial is not None:
-            others.add(type(module).__name__)
+        name = type(module).__name__
+        for trial in _trials(module, weight):
+            try:
+                is_right = trial.succeeds(weight)
+            except Exception as error:  # Triton, its compilers and the driver raise many types
+                if says_no_memory(error):
+                    raise
+                problems.setdefault(name, error)
+                continue
+            if is_right:
+                module.forward = trial.forward
+                num_replaced += 1
+                break
+            if not trial.is_exact:
+                others.add(name)
     for name, error in problems.items():
         log.warning("%s: its kernels do not run here (%s)", name, error)
     for name in sorted(others):
-        log.info("%s: runs as it is, for its kernels would compute something else", name)
-    if num_replaced:
-        log.info("%d modules run by kernels", num_replaced)
+        log.info("%s: runs without kernels, for they would compute something else", name)
     return num_replaced
+
+
+def _trials(module: nn.Module, weight: Tensor) -> Iterator[_Trial]:
+    """Yield the replacements of a module, the fastest first."""
+    norm_width = _norm_width(module)
+    mlp_width = _mlp_width(module)
+    norm_shapes = ((1, _PROBE, norm_width),)
+    mlp_shapes = ((1, _PROBE, mlp_width),)
+    if fits(weight):
+        if {name for name, _ in module.named_children()} == _PARTS:
+            yield from _layer_trials(module)
+        yield from _attention_trials(module)
+        if 0 < norm_width <= _MOST_WIDTH:
+            forward = partial(_normalize, module)
+            yield _Trial(forward, forward, module.forward, norm_shapes)
+        if mlp_width and _is_silu(module.act_fn):
+            forward = partial(_gate, module, True)
+            precision = precision_of_products(product_dtype(weight))
+            yield _Trial(forward, forward, module.forward, mlp_shapes, precision)
+    if norm_width:
+        forward = partial(_normalize_plainly, module)
+        yield _Trial(forward, forward, module.forward, norm_shapes, is_exact=True)
+    if mlp_width:
+        forward = partial(_gate, module, False)
+        yield _Trial(forward, forward, module.forward, mlp_shapes, is_exact=True)
+
+
+def _norm_width(module: nn.Module) -> int:
+    """Return the width of an RMSNorm, 0 for another module."""
+    weight = getattr(module, "weight", None)
+    if weight is None or weight.ndim != 1 or not hasattr(module, "variance_epsilon"):
+        return 0
+    # modules that read more than one tensor, such as a norm with a gate, are left alone
+    return len(weight) if len(inspect.signature(module.forward).parameters) == 1 else 0
+
+
+def _mlp_width(module: nn.Module) -> int:
+    """Return the width of a gated MLP's states, 0 for another module."""
+    projections = [getattr(module, name, None) for name in _PROJECTIONS]
+    if not hasattr(module, "act_fn") or not all(isinstance(p, nn.Module) for p in projections):
+        return 0
+    is_alone = len(inspect.signature(module.forward).parameters) == 1
+    return getattr(projections[0], "in_features", 0) if is_alone else 0
 
 
 @dataclass(frozen=True)
@@ -90,111 +127,107 @@ class _Trial:
     shapes: tuple[tuple[int, ...], ...]
     """Shapes of the tensors that `ours` and `theirs` take."""
     precision: torch.dtype | None = None
-    """Precision in which the outputs must agree. Default: their own dtype."""
+    """Precision in which numbers and gradients must agree. Default: their own dtype."""
+    is_exact: bool = False
+    """If true, the outputs must have the same bits."""
 
     def succeeds(self, like: Tensor) -> bool:
-        """True if `ours` runs here and gives the numbers and the gradients of `theirs`."""
+        """True if `ours` runs here and gives the numbers and the gradients of `theirs`.
+
+        Raises what `ours` raises.
+        """
         draw = torch.Generator().manual_seed(0)
         probes = [torch.randn(shape, generator=draw).to(like) for shape in self.shapes]
         positions = probes[2:]
         # both dtypes occur in a pass: a layer's output, and a product's output under autocast
         for dtype in {like.dtype, product_dtype(like)}:
-            for enlarge in (Tensor.clone, standing_out):
+            for enlarge in (Tensor.clone, _standing_out):
                 states = [enlarge(probe).to(dtype) for probe in probes[:2]]
                 try:
-                    kind, theirs = _answers(self.theirs, states, positions)
+                    kind, theirs = _answers(self.theirs, states, positions, self.is_exact)
                 except Exception as error:  # a family with other arguments or shapes
                     if says_no_memory(error):
                         raise
                     return False
-                our_kind, ours = _answers(self.ours, states, positions)
-                if our_kind != kind or not agree(ours, theirs, self.precision):
+                our_kind, ours = _answers(self.ours, states, positions, self.is_exact)
+                if self.is_exact:
+                    is_same = torch.equal(ours[0], theirs[0])
+                else:
+                    is_same = our_kind == kind and agree(ours, theirs, self.precision)
+                if not is_same:
                     return False
         return True
 
 
 @torch.enable_grad()  # training needs the same gradients
 def _answers(
-    function: Callable, states: list[Tensor], positions: list[Tensor]
+    function: Callable, states: list[Tensor], positions: list[Tensor], outputs_alone: bool
 ) -> tuple[type, list[Tensor]]:
-    """Return the type of `function`'s result, its tensors, and the gradients of their sum with
-    respect to the states."""
+    """Return the type of `function`'s result, its tensors, and unless `outputs_alone` the gradients
+    of their sum with respect to the states."""
     leaves = [tensor.clone().requires_grad_() for tensor in states]
     given = function(*leaves, *positions)
     outputs = [given] if isinstance(given, Tensor) else list(given)
+    if outputs_alone:
+        return type(given), outputs
     gradients = torch.autograd.grad([output.sum() for output in outputs], leaves)
     return type(given), [*outputs, *gradients]
+
+
+def _standing_out(probe: Tensor) -> Tensor:
+    """Return large states […, d], with one far larger per row, as real models have them.
+
+    Such states show whether something is cut off.
+    """
+    times = 10 if probe.dtype == torch.float16 else 100  # the products of an MLP must not overflow
+    large = times * probe
+    large[..., 0] *= times
+    return large
 
 
 # -- RMSNorm
 
 
-def _narrow_norms(model: nn.Module) -> set[nn.Module]:
-    """Return the norms that may output autocast's dtype directly, as the products would cast it.
-
-    A joined product must read them: it gives one gradient, so none is summed in that dtype.
-    """
-    config = getattr(getattr(model, "model", None), "config", None)
-    weight = next(model.parameters(), None)
-    if config is None or not fits(weight) or not torch.is_autocast_enabled(weight.device.type):
-        return set()
-    names = norms_before_products(config)
-    layers = [dict(layer.named_children()) for layer in model.modules()]
-    return {
-        layer[name]
-        for layer in layers
-        for name in names & layer.keys()
-        if all(
-            hasattr(linear, "group")
-            for part in layer.values()
-            for linear in part.modules()
-            if isinstance(linear, nn.Linear)
-        )
-    }
+def _normalize_plainly(module: nn.Module, states: Tensor) -> Tensor:
+    """[…, d] -> […, d]"""
+    return _PlainNorm.apply(states, module.weight, module.variance_epsilon)
 
 
-def _norm_trial(module: nn.Module, narrow: Collection[nn.Module]) -> _Trial | None:
-    weight = getattr(module, "weight", None)
-    if weight is None or weight.ndim != 1 or not hasattr(module, "variance_epsilon"):
-        return None
-    # modules that read more than one tensor, such as a norm with a gate, are left alone
-    if len(inspect.signature(module.forward).parameters) != 1 or len(weight) > _MOST_WIDTH:
-        return None
-    forward = partial(_normalize, module, module in narrow)
-    ours = partial(_normalize, module, False)
-    return _Trial(forward, ours, module.forward, ((1, _PROBE, len(weight)),))
-
-
-def _normalize(module: nn.Module, is_narrow: bool, states: Tensor) -> Tensor:
-    """Normalize […, d] -> […, d]; if `is_narrow`, the output has autocast's dtype."""
-    weight = module.weight
-    dtype = torch.promote_types(states.dtype, weight.dtype)
-    if is_narrow:
-        dtype = product_dtype(states)
-    return Norm.apply(states, weight, module.variance_epsilon, dtype)
-
-
-class Norm(torch.autograd.Function):
-    """weight · x / rms(x) (Zhang and Sennrich 2019, eq. 4)."""
+class _PlainNorm(torch.autograd.Function):
+    """weight · x / rms(x) (Zhang and Sennrich 2019, eq. 4), in float32."""
 
     @staticmethod
-    def forward(ctx, states, weight, epsilon, dtype):
-        from . import operations
-
-        output, scales = operations.norm(states, weight, epsilon, dtype)
-        ctx.save_for_backward(states, weight, scales)
-        return output
+    def forward(ctx, states, weight, epsilon):
+        wide = states.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+        ctx.save_for_backward(states, weight, scale)
+        normal = (wide * scale).to(states.dtype)
+        return normal.mul_(weight) if weight.dtype == normal.dtype else weight * normal
 
     @staticmethod
     def backward(ctx, grad):
-        from . import operations
+        """Return the gradients, with r = 1 / rms(x).
 
-        states, weight, scales = ctx.saved_tensors
-        grad_states, _, shares = operations.norm_slope(
-            grad.contiguous(), None, states, weight, scales, None
-        )
-        grad_weight = shares.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return grad_states, grad_weight, None, None
+        With respect to x: r · w · g − x · r³ · mean(x · w · g). With respect to w: the sum of
+        r · x · g.
+        """
+        states, weight, scale = ctx.saved_tensors
+        wide, grad, scale = (tensor.float().flatten(0, -2) for tensor in (states, grad, scale))
+        grad_weight = None
+        with torch.autocast(grad.device.type, enabled=False):
+            product = grad * wide
+            # `mv` is not affected by settings for fast, less exact products
+            if ctx.needs_input_grad[1]:
+                grad_weight = product.T.mv(scale[:, 0]).to(weight.dtype)
+            slope = product.mv(weight.float())[:, None] * scale.pow(3) / len(weight)
+            grad_states = torch.mul(grad, weight, out=product)
+            grad_states.mul_(scale).addcmul_(wide, slope, value=-1)
+        return grad_states.view(states.shape).to(states.dtype), grad_weight, None
+
+
+def _normalize(module: nn.Module, states: Tensor) -> Tensor:
+    """[…, d] -> […, d], by a kernel."""
+    return _add_and_normalize(module, False, states, None)[1]
 
 
 # -- a layer: sums of the residual stream with the norms that read them
@@ -202,16 +235,22 @@ class Norm(torch.autograd.Function):
 _PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 
 
-def _layer_trial(layer: nn.Module, narrow: Collection[nn.Module]) -> _Trial | None:
-    if {name for name, _ in layer.named_children()} != _PARTS or _mlp_trial(layer.mlp) is None:
-        return None
-    norms = layer.input_layernorm, layer.post_attention_layernorm
-    if any(_norm_trial(norm, narrow) is None for norm in norms):
-        return None
-    shapes = ((1, _PROBE, len(norms[0].weight)),)
+def _layer_trials(layer: nn.Module) -> Iterator[_Trial]:
+    width, *others = map(_norm_width, (layer.input_layernorm, layer.post_attention_layernorm))
+    if others != [width] or not 0 < width <= _MOST_WIDTH:
+        return
+    if not _mlp_width(layer.mlp) or not _is_silu(layer.mlp.act_fn):
+        return
+    # In such a layer only attention and MLP read the norms. If these begin with joined products,
+    # which cast their input, a norm may output autocast's dtype directly. A joined product gives
+    # one gradient, so none is summed in that dtype.
+    linears = [part for part in layer.modules() if isinstance(part, nn.Linear)]
+    is_narrow = torch.is_autocast_enabled(layer.input_layernorm.weight.device.type) and all(
+        hasattr(linear, "group") for linear in linears
+    )
     theirs = partial(_in_outline, layer, layer.forward)
-    ours = partial(_in_outline, layer, partial(_layer, layer, ()))
-    return _Trial(partial(_layer, layer, narrow), ours, theirs, shapes)
+    ours = partial(_in_outline, layer, partial(_layer, layer, False))
+    yield _Trial(partial(_layer, layer, is_narrow), ours, theirs, ((1, _PROBE, width),))
 
 
 def _in_outline(layer: nn.Module, forward: Callable, states: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -242,34 +281,33 @@ def _in_outline(layer: nn.Module, forward: Callable, states: Tensor) -> Tensor |
                 part.forward = own
 
 
-def _layer(
-    layer: nn.Module, narrow: Collection[nn.Module], hidden_states: Tensor, **options: object
-) -> Tensor:
+def _layer(layer: nn.Module, is_narrow: bool, hidden_states: Tensor, **options: object) -> Tensor:
     """[1, N, d] -> [1, N, d]"""
-    states, normal = _add_and_normalize(layer.input_layernorm, narrow, hidden_states, None)
+    states, normal = _add_and_normalize(layer.input_layernorm, is_narrow, hidden_states, None)
     attended, *_ = layer.self_attn(hidden_states=normal, **options)
-    states, normal = _add_and_normalize(layer.post_attention_layernorm, narrow, states, attended)
+    states, normal = _add_and_normalize(layer.post_attention_layernorm, is_narrow, states, attended)
     return states + layer.mlp(normal)
 
 
 def _add_and_normalize(
-    norm: nn.Module, narrow: Collection[nn.Module], states: Tensor, branch: Tensor | None
+    norm: nn.Module, is_narrow: bool, states: Tensor, branch: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of states and branch (the states if there is no branch), and its norm."""
+    """Return the sum of states and branch (the states if there is no branch), and its norm, in
+    autocast's dtype if `is_narrow`."""
     dtype = torch.promote_types(states.dtype, norm.weight.dtype)
     if branch is not None:
         dtype = torch.promote_types(dtype, branch.dtype)
-    if norm in narrow:
+    if is_narrow:
         dtype = product_dtype(states)
     return AddNorm.apply(states, branch, norm.weight, norm.variance_epsilon, dtype)
 
 
 class AddNorm(torch.autograd.Function):
-    """A sum and its RMSNorm. The gradients of both are combined in one kernel."""
+    """A sum and its RMSNorm, by kernels. The gradients of both are combined in one."""
 
     @staticmethod
     def forward(ctx, states, branch, weight, epsilon, dtype):
-        from . import operations
+        from .gpu import operations
 
         if branch is None:
             total = states
@@ -278,20 +316,21 @@ class AddNorm(torch.autograd.Function):
             total, output, scales = operations.add_norm(
                 states, branch.contiguous(), weight, epsilon, dtype
             )
+        ctx.set_materialize_grads(False)
         ctx.dtypes = states.dtype, None if branch is None else branch.dtype
         ctx.save_for_backward(total, weight, scales)
         return total, output
 
     @staticmethod
     def backward(ctx, total_grad, grad):
-        from . import operations
+        from .gpu import operations
 
         total, weight, scales = ctx.saved_tensors
         states_dtype, branch_dtype = ctx.dtypes
         is_other = branch_dtype not in (None, total.dtype)
         grad_total, grad_branch, shares = operations.norm_slope(
             grad.contiguous(),
-            total_grad.contiguous(),
+            None if total_grad is None else total_grad.contiguous(),
             total,
             weight,
             scales,
@@ -308,19 +347,6 @@ class AddNorm(torch.autograd.Function):
 # -- the gated MLP
 
 
-def _mlp_trial(module: nn.Module) -> _Trial | None:
-    projections = [getattr(module, name, None) for name in _PROJECTIONS]
-    width = getattr(projections[0], "in_features", 0)
-    is_mlp = hasattr(module, "act_fn") and all(isinstance(p, nn.Module) for p in projections)
-    if not is_mlp or not width or len(inspect.signature(module.forward).parameters) != 1:
-        return None
-    if not _is_silu(module.act_fn):
-        return None
-    forward = partial(_gate, module)
-    dtype = precision_of_products(product_dtype(next(module.parameters())))
-    return _Trial(forward, forward, module.forward, ((1, _PROBE, width),), dtype)
-
-
 def _is_silu(function: Callable) -> bool:
     """True if `function` is silu, tested alone because small weights in a product would hide it."""
     points = torch.linspace(-6, 6, 25)
@@ -330,16 +356,16 @@ def _is_silu(function: Callable) -> bool:
         return False
 
 
-def _gate(module: nn.Module, states: Tensor) -> Tensor:
+def _gate(module: nn.Module, by_kernels: bool, states: Tensor) -> Tensor:
     """[…, d] -> […, d]"""
     gate = module.gate_proj(states)
     up = module.up_proj(states)
     group = getattr(module.down_proj, "group", None)
-    if group is not None:
+    if by_kernels and group is not None:
         return _GatedProduct.apply(gate, up, *group.operands(gate.dtype))
 
     def project_down(gate: Tensor, up: Tensor) -> Tensor:
-        return module.down_proj(Gate.apply(gate, up))
+        return module.down_proj(Gate.apply(gate, up) if by_kernels else module.act_fn(gate) * up)
 
     if not torch.is_grad_enabled():
         return project_down(gate, up)
@@ -348,7 +374,7 @@ def _gate(module: nn.Module, states: Tensor) -> Tensor:
 
 def _gated(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) · up of […, i] as [N, i]."""
-    from . import operations
+    from .gpu import operations
 
     return operations.gate(gate.flatten(0, -2), up.flatten(0, -2))
 
@@ -358,7 +384,7 @@ def _slopes(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Ten
 
     `grad` is the gradient [N, i] of that result.
     """
-    from . import operations
+    from .gpu import operations
 
     both, gated = operations.gate_slope(grad, gate.flatten(0, -2), up.flatten(0, -2))
     grad_gate, grad_up = (part.view(gate.shape) for part in both.split(grad.shape[1], 1))
@@ -403,13 +429,13 @@ class _GatedProduct(torch.autograd.Function):
 # -- rotary positions
 
 
-def _attention_trial(module: nn.Module) -> _Trial | None:
+def _attention_trials(module: nn.Module) -> Iterator[_Trial]:
     own = type(module).forward
     is_called = _ROTATION in getattr(getattr(own, "__code__", None), "co_names", ())
     theirs = getattr(own, "__globals__", {}).get(_ROTATION)
     width = getattr(module, "head_dim", None)
     if not is_called or theirs is None or not isinstance(width, int):
-        return None
+        return
     positions = 1, _PROBE, width
     shapes = (1, 3, _PROBE, width), (1, 2, _PROBE, width), positions, positions
     forward = types.MethodType(_with_rotation(own), module)
@@ -419,7 +445,7 @@ def _attention_trial(module: nn.Module) -> _Trial | None:
         with torch.autocast(arguments[0].device.type, enabled=False):
             return rotate(theirs, *arguments)
 
-    return _Trial(forward, ours, theirs, shapes)
+    yield _Trial(forward, ours, theirs, shapes)
 
 
 @cache
@@ -476,7 +502,7 @@ def _turn(
     inverse: bool,
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> tuple[Tensor, Tensor]:
-    from . import operations
+    from .gpu import operations
 
     rows = (states[0].transpose(0, 1) for states in (queries, keys))
     rows = [states if states.stride(-1) == 1 else states.contiguous() for states in rows]

@@ -1,1 +1,0 @@
-"""Faster forward passes on a CPU: fused projections, recomputed norms and MLPs."""
