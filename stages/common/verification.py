@@ -202,7 +202,7 @@ def _say_who_refers(store: Store, error: QuiverError, ref: Ref) -> None:
         "no other version is touched by this; what refers to this one: "
         f"{', '.join(users) or 'nothing'}."
     )
-    error.next = f"quiver doctor --quarantine {ref}"
+    error.next = f"quiver verify {ref} --quarantine"
 
 
 def _verify_tag(store: Store, run: str, name: str) -> None:
