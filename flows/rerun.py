@@ -2,7 +2,7 @@
 
 Look here for `quiver generate`, `reward`, `optimize` and the like. This is plain Python, so the
 command line needs no Prefect for it; `single` offers the same as flows. If PREFECT_API_URL names a
-server, each new version is reported to it (`by_hand`).
+server, each new version is reported to it (`prefect_server`).
 
     rerun(recipe, "reward", {"rollouts": "arith/rollouts@3"})
     rerun(recipe, "optimize", {"rollouts": ["arith/rollouts@3", "arith/rollouts@2"]})     # replay
@@ -26,12 +26,12 @@ from quiver.stages.common.runtime.runner import Outcome, find
 from quiver.stages.common.runtime.stage import load
 from quiver.stages.common.store import Store
 
-from .by_hand import tell_version
 from .commands.shared import CALLED
 from .dispatch import run_at
 from .placement import check_placement, stage_call
-from .proximal import proximal_config
+from .prefect_server import tell_version
 from .recipe import Recipe
+from .rescoring import proximal_config
 
 ROLES = {
     "prompt": ("policy", "rewards"),

@@ -224,7 +224,7 @@ def _ask_server(findings: Findings, facts: dict[str, Any]) -> None:
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_URL
 
-    from ..server_url import without_login
+    from ..prefect_server import without_login
 
     url = PREFECT_API_URL.value()
     if url is None:

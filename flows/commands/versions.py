@@ -273,7 +273,7 @@ def tag(
     store: StorePath = None,
 ) -> None:
     """Give a version a tag; `run/kind@tag` then refers to it."""
-    from ..by_hand import tell_moved
+    from ..prefect_server import tell_moved
 
     opened = open_store(store)
     target: Ref = opened.resolve(ref)
