@@ -175,7 +175,7 @@ def first_rows(recipe: Recipe, folder: Path | None = None, *, is_answered: bool)
         policy = small.import_without_weights(recipe.policy, store, recipe.run, folder)
         for section in recipe.columns:
             config = first_config(recipe, section)
-            version = _render(config, store, policy)
+            version = _made("prompt", config, store, policy=policy)
             rows.prompts[section] = Prompts.of(version, policy, recipe.prompt.system)
             if section == "data" and is_answered:
                 rows.answers = _answers(recipe, config, store, policy, version)
@@ -224,27 +224,6 @@ def first_config(recipe: Recipe, section: str) -> PromptConfig:
     if limit is not None and section == "data":
         limit *= recipe.iterations
     return config.model_copy(update={"first": first, "limit": limit})
-
-
-def _render(config: PromptConfig, store: Store, policy: Version) -> Version:
-    """Return the prompts of the first rows; log how many are too long, if that is the error.
-
-    Raises ConfigError or SecurityError.
-    """
-    try:
-        return _made("prompt", config, store, policy=policy)
-    except ConfigError:
-        if config.overlong == "error":
-            with suppress(ConfigError):  # Another error than the length.
-                lenient = config.model_copy(update={"overlong": "drop"})
-                status = _made("prompt", lenient, store, policy=policy).manifest.status
-                log.warning(
-                    "%d of the first %d prompts of %s are too long",
-                    status["dropped"],
-                    sum(status.values()),
-                    printable(config.source),
-                )
-        raise
 
 
 def visible(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
