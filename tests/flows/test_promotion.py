@@ -1,14 +1,10 @@
 """The rule of promotion on made-up numbers; no stage runs here."""
 
-import shutil
-
 import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 
-from quiver.flows.approval import compared
-from quiver.flows.drift import moved
-from quiver.flows.promotion import Promotion, decide, entry_of, judge
+from quiver.flows.promotion import Promotion, decide, entry_of, judge, moved
 from quiver.schemas import evaluations
 from quiver.schemas.errors import ConflictError
 from quiver.stages.common.config import Config
@@ -97,33 +93,6 @@ def test_a_decision_is_made_once_and_only_on_what_was_compared_with(store):
     assert entry_of(store, "a", promotion, "night 2") is None
     rejected = decided("night 3", b, b, "no better")
     assert rejected.before == rejected.ref == b
-
-
-def test_who_is_asked_sees_the_comparison_and_the_answers_that_changed_most(finished, tmp_path):
-    shutil.copytree(finished / "finished", tmp_path / "store")
-    store = Store(tmp_path / "store")
-    shown = compared(store, "held/evaluations@4").splitlines()
-    before, after = (
-        store.open(f"held/evaluations@{n}").table()["score"].to_numpy() for n in (1, 4)
-    )
-    assert shown[0].startswith(
-        "Over the 3 prompts that both have a score for: -0.0278, 95 % interval"
-    )
-    assert shown[0].endswith("; 0 prompts better, 2 worse, 1 equal.")
-    assert shown[2].startswith("Scores: ") and " → " in shown[2]
-    head = next(place for place, line in enumerate(shown) if line.startswith("| --- "))
-    rows = [line.strip("| ").split(" | ") for line in shown[head + 1 :]]
-    gains = [float(row[6]) - float(row[4]) for row in rows]
-    expected = after.astype(float) - before
-    rising = sorted(expected[expected > 0], reverse=True)[:5]
-    assert gains == pytest.approx([*rising, *sorted(expected[expected < 0])[:5]], abs=1e-4)
-    assert [row[0] for row in rows] == ["better"] * len(rising) + ["worse"] * (
-        len(rows) - len(rising)
-    )
-    texts = store.open("held/rollouts@1").table()["completion_text"].to_pylist()
-    assert rows[0][3] == f"`{texts[4]}`"
-    shutil.rmtree(tmp_path / "store/held/rollouts/v000001")
-    assert compared(store, "held/evaluations@4") == "", "the rule's words are there all the same"
 
 
 def test_what_the_difference_leaves_out_stands_beside_it():
