@@ -145,35 +145,32 @@ def test_a_run_is_due_at_two_in_the_morning_in_berlin(client):
         assert due.astimezone(ZoneInfo("Europe/Berlin")).strftime("%H:%M") == "02:00"
 
 
-def test_doctor_lists_runs_whose_process_is_gone(client, place, monkeypatch):
+def test_runs_whose_process_is_gone_crash(client, place, monkeypatch):
+    """On this host, also before its restart; page by page."""
     living = shell_tag()
     _, _, *process, started_at, host = living.split(":")
-    dead = living.replace(f":{started_at}:", ":7:")  # its process had this number before
-    elsewhere = ["shell:another-start", *process, started_at]
+    elsewhere = ":".join(["shell:another-start", *process, started_at])
     tags = {
-        "lost": dead,
+        "lost": living.replace(f":{started_at}:", ":7:"),  # its process had this number before
+        "before the restart": f"{elsewhere}:{host}",
         "going on": living,
-        "on another host": ":".join([*elsewhere, "another-host"]),
-        "of somebody else": ":".join(elsewhere),
+        "on another host": f"{elsewhere}:another-host",
+        "of somebody else": elsewhere,
     }
     runs = [
         client.create_flow_run(post_train, name=name, tags=[tag], state=Running())
         for name, tag in tags.items()
     ]
-    answer = quiver(place.folder, "doctor", code=4, **place.env)
+    monkeypatch.setattr(prefect_server, "RUNS_AT_ONCE", 2)
+    assert prefect_server.crash_abandoned() == 2
+    crashed = [run.name for run in runs if client.read_flow_run(run.id).state.is_crashed()]
+    assert crashed == ["lost", "before the restart"]
+    answer = quiver(place.folder, "doctor", **place.env)
     assert answer["prefect"] == {
         "home": place.env["PREFECT_HOME"],
         "api": place.url,
         "server": prefect.__version__,
     }
-    (problem,) = answer["problems"]
-    assert problem["object"] == "flow run lost"
-    assert problem["next"] == f"prefect flow-run delete {runs[0].id}"
-    name, tag = "before the restart", ":".join([*elsewhere, host])
-    runs.append(client.create_flow_run(post_train, name=name, tags=[tag], state=Running()))
-    monkeypatch.setattr(prefect_server, "RUNS_AT_ONCE", 2)
-    names = {run.name for run in prefect_server.abandoned_runs(client)}
-    assert names == {"lost", "before the restart"}, "page by page"
     for run in runs:
         client.delete_flow_run(run.id)
 

@@ -317,7 +317,7 @@ def test_what_can_not_work_is_refused_before_anything_is_made(store, folder, emb
         nightly.plan_night(load("recipe.toml", ["promotion.approval=true"]), "x")
     with pytest.raises(ConfigError, match="names no held-out rows"):
         nightly.plan_night(load("recipe.toml", ["data.held_out=null"]), "x")
-    with pytest.raises(ConfigError, match="evaluate.k"):
+    with pytest.raises(ConfigError, match=r"evaluate\.k"):
         load("recipe.toml", ["promotion.by=pass@4"])
     error = quiver(folder, "nightly", "recipe.toml", "--set", "promotion.approval=true", code=2)[
         "error"

@@ -2,14 +2,12 @@
 
 import pyarrow as pa
 import pytest
-from pydantic import ValidationError
 
 from quiver.flows.promotion import Promotion, decide, entry_of, judge, moved
 from quiver.schemas import evaluations
 from quiver.schemas.errors import ConflictError
 from quiver.stages.common.config import Config
 from quiver.stages.common.episodes import LIMITS
-from quiver.stages.common.store import Store
 from tests.benchmarks.made import rollouts_table
 from tests.stages.common.store.test_store import Settings, commit
 from tests.writing import begin
@@ -44,10 +42,6 @@ def test_better_by_the_margin_and_by_more_than_chance(score, stderr, options, be
     judged = judge(promotion, metrics(score, stderr))
     assert judged.better is better
     assert judged.numbers["difference"] == {"score": score, "stderr": stderr, "n": 400}
-    assert (judged.numbers["margin"], judged.numbers["confidence"]) == (
-        promotion.margin,
-        promotion.confidence,
-    )
     if stderr is not None:
         z = {0.5: 0.0, 0.9: 1.2815516, 0.95: 1.6448536}[promotion.confidence]
         assert judged.numbers["bound"] == pytest.approx(score - z * stderr, abs=1e-8)
@@ -56,24 +50,9 @@ def test_better_by_the_margin_and_by_more_than_chance(score, stderr, options, be
 
 def test_what_is_compared_may_be_pass_at_k():
     assert judge(Promotion(by="pass@4"), metrics(0.1, 0.01, k=4)).better
-    for by in ("pass@0", "pass@", "reward"):
-        with pytest.raises(ValidationError):
-            Promotion(by=by)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"tag": "latest"},
-        {"tag": "../x"},
-        {"margin": -0.1},
-        {"confidence": 1.0},
-        {"confidence": 0.4},
-    ],
-)
-def test_what_is_no_promotion(wrong):
-    with pytest.raises(ValueError):
-        Promotion(**wrong)
+    for wrong in ({"by": "pass@0"}, {"by": "reward"}, {"tag": "latest"}, {"confidence": 0.4}):
+        with pytest.raises(ValueError):
+            Promotion(**wrong)
 
 
 def test_a_decision_is_made_once_and_only_on_what_was_compared_with(store):
@@ -137,10 +116,11 @@ def answers(store, name, *, cut=0, limit="", length=10.0):
 
 
 def moved_by(store, steps=(), before=None, after=None, **options):
-    """What is told of a candidate whose training had these metrics one after another, and whose
+    """What is told of a candidate whose optimizer steps had these KLs and entropies, and whose
     held-out answers were these."""
     in_use = policy = noted(store, "policy", "in use")
-    for number, told in enumerate(steps):
+    for number, (kl, entropy) in enumerate(steps):
+        told = {"approx_kl": kl, "entropy": entropy}
         policy = noted(store, "policy", f"step {number}", inputs={"policy": policy}, metrics=told)
     before, after = (
         answers(store, name, **about or {}) for name, about in (("b", before), ("a", after))
@@ -167,61 +147,55 @@ def evaluated_rows():
     [
         ({}, {}, []),
         (
-            {"steps": [{"approx_kl": 4.62, "entropy": 2.65}, {"approx_kl": 0.1, "entropy": 0.99}]},
+            {"steps": [(4.62, 2.65), (0.1, 0.99)]},
             {},
             [
                 "approx. KL 4.62 nats a token (promotion.max_kl 1)",
                 "entropy 2.65 → 0.99 nats a token (promotion.max_entropy_drop 1)",
             ],
         ),
-        ({"steps": [{"approx_kl": 1.0, "entropy": 2.0}, {"approx_kl": 0.0, "entropy": 1.0}]}, {}, []),
+        ({"steps": [(1.0, 2.0), (0.0, 1.0)]}, {}, []),
         (
-            {"steps": [{"approx_kl": 0.2, "entropy": 2.0}]},
-            {"max_kl": 0.1},
-            ["approx. KL 0.2 nats a token (promotion.max_kl 0.1)"],
-        ),
-        (
-            {"steps": [{"approx_kl": None, "entropy": None}]},
+            {"steps": [(None, None)]},
             {},
             [
                 "approx. KL inf nats a token (promotion.max_kl 1)",
                 "entropy – → – nats a token (promotion.max_entropy_drop 1)",
             ],
         ),
-        ({"steps": [{"approx_kl": None, "entropy": None}]}, {"max_kl": None, "max_entropy_drop": None}, []),
+        ({"steps": [(None, None)]}, {"max_kl": None, "max_entropy_drop": None}, []),
         (
             {"before": {"cut": 2}, "after": {"cut": 10}},
             {},
             ["20% → 100% of the held-out answers cut off by a limit (promotion.max_truncated 0.8)"],
         ),
         (
-            {"before": {"cut": 0, "limit": "context"}, "after": {"cut": 1, "limit": "context"}},
+            {"after": {"cut": 1, "limit": "context"}},
             {"max_truncated": 0.0},
             ["0% → 10% of the held-out answers cut off by a limit (promotion.max_truncated 0)"],
         ),
         ({"before": {"cut": 9}, "after": {"cut": 10}}, {}, []),
         ({"before": {"cut": 8}, "after": {"cut": 8}}, {}, []),
         (
-            {"before": {"length": 10.0}, "after": {"length": 2.0}},
+            {"after": {"length": 2.0}},
             {},
             ["mean length 10 → 2 tokens (promotion.max_length_change 4)"],
         ),
         (
-            {"before": {"length": 10.0}, "after": {"length": 41.0}},
+            {"after": {"length": 41.0}},
             {},
             ["mean length 10 → 41 tokens (promotion.max_length_change 4)"],
         ),
-        ({"before": {"length": 10.0}, "after": {"length": 40.0}}, {}, []),
-        ({"before": {"length": 10.0}, "after": {"length": 0.0}}, {"max_length_change": None}, []),
+        ({"after": {"length": 40.0}}, {}, []),
+        ({"after": {"length": 0.0}}, {"max_length_change": None}, []),
     ],
-)  # fmt: skip
+)
 def test_what_is_beyond_its_limit_is_told_with_its_key(store, about, options, beyond_limits):
     assert moved_by(store, **about, **options).beyond_limits == beyond_limits
 
 
 def test_how_far_it_moved_is_told_in_any_case(store):
-    steps = [{"approx_kl": 0.0, "entropy": 2.0}, {"approx_kl": 0.5, "entropy": 1.5}]
-    told = moved_by(store, steps, {"cut": 1}, {"cut": 3, "length": 12.0}).numbers
+    told = moved_by(store, [(0.0, 2.0), (0.5, 1.5)], {"cut": 1}, {"cut": 3, "length": 12.0}).numbers
     assert told == {
         "kl": 0.5,
         "entropy": [2.0, 1.5],

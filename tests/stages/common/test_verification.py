@@ -95,9 +95,14 @@ def crafted(version) -> None:
     )
 
 
-def test_a_crafted_arrow_file_with_the_right_hash_is_told(store):
+def test_a_crafted_arrow_file_with_the_right_hash_is_told(store, monkeypatch):
+    """By verify, and by a reader of a store of somebody else, which parses in a child first."""
     version = commit(store, shards=1)
+    monkeypatch.setattr("os.geteuid", lambda: (store.path / "store.json").stat().st_uid + 1)
+    assert Store(store.path).open(version.ref).table().num_rows == 2
     crafted(version)
+    with pytest.raises(CorruptError, match="cannot be parsed"):
+        Store(store.path).open(version.ref).table()
     shutil.rmtree(store.path / "a/logprobs/.ledger")
     assert "part-00000.arrow" in said(store) and "cannot be parsed" in said(store)
 
@@ -160,15 +165,6 @@ def test_a_file_that_crashes_its_reader_crashes_a_child_alone(tmp_path, crashes)
         assert "FileNotFoundError" in check.problem(tmp_path / "nowhere.arrow")
 
 
-def test_a_store_of_somebody_else_is_parsed_in_a_child_first(store, monkeypatch):
-    version = commit(store, shards=1)
-    monkeypatch.setattr("os.geteuid", lambda: (store.path / "store.json").stat().st_uid + 1)
-    assert Store(store.path).open(version.ref).table().num_rows == 2
-    crafted(version)
-    with pytest.raises(CorruptError, match="cannot be parsed"):
-        Store(store.path).open(version.ref).table()
-
-
 @pytest.mark.parametrize("damage", ["note", "shard"])
 def test_damage_in_staging_is_told(store, damage):
     with pytest.raises(KeyboardInterrupt), work_on(store) as work:
@@ -194,10 +190,9 @@ def test_what_a_stage_goes_on_from_is_looked_at(store, damage):
     state = folder / "state-000001-000001.safetensors"
     state.write_bytes(b"weights")
     fields = {"file": state.name, "sha256": sha256(state), "epoch": 0}
-    (folder / "progress").write_text(json.dumps({**fields, "checksum": digest(fields)}))
-    if damage == "note":
-        (folder / "progress").write_text(json.dumps({**fields, "checksum": "0" * 64}))
-    elif damage == "state":
+    checksum = "0" * 64 if damage == "note" else digest(fields)
+    (folder / "progress").write_text(json.dumps({**fields, "checksum": checksum}))
+    if damage == "state":
         state.write_bytes(b"Weights")
     elif damage == "gone":
         state.unlink()
@@ -356,16 +351,12 @@ def test_a_version_with_another_way_to_write_its_number_is_none(store):
     assert store.numbers("a", "logprobs") == [1] and verify(store) == (1, [])
 
 
-def test_a_whole_version_is_not_put_aside(store):
-    commit(store)
-    with pytest.raises(ConfigError, match="is whole"):
-        quarantine(store, "a/logprobs@1")
-
-
 def test_a_damaged_version_is_put_aside_and_made_again(store):
     first = commit(store)
     commit(store, Settings(seed=1), inputs={"other": first})
     store.tag("a", "prod", first.ref)
+    with pytest.raises(ConfigError, match="is whole"):
+        quarantine(store, "a/logprobs@1")
     (first.files.folder / "manifest.json").write_bytes(b"{")
     ref, folder = quarantine(store, "a/logprobs@1")
     assert ref == first.ref and (folder / "manifest.json").read_bytes() == b"{"
