@@ -22,7 +22,7 @@ from quiver.stages.report.words import counted
 from quiver.stages.reward.pool import pool as function_pool
 
 from .doubts import doubts, unused
-from .first_rows import Answered, FirstRows, first_rows, require_references
+from .first_rows import Answered, FirstRows, first_rows, read_sources, require_references
 from .preflight import finished, made_policy, preflight, try_out
 from .recipe import Recipe
 
@@ -56,7 +56,8 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
     with heard_warnings() as warnings:
         recipe = preflight(recipe)
         versions = finished(recipe)
-        require_references(recipe)
+        tables = read_sources(recipe)
+        require_references(recipe, tables)
         rows = FirstRows()
         policy = made_policy(recipe)
         must_make = policy is None and is_function(recipe.policy.model)
@@ -75,7 +76,7 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
             )
         error = next(filter(None, (failure(recipe, each) for each in rows.answers)), None)
         tried = try_out(recipe) if is_tried and error is None else []
-        for sentence in doubts(recipe, rows):
+        for sentence in doubts(recipe, rows, tables):
             log.warning("%s", sentence)
     without_use = unused(recipe)
     answer = {

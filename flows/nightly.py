@@ -168,8 +168,6 @@ def plan_night(recipe: Recipe, name: str) -> Night:
     check_placement(recipe)
     if recipe.promotion.approval:
         require_server("promotion.approval")
-    # A mistake in a user's own algorithm is reported before anything is made.
-    recipe.optimize_config().resolved()
     store = Store(recipe.store)
     entries = store.history(recipe.run, recipe.promotion.tag)
     iterations = [entry.about.get("iteration", 0) for entry in entries]
