@@ -359,16 +359,13 @@ def test_what_asks_rows_of_a_night_and_is_none_is_refused(folder):
 def test_a_made_up_answer_is_scored(folder):
     functions = ["{use='rewards.py:evenness'}", "{use='rewards.py:none'}", "{use='numeric'}"]
     looked = check(f"reward.functions=[{', '.join(functions)}]", is_tried=True)
-    ids = tokenizer().encode("The answer is 1.")[:5]
-    ids.append(EOS)  # 6 are generate.sampling.max_tokens
+    ids = [*tokenizer().encode("The answer is 1.")[:5], EOS]  # 6 are generate.sampling.max_tokens
     assert looked.answer["answer"] == tokenizer().decode(ids[:5]) == "The answer"
-    assert looked.answer["rewards"] == {
-        "evenness": {"values": [pytest.approx(sum(id % 2 == 0 for id in ids) / 6)], "error": None},
-        "none": {"values": [None], "error": None},
-        "numeric": {"values": [0.0], "error": None},
-    }
-    assert looked.answer["tried"] == ["reward", "optimize"]
-    assert looked.error is None
+    scores = looked.answer["rewards"]
+    assert scores["evenness"]["values"] == [pytest.approx(sum(id % 2 == 0 for id in ids) / 6)]
+    assert (scores["none"]["values"], scores["numeric"]["values"]) == ([None], [0.0])
+    assert [score["error"] for score in scores.values()] == [None] * 3
+    assert (looked.answer["tried"], looked.error) == (["reward", "optimize"], None)
     start = looked.lines.index("of the answer 'The answer'")
     assert looked.lines[start + 2 : start + 4] == ["  none: no number", "  numeric: 0"]
 
@@ -525,18 +522,10 @@ def test_columns_that_nothing_reads_are_named_once(folder):
         assert (f"nothing reads {names}" in looked.lines) is bool(unused)
 
 
-@pytest.mark.parametrize(
-    "held_out",
-    [
-        lambda question: {"question": question},
-        lambda question: {"question": [{"role": "user", "content": question}]},
-        lambda question: {"question": question, "answer": 99, "source": "elsewhere"},
-    ],
-)
-def test_held_out_rows_that_are_training_rows_are_counted(folder, held_out):
-    """By what they ask, in whatever form and file."""
-    rows = [held_out(f"What is {number} plus 5?") for number in (6, 7, 8, 9)]
-    write_rows([{"answer": 1, **row} for row in rows], "held_out.jsonl")
+def test_held_out_rows_that_are_training_rows_are_counted(folder):
+    """By what they ask, whatever else is in their row."""
+    rows = [{"question": f"What is {n} plus 5?", "source": "elsewhere"} for n in (6, 7, 8, 9)]
+    write_rows([{"answer": 99, **row} for row in rows], "held_out.jsonl")
     assert check().answer["warnings"] == [
         "2 of the 4 rows of data.held_out ask the same as rows of data, but for case and "
         "spacing: an evaluation does not tell what is learned from what is known by heart"
@@ -553,10 +542,8 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "What is Café?"}
         ({"messages": CHAT}, {"messages": json.dumps(CHAT)}, True),
         ({"messages": CHAT}, {"messages": [json.dumps(CHAT[0])]}, True),
         ({"messages": CHAT}, {"messages": CHAT, "tools": []}, True),
-        ({"messages": CHAT}, {"messages": [{**CHAT[0], "tool_calls": None}]}, True),
         ({"messages": CHAT}, {"messages": [{**CHAT[0], "weight": 1}]}, True),
         ({"messages": CHAT}, {"messages": [{**CHAT[0], "name": "Ann"}]}, False),
-        ({"messages": CHAT}, {"messages": PARTS}, True),
         ({"messages": json.dumps(PARTS)}, {"prompt": "what is café?"}, True),
         ({"messages": CHAT}, {"messages": CHAT, "tools": [{"name": "f"}]}, False),
         ({"prompt": "What is Café?"}, {"prompt": "what is  Cafe\u0301? "}, True),
