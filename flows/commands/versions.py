@@ -235,7 +235,7 @@ def verify(
     if quarantine:
         if ref is None:
             raise ConfigError(
-                "--quarantine", "needs the version", next="quiver verify REF --quarantine"
+                "--quarantine", "needs the version to put aside", next="quiver verify"
             )
         put_aside, folder = retention.quarantine(opened, ref)
         lines = [
