@@ -69,7 +69,7 @@ class Findings:
 
 
 def doctor() -> None:
-    """Find problems of the installation, its GPU and Prefect's server. Each comes with a next step;
+    """Find problems of the installation and Prefect's server. Each comes with a next step;
     `verify` looks at the store."""
     findings = Findings()
     for check in (installation, gpu, prefect):
