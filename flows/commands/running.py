@@ -77,19 +77,20 @@ def run(
         if dry_run:
             from ..dry_run import dry_run as rehearse
 
-            say(*rehearse(loaded, recipe))
-            return
-        from ..post_train import post_train
-        from ..tasks import tagged
-        from .summary import summary
+            answer, lines = rehearse(loaded, recipe)
+        else:
+            from ..post_train import post_train
+            from ..tasks import tagged
+            from .summary import summary
 
-        Store(loaded.store)
-        finished(loaded)  # Warns if another recipe began this run.
-        with _from_shell(), tagged(loaded):
-            answer = post_train(loaded, first)
-        lines = summary(loaded, recipe, settings, answer)
+            Store(loaded.store)
+            finished(loaded)  # Warns if another recipe began this run.
+            with _from_shell(), tagged(loaded):
+                answer = post_train(loaded, first)
+            lines = summary(loaded, recipe, settings, answer)
     say(answer, lines)
-    _warn(loaded, answer["iterations"][-1]["policy"])
+    if not dry_run:
+        _warn(loaded, answer["iterations"][-1]["policy"])
 
 
 @contextmanager
