@@ -32,9 +32,9 @@ from prefect.server.schemas.schedules import CronSchedule
 from pydantic import ValidationError
 
 from quiver.flows.post_train import post_train
+from quiver.flows.prefect_server import without_login
 from quiver.flows.recipe import Recipe, load
 from quiver.flows.scheduled import check_name, scheduled
-from quiver.flows.server_url import without_login
 from quiver.flows.stage import stage
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import digest

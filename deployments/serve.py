@@ -22,8 +22,8 @@ from prefect.client.orchestration import get_client
 from prefect.runner import Runner
 from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_API_PORT
 
+from quiver.flows.prefect_server import without_login
 from quiver.flows.recipe import Recipe
-from quiver.flows.server_url import without_login
 from quiver.schemas.errors import ConfigError
 
 from .automations import HEARTBEAT_SECONDS, install, silent_runs

@@ -30,7 +30,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
 from quiver.flows.embedded import alone_at_first
-from quiver.flows.server_url import no_address, require_answer, without_login
+from quiver.flows.prefect_server import no_address, require_answer, without_login
 from quiver.schemas.errors import ConfigError, RemoteError, ResourceError, SecurityError, printable
 from quiver.stages.common.runtime.subprocesses import Process
 from quiver.stages.common.servers import is_loopback

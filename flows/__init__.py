@@ -18,6 +18,6 @@ command that deploys nothing sets it to False: describing a recipe takes a third
 time."""
 
 if "PREFECT__FLOW_RUN_ID" in os.environ:  # Set by the worker that started this process.
-    from .orphan import end_with_the_parent
+    from .stopping import end_with_the_parent
 
     end_with_the_parent()

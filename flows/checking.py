@@ -22,12 +22,12 @@ from quiver.stages.report.words import counted
 from quiver.stages.reward.pool import pool as function_pool
 
 from .doubts import doubts, unused
-from .first_rows import Answered, FirstRows, first_rows, require_references
+from .first_rows import Answered, FirstRows, first_rows, read_sources, require_references
 from .preflight import finished, made_policy, preflight, try_out
 from .recipe import Recipe
 
 log = logging.getLogger(__name__)
-SHOWN = (log, environment_pool.log, function_pool.log)
+SHOWN = (__name__, environment_pool.log.name, function_pool.log.name)
 """Loggers whose lines below a warning are shown: this module's progress, and prints of the recipe's
 code."""
 
@@ -56,7 +56,8 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
     with heard_warnings() as warnings:
         recipe = preflight(recipe)
         versions = finished(recipe)
-        require_references(recipe)
+        tables = read_sources(recipe)
+        require_references(recipe, tables)
         rows = FirstRows()
         policy = made_policy(recipe)
         must_make = policy is None and is_function(recipe.policy.model)
@@ -75,7 +76,7 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
             )
         error = next(filter(None, (failure(recipe, each) for each in rows.answers)), None)
         tried = try_out(recipe) if is_tried and error is None else []
-        for sentence in doubts(recipe, rows):
+        for sentence in doubts(recipe, rows, tables):
             log.warning("%s", sentence)
     without_use = unused(recipe)
     answer = {
@@ -144,26 +145,25 @@ def heard_warnings() -> Iterator[dict[str, None]]:
     def hear(record: logging.LogRecord) -> None:
         if record.levelno >= logging.WARNING:
             heard.setdefault(record.getMessage())
-        elif record.name in {logger.name for logger in SHOWN}:
+        elif record.name in SHOWN:
             logging.getLogger().handle(record)
 
     root = logging.getLogger("quiver")
+    stages = logging.getLogger("quiver.stages")  # of which a command shows only warnings
+    before = root.propagate, stages.level
     handler = logging.Handler(logging.INFO)
     handler.emit = hear
-    before = root.propagate, [logger.level for logger in SHOWN]
     root.propagate = False
-    for logger in SHOWN:
-        logger.setLevel(logging.INFO)
     root.addHandler(handler)
-    is_done = False
+    stages.setLevel(logging.INFO)
     try:
-        yield heard
-        is_done = True
-    finally:
-        root.removeHandler(handler)
-        root.propagate, levels = before
-        for logger, level in zip(SHOWN, levels, strict=True):
-            logger.setLevel(level)
-        if not is_done:
-            for sentence in heard:
-                log.warning("%s", sentence)
+        try:
+            yield heard
+        finally:
+            root.removeHandler(handler)
+            root.propagate, level = before
+            stages.setLevel(level)
+    except BaseException:
+        for sentence in heard:
+            log.warning("%s", sentence)
+        raise

@@ -31,9 +31,9 @@ from quiver.stages.common.launched import is_led
 
 from .commands import (
     cleaning,
+    doctor,
     episodes,
     fitting,
-    health,
     listing,
     placing,
     running,
@@ -48,7 +48,7 @@ _UsageError = typer.BadParameter.__base__  # The class of the click that typer b
 COMMANDS = (
     running.run, running.check, fitting.fit, running.nightly, *running.STAGES,
     episodes.reenact, episodes.branch, episodes.import_,
-    placing.serve, placing.deploy, health.doctor,
+    placing.serve, placing.deploy, doctor.doctor,
     versions.ls, versions.show, viewing.view, versions.lineage, versions.diff, versions.compare,
     versions.verify, versions.rm, cleaning.gc, versions.tag, versions.history, versions.report,
     listing.keys, listing.algorithms, listing.rewards, listing.engines,

@@ -3,7 +3,7 @@
 For example: a limit above the number of rows, a penalty that is never paid, held-out rows that ask
 the same as the training rows.
 
-    for sentence in doubts(recipe, rows): …              # a resolved recipe, its first rows
+    for sentence in doubts(recipe, rows, tables): …      # a resolved recipe and its rows
     unused(recipe)                                       # columns that nothing reads
 """
 
@@ -21,7 +21,6 @@ import pyarrow as pa
 from quiver.schemas.errors import printable, quoted_name
 from quiver.schemas.outside import read_message
 from quiver.schemas.plain import read_json
-from quiver.stages.prompt import sources
 from quiver.stages.prompt.config import INPUTS, Config
 from quiver.stages.prompt.messages import text_of
 from quiver.stages.prompt.row_variables import columns_of
@@ -34,19 +33,15 @@ _ROWS_AT_ONCE = 16
 """Rows converted to Python objects at a time, because pictures are large."""
 
 
-def doubts(recipe: Recipe, rows: FirstRows) -> list[str]:
-    """Return warnings about a resolved recipe. Reads the sources again.
+def doubts(recipe: Recipe, rows: FirstRows, tables: Mapping[str, pa.Table]) -> list[str]:
+    """Return warnings about a resolved recipe.
 
-    `rows`: its first rows, if they were rendered.
+    `rows`: its first rows, if they were rendered. `tables`: all rows of its sources, by section.
     """
-    tables = {
-        section: sources.read(prompt_config(recipe, section)).table for section in recipe.columns
-    }
-    num_rows = tables["data"].num_rows
     return [
         *about_rows(recipe, tables),
         *about_prompts(recipe, rows.prompts),
-        *about_steps(recipe, num_rows),
+        *about_steps(recipe, tables["data"].num_rows),
         *about_rewards(recipe, tables["data"]),
         *about_answers(recipe, rows.answers),
     ]

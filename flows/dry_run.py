@@ -21,7 +21,7 @@ from quiver.stages.common.runtime.holding import in_one_process
 
 from .post_train import post_train
 from .recipe import Recipe
-from .sections import Placement
+from .sections import merge
 
 PROMPTS, TOKENS, ITERATIONS = 4, 16, 2
 COMMON_LETTERS = ("a", "e", "i", "n", "o", "r", "s", "t", " ")
@@ -35,53 +35,30 @@ LOT = {"use": "quiver.stages.reward.functions.lot:lot", "name": "lot", "weight":
 def rehearsal(recipe: Recipe, store: str) -> Recipe:
     """Return `recipe` changed for a rehearsal in `store`: few rows, short answers, the small model,
     everything on this host."""
-    data = {**recipe.data.model_dump(exclude_unset=True), "limit": _few(recipe.data.limit)}
-    if recipe.data.held_out is not None:
-        limit = _few(recipe.data.held_out.get("limit"))
-        data["held_out"] = {**recipe.data.held_out, "limit": limit}
-    generate = recipe.generate.model_dump(exclude_unset=True)
+    sections = recipe.model_dump(exclude_unset=True)
+    sampling = sections.get("generate", {}).get("sampling", {})
+    held_out_sampling = recipe.evaluate.generate.get("sampling", {})
     ends = () if recipe.generate.turns is None else COMMON_LETTERS
-    held_out_generate = recipe.evaluate.generate
-    reward = recipe.reward.model_dump(exclude_unset=True)
+    engine = {"engine": "transformers", "dtype": "float32"}
     changes = {
         "store": store,
         "iterations": min(recipe.iterations, ITERATIONS),
         "report_url": None,
-        "policy": {
-            "model": SMALL_MODEL,
-            "arguments": {
-                "model": recipe.policy.model,
-                "revision": recipe.policy.revision,
-                "arguments": recipe.policy.arguments,
-            },
-        },
-        "data": data,
-        "generate": {
-            **generate,
-            "engine": "transformers",
-            "options": {},
-            "dtype": "float32",
-            "sampling": _short(generate.get("sampling", {}), ends),
-        },
-        "evaluate": {
-            **recipe.evaluate.model_dump(exclude_unset=True),
-            "generate": {
-                **{key: value for key, value in held_out_generate.items() if key != "dtype"},
-                "engine": "transformers",
-                "options": {},
-                "sampling": _short(held_out_generate.get("sampling", {}), ends),
-            },
-        },
-        "reward": {**reward, "functions": [*reward.get("functions", ()), LOT]},
+        "data": {"limit": _few(recipe.data.limit)},
+        "generate": {**engine, "sampling": _short(sampling, ends)},
+        "evaluate": {"generate": {**engine, "sampling": _short(held_out_sampling, ends)}},
+        "reward": {"functions": [*sections["reward"].get("functions", ()), LOT]},
         # Nearly all answers of the small model are cut off.
-        "optimize": {
-            **recipe.optimize.model_dump(exclude_unset=True),
-            "on_length": "keep",
-            "processes": None,
-        },
-        "placement": Placement(python=recipe.placement.python).model_dump(exclude_unset=True),
+        "optimize": {"on_length": "keep", "processes": None},
     }
-    sections = {**recipe.model_dump(exclude_unset=True), **changes}
+    if recipe.data.held_out is not None:
+        changes["data"]["held_out"] = {"limit": _few(recipe.data.held_out.get("limit"))}
+    sections = merge(sections, changes)
+    for section in (sections["generate"], sections["evaluate"]["generate"]):
+        section["options"] = {}  # They belong to the recipe's engine.
+    original = {name: getattr(recipe.policy, name) for name in ("model", "revision", "arguments")}
+    sections["policy"] = {"model": SMALL_MODEL, "arguments": original}
+    sections["placement"] = {"python": recipe.placement.python}
     return parse(Recipe, sections, "--dry-run")
 
 

@@ -28,16 +28,16 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from filelock import FileLock
+
 from quiver.schemas.errors import CorruptError, ResourceError, reason
 from quiver.stages.common.runtime.subprocesses import Process
-from quiver.stages.common.store.leases import Leases
-from quiver.stages.common.store.storage import Storage
 
 from .commands.shared import say
 
@@ -149,23 +149,10 @@ def alone_at_first(home: Path) -> Iterator[None]:
 
     Only the first start by each version of Prefect is exclusive.
     """
-    name = f"first-start-{metadata.version('prefect')}"
-    note = home / f".quiver-{name}"
-    if note.exists():
-        yield
-        return
-    leases = Leases(Storage(home), ".quiver-leases")
-    lease = leases.take(name)
-    if lease is None:
-        log.info("waits for another process, which makes Prefect's database in %s", home)
-    while lease is None:
-        time.sleep(_POLL_SECONDS)
-        lease = leases.take(name)
-    try:
+    note = home / f".quiver-first-start-{metadata.version('prefect')}"
+    with nullcontext() if note.exists() else FileLock(f"{note}.lock"):
         yield
         note.touch()
-    finally:
-        lease.release()
 
 
 @contextmanager
@@ -196,10 +183,8 @@ def _watch(server: SubprocessASGIServer, is_over: threading.Event) -> None:
 
 
 def _end_run(code: int) -> None:
-    """End this process at once.
-
-    The flow would wait minutes for the server, and could not report anything.
-    """
+    """End this process at once: the flow would wait minutes for the server, and could not report
+    anything."""
     error = ResourceError(
         "Prefect's embedded server",
         f"died {MOST_DEATHS + 1} times within a minute (exit code {code})",

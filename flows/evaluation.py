@@ -1,24 +1,35 @@
 """Measurement of a policy on the held-out rows: generate, reward, and the estimators.
 
 Prompts, rollouts and rewards go to `<run>.eval`, so that `latest` in the training run does not
-move. The evaluation itself, with score, standard error and n, goes to `<run>`.
+move. The evaluation itself, with score, standard error and n, goes to `<run>`, and to the trackers
+in [optimize]; training reports its own metrics itself.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import subprocess
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from quiver.schemas.errors import ConfigError
+from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.metrics import score_numbers
 from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.runner import Outcome
+from quiver.stages.common.runtime.subprocesses import Process
+from quiver.stages.common.store import Store
 
 from .placement import stage_call
 from .recipe import Recipe
 from .tasks import check_stages, perform
-from .tracking import track_evaluation
+
+SECONDS = 120.0
+"""Time limit for the trackers, in seconds."""
+log = logging.getLogger("quiver")
 
 
 def measure(
@@ -96,3 +107,41 @@ def numbers(outcome: Outcome | None) -> dict[str, Any] | None:
     """Return score, standard error and n of an evaluation, what it leaves out, and its
     reference."""
     return outcome and {**score_numbers(outcome.metrics), "ref": outcome.ref}
+
+
+def track_evaluation(recipe: Recipe, ref: str) -> None:
+    """Send the evaluation `ref` to the recipe's trackers that do not have it yet.
+
+    They run in a process of their own: they load torch, start threads, and use servers that may not
+    answer. None of that may delay or end a run, so a tracker that fails is only a warning.
+    """
+    if not recipe.optimize.trackers:
+        return
+    folder = Path(recipe.optimize.tracker_folder)
+    # The list is kept beside the trackers' files, so that an emptied folder is filled again.
+    list_file = folder / f"evaluations-{Store(recipe.store).id[:8]}.txt"
+    tracked = list_file.read_text().splitlines() if list_file.is_file() else []
+    trackers = [name for name in recipe.optimize.trackers if f"{name} {ref}" not in tracked]
+    if not trackers:
+        return
+    call = {"trackers": trackers, "folder": str(folder), "store": recipe.store, "ref": ref}
+    python = recipe.placement.python.get("optimize", sys.executable)
+    command = [python, "-P", "-m", "quiver.stages.optimize.tracking"]
+    last_line = "no answer"
+    try:
+        with Process(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as process:
+            process.stdin.write(json.dumps(call).encode())
+            process.stdin.close()
+            for line in process.lines(SECONDS):
+                last_line = line
+            code = process.wait()
+        if not code:
+            with list_file.open("a") as file:
+                file.writelines(f"{name} {ref}\n" for name in trackers)
+    except OSError as error:  # Includes TimeoutError.
+        code = 1
+        last_line = str(error)
+    if code:
+        log.warning("%s is not in %s: %s", ref, ", ".join(trackers), printable(last_line))

@@ -4,7 +4,7 @@ Look here for what `quiver check` shows: the prompts made from the rows, and the
 made-up answer and for the right one. No engine is started and no weights are read. Errors are those
 a run would raise.
 
-    require_references(recipe)                     # a resolved recipe; needs no model
+    require_references(recipe, read_sources(recipe))    # a resolved recipe; needs no model
     rows = first_rows(recipe, is_answered=True)
     rows.prompts["data"].lengths, rows.answers[0].scores["accuracy"].values
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,22 +176,29 @@ def first_rows(recipe: Recipe, folder: Path | None = None, *, is_answered: bool)
         policy = small.import_without_weights(recipe.policy, store, recipe.run, folder)
         for section in recipe.columns:
             config = first_config(recipe, section)
-            version = _render(config, store, policy)
+            version = _made("prompt", config, store, policy=policy)
             rows.prompts[section] = Prompts.of(version, policy, recipe.prompt.system)
             if section == "data" and is_answered:
                 rows.answers = _answers(recipe, config, store, policy, version)
     return rows
 
 
-def require_references(recipe: Recipe) -> None:
+def read_sources(recipe: Recipe) -> dict[str, pa.Table]:
+    """Return all rows of a resolved recipe's sources, by section (data, data.held_out)."""
+    return {
+        section: sources.read(prompt_config(recipe, section)).table for section in recipe.columns
+    }
+
+
+def require_references(recipe: Recipe, tables: Mapping[str, pa.Table]) -> None:
     """Raise ConfigError if shipped reward functions cannot read the references of too many first
     rows.
 
-    The limit is `reward.max_invalid`; below it, a warning is logged. Needs a resolved recipe.
+    The limit is `reward.max_invalid`; below it, a warning is logged. `tables`: `read_sources` of
+    the recipe.
     """
-    for section in recipe.columns:
+    for section, table in tables.items():
         config = first_config(recipe, section)
-        table = sources.read(config).table
         chosen = choose(table.num_rows, config.limit, config.seed, config.iteration)[:ROWS]
         refused = refusals(recipe.reward, table.take(pa.array(chosen, pa.int64())))
         if not refused:
@@ -224,27 +232,6 @@ def first_config(recipe: Recipe, section: str) -> PromptConfig:
     if limit is not None and section == "data":
         limit *= recipe.iterations
     return config.model_copy(update={"first": first, "limit": limit})
-
-
-def _render(config: PromptConfig, store: Store, policy: Version) -> Version:
-    """Return the prompts of the first rows; log how many are too long, if that is the error.
-
-    Raises ConfigError or SecurityError.
-    """
-    try:
-        return _made("prompt", config, store, policy=policy)
-    except ConfigError:
-        if config.overlong == "error":
-            with suppress(ConfigError):  # Another error than the length.
-                lenient = config.model_copy(update={"overlong": "drop"})
-                status = _made("prompt", lenient, store, policy=policy).manifest.status
-                log.warning(
-                    "%d of the first %d prompts of %s are too long",
-                    status["dropped"],
-                    sum(status.values()),
-                    printable(config.source),
-                )
-        raise
 
 
 def visible(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:

@@ -15,7 +15,7 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common.config import Config, descriptions, keys_of
+from quiver.stages.common.config import Config, Key, descriptions, keys_of
 from quiver.stages.common.models.checkpoints import PolicyConfig
 from quiver.stages.common.names_elsewhere import IN_SECTIONS, KEYS
 from quiver.stages.evaluate.config import Config as ScoreConfig
@@ -86,58 +86,53 @@ class Section:
     name: str
     heading: str
     description: str
-    keys: tuple[KeyEntry, ...]
+    keys: list[KeyEntry]
 
 
 @cache
 def sections() -> tuple[Section, ...]:
     """Return all sections, in the order of a recipe; a section comes before the sections below
     it."""
-    return (
-        Section("", "", "Above the first section.", tuple(_entries(Recipe, "", ""))),
-        *_sections_below(Recipe, ""),
-    )
-
-
-def _sections_below(cls: type[Config], prefix: str) -> Iterator[Section]:
-    for key in keys_of(cls, prefix):
-        if key.section is None or "." in key.path.removeprefix(prefix):
+    by_name = {"": Section("", "", "Above the first section.", [])}
+    for key in keys_of(Recipe):
+        if key.section is None:
+            section = by_name[key.path.rpartition(".")[0]]
+            section.keys.append(_entry(key, section.heading))
             continue
-        name = key.path
         is_list = get_origin(key.field.annotation) is tuple
-        heading = f"[[{name}]]" if is_list else f"[{name}]"
-        about = inspect.cleandoc(key.section.__doc__)
-        yield Section(name, heading, about, tuple(_entries(key.section, f"{name}.", heading)))
-        yield from _sections_below(key.section, f"{name}.")
-        if name == "generate":
-            for engine in ENGINES.values():
-                heading = f"[{_OPTIONS}]"
-                about = inspect.cleandoc(engine.options.__doc__)
-                keys = tuple(_entries(engine.options, f"{_OPTIONS}.", heading))
-                yield Section(_OPTIONS, heading, about, keys)
-
-
-def _entries(cls: type[Config], prefix: str, heading: str) -> Iterator[KeyEntry]:
-    """Yield the keys of one section, without tables that are sections themselves."""
-    for key in keys_of(cls, prefix):
-        if key.section is not None or "." in key.path.removeprefix(prefix):
-            continue
-        default = None
-        if not key.field.is_required():
-            plain = key.field.get_default(call_default_factory=True)
-            default = "not set" if plain is None else json.dumps(plain, ensure_ascii=False)
-        top, _, below = key.path.partition(".")
-        decides = key.path == "seed" or key.path in OVERLAYS
-        if top in _STAGE_CONFIGS:
-            decides |= below.partition(".")[0] in _STAGE_CONFIGS[top].model_fields
-        yield KeyEntry(
-            name=key.path,
-            section=heading,
-            type=type_words(key.field.annotation, key.field.metadata),
-            default=default,
-            run_key="yes" if decides and not key.is_runtime else "no",
-            description=descriptions(key.owner)[key.path.rpartition(".")[2]],
+        heading = f"[[{key.path}]]" if is_list else f"[{key.path}]"
+        by_name[key.path] = Section(key.path, heading, inspect.cleandoc(key.section.__doc__), [])
+    ordered = [*by_name.values()]
+    place = [*by_name].index("reward")
+    ordered[place:place] = [
+        Section(
+            _OPTIONS,
+            f"[{_OPTIONS}]",
+            inspect.cleandoc(engine.options.__doc__),
+            [_entry(key, f"[{_OPTIONS}]") for key in keys_of(engine.options, f"{_OPTIONS}.")],
         )
+        for engine in ENGINES.values()
+    ]
+    return tuple(ordered)
+
+
+def _entry(key: Key, heading: str) -> KeyEntry:
+    default = None
+    if not key.field.is_required():
+        plain = key.field.get_default(call_default_factory=True)
+        default = "not set" if plain is None else json.dumps(plain, ensure_ascii=False)
+    top, _, below = key.path.partition(".")
+    decides = key.path == "seed" or key.path in OVERLAYS
+    if top in _STAGE_CONFIGS:
+        decides |= below.partition(".")[0] in _STAGE_CONFIGS[top].model_fields
+    return KeyEntry(
+        name=key.path,
+        section=heading,
+        type=type_words(key.field.annotation, key.field.metadata),
+        default=default,
+        run_key="yes" if decides and not key.is_runtime else "no",
+        description=descriptions(key.owner)[key.path.rpartition(".")[2]],
+    )
 
 
 def type_words(annotation: Any, metadata: Any = ()) -> str:
@@ -225,13 +220,17 @@ def _matches(path: str) -> list[Section]:
         lambda name: f".{path}." in f".{name}.",
     )
     for is_meant in ways:
-        found = []
-        for section in sections():
-            keys = tuple(key for key in section.keys if is_meant(key.name))
-            if keys or (section.name and is_meant(section.name)):
-                found.append(replace(section, keys=keys))
-        if found:
-            return found
+        matches = [
+            replace(section, keys=[key for key in section.keys if is_meant(key.name)])
+            for section in sections()
+        ]
+        matches = [
+            section
+            for section in matches
+            if section.keys or (section.name and is_meant(section.name))
+        ]
+        if matches:
+            return matches
     return []
 
 

@@ -4,6 +4,12 @@ Look here for the order of a night's steps: new prompts → improve → measure 
 A better policy that moved further than [promotion] allows waits for a person, or is rejected. The
 state of the flow run is named after the decision, and its message says why.
 
+With [promotion] approval the flow run pauses, with a form on its page. No answer in time is a no.
+Programs answer over Prefect's API:
+
+    POST /api/flow_runs/ID/resume
+    {"run_input": {"approve": true, "author": "ada", "reason": "reads well"}}
+
 A night starts from the policy that bears the tag, regardless of the nights in between. So a
 rejected policy is not trained further. It stays in the store, and the tag's journal names it with
 the reason. Each night has new rows: `[data]` with a `limit` gives the next rows that no decided
@@ -18,31 +24,47 @@ both promote: the tag moves by compare-and-swap from the policy that was compare
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass, replace
+from threading import Event, Thread
 from typing import Any
+from uuid import UUID, uuid4
 
 from prefect import flow
 from prefect.events import emit_event
+from prefect.exceptions import NotPausedError
+from prefect.flow_runs import pause_flow_run, resume_flow_run
+from prefect.input import RunInput
 from prefect.runtime import flow_run
 from prefect.states import Completed
+from pydantic import Field
 
 from quiver.schemas.errors import printable
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.tags import Entry, previous
 
-from .approval import Candidate, reviewed
-from .drift import moved
 from .evaluation import measure, require_held_out
 from .pages import link_report, show_nights
 from .pages.events import moved_event, payload_of
 from .placement import check_placement, require_server
 from .post_train import Iteration, import_policy, improve
-from .promotion import decide, entry_of, judge
+from .promotion import Judgement, Moved, decide, entry_of, judge, moved
 from .recipe import Recipe
 from .retention import clean_up
 from .tasks import tagged
 
+POLL_SECONDS = 5.0
+_SPARE_SECONDS = 300  # Prefect fails a run that is not resumed in time, so our own no comes first.
 log = logging.getLogger("quiver")
+
+
+class Answer(RunInput):
+    """A person's answer about the waiting policy; an invalid one does not resume the flow run."""
+
+    approve: bool = Field(description="Promote it.")
+    author: str = Field(pattern=r"\S", max_length=2000, description="Who answers.")
+    reason: str = Field(pattern=r"\S", max_length=2000, description="Why; it stays with the tag.")
 
 
 @dataclass(frozen=True)
@@ -146,8 +168,6 @@ def plan_night(recipe: Recipe, name: str) -> Night:
     check_placement(recipe)
     if recipe.promotion.approval:
         require_server("promotion.approval")
-    # A mistake in a user's own algorithm is reported before anything is made.
-    recipe.optimize_config().resolved()
     store = Store(recipe.store)
     entries = store.history(recipe.run, recipe.promotion.tag)
     iterations = [entry.about.get("iteration", 0) for entry in entries]
@@ -215,50 +235,84 @@ def _decide(night: Night, in_use: str, baseline: str, last: Iteration) -> Entry:
     store = night.store
     recipe = night.recipe
     promotion = recipe.promotion
-
-    def weigh(policy: str, rewards: str) -> Candidate:
-        evaluation = measure(recipe, policy, recipe.iterations, baseline=baseline)
-        judgement = judge(promotion, store.open(evaluation.ref).manifest.metrics)
-        distance = moved(promotion, store, in_use, policy, evaluation.ref)
-        if distance.beyond_limits:
-            name = f"nightly {night.name}"
-            log.warning("%-22s %s moved far: %s", name, policy, distance.in_words)
-        return Candidate(policy, rewards, evaluation.ref, judgement, distance)
-
-    candidate = weigh(last.policy, last.rewards)
+    candidate = last.policy
+    evaluation = measure(recipe, candidate, recipe.iterations, baseline=baseline).ref
+    judgement = judge(promotion, store.open(evaluation).manifest.metrics)
+    distance = moved(promotion, store, in_use, candidate, evaluation)
+    far = distance.in_words
+    if far:
+        log.warning("%-22s %s moved far: %s", f"nightly {night.name}", candidate, far)
+    is_promoted = judgement.better and not far
     answer = None
-    if candidate.judgement.better and promotion.approval:
-        candidate, answer = reviewed(recipe, candidate, in_use, weigh)
-    beyond_limits = candidate.moved.beyond_limits
-    is_approved = answer.approve if answer else not (beyond_limits or promotion.approval)
-    is_promoted = candidate.judgement.better and is_approved
+    if judgement.better and promotion.approval:
+        answer = ask(recipe, candidate, in_use, judgement, distance)
+        is_promoted = answer.approve
     about = {
         "night": night.name,
         "decision": "promoted" if is_promoted else "rejected",
         "author": answer.author if answer else "quiver",
-        "candidate": candidate.policy,
-        "rewards": candidate.rewards,
+        "candidate": candidate,
+        "rewards": last.rewards,
         "iteration": recipe.iterations,
-        "evaluation": candidate.evaluation,
-        **candidate.judgement.numbers,
-        "watch": beyond_limits,
-        "moved": candidate.moved.numbers,
+        "evaluation": evaluation,
+        **judgement.numbers,
+        "watch": distance.beyond_limits,
+        "moved": distance.numbers,
     }
     if recipe.data.refill is not None:
         about["round"] = last.rounds[-1].round
-    why = candidate.judgement.why
-    if beyond_limits:
+    why = judgement.why
+    if far:
         held = "it moved far from the policy in use"
-        if candidate.judgement.better and answer is None:
+        if judgement.better and answer is None:
             held = f"better, and not promoted, since {held}"
-        why = f"{held}: {candidate.moved.in_words}; {why}"
+        why = f"{held}: {far}; {why}"
     if answer is not None:
-        word = "yes" if answer.approve else "no"
-        why = f"{answer.author} said {word}: {answer.reason}; {why}"
-    ref = candidate.policy if is_promoted else in_use
+        why = f"{answer.author} said {'yes' if answer.approve else 'no'}: {answer.reason}; {why}"
+    ref = candidate if is_promoted else in_use
     entry = decide(
         store, recipe.run, promotion, key=night.key, before=in_use, ref=ref, why=why, about=about
     )
     if is_promoted:
         emit_event(**moved_event(f"{recipe.run}/policy@{promotion.tag}", entry))
     return entry
+
+
+def ask(
+    recipe: Recipe, candidate: str, in_use: str, judgement: Judgement, distance: Moved
+) -> Answer:
+    """Pause this flow run until its form is answered; after `approval_seconds` the answer is no.
+
+    A flow run that was stopped while it waited asks again.
+    """
+    seconds = recipe.promotion.approval_seconds
+    far = distance.in_words
+    warning = f"**It moved far from the policy in use: {far}.**\n\n" if far else ""
+    question = (
+        f"Shall **{candidate}** replace **{in_use}** as "
+        f"`{recipe.run}/policy@{recipe.promotion.tag}`?\n\n"
+        f"{warning}{judgement.why}\n\n"
+        f"Their answers: `quiver compare {in_use} {candidate} --store {recipe.store}`. Without an "
+        f"answer within {seconds:g} s it is not promoted."
+    )
+    is_over = Event()
+
+    def answer_no(run: UUID) -> None:
+        reason = f"no answer within {seconds:g} s"
+        is_over.wait(seconds)
+        while not is_over.is_set():
+            with suppress(NotPausedError):  # Answered just now, or not paused yet.
+                resume_flow_run(run, {"approve": False, "author": "quiver", "reason": reason})
+            is_over.wait(POLL_SECONDS)
+
+    target = copy_context().run
+    Thread(target=target, args=(answer_no, UUID(flow_run.id)), daemon=True).start()
+    try:
+        return pause_flow_run(
+            Answer.with_initial_data(description=question),
+            timeout=int(seconds) + _SPARE_SECONDS,
+            poll_interval=POLL_SECONDS,
+            key=str(uuid4()),
+        )
+    finally:
+        is_over.set()

@@ -38,8 +38,8 @@ from quiver.stages.common.store import Store
 
 from .ahead import is_stopped
 from .placement import GivenUp, StageCall, require_server
+from .prefect_server import without_login
 from .recipe import Placement
-from .server_url import without_login
 from .stage import answer_in
 
 POLL_SECONDS = 1.0

@@ -43,16 +43,13 @@ from quiver.stages.common.runtime.runner import Outcome
 from quiver.stages.reward.stage import pinned
 
 from .ahead import run_ahead
-from .curriculum import measured_before
 from .evaluation import measure, numbers
 from .pages import Curve, link_report
 from .placement import STAGES, check_placement, stage_call, trained_here
-from .proximal import score_behaviour, score_start
 from .recipe import Recipe
-from .reference import choose_reference
-from .refill import fill_up, with_rounds
+from .rescoring import choose_reference, score_behaviour, score_start
 from .retention import clean_up
-from .sampled import Sampled
+from .rounds import Sampled, fill_up, measured_before, with_rounds
 from .tasks import check_stages, perform, tagged
 
 _LEARNED_FROM = ("rollouts", "rewards", "prox_logprobs")

@@ -1,8 +1,8 @@
 """Run one stage on saved versions, without the rest of the chain: score again, train again, fork.
 
 Look here for `quiver generate`, `reward`, `optimize` and the like. This is plain Python, so the
-command line needs no Prefect for it; `single` offers the same as flows. If PREFECT_API_URL names a
-server, each new version is reported to it (`by_hand`).
+command line needs no Prefect for it. If PREFECT_API_URL names a server, each new version is
+reported to it (`prefect_server`).
 
     rerun(recipe, "reward", {"rollouts": "arith/rollouts@3"})
     rerun(recipe, "optimize", {"rollouts": ["arith/rollouts@3", "arith/rollouts@2"]})     # replay
@@ -26,12 +26,12 @@ from quiver.stages.common.runtime.runner import Outcome, find
 from quiver.stages.common.runtime.stage import load
 from quiver.stages.common.store import Store
 
-from .by_hand import tell_version
 from .commands.shared import CALLED
 from .dispatch import run_at
 from .placement import check_placement, stage_call
-from .proximal import proximal_config
+from .prefect_server import tell_version
 from .recipe import Recipe
+from .rescoring import proximal_config
 
 ROLES = {
     "prompt": ("policy", "rewards"),
@@ -86,7 +86,6 @@ def rerun(
     references: References,
     iteration: int = 1,
     force: bool = False,
-    perform: Callable[..., Outcome] = perform_by_hand,
     overrides: Config | None = None,
 ) -> Outcome:
     """Run `stage` with the given references; missing ones are found by `find_refs`.
@@ -98,14 +97,13 @@ def rerun(
             lists. prompt takes several rewards, which its curriculum uses.
         iteration: Iteration that seeds and prompt rows are taken for.
         force: Run it again even if a finished version exists.
-        perform: Runs a stage, with the signature of `tasks.perform`.
         overrides: Config of the stage `override`: which rewards it replaces.
 
     Raises:
         LineageError: If a missing reference cannot be found.
         ConfigError: If a reference does not fit the stage.
     """
-    run = partial(perform, recipe, iteration=iteration)
+    run = partial(perform_by_hand, recipe, iteration=iteration)
     if stage != "override":  # override always runs here, in this process's host.
         check_placement(recipe)
     if stage == "prompt":
@@ -122,7 +120,8 @@ def rerun(
         require_held_out(recipe)
         forced = {"evaluate"} if force else ()
         policy = refs["policy"][0]
-        return measure(recipe.held_out_resolved(), policy, iteration, forced, perform=perform)
+        recipe = recipe.held_out_resolved()
+        return measure(recipe, policy, iteration, forced, perform=perform_by_hand)
     if stage == "optimize":
         _tell_other_temperatures(recipe, store, refs["rollouts"])
         config = load(stage).resolve(recipe.optimize_config())

@@ -15,19 +15,18 @@ from typing import Any
 from prefect import flow
 from prefect.runtime import flow_run
 from prefect.states import Completed
+from pydantic import TypeAdapter, ValidationError
 
 from quiver.schemas.errors import ConfigError
-from quiver.schemas.refs import NAME
 from quiver.stages.common.store import Store
 
 from .commands.shared import CALLED
 from .post_train import Iteration, import_policy, improve, post_train
 from .recipe import Recipe
 from .retention import Retention
+from .sections import RunName
 from .tasks import NotFinished, only_looking
 
-_AT = "%Y-%m-%d-%H%M"
-"""Suffix of a run's name that starts again: its due time in UTC."""
 _MANY = 1_000_000
 NOTHING_LEFT = "Nothing left to do"
 """Name of the final state if nothing was made."""
@@ -55,40 +54,34 @@ def scheduled(recipe: Recipe) -> Any:
 def recipe_for(recipe: Recipe, due: datetime) -> Recipe:
     """Return the recipe for a run that was due at this time, in UTC.
 
-    Raises ConfigError if the run's name gets too long.
+    A run that starts again is named by that time. Its seed is raised by one more than the number of
+    earlier such runs. Raises ConfigError if its name gets too long.
     """
-    each = recipe.schedule.each
-    if each == "go on":
+    if recipe.schedule.each == "same":
+        return recipe
+    if recipe.schedule.each == "go on":
         resolved = recipe.resolved()
         iterations = finished_iterations(resolved) + recipe.iterations
         return resolved.model_copy(update={"iterations": iterations})
-    if each == "again":
-        return _again(recipe, f"{recipe.run}-{due:{_AT}}")
-    return recipe
+    run = f"{recipe.run}-{due:%Y-%m-%d-%H%M}"
+    try:
+        TypeAdapter(RunName).validate_python(run)
+    except ValidationError:
+        raise ConfigError(
+            f"run {recipe.run}",
+            f"schedule.each is 'again', which makes runs like {run}: {len(run)} letters are too "
+            "many",
+            next="give the run a shorter name",
+        ) from None
+    is_earlier = re.compile(rf"{re.escape(recipe.run)}-\d{{4}}-\d\d-\d\d-\d{{4}}").fullmatch
+    earlier = [name for name in Store(recipe.store).runs() if is_earlier(name) and name < run]
+    return recipe.model_copy(update={"run": run, "seed": recipe.seed + len(earlier) + 1})
 
 
 def check_name(recipe: Recipe) -> None:
     """Raise ConfigError if a run of this recipe that starts again would have no valid name."""
     if recipe.schedule.each == "again":
-        _again(recipe, f"{recipe.run}-{datetime(2000, 1, 1):{_AT}}")
-
-
-def _again(recipe: Recipe, run: str) -> Recipe:
-    """Return the recipe under the name `run`, with its seed raised by one more than the number of
-    earlier such runs."""
-    longest = Recipe.model_fields["run"].metadata
-    limit = next(rule.max_length for rule in longest if hasattr(rule, "max_length"))
-    if len(run) > limit or not NAME.fullmatch(run):
-        raise ConfigError(
-            f"run {recipe.run}",
-            f"schedule.each is 'again', which makes runs like {run}: {len(run)} letters, at most "
-            f"{limit} are allowed",
-            next="give the run a shorter name",
-        )
-    of_before = re.compile(rf"{re.escape(recipe.run)}-[0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}}-[0-9]{{4}}")
-    runs = Store(recipe.store).runs()
-    earlier = [name for name in runs if of_before.fullmatch(name) and name < run]
-    return recipe.model_copy(update={"run": run, "seed": recipe.seed + len(earlier) + 1})
+        recipe_for(recipe, datetime(2000, 1, 1))
 
 
 def finished_iterations(recipe: Recipe) -> int:

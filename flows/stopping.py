@@ -5,22 +5,35 @@ code of that signal. The first signal ends it in order: it unwinds, its stages g
 seconds, and Prefect is informed. Any of this may hang, and Python's own handlers wait for the main
 thread, which may be in C code; so a thread watches. Processes that the command started end with it:
 each has a keeper, which sees its lifeline close (`stages.common.runtime.keeper`).
+
+A flow run ends with the worker that started it. Prefect's workers leave their flow processes
+running when they are killed; nothing could cancel such a run any more, while another run takes its
+place. So a thread checks every second if the parent is still the first one. If not, the flow gets
+SIGTERM, as on a cancel, and ends its stage. The flow may hang there, since it first informs the
+server, which may be gone too. Then SIGKILL follows.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import re
 import select
 import signal
+import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from types import FrameType
 
 STOP_SECONDS = 9.0
 TOGETHER_SECONDS = 0.5
 """Signals within this time count as one: `timeout` signals the command and then its group."""
+POLL_SECONDS = 1
+"""Time between two looks at the worker."""
+GRACE_SECONDS = 15
+"""Time that a flow without worker has to end by itself."""
 _told: list[int] = []
 """The signals that count, oldest first."""
 _resent = threading.Event()
@@ -101,3 +114,30 @@ def _end(why: str) -> None:
     line = f"{cursor}quiver {why}: it ends at once; what is finished is kept\n"
     os.write(sys.stderr.fileno(), line.encode())
     os._exit(128 + _told[-1])
+
+
+def end_with_the_parent() -> None:
+    """Start to watch the worker in a daemon thread.
+
+    It may have died already, while this process was importing. Then it no longer listens at the
+    port that it gave this process for commands.
+    """
+    threading.Thread(
+        target=_watch_worker, args=(os.getppid(),), daemon=True, name="worker-watch"
+    ).start()
+
+
+def _watch_worker(parent: int) -> None:
+    environment = Path("/proc/self/environ").read_bytes()  # Prefect removes it from os.environ.
+    port = re.search(rb"(?:^|\0)PREFECT__CONTROL_PORT=(\d+)", environment)
+    try:
+        if port:
+            socket.create_connection(("127.0.0.1", int(port[1])), timeout=10).close()
+        listens = True
+    except OSError as error:
+        listens = not isinstance(error, ConnectionRefusedError)
+    while listens and os.getppid() == parent:
+        time.sleep(POLL_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -201,7 +201,7 @@ def test_the_reward_in_the_readme_scores():
      "quiver.stages.reward.functions", "quiver.stages.reward.functions.answers", "quiver.stages.reward.tables",
      "quiver.stages.optimize.algorithms", "quiver.stages.evaluate.estimators", "quiver.stages.common.servers",
      "quiver.stages.reward.servers.dialects.rows", "quiver.stages.reward.servers.dialects.judge", "quiver.stages.reward.functions.programs",
-     "quiver.deployments.recipes.larger", "quiver.deployments.recipes.t5_digits", "quiver.flows.commands.cleaning"],
+     "quiver.deployments.recipes.larger", "quiver.deployments.recipes.t5_digits"],
 )  # fmt: skip
 def test_examples_in_docstrings(module):
     result = doctest.testmod(importlib.import_module(module))

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
+from quiver.stages.report.words import size
+
 from . import completion
 from .shared import StorePath, open_store, say
-
-_UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
 def gc(
@@ -51,15 +51,15 @@ def gc(
     collected = collect(opened, rule, apply=apply)
     to_trash = [*collected.optimizer, *collected.versions]
     lines = [
-        f"{candidate.ref} {candidate.folder:<10} {in_words(candidate.bytes):>10}"
+        f"{candidate.ref} {candidate.folder:<10} {size(candidate.bytes):>10}"
         for candidate in to_trash
     ]
     lines += [
-        f"{leftover.run} staged {leftover.run_key[:12]} {in_words(leftover.bytes)}"
+        f"{leftover.run} staged {leftover.run_key[:12]} {size(leftover.bytes)}"
         for leftover in collected.staging
     ]
     lines += [
-        f".quarantine/{name} {in_words(count)}: delete it by hand when nobody needs it"
+        f".quarantine/{name} {size(count)}: delete it by hand when nobody needs it"
         for name, count in collected.quarantine.items()
     ]
     answer = {
@@ -78,22 +78,8 @@ def gc(
     freed = collected.deleted_bytes + sum(each.bytes for each in collected.staging)
     would = "" if apply else "would be "
     lines += [
-        f"{in_words(moved)} {would}moved to the trash, {in_words(freed)} {would}deleted",
-        f"{in_words(collected.trash_bytes)} {'lie' if apply else 'would lie'} in the trash: what "
+        f"{size(moved)} {would}moved to the trash, {size(freed)} {would}deleted",
+        f"{size(collected.trash_bytes)} {'lie' if apply else 'would lie'} in the trash: what "
         f"is there for {grace_hours:g} hours is deleted by the next quiver gc --apply",
     ]
     say(answer, lines)
-
-
-def in_words(count: int) -> str:
-    """Return a number of bytes for people.
-
-    >>> in_words(1076186100), in_words(0)
-    ('1.1 GB', '0 bytes')
-    """
-    size = float(count)
-    for unit in _UNITS:
-        if size < 1000 or unit == _UNITS[-1]:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    raise AssertionError

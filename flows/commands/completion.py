@@ -31,17 +31,29 @@ def references(context: typer.Context, incomplete: str) -> list[str]:
 
     Versions are `arith/rollouts@latest`, the newest numbers, and tags.
     """
-    return _offered(context, incomplete, with_versions=True)
+    offered = []
+    for store, run, kind in _kinds(context):
+        dataset = f"{run}/{kind}"
+        numbers = store.numbers(run, kind)
+        if not incomplete.startswith(dataset):
+            offered += [dataset] * bool(numbers)
+            continue
+        newest = numbers[::-1][:_MOST_VERSIONS]
+        offered += [f"{dataset}@{version}" for version in [*["latest"][: len(newest)], *newest]]
+        offered += [tag for tag in tags(context, incomplete) if tag.startswith(f"{dataset}@")]
+    return [name for name in offered if name.startswith(incomplete)]
 
 
 def datasets(context: typer.Context, incomplete: str) -> list[str]:
     """Offer only `arith/rollouts`, to which versions are added."""
-    return _offered(context, incomplete, with_versions=False)
+    names = (f"{run}/{kind}" for store, run, kind in _kinds(context) if store.numbers(run, kind))
+    return [name for name in names if name.startswith(incomplete)]
 
 
 def runs(context: typer.Context, incomplete: str) -> list[str]:
     """Offer names of runs."""
-    return [run for run in _runs(_store(context)) if run.startswith(incomplete)]
+    names = dict.fromkeys(run for _, run, _ in _kinds(context))
+    return [run for run in names if run.startswith(incomplete)]
 
 
 def runs_and_references(context: typer.Context, incomplete: str) -> list[str]:
@@ -53,60 +65,37 @@ def tags(context: typer.Context, incomplete: str) -> list[str]:
     """Offer tags such as `arith/policy@prod`."""
     offered = []
     with suppress(QuiverError):
-        store = _store(context)
-        for run in _runs(store):
+        for store, run, kind in _kinds(context):
             for name in store.tag_names(run):
-                kind = (store.tagged(run, name) or "").rpartition("@")[0]
-                offered.append(f"{kind}@{name}")
+                if (store.tagged(run, name) or "").startswith(f"{run}/{kind}@"):
+                    offered.append(f"{run}/{kind}@{name}")
     return [name for name in offered if name.startswith(incomplete)]
 
 
 def settings(incomplete: str) -> list[str]:
     """Offer keys such as `optimize.learning_rate=`, for --set."""
-    return [f"{name}=" for name in _keys() if name.startswith(incomplete)]
+    from .. import keys
+
+    names = (key.name for section in keys.sections() for key in section.keys)
+    return [f"{name}=" for name in names if name.startswith(incomplete)]
 
 
 def sections_and_keys(incomplete: str) -> list[str]:
     """Offer sections and keys, such as `optimize` and `optimize.learning_rate`."""
     from .. import keys
 
-    names = [section.name for section in keys.sections() if section.name]
-    return [name for name in dict.fromkeys([*names, *_keys()]) if name.startswith(incomplete)]
+    names = [section.name for section in keys.sections()]
+    names += [key.name for section in keys.sections() for key in section.keys]
+    return [name for name in dict.fromkeys(names) if name and name.startswith(incomplete)]
 
 
-def _offered(context: typer.Context, incomplete: str, *, with_versions: bool) -> list[str]:
+def _kinds(context: typer.Context) -> Iterator[tuple[Store, str, str]]:
+    """Yield every run and kind of the store that the command will read, with the store.
+
+    The store is guessed from the words before. Nothing is yielded if there is none, or if it cannot
+    be read.
+    """
     from quiver.schemas.refs import KINDS
-
-    offered: list[str] = []
-    with suppress(QuiverError):
-        store = _store(context)
-        for run, kind in product(_runs(store), KINDS):
-            dataset = f"{run}/{kind}"
-            if with_versions and incomplete.startswith(dataset):
-                offered += [f"{dataset}@{version}" for version in _versions(store, run, kind)]
-            elif dataset.startswith(incomplete) and store.numbers(run, kind):
-                offered.append(dataset)
-    return [name for name in offered if name.startswith(incomplete)]
-
-
-def _versions(store: Store, run: str, kind: str) -> list[str | int]:
-    """Return the words that may follow `run/kind@`."""
-    newest = store.numbers(run, kind)[::-1][:_MOST_VERSIONS]
-    tag_names = [
-        name
-        for name in store.tag_names(run)
-        if (store.tagged(run, name) or "").startswith(f"{run}/{kind}@")
-    ]
-    return [*(["latest"] if newest else []), *newest, *tag_names]
-
-
-def _runs(store: Store | None) -> list[str]:
-    return store.runs() if store else []
-
-
-def _store(context: typer.Context) -> Store | None:
-    """Return the store that the command will read, guessed from the words before; None if there is
-    none."""
     from quiver.stages.common.store import Store
 
     path = context.params.get("store") or os.environ.get("QUIVER_STORE")
@@ -115,13 +104,6 @@ def _store(context: typer.Context) -> Store | None:
     with suppress(QuiverError, OSError, ValueError):
         if recipe and not path and "recipe" in context.params:
             path = tomllib.loads(Path(recipe).read_text()).get("store")
-        return Store(path or default_store(), create=False)
-    return None
-
-
-def _keys() -> Iterator[str]:
-    """Yield every key of a recipe, with its section."""
-    from .. import keys
-
-    for section in keys.sections():
-        yield from (key.name for key in section.keys)
+        store = Store(path or default_store(), create=False)
+        for run, kind in product(store.runs(), KINDS):
+            yield store, run, kind

@@ -146,7 +146,7 @@ def _perform(
     """Run a stage in this process."""
     from quiver.stages.common.runtime.runner import Call, perform
 
-    from ..by_hand import tell_version
+    from ..prefect_server import tell_version
 
     call = Call(stage, config, store.path, refs, into)
     outcome = perform(call, store)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -78,24 +79,32 @@ def run(
 
             answer, lines = rehearse(loaded, recipe)
         else:
-            from prefect import tags
-
-            from ..abandoned import crash_abandoned, shell_tag
-            from ..embedded import guard_embedded_server
             from ..post_train import post_train
             from ..tasks import tagged
             from .summary import summary
 
             Store(loaded.store)
             finished(loaded)  # Warns if another recipe began this run.
-            guard_embedded_server()
-            crash_abandoned()
-            with tagged(loaded), tags(shell_tag()):
+            with _from_shell(), tagged(loaded):
                 answer = post_train(loaded, first)
             lines = summary(loaded, recipe, settings, answer)
     say(answer, lines)
     if not dry_run:
         _warn(loaded, answer["iterations"][-1]["policy"])
+
+
+@contextmanager
+def _from_shell() -> Iterator[None]:
+    """Run a flow inside: with a Prefect server, on which no run of a dead shell stays running."""
+    from prefect import tags
+
+    from ..embedded import guard_embedded_server
+    from ..prefect_server import crash_abandoned, shell_tag
+
+    guard_embedded_server()
+    crash_abandoned()
+    with tags(shell_tag()):
+        yield
 
 
 def _warn(recipe: Recipe, policy: str) -> None:
@@ -155,17 +164,11 @@ def nightly(
     with shown_live():
         # Refused here, before a server is started.
         preflight(loaded.for_night(night or _today()))
-        from prefect import tags
-
-        from ..abandoned import crash_abandoned, shell_tag
-        from ..embedded import guard_embedded_server
         from ..nightly import nightly as flow
         from ..nightly import plan_night
 
         plan_night(loaded, night or _today())
-        guard_embedded_server()
-        crash_abandoned()
-        with tags(shell_tag()):
+        with _from_shell():
             outcome = flow(loaded, night)
     decision = f"{outcome['decision']}: {outcome['tag']} is {outcome['in_use']}"
     say(outcome, [decision, printable(outcome["why"], 1000)])

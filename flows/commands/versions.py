@@ -198,12 +198,30 @@ def verify(
             help="only this version", metavar="[REF]", autocompletion=completion.references
         ),
     ] = None,
+    quarantine: Annotated[
+        bool, typer.Option("--quarantine", help="put REF aside if it is damaged")
+    ] = False,
     store: StorePath = None,
 ) -> None:
-    """Check every byte. Covers sizes, hashes, schemas and missing inputs."""
+    """Check every byte. Covers sizes, hashes, schemas and missing inputs. With --quarantine, put a
+    damaged version aside."""
+    from quiver.stages.common.store import retention
     from quiver.stages.common.verification import verify as verify_store
 
-    checked, bad = verify_store(open_store(store), ref)
+    opened = open_store(store)
+    if quarantine:
+        if ref is None:
+            raise ConfigError(
+                "--quarantine", "needs the version to put aside", next="quiver verify"
+            )
+        put_aside, folder = retention.quarantine(opened, ref)
+        lines = [
+            f"{put_aside} is in {folder}",
+            "the command that made it makes it again",
+        ]
+        say({"quarantined": str(put_aside), "folder": str(folder)}, lines)
+        return
+    checked, bad = verify_store(opened, ref)
     for error in bad:
         error.next = complete(error.next, CALLED, options_in(context.parent.command.commands))
     lines = [*(str(error) for error in bad), f"{checked} checked, {len(bad)} bad"]
@@ -232,7 +250,7 @@ def tag(
     store: StorePath = None,
 ) -> None:
     """Give a version a tag; `run/kind@tag` then refers to it."""
-    from ..by_hand import tell_moved
+    from ..prefect_server import tell_moved
 
     opened = open_store(store)
     target: Ref = opened.resolve(ref)

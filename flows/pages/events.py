@@ -8,9 +8,9 @@ Look here to write an automation. The key is `quiver://<run>/<kind>`; a tag's mo
                                   {"before": "arith/policy@2", "in_use": "arith/policy@3", …}
 
 An automation that matches key and event can start a deployment. Flows emit these events; for
-commands run by hand, `by_hand` posts them in the same form. Prefect's open-source server keeps the
-events but no lineage of assets. The inputs of a version are in the event's related resources, in
-the manifest, and in the artifact `lineage-<run>`.
+commands outside a flow, `prefect_server` posts them in the same form. Prefect's open-source server
+keeps the events but no lineage of assets. The inputs of a version are in the event's related
+resources, in the manifest, and in the artifact `lineage-<run>`.
 """
 
 from __future__ import annotations

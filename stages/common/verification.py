@@ -18,7 +18,7 @@ from itertools import product
 from quiver.schemas import refs
 from quiver.schemas.errors import CorruptError, LineageError, QuiverError, SchemaError, printable
 from quiver.schemas.fields import kind_of
-from quiver.schemas.manifest import Manifest, Model, content_hash
+from quiver.schemas.manifest import Manifest, content_hash
 from quiver.schemas.refs import Ref
 from quiver.stages.common.models.checkpoints import adapter_base, as_model, is_adapter_alone
 from quiver.stages.common.store import Store, Version, schema_module
@@ -35,7 +35,10 @@ def verify(store: Store, ref: str | Ref | None = None) -> tuple[int, list[Quiver
         The number of versions checked, and all errors.
     """
     errors: list[QuiverError] = []
-    checked = [store.resolve(ref)] if ref else list(_every_version(store, errors))
+    checked = [store.resolve(ref)] if ref else []
+    for run, kind in product(() if ref else store.runs(), refs.KINDS):
+        with _collected(errors, f"{run}/{kind}"):
+            checked += store.refs(run, kind)
     with ArrowCheck() as arrow_check:
         for version_ref in checked:
             with _collected(errors, version_ref):
@@ -44,18 +47,17 @@ def verify(store: Store, ref: str | Ref | None = None) -> tuple[int, list[Quiver
                 except QuiverError as error:
                     # only if the version itself is damaged, which was checked already
                     if error.next == f"quiver verify {version_ref}":
-                        _say_who_refers(store, error, version_ref)
+                        tags, versions = users_of(store, version_ref)
+                        users = [*(f"tag {name}" for name in tags), *versions]
+                        error.state = (
+                            "no other version is touched by this; what refers to this one: "
+                            f"{', '.join(users) or 'nothing'}."
+                        )
+                        error.next = f"quiver verify {version_ref} --quarantine"
                     raise
     if ref is None:
         _verify_around(store, errors)
     return len(checked), list({str(error): error for error in errors}.values())
-
-
-def _every_version(store: Store, errors: list[QuiverError]) -> Iterator[Ref]:
-    """Yield references of all versions; errors that keep some from being listed go to `errors`."""
-    for run, kind in product(store.runs(), refs.KINDS):
-        with _collected(errors, f"{run}/{kind}"):
-            yield from store.refs(run, kind)
 
 
 def _verify_around(store: Store, errors: list[QuiverError]) -> None:
@@ -67,7 +69,14 @@ def _verify_around(store: Store, errors: list[QuiverError]) -> None:
         with _collected(errors, f"{run}/tags"):
             for name in store.tag_names(run):
                 with _collected(errors, f"{run} tag {name}"):
-                    _verify_tag(store, run, name)
+                    store.verify_tag(run, name)
+                    target = store.tagged(run, name)
+                    if target is not None and not store.exists(refs.parse(target)):
+                        raise LineageError(
+                            f"{run} tag {name}",
+                            f"points at {target}, which is gone",
+                            next="point the tag at another version",
+                        )
         for kind in refs.KINDS:
             with _collected(errors, f"{run}/{kind}/.staging"):
                 errors += damaged_staging(store.storage, run, kind)
@@ -127,42 +136,39 @@ def _verify_version(store: Store, ref: Ref, arrow_check: ArrowCheck) -> None:
 
 
 def _verify_sources(store: Store, version: Version) -> None:
-    """Raise LineageError if an input, a model, or a version made together with it has changed."""
+    """Raise LineageError if an input, a model, or a version made together with it has changed.
+
+    Sources that were deleted on purpose are left out.
+    """
     manifest = version.manifest
-    for parent in manifest.inputs:
-        _verify_parent(store, version, parent.ref, parent.content_hash)
+    changed = []
+    for entry in manifest.inputs:
+        source = _manifest(store, version, refs.parse(entry.ref))
+        if source is not None and source.content_hash != entry.content_hash:
+            changed.append(f"input {entry.ref}")
     if version.ref.kind == "policy" and is_adapter_alone(version):
         adapter_base(store, version)
     for model in manifest.models:
-        _verify_model(store, version, model)
-    if version.ref.kind == "policy":
-        for kind in {"advantages", "updates"} & manifest.metrics.keys():
-            _manifest(store, version, refs.parse(manifest.metrics[kind]))
-
-
-def _verify_parent(store: Store, version: Version, parent: str, expected: str) -> None:
-    """Raise LineageError unless the parent is unchanged, or was deleted on purpose."""
-    ref = refs.parse(parent)
-    manifest = _manifest(store, version, ref)
-    if manifest is not None and manifest.content_hash != expected:
-        raise _changed(version, f"input {ref}", ref)
-
-
-def _verify_model(store: Store, version: Version, model: Model) -> None:
-    """Raise LineageError unless a model of this store is unchanged, or was deleted on purpose."""
-    try:
-        ref = refs.parse(model.ref)
-    except QuiverError:
-        return  # a folder or a hub's id
-    if ref.kind != "policy" or ref == version.ref:
-        return
-    manifest = _manifest(store, version, ref)
-    if manifest is not None:
+        try:
+            ref = refs.parse(model.ref)
+        except QuiverError:
+            continue  # a folder or a hub's id
+        if ref.kind != "policy" or ref == version.ref or not _manifest(store, version, ref):
+            continue
         now = as_model(model.role, store.version(ref))
         # a stage names only the parts it reads; a template may come from a file instead of the
         # policy
         if model.weights not in ("", now.weights) or model.tokenizer not in ("", now.tokenizer):
-            raise _changed(version, f"model {ref}", ref)
+            changed.append(f"model {ref}")
+    if changed:
+        raise LineageError(
+            str(version.ref),
+            f"{changed[0]} is not what it was",
+            next=f"make {version.ref.kind} anew of what {changed[0].partition(' ')[2]} is now",
+        )
+    if version.ref.kind == "policy":
+        for kind in {"advantages", "updates"} & manifest.metrics.keys():
+            _manifest(store, version, refs.parse(manifest.metrics[kind]))
 
 
 def _manifest(store: Store, version: Version, ref: Ref) -> Manifest | None:
@@ -184,38 +190,3 @@ def _manifest(store: Store, version: Version, ref: Ref) -> Manifest | None:
         next=f"restore {store.path / ref.folder} from a copy; without it {version.ref} is "
         "whole, but not its lineage",
     )
-
-
-def _changed(version: Version, what: str, ref: Ref) -> LineageError:
-    return LineageError(
-        str(version.ref),
-        f"{what} is not what it was",
-        next=f"make {version.ref.kind} anew of what {ref} is now",
-    )
-
-
-def _say_who_refers(store: Store, error: QuiverError, ref: Ref) -> None:
-    """Add to `error` what refers to `ref`, and the way to make it again."""
-    tags, versions = users_of(store, ref)
-    users = [*(f"tag {name}" for name in tags), *versions]
-    error.state = (
-        "no other version is touched by this; what refers to this one: "
-        f"{', '.join(users) or 'nothing'}."
-    )
-    error.next = f"quiver doctor --quarantine {ref}"
-
-
-def _verify_tag(store: Store, run: str, name: str) -> None:
-    """Check one tag.
-
-    Raises CorruptError if tag and journal cannot be read or disagree, and LineageError if the tag
-    points at a version that is gone.
-    """
-    store.verify_tag(run, name)
-    target = store.tagged(run, name)
-    if target is not None and not store.exists(refs.parse(target)):
-        raise LineageError(
-            f"{run} tag {name}",
-            f"points at {target}, which is gone",
-            next="point the tag at another version",
-        )

@@ -35,9 +35,9 @@ from quiver.deployments.automations import TAG, install, silent_runs
 from quiver.deployments.deploy import Where, deploy
 from quiver.deployments.serve import SaidOnce
 from quiver.deployments.server import check_api, listening, own_server
-from quiver.flows import abandoned
-from quiver.flows.abandoned import shell_tag
+from quiver.flows import prefect_server
 from quiver.flows.post_train import post_train
+from quiver.flows.prefect_server import shell_tag
 from quiver.flows.recipe import Recipe, load
 from quiver.schemas.errors import ConfigError, RemoteError, ResourceError, SecurityError
 from tests.deployments.prefect_world import wait_for, world
@@ -145,35 +145,32 @@ def test_a_run_is_due_at_two_in_the_morning_in_berlin(client):
         assert due.astimezone(ZoneInfo("Europe/Berlin")).strftime("%H:%M") == "02:00"
 
 
-def test_doctor_lists_runs_whose_process_is_gone(client, place, monkeypatch):
+def test_runs_whose_process_is_gone_crash(client, place, monkeypatch):
+    """On this host, also before its restart; page by page."""
     living = shell_tag()
     _, _, *process, started_at, host = living.split(":")
-    dead = living.replace(f":{started_at}:", ":7:")  # its process had this number before
-    elsewhere = ["shell:another-start", *process, started_at]
+    elsewhere = ":".join(["shell:another-start", *process, started_at])
     tags = {
-        "lost": dead,
+        "lost": living.replace(f":{started_at}:", ":7:"),  # its process had this number before
+        "before the restart": f"{elsewhere}:{host}",
         "going on": living,
-        "on another host": ":".join([*elsewhere, "another-host"]),
-        "of somebody else": ":".join(elsewhere),
+        "on another host": f"{elsewhere}:another-host",
+        "of somebody else": elsewhere,
     }
     runs = [
         client.create_flow_run(post_train, name=name, tags=[tag], state=Running())
         for name, tag in tags.items()
     ]
-    answer = quiver(place.folder, "doctor", code=4, **place.env)
+    monkeypatch.setattr(prefect_server, "RUNS_AT_ONCE", 2)
+    assert prefect_server.crash_abandoned() == 2
+    crashed = [run.name for run in runs if client.read_flow_run(run.id).state.is_crashed()]
+    assert crashed == ["lost", "before the restart"]
+    answer = quiver(place.folder, "doctor", **place.env)
     assert answer["prefect"] == {
         "home": place.env["PREFECT_HOME"],
         "api": place.url,
         "server": prefect.__version__,
     }
-    (problem,) = answer["problems"]
-    assert problem["object"] == "flow run lost"
-    assert problem["next"] == f"prefect flow-run delete {runs[0].id}"
-    name, tag = "before the restart", ":".join([*elsewhere, host])
-    runs.append(client.create_flow_run(post_train, name=name, tags=[tag], state=Running()))
-    monkeypatch.setattr(abandoned, "RUNS_AT_ONCE", 2)
-    names = {run.name for run in abandoned.abandoned_runs(client)}
-    assert names == {"lost", "before the restart"}, "page by page"
     for run in runs:
         client.delete_flow_run(run.id)
 
@@ -182,8 +179,8 @@ def test_a_host_is_known_by_a_name_that_tells_it_from_others(monkeypatch):
     """Containers of one image share a machine-id, and may all be called localhost."""
     hosts = {}
     for name in ("a", "b", "localhost", "localhost.localdomain", ""):
-        monkeypatch.setattr(abandoned.socket, "gethostname", lambda name=name: name)
-        hosts[name] = abandoned._host()
+        monkeypatch.setattr(prefect_server.socket, "gethostname", lambda name=name: name)
+        hosts[name] = prefect_server.host_id()
     assert [name for name, host in hosts.items() if host] == ["a", "b"]
     assert hosts["a"] != hosts["b"]
 

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from quiver.flows import rerun
-from quiver.flows.commands import health, versions
+from quiver.flows.commands import versions
 from quiver.flows.promotion import Promotion, judge
 from quiver.schemas.errors import QuiverError
 from quiver.schemas.manifest import MAX_BYTES, from_json
@@ -367,7 +367,7 @@ def test_no_word_of_a_manifest_moves_the_cursor(copied, capsys, command):
 WRITTEN_BY_THOSE = {".index", ".leases", ".ledger", ".quarantine", ".reserve", ".trash", "v000001"}
 
 
-@pytest.mark.parametrize("command", ["rm", "doctor"])
+@pytest.mark.parametrize("command", ["rm", "verify"])
 def test_a_version_with_a_wrong_manifest_can_be_put_aside_or_deleted(copied, capsys, command):
     rewrite(copied, "own/updates@1", lambda fields: fields.update(metrics=[]))
     folder = copied / "own/updates/v000001"
@@ -375,7 +375,7 @@ def test_a_version_with_a_wrong_manifest_can_be_put_aside_or_deleted(copied, cap
     if command == "rm":
         versions.rm("own/updates@1", "broken", str(copied))
     else:
-        health.doctor(None, "own/updates@1", str(copied))
+        versions.verify(None, "own/updates@1", True, str(copied))
     assert not folder.exists()
     assert snapshot(copied, WRITTEN_BY_THOSE) == before
 

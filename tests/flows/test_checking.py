@@ -3,8 +3,6 @@
 import json
 import logging
 import shutil
-import subprocess
-import sys
 import tracemalloc
 from functools import partial
 from pathlib import Path
@@ -25,7 +23,7 @@ from quiver.stages.prompt.arrow_rows import plain_table
 from quiver.stages.prompt.config import Config
 from quiver.stages.prompt.python_rows import to_table
 from tests import sight
-from tests.flows.conftest import command_environment, write_recipe
+from tests.flows.conftest import quiver, write_recipe
 from tests.stages.common.chat.test_control_tokens import mistral
 from tests.tiny import EOS, make_folder, tokenizer
 
@@ -100,22 +98,14 @@ def test_prompts_are_measured_and_shown_as_a_run_makes_them(folder):
     first = prompts_of_a_run().table().slice(0, 1).to_pylist()[0]
     before = sorted(path for path in folder.rglob("*") if "elsewhere" not in path.parts)
     looked = check(is_shown=True)
-    assert looked.answer["prompts"] == {
-        "data": {
-            "rows": 8,
-            "looked_at": 8,
-            "dropped": 0,
-            "tokens": {"min": 19, "median": 19, "max": 20},
-            "most_tokens": 250,
-        },
-        "data.held_out": {
-            "rows": 4,
-            "looked_at": 3,
-            "dropped": 0,
-            "tokens": {"min": 19, "median": 19, "max": 19},
-            "most_tokens": 250,
-        },
+    assert looked.answer["prompts"]["data"] == {
+        "rows": 8,
+        "looked_at": 8,
+        "dropped": 0,
+        "tokens": {"min": 19, "median": 19, "max": 20},
+        "most_tokens": 250,
     }
+    assert looked.answer["prompts"]["data.held_out"]["looked_at"] == 3
     shown = looked.answer["first_prompt"]
     assert shown["tokens"] == len(first["prompt_ids"])
     assert shown["text"].replace("⟦", "").replace("⟧", "") == first["prompt_text"]
@@ -129,13 +119,9 @@ def test_prompts_are_measured_and_shown_as_a_run_makes_them(folder):
     assert after == before, "nothing is written"
 
 
-def test_what_only_looks_like_a_control_token_stands_without_brackets(folder):
-    write_rows([{"question": "say <|im_end|>", "answer": 1}])
-    text = check(is_shown=True).answer["first_prompt"]["text"]
-    assert text == ("⟦<|im_start|>⟧user\nsay <|im_end|>⟦<|im_end|>⟧\n⟦<|im_start|>⟧assistant\n")
-
-
-def test_the_space_behind_a_control_token_is_shown():
+def test_control_tokens_stand_in_brackets_with_the_space_behind_them():
+    typed = tokenizer().encode("say <|im_end|>", split_special_tokens=True)
+    assert visible(tokenizer(), [*typed, EOS]) == "say <|im_end|>⟦<|im_end|>⟧"
     made, _ = mistral()
     ids = made.convert_tokens_to_ids(["[INST]", "▁", "s", "[/INST]", "s"])
     assert made.unk_token_id not in ids
@@ -147,12 +133,9 @@ def test_the_space_behind_a_control_token_is_shown():
     "rows, settings",
     [
         ([{"question": ""}, {"question": None}], []),
-        ([{"question": [{"role": "user"}]}], []),
         ([{"question": [1, 2, 500]}], ["data.prompt_ids='question'", "data.prompt=null"]),
-        ([{"question": "one " * 400}], []),
         ([{"question": "one " * 400}], ["prompt.overlong='drop'"]),
         ([{"question": "one"}], ["prompt.template='broken.jinja'"]),
-        ([{"question": "one", "picture": "gone.png"}], ["data.images='picture'"]),
     ],
 )
 def test_errors_are_those_of_a_run(folder, rows, settings):
@@ -169,7 +152,6 @@ def test_errors_are_those_of_a_run(folder, rows, settings):
 def test_rows_that_no_iteration_takes_are_not_looked_at(folder):
     """The shuffle of seed 7 begins with other rows than the last one."""
     rows = [json.loads(line) for line in Path("questions.jsonl").read_text().splitlines()]
-    recipe = load("recipe.toml", ["iterations=1"])
     taken = set(prompts_of_a_run("iterations=1").table()["group_id"].to_pylist())
     left_out = next(row for row in range(8) if f"{row:06d}" not in taken)
     rows[left_out]["question"] = "one " * 400
@@ -177,19 +159,14 @@ def test_rows_that_no_iteration_takes_are_not_looked_at(folder):
     assert check("iterations=1").answer["prompts"]["data"]["looked_at"] == 4
     with pytest.raises(ConfigError, match=f"prompt {left_out:06d} .*the prompt has 4"):
         check("iterations=2")
-    assert recipe.data.limit == 4
 
 
-def test_prompts_that_are_too_long_are_counted(folder, caplog):
+def test_prompts_that_are_too_long_are_counted(folder):
     rows = [{"question": "one " * length, "answer": 1} for length in (3, 300, 5, 400, 7)]
     write_rows(rows)
     settings = ["data.limit=null", "data.held_out=null"]
-    with (
-        caplog.at_level(logging.WARNING),
-        pytest.raises(ConfigError, match=r"prompt 000001 \(row 2"),
-    ):
+    with pytest.raises(ConfigError, match=r"prompt 000001 \(row 2"):
         check(*settings)
-    assert caplog.messages == ["2 of the first 5 prompts of questions.jsonl are too long"]
     looked = check(*settings, "prompt.overlong='drop'")
     assert looked.answer["prompts"]["data"]["dropped"] == 2
     assert looked.answer["warnings"] == [
@@ -200,12 +177,8 @@ def test_prompts_that_are_too_long_are_counted(folder, caplog):
 
 def test_of_many_rows_the_first_ones_are_looked_at(folder, monkeypatch):
     monkeypatch.setattr("quiver.flows.first_rows.ROWS", 3)
-    looked = check("data.held_out=null")
-    assert looked.answer["prompts"]["data"]["looked_at"] == 3
-    assert (
-        "data: prompts of 19 to 19 tokens, median 19, in the first 3 of 8 rows; 250 are allowed"
-        in looked.lines
-    )
+    told = "data: prompts of 19 to 19 tokens, median 19, in the first 3 of 8 rows; 250 are allowed"
+    assert told in check("data.held_out=null").lines
 
 
 def test_what_a_template_does_with_tools_is_told_once_and_in_the_answer(folder):
@@ -219,10 +192,9 @@ def test_what_a_template_does_with_tools_is_told_once_and_in_the_answer(folder):
     ]
 
 
-@pytest.mark.parametrize("raw_text", ["false", "true"])
-def test_an_encoder_reads_prompts_too(folder, raw_text):
+def test_an_encoder_reads_prompts_too(folder):
     make_folder(folder / "t5", "t5")
-    settings = ["policy.model='t5'", f"data.raw_text={raw_text}", "data.held_out=null"]
+    settings = ["policy.model='t5'", "data.raw_text=true", "data.held_out=null"]
     looked = check(*settings, is_shown=True, is_tried=True)
     first = prompts_of_a_run(*settings).table().slice(0, 1).to_pylist()[0]
     assert looked.answer["first_prompt"]["tokens"] == len(first["prompt_ids"])
@@ -310,32 +282,25 @@ def test_a_first_iteration_of_another_recipe_is_told_with_the_keys_that_differ(f
         "generate": "tiny/rollouts@1",
         "reward": "tiny/rewards@1",
     }
-    same = check(*here)
-    assert same.answer["finished"] == finished
-    assert same.answer["warnings"] == []
-    cooler = check(*here, "generate.sampling.temperature=0.5")
-    assert [*cooler.answer["finished"]] == ["policy", "prompt"]
+    same = check(*here).answer
+    assert (same["finished"], same["warnings"]) == (finished, [])
     beside = (
         "The run makes versions of its own beside it; to keep them apart, give the run another "
         "name: --set run=NAME"
     )
-
-    def told(ref, changes):
-        return [f"run tiny has {ref}, which this recipe does not ask for: {changes}. {beside}"]
-
-    assert cooler.answer["warnings"] == told(
-        "tiny/rollouts@1", "sampling.temperature was 1.0 and is 0.5"
-    )
-    assert check(*here, "seed=8", "data.limit=2").answer["warnings"] == told(
-        "tiny/prompts@1", "limit was 4 and is 2, seed was 7 and is 8"
-    )
-    assert check(*here, "prompt.system='Be short.'").answer["warnings"] == told(
-        "tiny/prompts@1", "system was not set and is Be short."
-    )
     heavy = "reward.functions=[{use='rewards.py:evenness', weight=2, timeout_seconds=9}]"
-    assert check(*here, heavy).answer["warnings"] == told(
-        "tiny/rewards@1", "functions.0.weight was 1.0 and is 2.0"
-    )
+    for ref, changes, *settings in (
+        (
+            "tiny/rollouts@1",
+            "sampling.temperature was 1.0 and is 0.5",
+            "generate.sampling.temperature=0.5",
+        ),
+        ("tiny/prompts@1", "limit was 4 and is 2, seed was 7 and is 8", "seed=8", "data.limit=2"),
+        ("tiny/prompts@1", "system was not set and is Be short.", "prompt.system='Be short.'"),
+        ("tiny/rewards@1", "functions.0.weight was 1.0 and is 2.0", heavy),
+    ):
+        told = f"run tiny has {ref}, which this recipe does not ask for: {changes}. {beside}"
+        assert check(*here, *settings).answer["warnings"] == [told]
     assert check(*here, "run='fresh'", "seed=8").answer["warnings"] == []
 
 
@@ -375,21 +340,13 @@ def test_another_base_model_is_refused_as_the_run_refuses_it(folder):
 # -- nights
 
 
-@pytest.mark.parametrize(
-    "refuse",
-    [
-        preflight,
-        partial(rerun, stage="prompt", references={}),
-        partial(rerun, stage="evaluate", references={}),
-    ],
-)
-def test_what_asks_rows_of_a_night_and_is_none_is_refused(folder, refuse):
+def test_what_asks_rows_of_a_night_and_is_none_is_refused(folder):
     recipe = load("recipe.toml", ["data.held_out.source='of {night}.jsonl'"])
-    with pytest.raises(ConfigError) as caught:
-        refuse(recipe)
-    assert caught.value.object == "data.held_out.source"
-    assert caught.value.message.startswith("holds {night}, which only a night fills in")
-    assert caught.value.next == "quiver nightly RECIPE"
+    for refuse in (preflight, partial(rerun, stage="evaluate", references={})):
+        with pytest.raises(ConfigError, match=r"holds \{night\}, which only a night") as caught:
+            refuse(recipe)
+        assert caught.value.object == "data.held_out.source"
+        assert caught.value.next == "quiver nightly RECIPE"
     with pytest.raises(LineageError, match="run tiny has no rollouts yet"):
         rerun(recipe, "reward", {})  # which reads no source
     Path("held_out.jsonl").rename("of x.jsonl")
@@ -402,16 +359,13 @@ def test_what_asks_rows_of_a_night_and_is_none_is_refused(folder, refuse):
 def test_a_made_up_answer_is_scored(folder):
     functions = ["{use='rewards.py:evenness'}", "{use='rewards.py:none'}", "{use='numeric'}"]
     looked = check(f"reward.functions=[{', '.join(functions)}]", is_tried=True)
-    ids = tokenizer().encode("The answer is 1.")[:5]
-    ids.append(EOS)  # 6 are generate.sampling.max_tokens
+    ids = [*tokenizer().encode("The answer is 1.")[:5], EOS]  # 6 are generate.sampling.max_tokens
     assert looked.answer["answer"] == tokenizer().decode(ids[:5]) == "The answer"
-    assert looked.answer["rewards"] == {
-        "evenness": {"values": [pytest.approx(sum(id % 2 == 0 for id in ids) / 6)], "error": None},
-        "none": {"values": [None], "error": None},
-        "numeric": {"values": [0.0], "error": None},
-    }
-    assert looked.answer["tried"] == ["reward", "optimize"]
-    assert looked.error is None
+    scores = looked.answer["rewards"]
+    assert scores["evenness"]["values"] == [pytest.approx(sum(id % 2 == 0 for id in ids) / 6)]
+    assert (scores["none"]["values"], scores["numeric"]["values"]) == ([None], [0.0])
+    assert [score["error"] for score in scores.values()] == [None] * 3
+    assert (looked.answer["tried"], looked.error) == (["reward", "optimize"], None)
     start = looked.lines.index("of the answer 'The answer'")
     assert looked.lines[start + 2 : start + 4] == ["  none: no number", "  numeric: 0"]
 
@@ -537,14 +491,9 @@ def test_a_server_that_is_not_there_is_an_error(folder):
 
 def test_the_command_fails_with_a_reward_that_fails(folder):
     """With one JSON object, and as it fails with any config that is wrong."""
-    command = [sys.executable, "-m", "quiver.flows.cli", "check", "recipe.toml", "--try", "--set"]
-    command += [rewarded("rewards.py:as_trl"), "--json"]
-    done = subprocess.run(
-        command, env=command_environment(folder), capture_output=True, text=True, check=False
+    answer = quiver(
+        folder, "check", "recipe.toml", "--try", "--set", rewarded("rewards.py:as_trl"), code=2
     )
-    assert done.returncode == 2
-    (line,) = done.stdout.splitlines()
-    answer = json.loads(line)
     assert answer["error"]["object"] == "reward as_trl"
     assert answer["error"]["next"].startswith("correct it, or take it out of the recipe")
     assert answer["rewards"]["as_trl"]["error"].startswith("TypeError")
@@ -556,42 +505,27 @@ def test_the_command_fails_with_a_reward_that_fails(folder):
 
 def test_columns_that_nothing_reads_are_named_once(folder):
     write_rows([{"question": "one?", "answer": 1, "level": 3, "topic": "sums"}])
-    for use, unused in {
-        "rewards.py:letters": ["answer", "level", "topic"],
-        "rewards.py:strict": ["topic"],
-        "numeric": ["level", "topic"],
-        "rewards.py:as_trl": [],
+    url = "urls=['http://127.0.0.1:9']"
+    judge = f"dialect='openai-judge', {url}, model='m', range=[0, 10]"
+    rubric = "rubric='{prompt} {completion} {level}'"
+    for reward, unused in {
+        rewarded("rewards.py:letters"): "answer level topic",
+        rewarded("rewards.py:strict"): "topic",
+        rewarded("numeric"): "level topic",
+        rewarded("rewards.py:as_trl"): "",
+        f"reward={{servers=[{{{judge}, {rubric}}}]}}": "answer topic",
+        f"reward={{servers=[{{dialect='quiver', {url}}}]}}": "",
     }.items():
-        looked = check(rewarded(use), "data.held_out=null")
-        assert looked.answer["unused"] == unused, use
-    assert (
-        "nothing reads answer, level, topic"
-        in check(rewarded("rewards.py:letters"), "data.held_out=null").lines
-    )
-    judge = (
-        "{dialect='openai-judge', urls=['http://127.0.0.1:9'], model='m', range=[0, 10], "
-        "rubric='{prompt} {completion} {level}'}"
-    )
-    assert check(f"reward={{servers=[{judge}]}}", "data.held_out=null").answer["unused"] == [
-        "answer",
-        "topic",
-    ]
-    everything = "reward={servers=[{dialect='quiver', urls=['http://127.0.0.1:9']}]}"
-    assert check(everything, "data.held_out=null").answer["unused"] == []
+        looked = check(reward, "data.held_out=null")
+        assert looked.answer["unused"] == unused.split(), reward
+        names = ", ".join(unused.split())
+        assert (f"nothing reads {names}" in looked.lines) is bool(unused)
 
 
-@pytest.mark.parametrize(
-    "held_out",
-    [
-        lambda question: {"question": question},
-        lambda question: {"question": [{"role": "user", "content": question}]},
-        lambda question: {"question": question, "answer": 99, "source": "elsewhere"},
-    ],
-)
-def test_held_out_rows_that_are_training_rows_are_counted(folder, held_out):
-    """By what they ask, in whatever form and file."""
-    rows = [held_out(f"What is {number} plus 5?") for number in (6, 7, 8, 9)]
-    write_rows([{"answer": 1, **row} for row in rows], "held_out.jsonl")
+def test_held_out_rows_that_are_training_rows_are_counted(folder):
+    """By what they ask, whatever else is in their row."""
+    rows = [{"question": f"What is {n} plus 5?", "source": "elsewhere"} for n in (6, 7, 8, 9)]
+    write_rows([{"answer": 99, **row} for row in rows], "held_out.jsonl")
     assert check().answer["warnings"] == [
         "2 of the 4 rows of data.held_out ask the same as rows of data, but for case and "
         "spacing: an evaluation does not tell what is learned from what is known by heart"
@@ -608,10 +542,8 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "What is Café?"}
         ({"messages": CHAT}, {"messages": json.dumps(CHAT)}, True),
         ({"messages": CHAT}, {"messages": [json.dumps(CHAT[0])]}, True),
         ({"messages": CHAT}, {"messages": CHAT, "tools": []}, True),
-        ({"messages": CHAT}, {"messages": [{**CHAT[0], "tool_calls": None}]}, True),
         ({"messages": CHAT}, {"messages": [{**CHAT[0], "weight": 1}]}, True),
         ({"messages": CHAT}, {"messages": [{**CHAT[0], "name": "Ann"}]}, False),
-        ({"messages": CHAT}, {"messages": PARTS}, True),
         ({"messages": json.dumps(PARTS)}, {"prompt": "what is café?"}, True),
         ({"messages": CHAT}, {"messages": CHAT, "tools": [{"name": "f"}]}, False),
         ({"prompt": "What is Café?"}, {"prompt": "what is  Cafe\u0301? "}, True),
@@ -663,85 +595,63 @@ def test_pictures_are_compared_without_holding_them_all():
     assert peak < 100 * size
 
 
-@pytest.mark.parametrize(
-    "settings, warning",
-    [
-        (
-            ["data.limit=9"],
-            "data.limit is 9, and the source has 8 rows: all of them are asked each time",
-        ),
-        (
-            ["data.held_out={source='held_out.jsonl', limit=5}"],
-            "data.held_out.limit is 5, and the source has 4 rows: all of them are asked each time",
-        ),
-        (
-            ["optimize.minibatches=5"],
-            "optimize.minibatches is 5, and an iteration has 4 prompts, of which each step takes "
-            "one at least: there are no more steps than prompts",
-        ),
-        (
-            ["optimize.warmup_steps=2"],
-            "optimize.warmup_steps is 2, and the run has 2 steps: the learning rate never comes to "
-            "0.001",
-        ),
-        (
-            ["optimize.learning_rate=0.01"],
-            "optimize.learning_rate is 0.01: AdamW moves each weight by about so much a step, "
-            "which unlearns all that a policy knew; 1e-6 to 1e-5 are usual, with optimize.lora "
-            "1e-5 to 1e-4",
-        ),
-        (
-            ["optimize.schedule='linear'", "optimize.total_steps=1"],
-            "optimize.total_steps is 1, and the run has 2 steps: iterations that begin after it "
-            "fail; raise it to 2",
-        ),
-        (
-            ["reward.functions=[{use='rewards.py:evenness', weight=0}]"],
-            "every part of the reward has weight 0: nothing is learned",
-        ),
-        (
-            ["reward.overlong={max_tokens=16, cache=10}"],
-            "reward.overlong begins behind 6 tokens, and a completion has at most 6: it is never "
-            "paid",
-        ),
-        (
-            ["data.held_out=null", "evaluate.every=1"],
-            "evaluate.every is set, and without data.held_out nothing is measured: set "
-            "data.held_out",
-        ),
-        (
-            ["evaluate.every=3"],
-            "evaluate.every is 3, and the run has 2 iterations: it is measured before the first "
-            "and after the last",
-        ),
-        (
-            ["data.raw_text=true", "prompt.template='chat.jinja'"],
-            "prompt.template is not used: the rows are no chats",
-        ),
-    ],
-)
-def test_what_a_recipe_may_not_mean_is_a_warning(folder, settings, warning):
+WARNINGS = {
+    "data.limit=9": "data.limit is 9, and the source has 8 rows: all of them are asked each time",
+    "data.held_out={source='held_out.jsonl',limit=5}": (
+        "data.held_out.limit is 5, and the source has 4 rows: all of them are asked each time"
+    ),
+    "optimize.minibatches=5": (
+        "optimize.minibatches is 5, and an iteration has 4 prompts, of which each step takes "
+        "one at least: there are no more steps than prompts"
+    ),
+    "optimize.warmup_steps=2": (
+        "optimize.warmup_steps is 2, and the run has 2 steps: the learning rate never comes to "
+        "0.001"
+    ),
+    "optimize.learning_rate=0.01": (
+        "optimize.learning_rate is 0.01: AdamW moves each weight by about so much a step, "
+        "which unlearns all that a policy knew; 1e-6 to 1e-5 are usual, with optimize.lora "
+        "1e-5 to 1e-4"
+    ),
+    "optimize.schedule=linear optimize.total_steps=1": (
+        "optimize.total_steps is 1, and the run has 2 steps: iterations that begin after it "
+        "fail; raise it to 2"
+    ),
+    "reward.functions=[{use='rewards.py:evenness',weight=0}]": (
+        "every part of the reward has weight 0: nothing is learned"
+    ),
+    "reward.overlong={max_tokens=16,cache=10}": (
+        "reward.overlong begins behind 6 tokens, and a completion has at most 6: it is never paid"
+    ),
+    "data.held_out=null evaluate.every=1": (
+        "evaluate.every is set, and without data.held_out nothing is measured: set data.held_out"
+    ),
+    "evaluate.every=3": (
+        "evaluate.every is 3, and the run has 2 iterations: it is measured before the first and "
+        "after the last"
+    ),
+    "data.raw_text=true prompt.template=chat.jinja": (
+        "prompt.template is not used: the rows are no chats"
+    ),
+    "data.limit=8": None,
+    "optimize.minibatches=4": None,
+    "optimize.minibatches=8 optimize.replay=1 optimize.max_staleness=1": None,
+    "optimize.minibatches=8 data.refill={groups=4,max_rounds=2}": None,
+    "optimize.warmup_steps=1": None,
+    "optimize.learning_rate=0.01 optimize.lora={rank=2}": None,
+    "optimize.schedule=linear optimize.total_steps=2": None,
+    "reward.overlong={max_tokens=6,cache=2}": None,
+    "evaluate.every=2": None,
+    "prompt.system=brief": None,
+}
+"""Settings, and what they may not mean; None: nothing is wrong with them."""
+
+
+@pytest.mark.parametrize("settings", WARNINGS)
+def test_what_a_recipe_may_not_mean_is_a_warning(folder, settings):
     (folder / "chat.jinja").write_text("{{ messages[0].content }}")
-    assert check(*settings).answer["warnings"] == [warning]
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["data.limit=8"],
-        ["optimize.minibatches=4"],
-        ["optimize.minibatches=8", "optimize.replay=1", "optimize.max_staleness=1"],
-        ["optimize.minibatches=8", "data.refill={groups=4, max_rounds=2}"],
-        ["optimize.warmup_steps=1"],
-        ["optimize.learning_rate=0.01", "optimize.lora={rank=2}"],
-        ["optimize.schedule='linear'", "optimize.total_steps=2"],
-        ["reward.overlong={max_tokens=6, cache=2}"],
-        ["evaluate.every=2"],
-        ["prompt.system='Be short.'"],
-    ],
-)
-def test_what_it_may_mean_is_none(folder, settings):
-    assert check(*settings).answer["warnings"] == []
+    expected = [warning for warning in [WARNINGS[settings]] if warning]
+    assert check(*settings.split()).answer["warnings"] == expected
 
 
 def test_a_system_prompt_that_chats_do_not_show_is_counted(folder):

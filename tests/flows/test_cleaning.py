@@ -106,10 +106,8 @@ def test_its_report_tells_all_of_it(made, finished):
     """The curves come from manifests; rows that expired are left out, and that is said."""
     store = Store("store")
     gathered = gather(store, "tiny")
-    assert [done.policy.version for done in gathered.iterations] == [1, 2, 3]
     means = [done.rewards.metrics["reward_mean"] for done in gathered.iterations]
     assert means == [each["reward_mean"] for each in finished["iterations"]]
-    assert len(gathered.evaluations) == 2 and gathered.gone == []
     assert {"tiny/policy@0", "tiny/rollouts@1", "tiny/updates@2"} <= set(gathered.expired)
     page = render(store, gathered)
     assert f"{len(gathered.expired)} versions expired" in page
@@ -184,16 +182,9 @@ def test_what_another_optimizer_reads_is_made_again(made, finished):
 
 def test_a_run_cleans_up_after_itself(made):
     """With overlap, and a reference that follows: all that the next iteration reads stays."""
-    settings = [
-        "run=clean",
-        "iterations=4",
-        "retention={keep=1, moments=1, grace_hours=0}",
-        "overlap=1",
-        "optimize.max_staleness=1",
-        "optimize.kl_coef=0.05",
-        "reference.rule=ema",
-        "data.held_out.limit=2",
-    ]
+    settings = ["run=clean", "iterations=4", "retention={keep=1, moments=1, grace_hours=0}"]
+    settings += ["overlap=1", "optimize.max_staleness=1", "data.held_out.limit=2"]
+    settings += ["optimize.kl_coef=0.05", "reference.rule=ema"]
     answer = run(*settings)
     store = Store("store")
     left = names("clean")

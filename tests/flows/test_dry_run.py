@@ -111,10 +111,7 @@ def test_an_environment_is_asked_for_answers(tmp_path, monkeypatch):
         "    def step(self, turn):\n"
         "        raise RuntimeError('the dice are lost')\n"
     )
-    settings = [
-        "data.held_out=null",
-        "generate.turns={environment='game.py:Game'}",
-        "reward.functions=[{use='environment'}]",
-    ]
+    settings = ["data.held_out=null", "generate.turns={environment='game.py:Game'}"]
+    settings += ["reward.functions=[{use='environment'}]"]
     with pytest.raises(NumericError, match=r"by environment_error, .*the dice are lost"):
         run(Path("recipe.toml"), iterations=1, dry_run=True, settings=settings)

@@ -14,18 +14,18 @@ from tests.flows.conftest import RECIPE, command_environment
 MEASURE = """
 import json, re
 from pathlib import Path
-from quiver.flows import single
 from quiver.flows.recipe import load
+from quiver.flows.tasks import perform
 
 def memory(name):
     return int(re.search(rf"{name}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 recipe = load("recipe.toml", ["run=bench", "reward.functions=[{use='length',arguments={target=100}}]"])
-single.rerun(recipe, "reward", {"rollouts": "bench/rollouts@1"})
+perform(recipe, "reward", recipe.reward, {"rollouts": "bench/rollouts@1"}, label="one")
 before = memory("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
-done = single.rerun(recipe, "reward", {"rollouts": "bench/rollouts@2"})
-print(json.dumps({"rows": done["rows"], "growth": memory("VmHWM") - before}))
+done = perform(recipe, "reward", recipe.reward, {"rollouts": "bench/rollouts@2"}, label="two")
+print(json.dumps({"rows": done.rows, "growth": memory("VmHWM") - before}))
 """
 
 

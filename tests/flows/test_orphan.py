@@ -13,11 +13,11 @@ from tests.flows.conftest import wait_until
 FLOW = """
 import os, signal, sys, time
 from pathlib import Path
-from quiver.flows import orphan
-orphan.POLL_SECONDS, orphan.GRACE_SECONDS = 0.05, 0.5
+from quiver.flows import stopping
+stopping.POLL_SECONDS, stopping.GRACE_SECONDS = 0.05, 0.5
 ends = sys.argv[1] == "listens"
 signal.signal(signal.SIGTERM, lambda *_: (Path("asked").touch(), ends and sys.exit()))
-orphan.end_with_the_parent()
+stopping.end_with_the_parent()
 Path("pid").write_text(str(os.getpid()))
 while True:
     time.sleep(0.05)

@@ -1,19 +1,13 @@
 """The rule of promotion on made-up numbers; no stage runs here."""
 
-import shutil
-
 import pyarrow as pa
 import pytest
-from pydantic import ValidationError
 
-from quiver.flows.approval import compared
-from quiver.flows.drift import moved
-from quiver.flows.promotion import Promotion, decide, entry_of, judge
+from quiver.flows.promotion import Promotion, decide, entry_of, judge, moved
 from quiver.schemas import evaluations
 from quiver.schemas.errors import ConflictError
 from quiver.stages.common.config import Config
 from quiver.stages.common.episodes import LIMITS
-from quiver.stages.common.store import Store
 from tests.benchmarks.made import rollouts_table
 from tests.stages.common.store.test_store import Settings, commit
 from tests.writing import begin
@@ -48,10 +42,6 @@ def test_better_by_the_margin_and_by_more_than_chance(score, stderr, options, be
     judged = judge(promotion, metrics(score, stderr))
     assert judged.better is better
     assert judged.numbers["difference"] == {"score": score, "stderr": stderr, "n": 400}
-    assert (judged.numbers["margin"], judged.numbers["confidence"]) == (
-        promotion.margin,
-        promotion.confidence,
-    )
     if stderr is not None:
         z = {0.5: 0.0, 0.9: 1.2815516, 0.95: 1.6448536}[promotion.confidence]
         assert judged.numbers["bound"] == pytest.approx(score - z * stderr, abs=1e-8)
@@ -60,24 +50,9 @@ def test_better_by_the_margin_and_by_more_than_chance(score, stderr, options, be
 
 def test_what_is_compared_may_be_pass_at_k():
     assert judge(Promotion(by="pass@4"), metrics(0.1, 0.01, k=4)).better
-    for by in ("pass@0", "pass@", "reward"):
-        with pytest.raises(ValidationError):
-            Promotion(by=by)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"tag": "latest"},
-        {"tag": "../x"},
-        {"margin": -0.1},
-        {"confidence": 1.0},
-        {"confidence": 0.4},
-    ],
-)
-def test_what_is_no_promotion(wrong):
-    with pytest.raises(ValueError):
-        Promotion(**wrong)
+    for wrong in ({"by": "pass@0"}, {"by": "reward"}, {"tag": "latest"}, {"confidence": 0.4}):
+        with pytest.raises(ValueError):
+            Promotion(**wrong)
 
 
 def test_a_decision_is_made_once_and_only_on_what_was_compared_with(store):
@@ -97,33 +72,6 @@ def test_a_decision_is_made_once_and_only_on_what_was_compared_with(store):
     assert entry_of(store, "a", promotion, "night 2") is None
     rejected = decided("night 3", b, b, "no better")
     assert rejected.before == rejected.ref == b
-
-
-def test_who_is_asked_sees_the_comparison_and_the_answers_that_changed_most(finished, tmp_path):
-    shutil.copytree(finished / "finished", tmp_path / "store")
-    store = Store(tmp_path / "store")
-    shown = compared(store, "held/evaluations@4").splitlines()
-    before, after = (
-        store.open(f"held/evaluations@{n}").table()["score"].to_numpy() for n in (1, 4)
-    )
-    assert shown[0].startswith(
-        "Over the 3 prompts that both have a score for: -0.0278, 95 % interval"
-    )
-    assert shown[0].endswith("; 0 prompts better, 2 worse, 1 equal.")
-    assert shown[2].startswith("Scores: ") and " → " in shown[2]
-    head = next(place for place, line in enumerate(shown) if line.startswith("| --- "))
-    rows = [line.strip("| ").split(" | ") for line in shown[head + 1 :]]
-    gains = [float(row[6]) - float(row[4]) for row in rows]
-    expected = after.astype(float) - before
-    rising = sorted(expected[expected > 0], reverse=True)[:5]
-    assert gains == pytest.approx([*rising, *sorted(expected[expected < 0])[:5]], abs=1e-4)
-    assert [row[0] for row in rows] == ["better"] * len(rising) + ["worse"] * (
-        len(rows) - len(rising)
-    )
-    texts = store.open("held/rollouts@1").table()["completion_text"].to_pylist()
-    assert rows[0][3] == f"`{texts[4]}`"
-    shutil.rmtree(tmp_path / "store/held/rollouts/v000001")
-    assert compared(store, "held/evaluations@4") == "", "the rule's words are there all the same"
 
 
 def test_what_the_difference_leaves_out_stands_beside_it():
@@ -168,10 +116,11 @@ def answers(store, name, *, cut=0, limit="", length=10.0):
 
 
 def moved_by(store, steps=(), before=None, after=None, **options):
-    """What is told of a candidate whose training had these metrics one after another, and whose
+    """What is told of a candidate whose optimizer steps had these KLs and entropies, and whose
     held-out answers were these."""
     in_use = policy = noted(store, "policy", "in use")
-    for number, told in enumerate(steps):
+    for number, (kl, entropy) in enumerate(steps):
+        told = {"approx_kl": kl, "entropy": entropy}
         policy = noted(store, "policy", f"step {number}", inputs={"policy": policy}, metrics=told)
     before, after = (
         answers(store, name, **about or {}) for name, about in (("b", before), ("a", after))
@@ -198,61 +147,55 @@ def evaluated_rows():
     [
         ({}, {}, []),
         (
-            {"steps": [{"approx_kl": 4.62, "entropy": 2.65}, {"approx_kl": 0.1, "entropy": 0.99}]},
+            {"steps": [(4.62, 2.65), (0.1, 0.99)]},
             {},
             [
                 "approx. KL 4.62 nats a token (promotion.max_kl 1)",
                 "entropy 2.65 → 0.99 nats a token (promotion.max_entropy_drop 1)",
             ],
         ),
-        ({"steps": [{"approx_kl": 1.0, "entropy": 2.0}, {"approx_kl": 0.0, "entropy": 1.0}]}, {}, []),
+        ({"steps": [(1.0, 2.0), (0.0, 1.0)]}, {}, []),
         (
-            {"steps": [{"approx_kl": 0.2, "entropy": 2.0}]},
-            {"max_kl": 0.1},
-            ["approx. KL 0.2 nats a token (promotion.max_kl 0.1)"],
-        ),
-        (
-            {"steps": [{"approx_kl": None, "entropy": None}]},
+            {"steps": [(None, None)]},
             {},
             [
                 "approx. KL inf nats a token (promotion.max_kl 1)",
                 "entropy – → – nats a token (promotion.max_entropy_drop 1)",
             ],
         ),
-        ({"steps": [{"approx_kl": None, "entropy": None}]}, {"max_kl": None, "max_entropy_drop": None}, []),
+        ({"steps": [(None, None)]}, {"max_kl": None, "max_entropy_drop": None}, []),
         (
             {"before": {"cut": 2}, "after": {"cut": 10}},
             {},
             ["20% → 100% of the held-out answers cut off by a limit (promotion.max_truncated 0.8)"],
         ),
         (
-            {"before": {"cut": 0, "limit": "context"}, "after": {"cut": 1, "limit": "context"}},
+            {"after": {"cut": 1, "limit": "context"}},
             {"max_truncated": 0.0},
             ["0% → 10% of the held-out answers cut off by a limit (promotion.max_truncated 0)"],
         ),
         ({"before": {"cut": 9}, "after": {"cut": 10}}, {}, []),
         ({"before": {"cut": 8}, "after": {"cut": 8}}, {}, []),
         (
-            {"before": {"length": 10.0}, "after": {"length": 2.0}},
+            {"after": {"length": 2.0}},
             {},
             ["mean length 10 → 2 tokens (promotion.max_length_change 4)"],
         ),
         (
-            {"before": {"length": 10.0}, "after": {"length": 41.0}},
+            {"after": {"length": 41.0}},
             {},
             ["mean length 10 → 41 tokens (promotion.max_length_change 4)"],
         ),
-        ({"before": {"length": 10.0}, "after": {"length": 40.0}}, {}, []),
-        ({"before": {"length": 10.0}, "after": {"length": 0.0}}, {"max_length_change": None}, []),
+        ({"after": {"length": 40.0}}, {}, []),
+        ({"after": {"length": 0.0}}, {"max_length_change": None}, []),
     ],
-)  # fmt: skip
+)
 def test_what_is_beyond_its_limit_is_told_with_its_key(store, about, options, beyond_limits):
     assert moved_by(store, **about, **options).beyond_limits == beyond_limits
 
 
 def test_how_far_it_moved_is_told_in_any_case(store):
-    steps = [{"approx_kl": 0.0, "entropy": 2.0}, {"approx_kl": 0.5, "entropy": 1.5}]
-    told = moved_by(store, steps, {"cut": 1}, {"cut": 3, "length": 12.0}).numbers
+    told = moved_by(store, [(0.0, 2.0), (0.5, 1.5)], {"cut": 1}, {"cut": 3, "length": 12.0}).numbers
     assert told == {
         "kl": 0.5,
         "entropy": [2.0, 1.5],

@@ -22,7 +22,7 @@ from quiver.stages.prompt.order import choose
 from quiver.stages.report.gather import gather
 from quiver.stages.report.stage import render
 from quiver.stages.reward.measures import groups
-from tests.flows.conftest import RECIPE, quiver, write_recipe
+from tests.flows.conftest import RECIPE
 from tests.tiny import make_folder
 
 ROWS = 24
@@ -140,43 +140,23 @@ def test_each_round_asks_the_next_rows(folder, done):
 
 def test_the_policy_learns_from_the_contrast_of_all_rounds(folder, done):
     store = Store(folder / "store")
-    for number, iteration in enumerate(done, 1):
-        policy = store.open(iteration["policy"])
-        inputs = {entry.role: entry.ref for entry in policy.manifest.inputs}
+    for number, iteration in enumerate(done):
+        before = f"tiny/policy@{number}"
+        policy = store.open(iteration["policy"]).manifest
+        inputs = {"policy": before}
+        expected = set()
         for position, each in enumerate(iteration["rounds"], 1):
             suffix = f".{position}" if position > 1 else ""
-            assert inputs.pop(f"rollouts{suffix}") == each["rollouts"]
-            assert inputs.pop(f"rewards{suffix}") == each["rewards"]
-            sampler = store.open(each["rollouts"]).manifest.model("policy").ref
-            assert sampler == f"tiny/policy@{number - 1}"
-        assert inputs == {"policy": f"tiny/policy@{number - 1}"}
-        table = store.open(policy.manifest.metrics["advantages"]).table().to_pylist()
-        kept = {row["rollout_id"] for row in table if row["kept"]}
-        expected = set()
-        for each in iteration["rounds"]:
+            inputs |= {f"{kind}{suffix}": each[kind] for kind in ("rollouts", "rewards")}
+            rollouts = store.open(each["rollouts"])
+            assert rollouts.manifest.model("policy").ref == before
             groups = contrast_of(store, each["rewards"])
-            rows = store.open(each["rollouts"]).table().to_pylist()
+            rows = rollouts.table().to_pylist()
             expected |= {row["rollout_id"] for row in rows if row["group_id"] in groups}
-        assert kept == expected
+        assert {entry.role: entry.ref for entry in policy.inputs} == inputs
+        table = store.open(policy.metrics["advantages"]).table().to_pylist()
+        assert {row["rollout_id"] for row in table if row["kept"]} == expected
         assert {row["drop_reason"] for row in table} == {None, "zero_variance"}
-
-
-def test_the_mean_reward_is_that_of_all_rounds(folder, done):
-    store = Store(folder / "store")
-    for iteration in done:
-        rewards = [
-            reward
-            for each in iteration["rounds"]
-            for reward in store.open(each["rewards"]).table()["reward"].to_pylist()
-        ]
-        mean = sum(rewards) / len(rewards)
-        assert iteration["reward_mean"] == pytest.approx(mean, abs=1e-6)
-        (gathered,) = [
-            each
-            for each in gather(store, "tiny").iterations
-            if each.policy.ref == iteration["policy"]
-        ]
-        assert gathered.reward_mean == pytest.approx(mean, abs=1e-6)
 
 
 def test_again_and_further(folder, done, monkeypatch):
@@ -213,12 +193,8 @@ def test_with_overlap_all_rounds_of_an_iteration_are_one_policy_behind(folder, d
     rounds = [each for iteration in behind for each in iteration["rounds"]]
     assert [each["round"] for each in rounds] == list(range(1, len(rounds) + 1))
     store = Store(folder / "store")
-    for iteration, number in zip(behind, (0, 0), strict=True):
-        samplers = {
-            store.open(each["rollouts"]).manifest.model("policy").ref
-            for each in iteration["rounds"]
-        }
-        assert samplers == {f"behind/policy@{number}"}
+    manifests = [store.open(each["rollouts"]).manifest for each in rounds]
+    assert {manifest.model("policy").ref for manifest in manifests} == {"behind/policy@0"}
 
 
 def test_replay_takes_all_rounds_and_the_report_tells_them_apart(folder, done, monkeypatch):
@@ -249,29 +225,24 @@ def test_a_night_goes_on_behind_the_last_round_of_a_decided_one(folder, done, mo
     assert iterations[0]["rounds"][0]["round"] == 6
 
 
-@pytest.mark.prefect
-def test_from_the_shell(folder, done, tmp_path):
-    """All of it is found by the command, which prints the same."""
-    (write_recipe(tmp_path / "other") / "prefect").rename(folder / "prefect")
-    options = [part for setting in SETTINGS for part in ("--set", setting)]
-    answer = quiver(folder, "run", "recipe.toml", *options)
-    assert without_seconds(answer["iterations"]) == without_seconds(done)
-    assert "rounds of sampling" in (folder / "store/tiny/report.html").read_text()
-
-
 def test_page_and_report_tell_of_the_rounds(folder, done):
     store = Store(folder / "store")
     gathered = gather(store, "tiny")
-    for iteration, each in zip(done, gathered.iterations, strict=False):
-        num_contrast = sum(one["contrast_groups"] for one in iteration["rounds"])
-        num_groups = 4 * len(iteration["rounds"])
-        assert each.contrast == (num_contrast, num_groups)
-        assert f"<td>{num_contrast} of {num_groups}</td>" in render(store, gathered)
-        refs = ", ".join(one["rollouts"] for one in iteration["rounds"])
-        assert f"<td>{refs}</td>" in render(store, gathered)
-        table = page("tiny", done, None)["markdown"]
-        assert f" | {len(iteration['rounds'])} | {num_contrast} |" in table
-    assert "rounds of sampling" in render(store, gathered)
+    report = render(store, gathered)
+    table = page("tiny", done, None)["markdown"]
+    by_policy = {each.policy.ref: each for each in gathered.iterations}
+    for iteration in done:
+        rounds = iteration["rounds"]
+        num_contrast = sum(each["contrast_groups"] for each in rounds)
+        rewards = [store.open(each["rewards"]).table()["reward"].to_pylist() for each in rounds]
+        mean = pytest.approx(sum(map(sum, rewards)) / sum(map(len, rewards)), abs=1e-6)
+        shown = by_policy[iteration["policy"]]
+        assert iteration["reward_mean"] == mean == shown.reward_mean
+        assert shown.contrast == (num_contrast, 4 * len(rounds))
+        assert f"<td>{num_contrast} of {4 * len(rounds)}</td>" in report
+        assert f"<td>{', '.join(each['rollouts'] for each in rounds)}</td>" in report
+        assert f" | {len(rounds)} | {num_contrast} |" in table
+    assert "rounds of sampling" in report
 
 
 def test_a_run_without_it_has_the_rounds_of_before(folder, done, monkeypatch):
@@ -305,25 +276,14 @@ def test_groups_without_contrast_are_left_out_unless_the_recipe_says_otherwise(t
     assert load(path, SETTINGS).optimize_config().drop_zero_variance is True
     kept = load(path, [*SETTINGS, "optimize.drop_zero_variance=false"])
     assert kept.optimize_config().drop_zero_variance is False
-    assert not hasattr(load(path, SETTINGS).prompt_config(3), "refill")
     assert load(path, SETTINGS).prompt_config(3).key() == load(path).prompt_config(3).key()
 
 
 def test_groups_with_contrast_are_those_whose_scored_rewards_differ():
-    rewards = {
-        "a": [1.0, 1.0],
-        "b": [0.0, 1.0],
-        "c": [None, 1.0],
-        "d": [0.0, None, 1.0],
-        "e": [2.0] * 3,
-    }
+    rewards = {"a": [1, 1], "b": [0, 1], "c": [None, 1], "d": [0, None, 1], "e": [2] * 3}
     rows = [(group, reward) for group, values in rewards.items() for reward in values]
-    table = pa.table(
-        {
-            "rollout_id": [str(number) for number in range(len(rows))],
-            "group_id": [group for group, _ in rows],
-            "reward": pa.array([reward for _, reward in rows], pa.float32()),
-        }
-    )
+    columns = {"rollout_id": map(str, range(len(rows)))}
+    columns |= dict(zip(("group_id", "reward"), zip(*rows, strict=True), strict=True))
+    table = pa.table({name: pa.array(column) for name, column in columns.items()})
     assert groups_with_contrast(groups(table)) == 2
     assert groups_with_contrast(groups(table.slice(0, 0))) == 0

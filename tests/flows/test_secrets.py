@@ -52,17 +52,10 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     (folder / "tmp").mkdir(exist_ok=True)
     env = {**command_environment(folder), "REWARD_KEY": CANARY, "TMPDIR": str(folder / "tmp")}
     env |= {"PREFECT_LOGGING_LEVEL": "DEBUG", "PREFECT_LOGGING_TO_API_ENABLED": "true"}
-    command = [
-        sys.executable,
-        "-m",
-        "quiver.flows.cli",
-        "run",
-        "recipe.toml",
-        "--json",
-        "--debug",
-        *arguments,
-    ]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, check=False)
+    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", "--json", "--debug"]
+    return subprocess.run(
+        [*command, *arguments], cwd=folder, env=env, capture_output=True, check=False
+    )
 
 
 def test_a_secret_appears_nowhere(embedded_server, tmp_path):
@@ -81,29 +74,18 @@ def test_a_secret_appears_nowhere(embedded_server, tmp_path):
 
     with FakeServer(play_back) as server:
         recipe = folder / "recipe.toml"
-        recipe.write_text(
-            recipe.read_text().replace(
-                "\n[optimize]", SERVER.format(url=server.url) + "\n[optimize]"
-            )
-        )
-        settings = ("data.held_out=null", "reward.max_invalid=0.5", "placement.retry_seconds=0.1")
-        options = [
-            "--iterations",
-            "1",
-            *(part for setting in settings for part in ("--set", setting)),
-        ]
+        section = SERVER.format(url=server.url) + "\n[optimize]"
+        recipe.write_text(recipe.read_text().replace("\n[optimize]", section))
+        options = ["--iterations=1", "--set=data.held_out=null", "--set=reward.max_invalid=0.5"]
+        options += ["--set=placement.retry_seconds=0.1"]
         refusing = True
         refused = run(folder, *options)
         assert refused.returncode == 6 and b"bad key ***" in refused.stderr, refused.stderr.decode()
         refusing = False
         done = run(folder, *options)
         assert done.returncode == 0, done.stderr.decode()
-        inline = run(
-            folder,
-            *options,
-            "--set",
-            f"reward.servers=[{{dialect='quiver',urls=['{server.url}'],token='{CANARY}'}}]",
-        )
+        servers = f"[{{dialect='quiver',urls=['{server.url}'],token='{CANARY}'}}]"
+        inline = run(folder, *options, f"--set=reward.servers={servers}")
         assert inline.returncode == 2
     assert met == places(folder) == []
     for output in (refused, done, inline):

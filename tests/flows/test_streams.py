@@ -18,8 +18,8 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from quiver.deployments.server import check_api
-from quiver.flows import server_url
-from quiver.flows.abandoned import crash_abandoned
+from quiver.flows import prefect_server
+from quiver.flows.prefect_server import crash_abandoned
 from quiver.schemas.errors import ConfigError, RemoteError, ResourceError
 from quiver.stages.common.store import Store
 from tests.flows.conftest import RECIPE, command_environment, own_home
@@ -219,8 +219,8 @@ def trickling(connection: socket.socket) -> None:
 @pytest.mark.parametrize("behaves", [silent, trickling])
 @pytest.mark.parametrize("asks", [crash_abandoned, check_api])
 def test_a_server_that_takes_a_question_and_does_not_answer_is_told(monkeypatch, asks, behaves):
-    assert server_url.SECONDS <= 10
-    monkeypatch.setattr(server_url, "SECONDS", 1.0)
+    assert prefect_server.SECONDS <= 10
+    monkeypatch.setattr(prefect_server, "SECONDS", 1.0)
 
     def answer() -> None:
         connection, _ = listener.accept()

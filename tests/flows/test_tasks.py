@@ -10,7 +10,7 @@ import sys
 import pytest
 from prefect.states import Failed
 
-from quiver.flows import post_train, single, stage
+from quiver.flows import nightly, post_train, stage
 from quiver.flows.placement import GivenUp
 from quiver.flows.tasks import labels_of, stage_task, worth_retrying
 from quiver.schemas import errors
@@ -19,8 +19,7 @@ from quiver.stages.common.store.storage import storage_errors
 from tests.flows.conftest import command_environment, quiver
 
 FLOWS = {
-    "rerun": single.rerun,
-    "evaluation": single.evaluation,
+    "nightly": nightly.nightly,
     "post-train": post_train.post_train,
     "stage": stage.stage,
 }
@@ -34,7 +33,9 @@ def rows():
 """
 RUN = """
 import json, sys
-from quiver.flows import post_train, single, tasks
+from dataclasses import asdict
+from prefect import flow
+from quiver.flows import post_train, tasks
 from quiver.flows.recipe import load
 from quiver.stages.common.runtime import holding, runner
 
@@ -57,12 +58,15 @@ def results(call, placement, upcoming, labels):
 tasks.stage_task.fn = results
 recipe = load("recipe.toml")
 run = post_train.post_train(recipe)
-reward = single.rerun(recipe, "reward", {"rollouts": "tiny/rollouts@1"})
-score = single.rerun(recipe, "evaluate", {"policy": "tiny/policy@2"})
+@flow
+def one(stage, config, refs):
+    with tasks.tagged(recipe):
+        return asdict(tasks.perform(recipe, stage, config, refs, label=stage))
+reward = one("reward", recipe.reward, {"rollouts": "tiny/rollouts@1"})
 settings = ["data.source='dies_once.py:rows'", "data.held_out=null", "placement.retry_seconds=0.1"]
-again = single.rerun(load("recipe.toml", settings), "prompt")
-scores = single.evaluation(recipe, ["policy@0", "tiny/policy@2"])
-print(json.dumps({"run": run, "sizes": sizes, "reward": reward, "score": score, "again": again, "scores": scores,
+recipe = load("recipe.toml", settings)
+again = one("prompt", recipe.resolved().prompt_config(1), {"policy": "tiny/policy@0"})
+print(json.dumps({"run": run, "sizes": sizes, "reward": reward, "again": again,
                   "held": held, "left": len(holding._waiting)}))
 """
 
@@ -154,11 +158,6 @@ def test_what_travels_is_small_and_a_stage_is_a_flow(workplace):
         done["iterations"][0]["rewards"],
         True,
     )
-    assert answer["score"]["ref"] == done["iterations"][1]["evaluation"]["ref"]
-    before, after = answer["scores"]
-    assert (before["policy"], after["policy"]) == ("tiny/policy@0", "tiny/policy@2")
-    last = done["iterations"][1]["evaluation"]
-    assert (before["score"], after["score"]) == (last["baseline"]["score"], last["score"])
     assert answer["held"] == ["optimize", "generate"] * 2 and answer["left"] == 0, (
         "each begun while the other ran"
     )

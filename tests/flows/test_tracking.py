@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from quiver.flows.evaluation import track_evaluation
 from quiver.flows.recipe import load
-from quiver.flows.tracking import track_evaluation
 from quiver.stages.common.store import Store
 from tests.flows.conftest import write_recipe
 from tests.flows.test_cleaning import stay_here

@@ -187,7 +187,7 @@ TARGETS = (
         "stages/common/store/versions.py",
         (
             f"{STORE}/test_store.py",
-            f"{VERIFICATION}::test_a_store_of_somebody_else_is_parsed_in_a_child_first",
+            f"{VERIFICATION}::test_a_crafted_arrow_file_with_the_right_hash_is_told",
             f"{STORE}/test_index.py::test_versions_are_seen_beside_an_older_copy_that_was_put_back",
             f"{STORE}/test_tags.py::test_every_move_has_its_entry",
             f"{STORE}/test_tags.py::test_verify_reads_the_entries_of_old_moves_too",

@@ -309,7 +309,7 @@ PLANTED = (
     ),
     Planted(
         "one_limit_of_episodes",
-        "flows/drift.py",
+        "flows/promotion.py",
         "return sum(ends.get(reason, 0) for reason in LIMITS) / rollouts.rows",
         'return ends.get("max_turns", 0) / rollouts.rows',
         ("tests/flows/test_promotion.py::test_each_limit_of_an_episode_cuts_its_answer_off",),

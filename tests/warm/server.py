@@ -65,7 +65,7 @@ IMPORTS = {
         "quiver.flows.rerun",
         "quiver.flows.dry_run",
         "quiver.flows.embedded",
-        "quiver.flows.abandoned",
+        "quiver.flows.prefect_server",
         "quiver.flows.commands.summary",
         "quiver.stages.report.gather",
         "quiver.stages.report.stage",

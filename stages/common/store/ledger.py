@@ -138,7 +138,7 @@ class Ledger:
         highest = max({first - 1, *self.note_missing(visible)})
         if highest >= MOST_VERSION:
             name = f"{self._run}/{self._kind}"
-            next = f"quiver doctor --quarantine {name}@{highest}"
+            next = f"quiver verify {name}@{highest} --quarantine"
             raise CorruptError(name, f"{highest} is the highest number there can be", next=next)
         return highest + 1
 

@@ -12,9 +12,7 @@ import pytest
 from quiver.flows.commands import versions as versions_command
 from quiver.schemas.errors import (
     ConfigError,
-    ConflictError,
     CorruptError,
-    LineageError,
     QuiverError,
 )
 from quiver.schemas.manifest import FileEntry, Model, canonical, content_hash, digest
@@ -95,9 +93,14 @@ def crafted(version) -> None:
     )
 
 
-def test_a_crafted_arrow_file_with_the_right_hash_is_told(store):
+def test_a_crafted_arrow_file_with_the_right_hash_is_told(store, monkeypatch):
+    """By verify, and by a reader of a store of somebody else, which parses in a child first."""
     version = commit(store, shards=1)
+    monkeypatch.setattr("os.geteuid", lambda: (store.path / "store.json").stat().st_uid + 1)
+    assert Store(store.path).open(version.ref).table().num_rows == 2
     crafted(version)
+    with pytest.raises(CorruptError, match="cannot be parsed"):
+        Store(store.path).open(version.ref).table()
     shutil.rmtree(store.path / "a/logprobs/.ledger")
     assert "part-00000.arrow" in said(store) and "cannot be parsed" in said(store)
 
@@ -116,16 +119,11 @@ def crashes(tmp_path, monkeypatch):
     return let_crash
 
 
-def test_whoever_verifies_or_reads_a_foreign_store_survives_such_a_file(
-    store, crashes, monkeypatch
-):
+def test_whoever_verifies_survives_such_a_file(store, crashes):
     version = commit(store)
     crashes("part-00001.arrow")
     assert "part-00001.arrow: cannot be parsed: whoever parses it crashes" in said(store)
     assert Store(store.path).open(version.ref).table().num_rows == 4
-    monkeypatch.setattr("os.geteuid", lambda: (store.path / "store.json").stat().st_uid + 1)
-    with pytest.raises(CorruptError, match="crashes"):
-        Store(store.path).open(version.ref).table()
 
 
 def test_a_file_is_held_to_the_rows_of_its_entry(store):
@@ -160,15 +158,6 @@ def test_a_file_that_crashes_its_reader_crashes_a_child_alone(tmp_path, crashes)
         assert "FileNotFoundError" in check.problem(tmp_path / "nowhere.arrow")
 
 
-def test_a_store_of_somebody_else_is_parsed_in_a_child_first(store, monkeypatch):
-    version = commit(store, shards=1)
-    monkeypatch.setattr("os.geteuid", lambda: (store.path / "store.json").stat().st_uid + 1)
-    assert Store(store.path).open(version.ref).table().num_rows == 2
-    crafted(version)
-    with pytest.raises(CorruptError, match="cannot be parsed"):
-        Store(store.path).open(version.ref).table()
-
-
 @pytest.mark.parametrize("damage", ["note", "shard"])
 def test_damage_in_staging_is_told(store, damage):
     with pytest.raises(KeyboardInterrupt), work_on(store) as work:
@@ -194,10 +183,9 @@ def test_what_a_stage_goes_on_from_is_looked_at(store, damage):
     state = folder / "state-000001-000001.safetensors"
     state.write_bytes(b"weights")
     fields = {"file": state.name, "sha256": sha256(state), "epoch": 0}
-    (folder / "progress").write_text(json.dumps({**fields, "checksum": digest(fields)}))
-    if damage == "note":
-        (folder / "progress").write_text(json.dumps({**fields, "checksum": "0" * 64}))
-    elif damage == "state":
+    checksum = "0" * 64 if damage == "note" else digest(fields)
+    (folder / "progress").write_text(json.dumps({**fields, "checksum": checksum}))
+    if damage == "state":
         state.write_bytes(b"Weights")
     elif damage == "gone":
         state.unlink()
@@ -215,13 +203,10 @@ def test_a_manifest_that_is_endless_is_not_read(store):
 
 def test_tags_are_looked_at(store):
     first, second = commit(store), commit(store, Settings(seed=1))
-    store.tag("a", "prod", first.ref)
     store.tag("a", "prod", second.ref)
     store.tag("a", "old", first.ref)
     assert said(store) == ""
     (store.path / "a/tags/prod").write_text("a/logprobs@7\n")
-    with pytest.raises(CorruptError, match="the file says"):
-        store.resolve("a/logprobs@prod")
     assert "the file says a/logprobs@7, its journal a/logprobs@2" in said(store)
     versions_command.tag("prod", str(second.ref), store=str(store.path))
     assert said(store) == "" and (store.path / "a/tags/prod").read_text() == "a/logprobs@2\n"
@@ -231,36 +216,10 @@ def test_tags_are_looked_at(store):
 
 def test_a_version_that_is_deleted_on_purpose_is_no_error(store):
     first = commit(store)
-    second = commit(store, Settings(seed=1), inputs={"other": first})
+    commit(store, Settings(seed=1), inputs={"other": first})
     assert remove(store, "a/logprobs@1", "no longer needed") == (first.ref, ["a/logprobs@2"])
-    assert [str(ref) for ref in store.refs()] == ["a/logprobs@2"]
     assert verify(store) == (1, [])
-    with pytest.raises(LineageError, match=r"deleted on purpose.*no longer needed"):
-        store.open("a/logprobs@1")
     assert store.ledger("a", "logprobs").manifest(1).commit_id == first.manifest.commit_id
-    assert commit(store, Settings(seed=2), shards=1).ref.version == 3
-    assert commit(store).ref == first.ref, "the very same content again"
-    assert store.ledger("a", "logprobs").tombstone(1) is None and second.ref in list(store.refs())
-
-
-def test_what_a_tag_or_a_reader_holds_is_not_deleted(store):
-    first, second = commit(store), commit(store, Settings(seed=1))
-    store.tag("a", "prod", first.ref)
-    with pytest.raises(ConflictError, match="tag prod points at it"):
-        remove(store, first.ref)
-    about = {"config": Settings(seed=2), "inputs": {"other": second}}
-    with work_on(store, **about), pytest.raises(ConflictError, match=r"process \d+ .a/logprobs."):
-        remove(store, second.ref)
-    remove(store, second.ref)
-    assert store.numbers("a", "logprobs") == [1]
-
-
-def test_a_number_comes_back_only_to_the_same_work(store):
-    """Other work may give the same rows: all rewards 0, say."""
-    commit(store)
-    remove(store, "a/logprobs@1")
-    assert commit(store, Settings(seed=1)).ref.version == 2
-    assert commit(store).ref.version == 1
 
 
 UNSIGNED = json.dumps({"checksum": digest({})})  # whole, and says neither when nor why
@@ -356,16 +315,12 @@ def test_a_version_with_another_way_to_write_its_number_is_none(store):
     assert store.numbers("a", "logprobs") == [1] and verify(store) == (1, [])
 
 
-def test_a_whole_version_is_not_put_aside(store):
-    commit(store)
-    with pytest.raises(ConfigError, match="is whole"):
-        quarantine(store, "a/logprobs@1")
-
-
 def test_a_damaged_version_is_put_aside_and_made_again(store):
     first = commit(store)
     commit(store, Settings(seed=1), inputs={"other": first})
     store.tag("a", "prod", first.ref)
+    with pytest.raises(ConfigError, match="is whole"):
+        quarantine(store, "a/logprobs@1")
     (first.files.folder / "manifest.json").write_bytes(b"{")
     ref, folder = quarantine(store, "a/logprobs@1")
     assert ref == first.ref and (folder / "manifest.json").read_bytes() == b"{"

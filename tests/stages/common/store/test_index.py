@@ -320,6 +320,6 @@ def test_a_copy_under_the_highest_number_is_told_before_anything_is_committed(st
     shutil.copytree(first.files.folder, store.path / "a/logprobs/v999999999999")
     with pytest.raises(CorruptError, match="is the highest number") as caught:
         commit(store, Settings(seed=2), shards=2)
-    assert caught.value.next == "quiver doctor --quarantine a/logprobs@999999999999"
+    assert caught.value.next == "quiver verify a/logprobs@999999999999 --quarantine"
     quarantine(store, "a/logprobs@999999999999")
     assert commit(store, Settings(seed=2), shards=2).ref.version == 2

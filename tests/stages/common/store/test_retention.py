@@ -166,7 +166,7 @@ def test_what_the_command_says(store, capsys):
     assert "would lie in the trash: what is there for 24 hours is deleted" in lying
     cleaning.gc(apply=True, **options)
     rows = capsys.readouterr().out.splitlines()
-    assert len(rows) == 2 + 2 and " moved to the trash, 0 bytes deleted" in rows[-2]
+    assert len(rows) == 2 + 2 and " moved to the trash, 0 B deleted" in rows[-2]
     cleaning.gc(restore="a/policy@1", **options)
     assert capsys.readouterr().out == "a/policy@1 is back\n"
 

@@ -294,13 +294,13 @@ def test_verify_says_what_helps_and_what_refers_to_what_is_lost(store):
     path.write_bytes(path.read_bytes()[:-1])
     for ref in ("a/logprobs@1", "a/logprobs@prod", None):
         error = verify(store, ref)[1][0]
-        assert error.next == "quiver doctor --quarantine a/logprobs@1"
+        assert error.next == "quiver verify a/logprobs@1 --quarantine"
         assert error.state.endswith("what refers to this one: tag prod, a/logprobs@2.")
     shutil.rmtree(first.files.folder)
     again = commit(store)
     assert again.ref == first.ref and verify(store) == (2, [])
     (first.files.folder / "manifest.json").write_bytes(b"")
-    assert "doctor --quarantine" in verify(store, "a/logprobs@1")[1][0].next
+    assert "--quarantine" in verify(store, "a/logprobs@1")[1][0].next
 
 
 def test_verify_says_what_was_made_with_a_model_that_is_lost(store):

