@@ -19,7 +19,7 @@ from quiver.stages.common.models.loading import restore_dropout
 from quiver.stages.common.store import Version, storage
 from quiver.stages.common.store.writer import Writer
 
-from . import adapters, optimizer, state_folder, value_head
+from . import critic, lora, optimizer
 from .losses import log_ratio
 
 if TYPE_CHECKING:
@@ -47,16 +47,16 @@ def save(parent: Version, trainer: Trainer, writer: Writer | None) -> None:
         state = optimizer.state(trainer.optimizer, model) if config.save_optimizer else {}
         is_adapter_alone = config.lora is not None and config.lora.save == "adapter"
         if config.lora:
-            adapters.save(model, writer.folder)
+            lora.save(model, writer.folder)
         if config.lora and not is_adapter_alone:
-            adapters.merge(model)
+            lora.merge(model)
         if config.save_dtype == "bfloat16" and trainer.precision != "bf16_stochastic":
             masters = narrow(model)
             if not config.lora:
                 state |= optimizer.masters(model, masters)
         checkpoints.save_policy(None if is_adapter_alone else model, parent, writer.folder)
         if trainer.critic is not None:
-            value_head.save(
+            critic.save(
                 trainer.critic,
                 trainer.optimizer,
                 writer.folder,
@@ -67,7 +67,7 @@ def save(parent: Version, trainer: Trainer, writer: Writer | None) -> None:
             trainer.free()
         if state:
             folder = writer.folder / checkpoints.OPTIMIZER_FOLDER
-            state_folder.write(folder, state, optimizer="adamw", step=trainer.step)
+            optimizer.write_tensors(folder, state)
 
 
 def finish(writers: Mapping[str, Writer], loaded: Loaded, trainer: Trainer) -> None:

@@ -1,5 +1,5 @@
-"""Saved state of a running training, so that a killed training resumes in the middle; and the
-rollouts of a step that was not finite.
+"""The state of a running training, so that a killed one resumes in the middle; and the rollouts of
+a step that was not finite.
 
     STORE/<run>/policy/.staging/KEY.resume/state-….safetensors    weights and moments
     STORE/<run>/policy/.staging/KEY.resume/progress               place, file and checksums
@@ -19,59 +19,92 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
-from pydantic import BaseModel, Field
+import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
-from quiver.schemas import updates as updates_kind
-from quiver.schemas.errors import ConfigError, CorruptError, SchemaError, printable
-from quiver.schemas.manifest import digest
-from quiver.schemas.plain import read_json
+from quiver.schemas.errors import ConfigError, CorruptError, printable
 from quiver.stages.common.runtime.stage import Plan
-from quiver.stages.common.store.notes import PROGRESS
+from quiver.stages.common.store.notes import PROGRESS, note_of, read_note
 from quiver.stages.common.store.storage import storage_errors
 
-from .agreement import of_all_ranks
+from .accelerator import of_all_ranks
+from .optimizer import Bf16AdamW, like
 
 if TYPE_CHECKING:
     from .trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-
-_NOT_WHOLE = (
-    *(ValueError, TypeError, KeyError, ArithmeticError, RecursionError),
-    *(CorruptError, SchemaError, SafetensorError, pa.ArrowException),
-)
-"""Errors of reading a saved state that is damaged."""
+_COUNTERS = ("step", "updates", "audit_report", "padding", "places")
+_COUNTERS += ("entropy_coef", "last_entropy", "kl_coef")
+"""Attributes that are saved beside the tensors."""
 
 
-class _Progress(BaseModel):
-    """Content of the progress note."""
+class SavedState:
+    """Base class of trainers that saves and restores their state."""
 
-    file: str = Field(pattern=r"^state-[0-9]+-[0-9]+\.safetensors$")
-    sha256: str
-    epoch: int = Field(ge=0)
-    minibatch: int = Field(ge=0)
-    epoch_step: int = Field(ge=0)
-    counters: str
+    step: int
+    logprobs: Tensor
+    parameters: list[nn.Parameter]
+    optimizer: torch.optim.Optimizer
 
+    def state(self, room: Path | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the tensors and counters that the next step depends on; counters are plain JSON.
+        `room`: a folder on disk for copies, if one rank's memory cannot hold them."""
+        tensors = {"logprobs": self.logprobs}
+        for number, parameter in enumerate(self.parameters):
+            tensors[f"weight.{number}"] = parameter.detach()
+            for key, tensor in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"{key}.{number}"] = tensor
+        counters = {name: getattr(self, name) for name in _COUNTERS}
+        return self.copies(tensors, room), counters
 
-class _Counters(BaseModel):
-    """A trainer's counters, which are saved beside its tensors."""
+    def copies(self, tensors: Mapping[str, Tensor], room: Path | None) -> dict[str, Tensor]:
+        """Return whole copies on the CPU, for the rank that saves them."""
+        copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+        return {name: copy.contiguous() for name, copy in copies.items()}
 
-    step: int = Field(ge=0)
-    updates: list[dict[str, Any]]
-    audit_report: dict[str, Any]
-    padding: int = Field(ge=0)
-    places: int = Field(ge=0)
-    entropy_coef: float
-    last_entropy: float | None
-    kl_coef: float
+    def agree(self, is_time: bool) -> bool:
+        """Return True if this rank takes part in saving. Sharded trainers decide together."""
+        return is_time
+
+    def gather(self, room: Path | None) -> None:
+        """Make sharded tensors whole before they are saved; see sharding.py."""
+
+    def check_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise ValueError unless `tensors` have the names, shapes and dtypes of this trainer's
+        `state`."""
+        expected = {"logprobs": (self.logprobs.shape, self.logprobs.dtype)}
+        for number, parameter in enumerate(self.parameters):
+            expected[f"weight.{number}"] = (parameter.shape, parameter.dtype)
+            if f"step.{number}" in tensors:
+                expected[f"step.{number}"] = (torch.Size(), torch.float32)
+                for key in ("exp_avg", "exp_avg_sq"):
+                    expected[f"{key}.{number}"] = (parameter.shape, torch.float32)
+        if {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()} != expected:
+            raise ValueError("its tensors are not those of this training")
+
+    def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
+        """Restore the result of `state`."""
+        self.logprobs.copy_(tensors["logprobs"])
+        with torch.no_grad():
+            for number, parameter in enumerate(self.parameters):
+                parameter.copy_(like(tensors[f"weight.{number}"], parameter))
+        for name, tensor in tensors.items():
+            key, _, number = name.partition(".")
+            if number and key != "weight":
+                parameter = self.parameters[int(number)]
+                self.optimizer.state[parameter][key] = like(tensor, parameter)
+        for name in _COUNTERS:
+            setattr(self, name, counters[name])
+        if isinstance(self.optimizer, Bf16AdamW):
+            self.optimizer.number = self.step
 
 
 class SavedProgress:
@@ -99,56 +132,47 @@ class SavedProgress:
         Raises:
             ConfigError: on all ranks, if they read different states.
         """
+        state = None
         try:
-            note, tensors, counters = self._read(trainer)
-        except FileNotFoundError:
-            note = None
-        except _NOT_WHOLE as error:
+            state = self._read(trainer)
+        except (ValueError, TypeError, KeyError, OSError, CorruptError, SafetensorError) as error:
             log.warning(
                 "the saved training state is not whole; the training starts over: %s",
                 printable(error),
             )
-            note = None
-        files = of_all_ranks(note.file if note else "none")
+        files = of_all_ranks(state[0]["file"] if state else "none")
         if len(set(files)) > 1:
             raise ConfigError(
                 "optimize",
                 f"the ranks would go on after different steps: {printable(', '.join(files))}",
                 next="run the same command again, with a store that all hosts see alike",
             )
-        if note is None:
+        if state is None:
             if self.saves:
                 self._storage.delete(self._prefix)
             return 0, 0, trainer.step
-        trainer.load_state(tensors, counters.model_dump())
+        note, tensors = state
+        trainer.load_state(tensors, json.loads(note["counters"]))
         log.info("the training goes on after step %d", trainer.step - 1)
-        return note.epoch, note.minibatch, note.epoch_step
+        return note["epoch"], note["minibatch"], note["epoch_step"]
 
-    def _read(self, trainer: Trainer) -> tuple[_Progress, dict[str, Tensor], _Counters]:
-        """Return the note, the tensors and the counters. Raises FileNotFoundError if nothing is
-        saved, or an error of `_NOT_WHOLE` if it is damaged or does not fit `trainer`."""
+    def _read(self, trainer: Trainer) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """Return the note and the tensors, or None if nothing is saved. Raises an error if they are
+        damaged or do not fit `trainer`."""
         from safetensors.torch import load_file
 
-        if self._storage.is_linked(self._prefix):
-            raise ValueError("its folder is a link")
-        fields = read_json(self._storage.read(f"{self._prefix}/{PROGRESS}"))
-        if not isinstance(fields, dict) or fields.pop("checksum", None) != digest(fields):
-            raise ValueError("its checksum is another")
-        note = _Progress.model_validate(fields)
-        key = f"{self._prefix}/{note.file}"
-        if self._storage.sha256(key) != note.sha256:
-            raise ValueError(f"the sha256 of {note.file} is another")
-        counters = _Counters.model_validate(json.loads(note.counters))
-        updates = pa.Table.from_pylist(counters.updates, schema=updates_kind.SCHEMA)
-        updates_kind.check(updates)
-        num_applied = pc.sum(updates["applied"]).as_py() or 0
-        config = trainer.config
-        is_within = note.epoch < config.epochs and note.minibatch <= config.minibatches
-        if not is_within or counters.step != trainer.step + num_applied:
-            raise ValueError("its place and its steps do not go together")
-        tensors = load_file(self._storage.path(key))
+        key = f"{self._prefix}/{PROGRESS}"
+        if not self._storage.exists(key):
+            return None
+        note = read_note(self._storage, key)
+        if note is None:
+            raise ValueError("its note is not what was written")
+        file = f"{self._prefix}/{note['file']}"
+        if self._storage.sha256(file) != note["sha256"]:
+            raise ValueError(f"{note['file']} is not what was written")
+        tensors = load_file(self._storage.path(file))
         trainer.check_state(tensors)
-        return note, tensors, counters
+        return note, tensors
 
     # -- saving
 
@@ -188,8 +212,7 @@ class SavedProgress:
         # as text: the numbers of a skipped step are not finite, and strict JSON cannot hold them
         note = {**place, "file": file, "sha256": self._storage.sha256(key)}
         note["counters"] = json.dumps(counters)
-        line = json.dumps({**note, "checksum": digest(note)})
-        self._storage.write(f"{self._prefix}/{PROGRESS}", line.encode())
+        self._storage.write(f"{self._prefix}/{PROGRESS}", note_of(note))
         # the note must be durable before the older state is deleted
         self._storage.sync_names(self._prefix)
         for name in self._storage.list(self._prefix):

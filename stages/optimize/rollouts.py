@@ -39,15 +39,14 @@ from quiver.stages.common.ragged import Mapped, Ragged
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.turns import Turns
 
-from . import reward_scaling
+from . import terms
 from .advantages import group_centered, zero_variance
 from .algorithms import Algorithm, find_function
 from .batch import Batch
-from .checks import Sampled, biases, check_lineage, require_own_ids
+from .checks import biases, check_lineage
 from .config import Config
 from .contract import ADVANTAGE_COLUMNS
-from .credit import turn_rewards, with_turns
-from .inputs import sets
+from .inputs import Sampled, require_own_ids, sets, turn_rewards, with_turns
 from .losses import log_ratio
 
 SCORERS = ("functions", "models", "servers")
@@ -125,8 +124,8 @@ def load(
     moments = None
     if config.reward_scaling == "running":
         before = inputs["policy"].manifest.metrics.get("reward_moments")
-        moments = reward_scaling.go_on(before, joined.rewards)
-        batch = replace(batch, reward_scale=reward_scaling.scale(moments))
+        moments = terms.reward_moments(before, joined.rewards)
+        batch = replace(batch, reward_scale=terms.reward_scale(moments))
     is_known = algorithm.advantage_of != "tokens"
     num_idle = int((advantages[is_kept] == 0).sum()) if is_known else 0
     all_zero = num_idle == num_kept

@@ -2,9 +2,9 @@
 
 Each token's weight is computed for the whole step at once, so neither micro-batches nor ranks
 change loss or gradient. Weights stay in float32, or in bfloat16 with precision `bf16_stochastic`
-(see bf16.py). A step whose loss or gradient is not finite is skipped on every rank; three in a row
-stop the stage. Before the first update the logprobs are audited against the engine's. Nothing here
-knows of the store.
+(see `optimizer`). A step whose loss or gradient is not finite is skipped on every rank; three in a
+row stop the stage. Before the first update the logprobs are audited against the engine's. Only
+`resume` knows the store.
 
     trainer = Trainer(config, model, batch, algorithm, make_accelerator(config))
     trainer.prepare()              # a critic's values, the audit
@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,16 +32,16 @@ from quiver.stages.common.forward.policy import Policy, score_and_judge, token_b
 from quiver.stages.common.forward.precision import narrow, resolve
 from quiver.stages.common.forward.verify import choose_kernel, choose_mode
 
-from . import critic, entropy, imitation, kl_control
-from .adapters import narrow_frozen
+from . import critic, terms
 from .algorithms import Algorithm
 from .audit import audit
 from .batch import Batch, Part, Step
 from .config import Config
+from .critic import ValueHead, with_trunk
+from .lora import narrow_frozen
 from .objective import NUM_SUMS, Objective
 from .optimizer import learning_rate, make_optimizer, total_norm
-from .saved_state import SavedState
-from .value_head import ValueHead, with_trunk
+from .resume import SavedProgress, SavedState
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -49,20 +49,6 @@ if TYPE_CHECKING:
 MAX_SKIPPED = 3
 _SECONDS_BETWEEN_LINES = 2.0
 log = logging.getLogger(__name__)
-
-
-class Progress(Protocol):
-    """Saved state of a training while it runs; `resume` keeps it in a store."""
-
-    def load(self, trainer: Trainer) -> tuple[int, int, int]:
-        """Put the saved state into the trainer. Return the epoch and mini-batch that come next, and
-        the step at which that epoch began."""
-
-    def step_done(self, trainer: Trainer, epoch: int, minibatch: int, epoch_step: int) -> None:
-        """Note that a step is done; this mini-batch of this epoch comes next."""
-
-    def not_finite(self, trainer: Trainer, update: dict[str, Any], rows: list[int]) -> None:
-        """Keep the rollouts `rows` of a step whose loss or gradient is not finite."""
 
 
 class Trainer(SavedState):
@@ -111,12 +97,12 @@ class Trainer(SavedState):
         model."""
         self.places = 0
         self.entropy_coef = config.entropy_coef
-        """Coefficient of the next step, without regard to the target's cut-off; see entropy.py."""
+        """Coefficient of the next step, without regard to the target's cut-off; see terms.py."""
         self.last_entropy: float | None = None
         """Mean entropy over the tokens of the previous step, which may belong to an earlier
         training of this policy."""
         self.kl_coef = config.kl_coef
-        """KL coefficient of the next step, in the reward too; see kl_control.py."""
+        """KL coefficient of the next step, in the reward too; see terms.py."""
 
     def _prepare_model(self, value_trunk: nn.Module | None) -> None:
         """Prepare critic, packing, dtypes, attention kernel and optimizer. Each needs the ones
@@ -212,7 +198,7 @@ class Trainer(SavedState):
         last_values[cut] = passed[1, ~sampled]
         return {**columns, "last_values": last_values}
 
-    def train(self, progress: Progress | None = None) -> None:
+    def train(self, progress: SavedProgress | None = None) -> None:
         """Run all epochs, from the point that `progress` has saved. Raises NumericError if the
         audit fails or steps are not finite; nothing may be committed then."""
         first_epoch, first_minibatch, epoch_step = 0, 0, self.step
@@ -251,7 +237,7 @@ class Trainer(SavedState):
         self.policy.free()
 
     def _train_minibatch(
-        self, epoch: int, minibatch: int, members: list[int], progress: Progress | None
+        self, epoch: int, minibatch: int, members: list[int], progress: SavedProgress | None
     ) -> None:
         """Take one optimizer step over rollouts `members`, unless none of them is passed through
         the model."""
@@ -369,12 +355,12 @@ class Trainer(SavedState):
         """Return the per-token columns of the step. With `entropy_share` below 1, all its tokens
         are scored first."""
         weights = self.objective.weights(self.batch, members)
-        coef = entropy.bonus(self.config, self.entropy_coef, self.last_entropy)
+        coef = terms.entropy_bonus(self.config, self.entropy_coef, self.last_entropy)
         step = Step(
             weights,
             entropy_coef=coef,
             kl_coef=self.kl_coef if self.objective.kl_in_loss else 0.0,
-            nll_weights=imitation.weights(self.config, self.batch, members),
+            nll_weights=terms.nll_weights(self.config, self.batch, members),
         )
         share = self.config.entropy_share
         if share == 1:
@@ -382,7 +368,7 @@ class Trainer(SavedState):
         entropies = self._score_and_judge(active, self.batch.sequences)[2]
         positions = self.batch.positions(active)
         learns = torch.zeros(len(entropies), dtype=torch.bool)
-        learns[positions] = entropy.uncertain(entropies[positions], share)
+        learns[positions] = terms.uncertain(entropies[positions], share)
         return replace(step, learns=learns)
 
     def _sum_gradients(self) -> None:
@@ -418,10 +404,10 @@ class Trainer(SavedState):
             self.optimizer.step()
             self.step += 1
             self.last_entropy = update["entropy"]
-            self.entropy_coef = entropy.next_coefficient(
+            self.entropy_coef = terms.next_entropy_coef(
                 self.config, self.entropy_coef, self.last_entropy
             )
-            self.kl_coef = kl_control.next_coefficient(
+            self.kl_coef = terms.next_kl_coef(
                 self.config, self.kl_coef, update["kl"], update["rollouts"]
             )
         else:

@@ -29,7 +29,7 @@ PLANTED = (
         "stages/optimize/estimators.py",
         "scored_lengths = torch.where(rewards.isnan(), 0.0, lengths.double())",
         "scored_lengths = lengths.double()",
-        (f"{OPTIMIZE}/test_advantages.py::test_opo_counts_the_tokens_of_scored_rollouts_alone",),
+        (f"{OPTIMIZE}/test_advantages.py::test_golden",),
     ),
     Planted(
         "dppo_kl_reversed",
@@ -81,13 +81,13 @@ PLANTED = (
     Planted(
         "scale_of_kept",
         "stages/optimize/rollouts.py",
-        "moments = reward_scaling.go_on(before, joined.rewards)",
-        "moments = reward_scaling.go_on(before, batch.rewards)",
+        "moments = terms.reward_moments(before, joined.rewards)",
+        "moments = terms.reward_moments(before, batch.rewards)",
         (f"{OPTIMIZE}/test_ppo_stage.py::test_the_reward_scale_counts_every_scored_rollout",),
     ),
     Planted(
         "nll_of_bad_answers",
-        "stages/optimize/imitation.py",
+        "stages/optimize/terms.py",
         "if batch.rewards[row] >= config.nll_reward]",
         "if batch.rewards[row] >= config.nll_reward or batch.rewards[row] < 0]",
         (f"{OPTIMIZE}/test_batch.py::test_what_is_learned_by_heart_has_the_least_reward_or_more",),
@@ -113,7 +113,7 @@ PLANTED = (
     ),
     Planted(
         "unpaid_turn_earns_one",
-        "stages/optimize/credit.py",
+        "stages/optimize/inputs.py",
         "earned = pc.list_flatten(column.filter(is_scored)).fill_null(0.0)",
         "earned = pc.list_flatten(column.filter(is_scored)).fill_null(1.0)",
         (f"{OPTIMIZE}/test_credit_of_turns.py::test_a_turn_without_a_reward_earned_nothing",),

@@ -5,7 +5,7 @@ import torch
 
 from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.ragged import Ragged
-from quiver.stages.optimize import imitation
+from quiver.stages.optimize import terms
 from quiver.stages.optimize.batch import Batch
 from quiver.stages.optimize.stage import Config
 
@@ -38,6 +38,6 @@ def test_what_is_learned_by_heart_has_the_least_reward_or_more():
     """0.3 over the three tokens of the rewards 0.5 and 2; not of −1, and not of the last rollout,
     which is no member of the step."""
     batch = batch_of([2, 1, 3, 2, 1], [0.0] * 5, [-1.0, 0.5, 0.49, 2.0, 9.0])
-    found = imitation.weights(Config(nll_coef=0.3, nll_reward=0.5), batch, [0, 1, 2, 3])
+    found = terms.nll_weights(Config(nll_coef=0.3, nll_reward=0.5), batch, [0, 1, 2, 3])
     assert found.tolist() == pytest.approx([0, 0, 0.1, 0, 0, 0, 0.1, 0.1, 0])
-    assert imitation.weights(Config(), batch, [0, 1, 2, 3]) is None
+    assert terms.nll_weights(Config(), batch, [0, 1, 2, 3]) is None

@@ -20,7 +20,7 @@ from quiver.stages.optimize.algorithms import resolve
 from quiver.stages.optimize.optimizer import make_optimizer
 from quiver.stages.optimize.stage import Config
 from quiver.stages.optimize.trainer import Trainer
-from quiver.stages.optimize.value_head import ValueHead, restore
+from quiver.stages.optimize.critic import ValueHead
 from tests.stages.optimize import world
 from tests.stages.optimize.test_seq2seq_policies import sampled
 from tests.tiny import make_policy

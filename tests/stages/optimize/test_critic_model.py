@@ -13,7 +13,7 @@ from quiver.stages.common.models.checkpoints import as_model
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.verification import verify
 from quiver.stages.optimize import rollouts as joining
-from quiver.stages.optimize import value_head
+from quiver.stages.optimize import critic as value_head
 from quiver.stages.optimize.accelerator import make_accelerator
 from quiver.stages.optimize.algorithms import resolve
 from quiver.stages.optimize.optimizer import make_optimizer, state

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from quiver.stages.optimize import entropy
+from quiver.stages.optimize import terms
 from quiver.stages.optimize.stage import Config
 from tests.stages.optimize import world
 from tests.writing import run_here
@@ -19,8 +19,8 @@ def test_the_coefficient_follows_the_entropy_as_in_skyworks_equations():
     coef = 0.0
     course = []
     for measured in (0.9, 1.0, 0.8, 1.1, 1.2, 1.3, 0.5):
-        coef = entropy.next_coefficient(config, coef, measured)
-        course.append((coef, entropy.bonus(config, coef, measured)))
+        coef = terms.next_entropy_coef(config, coef, measured)
+        course.append((coef, terms.entropy_bonus(config, coef, measured)))
     assert course == [
         (0.25, 0.25),
         (0.5, 0.5),
@@ -30,18 +30,20 @@ def test_the_coefficient_follows_the_entropy_as_in_skyworks_equations():
         (0.0, 0.0),  # no less than 0
         (0.25, 0.25),
     ]
-    assert entropy.bonus(config, 0.3, None) == 0.0  # nothing has been measured
+    assert terms.entropy_bonus(config, 0.3, None) == 0.0  # nothing has been measured
 
 
 def test_without_a_target_it_stays():
     config = Config(entropy_coef=0.3)
-    assert entropy.next_coefficient(config, 0.3, 5.0) == entropy.bonus(config, 0.3, None) == 0.3
+    assert (
+        terms.next_entropy_coef(config, 0.3, 5.0) == terms.entropy_bonus(config, 0.3, None) == 0.3
+    )
 
 
 @pytest.mark.parametrize("share, count", [(0.2, 2), (0.5, 5), (1.0, 10)])
 def test_the_share_of_highest_entropy(share, count):
     entropies = torch.tensor([3.0, 1.0, 2.0, 9.0, 5.0, 4.0, 8.0, 6.0, 7.0, 0.5])
-    learns = entropy.uncertain(entropies, share)
+    learns = terms.uncertain(entropies, share)
     assert sorted(entropies[learns].tolist()) == sorted(entropies.tolist())[-count:]
 
 

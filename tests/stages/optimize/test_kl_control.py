@@ -4,7 +4,7 @@ import pytest
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.config import parse
-from quiver.stages.optimize import kl_control
+from quiver.stages.optimize import terms
 from quiver.stages.optimize.stage import Config
 from tests.stages.optimize import world
 
@@ -15,7 +15,7 @@ def test_the_coefficient_follows_the_kl_as_in_zieglers_equation():
     coef = 0.1
     course = []
     for kl, rollouts in ((0.5, 50), (0.55, 50), (9.0, 50), (0.45, 100), (0.0, 100)):
-        coef = kl_control.next_coefficient(config, coef, kl, rollouts)
+        coef = terms.next_kl_coef(config, coef, kl, rollouts)
         course.append(coef)
     factors = [1.0, 1 + 0.1 * 0.5, 1 + 0.2 * 0.5, 1 - 0.1, 1 - 0.2]
     expected = 0.1
@@ -25,7 +25,7 @@ def test_the_coefficient_follows_the_kl_as_in_zieglers_equation():
 
 
 def test_without_a_target_it_stays():
-    assert kl_control.next_coefficient(Config(kl_coef=0.1), 0.1, 9.0, 50) == 0.1
+    assert terms.next_kl_coef(Config(kl_coef=0.1), 0.1, 9.0, 50) == 0.1
 
 
 @pytest.fixture

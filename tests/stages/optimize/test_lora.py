@@ -25,9 +25,9 @@ from quiver.stages.common.store import Store
 from quiver.stages.common.verification import verify
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize.accelerator import make_accelerator
-from quiver.stages.optimize.adapters import attach, load_with_adapters, narrow_frozen
+from quiver.stages.optimize.lora import attach, load_with_adapters, narrow_frozen
 from quiver.stages.optimize.algorithms import resolve
-from quiver.stages.optimize.lora import Lora
+from quiver.stages.optimize.config import Lora
 from quiver.stages.optimize.stage import Config, check
 from quiver.stages.optimize.trainer import Trainer
 from tests.stages.optimize import world

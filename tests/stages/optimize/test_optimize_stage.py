@@ -17,7 +17,7 @@ from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.store.writer import Writer
 from quiver.stages.common.verification import verify
-from quiver.stages.optimize.checks import Sampled
+from quiver.stages.optimize.inputs import Sampled
 from quiver.stages.report.gather import gather
 from quiver.stages.report.troubles import learned_nothing
 from tests.stages.optimize import world

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from quiver.stages.optimize import shards
-from quiver.stages.optimize.shards import Room, like
+from quiver.stages.optimize import sharding
+from quiver.stages.optimize.optimizer import like
+from quiver.stages.optimize.sharding import Room
 
 
 def test_a_room_takes_tensors_as_they_are_and_leaves_no_file(tmp_path):
@@ -37,7 +38,7 @@ def test_many_tensors_are_few_open_files(tmp_path):
 
 
 def test_tensors_may_be_larger_than_a_region(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "_REGION_BYTES", 1)
+    monkeypatch.setattr(sharding, "_REGION_BYTES", 1)
     room = Room(tmp_path)
     tensors = [torch.arange(5000 * number) for number in (1, 3, 2)]
     copies = [room.copy(tensor) for tensor in tensors]

@@ -24,7 +24,11 @@ from quiver.stages.common.config import Config
 from quiver.stages.common.models.checkpoints import PolicyConfig, as_model
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.store import Store, Version
+from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize import stage as optimize
+from quiver.stages.optimize.accelerator import make_accelerator
+from quiver.stages.optimize.trainer import Trainer
+from tests.stages.generate.making import random_prompts
 from tests.tiny import EOS, make_folder
 from tests.writing import begin, run_here
 
@@ -62,9 +66,78 @@ def trained(
     return store.open(run_here("optimize", chosen or config(), store, **named))
 
 
-def weights(version: Version) -> dict[str, torch.Tensor]:
-    """What is saved of a policy, by name."""
-    return load_file(version.files.folder / "model.safetensors")
+def weights(version: Version, name: str = "model.safetensors") -> dict[str, torch.Tensor]:
+    """What is saved of a policy in one file, by name."""
+    return load_file(version.files.folder / name)
+
+
+def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Bit for bit, under the same names."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def updates(store: Store, done: Version) -> list[dict]:
+    """The rows of updates/1 of a training."""
+    return store.open(done.manifest.metrics["updates"]).table().to_pylist()
+
+
+def advantages(store: Store, done: Version) -> list[dict]:
+    """The rows of advantages/1 of a training."""
+    return store.open(done.manifest.metrics["advantages"]).table().to_pylist()
+
+
+def scored(
+    store: Store, policy: Version, rows: list[dict], score=None, run: str = "tiny", **about
+) -> tuple[Version, Version]:
+    """The rows as rollouts, and their rewards: by default their share of even ids."""
+    rollouts = write_rollouts(store, policy, rows, run, **about)
+    return rollouts, write_rewards(store, rollouts, score or even_share, run)
+
+
+def rows_of(policy: Version, groups: int, each: int, **options) -> list[dict]:
+    """Rows that the policy samples: `each` of `groups` random prompts."""
+    model = load_model(policy, dtype=torch.float32)
+    return sample(model, prompts(groups), each, **options)
+
+
+def by_engine(
+    store, policy, *, groups=4, each=4, seed=0, temperature=0.8, tokens=9, low=2, high=14
+) -> tuple[Version, Version]:
+    """Rollouts of the transformers engine, and their rewards."""
+    config = {
+        "engine": "transformers",
+        "device": "cpu",
+        "samples_per_prompt": each,
+        "dtype": "float32",
+        "seed": seed,
+        "sampling": {"temperature": temperature, "max_tokens": tokens},
+    }
+    run = policy.ref.run
+    asked = random_prompts(store, groups, low=low, high=high, run=run)
+    refs = {"prompts": asked.ref, "policy": policy.ref}
+    rollouts = store.open(run_here("generate", config, store, **refs))
+    return rollouts, write_rewards(store, rollouts, even_share, run)
+
+
+def trainer(
+    store: Store,
+    inputs: dict[str, Version],
+    config: optimize.Config,
+    model: torch.nn.Module | None = None,
+    **options,
+) -> Trainer:
+    """The loop before its first step. `inputs`: versions by role, as the stage's plan has them."""
+    resolved = config.resolved()
+    algorithm = resolved.row()
+    batch = joining.load(resolved, algorithm, store, inputs).batch
+    model = model or load_model(inputs["policy"], dtype=torch.float32)
+    return Trainer(resolved, model, batch, algorithm, make_accelerator(resolved), **options)
+
+
+def step(trainer: Trainer) -> dict:
+    """The numbers of a step over all rollouts of the batch; its gradient is in the parameters."""
+    everyone = list(range(len(trainer.batch.groups)))
+    return trainer.accumulate(everyone, everyone)
 
 
 class Settings(Config):
