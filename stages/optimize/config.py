@@ -461,36 +461,38 @@ class Config(base.Config):
                 "bootstrap_length is for completions cut by length, and on_length = 'mask' leaves "
                 "them out: drop one"
             )
-        row = algorithms.ALGORITHMS.get(self.algorithm)
-        if row:
-            accepted = algorithms.OPTIONS[row.surrogate]
+        algorithm = algorithms.ALGORITHMS.get(self.algorithm)
+        if algorithm:
+            accepted = algorithms.OPTIONS[algorithm.surrogate]
             for name in sorted(self.surrogate_options().keys() - {*accepted}):
                 raise ValueError(
-                    f"{name} is no option of algorithm {row.name!r}: leave it out; it takes "
+                    f"{name} is no option of algorithm {algorithm.name!r}: leave it out; it takes "
                     f"{', '.join(accepted)}"
                 )
-            self._check_row(row)
+            self._check_algorithm(algorithm)
         return self
 
-    def _check_row(self, row: algorithms.Algorithm) -> None:
-        """Raise ValueError for a field that has no effect on `row`. A field at its default is no
-        error, so one recipe with the defaults written out works with every algorithm."""
-        accepted = {"gamma"} if row.advantage == "reward_to_go" else set()
-        if callable(row.advantage) and row.advantage_of == "tokens":
-            accepted = {"gamma", "gae_lambda"} & inspect.signature(row.advantage).parameters.keys()
+    def _check_algorithm(self, algorithm: algorithms.Algorithm) -> None:
+        """Raise ValueError for a field that has no effect on `algorithm`. A field at its default is
+        no error, so one recipe with the defaults written out works with every algorithm."""
+        accepted = {"gamma"} if algorithm.advantage == "reward_to_go" else set()
+        if callable(algorithm.advantage) and algorithm.advantage_of == "tokens":
+            accepted = {"gamma", "gae_lambda"} & inspect.signature(
+                algorithm.advantage
+            ).parameters.keys()
         changed = self.model_dump(include={*CRITIC_OPTIONS} - accepted, exclude_defaults=True)
-        if changed and not row.critic:
+        if changed and not algorithm.critic:
             raise ValueError(
-                f"{', '.join(changed)} would have no effect: algorithm {row.name!r} has no critic. "
-                "Leave out what has no effect, or take an algorithm with a critic: ppo"
+                f"{', '.join(changed)} would have no effect: algorithm {algorithm.name!r} has no "
+                "critic. Leave out what has no effect, or take an algorithm with a critic: ppo"
             )
-        if self.advantage and row.advantage_of != "rollouts":
+        if self.advantage and algorithm.advantage_of != "rollouts":
             raise ValueError(
-                f"advantage would leave algorithm {row.name!r} without its advantages of "
-                f"{row.advantage_of}: leave it out"
+                f"advantage would leave algorithm {algorithm.name!r} without its advantages of "
+                f"{algorithm.advantage_of}: leave it out"
             )
-        self._check_credit(row)
-        advantage = self.turn_advantage or self.advantage or row.advantage
+        self._check_credit(algorithm)
+        advantage = self.turn_advantage or self.advantage or algorithm.advantage
         if advantage == "part_normalized" and self.kl_in_reward:
             raise ValueError(
                 "kl_in_reward would have no effect: 'part_normalized' looks at the parts of the "
@@ -505,31 +507,31 @@ class Config(base.Config):
                     f"one of {', '.join(takers)}"
                 )
 
-    def _check_credit(self, row: algorithms.Algorithm) -> None:
-        """Raise ValueError if `credit` contradicts `row` or another field."""
-        if self.credit == "gae" and not row.critic:
+    def _check_credit(self, algorithm: algorithms.Algorithm) -> None:
+        """Raise ValueError if `credit` contradicts `algorithm` or another field."""
+        if self.credit == "gae" and not algorithm.critic:
             raise ValueError(
-                f"credit = 'gae' would have no effect: algorithm {row.name!r} has no critic. Take "
-                "ppo, or credit = 'turn'"
+                f"credit = 'gae' would have no effect: algorithm {algorithm.name!r} has no critic. "
+                "Take ppo, or credit = 'turn'"
             )
         if self.credit != "turn":
-            if row.advantage_of == "turns":
+            if algorithm.advantage_of == "turns":
                 raise ValueError(
-                    f"algorithm {row.name!r} has advantages of turns: set credit = 'turn'"
+                    f"algorithm {algorithm.name!r} has advantages of turns: set credit = 'turn'"
                 )
             return
         problem = ""
-        token_form = {**row.defaults, **self.surrogate_options()}.get("token_form")
-        if row.critic:
-            problem = f"algorithm {row.name!r} has advantages of tokens: take credit = 'gae'"
-        elif row.advantage_of == "tokens":
-            problem = f"algorithm {row.name!r} has a baseline of its own: take grpo or rloo"
-        elif row.surrogate == "geometric_clipped" or (
-            row.surrogate == "sequence_clipped" and not token_form
+        token_form = {**algorithm.defaults, **self.surrogate_options()}.get("token_form")
+        if algorithm.critic:
+            problem = f"algorithm {algorithm.name!r} has advantages of tokens: take credit = 'gae'"
+        elif algorithm.advantage_of == "tokens":
+            problem = f"algorithm {algorithm.name!r} has a baseline of its own: take grpo or rloo"
+        elif algorithm.surrogate == "geometric_clipped" or (
+            algorithm.surrogate == "sequence_clipped" and not token_form
         ):
             problem = (
-                f"the ratio of algorithm {row.name!r} is the whole completion's, so each token "
-                "would get the mean of all turns: take grpo, or gspo with token_form = true"
+                f"the ratio of algorithm {algorithm.name!r} is the whole completion's, so each "
+                "token would get the mean of all turns: take grpo, or gspo with token_form = true"
             )
         elif self.advantage:
             problem = "it is an advantage itself: leave advantage out"
@@ -561,21 +563,25 @@ class Config(base.Config):
         if is_own and self.algorithm_source and self.drop_zero_variance is not None:
             return self
         source = self.require_source()
-        row = algorithms.resolve(self.algorithm)
+        algorithm = algorithms.resolve(self.algorithm)
         try:
             # the row of a user's own algorithm is unknown before this
-            self._check_row(row)
+            self._check_algorithm(algorithm)
         except ValueError as error:
             raise ConfigError(
                 f"optimize.algorithm {self.algorithm}", str(error), next="leave those options out"
             ) from None
-        if self.mask_counted and self.aggregation is None and callable(row.aggregation):
+        if self.mask_counted and self.aggregation is None and callable(algorithm.aggregation):
             raise ConfigError(
                 f"optimize.algorithm {self.algorithm}",
                 "mask_counted would give its own aggregation completions of no token",
                 next="set optimize.aggregation, or leave mask_counted out",
             )
-        defaults = {"drop_zero_variance": False, **row.defaults, "aggregation": row.aggregation}
+        defaults = {
+            "drop_zero_variance": False,
+            **algorithm.defaults,
+            "aggregation": algorithm.aggregation,
+        }
         filled: dict[str, Any] = {
             name: defaults.get(name)
             for name in (*_FILLED_FIELDS, "aggregation")
@@ -584,12 +590,18 @@ class Config(base.Config):
         filled["algorithm_source"] = source
         return base.parse(Config, {**self.model_dump(), **filled}, "optimize", is_section=True)
 
-    def row(self) -> algorithms.Algorithm:
+    def chosen_algorithm(self) -> algorithms.Algorithm:
         """Return the algorithm's row with the advantage that is set here. Raises ConfigError."""
-        row = algorithms.resolve(self.algorithm)
-        if self.turn_advantage and row.advantage_of != "turns":
-            return dataclasses.replace(row, advantage=self.turn_advantage, advantage_of="turns")
-        return dataclasses.replace(row, advantage=self.advantage) if self.advantage else row
+        algorithm = algorithms.resolve(self.algorithm)
+        if self.turn_advantage and algorithm.advantage_of != "turns":
+            return dataclasses.replace(
+                algorithm, advantage=self.turn_advantage, advantage_of="turns"
+            )
+        return (
+            dataclasses.replace(algorithm, advantage=self.advantage)
+            if self.advantage
+            else algorithm
+        )
 
     def require_source(self) -> str:
         """Return the hash of the algorithm's file. Raises ConfigError if it is not
@@ -642,8 +654,8 @@ class Config(base.Config):
     def tightest_clip(self) -> float | None:
         """Return the smaller of the surrogate's `clip_low` and `clip_high`, or None if it has
         neither. For a user's own algorithm they are known only after `resolved`."""
-        row = algorithms.ALGORITHMS.get(self.algorithm)
-        options = {**(row.defaults if row else {}), **self.surrogate_options()}
+        algorithm = algorithms.ALGORITHMS.get(self.algorithm)
+        options = {**(algorithm.defaults if algorithm else {}), **self.surrogate_options()}
         bounds = [options[name] for name in ("clip_low", "clip_high") if name in options]
         return min(bounds, default=None)
 
@@ -674,8 +686,8 @@ class Config(base.Config):
     def least_samples(self) -> int:
         """Rollouts of one prompt that the advantage needs at least; 1 for a user's own
         algorithm."""
-        row = algorithms.ALGORITHMS.get(self.algorithm)
-        advantage = self.advantage or (row and row.advantage)
+        algorithm = algorithms.ALGORITHMS.get(self.algorithm)
+        advantage = self.advantage or (algorithm and algorithm.advantage)
         if self.turn_advantage:
             return 2
         if advantage == "pass_at_k":

@@ -63,28 +63,25 @@ def load_with_adapters(
     device: torch.device,
     load: Callable[[Version], nn.Module] | None = None,
 ) -> PreTrainedModel:
-    """Load the frozen base with the policy's adapters, or with new ones.
+    """Load the frozen base in float32 with the policy's adapters, or with new ones.
 
-    `load` replaces the default loader, for a trainer that needs the model elsewhere. Raises
-    ConfigError as `attach` does.
+    For passes in bfloat16, weights of linear layers that are bfloat16 on disk stay so and never
+    exist in float32: `narrow_frozen` would make them bfloat16 again. `load` replaces the default
+    loader, for a trainer that needs the model elsewhere. Raises ConfigError as `attach` does.
     """
     check_peft()
-    narrow = resolve(config.precision, device) == "bf16"
-    model = load(inputs["base"]) if load else load_base(inputs["base"], device, narrow=narrow)
+    base = inputs["base"]
+    if load:
+        model = load(base)
+    elif resolve(config.precision, device) == "bf16":
+        model = load_as_stored(base, device)
+        stays = set(_read_by_linear_layers_alone(model))
+        for parameter in model.parameters():
+            if parameter not in stays or parameter.dtype != torch.bfloat16:
+                parameter.data = parameter.data.float()
+    else:
+        model = load_model(base, dtype=torch.float32, device=device)
     attach(config.lora, model, inputs["policy"], seed=config.seed)
-    return model
-
-
-def load_base(version: Version, device: torch.device, *, narrow: bool) -> PreTrainedModel:
-    """Load the base in float32. With `narrow`, weights of linear layers that are bfloat16 on disk
-    stay so and never exist in float32: `narrow_frozen` would make them bfloat16 again."""
-    if not narrow:
-        return load_model(version, dtype=torch.float32, device=device)
-    model = load_as_stored(version, device)
-    stays = set(_read_by_linear_layers_alone(model))
-    for parameter in model.parameters():
-        if parameter not in stays or parameter.dtype != torch.bfloat16:
-            parameter.data = parameter.data.float()
     return model
 
 
@@ -108,8 +105,7 @@ def attach(config: Lora, model: PreTrainedModel, policy: Version, *, seed: int) 
     """Freeze `model` (the base) and add adapters in place: the adapters of `policy`, or new ones,
     initialised from `seed`.
 
-    Raises ConfigError if a name in `target_modules` is no layer of the model, or if the adapter
-    does not fit the model.
+    Raises ConfigError if a name in `target_modules` is no layer of the model.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -129,13 +125,6 @@ def attach(config: Lora, model: PreTrainedModel, policy: Version, *, seed: int) 
     if policy.manifest.input("base") is not None:
         policy.verify(f"{ADAPTER_FOLDER}/")
         saved = load_file(policy.files.path(ADAPTER_WEIGHTS))
-        shapes = {name: parameter.shape for name, parameter in adapters.items()}
-        if {name: tensor.shape for name, tensor in saved.items()} != shapes:
-            raise ConfigError(
-                f"{policy.ref} {ADAPTER_FOLDER}",
-                "its matrices have other names or shapes than the base's layers",
-                next=f"install the transformers that the manifest of {policy.ref} names",
-            )
         with torch.no_grad():
             for name, parameter in adapters.items():
                 parameter.copy_(saved[name])

@@ -19,14 +19,11 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from quiver.schemas.errors import ConfigError, CorruptError, printable
 from quiver.stages.common.runtime.stage import Plan
@@ -34,77 +31,11 @@ from quiver.stages.common.store.notes import PROGRESS, note_of, read_note
 from quiver.stages.common.store.storage import storage_errors
 
 from .accelerator import of_all_ranks
-from .optimizer import Bf16AdamW, like
 
 if TYPE_CHECKING:
     from .trainer import Trainer
 
 log = logging.getLogger(__name__)
-
-_COUNTERS = ("step", "updates", "audit_report", "padding", "places")
-_COUNTERS += ("entropy_coef", "last_entropy", "kl_coef")
-"""Attributes that are saved beside the tensors."""
-
-
-class SavedState:
-    """Base class of trainers that saves and restores their state."""
-
-    step: int
-    logprobs: Tensor
-    parameters: list[nn.Parameter]
-    optimizer: torch.optim.Optimizer
-
-    def state(self, room: Path | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the tensors and counters that the next step depends on; counters are plain JSON.
-        `room`: a folder on disk for copies, if one rank's memory cannot hold them."""
-        tensors = {"logprobs": self.logprobs}
-        for number, parameter in enumerate(self.parameters):
-            tensors[f"weight.{number}"] = parameter.detach()
-            for key, tensor in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{key}.{number}"] = tensor
-        counters = {name: getattr(self, name) for name in _COUNTERS}
-        return self.copies(tensors, room), counters
-
-    def copies(self, tensors: Mapping[str, Tensor], room: Path | None) -> dict[str, Tensor]:
-        """Return whole copies on the CPU, for the rank that saves them."""
-        copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-        return {name: copy.contiguous() for name, copy in copies.items()}
-
-    def agree(self, is_time: bool) -> bool:
-        """Return True if this rank takes part in saving. Sharded trainers decide together."""
-        return is_time
-
-    def gather(self, room: Path | None) -> None:
-        """Make sharded tensors whole before they are saved; see sharding.py."""
-
-    def check_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise ValueError unless `tensors` have the names, shapes and dtypes of this trainer's
-        `state`."""
-        expected = {"logprobs": (self.logprobs.shape, self.logprobs.dtype)}
-        for number, parameter in enumerate(self.parameters):
-            expected[f"weight.{number}"] = (parameter.shape, parameter.dtype)
-            if f"step.{number}" in tensors:
-                expected[f"step.{number}"] = (torch.Size(), torch.float32)
-                for key in ("exp_avg", "exp_avg_sq"):
-                    expected[f"{key}.{number}"] = (parameter.shape, torch.float32)
-        if {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()} != expected:
-            raise ValueError("its tensors are not those of this training")
-
-    def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
-        """Restore the result of `state`."""
-        self.logprobs.copy_(tensors["logprobs"])
-        with torch.no_grad():
-            for number, parameter in enumerate(self.parameters):
-                parameter.copy_(like(tensors[f"weight.{number}"], parameter))
-        for name, tensor in tensors.items():
-            key, _, number = name.partition(".")
-            if number and key != "weight":
-                parameter = self.parameters[int(number)]
-                self.optimizer.state[parameter][key] = like(tensor, parameter)
-        for name in _COUNTERS:
-            setattr(self, name, counters[name])
-        if isinstance(self.optimizer, Bf16AdamW):
-            self.optimizer.number = self.step
 
 
 class SavedProgress:
@@ -184,40 +115,31 @@ class SavedProgress:
         is_time = len(trainer.updates) % steps == 0 if steps else minutes >= config.resume_minutes
         if not trainer.agree(self.saves and is_time):
             return
-        place = {"epoch": epoch, "minibatch": minibatch, "epoch_step": epoch_step}
+        storage = self._storage
         with storage_errors(self._name):
             if self.saves:
-                self._storage.make_prefix(self._prefix)
-            room = self._storage.path(self._prefix) if self.saves else None
-            tensors, counters = trainer.state(room)
+                storage.make_prefix(self._prefix)
+            tensors, counters = trainer.state(storage.path(self._prefix) if self.saves else None)
             if self.saves:
-                self._save(trainer, place, tensors, counters)
+                from safetensors.torch import save_file
+
+                file = f"state-{trainer.step:06d}-{len(trainer.updates):06d}.safetensors"
+                key = f"{self._prefix}/{file}"
+                save_file(tensors, storage.path(key))
+                storage.settle(key)
+                # the state must be durable before the note that names it
+                storage.sync_names(self._prefix)
+                note = {"file": file, "sha256": storage.sha256(key), "epoch": epoch}
+                note |= {"minibatch": minibatch, "epoch_step": epoch_step}
+                # as text: numbers of a skipped step are not finite, which strict JSON cannot hold
+                note["counters"] = json.dumps(counters)
+                storage.write(f"{self._prefix}/{PROGRESS}", note_of(note))
+                # the note must be durable before the older state is deleted
+                storage.sync_names(self._prefix)
+                for name in storage.list(self._prefix):
+                    if name not in (file, PROGRESS):
+                        storage.delete(f"{self._prefix}/{name}")
         self._saved_at = time.monotonic()
-
-    def _save(
-        self,
-        trainer: Trainer,
-        place: dict[str, int],
-        tensors: dict[str, Tensor],
-        counters: dict[str, Any],
-    ) -> None:
-        from safetensors.torch import save_file
-
-        file = f"state-{trainer.step:06d}-{len(trainer.updates):06d}.safetensors"
-        key = f"{self._prefix}/{file}"
-        save_file(tensors, self._storage.path(key))
-        self._storage.settle(key)
-        # the state must be durable before the note that names it
-        self._storage.sync_names(self._prefix)
-        # as text: the numbers of a skipped step are not finite, and strict JSON cannot hold them
-        note = {**place, "file": file, "sha256": self._storage.sha256(key)}
-        note["counters"] = json.dumps(counters)
-        self._storage.write(f"{self._prefix}/{PROGRESS}", note_of(note))
-        # the note must be durable before the older state is deleted
-        self._storage.sync_names(self._prefix)
-        for name in self._storage.list(self._prefix):
-            if name not in (file, PROGRESS):
-                self._storage.delete(f"{self._prefix}/{name}")
 
     def not_finite(self, trainer: Trainer, update: dict[str, Any], rows: list[int]) -> None:
         """Write the rollouts and logprobs of a step whose loss or gradient is not finite."""

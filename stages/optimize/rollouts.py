@@ -129,7 +129,9 @@ def load(
     is_known = algorithm.advantage_of != "tokens"
     num_idle = int((advantages[is_kept] == 0).sum()) if is_known else 0
     all_zero = num_idle == num_kept
-    other_terms = _other_terms(config, batch) if all_zero and num_kept else []
+    other_terms = config.terms_beside_rewards() if all_zero and num_kept else []
+    if "nll_coef" in other_terms and not (batch.rewards >= config.nll_reward).any():
+        other_terms.remove("nll_coef")  # no answer has a reward high enough for the NLL term
     summary = {
         **_summarize(joined, reasons),
         "zero_advantage": num_idle,
@@ -155,14 +157,6 @@ def load(
             "these rollouts"
         )
     return Loaded(batch, joined.table["rollout_id"], rows, reasons, summary)
-
-
-def _other_terms(config: Config, batch: Batch) -> list[str]:
-    """Return the keys of the loss's terms that train this batch even if its advantages are 0."""
-    terms = config.terms_beside_rewards()
-    if "nll_coef" in terms and not (batch.rewards >= config.nll_reward).any():
-        terms.remove("nll_coef")  # no answer has a reward high enough for the NLL term
-    return terms
 
 
 def _join(config: Config, store: Store, versions: list[Sampled]) -> _Joined:
@@ -197,15 +191,14 @@ def _join(config: Config, store: Store, versions: list[Sampled]) -> _Joined:
         rewards,
         torch.cat(groups),
         Turns.of_table(table, _lengths(table)),
-        join_pictures([_pictures(store, version) for version in versions]),
+        join_pictures(
+            [
+                (load_pictures(store, v.rollouts, v.table, v.inputs["policy"]), len(v.table))
+                for v in versions
+            ]
+        ),
         Ragged.from_arrow(table["turn_rewards"]) if config.credit != "rollout" else None,
     )
-
-
-def _pictures(store: Store, version: Sampled) -> tuple[Pictures | None, int]:
-    """Return the pictures in a version's prompts, if any, and its number of rows."""
-    policy = version.inputs["policy"]
-    return load_pictures(store, version.rollouts, version.table, policy), len(version.table)
 
 
 def _logprobs(version: Sampled, role: str) -> pa.ChunkedArray:

@@ -137,7 +137,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         accelerator = make_accelerator(config, plan)
     # a user's file may have changed since the plan
     config.require_source()
-    algorithm = config.row()
+    algorithm = config.chosen_algorithm()
     next_step = "lower optimize.token_budget, or set optimize.activation_checkpointing = true"
     with short_of_memory("optimize", next_step):
         with phase("load"):

@@ -3,8 +3,8 @@
 Each token's weight is computed for the whole step at once, so neither micro-batches nor ranks
 change loss or gradient. Weights stay in float32, or in bfloat16 with precision `bf16_stochastic`
 (see `optimizer`). A step whose loss or gradient is not finite is skipped on every rank; three in a
-row stop the stage. Before the first update the logprobs are audited against the engine's. Only
-`resume` knows the store.
+row stop the stage. Before the first update the logprobs are audited against the engine's. Nothing
+here knows of the store.
 
     trainer = Trainer(config, model, batch, algorithm, make_accelerator(config))
     trainer.prepare()              # a critic's values, the audit
@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,7 @@ from .config import Config
 from .critic import ValueHead, with_trunk
 from .lora import narrow_frozen
 from .objective import NUM_SUMS, Objective
-from .optimizer import learning_rate, make_optimizer, total_norm
-from .resume import SavedProgress, SavedState
+from .optimizer import SavedState, learning_rate, make_optimizer, total_norm
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -49,6 +48,20 @@ if TYPE_CHECKING:
 MAX_SKIPPED = 3
 _SECONDS_BETWEEN_LINES = 2.0
 log = logging.getLogger(__name__)
+
+
+class Progress(Protocol):
+    """Saved state of a training while it runs; `resume` keeps it in a store."""
+
+    def load(self, trainer: Trainer) -> tuple[int, int, int]:
+        """Put the saved state into the trainer. Return the epoch and mini-batch that come next, and
+        the step at which that epoch began."""
+
+    def step_done(self, trainer: Trainer, epoch: int, minibatch: int, epoch_step: int) -> None:
+        """Note that a step is done; this mini-batch of this epoch comes next."""
+
+    def not_finite(self, trainer: Trainer, update: dict[str, Any], rows: list[int]) -> None:
+        """Keep the rollouts `rows` of a step whose loss or gradient is not finite."""
 
 
 class Trainer(SavedState):
@@ -198,7 +211,7 @@ class Trainer(SavedState):
         last_values[cut] = passed[1, ~sampled]
         return {**columns, "last_values": last_values}
 
-    def train(self, progress: SavedProgress | None = None) -> None:
+    def train(self, progress: Progress | None = None) -> None:
         """Run all epochs, from the point that `progress` has saved. Raises NumericError if the
         audit fails or steps are not finite; nothing may be committed then."""
         first_epoch, first_minibatch, epoch_step = 0, 0, self.step
@@ -237,7 +250,7 @@ class Trainer(SavedState):
         self.policy.free()
 
     def _train_minibatch(
-        self, epoch: int, minibatch: int, members: list[int], progress: SavedProgress | None
+        self, epoch: int, minibatch: int, members: list[int], progress: Progress | None
     ) -> None:
         """Take one optimizer step over rollouts `members`, unless none of them is passed through
         the model."""

@@ -151,7 +151,7 @@ def test_an_own_aggregation_may_look_at_groups(own):
 def test_rollouts_with_nothing_to_learn_are_passed_over(credit, algorithm, is_idle):
     """Advantages of turns are known before the pass; a critic's come with it."""
     config = Config(algorithm=algorithm, credit=credit).resolved()
-    assert Objective(config, config.row()).zero_is_idle is is_idle
+    assert Objective(config, config.chosen_algorithm()).zero_is_idle is is_idle
 
 
 def test_what_is_resolved_needs_the_file_no_more(own, tmp_path):
@@ -209,7 +209,7 @@ def test_fields_without_effect_on_an_own_algorithm_are_refused(own):
         with pytest.raises(ConfigError, match=f"{name} would have no effect"):
             Config(algorithm=algorithm, **fields).resolved()
     chosen = Config(algorithm=own(plain), advantage="group_normalized", advantage_epsilon=0.1)
-    assert chosen.resolved().row().advantage == "group_normalized"
+    assert chosen.resolved().chosen_algorithm().advantage == "group_normalized"
 
 
 def test_the_readmes_algorithm_trains(store, policy, tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from quiver.stages.optimize import sharding
-from quiver.stages.optimize.optimizer import like
 from quiver.stages.optimize.sharding import Room
 
 
@@ -53,9 +52,3 @@ def test_a_disk_without_room_is_an_error_and_no_signal():
     """Where memory is mapped to more than a disk has, the first write to it ends the process."""
     with pytest.raises(OSError):
         Room(Path("/dev/shm")).copy(torch.empty(1).expand(1 << 46))
-
-
-def test_a_tensor_is_like_a_whole_parameter_as_it_is():
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    tensor = torch.ones(3)
-    assert like(tensor, parameter) is tensor
