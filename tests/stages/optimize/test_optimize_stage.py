@@ -270,7 +270,7 @@ def test_equal_rewards_are_nothing_to_learn_from_unless_another_term_trains(
     if trains:
         assert f"only optimize.{next(iter(fields))} can train" in caplog.text
     else:
-        assert metrics["steps"] == 0
+        assert metrics["steps"] == ("nll_coef" in fields)
         assert world.are_equal(world.weights(done), world.weights(policy))
 
 
