@@ -229,7 +229,9 @@ def test_the_adaptive_coefficient(trainer):
     plain = theirs(trainer(loss_type="dapo"), inputs)(NOW).item()
     for mean in (0.5, 0.9, 2.0, 0.7):
         found = theirs(made, inputs, torch.full((N,), mean, dtype=torch.float64))(NOW).item()
-        assert plain - found == pytest.approx(terms.entropy_bonus(config, coef, last) * mean, abs=1e-6)
+        assert plain - found == pytest.approx(
+            terms.entropy_bonus(config, coef, last) * mean, abs=1e-6
+        )
         coef, last = terms.next_entropy_coef(config, coef, mean), mean
         assert made.entropy_coef == pytest.approx(coef)
 

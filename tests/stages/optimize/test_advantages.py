@@ -15,7 +15,7 @@ from quiver.stages.optimize import advantages, estimators
 NAN = float("nan")
 REWARDS = [1.0, 0.0, 0.25, NAN, 2.0, 2.0, -1.0, 0.5, 3.0, NAN, 0.1, 0.1, 0.1]
 GROUPS = [0, 0, 0, 0, 1, 1, 1, 2, 3, 3, 4, 4, 4]
-LENGTHS = [3, 1, 8, 100, 2, 5, 9, 4, 7, 100, 1, 2, 30]
+LENGTHS = [3, 1, 5, 100, 2, 5, 9, 4, 7, 100, 1, 2, 30]
 ALL = [
     advantages.group_normalized,
     advantages.group_centered,
