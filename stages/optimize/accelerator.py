@@ -1,4 +1,8 @@
-"""Device, ranks and trackers of a training, by accelerate.
+"""Device, ranks and trackers of a training, by accelerate; and whether all ranks train the same.
+
+Ranks of one launcher may run different commands, and a folder of the same name may be a different
+one on each host. Their gradients would still be summed, so the ranks compare what they have before
+the first step; if it differs, each of them raises.
 
 Not of the spine: it says where tensors are and which ranks take part, not what is computed.
 """
@@ -7,18 +11,20 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from quiver.schemas.errors import ConfigError
+from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.launched import VARIABLES
 from quiver.stages.common.models.devices import uses_gpu
 from quiver.stages.common.models.loading import load_as_stored
+from quiver.stages.common.runtime.runner import quiver_version
 
-from .agreement import check_plan
 from .checks import check_trackers
 from .config import Config
 
@@ -33,7 +39,9 @@ if TYPE_CHECKING:
 
 
 HOST_SILENCE = timedelta(hours=1)
-"""Of ranks on several hosts: for how long one may not answer."""
+"""Ranks on several hosts may not answer for this long."""
+_SECONDS = 10.0  # a network file system may show a new file this late
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -104,3 +112,52 @@ def trainer_of(
     from .trainer import Trainer
 
     return Trainer, None
+
+
+# -- ranks that train the same
+
+
+def of_all_ranks(mine: T) -> list[T]:
+    """Return each rank's value, in order of the ranks. All ranks must call it."""
+    if not torch.distributed.is_initialized():
+        return [mine]
+    gathered: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, mine)
+    return gathered
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise ConfigError on every rank if one would make another version, runs another Quiver, or
+    does not see the store that rank 0 writes to."""
+    hosts = [printable(host) for host in of_all_ranks(socket.gethostname())]
+    works = of_all_ranks({"run_key": plan.run_key, "Quiver": quiver_version()})
+    for rank, work in enumerate(works):
+        for name, first in works[0].items():
+            if work[name] != first:
+                raise ConfigError(
+                    "optimize",
+                    f"the ranks do not train the same thing: {name} of rank 0, on {hosts[0]}, is "
+                    f"{first}, and of rank {rank}, on {hosts[rank]}, {printable(work[name])}",
+                    next="run the same command, with the same Quiver and files, on every host",
+                )
+    storage = plan.store.storage
+    lease = None
+    if os.environ.get("RANK", "0") == "0":  # it writes under a lease, and every lease is unique
+        prefix = f"{plan.name}/.staging/{plan.run_key}.leases"
+        key = f"{prefix}/{max(storage.list_files(prefix))}"
+        lease = key, storage.read(key)
+    key, content = of_all_ranks(lease)[0]
+    deadline = time.monotonic() + _SECONDS
+    # by name: a network file system may show an outdated listing for a minute
+    while not (is_seen := storage.exists(key) and storage.read(key) == content):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    for rank, is_shared in enumerate(of_all_ranks(is_seen)):
+        if not is_shared:
+            raise ConfigError(
+                f"store {plan.store.path}",
+                f"rank {rank}, on {hosts[rank]}, does not see the store of the first one, on "
+                f"{hosts[0]}",
+                next="give a store in a folder that all hosts share",
+            )

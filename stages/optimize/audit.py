@@ -77,7 +77,13 @@ def _compare(
     report: dict[str, Any] = {}
     if unbiased_rows:
         report = {**_measure_rows(objective, batch, logprobs, unbiased_rows), "judged": "mean_gap"}
-        require(report, limit, "optimize audit", name)
+        if not report["mean_gap"] <= limit:
+            raise _too_far(
+                f"{name} differ from the engine's by {report['mean_gap']:.4f} nats a token in the "
+                f"mean (at most {report['max_gap']:.3f}), allowed is "
+                f"optimize.audit.max_mean_gap = {limit}; the engine sampled with other weights, "
+                "another temperature, or reported raw logprobs"
+            )
     if biased_rows:
         names = ", ".join(dict.fromkeys(biases[row] for row in biased_rows))
         judged = "kl_k1" if "penalty" in names else "mean_excess"
@@ -90,18 +96,25 @@ def _compare(
             biased_report["mean_excess"] if judged == "mean_excess" else -biased_report["kl_k1"]
         )
         if not excess <= limit:
-            raise NumericError(
-                "optimize audit",
+            raise _too_far(
                 f"{name} are above the engine's by {excess:.4f} nats a token in the mean, allowed "
                 f"is optimize.audit.max_mean_gap = {limit}; sampling was biased ({names}), so they "
                 "may be below them, and not above: the engine sampled with other weights, another "
-                "temperature, or reported raw logprobs",
-                state="no weight was changed, no version was written.",
-                next="generate with the very checkpoint that is trained, or raise "
-                "optimize.audit.max_mean_gap",
+                "temperature, or reported raw logprobs"
             )
         report = {**report, "biased": biased_report} if report else biased_report
     return report
+
+
+def _too_far(message: str, next: str = "") -> NumericError:
+    return NumericError(
+        "optimize audit",
+        message,
+        state="no weight was changed, no version was written.",
+        next=next
+        or "generate with the very checkpoint that is trained, or raise "
+        "optimize.audit.max_mean_gap",
+    )
 
 
 def _measure_rows(
@@ -176,34 +189,14 @@ def measure(
     }
 
 
-def require(
-    report: dict[str, Any], max_mean_gap: float, object: str, name: str = "the trainer's logprobs"
-) -> None:
-    """Raise NumericError about `object` unless the mean gap is a number up to `max_mean_gap`.
-    `name` says whose gap to the engine it is."""
-    if not report["mean_gap"] <= max_mean_gap:
-        raise NumericError(
-            object,
-            f"{name} differ from the engine's by {report['mean_gap']:.4f} nats a "
-            f"token in the mean (at most {report['max_gap']:.3f}), allowed is "
-            f"optimize.audit.max_mean_gap = {max_mean_gap}; the engine sampled with other weights, "
-            "another temperature, or reported raw logprobs",
-            state="no weight was changed, no version was written.",
-            next="generate with the very checkpoint that is trained, or raise "
-            "optimize.audit.max_mean_gap",
-        )
-
-
 def _require_clip_beyond_noise(report: dict[str, Any], clip: float | None) -> None:
     """Raise NumericError if the engine's noise is more than a tenth of a tight clip bound: clipping
     would then respond to noise instead of what the policy has learned."""
     if clip is None or clip >= TIGHT_CLIP or report["mean_gap"] <= clip / 10:
         return
-    raise NumericError(
-        "optimize audit",
+    raise _too_far(
         f"the trainer's logprobs differ from the engine's by {report['mean_gap']:.2g} nats a token "
         f"in the mean, expected at most {clip / 10:.2g}, a tenth of the clip bound {clip:g}: the "
         "ratio would be clipped for the engine's noise, since no proximal logprobs are given",
-        state="no weight was changed, no version was written.",
-        next="give proximal logprobs (stage logprobs, role prox), as a recipe does by itself",
+        "give proximal logprobs (stage logprobs, role prox), as a recipe does by itself",
     )

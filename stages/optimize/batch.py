@@ -67,18 +67,13 @@ class Batch:
     turn_rewards: Ragged | None = None
     """[K rows] float32: one for each turn, if credit is per turn."""
     reward_scale: float = 1.0
-    """Factor of the critic's rewards; see reward_scaling.py."""
+    """Factor of the critic's rewards; see terms.py."""
     cut: Tensor | None = None
     """[K] bool: ended by `length`, for a critic."""
     old_values: Tensor | None = None
     """[N] float32, once a critic has computed them."""
     returns: Tensor | None = None
     """[N] float32, once a critic has computed them."""
-
-    @property
-    def anchor(self) -> Tensor:
-        """[N] the ratio's denominator."""
-        return self.old_logprobs if self.prox_logprobs is None else self.prox_logprobs
 
     @property
     def has_stale(self) -> bool:

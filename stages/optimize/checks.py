@@ -1,11 +1,10 @@
-"""Checks of one version of rollouts before it is trained on: sampled by an allowed policy,
-unbiased, joined by id.
+"""Checks before a training: which policy sampled the rollouts, and how; and whether credit,
+schedule, trackers and adapters can be had.
 
-Several versions are checked one by one; between them, no rollout may be in two. Only names,
-manifests and columns are read here: no torch, no weights.
+Several versions of rollouts are checked one by one. Only names and manifests are read here: no
+torch, no weights.
 
-    sampled = Sampled({"policy": …, "rollouts": …, "rewards": …})        # one of `inputs.sets`
-    check_lineage(config, store, sampled); sampled.column("rewards", "reward")
+    check_lineage(config, store, sampled)        # a `Sampled` for each of `inputs.sets`
 
 Not of the spine: it says what is refused, and nothing of how training goes.
 """
@@ -13,17 +12,10 @@ Not of the spine: it says what is refused, and nothing of how training goes.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from quiver.schemas import fields, rewards
 from quiver.schemas.errors import ConfigError, LineageError, did_you_mean, printable
@@ -33,88 +25,14 @@ from quiver.stages.common.store import Store, Version
 
 if TYPE_CHECKING:
     from .config import Config
+    from .inputs import Sampled
 
-_TRACKERS = {
-    "tensorboard": ("tensorboard", "tensorboardX"),
-    **{
-        name: (name,)
-        for name in (
-            "aim",
-            "clearml",
-            "comet_ml",
-            "dvclive",
-            "mlflow",
-            "swanlab",
-            "trackio",
-            "wandb",
-        )
-    },
-}
-"""Packages by the name of accelerate's tracker, which needs any one of them."""
+_TRACKERS = (
+    *("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio"),
+    "wandb",
+)
+"""Names of accelerate's trackers, which are the packages that they need."""
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """One version of rollouts with the versions that belong to it."""
-
-    inputs: dict[str, Version]
-    """policy, rollouts, rewards and, if given, ref and prox."""
-
-    @property
-    def rollouts(self) -> Version:
-        """The version of rollouts."""
-        return self.inputs["rollouts"]
-
-    @cached_property
-    def table(self) -> pa.Table:
-        """rollouts/1"""
-        return self.rollouts.table()
-
-    @property
-    def stale(self) -> bool:
-        """True if they were sampled by a policy other than the starting checkpoint."""
-        start = checkpoints.as_model("policy", self.inputs["policy"])
-        return self.rollouts.manifest.require_model("policy").weights != start.weights
-
-    def column(self, role: str, name: str) -> pa.ChunkedArray:
-        """Return column `name` of the rewards or logprobs, in the order of the rollouts and in
-        their chunks. Raises LineageError unless they name each rollout exactly once, and no
-        other."""
-        ids = self.table["rollout_id"]
-        table = self.inputs[role].table()
-        places = pc.index_in(ids, value_set=table["rollout_id"].combine_chunks())
-        if places.null_count or len(table) != len(ids):
-            missing = ids.filter(pc.is_null(places))
-            is_known = pc.is_in(table["rollout_id"], value_set=ids.combine_chunks())
-            unknown = table["rollout_id"].filter(pc.invert(is_known))
-            problems = [
-                f"{len(column)} {problem}, such as {column[0].as_py()!r}"
-                for problem, column in (
-                    (f"rollouts of {self.rollouts.ref} are missing", missing),
-                    ("ids are unknown there", unknown),
-                )
-                if len(column)
-            ]
-            raise LineageError(
-                str(self.inputs[role].ref),
-                "; ".join(problems),
-                next=f"score {self.rollouts.ref} again",
-            )
-        # Arrow's own `take` joins all chunks first, and their lists may have at most 2^31 items
-        # together; rows that are already in order are not copied
-        column = table[name]
-        chunks = []
-        row = 0
-        for chunk in ids.chunks:
-            rows = places.slice(row, len(chunk)).to_numpy()
-            row += len(chunk)
-            starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)  # each run of consecutive rows
-            lengths = np.diff(starts, append=len(rows))
-            runs = [column.slice(rows[at], n) for at, n in zip(starts, lengths, strict=True)]
-            arrays = [array for run in runs for array in run.chunks]
-            chunks += [pa.concat_arrays(arrays)] if len(arrays) > 1 else arrays
-        return pa.chunked_array(chunks, column.type)
 
 
 def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
@@ -261,21 +179,6 @@ def biases(sampling: dict[str, Any]) -> list[str]:
     ]
 
 
-def require_own_ids(versions: Sequence[Sampled]) -> None:
-    """Raise LineageError if a rollout is in two versions: repeating a generation gives the same
-    ids."""
-    for one, other in itertools.combinations(versions, 2):
-        ids = one.table["rollout_id"]
-        both = ids.filter(pc.is_in(ids, value_set=other.table["rollout_id"].combine_chunks()))
-        if len(both):
-            raise LineageError(
-                str(one.rollouts.ref),
-                f"{len(both)} rollout ids stand in {other.rollouts.ref} too, such as "
-                f"{both[0].as_py()!r}",
-                next=f"name {one.rollouts.ref} or {other.rollouts.ref}, not both",
-            )
-
-
 def check_trackers(trackers: Sequence[str], folder: str | None) -> None:
     """Raise ConfigError for a tracker that accelerate does not know or that is not installed, and
     for a `folder` that is a file."""
@@ -287,15 +190,23 @@ def check_trackers(trackers: Sequence[str], folder: str | None) -> None:
                 f"{did_you_mean(name, _TRACKERS)}",
                 next="correct optimize.trackers",
             )
-        if not any(map(importlib.util.find_spec, _TRACKERS[name])):
+        if importlib.util.find_spec(name) is None:
             raise ConfigError(
                 f"optimize.trackers {name}",
                 f"{name} is not installed here",
-                next=f"pip install {_TRACKERS[name][0]}",
+                next=f"pip install {name}",
             )
     if trackers and Path(folder).exists() and not Path(folder).is_dir():
         raise ConfigError(
             f"optimize.tracker_folder {printable(folder)}",
             "is a file, not a folder",
             next="name another folder in optimize.tracker_folder",
+        )
+
+
+def check_peft() -> None:
+    """Raise ConfigError if peft is not installed."""
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            "optimize.lora", "peft is not installed here", next='pip install "quiver-rl[lora]"'
         )

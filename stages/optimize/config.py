@@ -12,17 +12,19 @@ Not of the spine: its fields are looked up by name.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, did_you_mean, printable
 from quiver.stages.common import config as base
+from quiver.stages.common import plugins
 from quiver.stages.common.config import Runtime
 
-from . import algorithms, effects
+from . import algorithms
 from .contract import GROUP_ADVANTAGES
-from .lora import Lora
 
 SURROGATE_FIELDS = {name for options in algorithms.OPTIONS.values() for name in options}
 """Fields that are options of a surrogate."""
@@ -40,9 +42,44 @@ Advantage = Literal[
     "length_weighted",
 ]
 """Names of the advantages of whole rollouts."""
+ADVANTAGE_OPTIONS = {
+    "group_normalized": ("epsilon",),
+    "batch_scaled": ("epsilon",),
+    "part_normalized": ("epsilon",),
+    "pass_at_k": ("k", "epsilon"),
+    "batch_normalized": ("epsilon",),
+    "batch_normalized_baseline": ("epsilon",),
+}
+"""Options of each advantage that has any."""
+ADVANTAGE_FIELDS = {"epsilon": "advantage_epsilon", "k": "pass_k"}
+"""Config field of each option of an advantage."""
+CRITIC_OPTIONS = (
+    "critic",
+    "value_coef",
+    "value_clip",
+    "gamma",
+    "gae_lambda",
+    "critic_lambda",
+    "reward_scaling",
+    "bootstrap_length",
+    "critic_learning_rate",
+    "critic_warmup_steps",
+)
+"""Fields that only an algorithm with a critic reads."""
 TIGHT_CLIP = 0.05
 """Clip bounds below this are reached by the engine's numeric noise alone."""
 _DecayRate = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _check_name(name: str) -> str:
+    """Return `name` if it is in the table or a dotted path; otherwise raise ValueError with the
+    nearest name."""
+    if name in algorithms.ALGORITHMS or ":" in name:
+        return name
+    raise ValueError(
+        "expected a name that quiver algorithms lists, or module:NAME or file.py:NAME of your own"
+        f"{did_you_mean(name, algorithms.ALGORITHMS)}"
+    )
 
 
 class Audit(base.Config):
@@ -98,10 +135,32 @@ class Correction(base.Config):
         return self
 
 
+class Lora(base.Config):
+    """Adapters instead of all weights. They need a larger learning rate than full training, about
+    ten times.
+
+    References: https://arxiv.org/abs/2106.09685; rate and alpha:
+    https://thinkingmachines.ai/blog/lora/.
+    """
+
+    rank: int = Field(default=16, ge=1)
+    """Rows of A and columns of B."""
+    alpha: int = Field(default=32, ge=1)
+    """The adapter is scaled by alpha / rank. A fixed alpha, not a multiple of the rank, lets one
+    learning rate work for all ranks."""
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
+    """Layers that get adapters: all linear layers of the language model except the output
+    embedding, or those whose names end with one of these, such as ["q_proj", "v_proj"]."""
+    save: Literal["merged", "adapter"] = "merged"
+    """Contents of the next policy. merged: the whole model in float32, and the adapter. adapter:
+    only the adapter, about a hundredth of the disk; its readers put it on the base as they load it,
+    and vLLM gets both."""
+
+
 class Config(base.Config):
     """Fields of `[optimize]`: how a policy learns from scored rollouts."""
 
-    algorithm: Annotated[str, AfterValidator(effects.check_name)] = "grpo"
+    algorithm: Annotated[str, AfterValidator(_check_name)] = "grpo"
     """grpo, bnpo, dapo, dr_grpo, gdpo, pass_at_k, rloo, gspo, cispo, sapo, reinforce_pp,
     reinforce_pp_baseline, reinforce_pp_to_go, dppo, dppo_kl, gmpo, luspo, opo, otb, ppo, or your
     own `Algorithm` as `module:NAME`."""
@@ -373,17 +432,13 @@ class Config(base.Config):
             raise ValueError("kl_in_reward needs kl_coef > 0")
         if self.kl_target is not None and self.kl_coef == 0:
             raise ValueError("kl_target needs kl_coef > 0, where the coefficient begins")
-        if self.trackers and not self.tracker_folder:
-            raise ValueError("trackers need tracker_folder, the folder that they write to")
-        return self
-
-    @model_validator(mode="after")
-    def _check_mask(self) -> Config:
         if self.mask_counted and self.on_length != "mask":
             raise ValueError(
                 "mask_counted says how what on_length = 'mask' leaves out is counted: set that "
                 "too, or leave mask_counted out"
             )
+        if self.trackers and not self.tracker_folder:
+            raise ValueError("trackers need tracker_folder, the folder that they write to")
         return self
 
     @model_validator(mode="after")
@@ -393,7 +448,6 @@ class Config(base.Config):
             raise ValueError(
                 f"delta must be > 1 + clip_high = {1 + self.clip_high:g}, got {self.delta}"
             )
-        row = algorithms.ALGORITHMS.get(self.algorithm)
         for name in self.options:
             # else the manifest would record a value that had no effect
             if name in _FILLED_FIELDS:
@@ -407,55 +461,77 @@ class Config(base.Config):
                 "bootstrap_length is for completions cut by length, and on_length = 'mask' leaves "
                 "them out: drop one"
             )
-        if row:
-            effects.check_options(row, self.surrogate_options())
-            self._check_row(row)
+        algorithm = algorithms.ALGORITHMS.get(self.algorithm)
+        if algorithm:
+            accepted = algorithms.OPTIONS[algorithm.surrogate]
+            for name in sorted(self.surrogate_options().keys() - {*accepted}):
+                raise ValueError(
+                    f"{name} is no option of algorithm {algorithm.name!r}: leave it out; it takes "
+                    f"{', '.join(accepted)}"
+                )
+            self._check_algorithm(algorithm)
         return self
 
-    def _check_row(self, row: algorithms.Algorithm) -> None:
-        """Raise ValueError for a field that has no effect on `row`."""
-        effects.check_effect(row, self._defaults_of_changed())
-        if self.advantage and row.advantage_of != "rollouts":
+    def _check_algorithm(self, algorithm: algorithms.Algorithm) -> None:
+        """Raise ValueError for a field that has no effect on `algorithm`. A field at its default is
+        no error, so one recipe with the defaults written out works with every algorithm."""
+        accepted = {"gamma"} if algorithm.advantage == "reward_to_go" else set()
+        if callable(algorithm.advantage) and algorithm.advantage_of == "tokens":
+            accepted = {"gamma", "gae_lambda"} & inspect.signature(
+                algorithm.advantage
+            ).parameters.keys()
+        changed = self.model_dump(include={*CRITIC_OPTIONS} - accepted, exclude_defaults=True)
+        if changed and not algorithm.critic:
             raise ValueError(
-                f"advantage would leave algorithm {row.name!r} without its advantages of "
-                f"{row.advantage_of}: leave it out"
+                f"{', '.join(changed)} would have no effect: algorithm {algorithm.name!r} has no "
+                "critic. Leave out what has no effect, or take an algorithm with a critic: ppo"
             )
-        self._check_credit(row)
-        advantage = self.turn_advantage or self.advantage or row.advantage
+        if self.advantage and algorithm.advantage_of != "rollouts":
+            raise ValueError(
+                f"advantage would leave algorithm {algorithm.name!r} without its advantages of "
+                f"{algorithm.advantage_of}: leave it out"
+            )
+        self._check_credit(algorithm)
+        advantage = self.turn_advantage or self.advantage or algorithm.advantage
         if advantage == "part_normalized" and self.kl_in_reward:
             raise ValueError(
                 "kl_in_reward would have no effect: 'part_normalized' looks at the parts of the "
                 "reward alone. Leave it out; kl_coef is then of the loss"
             )
-        effects.check_advantage(
-            "its own" if callable(advantage) else advantage, self.advantage_options()
-        )
+        for name in self.advantage_options():
+            if name not in ADVANTAGE_OPTIONS.get(advantage, ()):
+                takers = [other for other, names in ADVANTAGE_OPTIONS.items() if name in names]
+                raise ValueError(
+                    f"{ADVANTAGE_FIELDS[name]} would have no effect: the advantage is "
+                    f"{'its own' if callable(advantage) else advantage!r}. Leave it out, or take "
+                    f"one of {', '.join(takers)}"
+                )
 
-    def _check_credit(self, row: algorithms.Algorithm) -> None:
-        """Raise ValueError if `credit` contradicts `row` or another field."""
-        if self.credit == "gae" and not row.critic:
+    def _check_credit(self, algorithm: algorithms.Algorithm) -> None:
+        """Raise ValueError if `credit` contradicts `algorithm` or another field."""
+        if self.credit == "gae" and not algorithm.critic:
             raise ValueError(
-                f"credit = 'gae' would have no effect: algorithm {row.name!r} has no critic. Take "
-                "ppo, or credit = 'turn'"
+                f"credit = 'gae' would have no effect: algorithm {algorithm.name!r} has no critic. "
+                "Take ppo, or credit = 'turn'"
             )
         if self.credit != "turn":
-            if row.advantage_of == "turns":
+            if algorithm.advantage_of == "turns":
                 raise ValueError(
-                    f"algorithm {row.name!r} has advantages of turns: set credit = 'turn'"
+                    f"algorithm {algorithm.name!r} has advantages of turns: set credit = 'turn'"
                 )
             return
         problem = ""
-        token_form = {**row.defaults, **self.surrogate_options()}.get("token_form")
-        if row.critic:
-            problem = f"algorithm {row.name!r} has advantages of tokens: take credit = 'gae'"
-        elif row.advantage_of == "tokens":
-            problem = f"algorithm {row.name!r} has a baseline of its own: take grpo or rloo"
-        elif row.surrogate == "geometric_clipped" or (
-            row.surrogate == "sequence_clipped" and not token_form
+        token_form = {**algorithm.defaults, **self.surrogate_options()}.get("token_form")
+        if algorithm.critic:
+            problem = f"algorithm {algorithm.name!r} has advantages of tokens: take credit = 'gae'"
+        elif algorithm.advantage_of == "tokens":
+            problem = f"algorithm {algorithm.name!r} has a baseline of its own: take grpo or rloo"
+        elif algorithm.surrogate == "geometric_clipped" or (
+            algorithm.surrogate == "sequence_clipped" and not token_form
         ):
             problem = (
-                f"the ratio of algorithm {row.name!r} is the whole completion's, so each token "
-                "would get the mean of all turns: take grpo, or gspo with token_form = true"
+                f"the ratio of algorithm {algorithm.name!r} is the whole completion's, so each "
+                "token would get the mean of all turns: take grpo, or gspo with token_form = true"
             )
         elif self.advantage:
             problem = "it is an advantage itself: leave advantage out"
@@ -467,19 +543,13 @@ class Config(base.Config):
         if problem:
             raise ValueError(f"credit = 'turn' does not go with this: {problem}")
 
-    def _defaults_of_changed(self) -> dict[str, Any]:
-        """Return the defaults of the critic's fields that have another value. A field that is
-        written out at its default, as in a config sent between processes, is not changed."""
-        changed = self.model_dump(include=set(effects.CRITIC_OPTIONS), exclude_defaults=True)
-        return {name: type(self).model_fields[name].default for name in changed}
-
     def key(self) -> dict[str, Any]:
         """Return the values that decide the outcome, the source of a user's own algorithm
         included."""
         return {
             **super().key(),
             "algorithm": base.without_folder(self.algorithm),
-            "algorithm_source": self.algorithm_source or effects.source_hash(self.algorithm),
+            "algorithm_source": self.algorithm_source or self._source_hash(),
         }
 
     def resolved(self) -> Config:
@@ -493,21 +563,25 @@ class Config(base.Config):
         if is_own and self.algorithm_source and self.drop_zero_variance is not None:
             return self
         source = self.require_source()
-        row = algorithms.resolve(self.algorithm)
+        algorithm = algorithms.resolve(self.algorithm)
         try:
             # the row of a user's own algorithm is unknown before this
-            self._check_row(row)
+            self._check_algorithm(algorithm)
         except ValueError as error:
             raise ConfigError(
                 f"optimize.algorithm {self.algorithm}", str(error), next="leave those options out"
             ) from None
-        if self.mask_counted and self.aggregation is None and callable(row.aggregation):
+        if self.mask_counted and self.aggregation is None and callable(algorithm.aggregation):
             raise ConfigError(
                 f"optimize.algorithm {self.algorithm}",
                 "mask_counted would give its own aggregation completions of no token",
                 next="set optimize.aggregation, or leave mask_counted out",
             )
-        defaults = {"drop_zero_variance": False, **row.defaults, "aggregation": row.aggregation}
+        defaults = {
+            "drop_zero_variance": False,
+            **algorithm.defaults,
+            "aggregation": algorithm.aggregation,
+        }
         filled: dict[str, Any] = {
             name: defaults.get(name)
             for name in (*_FILLED_FIELDS, "aggregation")
@@ -516,17 +590,23 @@ class Config(base.Config):
         filled["algorithm_source"] = source
         return base.parse(Config, {**self.model_dump(), **filled}, "optimize", is_section=True)
 
-    def row(self) -> algorithms.Algorithm:
+    def chosen_algorithm(self) -> algorithms.Algorithm:
         """Return the algorithm's row with the advantage that is set here. Raises ConfigError."""
-        row = algorithms.resolve(self.algorithm)
-        if self.turn_advantage and row.advantage_of != "turns":
-            return dataclasses.replace(row, advantage=self.turn_advantage, advantage_of="turns")
-        return dataclasses.replace(row, advantage=self.advantage) if self.advantage else row
+        algorithm = algorithms.resolve(self.algorithm)
+        if self.turn_advantage and algorithm.advantage_of != "turns":
+            return dataclasses.replace(
+                algorithm, advantage=self.turn_advantage, advantage_of="turns"
+            )
+        return (
+            dataclasses.replace(algorithm, advantage=self.advantage)
+            if self.advantage
+            else algorithm
+        )
 
     def require_source(self) -> str:
         """Return the hash of the algorithm's file. Raises ConfigError if it is not
         `algorithm_source`."""
-        source = effects.source_hash(self.algorithm)
+        source = self._source_hash()
         if self.algorithm_source not in ("", source):
             raise ConfigError(
                 f"optimize.algorithm {self.algorithm}",
@@ -535,6 +615,15 @@ class Config(base.Config):
                 next="restore the file and run again, or take algorithm_source out of the recipe",
             )
         return source
+
+    def _source_hash(self) -> str:
+        """Return a fingerprint of the file behind a dotted path, so that an edited algorithm gets
+        another run key; empty for table rows. No code of a user's runs. Raises ConfigError."""
+        if self.algorithm in algorithms.ALGORITHMS:
+            return ""
+        return plugins.fingerprint(
+            plugins.locate(self.algorithm, "optimize.algorithm", algorithms.Algorithm.__name__)
+        )
 
     @property
     def kl_in_loss(self) -> bool:
@@ -545,6 +634,13 @@ class Config(base.Config):
     def has_bonus(self) -> bool:
         """True if the loss rewards entropy, now or after the coefficient has moved."""
         return self.entropy_coef > 0 or self.entropy_target is not None
+
+    def carried(self, metrics: Mapping[str, Any]) -> Config:
+        """Return the config of the next training of a policy with these `metrics`: with a KL
+        target, its coefficient is the one that the last training ended with."""
+        if self.kl_target is None:
+            return self
+        return self.model_copy(update={"kl_coef": metrics.get("kl_coef", self.kl_coef)})
 
     def terms_beside_rewards(self) -> list[str]:
         """Return the keys of the loss's terms that train even if every advantage is 0."""
@@ -558,8 +654,8 @@ class Config(base.Config):
     def tightest_clip(self) -> float | None:
         """Return the smaller of the surrogate's `clip_low` and `clip_high`, or None if it has
         neither. For a user's own algorithm they are known only after `resolved`."""
-        row = algorithms.ALGORITHMS.get(self.algorithm)
-        options = {**(row.defaults if row else {}), **self.surrogate_options()}
+        algorithm = algorithms.ALGORITHMS.get(self.algorithm)
+        options = {**(algorithm.defaults if algorithm else {}), **self.surrogate_options()}
         bounds = [options[name] for name in ("clip_low", "clip_high") if name in options]
         return min(bounds, default=None)
 
@@ -577,7 +673,7 @@ class Config(base.Config):
 
     def advantage_options(self) -> dict[str, Any]:
         """Return the advantage's options that are set here, by the names of its arguments."""
-        fields = effects.ADVANTAGE_FIELDS.items()
+        fields = ADVANTAGE_FIELDS.items()
         values = {name: getattr(self, field) for name, field in fields}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -590,8 +686,8 @@ class Config(base.Config):
     def least_samples(self) -> int:
         """Rollouts of one prompt that the advantage needs at least; 1 for a user's own
         algorithm."""
-        row = algorithms.ALGORITHMS.get(self.algorithm)
-        advantage = self.advantage or (row and row.advantage)
+        algorithm = algorithms.ALGORITHMS.get(self.algorithm)
+        advantage = self.advantage or (algorithm and algorithm.advantage)
         if self.turn_advantage:
             return 2
         if advantage == "pass_at_k":

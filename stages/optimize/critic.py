@@ -1,12 +1,22 @@
 """Advantages of tokens, from the reward to go or from one pass before the first update, such as a
-critic's values.
+critic's values; and the critic's weights, a value head, optionally on its own trunk.
 
 The pass runs once, before any weight changes, and its columns stay fixed for all epochs and
 mini-batches. Only completion tokens are steps. The finish reason, never the last id, decides if the
 state after the last token has a value: after `stop` nothing follows; after `length` the value of
 the cut state counts only if `bootstrap_length` is set.
 
-Not of the spine: columns in, columns out, by the equations of advantages.py.
+The head maps each hidden state to one number. It starts at 0, so the first values are 0 for every
+model. On the policy's trunk (`critic = "trunk"`), head and moments are saved in `value_head/` below
+the policy's folder. A critic with its own trunk (`"model"`), initially a copy of the starting
+policy's, is saved whole in `critic/`. It is never at the top: engines load every *.safetensors
+there, and a critic must not change the policy itself.
+
+    save(critic, optimizer, folder, "model", moments=True)
+    resume(critic, optimizer, version, "model", moments=True)
+
+Not of the spine: columns in, columns out, by the equations of advantages.py; only algorithms with
+a critic (ppo) have weights here.
 """
 
 from __future__ import annotations
@@ -16,19 +26,27 @@ import inspect
 import math
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.forward import attention
 from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.ragged import Ragged
+from quiver.stages.common.store import Version
 
 from . import advantages
+from . import optimizer as adamw
 from .algorithms import Algorithm, find_function
 from .batch import Batch
 from .config import Config
 from .contract import TOKEN_OPTIONS
 from .losses import log_ratio
+
+FOLDERS = {"trunk": "value_head", "model": "critic"}
 
 
 def with_next_state(sequences: Sequences, cut: Tensor) -> tuple[Sequences, Tensor]:
@@ -146,3 +164,79 @@ def explained_variance(
     if not variance > 1e-12 * max(mean_square, 1e-12):
         return math.nan
     return 1.0 - (mean_square_error - mean_error**2) / variance
+
+
+# -- the critic's weights
+
+
+class ValueHead(nn.Module):
+    """V = w · h + b in float32, for hidden states h [n, d] of any dtype -> [n] float32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.float(), self.weight[None], self.bias)[:, 0]
+
+
+def trunk_of(model: nn.Module) -> nn.Module:
+    """Return `model` without its output embedding, which no value needs; every remaining weight has
+    a gradient."""
+    # T5-like models hold encoder, decoder and output embedding side by side
+    trunk = attention.trunk_of(model)
+    if trunk is model:
+        model.set_output_embeddings(None)
+    return trunk
+
+
+def with_trunk(head: ValueHead, trunk: nn.Module | None) -> nn.Module:
+    """Return the module that is trained, saved and restored as the critic: the head, with its own
+    trunk if it has one."""
+    return head if trunk is None else nn.ModuleDict({"head": head, "trunk": trunk})
+
+
+def save(
+    critic: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, kind: str, *, moments: bool
+) -> None:
+    """Write weights and, if asked, AdamW's moments into the folder of this kind below `folder`."""
+    tensors = {name: parameter.detach() for name, parameter in critic.named_parameters()}
+    if moments:
+        tensors |= adamw.state(optimizer, critic)
+    adamw.write_tensors(folder / FOLDERS[kind], tensors)
+
+
+def resume(
+    critic: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    policy: Version,
+    kind: str,
+    *,
+    moments: bool,
+) -> None:
+    """Continue with the critic that `policy` was saved with, if any.
+
+    A head from the policy's trunk continues on the copy of that trunk, with new moments: the values
+    are the same at first. The other direction raises ConfigError, because the head was trained on
+    other hidden states.
+    """
+    saved = next((k for k in FOLDERS if f"{FOLDERS[k]}/state.json" in policy.files.names), None)
+    if saved is None:
+        return
+    if kind == "trunk" and saved == "model":
+        raise ConfigError(
+            str(policy.ref),
+            "its critic is a model of its own, optimize.critic = 'trunk' asks for one on the "
+            "policy's trunk",
+            next='set optimize.critic = "model"',
+        )
+    tensors = adamw.read_tensors(policy, FOLDERS[saved])
+    module = critic if saved == kind else critic["head"]
+    parameters = dict(module.named_parameters())
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(adamw.like(tensors.pop(name), parameter))
+    if moments and tensors and saved == kind:
+        adamw.load_state(optimizer, module, tensors)

@@ -117,16 +117,16 @@ def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, epsilon: float = 1
             continue
         ascending, order = rewards[members].double().sort()
         ascending = ascending - ascending[-1]  # so that equal rewards give exactly 0
-        ranks = range(n)
+        places = range(n)
         num_subsets = math.comb(n, k)
-        shares = ascending.new_tensor([math.comb(j, k - 1) / num_subsets for j in ranks])
+        shares = ascending.new_tensor([math.comb(j, k - 1) / num_subsets for j in places])
         mean = (shares * ascending).sum()
         std = (shares * (ascending - mean).square()).sum().sqrt()
-        # in a subset that holds a given rollout, the best is that rollout or one of a higher rank j
+        # in a subset that holds a given rollout, the best is that rollout or one of a later place j
         num_others = math.comb(n - 1, k - 1)
-        own_shares = ascending.new_tensor([math.comb(j, k - 1) / num_others for j in ranks])
+        own_shares = ascending.new_tensor([math.comb(j, k - 1) / num_others for j in places])
         shares_above = ascending.new_tensor(
-            [math.comb(j - 1, k - 2) / num_others if j and k > 1 else 0.0 for j in ranks]
+            [math.comb(j - 1, k - 2) / num_others if j and k > 1 else 0.0 for j in places]
         )
         gains = shares_above * ascending
         gains_above = gains.sum() - gains.cumsum(0)

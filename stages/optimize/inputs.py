@@ -9,17 +9,34 @@ and logprobs of more than one reference.
     rollouts = ["a/rollouts@3", "a/rollouts@2"]
     inputs = open_inputs(store, "a/policy@2", rollouts, {"rewards": rewards})
     list(inputs)    # policy, rollouts, rollouts.2, rewards, rewards.2: the roles in the manifest
-    sets(inputs)[1]["rewards"]     # a/rewards@2, made of a/rollouts@2
+    sampled = Sampled(sets(inputs)[1])                  # a/rollouts@2 and what belongs to it
+    sampled.column("rewards", "reward")                 # of a/rewards@2, in the rollouts' order
+    turn_rewards(sampled)                               # [B] list<float32>
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
-from quiver.schemas.errors import ConfigError, LineageError
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from quiver.schemas import rollouts as rollouts_kind
+from quiver.schemas.errors import ConfigError, LineageError, SchemaError, printable
 from quiver.schemas.refs import Ref
+from quiver.stages.common.config import parse
+from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.checkpoints import OPTIMIZER_FOLDER
 from quiver.stages.common.store import Store, Version
+
+from .config import Lora
+
+log = logging.getLogger(__name__)
 
 GivenRefs = str | Ref | list[str | Ref]
 """One version, or several."""
@@ -154,3 +171,176 @@ def _require_one_reference(versions: list[Version]) -> None:
                 next=f"score the rollouts of {version.ref} under the same reference (stage "
                 "logprobs)",
             )
+
+
+# -- adapters
+
+
+def with_base(config: Lora | None, store: Store, inputs: dict[str, Version]) -> dict[str, Version]:
+    """Return the stage's inputs and, if adapters are trained, the policy with the frozen weights
+    under role `base`.
+
+    Raises:
+        ConfigError: the starting policy's adapter differs from `config`.
+        LineageError: its base is gone or changed.
+    """
+    if config is None:
+        return inputs
+    policy = inputs["policy"]
+    base = checkpoints.adapter_base(store, policy)
+    if base is None:
+        return {"base": policy, **inputs}
+    saved = parse(Lora, policy.manifest.config_section("lora"), f"{policy.ref} lora")
+    for_life = Lora.model_fields.keys() - {"save"}
+    changed = [name for name in for_life if getattr(config, name) != getattr(saved, name)]
+    if changed:
+        expected = ", ".join(f"{name} = {getattr(saved, name)}" for name in changed)
+        asked = ", ".join(f"{name} = {getattr(config, name)}" for name in changed)
+        raise ConfigError(
+            f"optimize.lora {policy.ref}",
+            f"its adapter has {expected}, the recipe asks for {asked}",
+            next="ask for what it has"
+            + (
+                ", or go on with optimize.lora.save = 'merged' and start anew from that"
+                if checkpoints.is_adapter_alone(policy)
+                else f", or start a new run with policy.model = {str(policy.files.folder)!r}"
+            ),
+        )
+    return {"base": base, **inputs}
+
+
+def has_moments(config: Lora | None, policy: Version) -> bool:
+    """Return True if `policy` holds optimizer state for the weights trained now, adapters or whole
+    weights."""
+    if f"{OPTIMIZER_FOLDER}/state.json" not in policy.files.names:
+        return False
+    trained = ["whole weights", "adapters"]
+    had_adapters = policy.manifest.input("base") is not None
+    has_adapters = config is not None
+    if had_adapters != has_adapters:
+        log.warning(
+            "%s was trained by %s, now it is %s: the moments start anew",
+            policy.ref,
+            trained[had_adapters],
+            trained[has_adapters],
+        )
+    return had_adapters == has_adapters
+
+
+# -- one version of rollouts
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One version of rollouts with the versions that belong to it."""
+
+    inputs: dict[str, Version]
+    """policy, rollouts, rewards and, if given, ref and prox."""
+
+    @property
+    def rollouts(self) -> Version:
+        """The version of rollouts."""
+        return self.inputs["rollouts"]
+
+    @cached_property
+    def table(self) -> pa.Table:
+        """rollouts/1"""
+        return self.rollouts.table()
+
+    @property
+    def stale(self) -> bool:
+        """True if they were sampled by a policy other than the starting checkpoint."""
+        start = checkpoints.as_model("policy", self.inputs["policy"])
+        return self.rollouts.manifest.require_model("policy").weights != start.weights
+
+    def column(self, role: str, name: str) -> pa.ChunkedArray:
+        """Return column `name` of the rewards or logprobs, in the order of the rollouts and in
+        their chunks. Raises LineageError unless they name each rollout exactly once, and no
+        other."""
+        ids = self.table["rollout_id"]
+        table = self.inputs[role].table()
+        places = pc.index_in(ids, value_set=table["rollout_id"].combine_chunks())
+        if places.null_count or len(table) != len(ids):
+            missing = ids.filter(pc.is_null(places))
+            is_known = pc.is_in(table["rollout_id"], value_set=ids.combine_chunks())
+            unknown = table["rollout_id"].filter(pc.invert(is_known))
+            problems = [
+                f"{len(column)} {problem}, such as {column[0].as_py()!r}"
+                for problem, column in (
+                    (f"rollouts of {self.rollouts.ref} are missing", missing),
+                    ("ids are unknown there", unknown),
+                )
+                if len(column)
+            ]
+            raise LineageError(
+                str(self.inputs[role].ref),
+                "; ".join(problems),
+                next=f"score {self.rollouts.ref} again",
+            )
+        # Arrow's own `take` joins all chunks first, and their lists may have at most 2^31 items
+        # together; rows that are already in order are not copied
+        column = table[name]
+        chunks = []
+        row = 0
+        for chunk in ids.chunks:
+            rows = places.slice(row, len(chunk)).to_numpy()
+            row += len(chunk)
+            starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)  # each run of consecutive rows
+            lengths = np.diff(starts, append=len(rows))
+            runs = [column.slice(rows[at], n) for at, n in zip(starts, lengths, strict=True)]
+            arrays = [array for run in runs for array in run.chunks]
+            chunks += [pa.concat_arrays(arrays)] if len(arrays) > 1 else arrays
+        return pa.chunked_array(chunks, column.type)
+
+
+def require_own_ids(versions: Sequence[Sampled]) -> None:
+    """Raise LineageError if a rollout is in two versions: repeating a generation gives the same
+    ids."""
+    for one, other in itertools.combinations(versions, 2):
+        ids = one.table["rollout_id"]
+        both = ids.filter(pc.is_in(ids, value_set=other.table["rollout_id"].combine_chunks()))
+        if len(both):
+            raise LineageError(
+                str(one.rollouts.ref),
+                f"{len(both)} rollout ids stand in {other.rollouts.ref} too, such as "
+                f"{both[0].as_py()!r}",
+                next=f"name {one.rollouts.ref} or {other.rollouts.ref}, not both",
+            )
+
+
+def with_turns(table: pa.Table) -> pa.Table:
+    """Return `table` of rollouts with a column `turns`. If it had none, the column is null, which
+    means one turn."""
+    if "turns" in table.column_names:
+        return table
+    kind = rollouts_kind.OF_TURNS.field("turns").type
+    return table.append_column("turns", pa.nulls(len(table), kind))
+
+
+def turn_rewards(version: Sampled) -> pa.ListArray:
+    """Return [B] list<float32>: the reward of each turn of each rollout, 0 for a turn without one;
+    NaN for every turn of a rollout that is not scored, or that the engine gave up. Raises
+    SchemaError unless each scored rollout has one reward for each turn."""
+    table = with_turns(version.table)
+    counts = np.array(pc.list_value_length(table["turns"]).fill_null(1), dtype=np.int64)
+    column = version.column("rewards", "turn_rewards")
+    is_scored = pc.and_(
+        version.column("rewards", "reward").is_valid(),
+        pc.not_equal(table["finish_reason"], "abort"),
+    )
+    lengths = np.array(pc.list_value_length(column).fill_null(0), dtype=np.int64)
+    differs = np.flatnonzero(np.array(is_scored) & (lengths != counts))
+    if len(differs):
+        row = int(differs[0])
+        raise SchemaError(
+            str(version.inputs["rewards"].ref),
+            f"{len(differs)} scored rollouts have not one turn reward a turn, such as "
+            f"{printable(table['rollout_id'][row].as_py())}: it has {counts[row]} turns, found "
+            f"{lengths[row]} turn_rewards",
+            next=f"score {version.rollouts.ref} again",
+        )
+    values = np.full(counts.sum(), np.nan, np.float32)
+    earned = pc.list_flatten(column.filter(is_scored)).fill_null(0.0)
+    values[np.repeat(np.array(is_scored), counts)] = np.array(earned)
+    offsets = np.append(0, counts.cumsum()).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))

@@ -1,5 +1,4 @@
-"""LoRA: the fields of `[optimize.lora]`, and which policy is the base. A pair of small matrices
-beside each linear layer is trained; the layer itself stays.
+"""LoRA: a pair of small matrices beside each linear layer is trained; the layer itself stays.
 
     W' = W + (alpha / rank) · B A,    A [rank, in], B [out, rank]
 
@@ -13,109 +12,222 @@ every reader can use it like any other model, with the disk size of a full one. 
 adapter, so rounding of merges never adds up; its manifest names the base as an input. With `save =
 "adapter"` a policy holds only the adapter, and its readers read the base too.
 
-Refused: a rank, alpha or layers that differ from the adapter's, and a base that is gone or changed.
+    model = load_with_adapters(config, plan.inputs, device)   # then train what requires a gradient
+    save(model, folder)
+    merge(model)
 
-The matrices themselves are in `adapters`.
-
-Not of the spine: only a recipe with `[optimize.lora]` uses it.
+Not of the spine: only a recipe with `[optimize.lora]` uses it. Its fields are in `config`, the
+choice of the base in `inputs`.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import difflib
+import json
 import logging
-from typing import Annotated, Literal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pydantic import Field
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from quiver.schemas.errors import ConfigError
-from quiver.stages.common.config import Config, parse
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.forward.pictures import sight
+from quiver.stages.common.forward.precision import resolve
 from quiver.stages.common.models.checkpoints import (
-    OPTIMIZER_FOLDER,
-    adapter_base,
-    is_adapter_alone,
+    ADAPTER_FOLDER,
+    ADAPTER_PREFIX,
+    ADAPTER_WEIGHTS,
 )
-from quiver.stages.common.store import Store, Version
+from quiver.stages.common.models.loading import load_as_stored, load_model
+from quiver.stages.common.store import Version, storage
 
+from .checks import check_peft
+from .config import Config, Lora
+from .optimizer import is_sharded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_NAME = "default"
 log = logging.getLogger(__name__)
 
 
-class Lora(Config):
-    """Adapters instead of all weights. They need a larger learning rate than full training, about
-    ten times.
+def load_with_adapters(
+    config: Config,
+    inputs: Mapping[str, Version],
+    device: torch.device,
+    load: Callable[[Version], nn.Module] | None = None,
+) -> PreTrainedModel:
+    """Load the frozen base in float32 with the policy's adapters, or with new ones.
 
-    References: https://arxiv.org/abs/2106.09685; rate and alpha:
-    https://thinkingmachines.ai/blog/lora/.
+    For passes in bfloat16, weights of linear layers that are bfloat16 on disk stay so and never
+    exist in float32: `narrow_frozen` would make them bfloat16 again. `load` replaces the default
+    loader, for a trainer that needs the model elsewhere. Raises ConfigError as `attach` does.
     """
+    check_peft()
+    base = inputs["base"]
+    if load:
+        model = load(base)
+    elif resolve(config.precision, device) == "bf16":
+        model = load_as_stored(base, device)
+        stays = set(_read_by_linear_layers_alone(model))
+        for parameter in model.parameters():
+            if parameter not in stays or parameter.dtype != torch.bfloat16:
+                parameter.data = parameter.data.float()
+    else:
+        model = load_model(base, dtype=torch.float32, device=device)
+    attach(config.lora, model, inputs["policy"], seed=config.seed)
+    return model
 
-    rank: int = Field(default=16, ge=1)
-    """Rows of A and columns of B."""
-    alpha: int = Field(default=32, ge=1)
-    """The adapter is scaled by alpha / rank. A fixed alpha, not a multiple of the rank, lets one
-    learning rate work for all ranks."""
-    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    """Layers that get adapters: all linear layers of the language model except the output
-    embedding, or those whose names end with one of these, such as ["q_proj", "v_proj"]."""
-    save: Literal["merged", "adapter"] = "merged"
-    """Contents of the next policy. merged: the whole model in float32, and the adapter. adapter:
-    only the adapter, about a hundredth of the disk; its readers put it on the base as they load it,
-    and vLLM gets both."""
+
+@contextmanager
+def _float32_in_name(model: nn.Module) -> Iterator[None]:
+    """Make 16-bit weights look like float32 without using memory: peft creates its matrices in the
+    layer's dtype."""
+    narrow = [p for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)]
+    weights = [parameter.data for parameter in narrow]
+    for parameter in narrow:
+        nothing = torch.zeros((), device=parameter.device)
+        parameter.data = nothing.expand(parameter.shape)
+    try:
+        yield
+    finally:
+        for parameter, weight in zip(narrow, weights, strict=True):
+            parameter.data = weight
 
 
-def with_base(config: Lora | None, store: Store, inputs: dict[str, Version]) -> dict[str, Version]:
-    """Return the stage's inputs and, if adapters are trained, the policy with the frozen weights
-    under role `base`.
+def attach(config: Lora, model: PreTrainedModel, policy: Version, *, seed: int) -> None:
+    """Freeze `model` (the base) and add adapters in place: the adapters of `policy`, or new ones,
+    initialised from `seed`.
 
-    Raises:
-        ConfigError: the starting policy's adapter differs from `config`.
-        LineageError: its base is gone or changed.
+    Raises ConfigError if a name in `target_modules` is no layer of the model.
     """
-    if config is None:
-        return inputs
-    policy = inputs["policy"]
-    base = adapter_base(store, policy)
-    if base is None:
-        return {"base": policy, **inputs}
-    saved = parse(Lora, policy.manifest.config_section("lora"), f"{policy.ref} lora")
-    for_life = Lora.model_fields.keys() - {"save"}
-    changed = [name for name in for_life if getattr(config, name) != getattr(saved, name)]
-    if changed:
-        expected = ", ".join(f"{name} = {getattr(saved, name)}" for name in changed)
-        asked = ", ".join(f"{name} = {getattr(config, name)}" for name in changed)
-        raise ConfigError(
-            f"optimize.lora {policy.ref}",
-            f"its adapter has {expected}, the recipe asks for {asked}",
-            next="ask for what it has"
-            + (
-                ", or go on with optimize.lora.save = 'merged' and start anew from that"
-                if is_adapter_alone(policy)
-                else f", or start a new run with policy.model = {str(policy.files.folder)!r}"
-            ),
-        )
-    return {"base": base, **inputs}
+    from peft import LoraConfig, inject_adapter_in_model
+
+    layers = _layers(config, model)
+    peft_config = LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=0.0,
+        target_modules=layers,
+        task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=()), _float32_in_name(model):
+        # peft makes new layers on the CPU, so only the CPU's generator matters
+        torch.default_generator.manual_seed(seed)
+        inject_adapter_in_model(peft_config, model, _NAME)
+    adapters = _adapters(model)
+    if policy.manifest.input("base") is not None:
+        policy.verify(f"{ADAPTER_FOLDER}/")
+        saved = load_file(policy.files.path(ADAPTER_WEIGHTS))
+        with torch.no_grad():
+            for name, parameter in adapters.items():
+                parameter.copy_(saved[name])
+    trained = sum(parameter.numel() for parameter in adapters.values())
+    log.info(
+        "lora: rank %d on %d layers, %d numbers are trained", config.rank, len(layers), trained
+    )
 
 
-def check_installed() -> None:
-    """Raise ConfigError if peft is not installed."""
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError(
-            "optimize.lora", "peft is not installed here", next='pip install "quiver-rl[lora]"'
-        )
+def _layers(config: Lora, model: PreTrainedModel) -> list[str]:
+    """Return the full names of the layers that get an adapter.
+
+    The output embedding gets none: the trainer's head reads its weight directly and would bypass an
+    adapter.
+    """
+    head = model.get_output_embeddings()
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head
+    ]
+    if config.target_modules == "all-linear":
+        of_sight = {id(parameter) for parameter in sight(model)}
+        return [name for name in linear if id(model.get_submodule(name).weight) not in of_sight]
+    chosen = set()
+    for target in config.target_modules:
+        matching = [name for name in linear if f".{name}".endswith(f".{target}")]
+        if not matching:
+            endings = sorted({name.rpartition(".")[2] for name in linear})
+            nearest = difflib.get_close_matches(target, endings, 1, 0.5)
+            raise ConfigError(
+                "optimize.lora.target_modules",
+                f"no linear layer inside the model is called {printable(repr(target))}; there are "
+                f"{', '.join(endings)}",
+                next=f"set target_modules = {nearest}"
+                if nearest
+                else 'set target_modules = "all-linear"',
+            )
+        chosen.update(matching)
+    return [name for name in linear if name in chosen]
 
 
-def has_moments(config: Lora | None, policy: Version) -> bool:
-    """Return True if `policy` holds optimizer state for the weights trained now, adapters or whole
-    weights."""
-    if f"{OPTIMIZER_FOLDER}/state.json" not in policy.files.names:
-        return False
-    trained = ["whole weights", "adapters"]
-    had_adapters = policy.manifest.input("base") is not None
-    has_adapters = config is not None
-    if had_adapters != has_adapters:
-        log.warning(
-            "%s was trained by %s, now it is %s: the moments start anew",
-            policy.ref,
-            trained[had_adapters],
-            trained[has_adapters],
-        )
-    return had_adapters == has_adapters
+def narrow_frozen(model: nn.Module) -> None:
+    """Make the frozen weights of linear layers bfloat16 in place if that loses nothing, as for a
+    base that was saved in bfloat16.
+
+    Only for passes under bfloat16 autocast, which give the same numbers bit for bit. Autocast
+    rounds these weights anyway and, as they have no gradient, again in each pass. An output
+    embedding that is tied to the input embedding stays as it is, because embeddings are not
+    rounded.
+    """
+    for parameter in _read_by_linear_layers_alone(model):
+        if not parameter.requires_grad and not is_sharded(parameter):
+            rounded = parameter.data.to(torch.bfloat16)
+            if torch.equal(rounded.to(parameter.dtype), parameter.data):
+                parameter.data = rounded
+
+
+def _read_by_linear_layers_alone(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of linear layers, without an output embedding that is tied to the input
+    embedding."""
+    linear_weights = []
+    read_elsewhere = set()
+    for module in model.modules():
+        parameters = list(module.parameters(recurse=False))
+        if isinstance(module, nn.Linear | Conv1D):
+            linear_weights += parameters
+        else:
+            read_elsewhere.update(parameters)
+    return [parameter for parameter in linear_weights if parameter not in read_elsewhere]
+
+
+def _adapters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trained matrices by their names in peft's files."""
+    return {
+        ADAPTER_PREFIX + name.replace(f".{_NAME}.", "."): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def save(model: PreTrainedModel, folder: Path) -> None:
+    """Write the adapters into `adapter/` below `folder`, as peft and vLLM read them."""
+    (folder / ADAPTER_FOLDER).mkdir()
+    tensors = {name: p.detach().cpu().contiguous() for name, p in _adapters(model).items()}
+    save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    peft_config = model.peft_config[_NAME].to_dict()
+    peft_config["inference_mode"] = True
+    storage.write_bytes(
+        folder / ADAPTER_FOLDER / "adapter_config.json",
+        # `sorted` makes lists of sets
+        json.dumps(peft_config, indent=2, sort_keys=True, default=sorted).encode(),
+    )
+
+
+def merge(model: PreTrainedModel) -> None:
+    """Turn `model` in place into the plain float32 model, base plus adapters. Layers are merged one
+    by one, each into host memory, so a device never holds the base in float32."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LoraLayer):
+            module.float().merge()
+            model.set_submodule(name, module.get_base_layer().cpu())
+    model.cpu().float()
+    del model.peft_config

@@ -1,30 +1,52 @@
-"""AdamW, its learning rate, and its moments as named tensors that travel with the policy.
+"""AdamW, its learning rate, and named tensors in a folder below the policy's: moments and a critic.
 
-optimizer = make_optimizer(config, model)
-load_state(optimizer, model, state(optimizer, model))
-# no change: the next step is equal bit for bit
+    optimizer = make_optimizer(config, model)
+    write_tensors(folder / "optimizer", state(optimizer, model))
+    load_state(optimizer, model, read_tensors(policy, "optimizer"))
+    # no change: the next step is equal bit for bit
+
+A folder of tensors holds safetensors and state.json, a note with the number of files; never a
+pickle. There is one file, state.safetensors, or several, state-00001-of-00003.safetensors. With
+`optimize.shard` a rank holds some rows of each tensor (a DTensor); what is saved is whole.
+
+A step moves a weight by about the learning rate, but the smallest move of a bfloat16 weight w is
+about |w| / 256. Rounded to nearest, most steps would never change anything. So with precision
+`bf16_stochastic` a weight is rounded stochastically after each step to one of its two bfloat16
+neighbours: it is right in the mean, and steps that are too small for one weight still move many.
+The random numbers follow from seed, step and parameter, so all ranks round alike, and a restart
+does too. Gradients are float32 (see `narrow`).
+
+Reference: https://arxiv.org/abs/1502.02551 (stochastic rounding).
 
 Not of the spine: the trainer steps it like any optimizer of torch.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from quiver.schemas.errors import ConfigError
+from quiver.schemas.plain import read_json
+from quiver.stages.common.models.checkpoints import FILE_BYTES
+from quiver.stages.common.models.folder import load_errors
+from quiver.stages.common.store import Version, storage
 
-from .bf16 import Bf16AdamW
 from .config import Config
-from .shards import is_sharded, like, local
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "master"
 """Key of the float32 value of a weight that is saved in bfloat16, stored beside its moments."""
+_CHUNK = 1 << 20
+"""Numbers rounded at a time, which bounds the memory for random bits."""
 _PIECE = 1 << 18
 """Number of squares that are summed in float32."""
 
@@ -37,7 +59,7 @@ def make_optimizer(
     step: int = 0,
 ) -> torch.optim.Optimizer:
     """Return AdamW over all trainable weights; decay on matrices only. A critic's rate is `scale`
-    times the policy's. `step`: step of the policy's life, for weights in bfloat16 (see bf16.py)."""
+    times the policy's. `step`: step of the policy's life, for weights in bfloat16."""
     groups = _groups(config, model)
     if critic is not None:
         critic_rate = config.critic_learning_rate or config.learning_rate
@@ -120,38 +142,253 @@ def load_state(
     """Load the tensors of `state` and `masters`. A weight that never had a gradient has no moments.
 
     Saved float32 weights replace the model's, unless its weights are bfloat16 themselves; those are
-    the same weights, rounded, and stay. Raises ConfigError if the tensors belong to other names,
-    shapes or weights.
+    the same weights, rounded, and stay. Raises ConfigError if the tensors belong to other names or
+    shapes.
     """
     parameters = dict(model.named_parameters())
-    names = {key.partition(".")[2] for key in tensors if key != "updates"}
-    for name in sorted(names):
-        keys = [key for key in (*_MOMENTS, _MASTER) if f"{key}.{name}" in tensors]
-        moments = {key: tensors[f"{key}.{name}"] for key in keys}
+    for key, saved in tensors.items():
+        kind, _, name = key.partition(".")
+        if key == "updates":
+            continue
         parameter = parameters.get(name)
-        has_moments = moments.keys() >= set(_MOMENTS)
-        is_complete = has_moments or moments.keys() == {_MASTER}
-        if (
-            parameter is None
-            or not is_complete
-            or any(tensor.shape != parameter.shape for tensor in moments.values())
-        ):
-            raise _not_ours(f"{name} is missing or of another shape")
-        moments = {key: like(tensor, parameter) for key, tensor in moments.items()}
-        if _MASTER in moments:
-            master = moments.pop(_MASTER)
-            rounded = master.to(torch.bfloat16).to(parameter.dtype)
-            if not torch.equal(local(rounded), local(parameter)):
-                raise _not_ours(f"the float32 weights of {name} are not those of the policy")
-            if parameter.dtype == torch.float32:
-                with torch.no_grad():
-                    parameter.copy_(master)
-        if has_moments and ("updates" not in tensors or tensors["updates"].numel() != 1):
-            raise _not_ours("how many steps made the moments is not told")
-        if has_moments:
+        if parameter is None or saved.shape != parameter.shape:
+            raise ConfigError(
+                "optimizer state",
+                f"{name} is missing or of another shape",
+                next="set optimize.load_optimizer = false",
+            )
+        tensor = like(saved, parameter)
+        if kind != _MASTER:
+            moments = optimizer.state[parameter]
+            moments[kind] = tensor
             moments["step"] = tensors["updates"].reshape(()).clone().to(parameter.device)
-        optimizer.state[parameter].update(moments)
+        elif parameter.dtype == torch.float32:
+            with torch.no_grad():
+                parameter.copy_(tensor)
 
 
-def _not_ours(message: str) -> ConfigError:
-    return ConfigError("optimizer state", message, next="set optimize.load_optimizer = false")
+# -- weights in bfloat16
+
+
+class Bf16AdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` with stochastic rounding of bfloat16 weights.
+
+    Parameters in float32, such as a value head's, are treated as AdamW does.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], *, seed: int, step: int, **options: Any
+    ) -> None:
+        super().__init__(groups, fused=True, **options)
+        self.seed = seed
+        self.number = step
+        """Steps over the policy's life."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Take one step over all weights that have a gradient, one after another."""
+        index = -1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                index += 1
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                wide = parameter.float()  # the tensor itself if float32, else a copy
+                if "step" not in state:
+                    state["step"] = torch.zeros((), device=wide.device)
+                    state["exp_avg"] = torch.zeros_like(wide)
+                    state["exp_avg_sq"] = torch.zeros_like(wide)
+                adamw(
+                    [wide],
+                    [parameter.grad.float()],
+                    [state["exp_avg"]],
+                    [state["exp_avg_sq"]],
+                    [],
+                    [state["step"]],
+                    fused=True,
+                    amsgrad=False,
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    maximize=False,
+                )
+                if parameter.dtype != torch.bfloat16:
+                    continue
+                seed = np.random.SeedSequence([self.seed, self.number, index]).generate_state(1)[0]
+                generator = torch.Generator(parameter.device)
+                generator.manual_seed(int(seed))
+                chunks = (tensor.view(-1).split(_CHUNK) for tensor in (parameter, wide))
+                for narrow_chunk, wide_chunk in zip(*chunks, strict=True):
+                    narrow_chunk.copy_(round_by_chance(wide_chunk, generator))
+        self.number += 1
+
+
+def round_by_chance(values: Tensor, generator: torch.Generator) -> Tensor:
+    """Round [n] float32 to [n] bfloat16: each to the neighbour below or above it, so that the mean
+    over many draws is the value.
+
+    P(up) = (x − low) / (high − low), exact to 2^-16. A bfloat16 is the upper half of a float32's
+    bits, so the lower half over 65536 is the distance of x from the neighbour nearer to 0, as a
+    share. Adding a uniform 16-bit number to the lower half carries over with that probability.
+    Values that bfloat16 can hold stay unchanged, infinities and NaN too.
+    """
+    bits = values.view(torch.int32)
+    # each word gives four numbers, since drawing them costs most
+    words = torch.empty(-(-len(bits) // 4), dtype=torch.int64, device=bits.device)
+    words.random_(-(2**63), None, generator=generator)
+    noise = words.view(torch.int16)[: len(bits)].int().bitwise_and_(0xFFFF)
+    rounded = noise.add_(bits).bitwise_and_(-0x10000).view(torch.float32).to(torch.bfloat16)
+    # a GPU's NaN has all bits 1, and the carry would make it 0
+    return rounded.masked_fill_(values.isnan(), torch.nan)
+
+
+# -- tensors in a folder
+
+
+def write_tensors(
+    folder: Path, tensors: Mapping[str, Tensor], *, file_bytes: int = FILE_BYTES
+) -> None:
+    """Create `folder` with `tensors`, which may be on any device.
+
+    Only one file's tensors are in host memory at a time. `file_bytes`: largest file, unless a
+    single tensor is larger.
+    """
+    from safetensors.torch import save_file
+
+    files: list[list[str]] = [[]]
+    free = file_bytes
+    for name, tensor in tensors.items():
+        if files[-1] and tensor.nbytes > free:
+            files.append([])
+            free = file_bytes
+        files[-1].append(name)
+        free -= tensor.nbytes
+    folder.mkdir()
+    for number, names in enumerate(files, 1):
+        of_file = {name: tensors[name].cpu().contiguous() for name in names}
+        save_file(of_file, folder / _file_name(number, len(files)))
+    storage.write_bytes(folder / "state.json", json.dumps({"files": len(files)}).encode())
+
+
+def read_tensors(policy: Version, folder: str) -> dict[str, Tensor]:
+    """Return the tensors that `write_tensors` wrote into this policy, checked against its hashes.
+    Raises CorruptError, and ConfigError if a file cannot be loaded."""
+    from safetensors.torch import load_file
+
+    policy.verify(f"{folder}/")
+    count = read_json(policy.files.read(f"{folder}/state.json"))["files"]
+    tensors: dict[str, Tensor] = {}
+    with load_errors(f"{policy.ref} {folder}/"):
+        for number in range(1, count + 1):
+            tensors |= load_file(policy.files.path(f"{folder}/{_file_name(number, count)}"))
+    return tensors
+
+
+def _file_name(number: int, count: int) -> str:
+    return f"state-{number:05d}-of-{count:05d}.safetensors" if count > 1 else "state.safetensors"
+
+
+# -- what of a running training is saved
+
+
+_COUNTERS = ("step", "updates", "audit_report", "padding", "places")
+_COUNTERS += ("entropy_coef", "last_entropy", "kl_coef")
+"""Attributes that are saved beside the tensors."""
+
+
+class SavedState:
+    """Base class of trainers that saves and restores their state."""
+
+    step: int
+    logprobs: Tensor
+    parameters: list[nn.Parameter]
+    optimizer: torch.optim.Optimizer
+
+    def state(self, room: Path | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the tensors and counters that the next step depends on; counters are plain JSON.
+        `room`: a folder on disk for copies, if one rank's memory cannot hold them."""
+        tensors = {"logprobs": self.logprobs}
+        for number, parameter in enumerate(self.parameters):
+            tensors[f"weight.{number}"] = parameter.detach()
+            for key, tensor in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"{key}.{number}"] = tensor
+        counters = {name: getattr(self, name) for name in _COUNTERS}
+        return self.copies(tensors, room), counters
+
+    def copies(self, tensors: Mapping[str, Tensor], room: Path | None) -> dict[str, Tensor]:
+        """Return whole copies on the CPU, for the rank that saves them."""
+        copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+        return {name: copy.contiguous() for name, copy in copies.items()}
+
+    def agree(self, is_time: bool) -> bool:
+        """Return True if this rank takes part in saving. Sharded trainers decide together."""
+        return is_time
+
+    def gather(self, room: Path | None) -> None:
+        """Make sharded tensors whole before they are saved; see sharding.py."""
+
+    def check_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise ValueError unless `tensors` have the names, shapes and dtypes of this trainer's
+        `state`."""
+        expected = {"logprobs": (self.logprobs.shape, self.logprobs.dtype)}
+        for number, parameter in enumerate(self.parameters):
+            expected[f"weight.{number}"] = (parameter.shape, parameter.dtype)
+            if f"step.{number}" in tensors:
+                expected[f"step.{number}"] = (torch.Size(), torch.float32)
+                for key in ("exp_avg", "exp_avg_sq"):
+                    expected[f"{key}.{number}"] = (parameter.shape, torch.float32)
+        if {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()} != expected:
+            raise ValueError("its tensors are not those of this training")
+
+    def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
+        """Restore the result of `state`."""
+        self.logprobs.copy_(tensors["logprobs"])
+        with torch.no_grad():
+            for number, parameter in enumerate(self.parameters):
+                parameter.copy_(like(tensors[f"weight.{number}"], parameter))
+        for name, tensor in tensors.items():
+            key, _, number = name.partition(".")
+            if number and key != "weight":
+                parameter = self.parameters[int(number)]
+                self.optimizer.state[parameter][key] = like(tensor, parameter)
+        for name in _COUNTERS:
+            setattr(self, name, counters[name])
+        if isinstance(self.optimizer, Bf16AdamW):
+            self.optimizer.number = self.step
+
+
+# -- tensors of which each rank holds some rows
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return True if `tensor` is this rank's share of a tensor."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's rows of a sharded tensor; any other tensor unchanged."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return the whole `tensor` on the device of `parameter` or, if that is sharded, this rank's
+    rows of it. A step count has no rows and stays whole."""
+    if not is_sharded(parameter) or not tensor.ndim:
+        return tensor.to(parameter.device)
+    from torch.distributed.tensor import DTensor
+
+    mesh = parameter.device_mesh
+    num_rows = -(-len(tensor) // mesh.size())
+    first = mesh.get_local_rank() * num_rows
+    rows = tensor[first : first + num_rows].to(parameter.device, copy=True)
+    return DTensor.from_local(
+        rows.contiguous(),
+        mesh,
+        parameter.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )

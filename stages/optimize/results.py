@@ -19,7 +19,7 @@ from quiver.stages.common.models.loading import restore_dropout
 from quiver.stages.common.store import Version, storage
 from quiver.stages.common.store.writer import Writer
 
-from . import adapters, optimizer, state_folder, value_head
+from . import critic, lora, optimizer
 from .losses import log_ratio
 
 if TYPE_CHECKING:
@@ -47,16 +47,16 @@ def save(parent: Version, trainer: Trainer, writer: Writer | None) -> None:
         state = optimizer.state(trainer.optimizer, model) if config.save_optimizer else {}
         is_adapter_alone = config.lora is not None and config.lora.save == "adapter"
         if config.lora:
-            adapters.save(model, writer.folder)
+            lora.save(model, writer.folder)
         if config.lora and not is_adapter_alone:
-            adapters.merge(model)
+            lora.merge(model)
         if config.save_dtype == "bfloat16" and trainer.precision != "bf16_stochastic":
             masters = narrow(model)
             if not config.lora:
                 state |= optimizer.masters(model, masters)
         checkpoints.save_policy(None if is_adapter_alone else model, parent, writer.folder)
         if trainer.critic is not None:
-            value_head.save(
+            critic.save(
                 trainer.critic,
                 trainer.optimizer,
                 writer.folder,
@@ -67,7 +67,7 @@ def save(parent: Version, trainer: Trainer, writer: Writer | None) -> None:
             trainer.free()
         if state:
             folder = writer.folder / checkpoints.OPTIMIZER_FOLDER
-            state_folder.write(folder, state, optimizer="adamw", step=trainer.step)
+            optimizer.write_tensors(folder, state)
 
 
 def finish(writers: Mapping[str, Writer], loaded: Loaded, trainer: Trainer) -> None:
@@ -88,16 +88,19 @@ def finish(writers: Mapping[str, Writer], loaded: Loaded, trainer: Trainer) -> N
 
 
 def metrics_of(loaded: Loaded, trainer: Trainer, seconds: float) -> dict[str, Any]:
-    """Return the policy's metrics: its rollouts, its speed, and the last step's numbers."""
+    """Return the policy's metrics: its rollouts, its speed, the last step's numbers, and the
+    coefficients that the next training continues with."""
     updates = trainer.updates
     tokens = sum(row["tokens"] for row in updates)
     names = ["loss", "grad_norm", "entropy", "approx_kl", "clip_fraction"]
     names += ["value_loss", "explained_variance"] if trainer.algorithm.critic else []
+    carried = ["entropy_coef", "last_entropy"] if trainer.objective.has_bonus else []
+    carried += ["kl_coef"] if trainer.config.kl_target is not None else []
     return {
         **loaded.summary,
         **{name: updates[-1][name] for name in names if updates},
         "trainable_parameters": trainer.num_trained,
-        **_coefficients(trainer),
+        **{name: getattr(trainer, name) for name in carried},
         "step": trainer.step,
         "steps": len(updates),
         "skipped_steps": sum(not row["applied"] for row in updates),
@@ -113,18 +116,6 @@ def metrics_of(loaded: Loaded, trainer: Trainer, seconds: float) -> dict[str, An
         "first_clip_fraction": first_clip_fraction(trainer),
         "processes": trainer.accelerator.num_processes,
     }
-
-
-def _coefficients(trainer: Trainer) -> dict[str, float | None]:
-    """Return the coefficients that the next training continues with: of the entropy bonus, if there
-    is one, and of the KL, if it has a target."""
-    coefficients = {}
-    if trainer.objective.has_bonus:
-        coefficients["entropy_coef"] = trainer.entropy_coef
-        coefficients["last_entropy"] = trainer.last_entropy
-    if trainer.config.kl_target is not None:
-        coefficients["kl_coef"] = trainer.kl_coef
-    return coefficients
 
 
 def first_clip_fraction(trainer: Trainer) -> float | None:

@@ -1,5 +1,5 @@
-"""Saved state of a running training, so that a killed training resumes in the middle; and the
-rollouts of a step that was not finite.
+"""The state of a running training, so that a killed one resumes in the middle; and the rollouts of
+a step that was not finite.
 
     STORE/<run>/policy/.staging/KEY.resume/state-….safetensors    weights and moments
     STORE/<run>/policy/.staging/KEY.resume/progress               place, file and checksums
@@ -22,56 +22,20 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
-from pydantic import BaseModel, Field
 from safetensors import SafetensorError
 from torch import Tensor
 
-from quiver.schemas import updates as updates_kind
-from quiver.schemas.errors import ConfigError, CorruptError, SchemaError, printable
-from quiver.schemas.manifest import digest
-from quiver.schemas.plain import read_json
+from quiver.schemas.errors import ConfigError, CorruptError, printable
 from quiver.stages.common.runtime.stage import Plan
-from quiver.stages.common.store.notes import PROGRESS
+from quiver.stages.common.store.notes import PROGRESS, note_of, read_note
 from quiver.stages.common.store.storage import storage_errors
 
-from .agreement import of_all_ranks
+from .accelerator import of_all_ranks
 
 if TYPE_CHECKING:
     from .trainer import Trainer
 
 log = logging.getLogger(__name__)
-
-
-_NOT_WHOLE = (
-    *(ValueError, TypeError, KeyError, ArithmeticError, RecursionError),
-    *(CorruptError, SchemaError, SafetensorError, pa.ArrowException),
-)
-"""Errors of reading a saved state that is damaged."""
-
-
-class _Progress(BaseModel):
-    """Content of the progress note."""
-
-    file: str = Field(pattern=r"^state-[0-9]+-[0-9]+\.safetensors$")
-    sha256: str
-    epoch: int = Field(ge=0)
-    minibatch: int = Field(ge=0)
-    epoch_step: int = Field(ge=0)
-    counters: str
-
-
-class _Counters(BaseModel):
-    """A trainer's counters, which are saved beside its tensors."""
-
-    step: int = Field(ge=0)
-    updates: list[dict[str, Any]]
-    audit_report: dict[str, Any]
-    padding: int = Field(ge=0)
-    places: int = Field(ge=0)
-    entropy_coef: float
-    last_entropy: float | None
-    kl_coef: float
 
 
 class SavedProgress:
@@ -99,56 +63,47 @@ class SavedProgress:
         Raises:
             ConfigError: on all ranks, if they read different states.
         """
+        state = None
         try:
-            note, tensors, counters = self._read(trainer)
-        except FileNotFoundError:
-            note = None
-        except _NOT_WHOLE as error:
+            state = self._read(trainer)
+        except (ValueError, TypeError, KeyError, OSError, CorruptError, SafetensorError) as error:
             log.warning(
                 "the saved training state is not whole; the training starts over: %s",
                 printable(error),
             )
-            note = None
-        files = of_all_ranks(note.file if note else "none")
+        files = of_all_ranks(state[0]["file"] if state else "none")
         if len(set(files)) > 1:
             raise ConfigError(
                 "optimize",
                 f"the ranks would go on after different steps: {printable(', '.join(files))}",
                 next="run the same command again, with a store that all hosts see alike",
             )
-        if note is None:
+        if state is None:
             if self.saves:
                 self._storage.delete(self._prefix)
             return 0, 0, trainer.step
-        trainer.load_state(tensors, counters.model_dump())
+        note, tensors = state
+        trainer.load_state(tensors, json.loads(note["counters"]))
         log.info("the training goes on after step %d", trainer.step - 1)
-        return note.epoch, note.minibatch, note.epoch_step
+        return note["epoch"], note["minibatch"], note["epoch_step"]
 
-    def _read(self, trainer: Trainer) -> tuple[_Progress, dict[str, Tensor], _Counters]:
-        """Return the note, the tensors and the counters. Raises FileNotFoundError if nothing is
-        saved, or an error of `_NOT_WHOLE` if it is damaged or does not fit `trainer`."""
+    def _read(self, trainer: Trainer) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """Return the note and the tensors, or None if nothing is saved. Raises an error if they are
+        damaged or do not fit `trainer`."""
         from safetensors.torch import load_file
 
-        if self._storage.is_linked(self._prefix):
-            raise ValueError("its folder is a link")
-        fields = read_json(self._storage.read(f"{self._prefix}/{PROGRESS}"))
-        if not isinstance(fields, dict) or fields.pop("checksum", None) != digest(fields):
-            raise ValueError("its checksum is another")
-        note = _Progress.model_validate(fields)
-        key = f"{self._prefix}/{note.file}"
-        if self._storage.sha256(key) != note.sha256:
-            raise ValueError(f"the sha256 of {note.file} is another")
-        counters = _Counters.model_validate(json.loads(note.counters))
-        updates = pa.Table.from_pylist(counters.updates, schema=updates_kind.SCHEMA)
-        updates_kind.check(updates)
-        num_applied = pc.sum(updates["applied"]).as_py() or 0
-        config = trainer.config
-        is_within = note.epoch < config.epochs and note.minibatch <= config.minibatches
-        if not is_within or counters.step != trainer.step + num_applied:
-            raise ValueError("its place and its steps do not go together")
-        tensors = load_file(self._storage.path(key))
+        key = f"{self._prefix}/{PROGRESS}"
+        if not self._storage.exists(key):
+            return None
+        note = read_note(self._storage, key)
+        if note is None:
+            raise ValueError("its note is not what was written")
+        file = f"{self._prefix}/{note['file']}"
+        if self._storage.sha256(file) != note["sha256"]:
+            raise ValueError(f"{note['file']} is not what was written")
+        tensors = load_file(self._storage.path(file))
         trainer.check_state(tensors)
-        return note, tensors, counters
+        return note, tensors
 
     # -- saving
 
@@ -160,41 +115,31 @@ class SavedProgress:
         is_time = len(trainer.updates) % steps == 0 if steps else minutes >= config.resume_minutes
         if not trainer.agree(self.saves and is_time):
             return
-        place = {"epoch": epoch, "minibatch": minibatch, "epoch_step": epoch_step}
+        storage = self._storage
         with storage_errors(self._name):
             if self.saves:
-                self._storage.make_prefix(self._prefix)
-            room = self._storage.path(self._prefix) if self.saves else None
-            tensors, counters = trainer.state(room)
+                storage.make_prefix(self._prefix)
+            tensors, counters = trainer.state(storage.path(self._prefix) if self.saves else None)
             if self.saves:
-                self._save(trainer, place, tensors, counters)
+                from safetensors.torch import save_file
+
+                file = f"state-{trainer.step:06d}-{len(trainer.updates):06d}.safetensors"
+                key = f"{self._prefix}/{file}"
+                save_file(tensors, storage.path(key))
+                storage.settle(key)
+                # the state must be durable before the note that names it
+                storage.sync_names(self._prefix)
+                note = {"file": file, "sha256": storage.sha256(key), "epoch": epoch}
+                note |= {"minibatch": minibatch, "epoch_step": epoch_step}
+                # as text: numbers of a skipped step are not finite, which strict JSON cannot hold
+                note["counters"] = json.dumps(counters)
+                storage.write(f"{self._prefix}/{PROGRESS}", note_of(note))
+                # the note must be durable before the older state is deleted
+                storage.sync_names(self._prefix)
+                for name in storage.list(self._prefix):
+                    if name not in (file, PROGRESS):
+                        storage.delete(f"{self._prefix}/{name}")
         self._saved_at = time.monotonic()
-
-    def _save(
-        self,
-        trainer: Trainer,
-        place: dict[str, int],
-        tensors: dict[str, Tensor],
-        counters: dict[str, Any],
-    ) -> None:
-        from safetensors.torch import save_file
-
-        file = f"state-{trainer.step:06d}-{len(trainer.updates):06d}.safetensors"
-        key = f"{self._prefix}/{file}"
-        save_file(tensors, self._storage.path(key))
-        self._storage.settle(key)
-        # the state must be durable before the note that names it
-        self._storage.sync_names(self._prefix)
-        # as text: the numbers of a skipped step are not finite, and strict JSON cannot hold them
-        note = {**place, "file": file, "sha256": self._storage.sha256(key)}
-        note["counters"] = json.dumps(counters)
-        line = json.dumps({**note, "checksum": digest(note)})
-        self._storage.write(f"{self._prefix}/{PROGRESS}", line.encode())
-        # the note must be durable before the older state is deleted
-        self._storage.sync_names(self._prefix)
-        for name in self._storage.list(self._prefix):
-            if name not in (file, PROGRESS):
-                self._storage.delete(f"{self._prefix}/{name}")
 
     def not_finite(self, trainer: Trainer, update: dict[str, Any], rows: list[int]) -> None:
         """Write the rollouts and logprobs of a step whose loss or gradient is not finite."""

@@ -39,15 +39,14 @@ from quiver.stages.common.ragged import Mapped, Ragged
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.turns import Turns
 
-from . import reward_scaling
+from . import terms
 from .advantages import group_centered, zero_variance
 from .algorithms import Algorithm, find_function
 from .batch import Batch
-from .checks import Sampled, biases, check_lineage, require_own_ids
+from .checks import biases, check_lineage
 from .config import Config
 from .contract import ADVANTAGE_COLUMNS
-from .credit import turn_rewards, with_turns
-from .inputs import sets
+from .inputs import Sampled, require_own_ids, sets, turn_rewards, with_turns
 from .losses import log_ratio
 
 SCORERS = ("functions", "models", "servers")
@@ -125,12 +124,14 @@ def load(
     moments = None
     if config.reward_scaling == "running":
         before = inputs["policy"].manifest.metrics.get("reward_moments")
-        moments = reward_scaling.go_on(before, joined.rewards)
-        batch = replace(batch, reward_scale=reward_scaling.scale(moments))
+        moments = terms.reward_moments(before, joined.rewards)
+        batch = replace(batch, reward_scale=terms.reward_scale(moments))
     is_known = algorithm.advantage_of != "tokens"
     num_idle = int((advantages[is_kept] == 0).sum()) if is_known else 0
     all_zero = num_idle == num_kept
-    other_terms = _other_terms(config, batch) if all_zero and num_kept else []
+    other_terms = config.terms_beside_rewards() if all_zero and num_kept else []
+    if "nll_coef" in other_terms and not (batch.rewards >= config.nll_reward).any():
+        other_terms.remove("nll_coef")  # no answer has a reward high enough for the NLL term
     summary = {
         **_summarize(joined, reasons),
         "zero_advantage": num_idle,
@@ -156,14 +157,6 @@ def load(
             "these rollouts"
         )
     return Loaded(batch, joined.table["rollout_id"], rows, reasons, summary)
-
-
-def _other_terms(config: Config, batch: Batch) -> list[str]:
-    """Return the keys of the loss's terms that train this batch even if its advantages are 0."""
-    terms = config.terms_beside_rewards()
-    if "nll_coef" in terms and not (batch.rewards >= config.nll_reward).any():
-        terms.remove("nll_coef")  # no answer has a reward high enough for the NLL term
-    return terms
 
 
 def _join(config: Config, store: Store, versions: list[Sampled]) -> _Joined:
@@ -198,15 +191,14 @@ def _join(config: Config, store: Store, versions: list[Sampled]) -> _Joined:
         rewards,
         torch.cat(groups),
         Turns.of_table(table, _lengths(table)),
-        join_pictures([_pictures(store, version) for version in versions]),
+        join_pictures(
+            [
+                (load_pictures(store, v.rollouts, v.table, v.inputs["policy"]), len(v.table))
+                for v in versions
+            ]
+        ),
         Ragged.from_arrow(table["turn_rewards"]) if config.credit != "rollout" else None,
     )
-
-
-def _pictures(store: Store, version: Sampled) -> tuple[Pictures | None, int]:
-    """Return the pictures in a version's prompts, if any, and its number of rows."""
-    policy = version.inputs["policy"]
-    return load_pictures(store, version.rollouts, version.table, policy), len(version.table)
 
 
 def _logprobs(version: Sampled, role: str) -> pa.ChunkedArray:

@@ -23,6 +23,9 @@ Reference: https://arxiv.org/abs/2304.11277.
 from __future__ import annotations
 
 import logging
+import mmap
+import os
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,9 +43,11 @@ from quiver.stages.common.forward.modules import fuse_modules
 from quiver.stages.common.forward.policy import Policy
 from quiver.stages.common.memory import layers_of
 
-from .shards import Room, is_sharded
+from .optimizer import is_sharded
 from .trainer import Trainer
 
+_REGION_BYTES = 1 << 32
+_ALIGNMENT = 64
 log = logging.getLogger(__name__)
 
 
@@ -221,3 +226,52 @@ class ShardedTrainer(Trainer):
                         copies = {key: files.copy(moment) for key, moment in moments.items()}
                         self.optimizer.state[whole[parameter]] = copies
                 module._parameters[name] = whole[parameter]
+
+
+class Room:
+    """An unnamed file on rank 0 that holds whole tensors. It is freed with the last of them, or
+    when the process dies.
+
+    The kernel writes its pages out and reads them again, so it needs disk, not memory.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        """`folder`: where the file is made, created if absent; None on ranks that only send their
+        rows."""
+        if folder is not None:
+            folder.mkdir(exist_ok=True)
+        self._file = None if folder is None else tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        self._end = 0
+        """End of the mapped part of the file, in bytes."""
+        self._pages: mmap.mmap | None = None
+        """The last mapped region. Each region holds a file open, so one for each tensor would be
+        too many."""
+        self._used = 0
+        """Bytes used in the last region."""
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Return all of `tensor`, in CPU memory backed by the file; an empty tensor on a rank
+        without a file. Every rank calls this, for the same tensors in the same order. Raises
+        OSError if the disk is full."""
+        whole = tensor.detach()
+        if is_sharded(whole):
+            whole = whole.full_tensor()
+        if self._file is None:
+            return torch.empty(0, dtype=tensor.dtype)
+        if not whole.numel() or not whole.ndim:
+            return whole.to("cpu", copy=True)
+        if self._pages is None or self._used + whole.nbytes > len(self._pages):
+            pages = -(-max(whole.nbytes, _REGION_BYTES) // mmap.ALLOCATIONGRANULARITY)
+            size = pages * mmap.ALLOCATIONGRANULARITY
+            os.ftruncate(self._file.fileno(), self._end + size)
+            self._pages = mmap.mmap(self._file.fileno(), size, offset=self._end)
+            self._end += size
+            self._used = 0
+        # reserve the disk first: writing a mapped page to a full disk kills the process
+        start = self._end - len(self._pages) + self._used
+        os.posix_fallocate(self._file.fileno(), start, whole.nbytes)
+        copy = torch.frombuffer(
+            self._pages, dtype=whole.dtype, count=whole.numel(), offset=self._used
+        )
+        self._used += -(-whole.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return copy.view(whole.shape).copy_(whole)

@@ -32,11 +32,10 @@ from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import Writer
 
-from . import algorithms, kl_control
-from .checks import check_credit, check_schedule, check_trackers
+from . import algorithms
+from .checks import check_credit, check_peft, check_schedule, check_trackers
 from .config import Audit, Config, Correction
-from .inputs import open_inputs, require_state
-from .lora import check_installed, has_moments, with_base
+from .inputs import has_moments, open_inputs, require_state, with_base
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -105,7 +104,7 @@ def check(config: Config, columns: Sequence[str], prompts: Version | None = None
     """Raise ConfigError if adapters cannot be trained here, or a tracker is not installed."""
     check_trackers(config.trackers, config.tracker_folder)
     if config.lora:
-        check_installed()
+        check_peft()
 
 
 def prepare(config: Config) -> None:
@@ -124,7 +123,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """
     from quiver.stages.common.models.loading import short_of_memory
 
-    config = kl_control.carried(plan)
+    config = plan.config.carried(plan.inputs["policy"].manifest.metrics)
     loads_state = config.load_optimizer and has_moments(config.lora, plan.inputs["policy"])
     if loads_state:
         require_state(plan.inputs)
@@ -138,12 +137,12 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         accelerator = make_accelerator(config, plan)
     # a user's file may have changed since the plan
     config.require_source()
-    algorithm = config.row()
+    algorithm = config.chosen_algorithm()
     next_step = "lower optimize.token_budget, or set optimize.activation_checkpointing = true"
     with short_of_memory("optimize", next_step):
         with phase("load"):
             loaded = rollouts.load(config, algorithm, plan.store, plan.inputs)
-            trainer = _load_trainer(plan, algorithm, loaded.batch, accelerator, loads_state)
+            trainer = _load_trainer(plan, config, algorithm, loaded.batch, accelerator, loads_state)
         # also scores what the advantages need; the audit itself may wait for the first step
         with phase("audit"):
             trainer.prepare()
@@ -162,6 +161,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
 
 def _load_trainer(
     plan: Plan,
+    config: Config,
     algorithm: algorithms.Algorithm,
     batch: Batch,
     accelerator: Accelerator,
@@ -175,14 +175,13 @@ def _load_trainer(
     from quiver.stages.common.models.loading import load_model
     from quiver.stages.common.models.merging import base_of
 
-    from . import state_folder, value_head
+    from . import critic
     from .accelerator import trainer_of
-    from .adapters import load_with_adapters
-    from .optimizer import load_state
+    from .lora import load_with_adapters
+    from .optimizer import load_state, read_tensors
 
     policy = plan.inputs["policy"]
-    config = kl_control.carried(plan)
-    critic = config.critic if algorithm.critic else None
+    kind = config.critic if algorithm.critic else None
     make_trainer, load_mapped = trainer_of(config, accelerator)
     load = load_mapped or partial(load_model, dtype=torch.float32, device=accelerator.device)
     whole = partial(load, policy, base=base_of(plan.store, policy))
@@ -190,7 +189,7 @@ def _load_trainer(
         model = load_with_adapters(config, plan.inputs, accelerator.device, load_mapped)
     else:
         model = whole()
-    value_trunk = value_head.trunk_of(whole()) if critic == "model" else None
+    value_trunk = critic.trunk_of(whole()) if kind == "model" else None
     if not config.train_vision:
         for parameter in sight(model):
             parameter.requires_grad_(False)
@@ -202,10 +201,10 @@ def _load_trainer(
         trainer.entropy_coef = policy.manifest.metrics.get("entropy_coef", config.entropy_coef)
         trainer.last_entropy = policy.manifest.metrics.get("last_entropy")
     if loads_state:
-        state = state_folder.read(policy, checkpoints.OPTIMIZER_FOLDER, optimizer="adamw")
+        state = read_tensors(policy, checkpoints.OPTIMIZER_FOLDER)
         load_state(trainer.optimizer, model, state)
-    if critic:
-        value_head.resume(
-            trainer.critic, trainer.optimizer, policy, critic, moments=config.load_optimizer
+    if kind:
+        critic.resume(
+            trainer.critic, trainer.optimizer, policy, kind, moments=config.load_optimizer
         )
     return trainer

@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -138,30 +139,28 @@ def learned_from(inputs: Mapping[str, Version]) -> dict[str, float]:
     {"reward/mean": 0.4, "reward/parts/length": 0.1, "completion_tokens/mean": 88.0,
      "completion_tokens/truncated": 0.02}
     """
-    newest = inputs["rollouts"].manifest
-    means: dict[str, list[tuple[float | None, int]]] = {}
-    for each in sets(inputs):
-        rollouts = each["rollouts"].manifest
-        rewards = each["rewards"].manifest
-        if rollouts.require_model("policy").weights != newest.require_model("policy").weights:
+    newest = inputs["rollouts"].manifest.require_model("policy").weights
+    numbers: dict[str, float] = {}
+    counts: Counter[str] = Counter()
+    for version in sets(inputs):
+        rollouts = version["rollouts"].manifest
+        rewards = version["rewards"].manifest
+        if rollouts.require_model("policy").weights != newest:
             continue
         rows = rollouts.rows
-        told = {
+        means = {
             "reward/mean": (rewards.metrics.get("reward_mean"), rewards.status.get("scored", 0)),
             "completion_tokens/mean": (rollouts.metrics.get("mean_completion_tokens"), rows),
             "completion_tokens/truncated": (rollouts.status.get("length", 0) / max(rows, 1), rows),
         }
         for name, part in rewards.metrics.get("functions", {}).items():
             num_scored = rewards.rows - part["null"] - part["errors"]
-            told[f"reward/parts/{name}"] = (part["mean"], num_scored)
-        for name, mean_and_count in told.items():
-            means.setdefault(name, []).append(mean_and_count)
-    numbers = {}
-    for name, pairs in means.items():
-        known = [(mean, count) for mean, count in pairs if mean is not None and count]
-        if known:
-            num_rows = sum(count for _, count in known)
-            numbers[name] = sum(mean * count for mean, count in known) / num_rows
+            means[f"reward/parts/{name}"] = (part["mean"], num_scored)
+        for name, (mean, count) in means.items():
+            if mean is not None and count:
+                counts[name] += count
+                before = numbers.get(name, 0.0)
+                numbers[name] = before + (mean - before) * count / counts[name]
     return numbers
 
 

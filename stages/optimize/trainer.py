@@ -2,9 +2,9 @@
 
 Each token's weight is computed for the whole step at once, so neither micro-batches nor ranks
 change loss or gradient. Weights stay in float32, or in bfloat16 with precision `bf16_stochastic`
-(see bf16.py). A step whose loss or gradient is not finite is skipped on every rank; three in a row
-stop the stage. Before the first update the logprobs are audited against the engine's. Nothing here
-knows of the store.
+(see `optimizer`). A step whose loss or gradient is not finite is skipped on every rank; three in a
+row stop the stage. Before the first update the logprobs are audited against the engine's. Nothing
+here knows of the store.
 
     trainer = Trainer(config, model, batch, algorithm, make_accelerator(config))
     trainer.prepare()              # a critic's values, the audit
@@ -32,16 +32,15 @@ from quiver.stages.common.forward.policy import Policy, score_and_judge, token_b
 from quiver.stages.common.forward.precision import narrow, resolve
 from quiver.stages.common.forward.verify import choose_kernel, choose_mode
 
-from . import critic, entropy, imitation, kl_control
-from .adapters import narrow_frozen
+from . import critic, terms
 from .algorithms import Algorithm
 from .audit import audit
 from .batch import Batch, Part, Step
 from .config import Config
+from .critic import ValueHead, with_trunk
+from .lora import narrow_frozen
 from .objective import NUM_SUMS, Objective
-from .optimizer import learning_rate, make_optimizer, total_norm
-from .saved_state import SavedState
-from .value_head import ValueHead, with_trunk
+from .optimizer import SavedState, learning_rate, make_optimizer, total_norm
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -111,12 +110,12 @@ class Trainer(SavedState):
         model."""
         self.places = 0
         self.entropy_coef = config.entropy_coef
-        """Coefficient of the next step, without regard to the target's cut-off; see entropy.py."""
+        """Coefficient of the next step, without regard to the target's cut-off; see terms.py."""
         self.last_entropy: float | None = None
         """Mean entropy over the tokens of the previous step, which may belong to an earlier
         training of this policy."""
         self.kl_coef = config.kl_coef
-        """KL coefficient of the next step, in the reward too; see kl_control.py."""
+        """KL coefficient of the next step, in the reward too; see terms.py."""
 
     def _prepare_model(self, value_trunk: nn.Module | None) -> None:
         """Prepare critic, packing, dtypes, attention kernel and optimizer. Each needs the ones
@@ -369,12 +368,12 @@ class Trainer(SavedState):
         """Return the per-token columns of the step. With `entropy_share` below 1, all its tokens
         are scored first."""
         weights = self.objective.weights(self.batch, members)
-        coef = entropy.bonus(self.config, self.entropy_coef, self.last_entropy)
+        coef = terms.entropy_bonus(self.config, self.entropy_coef, self.last_entropy)
         step = Step(
             weights,
             entropy_coef=coef,
             kl_coef=self.kl_coef if self.objective.kl_in_loss else 0.0,
-            nll_weights=imitation.weights(self.config, self.batch, members),
+            nll_weights=terms.nll_weights(self.config, self.batch, members),
         )
         share = self.config.entropy_share
         if share == 1:
@@ -382,7 +381,7 @@ class Trainer(SavedState):
         entropies = self._score_and_judge(active, self.batch.sequences)[2]
         positions = self.batch.positions(active)
         learns = torch.zeros(len(entropies), dtype=torch.bool)
-        learns[positions] = entropy.uncertain(entropies[positions], share)
+        learns[positions] = terms.uncertain(entropies[positions], share)
         return replace(step, learns=learns)
 
     def _sum_gradients(self) -> None:
@@ -418,10 +417,10 @@ class Trainer(SavedState):
             self.optimizer.step()
             self.step += 1
             self.last_entropy = update["entropy"]
-            self.entropy_coef = entropy.next_coefficient(
+            self.entropy_coef = terms.next_entropy_coef(
                 self.config, self.entropy_coef, self.last_entropy
             )
-            self.kl_coef = kl_control.next_coefficient(
+            self.kl_coef = terms.next_kl_coef(
                 self.config, self.kl_coef, update["kl"], update["rollouts"]
             )
         else:

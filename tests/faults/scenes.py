@@ -35,7 +35,7 @@ from quiver.stages.common.store.failpoints import VARIABLE
 from quiver.stages.common.store.notes import PROGRESS
 from quiver.stages.common.store.retention import remove
 from quiver.stages.common.store.writer import open_staging
-from quiver.stages.optimize import state_folder
+from quiver.stages.optimize.optimizer import write_tensors
 from quiver.stages.optimize.resume import SavedProgress
 from tests.stages.common.store.test_store import Settings, work_on
 
@@ -189,7 +189,7 @@ def _write_checkpoint(writers, seed: int, process: int) -> None:
     weights = {"weight": torch.full((64,), float(seed + 100 * process))}
     save_file(weights, writers["policy"].folder / "model.safetensors")
     folder = writers["policy"].folder / "optimizer"
-    state_folder.write(folder, weights, optimizer="adamw", step=3)
+    write_tensors(folder, weights)
     writers["policy"].finish()
 
 

@@ -19,8 +19,9 @@ from quiver.schemas.refs import parse
 from quiver.stages.common.runtime.runner import find, plan_of
 from quiver.stages.common.store import Store
 from quiver.stages.common.verification import verify
-from quiver.stages.optimize.checks import Sampled, check_lineage
+from quiver.stages.optimize.checks import check_lineage
 from quiver.stages.optimize.config import Config
+from quiver.stages.optimize.inputs import Sampled
 from tests import finished as made
 from tests.faults.broken import Raw, error_of, mutated, sealed, snapshot, to_text
 

@@ -20,8 +20,7 @@ from quiver.stages.generate.options import Sampling
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.generate.turns.config import Turns
 from quiver.stages.logprobs.config import Config as LogprobsConfig
-from quiver.stages.optimize.config import Audit, Correction
-from quiver.stages.optimize.lora import Lora
+from quiver.stages.optimize.config import Audit, Correction, Lora
 from quiver.stages.optimize.stage import Config as OptimizeConfig
 from quiver.stages.prompt.config import Config as PromptConfig
 from quiver.stages.prompt.config import Curriculum

@@ -104,7 +104,7 @@ TARGETS = (
             f"{OPTIMIZE}/test_otb.py",
             f"{OPTIMIZE}/test_optimize_refuses.py",
             f"{OPTIMIZE}/test_trainer.py",
-            f"{OPTIMIZE}/test_optimize_dist.py",
+            f"{OPTIMIZE}/test_ranks.py",
         ),
     ),
     Target(

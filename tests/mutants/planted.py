@@ -29,7 +29,7 @@ PLANTED = (
         "stages/optimize/estimators.py",
         "scored_lengths = torch.where(rewards.isnan(), 0.0, lengths.double())",
         "scored_lengths = lengths.double()",
-        (f"{OPTIMIZE}/test_advantages.py::test_opo_counts_the_tokens_of_scored_rollouts_alone",),
+        (f"{OPTIMIZE}/test_advantages.py::test_golden",),
     ),
     Planted(
         "dppo_kl_reversed",
@@ -56,7 +56,7 @@ PLANTED = (
         "stages/optimize/critic.py",
         "return rewards.index_add(0, last_tokens, earned.double() * batch.reward_scale)",
         "return rewards.index_add(0, last_tokens, earned.double()) * batch.reward_scale",
-        (f"{OPTIMIZE}/test_critic.py::test_the_kl_in_the_reward_is_not_scaled_with_it",),
+        (f"{OPTIMIZE}/test_critic.py::test_rewards_stand_on_the_last_token_and_the_kl_on_each",),
     ),
     Planted(
         "empty_turn_in_the_rollout_before",
@@ -81,23 +81,23 @@ PLANTED = (
     Planted(
         "scale_of_kept",
         "stages/optimize/rollouts.py",
-        "moments = reward_scaling.go_on(before, joined.rewards)",
-        "moments = reward_scaling.go_on(before, batch.rewards)",
-        (f"{OPTIMIZE}/test_ppo_stage.py::test_the_reward_scale_counts_every_scored_rollout",),
+        "moments = terms.reward_moments(before, joined.rewards)",
+        "moments = terms.reward_moments(before, batch.rewards)",
+        (f"{OPTIMIZE}/test_critic_stage.py::test_the_reward_scale_counts_every_scored_rollout",),
     ),
     Planted(
         "nll_of_bad_answers",
-        "stages/optimize/imitation.py",
+        "stages/optimize/terms.py",
         "if batch.rewards[row] >= config.nll_reward]",
         "if batch.rewards[row] >= config.nll_reward or batch.rewards[row] < 0]",
-        (f"{OPTIMIZE}/test_batch.py::test_what_is_learned_by_heart_has_the_least_reward_or_more",),
+        (f"{OPTIMIZE}/test_terms.py::test_what_is_learned_by_heart_has_the_least_reward_or_more",),
     ),
     Planted(
         "zero_variance_without_kl",
         "stages/optimize/rollouts.py",
         "is_equal = zero_variance(shaped_rewards, joined.groups)",
         "is_equal = zero_variance(joined.rewards, joined.groups)",
-        (f"{OPTIMIZE}/test_ppo_stage.py::test_zero_variance_is_of_the_rewards_less_the_kl",),
+        (f"{OPTIMIZE}/test_critic_stage.py::test_zero_variance_is_of_the_rewards_less_the_kl",),
     ),
     Planted(
         "turns_that_cancel_are_idle",
@@ -113,7 +113,7 @@ PLANTED = (
     ),
     Planted(
         "unpaid_turn_earns_one",
-        "stages/optimize/credit.py",
+        "stages/optimize/inputs.py",
         "earned = pc.list_flatten(column.filter(is_scored)).fill_null(0.0)",
         "earned = pc.list_flatten(column.filter(is_scored)).fill_null(1.0)",
         (f"{OPTIMIZE}/test_credit_of_turns.py::test_a_turn_without_a_reward_earned_nothing",),
@@ -123,7 +123,7 @@ PLANTED = (
         "stages/optimize/trainer.py",
         'self.last_entropy = update["entropy"]',
         'self.last_entropy = update["approx_kl"]',
-        (f"{OPTIMIZE}/test_entropy.py::test_the_coefficient_is_fed_by_the_entropy_of_the_step",),
+        (f"{OPTIMIZE}/test_terms.py::test_the_coefficient_is_fed_by_the_entropy_of_the_step",),
     ),
     Planted(
         "decay_of_vectors",
@@ -144,7 +144,7 @@ PLANTED = (
         "stages/optimize/trainer.py",
         '"ratio_max": float(self.accelerator.gather(log_ratio_max.exp()[None]).max()),',
         '"ratio_max": float(log_ratio_max.exp()),',
-        (f"{OPTIMIZE}/test_optimize_dist.py::test_two_ranks_train_as_one",),
+        (f"{OPTIMIZE}/test_ranks.py::test_two_ranks_train_as_one_process",),
     ),
     Planted(
         "unused_beside_no_text",

@@ -18,7 +18,7 @@ import torch
 
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.ragged import Ragged
-from quiver.stages.optimize import advantages, entropy, estimators, losses
+from quiver.stages.optimize import advantages, estimators, losses, terms
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize.accelerator import make_accelerator
 from quiver.stages.optimize.algorithms import ALGORITHMS, resolve
@@ -208,7 +208,7 @@ def test_bnpo_is_their_token_mean_of_one_micro_batch(trainer):
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.83])
 def test_the_tokens_of_highest_entropy(trainer, share):
     entropies = noise(15).abs()
-    learns = entropy.uncertain(entropies, share)
+    learns = terms.uncertain(entropies, share)
     assert 0 < learns.sum() < N
     made = trainer(loss_type="dapo", top_entropy_quantile=share)
     agree(
@@ -229,8 +229,10 @@ def test_the_adaptive_coefficient(trainer):
     plain = theirs(trainer(loss_type="dapo"), inputs)(NOW).item()
     for mean in (0.5, 0.9, 2.0, 0.7):
         found = theirs(made, inputs, torch.full((N,), mean, dtype=torch.float64))(NOW).item()
-        assert plain - found == pytest.approx(entropy.bonus(config, coef, last) * mean, abs=1e-6)
-        coef, last = entropy.next_coefficient(config, coef, mean), mean
+        assert plain - found == pytest.approx(
+            terms.entropy_bonus(config, coef, last) * mean, abs=1e-6
+        )
+        coef, last = terms.next_entropy_coef(config, coef, mean), mean
         assert made.entropy_coef == pytest.approx(coef)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.ragged import Ragged
-from quiver.stages.optimize import advantages, critic, estimators, kl_control
+from quiver.stages.optimize import advantages, critic, estimators, terms
 from quiver.stages.optimize.stage import Config
 from tests.oracles.peers import (
     GROUPS,
@@ -183,7 +183,7 @@ def test_the_adaptive_coefficient_of_the_kl():
     coef = 0.1
     for kl, rollouts in ((0.5, 50), (0.55, 50), (9.0, 50), (0.45, 100), (0.0, 100)):
         theirs.update(kl, rollouts)
-        coef = kl_control.next_coefficient(config, coef, kl, rollouts)
+        coef = terms.next_kl_coef(config, coef, kl, rollouts)
         assert coef == pytest.approx(theirs.value, rel=1e-12)
 
 

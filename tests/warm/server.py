@@ -46,7 +46,6 @@ _STAGES = (
     "quiver.stages.common.ranks",
     "quiver.stages.common.runtime.runner",
     "quiver.stages.optimize.accelerator",
-    "quiver.stages.optimize.agreement",
     "quiver.stages.optimize.resume",
     "quiver.stages.prompt.rows",
     "pandas",

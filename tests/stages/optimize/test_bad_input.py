@@ -6,20 +6,14 @@ no clean-up.
 """
 
 import sys
-import tempfile
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from quiver.schemas.errors import QuiverError
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.store import Store
 from quiver.stages.common.verification import verify
-from quiver.stages.optimize.stage import Config
 from tests.stages.optimize import world
-from tests.tiny import make_policy
 from tests.writing import run_here
 
 run = partial(run_here, "optimize")
@@ -154,17 +148,8 @@ CASES = {
     "kl_coef without a reference": Case(
         "E-CONFIG", 2, "optimize.kl_coef", ["0.1 needs the reference's logprobs"], "set kl_coef = 0", {"kl_coef": 0.1}
     ),
-    "kl_in_reward without a reference": Case(
-        "E-CONFIG", 2, "optimize.kl_coef", ["0.1 needs the reference's logprobs"], "set kl_coef = "
-                                                                                   "0",
-        {"kl_coef": 0.1, "kl_in_reward": True, "algorithm": "ppo"},
-    ),
-    "biased sampling": Case(
-        "E-CONFIG", 2, "tiny/rollouts@1", ["top_p = 0.9", "min_p = 0.1"], "optimize.allow_biased_sampling = true",
-        sampling={"top_p": 0.9, "min_p": 0.1},
-    ),
     "temperature 0": Case(
-        "E-CONFIG", 2, "tiny/rollouts@1", ["1 rows were sampled at temperature 0"], "generate at "
+        "E-CONFIG", 2, "tiny/rollouts@2", ["1 rows were sampled at temperature 0"], "generate at "
                                                                                     "temperature "
                                                                                     "> 0",
         rows=lambda row: {**row, "temperature": 0.0} if row["rollout_id"] == "r-001-2" else row,
@@ -173,11 +158,7 @@ CASES = {
         "E-NUMERIC", 8, "optimize audit", ["max_mean_gap = 0.1", "another temperature"], "the very checkpoint", rows=heated
     ),
     "no scored rollout": Case(
-        "E-NUMERIC", 8, "tiny/rewards@1", ["0 of 16 rollouts are scored"], "raise generate.sampling.max_tokens", score=lambda row: None
-    ),
-    "one scored rollout": Case(
-        "E-NUMERIC", 8, "tiny/rewards@1", ["1 of 16 rollouts are scored"], "raise generate.sampling.max_tokens",
-        {"algorithm": "reinforce_pp"}, score=lambda row: 1.0 if row["rollout_id"] == "r-000-0" else None,
+        "E-NUMERIC", 8, "tiny/rewards@2", ["0 of 16 rollouts are scored"], "raise generate.sampling.max_tokens", score=lambda row: None
     ),
     "NaN from the first step on": poisoned(0),
     "NaN from the third step on": poisoned(2),
@@ -231,106 +212,26 @@ CASES = {
 }  # fmt: skip
 
 
-@cache
-def sampled() -> list[dict]:
-    """Sixteen rollouts of the tiny policy, whose weights are the same in every test."""
-    with tempfile.TemporaryDirectory() as folder:
-        policy = make_policy(Store(folder))
-        return world.sample(load_model(policy, dtype=torch.float32), world.prompts(4), 4)
-
-
-def prepared(store, policy, case: Case) -> dict[str, str]:
-    """References of the policy and of rollouts and rewards as the case has them."""
-    rollouts = world.write_rollouts(
-        store, policy, [case.rows(row) for row in sampled()], sampling=case.sampling
-    )
-    return {
-        "policy": policy.ref,
-        "rollouts": rollouts.ref,
-        "rewards": world.write_rewards(store, rollouts, case.score).ref,
-    }
-
-
-def versions(store) -> dict[str, str]:
-    """Content hash of every version that there is."""
-    kinds = ("policy", "rollouts", "rewards", "advantages", "updates", "logprobs")
-    found = [
-        store.open(f"tiny/{kind}@{number}")
-        for kind in kinds
-        for number in store.numbers("tiny", kind)
-    ]
-    return {str(version.ref): version.manifest.content_hash for version in found}
+def prepared(store, policy, case: Case) -> tuple:
+    """Rollouts and rewards as the case has them."""
+    rows = world.make(store, policy, case.score)[0].table().to_pylist()
+    return world.scored(store, policy, [case.rows(row) for row in rows], case.score)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_bad_input(store, policy, case):
-    refs = prepared(store, policy, case)
-    before = versions(store)
+    made = prepared(store, policy, case)
+    before = {str(v.ref): v.manifest.content_hash for v in store.versions()}
     with pytest.raises(QuiverError) as caught:
-        run(Config(device="cpu", **case.config), store, **refs)
+        world.trained(store, policy, made, world.config(**case.config))
     error = caught.value
     assert (error.code, error.exit_code, error.object) == (case.code, case.exit_code, case.object)
     assert all(part in error.message for part in case.says), error.message
     assert case.next in error.next, error.next
-    assert any(
-        word in error.state for word in ("nothing was changed", "intact", "no version was written")
-    ), error.state
-    assert versions(store) == before and verify(store)[1] == []
+    intact = ("nothing was changed", "intact", "no version was written")
+    assert any(word in error.state for word in intact), error.state
+    after = {str(v.ref): v.manifest.content_hash for v in store.versions()}
+    assert after == before and verify(store)[1] == []
     good = prepared(store, policy, Case("", 0, "", [], ""))
-    assert (
-        str(run(Config(device="cpu", algorithm="bad_algo:FINE"), store, **good)) == "tiny/policy@1"
-    )
-
-
-# -- what is not an error
-
-
-def test_equal_rewards_are_said_and_go_on_with_the_same_weights(store, policy, caplog):
-    refs = prepared(store, policy, Case("", 0, "", [], "", score=lambda row: 0.5))
-    done = store.open(run(Config(device="cpu"), store, **refs))
-    assert done.manifest.metrics["all_advantages_zero"] and done.manifest.metrics["steps"] == 0
-    assert "every advantage is 0" in caplog.text
-    before, after = (
-        dict(load_model(version, dtype=torch.float32).named_parameters())
-        for version in (policy, done)
-    )
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-
-
-def test_fewer_than_three_bad_steps_are_left_out(store, policy):
-    """Two good steps, then two that are not finite: not three in a row, so what was learnt before
-    is kept."""
-    refs = prepared(store, policy, Case("", 0, "", [], ""))
-    config = Config(device="cpu", algorithm="bad_algo:POISONED", epochs=4, options={"after": 2})
-    done = store.open(run(config, store, **refs))
-    rows = store.open(done.manifest.metrics["updates"]).table().to_pylist()
-    assert [row["applied"] for row in rows] == [True, True, False, False]
-    assert done.manifest.metrics["skipped_steps"] == 2
-
-
-def test_rows_of_different_temperatures_are_each_taken_at_their_own(store, policy):
-    model = load_model(policy, dtype=torch.float32)
-    rows = [
-        {
-            **row,
-            "rollout_id": f"{temperature}-{row['rollout_id']}",
-            "group_id": f"{temperature}-{row['group_id']}",
-        }
-        for temperature in (0.6, 1.0, 1.7)
-        for row in world.sample(model, world.prompts(3), 4, temperature=temperature)
-    ]
-    rollouts = world.write_rollouts(store, policy, rows)
-    rewards = world.write_rewards(store, rollouts, world.even_share)
-    done = store.open(
-        run(
-            Config(device="cpu"),
-            store,
-            policy=policy.ref,
-            rollouts=rollouts.ref,
-            rewards=rewards.ref,
-        )
-    )
-    assert (
-        done.manifest.metrics["audit"]["max_gap"] < 1e-4
-        and done.manifest.metrics["audit"]["rollouts"] > 30
-    )
+    done = world.trained(store, policy, good, world.config(algorithm="bad_algo:FINE"))
+    assert str(done.ref) == "tiny/policy@1"

@@ -2,28 +2,18 @@
 stage on a tiny model."""
 
 import json
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from quiver.schemas.errors import ConfigError
-from quiver.stages.common.config import parse
 from quiver.stages.common.forward.precision import narrow
 from quiver.stages.common.models.loading import load_model
-from quiver.stages.optimize import state_folder
-from quiver.stages.optimize.bf16 import Bf16AdamW, round_by_chance
-from quiver.stages.optimize.optimizer import load_state, make_optimizer, masters
-from quiver.stages.optimize.stage import Config
-from tests.stages.optimize import test_trainer, world
-from tests.stages.optimize.test_seq2seq_policies import sampled
-from tests.tiny import make_policy
-from tests.writing import run_here
-
-run = partial(run_here, "optimize")
-
+from quiver.stages.optimize.optimizer import (
+    Bf16AdamW,
+    round_by_chance,
+)
+from tests.stages.optimize import world
 
 DRAWS = 40_000
 
@@ -123,21 +113,15 @@ def test_a_weight_takes_torchs_step_and_is_rounded_by_chance():
 
 def test_small_steps_add_up():
     """600 steps of a hundredth of a bfloat16 step each, all one way: in the mean the weights come
-    to where float32 comes."""
-    start, rate = 1.0, 2.0**-8 / 100
-    found = {}
-    for name in ("nearest", "stochastic"):
-        weights = torch.nn.Parameter(torch.full((2000,), start))
-        narrow(torch.nn.ParameterList([weights]))
-        made = Bf16AdamW([{"params": [weights]}], seed=0, step=0, lr=rate)
-        for _ in range(600):
-            before = weights.detach().clone()
-            _step(made, [weights], [torch.full((2000,), 1.0)])
-            if name == "nearest":
-                weights.data = (before.float() - rate).bfloat16()
-        found[name] = weights.detach().double().mean().item()
-    assert found["nearest"] == start
-    assert found["stochastic"] == pytest.approx(start - 600 * rate, abs=0.04 * 600 * rate)
+    to where float32 comes. Rounded to nearest they would never leave."""
+    rate = 2.0**-8 / 100
+    weights = torch.nn.Parameter(torch.ones(2000))
+    narrow(torch.nn.ParameterList([weights]))
+    made = Bf16AdamW([{"params": [weights]}], seed=0, step=0, lr=rate)
+    for _ in range(600):
+        _step(made, [weights], [torch.ones(2000)])
+    mean = weights.detach().double().mean().item()
+    assert mean == pytest.approx(1 - 600 * rate, abs=0.04 * 600 * rate)
 
 
 def test_the_noise_is_of_seed_step_and_parameter():
@@ -158,209 +142,101 @@ def test_the_noise_is_of_seed_step_and_parameter():
         assert 0.4 < float((first[0] == other).double().mean()) < 0.6
 
 
-def test_masters_that_are_not_the_policys_weights_are_refused(policy):
-    model = load_model(policy, dtype=torch.float32)
-    found = masters(model, narrow(model))
-    made = make_optimizer(Config(), model)
-    name = next(iter(found))
-    load_state(made, model, found)
-    found[name] = found[name] + 1
-    with pytest.raises(ConfigError, match=f"float32 weights of {name.removeprefix('master.')}"):
-        load_state(made, model, found)
-
-
 # -- the stage
 
 
-def _config(**values) -> Config:
-    return Config(**{"device": "cpu", "learning_rate": 1e-3, **values})
+@pytest.mark.parametrize("precision", ["bf16", "bf16_stochastic"])
+def test_the_first_ratio_is_one_and_the_gradient_float32s(store, policy, made, precision):
+    inputs = dict(zip(("policy", "rollouts", "rewards"), (policy, *made), strict=True))
+    gradients = {}
+    for name in ("fp32", precision):
+        config = world.config(precision=name, audit={"enabled": False}, token_budget=40)
+        trainer = world.trainer(store, inputs, config)
+        trainer.batch.old_logprobs.copy_(trainer.score(range(16)))
+        numbers = world.step(trainer)
+        assert numbers["ratio_max"] == pytest.approx(1.0, abs=1e-6) and numbers["approx_kl"] < 1e-9
+        assert numbers["microbatches"] > 2
+        gradients[name] = torch.cat([p.grad.flatten() for p in trainer.parameters])
+    distance = (gradients[precision] - gradients["fp32"]).norm() / gradients["fp32"].norm()
+    assert float(distance) < 0.1
 
 
-def _run(store, policy, made, config, **refs):
-    named = {"policy": policy.ref, "rollouts": made[0].ref, "rewards": made[1].ref, **refs}
-    return store.open(run(config, store, **named))
+STATE = "optimizer/state.safetensors"
+LATER = {"max_staleness": 3, "audit": {"enabled": False}}
 
 
-def _tensors(version, name: str = "model.safetensors") -> dict[str, torch.Tensor]:
-    return load_file(version.files.folder / name)
-
-
-@pytest.fixture
-def made(store, policy):
-    """(rollouts, rewards) of the tiny policy."""
-    return world.make(store, policy, world.even_share)
-
-
-def test_the_policy_is_bfloat16_on_disk_too(store, policy, made):
-    done = _run(store, policy, made, _config(precision="bf16_stochastic", minibatches=2))
+def test_the_policy_is_bfloat16_on_disk_too(store, policy):
+    """A value head stays float32."""
+    made = world.make(store, policy, world.even_share)
+    config = world.config(
+        algorithm="ppo", precision="bf16_stochastic", epochs=3, critic_learning_rate=1e-2
+    )
+    done = world.trained(store, policy, made, config)
     metrics = done.manifest.metrics
     assert metrics["precision"] == "bf16_stochastic" and metrics["skipped_steps"] == 0
     assert 1e-4 < metrics["audit"]["mean_gap"] < 0.03
-    weights, kept = _tensors(done), _tensors(done, "optimizer/state.safetensors")
-    assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+    moments = world.weights(done, STATE)
+    assert {value.dtype for value in world.weights(done).values()} == {torch.bfloat16}
     assert json.loads((done.files.folder / "config.json").read_bytes())["dtype"] == "bfloat16"
-    assert {value.dtype for value in kept.values()} == {torch.float32}
-    assert {name.partition(".")[0] for name in kept} == {"exp_avg", "exp_avg_sq", "updates"}
-
-
-@pytest.mark.parametrize("precision", ["bf16", "bf16_stochastic"])
-def test_the_first_ratio_is_one_and_the_gradient_float32s(policy, precision):
-    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(4), 4)
-    for row in rows:
-        row |= {
-            "old": row["old_logprobs"],
-            "reward": world.even_share(row),
-            "group": int(row["group_id"][2:]),
-        }
-    everyone, found = list(range(16)), {}
-    for name in ("fp32", precision):
-        config = _config(precision=name, audit={"enabled": False}, token_budget=40)
-        trainer = test_trainer._trainer(policy, rows, config, "grpo")
-        trainer.batch.old_logprobs.copy_(trainer.score(everyone))
-        numbers = trainer.accumulate(everyone, everyone)
-        assert numbers["ratio_max"] == pytest.approx(1.0, abs=1e-6) and numbers["approx_kl"] < 1e-9
-        assert numbers["microbatches"] > 2
-        found[name] = torch.cat([parameter.grad.flatten() for parameter in trainer.parameters])
-    distance = float((found[precision] - found["fp32"]).norm() / found["fp32"].norm())
-    assert distance < 0.1
-
-
-def test_two_iterations_of_one_step_are_one_of_two_bit_for_bit(store, policy, made):
-    common = {"max_staleness": 1, "precision": "bf16_stochastic"}
-    together = _run(store, policy, made, _config(epochs=2, **common), into="together")
-    first = _run(store, policy, made, _config(epochs=1, **common))
-    second = _run(store, first, made, _config(epochs=1, audit={"enabled": False}, **common))
-    for name in ("model.safetensors", "optimizer/state.safetensors"):
-        one, other = _tensors(together, name), _tensors(second, name)
-        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-
-
-def test_another_precision_goes_on_from_the_policys_weights(store, policy, made):
-    """Rates of 1e-9 move no weight that bfloat16 could tell from where it was."""
-    common = {"max_staleness": 3, "audit": {"enabled": False}, "learning_rate": 1e-9}
-    first = _run(store, policy, made, _config(save_dtype="bfloat16", **common))
-    for precision in ("fp32", "bf16_stochastic"):
-        after = _run(store, first, made, _config(precision=precision, **common))
-        kept = _tensors(after, "optimizer/state.safetensors")
-        assert after.manifest.metrics["step"] == 2 and float(kept["updates"]) == 2
-        for name, value in _tensors(after).items():
-            torch.testing.assert_close(
-                value.float(), _tensors(first)[name].float(), rtol=2**-7, atol=2e-9
-            )
-            assert f"master.{name}" not in kept
+    head = world.weights(done, "value_head/state.safetensors")
+    assert {value.dtype for value in (*moments.values(), *head.values())} == {torch.float32}
+    assert {name.partition(".")[0] for name in moments} == {"exp_avg", "exp_avg_sq", "updates"}
+    updates = world.updates(store, done)
+    assert updates[-1]["value_loss"] < updates[0]["value_loss"]
 
 
 def test_weights_on_disk_may_be_bfloat16_and_the_training_goes_on_in_float32(store, policy, made):
-    """Two iterations are those of float32 files, bit for bit: its weights went with the optimizer's
-    state."""
-    common = {"max_staleness": 1, "audit": {"max_mean_gap": 1.0}}
+    """Two iterations are those of float32 files, bit for bit: the weights went with the optimizer's
+    state. In several files it is the same model."""
     policies = {}
     for dtype in ("float32", "bfloat16"):
-        first = _run(store, policy, made, _config(save_dtype=dtype, **common))
-        config = _config(save_dtype=dtype, **common)
-        policies[dtype] = first, _run(store, first, made, config)
+        first = world.trained(store, policy, made, world.config(save_dtype=dtype, **LATER))
+        config = world.config(save_dtype=dtype, seed=1, **LATER)
+        policies[dtype] = first, world.trained(store, first, made, config)
     for wide, rounded_policy in zip(*policies.values(), strict=True):
-        masters = _tensors(rounded_policy, "optimizer/state.safetensors")
-        rounded = _tensors(rounded_policy)
+        masters = world.weights(rounded_policy, STATE)
+        rounded = world.weights(rounded_policy)
         assert json.loads(rounded_policy.files.read("config.json"))["dtype"] == "bfloat16"
-        for name, weight in _tensors(wide).items():
+        for name, weight in world.weights(wide).items():
             assert torch.equal(masters[f"master.{name}"], weight)
             assert torch.equal(rounded[name], weight.bfloat16())
 
 
+def test_another_precision_goes_on_from_the_policys_weights(store, policy, made):
+    """Rates of 1e-9 move no weight that bfloat16 could tell from where it was."""
+    slow = {"learning_rate": 1e-9, **LATER}
+    first = world.trained(store, policy, made, world.config(save_dtype="bfloat16", **slow))
+    for precision in ("fp32", "bf16_stochastic"):
+        after = world.trained(store, first, made, world.config(precision=precision, **slow))
+        moments = world.weights(after, STATE)
+        assert after.manifest.metrics["step"] == 2 and float(moments["updates"]) == 2
+        assert not any(name.startswith("master") for name in moments)
+        weights = world.weights(first)
+        for name, value in world.weights(after).items():
+            torch.testing.assert_close(value.float(), weights[name].float(), rtol=2**-7, atol=2e-9)
+
+
 def test_a_model_in_several_files_is_the_same_model(store, policy, made, monkeypatch):
-    together = _run(store, policy, made, _config(), into="together")
+    together = world.trained(store, policy, made, into="together")
     monkeypatch.setattr("quiver.stages.common.models.checkpoints.FILE_BYTES", 60_000)
-    apart = _run(store, policy, made, _config(), into="apart")
-    sizes = {
-        entry.name: entry.bytes
+    apart = world.trained(store, policy, made, into="apart")
+    sizes = [
+        entry.bytes
         for entry in apart.manifest.files
         if entry.name.endswith(".safetensors") and "/" not in entry.name
-    }
-    assert len(sizes) > 2 and max(sizes.values()) < 90_000  # the embedding alone has 81,920
+    ]
+    assert len(sizes) > 2 and max(sizes) < 90_000  # the embedding alone has 81,920
     assert "model.safetensors.index.json" in apart.files.names
-    weights = _tensors(together)
-    for name, parameter in load_model(apart, dtype=torch.float32).named_parameters():
-        assert torch.equal(parameter, weights[name]), name
-    common = {"max_staleness": 1, "audit": {"enabled": False}}
-    after = [_run(store, start, made, _config(**common)) for start in (together, apart)]
-    monkeypatch.undo()
+    after = [
+        world.trained(store, start, made, world.config(**LATER)) for start in (together, apart)
+    ]
     one, other = (load_model(version, dtype=torch.float32).state_dict() for version in after)
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_weights_on_disk_in_bfloat16_want_the_optimizers_state():
-    with pytest.raises(ValueError, match="save_dtype 'bfloat16' keeps the float32 weights"):
-        _config(save_dtype="bfloat16", save_optimizer=False)
-    _config(save_dtype="bfloat16", save_optimizer=False, lora={})
-
-
-def test_weights_on_disk_in_bfloat16_do_not_go_with_tight_bounds():
-    """Of 200 ids the geometric ratio to rounded weights is off by more than gspo's bounds."""
-    for options in ({"algorithm": "gspo"}, {"prox_of": "start"}):
-        with pytest.raises(ValueError, match="save_dtype 'bfloat16' does not go with"):
-            _config(save_dtype="bfloat16", **options)
-        _config(save_dtype="bfloat16", precision="bf16_stochastic", **options)
+    assert world.are_equal(one, other)
 
 
 def test_nothing_to_learn_keeps_the_masters(store, policy, made):
     rewards = world.write_rewards(store, made[0], lambda row: 1.0)
-    done = _run(store, policy, (made[0], rewards), _config(save_dtype="bfloat16"))
-    kept = state_folder.read(done, "optimizer")
-    assert all(
-        torch.equal(kept[f"master.{name}"], value) for name, value in _tensors(policy).items()
-    )
-
-
-def test_a_value_head_stays_float32(store, policy):
-    rollouts = sampled(store, policy, groups=12, each=1)
-    made = rollouts, world.write_rewards(store, rollouts, world.even_share)
-    done = _run(
-        store,
-        policy,
-        made,
-        _config(algorithm="ppo", precision="bf16_stochastic", epochs=3, critic_learning_rate=1e-2),
-    )
-    assert {value.dtype for value in _tensors(done).values()} == {torch.bfloat16}
-    assert {value.dtype for value in _tensors(done, "value_head/state.safetensors").values()} == {
-        torch.float32
-    }
-    updates = store.open(done.manifest.metrics["updates"]).table().to_pylist()
-    assert updates[-1]["value_loss"] < updates[0]["value_loss"]
-
-
-@pytest.mark.parametrize(
-    "values, said",
-    [({"lora": {"rank": 4}}, "lora"), ({"algorithm": "ppo", "critic": "model"}, "critic")],
-)
-def test_what_trains_other_weights_is_refused(values, said):
-    with pytest.raises(
-        ConfigError, match=f"precision 'bf16_stochastic' does not go with {said}.*take 'bf16'"
-    ):
-        parse(Config, {"precision": "bf16_stochastic", **values}, "optimize")
-
-
-@pytest.mark.parametrize("precision", ["bf16_master", "fp32_fast"])
-def test_a_precision_that_is_not_there_is_told_with_those_that_are(precision):
-    with pytest.raises(ConfigError, match="'auto', 'fp32', 'bf16' or 'bf16_stochastic'"):
-        parse(Config, {"precision": precision}, "optimize")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "t5"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_stochastic"])
-def test_it_learns_to_prefer_even_ids(store, precision, kind):
-    policy, shares = make_policy(store, kind, kind), []
-    config = _config(precision=precision, learning_rate=2e-2, minibatches=2)
-    for iteration in range(11):
-        rollouts = sampled(store, policy, groups=6, each=16, seed=iteration, temperature=1.0)
-        shares.append(
-            float(np.mean([world.even_share(row) for row in rollouts.table().to_pylist()]))
-        )
-        policy = _run(
-            store,
-            policy,
-            (rollouts, world.write_rewards(store, rollouts, world.even_share, run=kind)),
-            config,
-        )
-    assert shares[-1] > shares[0] + 0.15
+    config = world.config(save_dtype="bfloat16")
+    done = world.trained(store, policy, (made[0], rewards), config)
+    weights = {f"master.{name}": value for name, value in world.weights(policy).items()}
+    assert world.are_equal(world.weights(done, STATE), weights)

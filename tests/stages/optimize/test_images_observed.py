@@ -10,10 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from quiver.schemas.errors import ConfigError, LineageError, NumericError
+from quiver.schemas.errors import ConfigError, LineageError
 from quiver.stages.common.environments.environment import (
-    Step,
-    Turn,
     for_people,
     pictures_in,
     read_answer,
@@ -147,15 +145,6 @@ def test_the_trainer_sees_what_the_engine_saw(saved, packing):
     assert metrics["audit"]["max_gap"] < 1e-5 and metrics["audit"]["rollouts"] == 9
 
 
-def test_logprobs_are_scored_with_what_was_shown(saved):
-    store, rollouts = saved
-    config = {"role": "ref", "precision": "fp32", "device": "cpu"}
-    scored = run_here("logprobs", config, store, rollouts=rollouts, policy=sight.REFS["policy"])
-    sampled = store.open(rollouts).table()["old_logprobs"].to_pylist()
-    for now, then in zip(store.open(scored).table()["logprobs"].to_pylist(), sampled, strict=True):
-        assert now == pytest.approx(then, abs=1e-5)
-
-
 def test_rows_that_are_taken_keep_what_they_were_shown(saved):
     store, rollouts = saved
     version = store.open(rollouts)
@@ -166,20 +155,6 @@ def test_rows_that_are_taken_keep_what_they_were_shown(saved):
     for name in ("numbers", "starts", "places"):
         whole, part = getattr(observed, name), getattr(taken, name)
         assert [part[n].tolist() for n in range(3)] == [whole[row].tolist() for row in rows]
-
-
-def test_replay_keeps_what_each_version_showed(tmp_path):
-    """Two versions of episodes, and one that was shown nothing after its prompts."""
-    store, config, refs = episodes_of(tmp_path)
-    one_turn = {**config["turns"], "max_turns": 1}
-    made = []
-    for options in ({"turns": one_turn}, {}, {"seed": 1}):
-        rollouts = str(run_here("generate", {**config, **options}, store, **refs))
-        made.append(paid(store, rollouts))
-    joined = {kind: [each[kind] for each in made] for kind in ("rollouts", "rewards")}
-    ref = run_here("optimize", OPTIMIZE, store, policy=sight.REFS["policy"], **joined)
-    audit = store.open(ref).manifest.metrics["audit"]
-    assert audit["max_gap"] < 1e-5 and audit["rollouts"] > 20
 
 
 def test_prompts_need_not_show_any(tmp_path):
@@ -195,19 +170,6 @@ def test_prompts_need_not_show_any(tmp_path):
     config = {"role": "ref", "device": "cpu"}
     with pytest.raises(LineageError, match="by another processor"):
         run_here("logprobs", config, store, rollouts=rollouts, policy=str(other))
-
-
-def test_swapped_pictures_fail_the_audit(tmp_path):
-    """As if another picture had been shown after the first turn."""
-    store, config, refs = episodes_of(tmp_path)
-    rollouts = str(run_here("generate", config, store, **refs))
-    rows = store.open(rollouts).table().to_pylist()
-    for row in rows:
-        for image in row["images"] or []:
-            image["bytes"] = sight.png(7, (20, 30))
-    swapped = write_again(store, rollouts, rows)
-    with pytest.raises(NumericError, match="differ"):
-        run_here("optimize", OPTIMIZE, store, **paid(store, swapped))
 
 
 def test_what_was_shown_behind_a_sampled_id_of_a_picture_may_be_scored(saved):
@@ -339,61 +301,6 @@ def test_a_branch_shows_what_was_shown_before(saved):
         assert sum(part.count(IMAGE) for part in ids) == row["prompt_ids"].count(IMAGE)
 
 
-@pytest.mark.parametrize(
-    "content, read",
-    [
-        ([{"type": "image", "image": b"x"}, {"type": "text", "text": "y"}], ("y", ["eA=="])),
-        ([{"type": "text", "text": "y"}], ("y", None)),
-        ("y", ("y", None)),
-    ],
-)
-def test_parts_of_messages(content, read):
-    (message,) = read_messages([{"role": "user", "content": content}])
-    assert (message["content"], message.get("images")) == read
-
-
-@pytest.mark.parametrize(
-    "part, shown",
-    [
-        ({"type": "text", "text": 1}, '{"type": "text", "text": …}'),
-        ({"type": "image"}, '{"type": "image"}'),
-        ({"url": "data:" + "A" * 1000, "type": "image_url"}, '{"type": "image_url", "url": …}'),
-        ("text", "text"),
-        (None, "null"),
-    ],
-)
-def test_other_parts_are_refused(part, shown):
-    with pytest.raises(ValueError, match=f"a part of a message is {shown}, expected pictures"):
-        read_messages([{"role": "user", "content": [part]}])
-
-
-def test_a_picture_behind_a_text_is_refused():
-    parts = [{"type": "text", "text": "y"}, {"type": "image", "image": b"x"}]
-    with pytest.raises(ValueError, match="expected pictures"):
-        read_messages([{"role": "user", "content": parts}])
-    with pytest.raises(ValueError, match="images are bytes, expected a list"):
-        read_step({"text": "y", "images": b"x"})
-
-
-def test_a_tool_may_return_a_picture(tmp_path):
-    from quiver.stages.common.environments.adapters import open_source
-    from quiver.stages.generate.turns.tool_calls import Call
-
-    (tmp_path / "tools.py").write_text(
-        "from PIL import Image\n\n"
-        "def screenshot(side: int):\n"
-        '    """Look.\n\n    Args:\n        side: of it.\n    """\n'
-        "    return Image.new('RGB', (side, side))\n"
-    )
-    environment = open_source("", [f"{tmp_path}/tools.py:screenshot"], {}).make()
-    environment.reset({}, 0)
-    step = environment.step(Turn("", (Call("screenshot", {"side": 3}),)))
-    (message,) = step.observation()
-    assert (message["role"], message["name"], message["content"]) == ("tool", "screenshot", "")
-    (content,) = pictures_in([message])
-    assert sight.decode(content).size == (3, 3)
-
-
 def test_an_id_that_was_sampled_before_a_picture_costs_vllm_its_episode(tmp_path):
     """Where pictures go it knows by that id alone, so it could not be told which is which."""
     store, config, refs = episodes_of(tmp_path)
@@ -434,6 +341,25 @@ def test_a_template_without_pictures_is_refused_before_anything_is_sampled(tmp_p
     assert refusal.value.object == "generate.turns.max_images"
 
 
+@pytest.mark.parametrize(
+    "part, shown",
+    [
+        ({"type": "text", "text": 1}, '{"type": "text", "text": …}'),
+        ({"type": "image"}, '{"type": "image"}'),
+        ({"url": "data:" + "A" * 1000, "type": "image_url"}, '{"type": "image_url", "url": …}'),
+        (None, "null"),
+    ],
+)
+def test_other_parts_are_refused(part, shown):
+    with pytest.raises(ValueError, match=f"a part of a message is {shown}, expected pictures"):
+        read_messages([{"role": "user", "content": [part]}])
+    behind = [{"type": "text", "text": "y"}, {"type": "image", "image": b"x"}]
+    with pytest.raises(ValueError, match="expected pictures"):
+        read_messages([{"role": "user", "content": behind}])
+    with pytest.raises(ValueError, match="images are bytes, expected a list"):
+        read_step({"text": "y", "images": b"x"})
+
+
 def picture(mode: str) -> Image.Image:
     return Image.new("RGB", (3, 2), (255, 0, 0)).convert(mode)
 
@@ -455,12 +381,6 @@ def test_what_a_tool_may_return(returned, content, count):
     assert message["content"] == content
     shown = pictures_in([message])
     assert len(shown) == count and all(sight.decode(each) for each in shown)
-
-
-def test_an_episode_may_begin_with_a_step():
-    messages = read_messages(Step(text="Look.", images=[picture("RGB")]))
-    assert messages == read_messages({"text": "Look.", "images": [picture("RGB")]})
-    assert messages[0]["content"] == "Look." and len(pictures_in(messages)) == 1
 
 
 def test_people_are_told_the_beginning_of_a_pictures_own_hash():

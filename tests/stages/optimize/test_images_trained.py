@@ -7,19 +7,17 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from quiver.schemas.errors import LineageError, NumericError
+from quiver.schemas.errors import NumericError
 from quiver.stages.common.forward.layout import Sequences, prompt_numbers
 from quiver.stages.common.forward.pictures import feature_places
 from quiver.stages.common.forward.policy import Policy
 from quiver.stages.common.forward.verify import choose_mode
 from quiver.stages.common.images.dataset import load_pictures
 from quiver.stages.common.ragged import Ragged
-from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
-from quiver.stages.optimize.config import Config
 from tests import sight
 from tests.stages.common.forward.test_policy import packed
-from tests.writing import begin
+from tests.writing import begin, run_here
 
 ROWS = [
     {"prompt": "What is seven", "images": ["0.png"]},
@@ -45,7 +43,7 @@ OPTIMIZE = {
 def make_store(folder, kind: str) -> Store:
     """A policy that sees, and its rollouts on four prompts."""
     store = sight.make_prompts(folder, ROWS, kind)
-    run_stage("generate", sight.GENERATE, store, in_process=True, **REFS)
+    run_here("generate", sight.GENERATE, store, **REFS)
     (folder / "rewards.py").write_text(REWARD)
     score(store, "sees/rollouts@1")
     return store
@@ -53,7 +51,7 @@ def make_store(folder, kind: str) -> Store:
 
 def score(store: Store, rollouts: str) -> str:
     config = {"functions": [{"use": f"{store.path.parent}/rewards.py:score"}]}
-    return str(run_stage("reward", config, store, rollouts=rollouts, in_process=True))
+    return str(run_here("reward", config, store, rollouts=rollouts))
 
 
 @pytest.fixture(scope="module", params=["idefics3", "llava"])
@@ -187,7 +185,7 @@ def changed_parts(store: Store, **options) -> set[str]:
     """Which parts of the model a training changes."""
     refs = {"rollouts": "sees/rollouts@1", "rewards": "sees/rewards@1", "policy": REFS["policy"]}
     config = {**OPTIMIZE, **options}
-    ref = run_stage("optimize", config, store, into="trained", in_process=True, **refs)
+    ref = run_here("optimize", config, store, into="trained", **refs)
     report = store.open(ref).manifest.metrics["audit"]
     assert report["max_gap"] < 1e-5
     before, after = weights_of(store, REFS["policy"]), weights_of(store, str(ref))
@@ -205,40 +203,33 @@ def test_what_sees_is_trained_only_where_it_is_asked_for(store):
     assert "vision" in everything and everything & {"connector", "projector"}
 
 
-def test_adapters_do_not_train_what_sees():
-    with pytest.raises(ValueError, match="adapters are of the language model alone"):
-        Config(algorithm="grpo", lora={}, train_vision=True)
-
-
 def test_a_version_may_have_lost_all_of_its_pictures(tmp_path):
     """The prompt that showed one was too long, and another version has some."""
     store = make_store(tmp_path, "idefics3")
     rows = [{"prompt": "six " * 20, "images": ["0.png"]}, {"prompt": "two", "images": []}]
     source = sight.write_rows(tmp_path, rows, "lost.jsonl")
     config = {"source": source, "prompt": "prompt", "images": "images"}
-    prompts = run_stage(
-        "prompt", config, store, into="lost", policy=REFS["policy"], in_process=True
-    )
+    prompts = run_here("prompt", config, store, into="lost", policy=REFS["policy"])
     config = {**sight.GENERATE, "max_model_len": 40, "overlong": "drop"}
     refs = {"prompts": str(prompts), "policy": REFS["policy"]}
-    lost = str(run_stage("generate", config, store, into="lost", in_process=True, **refs))
+    lost = str(run_here("generate", config, store, into="lost", **refs))
     assert len(store.open(lost).table()) == 3
     refs = {
         "rollouts": ["sees/rollouts@1", lost],
         "rewards": ["sees/rewards@1", score(store, lost)],
         "policy": REFS["policy"],
     }
-    ref = run_stage("optimize", OPTIMIZE, store, in_process=True, **refs)
+    ref = run_here("optimize", OPTIMIZE, store, **refs)
     assert store.open(ref).manifest.metrics["audit"]["max_gap"] < 1e-5
 
 
 def test_trained_weights_are_a_policy_that_sees(store):
     config = {**OPTIMIZE, "train_vision": True, "activation_checkpointing": True}
     refs = {"rollouts": "sees/rollouts@1", "rewards": "sees/rewards@1", "policy": REFS["policy"]}
-    trained = run_stage("optimize", config, store, into="next", in_process=True, **refs)
+    trained = run_here("optimize", config, store, into="next", **refs)
     generate = {"engine": "transformers", "dtype": "float32", "sampling": {"max_tokens": 4}}
     refs = {"prompts": REFS["prompts"], "policy": str(trained)}
-    rollouts = run_stage("generate", generate, store, in_process=True, into="next", **refs)
+    rollouts = run_here("generate", generate, store, into="next", **refs)
     model = store.open(rollouts).manifest.models[0]
     assert model.processor == store.open("sees/rollouts@1").manifest.models[0].processor != ""
 
@@ -277,97 +268,13 @@ def test_swapped_pictures_fail_the_audit(tmp_path):
     rollouts = with_other_pictures(store, swap)
     refs = {"rollouts": rollouts, "rewards": score(store, rollouts), "policy": REFS["policy"]}
     with pytest.raises(NumericError, match="differ"):
-        run_stage("optimize", OPTIMIZE, store, in_process=True, **refs)
+        run_here("optimize", OPTIMIZE, store, **refs)
 
 
 def test_logprobs_are_scored_with_the_pictures(store):
     config = {"role": "ref", "precision": "fp32", "device": "cpu"}
     refs = {"rollouts": "sees/rollouts@1", "policy": REFS["policy"]}
-    scored = store.open(run_stage("logprobs", config, store, in_process=True, **refs)).table()
+    scored = store.open(run_here("logprobs", config, store, **refs)).table()
     sampled = store.open("sees/rollouts@1").table()
     for now, then in zip(scored["logprobs"], sampled["old_logprobs"], strict=True):
         np.testing.assert_allclose(now.as_py(), then.as_py(), atol=1e-5)
-
-
-def test_another_processor_is_not_taken(store, tmp_path):
-    folder = tmp_path / "other"
-    kind = "llava" if "llava" in str(store.path) else "idefics3"
-    sight.make_folder(folder, kind)
-    path = folder / "processor_config.json"
-    path.write_text(path.read_text().replace("0.5,", "0.4,").replace("0.48", "0.38"))
-    policy = run_stage("policy", {"model": str(folder)}, store, into="other", in_process=True)
-    config = {"role": "ref", "device": "cpu"}
-    refs = {"rollouts": "sees/rollouts@1", "policy": str(policy)}
-    with pytest.raises(LineageError, match="by another processor"):
-        run_stage("logprobs", config, store, in_process=True, **refs)
-
-
-def test_replay_keeps_each_versions_pictures(tmp_path):
-    """Two versions over the same prompts, and one over prompts without pictures."""
-    store = make_store(tmp_path, "idefics3")
-    config = {
-        "source": sight.write_rows(tmp_path, [{"prompt": "six"}, {"prompt": "two"}], "t.jsonl")
-    }
-    text = run_stage("prompt", config, store, into="text", policy=REFS["policy"], in_process=True)
-    rollouts, rewards = ["sees/rollouts@1"], ["sees/rewards@1"]
-    for prompts, seed in ((str(text), 0), (REFS["prompts"], 1)):
-        refs = {"prompts": prompts, "policy": REFS["policy"]}
-        made = run_stage(
-            "generate", {**sight.GENERATE, "seed": seed}, store, in_process=True, **refs
-        )
-        rollouts.append(str(made))
-        rewards.append(score(store, str(made)))
-    refs = {"rollouts": rollouts, "rewards": rewards, "policy": REFS["policy"]}
-    ref = run_stage("optimize", OPTIMIZE, store, in_process=True, **refs)
-    report = store.open(ref).manifest.metrics["audit"]
-    assert report["max_gap"] < 1e-5 and report["rollouts"] > 20
-
-
-GAME = '''
-class Look:
-    """Says how often it was answered."""
-
-    def reset(self, **columns):
-        self.count = 0
-        return "Look well."
-
-    def step(self, turn):
-        self.count += 1
-        return {"text": f"seven {self.count}", "reward": len(turn.text) % 5, "done": self.count == 3}
-'''
-
-
-def test_episodes_begin_with_pictures(tmp_path):
-    """Each turn is sampled, and trained on, with the pictures of its prompt."""
-    store = make_store(tmp_path, "idefics3")
-    (tmp_path / "game.py").write_text(GAME)
-    turns = {"environment": f"{tmp_path}/game.py:Look"}
-    config = {
-        "source": str(tmp_path / "rows.jsonl"),
-        "prompt": "prompt",
-        "images": "images",
-        "turns": turns,
-    }
-    prompts = run_stage("prompt", config, store, policy=REFS["policy"], in_process=True)
-    row = store.open(prompts).table().to_pylist()[1]
-    assert row["messages"][-1]["content"] == "zero one two three\n\nLook well."
-    assert row["prompt_ids"].count(IMAGE) == 8
-    config = {
-        "engine": "transformers",
-        "samples_per_prompt": 3,
-        "dtype": "float32",
-        "sampling": {"max_tokens": 6, "temperature": 0.9, "stop_token_ids": [*range(100, 300)]},
-        "turns": {**turns, "max_turns": 3, "max_tokens": 18},
-    }
-    refs = {"prompts": str(prompts), "policy": REFS["policy"]}
-    rollouts = run_stage("generate", config, store, in_process=True, **refs)
-    found = store.open(rollouts).table().to_pylist()
-    assert max(len(row["turns"]) for row in found) > 1
-    config = {"functions": [{"use": "environment"}]}
-    rewards = run_stage("reward", config, store, rollouts=str(rollouts), in_process=True)
-    refs = {"rollouts": str(rollouts), "rewards": str(rewards), "policy": REFS["policy"]}
-    for packing in ("shared", "single"):
-        config = {**OPTIMIZE, "credit": "turn", "packing": packing}
-        ref = run_stage("optimize", config, store, force=True, in_process=True, **refs)
-        metrics = store.open(ref).manifest.metrics
-        assert (metrics["packing"], metrics["audit"]["max_gap"] < 1e-5) == (packing, True)

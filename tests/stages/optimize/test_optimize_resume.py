@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quiver.schemas.errors import NumericError
-from quiver.schemas.manifest import digest
-from quiver.stages.common.runtime.runner import run_stage
+from quiver.schemas.errors import ConfigError, NumericError
 from quiver.stages.common.store import Store
+from quiver.stages.common.store.notes import note_of
 from quiver.stages.common.store.storage import sha256
 from quiver.stages.optimize import resume, trainer
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config, trained
 from tests.tiny import make_policy
+from tests.writing import run_here
 
 TEN_STEPS = {"epochs": 5, "minibatches": 2, "resume_steps": 5}
 CASES = {
@@ -61,19 +61,12 @@ def tables(store, version) -> list[dict]:
     return [{name: cell for name, cell in row.items() if name != "seconds"} for row in rows]
 
 
-def files_of(version) -> dict[str, dict[str, torch.Tensor]]:
-    names = [name for name in version.files.names if name.endswith(".safetensors")]
-    return {name: load_file(version.files.path(name)) for name in names}
-
-
 def assert_equal(store, one, other) -> None:
     assert tables(store, one) == tables(store, other)
-    ours, theirs = files_of(one), files_of(other)
-    assert ours.keys() == theirs.keys() and len(ours) > 1
-    for name, tensors in ours.items():
-        assert tensors.keys() == theirs[name].keys()
-        for key, tensor in tensors.items():
-            assert torch.equal(tensor, theirs[name][key]), (name, key)
+    names = [name for name in one.files.names if name.endswith(".safetensors")]
+    assert names == [n for n in other.files.names if n.endswith(".safetensors")] and len(names) > 1
+    for name in names:
+        assert world.are_equal(world.weights(one, name), world.weights(other, name)), name
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -116,7 +109,7 @@ def test_a_state_is_saved_when_its_time_has_come(
     assert steps.count == 6
 
 
-def _die_after_six(store, refs, chosen):
+def _die_after_six(path, refs):
     real = resume.SavedProgress.step_done
 
     def step_done(self, trainer, *place):
@@ -125,7 +118,7 @@ def _die_after_six(store, refs, chosen):
             os._exit(9)
 
     resume.SavedProgress.step_done = step_done
-    run_stage("optimize", chosen, store, in_process=True, into="killed", **refs)
+    run_here("optimize", config(**TEN_STEPS), Store(path), into="killed", **refs)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +131,7 @@ def died(tmp_path_factory):
     trained(store, policy, made, config(**TEN_STEPS), into="whole")
     refs = {"policy": policy.ref, "rollouts": made[0].ref, "rewards": made[1].ref}
     process = multiprocessing.get_context("fork").Process(
-        target=_die_after_six, args=(Store(store.path), refs, config(**TEN_STEPS))
+        target=_die_after_six, args=(store.path, refs)
     )
     process.start()
     process.join()
@@ -146,121 +139,70 @@ def died(tmp_path_factory):
     return store.path, policy.ref, made
 
 
-@pytest.mark.parametrize("damage", [None, "flip", "note", "gone"])
-def test_after_kill_9_a_state_that_is_not_whole_is_made_again(died, tmp_path, steps, damage):
-    path, policy, made = died
-    store = Store(shutil.copytree(path, tmp_path / "store"))
-    folder = next(store.path.glob("killed/policy/.staging/*.resume"))
-    state, note = next(folder.glob("*.safetensors")), folder / "progress"
-    if damage == "flip":
-        raw = bytearray(state.read_bytes())
-        raw[-9] ^= 1
-        state.write_bytes(raw)
-    elif damage == "note":
-        note.write_text(note.read_text().replace('"minibatch": 1', '"minibatch": 0'))
-    elif damage == "gone":
-        state.unlink()
-    resumed = trained(store, store.open(policy), made, config(**TEN_STEPS), into="killed")
-    assert steps.count == (5 if damage is None else 10)
-    assert_equal(store, store.open("whole/policy@1"), resumed)
+def _flip(path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-9] ^= 1
+    path.write_bytes(raw)
 
 
-def _resealed(note, **changes) -> None:
-    """Another note, with the checksum that fits it."""
-    fields = json.loads(note.read_bytes())
-    del fields["checksum"]
-    fields |= changes
-    note.write_text(json.dumps({**fields, "checksum": digest(fields)}))
-
-
-def _other_state(state, note, change) -> None:
+def _sealed(state, note, change) -> None:
     """Another state, to which the note fits."""
     tensors = load_file(state)
     change(tensors)
     save_file(tensors, state)
-    _resealed(note, sha256=sha256(state))
+    fields = json.loads(note.read_bytes())
+    del fields["checksum"]
+    note.write_bytes(note_of({**fields, "sha256": sha256(state)}))
 
 
-def _other_counters(note, **changes) -> None:
-    counters = json.loads(json.loads(note.read_bytes())["counters"])
-    _resealed(note, counters=json.dumps(counters | changes))
-
-
-ODD = {
-    "the note is a folder": lambda folder, state, note: (note.unlink(), note.mkdir()),
-    "a file in place of all": lambda folder, state, note: (shutil.rmtree(folder), folder.touch()),
-    "a link elsewhere": lambda folder, state, note: (
-        folder.rename(folder.with_name("elsewhere")),
-        folder.symlink_to("elsewhere"),
+DAMAGE = {
+    "none": lambda state, note: None,
+    "a bit": lambda state, note: _flip(state),
+    "the place": lambda state, note: note.write_text(
+        note.read_text().replace('"minibatch": 1', '"minibatch": 0')
     ),
-    "a pipe for a state": lambda folder, state, note: (state.unlink(), os.mkfifo(state)),
-    "no list": lambda folder, state, note: note.write_text("[1]"),
-    "too deep": lambda folder, state, note: note.write_text("[" * 5000),
-    "no epoch": lambda folder, state, note: _resealed(note, epoch=None),
-    "an epoch too many": lambda folder, state, note: _resealed(note, epoch=5),
-    "a file outside": lambda folder, state, note: _resealed(note, file=f"../{state.name}"),
-    "no counters": lambda folder, state, note: _resealed(note, counters="{}"),
-    "deep counters": lambda folder, state, note: _resealed(note, counters="[" * 5000),
-    "a step too many": lambda folder, state, note: _other_counters(note, step=9),
-    "updates of another kind": lambda folder, state, note: _other_counters(note, updates=[{}] * 5),
-    "no safetensors": lambda folder, state, note: (
-        state.write_bytes(b"x"),
-        _resealed(note, sha256=sha256(state)),
+    "gone": lambda state, note: state.unlink(),
+    "the note is a folder": lambda state, note: (note.unlink(), note.mkdir()),
+    "a file in place of all": lambda state, note: (
+        shutil.rmtree(note.parent),
+        note.parent.touch(),
     ),
-    "a weight is missing": lambda folder, state, note: _other_state(
+    "a pipe for a state": lambda state, note: (state.unlink(), os.mkfifo(state)),
+    "no list": lambda state, note: note.write_text("[1]"),
+    "a weight is missing": lambda state, note: _sealed(
         state, note, lambda tensors: tensors.pop("weight.1")
     ),
-    "another shape": lambda folder, state, note: _other_state(
+    "another shape": lambda state, note: _sealed(
         state, note, lambda tensors: tensors.update({"exp_avg.0": torch.zeros(3)})
-    ),
-    "another dtype": lambda folder, state, note: _other_state(
-        state, note, lambda tensors: tensors.update({"step.0": torch.tensor(5)})
-    ),
-    "a moment of nobody": lambda folder, state, note: _other_state(
-        state, note, lambda tensors: tensors.update({"exp_avg.999": torch.zeros(3)})
     ),
 }
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory):
-    """A store in which a training was killed after its seventh step, and what it is made of."""
-    store = Store(tmp_path_factory.mktemp("killed") / "store")
-    policy = make_policy(store)
-    made = world.make(store, policy, world.even_share)
-    with pytest.MonkeyPatch.context() as patch:
-        real = trainer.Trainer._train_minibatch
-
-        def die(self, *arguments):
-            if len(self.updates) == 7:
-                raise KeyboardInterrupt
-            return real(self, *arguments)
-
-        patch.setattr(trainer.Trainer, "_train_minibatch", die)
-        with pytest.raises(KeyboardInterrupt):
-            trained(store, policy, made, config(**TEN_STEPS), into="killed")
-    return store.path, policy.ref, made
-
-
-@pytest.mark.parametrize("name", ODD)
-def test_a_state_of_another_form_is_thrown_away(killed, tmp_path, steps, name):
-    path, policy, made = killed
-    shutil.copytree(path, tmp_path / "store")
-    folder = next((tmp_path / "store").glob("killed/policy/.staging/*.resume"))
-    ODD[name](folder, next(folder.glob("*.safetensors")), folder / "progress")
-    store = Store(tmp_path / "store")
-    trained(store, store.open(policy), made, config(**TEN_STEPS), into="killed")
-    assert steps.count == 10
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_after_kill_9_a_state_that_is_not_whole_is_made_again(died, tmp_path, steps, damage):
+    path, policy, made = died
+    store = Store(shutil.copytree(path, tmp_path / "store"))
+    folder = next(store.path.glob("killed/policy/.staging/*.resume"))
+    DAMAGE[damage](next(folder.glob("*.safetensors")), folder / "progress")
+    resumed = trained(store, store.open(policy), made, config(**TEN_STEPS), into="killed")
+    assert steps.count == (5 if damage == "none" else 10)
+    assert_equal(store, store.open("whole/policy@1"), resumed)
     assert not list(store.path.glob("killed/policy/.staging/*.resume"))
 
 
-def test_what_is_forced_starts_over(store, policy, made, steps):
-    chosen = config(**TEN_STEPS)
-    steps.dies_after = 7
-    with pytest.raises(KeyboardInterrupt):
-        trained(store, policy, made, chosen)
-    steps.count, steps.dies_after = 0, None
-    trained(store, policy, made, chosen, force=True)
+def test_ranks_that_would_go_on_after_different_steps_refuse(died, tmp_path, monkeypatch):
+    path, policy, made = died
+    store = Store(shutil.copytree(path, tmp_path / "store"))
+    monkeypatch.setattr(resume, "of_all_ranks", lambda mine: [mine, "none"])
+    with pytest.raises(ConfigError, match="would go on after different steps: state-000005-"):
+        trained(store, store.open(policy), made, config(**TEN_STEPS), into="killed")
+    assert store.numbers("killed", "policy") == []
+
+
+def test_what_is_forced_starts_over(died, tmp_path, steps):
+    path, policy, made = died
+    store = Store(shutil.copytree(path, tmp_path / "store"))
+    trained(store, store.open(policy), made, config(**TEN_STEPS), into="killed", force=True)
     assert steps.count == 10
 
 
@@ -290,15 +232,9 @@ def test_the_rollouts_of_a_step_that_is_not_finite_are_kept(store, policy, made,
     with pytest.raises(NumericError):
         trained(store, policy, made, config(minibatches=4))
     paths = sorted(store.path.glob("tiny/policy/.not_finite/*.arrow"))
-    assert paths
     table = pa.ipc.open_file(paths[0]).read_all()
     assert 0 < table.num_rows <= 4
-    known = dict(
-        zip(
-            *(made[0].table()[name].to_pylist() for name in ("rollout_id", "old_logprobs")),
-            strict=True,
-        )
-    )
+    sampled = {row["rollout_id"]: row["old_logprobs"] for row in made[0].table().to_pylist()}
     for row in table.to_pylist():
-        assert row["old_logprobs"] == known[row["rollout_id"]]
+        assert row["old_logprobs"] == sampled[row["rollout_id"]]
         assert len(row["logprobs"]) == len(row["old_logprobs"])

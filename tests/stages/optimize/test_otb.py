@@ -4,7 +4,6 @@ step."""
 import pytest
 import torch
 
-from quiver.schemas.errors import NumericError
 from quiver.stages.common.models.loading import load_model
 from tests.stages.optimize import world
 
@@ -14,20 +13,19 @@ def test_the_stage_takes_the_baseline_from_the_policy_that_it_starts_from(store,
     """Σ p² and p by a plain pass in float64 at each rollout's temperature; a rollout without a
     reward and one that is masked count in no baseline. The entropy of the first step is −Σ p log p,
     by the same pass."""
-    start = load_model(policy, dtype=torch.float32)
-    rows = world.sample(start, world.prompts(2), 4, temperature=0.8)
+    rows = world.rows_of(policy, 2, 4, temperature=0.8)
     for row in rows:
         row["finish_reason"] = "length" if row["rollout_id"] == "r-001-2" else "stop"
-    rollouts = world.write_rollouts(store, policy, rows)
-    rewards = world.write_rewards(
+    made = world.scored(
         store,
-        rollouts,
+        policy,
+        rows,
         lambda row: None if row["rollout_id"] == "r-000-1" else world.even_share(row),
     )
     config = world.config(
         algorithm="otb", on_length="mask", mask_counted=True, epochs=2, packing=packing
     )
-    done = world.trained(store, policy, (rollouts, rewards), config)
+    done = world.trained(store, policy, made, config)
     model = load_model(policy, dtype=torch.float64)
     members = [row for row in rows if row["rollout_id"] not in ("r-000-1", "r-001-2")]
     weights = {}
@@ -40,9 +38,7 @@ def test_the_stage_takes_the_baseline_from_the_policy_that_it_starts_from(store,
         sampled = table.gather(1, torch.tensor(row["completion_ids"])[:, None])[:, 0]
         weights[row["rollout_id"]] = (1 - 2 * sampled + table.square().sum(-1)).cumsum(0).tolist()
     found = {
-        row["rollout_id"]: row["advantage"]
-        for row in store.open(done.manifest.metrics["advantages"]).table().to_pylist()
-        if row["kept"]
+        row["rollout_id"]: row["advantage"] for row in world.advantages(store, done) if row["kept"]
     }
     assert found.keys() == weights.keys()
     for row in members:
@@ -58,14 +54,5 @@ def test_the_stage_takes_the_baseline_from_the_policy_that_it_starts_from(store,
         assert found[row["rollout_id"]] == pytest.approx(expected, abs=1e-5)
     assert done.manifest.metrics["audit"]["mean_gap"] < 1e-4
     # the pass before the first step gave Σ p² in place of the entropy; the steps do not
-    first = store.open(done.manifest.metrics["updates"]).table().to_pylist()[0]
+    first = world.updates(store, done)[0]
     assert first["entropy"] == pytest.approx(sum(entropies) / len(entropies), abs=1e-4)
-
-
-def test_it_needs_a_group(store, policy):
-    made = world.make(store, policy, world.even_share, groups=1, each=4)
-    rewards = world.write_rewards(
-        store, made[0], lambda row: 1.0 if row["rollout_id"] == "r-000-0" else None
-    )
-    with pytest.raises(NumericError, match="no advantage can be computed"):
-        world.trained(store, policy, (made[0], rewards), world.config(algorithm="otb"))

@@ -2,13 +2,15 @@
 them."""
 
 import math
-from statistics import fmean, stdev
+from statistics import stdev
 
 import pytest
 import torch
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.models.loading import load_model
+from quiver.stages.optimize import rollouts as joining
+from quiver.stages.optimize.inputs import Sampled
 from quiver.stages.reward.config import Config as RewardConfig
 from quiver.stages.reward.override import Config as OverrideConfig
 from tests.stages.optimize import world
@@ -45,49 +47,34 @@ def rewarded(store, policy, tmp_path):
     return make
 
 
-def _expected(*scored: tuple[list[dict], dict[str, float]]) -> dict[str, float]:
-    """By rollout, of the rows of each rewards version and the weights of its parts."""
-    sums = {}
-    for all_rows, weights in scored:
-        rows = [row for row in all_rows if row["reward"] is not None]
-        for row in rows:
-            sums[row["rollout_id"]] = 0.0
-            for name, weight in weights.items():
-                peers = [r["parts"][name] for r in rows if r["group_id"] == row["group_id"]]
-                peers = [part for part in peers if part is not None]
-                if row["parts"][name] is not None and len(peers) > 1:
-                    deviation = row["parts"][name] - fmean(peers)
-                    sums[row["rollout_id"]] += weight * deviation / (stdev(peers) + 1e-4)
-    std = stdev(sums.values())
-    return {name: value / (std + 1e-4) for name, value in sums.items()}
-
-
-def test_parts_and_weights_are_those_of_the_reward_stage(store, policy, rewarded):
-    """Of two versions that are trained on together, each has functions and weights of its own."""
-    first = rewarded("tiny", 1, even=2.0, high=0.5)
-    second = rewarded("other", 2, high=1.5)
-    refs = {"rollouts": [], "rewards": []}
-    for rollouts, rewards in (first, second):
-        refs["rollouts"].append(rollouts.ref)
-        refs["rewards"].append(rewards.ref)
-    done = world.trained(store, policy, first, world.config(algorithm="gdpo"), **refs)
-    table = store.open(done.manifest.metrics["advantages"]).table().to_pylist()
-    expected = _expected(
-        (first[1].table().to_pylist(), {"even": 2.0, "high": 0.5, "overlong": 0.3}),
-        (second[1].table().to_pylist(), {"high": 1.5, "overlong": 0.3}),
-    )
-    found = {row["rollout_id"]: row["advantage"] for row in table if row["kept"]}
-    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    assert len(found) < len(table)  # where no function applied there is no reward
-    parts = [row["parts"]["high"] for row in first[1].table().to_pylist()]
-    assert None in parts  # one of two did not apply
+def test_parts_and_weights_are_those_of_the_reward_stage(policy, rewarded):
+    """Of two versions that are trained on together, each has functions and weights of its own; one
+    function does not apply everywhere."""
+    made = [rewarded("tiny", 1, even=2.0, high=0.5), rewarded("other", 2, high=1.5)]
+    versions = [
+        Sampled({"policy": policy, "rollouts": rollouts, "rewards": rewards})
+        for rollouts, rewards in made
+    ]
+    columns = joining._parts(world.config(algorithm="gdpo"), versions)
+    weights = [{"even": 2.0, "high": 0.5, "overlong": 0.3}, {"high": 1.5, "overlong": 0.3}]
+    names = made[0][1].table().schema.field("parts").type.names
+    found, expected = [], []
+    for (_, rewards), by_name in zip(made, weights, strict=True):
+        for row in rewards.table().to_pylist():
+            parts = {name: part for name, part in row["parts"].items() if part is not None}
+            expected.append([(parts[name], by_name[name]) for name in names if name in parts])
+    for parts, part_weights in zip(columns["parts"], columns["part_weights"], strict=True):
+        pairs = zip(parts.tolist(), part_weights.tolist(), strict=True)
+        found.append([pair for pair in pairs if not math.isnan(pair[0])])
+    assert found == expected
+    assert {len(parts) for parts in found[:12]} == {2, 3}
 
 
 def test_a_group_of_equal_sums_is_learned_from_where_its_parts_differ(store, policy):
     """Group 0 has sums of 1 by three parts, two of spread 1/2, one of √(1/3); all of group 1 is
     equal."""
-    rows = world.make(store, policy, world.even_share, groups=2)[0].table().to_pylist()
-    rollouts = world.write_rollouts(store, policy, rows)
+    rollouts, _ = world.make(store, policy, world.even_share, groups=2)
+    rows = rollouts.table().to_pylist()
     parts = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 1), *[(0.5, 0.25, 0.25)] * 4]
     scores = [
         {
@@ -105,10 +92,8 @@ def test_a_group_of_equal_sums_is_learned_from_where_its_parts_differ(store, pol
     share = 0.5 / 0.5001 * 2 - 0.5 / (math.sqrt(1 / 3) + 1e-4)  # of the first two
     share -= 0.5 / 0.5001
     sums = [share, share, -share, -share, 0, 0, 0, 0]
-    table = store.open(done.manifest.metrics["advantages"]).table()
-    assert table["advantage"].to_pylist()[:4] == pytest.approx(
-        [value / (stdev(sums) + 1e-4) for value in sums[:4]], rel=1e-5
-    )
+    saved = [row["advantage"] for row in world.advantages(store, done)][:4]
+    assert saved == pytest.approx([gain / (stdev(sums) + 1e-4) for gain in sums[:4]], rel=1e-5)
 
 
 def test_sums_that_a_person_corrected_are_refused(store, policy, rewarded):

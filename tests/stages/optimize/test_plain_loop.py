@@ -35,30 +35,15 @@ def _advantages(rows: list[dict]) -> dict[str, float]:
     return advantages
 
 
-def _logprobs(model, row: dict) -> torch.Tensor:
-    """[t] of one rollout at its own temperature."""
-    ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
-    logits = model(input_ids=ids, use_cache=False).logits[0, len(row["prompt_ids"]) - 1 : -1]
-    table = (logits / row["temperature"]).log_softmax(-1)
-    return table.gather(1, torch.tensor(row["completion_ids"])[:, None])[:, 0]
-
-
 def test_three_epochs_are_those_of_a_plain_loop(store, policy):
     """A dropped rollout in the middle, temperatures that differ from row to row, a KL that moves
     the group of equal rewards too, other decay rates, and ratios to what the engine said."""
     start = load_model(policy, dtype=torch.float32)
-    rows = [
-        row
-        for number, prompt in enumerate(world.prompts(4))
-        for index, row in enumerate(
-            sampled
-            for temperature in (0.7, 1.0, 1.3)
-            for sampled in world.sample(start, [prompt], 1, temperature=temperature, seed=number)
-        )
-        if not row.update(
-            rollout_id=f"r-{number:03d}-{index}", group_id=f"g-{number:03d}", sample_index=index
-        )
-    ]
+    rows = []
+    for number, prompt in enumerate(world.prompts(4)):
+        for index, temperature in enumerate((0.7, 1.0, 1.3)):
+            rows += world.sample(start, [prompt], 1, temperature=temperature, seed=number)
+            rows[-1] |= {"rollout_id": f"r-{number:03d}-{index}", "group_id": f"g-{number:03d}"}
     generator = torch.Generator().manual_seed(1)
     for row in rows:
         shifts = torch.rand(len(row["old_logprobs"]), generator=generator).tolist()
@@ -74,7 +59,7 @@ def test_three_epochs_are_those_of_a_plain_loop(store, policy):
         before = copy.deepcopy(model)
         loss = 0.0
         for row in kept:
-            now, advantage = _logprobs(model, row), advantages[row["rollout_id"]]
+            now, advantage = world.own_logprobs(model, row), advantages[row["rollout_id"]]
             ratio = (now - torch.tensor(row["old_logprobs"])).exp()
             gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
             gap = torch.tensor(row["ref"]) - now
@@ -83,11 +68,9 @@ def test_three_epochs_are_those_of_a_plain_loop(store, policy):
         loss.backward()
         optimizer.step()
 
-    rollouts = world.write_rollouts(
-        store, policy, [{k: v for k, v in row.items() if k != "ref"} for row in rows]
-    )
-    made = rollouts, world.write_rewards(store, rollouts, _rewards)
-    reference = world.write_logprobs(store, rollouts, [row["ref"] for row in rows])
+    refs = [row.pop("ref") for row in rows]
+    made = world.scored(store, policy, rows, _rewards)
+    reference = world.write_logprobs(store, made[0], refs)
     chosen = _config(
         learning_rate=RATE, betas=BETAS, eps=EPS, epochs=EPOCHS, kl_coef=KL, grad_clip=1e9
     )
@@ -99,7 +82,7 @@ def test_three_epochs_are_those_of_a_plain_loop(store, policy):
         torch.testing.assert_close(weight, expected[name].float(), rtol=0, atol=2e-6)
         moved = max(moved, float((weight - world.weights(policy)[name]).abs().max()))
     assert moved > 5e-4
-    said = store.open(done.manifest.metrics["advantages"]).table().to_pylist()
+    said = world.advantages(store, done)
     assert [row["rollout_id"] for row in said] == [row["rollout_id"] for row in rows]
     for row, told in zip(rows, said, strict=True):
         if row["rollout_id"] not in advantages:
@@ -107,27 +90,8 @@ def test_three_epochs_are_those_of_a_plain_loop(store, policy):
             continue
         assert told["advantage"] == pytest.approx(advantages[row["rollout_id"]], abs=1e-5)
         with torch.no_grad():
-            last = _logprobs(before, row)
+            last = world.own_logprobs(before, row)
         ratio = (last - torch.tensor(row["old_logprobs"])).exp()
         assert told["mean_ratio"] == pytest.approx(float(ratio.mean()), abs=1e-4)
         assert told["mean_logprob"] == pytest.approx(float(last.mean()), abs=1e-4)
         assert not math.isclose(told["mean_ratio"], 1.0, abs_tol=1e-4)
-
-
-def test_each_epoch_deals_the_groups_out_anew(store, policy):
-    """Four mini-batches of one group each, told apart by their tokens."""
-    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(4), 2)
-    for number, row in enumerate(rows):
-        end = number // 2 + 1
-        row["completion_ids"], row["old_logprobs"] = (
-            row[name][:end] for name in ("completion_ids", "old_logprobs")
-        )
-    lengths = [sum(len(row["completion_ids"]) for row in rows[at : at + 2]) for at in (0, 2, 4, 6)]
-    assert len(set(lengths)) == 4
-    rollouts = world.write_rollouts(store, policy, rows)
-    rewards = world.write_rewards(store, rollouts, lambda row: float(row["sample_index"]))
-    done = _run(store, policy, (rollouts, rewards), _config(minibatches=4, epochs=4))
-    tokens = store.open(done.manifest.metrics["updates"]).table()["tokens"].to_pylist()
-    orders = [tuple(tokens[at : at + 4]) for at in (0, 4, 8, 12)]
-    assert all(sorted(order) == sorted(lengths) for order in orders)
-    assert len(set(orders)) > 1

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quiver.stages.optimize import shards
-from quiver.stages.optimize.shards import Room, like
+from quiver.stages.optimize import sharding
+from quiver.stages.optimize.sharding import Room
 
 
 def test_a_room_takes_tensors_as_they_are_and_leaves_no_file(tmp_path):
@@ -37,7 +37,7 @@ def test_many_tensors_are_few_open_files(tmp_path):
 
 
 def test_tensors_may_be_larger_than_a_region(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "_REGION_BYTES", 1)
+    monkeypatch.setattr(sharding, "_REGION_BYTES", 1)
     room = Room(tmp_path)
     tensors = [torch.arange(5000 * number) for number in (1, 3, 2)]
     copies = [room.copy(tensor) for tensor in tensors]
@@ -52,9 +52,3 @@ def test_a_disk_without_room_is_an_error_and_no_signal():
     """Where memory is mapped to more than a disk has, the first write to it ends the process."""
     with pytest.raises(OSError):
         Room(Path("/dev/shm")).copy(torch.empty(1).expand(1 << 46))
-
-
-def test_a_tensor_is_like_a_whole_parameter_as_it_is():
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    tensor = torch.ones(3)
-    assert like(tensor, parameter) is tensor

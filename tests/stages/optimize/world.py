@@ -24,7 +24,11 @@ from quiver.stages.common.config import Config
 from quiver.stages.common.models.checkpoints import PolicyConfig, as_model
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.store import Store, Version
+from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize import stage as optimize
+from quiver.stages.optimize.accelerator import make_accelerator
+from quiver.stages.optimize.trainer import Trainer
+from tests.stages.generate.making import random_prompts
 from tests.tiny import EOS, make_folder
 from tests.writing import begin, run_here
 
@@ -62,9 +66,78 @@ def trained(
     return store.open(run_here("optimize", chosen or config(), store, **named))
 
 
-def weights(version: Version) -> dict[str, torch.Tensor]:
-    """What is saved of a policy, by name."""
-    return load_file(version.files.folder / "model.safetensors")
+def weights(version: Version, name: str = "model.safetensors") -> dict[str, torch.Tensor]:
+    """What is saved of a policy in one file, by name."""
+    return load_file(version.files.folder / name)
+
+
+def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Bit for bit, under the same names."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def updates(store: Store, done: Version) -> list[dict]:
+    """The rows of updates/1 of a training."""
+    return store.open(done.manifest.metrics["updates"]).table().to_pylist()
+
+
+def advantages(store: Store, done: Version) -> list[dict]:
+    """The rows of advantages/1 of a training."""
+    return store.open(done.manifest.metrics["advantages"]).table().to_pylist()
+
+
+def scored(
+    store: Store, policy: Version, rows: list[dict], score=None, run: str = "tiny", **about
+) -> tuple[Version, Version]:
+    """The rows as rollouts, and their rewards: by default their share of even ids."""
+    rollouts = write_rollouts(store, policy, rows, run, **about)
+    return rollouts, write_rewards(store, rollouts, score or even_share, run)
+
+
+def rows_of(policy: Version, groups: int, each: int, **options) -> list[dict]:
+    """Rows that the policy samples: `each` of `groups` random prompts."""
+    model = load_model(policy, dtype=torch.float32)
+    return sample(model, prompts(groups), each, **options)
+
+
+def by_engine(
+    store, policy, *, groups=4, each=4, seed=0, temperature=0.8, tokens=9, low=2, high=14
+) -> tuple[Version, Version]:
+    """Rollouts of the transformers engine, and their rewards."""
+    config = {
+        "engine": "transformers",
+        "device": "cpu",
+        "samples_per_prompt": each,
+        "dtype": "float32",
+        "seed": seed,
+        "sampling": {"temperature": temperature, "max_tokens": tokens},
+    }
+    run = policy.ref.run
+    asked = random_prompts(store, groups, low=low, high=high, run=run)
+    refs = {"prompts": asked.ref, "policy": policy.ref}
+    rollouts = store.open(run_here("generate", config, store, **refs))
+    return rollouts, write_rewards(store, rollouts, even_share, run)
+
+
+def trainer(
+    store: Store,
+    inputs: dict[str, Version],
+    config: optimize.Config,
+    model: torch.nn.Module | None = None,
+    **options,
+) -> Trainer:
+    """The loop before its first step. `inputs`: versions by role, as the stage's plan has them."""
+    resolved = config.resolved()
+    algorithm = resolved.chosen_algorithm()
+    batch = joining.load(resolved, algorithm, store, inputs).batch
+    model = model or load_model(inputs["policy"], dtype=torch.float32)
+    return Trainer(resolved, model, batch, algorithm, make_accelerator(resolved), **options)
+
+
+def step(trainer: Trainer) -> dict:
+    """The numbers of a step over all rollouts of the batch; its gradient is in the parameters."""
+    everyone = list(range(len(trainer.batch.groups)))
+    return trainer.accumulate(everyone, everyone)
 
 
 class Settings(Config):
@@ -133,6 +206,32 @@ def sample(
     return rows
 
 
+def own_logprobs(model, row: dict) -> torch.Tensor:
+    """[T] logprobs of a row's completion at its temperature, by the model's own pass; with
+    gradient."""
+    prompt, ids = row["prompt_ids"], torch.tensor(row["completion_ids"])
+    if model.config.is_encoder_decoder:
+        start = torch.tensor([model.config.decoder_start_token_id])
+        inputs = torch.cat([start, ids[:-1]])[None]
+        logits = model(
+            input_ids=torch.tensor([prompt]), decoder_input_ids=inputs, use_cache=False
+        ).logits[0]
+    else:
+        whole = torch.tensor([prompt + ids.tolist()])
+        logits = model(input_ids=whole, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return (logits / row["temperature"]).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+
+
+def write(store: Store, run: str, kind: str, stage: str, tables: list[pa.Table], **about):
+    """A version of these shards, as `stage` would write it: what the manifest says is in `about`."""
+    committed = {name: about.pop(name) for name in ("metrics", "status") if name in about}
+    about = {"config": Settings(), "inputs": {}, "stage_version": 1, "force": True, **about}
+    with begin(store, run, kind, stage=stage, **about) as work:
+        for index, table in enumerate(tables):
+            work.write(index, table)
+        return work.commit(**committed)
+
+
 def write_rollouts(
     store: Store,
     policy: Version,
@@ -143,48 +242,31 @@ def write_rollouts(
     **settings,
 ) -> Version:
     """rollouts/1 that say they were sampled by `policy`, of `prompts`."""
-    config = Settings(**settings)
     table = pa.Table.from_pylist(rows, schema=rollouts_kind.SCHEMA)
-    models = (as_model("policy", policy),)
-    about = {
-        "stage": "generate",
-        "stage_version": 1,
-        "config": config,
-        "inputs": {"prompts": prompts} if prompts else {},
-        "models": models,
-        "force": True,
-    }
-    with begin(store, run, "rollouts", **about) as work:
-        half = max(1, len(table) // 2)
-        for index, start in enumerate(
-            range(0, max(1, len(table)), half)
-        ):  # several shards: columns come in chunks
-            work.write(index, table.slice(start, half))
-        status = dict(Counter(row["finish_reason"] for row in rows))
-        return work.commit(metrics=metrics or {}, status=status)
+    half = max(1, len(table) // 2)  # several shards: columns come in chunks
+    return write(
+        store,
+        run,
+        "rollouts",
+        "generate",
+        [table.slice(start, half) for start in range(0, max(1, len(table)), half)],
+        config=Settings(**settings),
+        inputs={"prompts": prompts} if prompts else {},
+        models=(as_model("policy", policy),),
+        metrics=metrics or {},
+        status=dict(Counter(row["finish_reason"] for row in rows)),
+    )
 
 
 def write_prompts(store: Store, rows: list[dict], run: str = "tiny") -> Version:
     """prompts/1 of the rollouts `rows`, without a column of a user's but their number."""
     asked = {row["group_id"]: row["prompt_ids"] for row in rows}
     schema = fields.with_struct(prompts_kind.SCHEMA, columns=pa.struct({"n": pa.int64()}))
-    table = pa.Table.from_pylist(
-        [
-            {
-                "group_id": group,
-                "messages": None,
-                "prompt_text": group,
-                "prompt_ids": ids,
-                "columns": {"n": number},
-            }
-            for number, (group, ids) in enumerate(asked.items())
-        ],
-        schema=schema,
-    )
-    about = {"stage": "prompt", "stage_version": 1, "config": Settings(), "inputs": {}}
-    with begin(store, run, "prompts", **about, force=True) as work:
-        work.write(0, table)
-        return work.commit()
+    lines = [
+        {"group_id": group, "prompt_text": group, "prompt_ids": ids, "columns": {"n": number}}
+        for number, (group, ids) in enumerate(asked.items())
+    ]
+    return write(store, run, "prompts", "prompt", [pa.Table.from_pylist(lines, schema=schema)])
 
 
 def write_rewards(
@@ -195,8 +277,8 @@ def write_rewards(
     inputs: dict[str, Version] | None = None,
     names: Sequence[str] = ("f",),
 ) -> Version:
-    """rewards/1 by a function of the rollout's row, or as given, with parts of these `names`. `inputs`: what its manifest says
-    instead of `rollouts`."""
+    """rewards/1 by a function of the rollout's row, or as given, with parts of these `names`.
+    `inputs`: what its manifest says instead of `rollouts`."""
     rows = score
     if callable(score):
         rows = [
@@ -212,16 +294,7 @@ def write_rewards(
     rows = [{"parts": none, **row, "errors": none} for row in rows]
     table = pa.Table.from_pylist(rows, schema=rewards_kind.schema_for(list(names)))
     inputs = {"rollouts": rollouts} if inputs is None else inputs
-    about = {
-        "stage": "reward",
-        "stage_version": 1,
-        "config": Settings(),
-        "inputs": inputs,
-        "force": True,
-    }
-    with begin(store, run, "rewards", **about) as work:
-        work.write(0, table)
-        return work.commit()
+    return write(store, run, "rewards", "reward", [table], inputs=inputs)
 
 
 def write_logprobs(
@@ -234,19 +307,17 @@ def write_logprobs(
     """logprobs/1 for the rows of `rollouts`, in reverse order; they say that they are
     `policy`'s."""
     ids = rollouts.table()["rollout_id"].to_pylist()
-    rows = [{"rollout_id": name, "logprobs": row} for name, row in zip(ids, values, strict=True)][
-        ::-1
-    ]
-    models = (as_model(role, policy),) if policy else ()
-    about = {
-        "stage": "logprobs",
-        "stage_version": 1,
-        "config": Settings(role=role),
-        "inputs": {"rollouts": rollouts},
-    }
-    with begin(store, "tiny", "logprobs", **about, models=models, force=True) as work:
-        work.write(0, pa.Table.from_pylist(rows, schema=logprobs_kind.SCHEMA))
-        return work.commit()
+    rows = [{"rollout_id": id, "logprobs": row} for id, row in zip(ids, values, strict=True)]
+    return write(
+        store,
+        "tiny",
+        "logprobs",
+        "logprobs",
+        [pa.Table.from_pylist(rows[::-1], schema=logprobs_kind.SCHEMA)],
+        config=Settings(role=role),
+        inputs={"rollouts": rollouts},
+        models=(as_model(role, policy),) if policy else (),
+    )
 
 
 _sampled: dict[tuple[str, int, int], list[dict]] = {}
