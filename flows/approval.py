@@ -36,10 +36,10 @@ from quiver.stages.report.joined import Selection
 from quiver.stages.report.templates import page
 from quiver.stages.reward.override import Config as Overrides
 
+from .calls import perform
 from .drift import Moved
 from .promotion import Judgement
 from .recipe import Recipe
-from .tasks import perform
 from .view.paired import pair
 
 POLL_SECONDS = 5.0
@@ -142,7 +142,7 @@ def reviewed(
         try:
             config = parse(Overrides, answer.model_dump(exclude={"approve"}), "overrides")
             refs = {"rewards": candidate.rewards}
-            rewards = perform(recipe, "override", config, refs, label="override").ref
+            rewards = perform("override", config, refs, label="override").ref
         except ConfigError as error:
             # The error is about the typed overrides, so it is shown above the next form.
             note = (
@@ -169,7 +169,7 @@ def train_again(recipe: Recipe, candidate: Candidate, rewards: str) -> str:
             ref = rewards if entry.ref == candidate.rewards else entry.ref
             refs.setdefault(role, []).append(ref)
     config = recipe.optimize_config()
-    return perform(recipe, "optimize", config, refs, label="optimize again").ref
+    return perform("optimize", config, refs, label="optimize again").ref
 
 
 def compared(store: Store, evaluation: str) -> str:

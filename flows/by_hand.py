@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from quiver.schemas.errors import printable
-from quiver.stages.common.runtime.runner import Call, Outcome
+from quiver.stages.common.runtime.call import Call, Outcome
 from quiver.stages.common.store.tags import Entry
 
 SECONDS = 8.0

@@ -32,15 +32,15 @@ from quiver.stages.common.store.tags import Entry, previous
 
 from .approval import Candidate, reviewed
 from .drift import moved
-from .evaluation import measure, require_held_out
+from .evaluation import measure
 from .pages import link_report, show_nights
 from .pages.events import moved_event, payload_of
 from .placement import check_placement, require_server
-from .post_train import Iteration, import_policy, improve
+from .post_train import Chain, Iteration
 from .promotion import decide, entry_of, judge
 from .recipe import Recipe
 from .retention import clean_up
-from .tasks import tagged
+from .tasks import as_tasks
 
 log = logging.getLogger("quiver")
 
@@ -99,7 +99,7 @@ def nightly(recipe: Recipe, night: str | None = None) -> Any:
     """
     tonight = plan_night(recipe, _name(night))
     iterations: list[Iteration] = []
-    with tagged(recipe, expired=True):
+    with as_tasks(tonight.recipe, expired=True):
         entry = entry_of(tonight.store, recipe.run, recipe.promotion, tonight.key)
         if entry is None:
             if recipe.overlap or recipe.evaluate.every:
@@ -108,11 +108,12 @@ def nightly(recipe: Recipe, night: str | None = None) -> Any:
                     "after another, and is measured at its end"
                 )
             tonight = replace(tonight, recipe=tonight.recipe.resolved())
-            base = import_policy(tonight.recipe)
+            chain = Chain(tonight.recipe)
+            base = chain.import_policy()
             in_use = _policy_in_use(tonight, base)
             baseline = measure(tonight.recipe, in_use, tonight.first - 1)
-            iterations = improve(
-                tonight.recipe, in_use, base, first=tonight.first, first_round=tonight.first_round
+            iterations = chain.improve(
+                in_use, base, first=tonight.first, first_round=tonight.first_round
             )
             entry = _decide(tonight, in_use, baseline.ref, iterations[-1])
         show_nights(recipe)
@@ -142,7 +143,7 @@ def plan_night(recipe: Recipe, name: str) -> Night:
     named.
     """
     recipe = recipe.for_night(name)
-    require_held_out(recipe)
+    recipe.data.require_held_out()
     check_placement(recipe)
     if recipe.promotion.approval:
         require_server("promotion.approval")

@@ -11,19 +11,20 @@ from typing import Any, Literal
 
 from prefect import flow
 
+from quiver.stages import CHAIN
 from quiver.stages.common.store import Store
 
-from .evaluation import measure, numbers, require_held_out
+from .evaluation import measure, numbers
 from .placement import check_placement
 from .recipe import Recipe
 from .rerun import rerun as rerun_stage
-from .tasks import perform, tagged
+from .tasks import as_tasks
 
 
 @flow(name="rerun", flow_run_name="{recipe.run} · {stage} {iteration}", persist_result=False)
 def rerun(
     recipe: Recipe,
-    stage: Literal["prompt", "generate", "reward", "logprobs", "optimize", "evaluate"],
+    stage: Literal[CHAIN],
     references: dict[str, str | list[str]] | None = None,
     iteration: int = 1,
     force: bool = False,
@@ -41,8 +42,8 @@ def rerun(
     Returns:
         The object that `quiver STAGE --json` prints; of the metrics only single numbers and words.
     """
-    with tagged(recipe):
-        return asdict(rerun_stage(recipe, stage, references or {}, iteration, force, perform))
+    with as_tasks(recipe):
+        return asdict(rerun_stage(recipe, stage, references or {}, iteration, force))
 
 
 @flow(name="evaluation", flow_run_name="{recipe.run} · evaluation", persist_result=False)
@@ -58,13 +59,13 @@ def evaluation(recipe: Recipe, policies: list[str] | None = None) -> list[dict[s
         One row per policy: its reference, score, standard error, number of rows, and the
             evaluation's reference.
     """
-    require_held_out(recipe)
+    recipe.data.require_held_out()
     check_placement(recipe)
     store = Store(recipe.store)
     refs = [store.resolve(ref, recipe.run) for ref in policies or store.refs(recipe.run, "policy")]
     recipe = recipe.held_out_resolved()
     rows = []
-    with tagged(recipe):
+    with as_tasks(recipe):
         for ref in refs:
             outcome = measure(recipe, str(ref), ref.version)
             rows.append({"policy": str(ref), **numbers(outcome)})

@@ -404,7 +404,7 @@ def needs_of(recipe: Recipe, shape: Shape, work: Workload, machine: Machine) -> 
     roles += ["prox"] if recipe.logprobs.prox or config.needs_prox else []
     devices = _devices(recipe, machine, 1, math.ceil(work.rollouts / ROWS_PER_SHARD))
     needs += [
-        scoring(shape, recipe.logprobs_config(role), work, machine, devices) for role in roles
+        scoring(shape, recipe.logprobs.for_role(role), work, machine, devices) for role in roles
     ]
     needs.append(training(shape, config, work, machine))
     return needs

@@ -21,7 +21,7 @@ from prefect.assets import Asset, AssetProperties
 from prefect.context import AssetContext
 
 from quiver.schemas.manifest import Manifest
-from quiver.stages.common.runtime.runner import Call, Outcome
+from quiver.stages.common.runtime.call import Call, Outcome
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.tags import Entry
 from quiver.stages.report.lineage import parents_of

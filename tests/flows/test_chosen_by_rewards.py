@@ -63,7 +63,8 @@ def test_by_hand_the_same_prompts_are_found(folder, done, monkeypatch):
     store = Store("store")
     each = done[1]["rounds"][0]
     references = {"rewards": rewards_of(store, each["prompts"]), "policy": "tiny/policy@0"}
-    outcome = rerun(recipe, "prompt", references, each["round"], perform=Stages().perform)
+    with Stages().of(recipe):
+        outcome = rerun(recipe, "prompt", references, each["round"])
     assert (outcome.ref, outcome.cached) == (each["prompts"], True)
 
 

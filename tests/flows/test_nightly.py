@@ -201,7 +201,7 @@ def test_tasks_of_a_measurement_name_the_policy(nights, server):
     assert {
         f"tiny · evaluate policy@{number}: {stage}"
         for number in (0, 1, 2)
-        for stage in ("prompt", "generate", "reward", "evaluate")
+        for stage in ("generate", "reward", "evaluate")
     } <= names
 
 

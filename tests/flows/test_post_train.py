@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from quiver.flows.calls import by_hand
 from quiver.flows.commands.summary import next_commands
 from quiver.flows.recipe import load
 from quiver.flows.rerun import rerun
@@ -562,10 +563,11 @@ def test_replay_by_hand(workplace, result, monkeypatch):
         "rollouts": [first["rollouts"], second["rollouts"]],
         "rewards": [second["rewards"], first["rewards"]],
     }
-    assert rerun(recipe, "optimize", both).ref == trained["ref"]
-    found = rerun(recipe, "optimize", {"rewards": both["rewards"][::-1]})
+    with by_hand(recipe):
+        assert rerun(recipe, "optimize", both).ref == trained["ref"]
+        found = rerun(recipe, "optimize", {"rewards": both["rewards"][::-1]})
     assert (found.ref, found.cached) == (trained["ref"], True)
-    with pytest.raises(ConfigError, match="is given twice"):
+    with by_hand(recipe), pytest.raises(ConfigError, match="is given twice"):
         rerun(recipe, "optimize", {"rollouts": [first["rollouts"]] * 2})
     with pytest.raises(ConfigError, match="quiver reward takes one, got 2"):
         rerun(recipe, "reward", {"rollouts": both["rollouts"]})

@@ -8,12 +8,12 @@ from collections import defaultdict
 import pyarrow as pa
 import pytest
 
-from quiver.flows import post_train
+from quiver.flows import calls
+from quiver.flows.calls import calls_of, perform
 from quiver.flows.nightly import plan_night
 from quiver.flows.pages.iterations import page
-from quiver.flows.placement import stage_call
+from quiver.flows.post_train import Chain
 from quiver.flows.recipe import load
-from quiver.flows.tasks import tagged
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.metrics import groups_with_contrast
 from quiver.stages.common.runtime import runner
@@ -63,26 +63,28 @@ class Stages:
         self.num_made = 0
         self._one_at_a_time = threading.Lock()
 
-    def perform(self, recipe, stage, config, refs, *, into=None, force=False, **_):
+    def make(self, call, *_):
         with self._one_at_a_time:
             if not self.calls:
                 raise KeyboardInterrupt
             self.calls -= 1
-            call = stage_call(recipe, stage, config, refs, into=into, force=force).runner_call
-            outcome = runner.find(call, expired=True) or runner.perform(call, Store(recipe.store))
-            self.num_made += not outcome.cached
-            return outcome
+            self.num_made += 1
+            return runner.perform(call)
+
+    def of(self, recipe):
+        """A block in which these stages are the recipe's."""
+        return calls_of(recipe, lambda call: self.make, iterations=2, expired=True)
 
 
 def improve(monkeypatch, folder, *settings, stages=None, **about) -> list[dict]:
     """The iterations of a recipe in `folder`, as `quiver run` prints them."""
     monkeypatch.chdir(folder)
     stages = stages or Stages()
-    monkeypatch.setattr(post_train, "perform", stages.perform)
+    monkeypatch.setattr(calls, "check_stages", lambda *_: None)
     recipe = load("recipe.toml", [*SETTINGS, *settings]).resolved()
-    with tagged(recipe, expired=True):
-        base = stages.perform(recipe, "policy", recipe.policy, {}).ref
-        iterations = post_train.improve(recipe, base, base, **about)
+    with stages.of(recipe):
+        base = perform("policy", recipe.policy, {}).ref
+        iterations = Chain(recipe).improve(base, base, **about)
     return [iteration.to_json() for iteration in iterations]
 
 
@@ -92,9 +94,9 @@ def folder(tmp_path_factory):
     second iteration."""
     folder = write(tmp_path_factory.mktemp("refill") / "work")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for calls in range(1, 14):
+        for _ in range(13):
             with pytest.raises(KeyboardInterrupt):
-                improve(monkeypatch, folder, stages=Stages(calls))
+                improve(monkeypatch, folder, stages=Stages(1))
     return folder
 
 

@@ -1,22 +1,25 @@
 """`placement.resident_engine`: one engine for the policies of a run. It sleeps, in its process, while
 other stages work; at any doubt there is a fresh one, and nobody is left in the end."""
 
+import json
 import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from quiver.flows.here import run_here
-from quiver.flows.placement import StageCall, check_placement
+from quiver.flows.dispatch import run_at
+from quiver.flows.placement import check_placement
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError, CorruptError, ResourceError
 from quiver.stages.common.models import vllm_env
 from quiver.stages.common.runtime import prewarm
+from quiver.stages.common.runtime.call import Call, Where
 from quiver.stages.common.store import Store
 from tests.flows.conftest import (
     RECIPE,
@@ -121,17 +124,17 @@ def place(bare, tmp_path, monkeypatch):
     assert not [pid for pid in pids(tmp_path) if Path(f"/proc/{pid}").exists()]
 
 
-def call(place: Path, number: int, **changed) -> StageCall:
+def call(place: Path, number: int, *, stay: bool = True, config=(), **limits) -> Call:
     """Rollouts of policy `number`."""
     config = {
         "engine": f"{place / 'mine.py'}:Engine",
         "samples_per_prompt": 2,
         "sampling": {"max_tokens": 6},
-        **changed.pop("config", {}),
+        **dict(config),
     }
     refs = {"prompts": "tiny/prompts@1", "policy": f"p{number}/policy@0"}
-    fields = {"store": str(place / "store"), "refs": refs, "label": "tiny"}
-    return StageCall(stage="generate", config=config, **{**fields, **changed})
+    where = Where(stay=stay, **limits)
+    return Call("generate", config, place / "store", refs, label="tiny", where=where)
 
 
 def engine_info(place: Path, ref: str) -> dict:
@@ -141,7 +144,7 @@ def engine_info(place: Path, ref: str) -> dict:
 def test_one_engine_answers_for_each_policy_in_turn_as_fresh_ones_do(place, bare, tmp_path_factory):
     (place / "mine.py").write_text(WITH_A_MODEL)
     for number in range(3):
-        outcome = run_here(call(place, number), resident=True)
+        outcome = run_at(call(place, number))
         assert (outcome.ref, outcome.cached) == (f"tiny/rollouts@{number + 1}", False)
         info = engine_info(place, outcome.ref)
         has_slept = (True, number + 1) if number else (None, None)
@@ -151,7 +154,7 @@ def test_one_engine_answers_for_each_policy_in_turn_as_fresh_ones_do(place, bare
     assert events(place)[-1] == "close"
     stores = [Store(place / "store"), copy(bare, tmp_path_factory.mktemp("fresh"))]
     for number in range(3):
-        ref = run_here(call(place, number, store=str(stores[1].path))).ref
+        ref = run_at(replace(call(place, number, stay=False), store=stores[1].path)).ref
         resident, fresh = (store.open(ref).manifest for store in stores)
         assert resident.run_key == fresh.run_key
         assert resident.content_hash == fresh.content_hash
@@ -162,9 +165,9 @@ def test_one_engine_answers_for_each_policy_in_turn_as_fresh_ones_do(place, bare
 
 def run_two(place: Path, between=lambda: None, **changed) -> None:
     """Rollouts of two policies, with something in between."""
-    run_here(call(place, 0), resident=True)
+    run_at(call(place, 0))
     between()
-    assert run_here(call(place, 1, **changed), resident=True).ref == "tiny/rollouts@2"
+    assert run_at(call(place, 1, **changed)).ref == "tiny/rollouts@2"
 
 
 def test_one_that_is_killed_in_its_sleep_costs_one_start(place):
@@ -172,7 +175,7 @@ def test_one_that_is_killed_in_its_sleep_costs_one_start(place):
         os.kill(pids(place)[0], signal.SIGKILL)
 
     run_two(place, kill)
-    run_here(call(place, 2), resident=True)
+    run_at(call(place, 2))
     assert events(place) == ["start", "sleep", "start", "sleep", "take", "sleep"]
 
 
@@ -238,8 +241,8 @@ def test_episodes_of_turns_are_answered_by_it_too(place):
         refs = {"prompts": str(prompts.ref), "policy": f"p{number}/policy@0"}
         if is_fresh:
             prewarm.end_waiting()
-        again = call(place, number, config=config, refs=refs, force=True)
-        outcomes.append(store.open(run_here(again, resident=True).ref))
+        again = replace(call(place, number, config=config), refs=refs, force=True)
+        outcomes.append(store.open(run_at(again).ref))
     assert events(place) == ["start", "sleep", "take", "sleep", "close", "start", "sleep"]
     resident, fresh = (version.table().to_pylist() for version in outcomes[1:])
     assert max(len(row["turns"]) for row in resident) > 1
@@ -249,39 +252,39 @@ def test_episodes_of_turns_are_answered_by_it_too(place):
 
 def test_what_is_done_already_wakes_nobody(place):
     run_two(place)
-    assert run_here(call(place, 1), resident=True).cached
-    run_here(call(place, 1, force=True), resident=True)
+    assert run_at(call(place, 1)).cached
+    run_at(replace(call(place, 1), force=True))
     assert [each for each in events(place) if each != "sleep"] == ["start", "take", "take"]
 
 
 def test_a_call_that_asks_nobody_to_stay_takes_the_sleeper_and_ends_it(place):
-    run_here(call(place, 0), resident=True)
-    assert run_here(call(place, 1)).ref == "tiny/rollouts@2"
+    run_at(call(place, 0))
+    assert run_at(call(place, 1, stay=False)).ref == "tiny/rollouts@2"
     assert events(place) == ["start", "sleep", "take", "close"]
     assert not prewarm._waiting
 
 
 def test_a_time_limit_ends_one_that_hangs(place):
-    run_here(call(place, 0), resident=True)
+    run_at(call(place, 0))
     (place / "fault").write_text("hang")
     with pytest.raises(ResourceError, match="limit of 2 s"):
-        run_here(call(place, 1, timeout_seconds=2), resident=True)
-    assert run_here(call(place, 1), resident=True).ref == "tiny/rollouts@2"
+        run_at(call(place, 1, timeout_seconds=2))
+    assert run_at(call(place, 1)).ref == "tiny/rollouts@2"
     assert events(place) == ["start", "sleep", "start", "sleep"]
 
 
 CALLER = """
-import sys, time
-from quiver.flows.here import run_here
-from quiver.flows.placement import StageCall
-run_here(StageCall.model_validate_json(sys.argv[1]), resident=True)
+import json, sys, time
+from quiver.flows.dispatch import run_at
+from quiver.stages.common.runtime.call import Call
+run_at(Call.from_json(json.loads(sys.argv[1])))
 print("asleep", flush=True)
 time.sleep(600)
 """
 
 
 def test_one_that_sleeps_ends_with_a_caller_that_is_killed(place):
-    command = [sys.executable, "-c", CALLER, call(place, 0).model_dump_json()]
+    command = [sys.executable, "-c", CALLER, json.dumps(call(place, 0).to_json())]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as caller:
         assert caller.stdout.readline() == "asleep\n"
         (pid,) = pids(place)
@@ -291,7 +294,7 @@ def test_one_that_sleeps_ends_with_a_caller_that_is_killed(place):
 
 
 def test_nothing_is_prewarmed_beside_one_that_sleeps(place):
-    run_here(call(place, 0), resident=True)
+    run_at(call(place, 0))
     before = dict(prewarm._waiting)
     prewarm.prewarm("generate", call(place, 1).config)
     assert before == prewarm._waiting and len(before) == 1
@@ -300,7 +303,7 @@ def test_nothing_is_prewarmed_beside_one_that_sleeps(place):
 def test_processes_that_share_the_shards_have_fresh_engines(place):
     for number in range(2):
         shards = {"rows_per_shard": 3}
-        run_here(call(place, number, devices=2, config=shards), resident=True)
+        run_at(call(place, number, devices=2, config=shards))
     assert "sleep" not in events(place)
     assert not prewarm._waiting
 

@@ -15,7 +15,7 @@ A stage may also have
 
     resolve(config) -> config                   read what the recipe names outside the store, once
     check(config, columns, prompts)             try out what `make` will need
-    prepare(config)                             import what `make` needs, before its call arrives
+    import_ahead(config)                        import what `make` needs, before its call arrives
     accept(plan, version)                       refuse a finished version that a runtime knob rules
                                                 out today (reward: `max_invalid`)
     SHARED = True                               equal calls may divide its shards among them
@@ -41,26 +41,12 @@ from typing import Any, Protocol
 
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.manifest import Manifest, Model, digest
+from quiver.stages import MODULES
 from quiver.stages.common.config import Config, parse
 from quiver.stages.common.store import Store, Version
 
 Refs = Mapping[str, str | list[str]]
 """References by role; a role that accepts several versions holds a list."""
-MODULES = {
-    "policy": "quiver.stages.common.models.checkpoints",
-    "prompt": "quiver.stages.prompt.stage",
-    "generate": "quiver.stages.generate.stage",
-    "branch": "quiver.stages.generate.turns.branch",
-    "imported": "quiver.stages.generate.imported",
-    "imported_rewards": "quiver.stages.reward.imported",
-    "reward": "quiver.stages.reward.stage",
-    "override": "quiver.stages.reward.override",
-    "logprobs": "quiver.stages.logprobs.stage",
-    "average": "quiver.stages.logprobs.average",
-    "optimize": "quiver.stages.optimize.stage",
-    "evaluate": "quiver.stages.evaluate.stage",
-}
-"""Module of each stage. Named, not imported: no stage knows another."""
 
 
 @dataclass(frozen=True)
@@ -150,16 +136,7 @@ def load(name: str) -> Stage:
     return importlib.import_module(MODULES[name])
 
 
-def plan_call(
-    name: str, config: Mapping[str, Any], store: Store, refs: Refs, into: str | None
-) -> Plan:
-    """Return the plan of stage `name` for a config in plain JSON."""
-    stage = load(name)
-    parsed = parse(stage.Config, dict(config), f"stage {name}")
-    return stage.plan(parsed, store, _RequiredRefs(name, refs), into)
-
-
-class _RequiredRefs(dict):
+class RequiredRefs(dict):
     """References by role. A missing role raises ConfigError with its name."""
 
     def __init__(self, stage: str, refs: Refs) -> None:

@@ -1,10 +1,13 @@
-"""[data] refill: sample further rounds of prompts until enough groups have contrast.
+"""Rounds of sampling: `Sampled` holds the references of one, `fill_up` adds further ones.
 
-This is the dynamic sampling of DAPO (https://arxiv.org/abs/2503.14476, section 3.2).
+    sampled.rollouts                                    # arith/rollouts@4, of the first round
+    [each.rollouts for each in sampled.rounds]
 
-A group has contrast if its scored rewards are not all equal; other groups teach nothing. Each round
-makes its own versions of prompts, rollouts and rewards, by the same policy. It takes the next
-`limit` rows of the data, and optimize learns from all rounds of the iteration together.
+[data] refill samples further rounds of prompts until enough groups have contrast. This is the
+dynamic sampling of DAPO (https://arxiv.org/abs/2503.14476, section 3.2). A group has contrast if
+its scored rewards are not all equal; other groups teach nothing. Each round makes its own versions
+of prompts, rollouts and rewards, by the same policy. It takes the next `limit` rows of the data,
+and optimize learns from all rounds of the iteration together.
 
 Rounds are counted over the whole run, and their number decides rows and seeds: if iteration 1 took
 rounds 1 to 3, iteration 2 begins with round 4. So no row is asked twice before all were asked, and
@@ -16,39 +19,69 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quiver.schemas.metrics import groups_with_contrast
 from quiver.stages.common.store import Store
 
-from .recipe import Recipe
-from .sampled import Sampled
+from .sections import Refill
 
 log = logging.getLogger("quiver")
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """A round of rollouts that one iteration learns from, sampled by one policy."""
+
+    iteration: int
+    """Number of the iteration, from 1."""
+    round: int
+    """Number of the round, counted from 1 over the whole run; it decides rows and seeds. Without
+    [data] refill, each iteration has one round with the iteration's number."""
+    prompts: str
+    """Reference of the prompts; the fields below are references too."""
+    rollouts: str
+    rewards: str
+    prox_logprobs: str | None
+    """Logprobs for the ratio's denominator, with the trainer's numerics. None: not needed, or not
+    scored yet (see `rescoring`)."""
+    reward_mean: float | None
+    seconds: dict[str, float]
+    """Seconds by stage."""
+    contrast_groups: int | None
+    """Number of groups of this round with different rewards. None: without [data] refill."""
+    more: tuple[Sampled, ...]
+    """The further rounds of the iteration. `reward_mean` and `seconds` include them."""
+
+    @property
+    def rounds(self) -> tuple[Sampled, ...]:
+        """All rounds of the iteration; usually one."""
+        return self, *self.more
+
+
 def fill_up(
-    recipe: Recipe,
+    refill: Refill,
+    store: str,
     first: Sampled,
     earlier: Sequence[Sampled],
     sample_round: Callable[[int, Sequence[Sampled]], Sampled],
+    label: str,
 ) -> Sampled:
     """Add further rounds to the first round of an iteration until enough groups have contrast.
 
     Args:
-        recipe: The resolved recipe. Without [data] refill, `first` is returned unchanged.
+        refill: The rule of [data].
+        store: Folder of the store.
         first: The iteration's first round.
         earlier: All rounds of previous iterations.
         sample_round: Makes a round, given its number and all rounds before it.
+        label: Name of the iteration in logs.
 
     Returns:
         The first round, with the others in `more`.
     """
-    refill = recipe.data.refill
-    if refill is None:
-        return first
-    store = Store(recipe.store).with_expired()
+    opened = Store(store).with_expired()
     rounds: list[Sampled] = []
     num_groups = 0
     num_contrast = 0
@@ -59,7 +92,7 @@ def fill_up(
         sampled = first
         if rounds:
             sampled = sample_round(rounds[-1].round + 1, [*earlier, *rounds])
-        manifest = store.open(sampled.rewards).manifest
+        manifest = opened.open(sampled.rewards).manifest
         groups = manifest.metrics["groups"]
         sampled = replace(sampled, contrast_groups=groups_with_contrast(groups))
         rounds.append(sampled)
@@ -72,7 +105,7 @@ def fill_up(
     log.log(
         logging.WARNING if is_short else logging.INFO,
         "%-22s %d of %d groups have contrast after %d of at most %d rounds%s",
-        f"refill {first.iteration}/{recipe.iterations}",
+        label,
         num_contrast,
         num_groups,
         len(rounds),
