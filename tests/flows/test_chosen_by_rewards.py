@@ -9,7 +9,8 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.collection import Rule, collect
 from tests.flows.conftest import RECIPE
-from tests.flows.test_refill import SETTINGS, Stages, improve, without_seconds, write
+from tests.flows.stages_here import Stages
+from tests.flows.test_refill import SETTINGS, improve, without_seconds, write
 
 CHOSEN = (
     "data.curriculum={low=0.2,high=0.8,iterations=1}",

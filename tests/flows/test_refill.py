@@ -2,27 +2,26 @@
 learned from, and that a run that was stopped goes on to the same end."""
 
 import json
-import threading
 from collections import defaultdict
 
 import pyarrow as pa
 import pytest
 
 from quiver.flows import calls
-from quiver.flows.calls import calls_of, perform
+from quiver.flows.calls import perform
 from quiver.flows.nightly import plan_night
 from quiver.flows.pages.iterations import page
 from quiver.flows.post_train import Chain
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.metrics import groups_with_contrast
-from quiver.stages.common.runtime import runner
 from quiver.stages.common.store import Store
 from quiver.stages.prompt.order import choose
 from quiver.stages.report.gather import gather
 from quiver.stages.report.stage import render
 from quiver.stages.reward.measures import groups
 from tests.flows.conftest import RECIPE, quiver, write_recipe
+from tests.flows.stages_here import Stages
 from tests.tiny import make_folder
 
 ROWS = 24
@@ -51,29 +50,6 @@ def write(folder):
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "rewards.py").write_text(CONTRAST)
     return folder
-
-
-class Stages:
-    """Runs the stages of a flow in this process, without Prefect around them, and finds what is
-    finished as it does: one after another, with overlap too, since torch's settings are the whole
-    process's. After `calls` of them the flow is stopped."""
-
-    def __init__(self, calls: int = 1000) -> None:
-        self.calls = calls
-        self.num_made = 0
-        self._one_at_a_time = threading.Lock()
-
-    def make(self, call, *_):
-        with self._one_at_a_time:
-            if not self.calls:
-                raise KeyboardInterrupt
-            self.calls -= 1
-            self.num_made += 1
-            return runner.perform(call)
-
-    def of(self, recipe):
-        """A block in which these stages are the recipe's."""
-        return calls_of(recipe, lambda call: self.make, iterations=2, expired=True)
 
 
 def improve(monkeypatch, folder, *settings, stages=None, **about) -> list[dict]:
