@@ -36,10 +36,11 @@ from .evaluation import measure
 from .pages import link_report, show_nights
 from .pages.events import moved_event, payload_of
 from .placement import check_placement, require_server
-from .post_train import Chain, Iteration
+from .post_train import Chain
 from .promotion import decide, entry_of, judge
 from .recipe import Recipe
 from .retention import clean_up
+from .rounds import Iteration
 from .tasks import as_tasks
 
 log = logging.getLogger("quiver")

@@ -31,13 +31,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from prefect import flow
 
-from quiver.schemas.errors import ConfigError, printable
 from quiver.stages import CHAIN
 from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.call import Outcome
@@ -52,59 +51,30 @@ from .placement import check_placement, trained_here
 from .recipe import Recipe
 from .rescoring import choose_reference, proximal_config
 from .retention import clean_up
-from .rounds import Sampled, fill_up, with_rounds
+from .rounds import Iteration, Sampled, fill_up
 from .tasks import as_tasks
 
 _LEARNED_FROM = ("rollouts", "rewards", "prox_logprobs")
 """Roles of optimize's inputs that are fields of `Sampled`, under the same names."""
 
 
-@dataclass(frozen=True)
-class Iteration(Sampled):
-    """A whole iteration: the sampled rounds, and the policy that learned from them."""
-
-    ref_logprobs: str | None
-    """Logprobs under the reference of the KL term. None: the loss has no KL term."""
-    policy: str
-    """The policy that this iteration made."""
-    evaluation: dict[str, Any] | None = None
-    """Score, standard error and n of that policy and of the baseline. None: not measured."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields for `quiver run --json`, without logprobs that were not asked for."""
-        optional = ("prox_logprobs", "ref_logprobs")
-        fields = {
-            name: field
-            for name, field in asdict(self).items()
-            if field is not None or name not in optional
-        }
-        return with_rounds(fields)
-
-
 @flow(name="post-train", flow_run_name="{recipe.run} · post-train", persist_result=False)
-def post_train(recipe: Recipe, first_forced: str | None = None) -> dict[str, Any]:
+def post_train(recipe: Recipe, first_forced: Literal[CHAIN] | None = None) -> dict[str, Any]:
     """Improve the recipe's policy `iterations` times, measured on held-out rows before and after.
 
     Args:
         recipe: The whole recipe, with the sections of its TOML file.
-        first_forced: A stage (prompt, generate, reward, logprobs, optimize or evaluate). This stage
-            and all later ones run again, even if a finished version exists. Evaluation is always
-            among them: its rollouts, rewards and scores are made again, its prompts are not. A
-            forced stage is not retried if it fails.
+        first_forced: This stage and all later ones run again, even if a finished version exists.
+            Evaluation is always among them: its rollouts, rewards and scores are made again, its
+            prompts are not. A forced stage is not retried if it fails.
 
     Returns:
         The object that `quiver run --json` prints: the run, the baseline, and for each iteration
         its references, mean reward, evaluation and seconds by stage.
 
     Raises:
-        ConfigError: If `first_forced` is not a stage, or a stage cannot run with this recipe.
+        ConfigError: If a stage cannot run with this recipe.
     """
-    if first_forced is not None and first_forced not in CHAIN:
-        raise ConfigError(
-            f"first_forced {printable(first_forced)}",
-            f"expected one of {', '.join(CHAIN)}",
-            next="name a stage, or leave it out",
-        )
     forced = CHAIN[CHAIN.index(first_forced) :] if first_forced else ()
     check_placement(recipe)
     # `expired`: a finished version counts as done even if its files were deleted.
@@ -211,12 +181,13 @@ class Chain:
         machine cannot train.
         """
 
-        def check() -> None:
-            check_stages(trained_here(self.recipe))
-            pinned(self.recipe.reward)  # only raises, if a scorer is not the one that is pinned
+        recipe = self.recipe
 
-        label = "import policy"
-        return perform("policy", self.recipe.policy, {}, label=label, before=check).ref
+        def check() -> None:
+            check_stages(trained_here(recipe))
+            pinned(recipe.reward)  # only raises, if a scorer is not the one that is pinned
+
+        return perform("policy", recipe.policy, {}, label="import policy", before=check).ref
 
     def make_prompts(
         self, policy: str, iteration: int, round: int, earlier: Sequence[Sampled] = ()

@@ -79,6 +79,8 @@ def rerun(
         check_placement(recipe)
     if stage == "prompt":
         recipe.data.require_filled_in()
+    elif stage == "evaluate":
+        recipe.data.require_held_out()
     store = Store(recipe.store)
     refs = _named_versions(recipe.run, store, stage, references)
     for role in _SEARCH_ORDER:
@@ -86,7 +88,6 @@ def rerun(
             refs[role] = find_refs(recipe, store, stage, role, refs, iteration)
     log.info("%-22s %s", f"{stage} of", ", ".join(ref for role in refs.values() for ref in role))
     if stage == "evaluate":
-        recipe.data.require_held_out()
         forced = {"evaluate"} if force else ()
         policy = refs["policy"][0]
         return measure(recipe.held_out_resolved(), policy, iteration, forced)

@@ -1,4 +1,4 @@
-"""Rounds of sampling: `Sampled` holds the references of one, `fill_up` adds further ones.
+"""Rounds of sampling, `Sampled`, and what is made of them, `Iteration`; `fill_up` adds rounds.
 
     sampled.rollouts                                    # arith/rollouts@4, of the first round
     [each.rollouts for each in sampled.rounds]
@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from quiver.schemas.metrics import groups_with_contrast
@@ -58,6 +58,38 @@ class Sampled:
     def rounds(self) -> tuple[Sampled, ...]:
         """All rounds of the iteration; usually one."""
         return self, *self.more
+
+
+@dataclass(frozen=True)
+class Iteration(Sampled):
+    """A whole iteration: the sampled rounds, and the policy that learned from them."""
+
+    ref_logprobs: str | None
+    """Logprobs under the reference of the KL term. None: the loss has no KL term."""
+    policy: str
+    """The policy that this iteration made."""
+    evaluation: dict[str, Any] | None = None
+    """Score, standard error and n of that policy and of the baseline. None: not measured."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields for `quiver run --json`, without logprobs that were not asked for.
+
+        With [data] refill, they list each round with its number, references and groups with
+        contrast. Without it, nothing about rounds is included.
+        """
+        optional = ("prox_logprobs", "ref_logprobs")
+        of_rounds = ("round", "contrast_groups", "more")
+        fields = {
+            name: field
+            for name, field in asdict(self).items()
+            if name not in of_rounds and (field is not None or name not in optional)
+        }
+        if self.contrast_groups is not None:
+            names = ("round", "prompts", "rollouts", "rewards", "contrast_groups")
+            fields["rounds"] = [
+                {name: getattr(each, name) for name in names} for each in self.rounds
+            ]
+        return fields
 
 
 def fill_up(
@@ -118,21 +150,3 @@ def fill_up(
         reward_mean=reward_sum / num_scored if num_scored else None,
         seconds=dict(seconds),
     )
-
-
-def with_rounds(iteration: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an iteration for `quiver run --json`.
-
-    With [data] refill, they list each round with its number, references and groups with contrast.
-    Without it, nothing about rounds is included.
-    """
-    rounds = [iteration, *iteration["more"]]
-    names = ("round", "prompts", "rollouts", "rewards", "contrast_groups")
-    printed = {
-        name: field
-        for name, field in iteration.items()
-        if name not in ("round", "contrast_groups", "more")
-    }
-    if iteration["contrast_groups"] is not None:
-        printed["rounds"] = [{name: each[name] for name in names} for each in rounds]
-    return printed

@@ -22,9 +22,10 @@ from quiver.schemas.refs import NAME
 from quiver.stages.common.store import Store
 
 from .calls import NotFinished, only_looking
-from .post_train import Chain, Iteration, post_train
+from .post_train import Chain, post_train
 from .recipe import Recipe
 from .retention import Retention
+from .rounds import Iteration
 
 _AT = "%Y-%m-%d-%H%M"
 """Suffix of a run's name that starts again: its due time in UTC."""

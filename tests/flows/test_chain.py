@@ -2,10 +2,12 @@
 `quiver STAGE` finds of it."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 
 from quiver.flows.post_train import Chain
+from quiver.flows.preflight import finished
 from quiver.flows.recipe import load
 from quiver.flows.rerun import rerun
 from quiver.schemas.errors import ConfigError, LineageError
@@ -18,6 +20,13 @@ from quiver.stages.optimize.algorithms import Algorithm
 
 BOUNDS = {"clip_low": 1e-3, "clip_high": 1e-3}
 TIGHT = Algorithm("tight", "group_normalized", "sequence_clipped", "token_mean", BOUNDS)
+"""
+FLAKY = """
+import os
+
+def flaky(completion_ids):
+    values = [float(len(ids)) if os.path.exists("repaired") else None for ids in completion_ids]
+    return [1.0 if ids[0] % 2 else value for ids, value in zip(completion_ids, values)]
 """
 
 
@@ -73,8 +82,7 @@ def test_tight_bounds_are_scored_for_by_themselves_under_the_starting_policy(sto
         assert "logprobs prox" in each["seconds"]
     again = by_hand("optimize", *settings, rollouts=[each["rollouts"] for each in done[::-1]])
     assert (again.ref, again.cached) == ("decoupled/policy@2", True)
-    with open("tight.py", "w") as file:
-        file.write(TIGHT)
+    Path("tight.py").write_text(TIGHT)
     tight = ("run=decoupled", "optimize.algorithm=tight.py:TIGHT")
     owned = store.open(by_hand("optimize", *tight, rollouts=done[0]["rollouts"]).ref)
     prox = store.open(inputs(owned)["prox"]).manifest
@@ -181,3 +189,26 @@ def test_replay_by_hand(store, plain):
         by_hand("optimize", stale, rollouts=[first["rollouts"]] * 2)
     with pytest.raises(ConfigError, match="quiver reward takes one, got 2"):
         by_hand("reward", rollouts=rollouts)
+
+
+def test_a_retry_scores_what_has_no_reward(store, plain):
+    Path("flaky.py").write_text(FLAKY)
+    flaky = "reward.functions=[{use='flaky.py:flaky'}]"
+    first = by_hand("reward", flaky, rollouts=plain[0]["rollouts"])
+    missing = store.open(first.ref).manifest.status["not_scored"]
+    Path("repaired").touch()
+    second = by_hand("reward", flaky, retry=first.ref)
+    metrics = second.metrics
+    assert metrics["retried"] == metrics["recovered"] == missing > 0
+    again = by_hand("reward", flaky, retry=second.ref)
+    assert (again.ref, again.cached) == (second.ref, True)
+    with pytest.raises(LineageError, match="was made of tiny/rollouts@1"):
+        by_hand("reward", flaky, rollouts=plain[1]["rollouts"], retry=first.ref)
+
+
+def test_a_run_that_another_recipe_began_is_told_with_the_keys_that_differ(plain, caplog):
+    finished(load("recipe.toml", ["seed=8"]).resolved())
+    problem = (
+        "run tiny has tiny/prompts@1, which this recipe does not ask for: seed was 7 and is 8."
+    )
+    assert problem in caplog.text

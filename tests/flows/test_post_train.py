@@ -143,33 +143,6 @@ def test_one_more_iteration_adds_only_itself(workplace, result):
     assert added == ["tiny.eval/rewards", "tiny.eval/rollouts", *(f"tiny/{kind}" for kind in kinds)]
 
 
-def test_a_retry_scores_what_has_no_reward_and_diff_says_what_became_of_it(workplace, result):
-    (workplace / "flaky.py").write_text(
-        "import os\ndef flaky(completion_ids):\n"
-        "    values = [float(len(ids)) if os.path.exists('repaired') else None for ids in "
-        "completion_ids]\n"
-        "    return [1.0 if ids[0] % 2 else value for ids, value in zip(completion_ids, values)]\n"
-    )
-    flaky = ["reward", "recipe.toml", "--set", "reward.functions=[{use='flaky.py:flaky'}]"]
-    first = quiver(workplace, *flaky, "--rollouts", "tiny/rollouts@1")
-    missing = Store(workplace / "store").open(first["ref"]).manifest.status["not_scored"]
-    (workplace / "repaired").touch()
-    second = quiver(workplace, *flaky, "--retry", first["ref"])
-    assert (second["metrics"]["retried"], second["metrics"]["recovered"]) == (
-        missing,
-        missing,
-    ) and missing > 0
-    again = quiver(workplace, *flaky, "--retry", second["ref"])
-    assert (again["ref"], again["cached"]) == (second["ref"], True)
-    differences = quiver(workplace, "diff", first["ref"], second["ref"])
-    assert differences["rewards"]["null_to_value"] == missing
-    assert (differences["rewards"]["order"], differences["rewards"]["mean_difference"]) == (0, 0.0)
-    error = quiver(
-        workplace, *flaky, "--rollouts", "tiny/rollouts@2", "--retry", first["ref"], code=5
-    )["error"]
-    assert error["code"] == "E-LINEAGE" and "was made of tiny/rollouts@1" in error["message"]
-
-
 def test_an_error_of_a_stage_is_three_lines(workplace, result):
     """No traceback without --debug, whatever Prefect would log; the store is as it was."""
     path = Store(workplace / "store").open("tiny/rollouts@1").files.folder / "part-00000.arrow"
@@ -189,20 +162,6 @@ def test_an_error_of_a_stage_is_three_lines(workplace, result):
         "State:",
         "Next:",
     ]
-
-
-def test_a_run_that_another_recipe_began_is_told_with_the_keys_that_differ(workplace, result):
-    nowhere = [f"--set=placement.python.{stage}='/nonexistent'" for stage in ("prompt", "evaluate")]
-    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", "--set=seed=8"]
-    env = command_environment(workplace)
-    done = subprocess.run(
-        [*command, *nowhere], cwd=workplace, env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode != 0
-    assert (
-        "run tiny has tiny/prompts@1, which this recipe does not ask for: seed was 7 and is 8."
-        in " ".join(done.stderr.split())
-    )
 
 
 def test_two_runs_of_one_recipe_at_once_make_everything_once(workplace):
