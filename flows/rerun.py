@@ -77,10 +77,8 @@ def rerun(
     """
     if stage != "override":  # override always runs here, in this process's host.
         check_placement(recipe)
-    if stage == "prompt":
+    if stage in ("prompt", "evaluate"):
         recipe.data.require_filled_in()
-    elif stage == "evaluate":
-        recipe.data.require_held_out()
     store = Store(recipe.store)
     refs = _named_versions(recipe.run, store, stage, references)
     for role in _SEARCH_ORDER:
@@ -88,6 +86,7 @@ def rerun(
             refs[role] = find_refs(recipe, store, stage, role, refs, iteration)
     log.info("%-22s %s", f"{stage} of", ", ".join(ref for role in refs.values() for ref in role))
     if stage == "evaluate":
+        recipe.data.require_held_out()
         forced = {"evaluate"} if force else ()
         policy = refs["policy"][0]
         return measure(recipe.held_out_resolved(), policy, iteration, forced)
