@@ -49,24 +49,26 @@ def check_placement(recipe: Recipe) -> None:
 
     The same if `resident_engine` is set for an engine that cannot stay.
     """
-    placement, lora = recipe.placement, recipe.optimize.lora
-    engine, options = recipe.generate.engine, recipe.generate.options
-    is_vllm = engine == "vllm"
+    placement = recipe.placement
+    lora = recipe.optimize.lora
+    engine = recipe.generate.engine
+    options = recipe.generate.options
     problem = ""
     if placement.generate:
         problem = f"placement.generate = {placement.generate!r} has a process of its own each time"
-    elif engine in ENGINES and not is_vllm:
+    elif engine == "vllm":
+        if options.get("engine_args"):
+            problem = "what generate.options.engine_args sets may not outlast a policy's weights"
+        elif recipe.data.images:
+            problem = "an engine that sees pictures (data.images) does not sleep"
+        elif lora and (lora.save == "adapter" or options.get("lora")):
+            problem = "an engine that serves an adapter beside the base's weights does not sleep"
+    elif engine in ENGINES:
         problem = f"engine {engine} has nothing to keep from one policy to the next"
-    elif is_vllm and options.get("engine_args"):
-        problem = "what generate.options.engine_args sets may not outlast a policy's weights"
-    elif is_vllm and recipe.data.images:
-        problem = "an engine that sees pictures (data.images) does not sleep"
-    elif is_vllm and lora and (lora.save == "adapter" or options.get("lora")):
-        problem = "an engine that serves an adapter beside the base's weights does not sleep"
     name = "placement.resident_engine"
     if placement.resident_engine and problem:
         raise ConfigError(name, problem, next=f"set {name} = false")
-    if placement.resident_engine and is_vllm and "generate" not in placement.python:
+    if placement.resident_engine and engine == "vllm" and "generate" not in placement.python:
         from quiver.stages.common.models.vllm_env import require_reload
 
         require_reload(name)
