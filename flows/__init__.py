@@ -17,6 +17,9 @@ has_forms = True
 command that deploys nothing sets it to False: describing a recipe takes a third of its import
 time."""
 
+num_made = 0
+"""Number of versions that this process has made so far, itself or by children and pools."""
+
 if "PREFECT__FLOW_RUN_ID" in os.environ:  # Set by the worker that started this process.
     from .stopping import end_with_the_parent
 

@@ -101,7 +101,7 @@ def _say_stopped() -> None:
     writes_nothing = sys.argv[1:2] in (["check"], ["fit"]) or "--dry-run" in sys.argv
     if CALLED.recipe is not None and not writes_nothing:
         versions = {0: "", 1: "one new version and "}.get(
-            CALLED.num_made, f"{CALLED.num_made} new versions and "
+            flows.num_made, f"{flows.num_made} new versions and "
         )
         text += f"; {versions}the finished shards of what was under way are kept\n"
         text += f"go on from there: {command_line()}"
@@ -152,8 +152,8 @@ def _run() -> int:
         error = caught if isinstance(caught, QuiverError) else unexpected("quiver", caught)
         if error.code == "E-INTERNAL" or "--debug" in sys.argv:
             trace = traceback.format_exc()
-    if error.state == UNCHANGED and CALLED.num_made:
-        count = "one version" if CALLED.num_made == 1 else f"{CALLED.num_made} versions"
+    if error.state == UNCHANGED and flows.num_made:
+        count = "one version" if flows.num_made == 1 else f"{flows.num_made} versions"
         error.state = f"this command has made {count}, kept for the next run."
     error.next = complete(error.next, CALLED, options_in(get_command(app).commands))
     with suppress(OSError):

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.models.devices import engine_gpus
+from quiver.stages.common.runtime.call import Call
 from quiver.stages.common.servers import secret
 from quiver.stages.generate.engine import engine_options
 from quiver.stages.generate.options import VllmServerOptions
 
-from .placement import stage_call
 from .recipe import Recipe
 from .slots import require_gpus
 
@@ -25,12 +25,35 @@ def check_demands(recipe: Recipe) -> None:
     """Raise ConfigError if a stage that runs here could not begin. Stages in pools are checked
     there."""
     elsewhere = recipe.placement.pools
+    lora = recipe.optimize.lora
     if "generate" not in elsewhere:
         for evaluation in {False, recipe.data.held_out is not None}:
             config = recipe.generate_config(1, evaluation=evaluation)
             options = engine_options(config.engine, config.options)
             if isinstance(options, VllmServerOptions):
-                _check_servers(recipe, options, evaluation=evaluation)
+                section = "evaluate.generate" if evaluation else "generate"
+                secret(options.token, f"{section}.options.token")
+                num_policies = 2 if evaluation else recipe.iterations
+                is_adapter = lora is not None and lora.save == "adapter"
+                advice = 'set generate.engine = "vllm"'
+                problem = ""
+                if recipe.data.images:
+                    problem = "prompts with pictures (data.images) are not sent to servers"
+                elif is_adapter and num_policies > 1:
+                    problem = (
+                        "a policy that is an adapter alone has no weights that a server could load"
+                    )
+                    advice = 'set optimize.lora.save = "merged"'
+                elif num_policies > 1 and not options.wait_seconds:
+                    problem = (
+                        f"{num_policies} policies need servers one after another, and it waits for "
+                        "none"
+                    )
+                    advice = (
+                        f"set {section}.options.wait_seconds to as long as a server takes to start"
+                    )
+                if problem:
+                    raise ConfigError(f"{section}.engine vllm-server", problem, next=advice)
             devices = recipe.placement.devices
             needed = engine_gpus(config.options)
             if isinstance(devices, int) and config.engine == "vllm" and devices < needed:
@@ -39,25 +62,7 @@ def check_demands(recipe: Recipe) -> None:
                     f"{devices} GPUs are fewer than one engine of generate.options takes, {needed}",
                     next=f"set placement.devices to {needed} or a multiple of it",
                 )
-            require_gpus(stage_call(recipe, "generate", config, {}).runner_call)
+            require_gpus(Call("generate", config.model_dump(mode="json"), recipe.store))
     if "optimize" not in elsewhere:
-        require_gpus(stage_call(recipe, "optimize", recipe.optimize_config(), {}).runner_call)
-
-
-def _check_servers(recipe: Recipe, options: VllmServerOptions, *, evaluation: bool) -> None:
-    section = "evaluate.generate" if evaluation else "generate"
-    secret(options.token, f"{section}.options.token")
-    lora = recipe.optimize.lora
-    num_policies = recipe.iterations if not evaluation else 2
-    advice = 'set generate.engine = "vllm"'
-    if recipe.data.images:
-        problem = "prompts with pictures (data.images) are not sent to servers"
-    elif lora is not None and lora.save == "adapter" and num_policies > 1:
-        problem = "a policy that is an adapter alone has no weights that a server could load"
-        advice = 'set optimize.lora.save = "merged"'
-    elif num_policies > 1 and not options.wait_seconds:
-        problem = f"{num_policies} policies need servers one after another, and it waits for none"
-        advice = f"set {section}.options.wait_seconds to as long as a server takes to start"
-    else:
-        return
-    raise ConfigError(f"{section}.engine vllm-server", problem, next=advice)
+        config = recipe.optimize_config().model_dump(mode="json")
+        require_gpus(Call("optimize", config, recipe.store))

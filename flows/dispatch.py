@@ -1,90 +1,164 @@
-"""Dispatch of a stage to the place where it runs: a child process, or a pool's workers.
+"""Runs of a call where its `where` says: on a pool's workers, or on this host in child processes.
 
-    outcome = run_at(call, recipe.placement)
+    outcome = run_at(call)
 
-In both cases a finished version is found in this process, in milliseconds.
+The caller has looked into the store before. Several processes run on this host if [placement]
+devices says so, each on its own devices, and they share the call's shards; no server takes part.
+Each begins as soon as it gets a slot, and does not delay the others. If a process lacks memory or a
+device, or dies, the others make its shards. Any other error ends all of them, and so does the end
+of the flow.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 
-from quiver.schemas.errors import BusyError
-from quiver.stages.common import ranks
-from quiver.stages.common.launched import are_launched, is_led
-from quiver.stages.common.runtime.runner import Outcome, find
+from quiver.schemas.errors import ResourceError
+from quiver.stages.common.runtime.call import Call, Outcome
+from quiver.stages.common.runtime.holding import hold
+from quiver.stages.common.runtime.runner import plan_of, run_call
+from quiver.stages.common.runtime.stage import load
 from quiver.stages.common.runtime.subprocesses import Stopped
+from quiver.stages.common.store.writer import ROWS_PER_SHARD
 
-from .ahead import is_stopped
-from .here import run_here
-from .placement import StageCall
-from .recipe import Placement
+from .ahead import is_stopped, run_ahead
+from .live import followed
+from .slots import gpus_needed, server_limit, slots, visible_gpus
 
-POLL_SECONDS = 1.0
-_LONGEST_PAUSE_SECONDS = 60.0  # Each try in a pool is a run of its own on the server.
+_SECONDS_TO_LEAVE = 5.0
 log = logging.getLogger("quiver")
 
 
 def run_at(
-    call: StageCall,
-    placement: Placement,
+    call: Call,
     *,
-    upcoming: tuple[StageCall, ...] = (),
-    tags: tuple[str, ...] = (),
+    upcoming: Sequence[Call] = (),
+    tags: Sequence[str] = (),
     on_line: Callable[[str], None] | None = None,
-    resident: bool = False,
 ) -> Outcome:
-    """Run `call` where `placement` puts its stage, and return its outcome.
+    """Run `call` on its pool, or in child processes once there is a slot for the first.
 
     Args:
         call: The call to run.
-        placement: The recipe's [placement].
-        upcoming: Calls whose processes are started together with this one. They import modules on a
-            core that this one leaves idle while it starts.
+        upcoming: Next calls, whose processes may start to import now, on a core that this one
+            leaves idle while it starts.
         tags: Tags of the flow runs in a pool.
-        on_line: Called with each line of a child process.
-        resident: If true, an engine in a child process may stay for the next call.
+        on_line: Called with each line of a child process. Default: log it.
 
     Raises:
         QuiverError: The stage's error.
         Stopped: If another thread stopped this work.
     """
-    outcome = find(call.runner_call, expired=call.expired)
-    is_rank = are_launched() and ranks.can_share(call.stage)
-    while outcome is None and not is_rank and is_led():
-        # rank 0 makes it; if it fails, the launcher ends the ranks of its host
-        time.sleep(POLL_SECONDS)
-        outcome = find(call.runner_call, expired=call.expired)
-    if outcome is not None:
-        return outcome
-    pool = placement.pools.get(call.stage)
-    if pool is None or is_rank:
-        return run_here(call, upcoming=upcoming, on_line=on_line, resident=resident)
-    from .pool import run_in_pool
+    if call.where.pool is not None:
+        from .pool import run_in_pool
 
-    return run_in_pool(call.for_workers(), pool, placement, tags)
+        return run_in_pool(call, tags)
+    on_line = on_line or logging.getLogger(f"quiver.{call.stage}").info
+    most = count = most_processes(call)
+    if most > 1:
+        count = min(most, _num_shards(call))
+    if count < most:
+        log.info("%s: shards for %d of %d processes", call.label, count, most)
+    with followed(call.label, call.config, on_line) as on_line, server_limit(call.where.limit):
+        if count > 1:
+            return _run_together(call, count, on_line)
+        with slots(call, call.label, call.where.slots) as env:
+            # Processes with an environment of their own learn their devices only later.
+            for following in () if env else upcoming:
+                where = following.where
+                if where.pool is None and most_processes(following) == 1:
+                    hold(following.stage, following.config, where.python, where.online)
+            return run_call(call, on_line=on_line, env=env, stopped=is_stopped)
 
 
-def run_when_free(call: StageCall, placement: Placement, **options: Any) -> Outcome:
-    """Run `call` like `run_at`, but wait while another process does the same work alone.
+def most_processes(call: Call) -> int:
+    """Return how many processes may share the call here, by its `devices` and this machine's.
 
-    This also covers a run whose flow was killed: its runs in a pool may still be at work.
+    The number of shards is not considered. A forced call is never shared.
     """
-    pause = POLL_SECONDS
-    last_message = ""
-    while True:
-        try:
-            return run_at(call, placement, **options)
-        except BusyError as error:
-            if error.message != last_message:
-                log.warning("%s waits: %s", call.label, error.message)
-            last_message = error.message
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        until = time.monotonic() + pause
-        while time.monotonic() < until and find(call.runner_call, expired=call.expired) is None:
+    devices = call.where.devices
+    if devices is None or call.force or not getattr(load(call.stage), "SHARED", False):
+        return 1
+    gpus = visible_gpus()
+    if gpus:
+        usable = len(gpus) if devices == "all" else min(devices, len(gpus))
+        needed = gpus_needed(call)
+        return max(1, usable // needed) if needed else 1
+    if call.stage == "reward" and not call.config.get("models"):
+        return 1  # Reward functions have their own processes.
+    if devices == "all":
+        return max(1, call.where.slots)
+    return min(devices, call.where.slots or devices)
+
+
+def _num_shards(call: Call) -> int:
+    plan = plan_of(call)
+    if call.stage == "generate":
+        rows = plan.inputs["prompts"].manifest.rows * plan.config.samples_per_prompt
+        return max(1, -(-rows // plan.config.rows_per_shard))
+    return max(1, -(-plan.inputs["rollouts"].manifest.rows // ROWS_PER_SHARD))
+
+
+def _run_together(call: Call, count: int, on_line: Callable[[str], None]) -> Outcome:
+    """Run one call as `count` processes and return its outcome."""
+    # An engine that stays would hold devices which the next call may not get.
+    shared = replace(call, share=True, where=replace(call.where, hold=False))
+    cores = sorted(os.sched_getaffinity(0))
+    started_at = time.monotonic()
+    begun: dict[int, float] = {}
+    """Start time of each process, by its number."""
+
+    def run_one(number: int) -> Outcome:
+        with slots(shared, f"{call.label} ({number + 1} of {count})", call.where.slots) as env:
+            begun[number] = time.monotonic()
+            name = f"GPU {env['CUDA_VISIBLE_DEVICES']}" if env else f"{number + 1} of {count}"
+            if not env:
+                # Set for this thread and inherited by its child process. Two processes that use all
+                # cores would slow each other down.
+                first = number * len(cores) // count
+                last = max(first + 1, (number + 1) * len(cores) // count)
+                os.sched_setaffinity(0, cores[first:last])
+            timeout = call.where.timeout_seconds
+            # The limit applies to the stage, from the start of its first process.
+            if timeout is not None:
+                timeout = max(0.1, timeout - begun[number] + min(begun.values()))
+            return run_call(
+                replace(shared, where=replace(shared.where, timeout_seconds=timeout)),
+                on_line=lambda line: on_line(f"{line}  [{name}]"),
+                env=env,
+                stopped=is_stopped,
+            )
+
+    log.info("%s: as %d processes", call.label, count)
+    with ExitStack() as stack:
+        processes = [stack.enter_context(run_ahead(partial(run_one, n))) for n in range(count)]
+        # Stop all at once, not one after another.
+        stack.callback(lambda: [process.stop.set() for process in processes])
+        at_work = set(processes)
+        while True:
+            ended, at_work = wait(at_work, timeout=0.2, return_when=FIRST_COMPLETED)
             if is_stopped():
                 raise Stopped(call.label)
-            time.sleep(POLL_SECONDS)
+            errors = [error for process in ended if (error := process.exception())]
+            if len(errors) < len(ended):
+                outcome = next(each.result() for each in ended if each.exception() is None)
+                break
+            for error in errors:
+                if not isinstance(error, ResourceError) or not at_work:
+                    raise error
+                log.warning("%s: %s; the others go on", call.label, error.message)
+        for number, process in enumerate(processes):
+            if number not in begun:
+                process.stop.set()
+        # They see that the stage is done and clean up. One that still loads an engine does not see
+        # it.
+        wait(at_work, timeout=_SECONDS_TO_LEAVE)
+    seconds = round(time.monotonic() - started_at, 3)
+    return replace(outcome, cached=False, seconds=seconds)

@@ -13,19 +13,19 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import printable
 from quiver.schemas.metrics import score_numbers
 from quiver.stages.common.config import Config
-from quiver.stages.common.runtime.runner import Outcome
+from quiver.stages.common.runtime.call import Outcome
 from quiver.stages.common.runtime.subprocesses import Process
 from quiver.stages.common.store import Store
 
-from .placement import stage_call
+from .calls import check_stages, perform
 from .recipe import Recipe
-from .tasks import check_stages, perform
 
 SECONDS = 120.0
 """Time limit for the trackers, in seconds."""
@@ -38,7 +38,7 @@ def measure(
     iteration: int,
     forced: Collection[str] = (),
     baseline: str | None = None,
-    perform: Callable[..., Outcome] = perform,
+    before: Callable[[], None] = lambda: None,
 ) -> Outcome | None:
     """Measure `policy` on the held-out rows.
 
@@ -51,7 +51,7 @@ def measure(
         forced: Stages to run again; only "evaluate" matters here.
         baseline: An evaluation of another policy on the same rows. The metrics then hold the
             difference to it.
-        perform: Runs a stage, with the signature of `tasks.perform`.
+        before: Called before anything is sampled; it may refuse to begin.
 
     Returns:
         The outcome of the evaluate stage (metrics: score, stderr, n, …), with the seconds of all
@@ -59,48 +59,37 @@ def measure(
     """
     if recipe.data.held_out is None:
         return None
-    eval_run = f"{recipe.run}.eval"
     name = policy.removeprefix(f"{recipe.run}/")
-    force = "evaluate" in forced
 
-    def run(stage: str, config: Config, into: str, **refs: str) -> Outcome:
+    def measured_by(stage: str, config: Config, into: str, **refs: str) -> Outcome:
         return perform(
-            recipe,
             stage,
             config,
             refs,
             label=f"evaluate {name}: {stage}",
             into=into,
-            force=force and stage != "prompt",
+            force="evaluate" in forced and stage != "prompt",
             iteration=iteration,
+            before=check if stage == "generate" else lambda: None,
         )
 
-    prompts = run("prompt", recipe.prompt_config(0, evaluation=True), eval_run, policy=policy)
+    def check() -> None:
+        before()
+        check_stages({"reward": recipe.reward}, prompts.ref, recipe.offered_columns)
+
+    run = partial(measured_by, into=f"{recipe.run}.eval")
+    prompts = run("prompt", recipe.prompt_config(0, evaluation=True), policy=policy)
     config = recipe.generate_config(0, evaluation=True)
-    refs = {"prompts": prompts.ref, "policy": policy}
-    call = stage_call(recipe, "generate", config, refs, into=eval_run, force=force)
-    check_stages(recipe, {"reward": recipe.reward}, call, prompts.ref)
-    rollouts = run("generate", config, eval_run, prompts=prompts.ref, policy=policy)
-    rewards = run("reward", recipe.reward, eval_run, rollouts=rollouts.ref)
+    rollouts = run("generate", config, prompts=prompts.ref, policy=policy)
+    rewards = run("reward", recipe.reward, rollouts=rollouts.ref)
     refs = {"rollouts": rollouts.ref, "rewards": rewards.ref}
     if baseline:
         refs["baseline"] = baseline
-    evaluation = run("evaluate", recipe.score_config(), recipe.run, **refs)
+    evaluation = measured_by("evaluate", recipe.score_config(), recipe.run, **refs)
     # Also for a finished evaluation: an earlier attempt may have ended before this line.
     track_evaluation(recipe, evaluation.ref)
     seconds = sum(outcome.seconds for outcome in (prompts, rollouts, rewards, evaluation))
     return replace(evaluation, seconds=round(seconds, 3))
-
-
-def require_held_out(recipe: Recipe) -> None:
-    """Raise ConfigError if the recipe names no held-out rows, or only a night can fill them in."""
-    if recipe.data.held_out is None:
-        raise ConfigError(
-            "data.held_out",
-            "the recipe names no held-out rows",
-            next="add [data.held_out] to the recipe",
-        )
-    recipe.data.require_filled_in()
 
 
 def numbers(outcome: Outcome | None) -> dict[str, Any] | None:

@@ -44,15 +44,16 @@ from quiver.schemas.errors import printable
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.tags import Entry, previous
 
-from .evaluation import measure, require_held_out
+from .evaluation import measure
 from .pages import link_report, show_nights
 from .pages.events import moved_event, payload_of
 from .placement import check_placement, require_server
-from .post_train import Iteration, import_policy, improve
+from .post_train import Chain
 from .promotion import Judgement, Moved, decide, entry_of, judge, moved
 from .recipe import Recipe
 from .retention import clean_up
-from .tasks import tagged
+from .rounds import Iteration
+from .tasks import as_tasks
 
 POLL_SECONDS = 5.0
 _SPARE_SECONDS = 300  # Prefect fails a run that is not resumed in time, so our own no comes first.
@@ -121,7 +122,7 @@ def nightly(recipe: Recipe, night: str | None = None) -> Any:
     """
     tonight = plan_night(recipe, _name(night))
     iterations: list[Iteration] = []
-    with tagged(recipe, expired=True):
+    with as_tasks(tonight.recipe, expired=True):
         entry = entry_of(tonight.store, recipe.run, recipe.promotion, tonight.key)
         if entry is None:
             if recipe.overlap or recipe.evaluate.every:
@@ -130,11 +131,12 @@ def nightly(recipe: Recipe, night: str | None = None) -> Any:
                     "after another, and is measured at its end"
                 )
             tonight = replace(tonight, recipe=tonight.recipe.resolved())
-            base = import_policy(tonight.recipe)
+            chain = Chain(tonight.recipe)
+            base = chain.import_policy()
             in_use = _policy_in_use(tonight, base)
             baseline = measure(tonight.recipe, in_use, tonight.first - 1)
-            iterations = improve(
-                tonight.recipe, in_use, base, first=tonight.first, first_round=tonight.first_round
+            iterations = chain.improve(
+                in_use, base, first=tonight.first, first_round=tonight.first_round
             )
             entry = _decide(tonight, in_use, baseline.ref, iterations[-1])
         show_nights(recipe)
@@ -164,7 +166,7 @@ def plan_night(recipe: Recipe, name: str) -> Night:
     named.
     """
     recipe = recipe.for_night(name)
-    require_held_out(recipe)
+    recipe.data.require_held_out()
     check_placement(recipe)
     if recipe.promotion.approval:
         require_server("promotion.approval")

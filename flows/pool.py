@@ -11,10 +11,13 @@ that no worker takes is logged, and given up if the pool has no worker online.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 from uuid import UUID, uuid4
 
 import httpx
@@ -30,17 +33,17 @@ from quiver.schemas.errors import (
     QuiverError,
     RemoteError,
     ResourceError,
+    from_dict,
     printable,
 )
-from quiver.stages.common.runtime.runner import Outcome
+from quiver.stages.common.runtime.call import Call, Outcome
+from quiver.stages.common.runtime.stage import load
 from quiver.stages.common.runtime.subprocesses import Stopped
 from quiver.stages.common.store import Store
 
 from .ahead import is_stopped
-from .placement import GivenUp, StageCall, require_server
+from .placement import GivenUp, require_server
 from .prefect_server import without_login
-from .recipe import Placement
-from .stage import answer_in
 
 POLL_SECONDS = 1.0
 _SERVER_GONE_SECONDS = 600
@@ -52,13 +55,8 @@ _starting = threading.Lock()
 log = logging.getLogger("quiver")
 
 
-def run_in_pool(
-    call: StageCall,
-    pool: str,
-    placement: Placement,
-    tags: tuple[str, ...] = (),
-) -> Outcome:
-    """Run `call` on workers of `pool` and return its outcome.
+def run_in_pool(call: Call, tags: Sequence[str] = ()) -> Outcome:
+    """Run `call` on workers of its pool and return its outcome.
 
     Any exception here also ends the runs that were started.
 
@@ -68,13 +66,14 @@ def run_in_pool(
         ConfigError: If the pool or its deployment is missing.
         QuiverError: Any error of the stage.
     """
+    pool = call.where.pool
     require_server(f"placement.{call.stage} {pool}")
     started_at = time.monotonic()
     try:
         with get_client(sync_client=True) as client:
-            runs = _PoolRuns(client, call, pool, placement.wait_seconds)
+            runs = _PoolRuns(client, call)
             try:
-                runs.start(placement.fan_out, tags)
+                runs.start(tags)
                 ref = runs.wait()
             finally:
                 runs.cancel()
@@ -99,27 +98,43 @@ def run_in_pool(
     return Outcome(ref, False, manifest.rows, seconds, manifest.metrics)
 
 
+def for_workers(call: Call) -> Call:
+    """Return the call as a worker makes it on its host, with the store's absolute path and its id.
+
+    It is shared if the stage can be, unless it is forced.
+    """
+    store = Store(call.store)
+    share = getattr(load(call.stage), "SHARED", False) and not call.force
+    where = replace(call.where, pool=None, store_id=store.id, stay=False)
+    return replace(call, store=str(store.path), share=share, where=where)
+
+
 @dataclass
 class _PoolRuns:
     """The flow runs of one call in a pool."""
 
     client: SyncPrefectClient
-    call: StageCall
-    pool: str
-    wait_seconds: float
+    call: Call
     runs: list[FlowRun] = field(default_factory=list)
     failures: dict[UUID, QuiverError] = field(default_factory=dict)
     pending_since: dict[UUID, float] = field(default_factory=dict)
     """Time since which a worker has held a run without starting it, by run."""
 
-    def start(self, fan_out: int | None, tags: tuple[str, ...]) -> None:
-        """Start `fan_out` runs, by default one per online worker; one if the stage is not shared.
+    @property
+    def pool(self) -> str:
+        """Name of the pool."""
+        return self.call.where.pool
+
+    def start(self, tags: Sequence[str]) -> None:
+        """Start a run for each of the call's workers, by default one per online worker; one if the
+        stage is not shared.
 
         Raises ConfigError if the pool or its deployment is missing.
         """
         label = self.call.label
         online = self._online_workers()
-        count = (fan_out or max(1, len(online))) if self.call.share else 1
+        call = for_workers(self.call)
+        count = (call.where.workers or max(1, len(online))) if call.share else 1
         if not online:
             log.warning(
                 "%s: pool %s has no worker online; start one: prefect worker start --pool %s",
@@ -130,12 +145,12 @@ class _PoolRuns:
         log.info("%s: %d run%s in pool %s", label, count, "s" if count > 1 else "", self.pool)
         for number in range(1, count + 1):
             numbered = label if count == 1 else f"{label} ({number} of {count})"
-            parameters = self.call.model_copy(update={"label": numbered}).model_dump(mode="json")
+            parameters = {"call": replace(call, label=numbered).to_json()}
             try:
                 with _starting:
                     run = run_deployment(
                         f"stage/{self.pool}",
-                        parameters={"call": parameters},
+                        parameters=parameters,
                         flow_run_name=numbered,
                         tags=list(tags),
                         timeout=0,
@@ -158,6 +173,7 @@ class _PoolRuns:
             ResourceError: If the stage exceeds its time limit.
             Stopped: If this work was stopped.
         """
+        wait_seconds, limit = self.call.where.wait_seconds, self.call.where.timeout_seconds
         waiting_since = time.monotonic()
         running_since = None
         while True:
@@ -177,10 +193,9 @@ class _PoolRuns:
                     self.failures.values(),
                     key=lambda error: not isinstance(error, ResourceError),
                 )
-            if running_since is None and now > waiting_since + self.wait_seconds:
+            if running_since is None and now > waiting_since + wait_seconds:
                 self._require_workers()
                 waiting_since = now
-            limit = self.call.timeout_seconds
             if running_since and limit and now > running_since + limit + _OVERTIME_SECONDS:
                 raise ResourceError(
                     f"stage {self.call.stage}",
@@ -228,11 +243,11 @@ class _PoolRuns:
                 continue
             if run.state.is_pending():
                 now = time.monotonic()
-                if now > self.pending_since.setdefault(run.id, now) + self.wait_seconds:
+                if now > self.pending_since.setdefault(run.id, now) + self.call.where.wait_seconds:
                     self.failures[run.id] = ResourceError(
                         stage,
                         f"a worker took {run.name!r} up and did not begin it within "
-                        f"{self.wait_seconds:g} s",
+                        f"{self.call.where.wait_seconds:g} s",
                         state=_STATE,
                         next=f"prefect flow-run logs {run.id}",
                     )
@@ -284,7 +299,7 @@ class _PoolRuns:
             return
         raise GivenUp(
             f"pool {self.pool}",
-            f"no worker took up {self.call.label!r} within {self.wait_seconds:g} s "
+            f"no worker took up {self.call.label!r} within {self.call.where.wait_seconds:g} s "
             f"(placement.wait_seconds): {reason}",
             state=_STATE,
             next=command,
@@ -312,3 +327,17 @@ class _PoolRuns:
                     self.client.set_flow_run_state(run.id, State(type=StateType.CANCELLING))
                 except Exception as error:  # This must not hide the error that ended the stage.
                     log.warning("%s could not be cancelled: %s", run.name, printable(error))
+
+
+def answer_in(message: str | None) -> dict[str, Any] | None:
+    """Parse the last message of a run of `stage`: {"ref", "cached"} or {"error": QuiverError}.
+
+    None if the run ended before it wrote one.
+    """
+    try:
+        answer = json.loads((message or "").rpartition("\n")[2])
+    except ValueError:
+        return None
+    if not isinstance(answer, dict):
+        return None
+    return {"error": from_dict(answer["error"])} if "error" in answer else answer

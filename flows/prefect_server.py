@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from quiver.schemas.errors import ConfigError, RemoteError, printable
 from quiver.schemas.manifest import digest
-from quiver.stages.common.runtime.runner import Call, Outcome
+from quiver.stages.common.runtime.call import Call, Outcome
 from quiver.stages.common.store.leases import Owner
 from quiver.stages.common.store.tags import Entry
 

@@ -24,6 +24,7 @@ from quiver.stages.common import plugins
 from quiver.stages.common.chat.template_file import read_template
 from quiver.stages.common.config import parse
 from quiver.stages.common.models.from_function import is_function
+from quiver.stages.common.runtime.call import Call
 from quiver.stages.common.runtime.runner import find, plan_of
 from quiver.stages.common.runtime.stage import Plan, load
 from quiver.stages.common.store import Store, Version
@@ -32,7 +33,7 @@ from quiver.stages.reward.preview import preview
 from quiver.stages.reward.turns import ENVIRONMENT
 
 from .demands import check_demands
-from .placement import check_placement, stage_call, trained_here
+from .placement import check_placement, trained_here
 from .recipe import Recipe
 
 log = logging.getLogger(__name__)
@@ -128,10 +129,12 @@ def finished(recipe: Recipe) -> dict[str, str]:
     }
     made: dict[str, str] = {}
     for stage, (kind, config, roles) in chain.items():
-        call = stage_call(recipe, stage, config, {role: made[role] for role in roles})
-        outcome = find(call.runner_call)
+        inputs = {role: made[role] for role in roles}
+        plain = config.model_dump(mode="json")
+        call = Call(stage, plain, recipe.store, inputs, into=recipe.run)
+        outcome = find(call)
         if outcome is None:
-            _tell_what_differs(plan_of(call.runner_call), kind)
+            _tell_what_differs(plan_of(call), kind)
             break
         made[kind] = outcome.ref
         refs[stage] = outcome.ref
@@ -143,7 +146,8 @@ def made_policy(recipe: Recipe) -> Version | None:
     store = _store_at(recipe.store)
     if store is None:
         return None
-    plan = plan_of(stage_call(recipe, "policy", recipe.policy, {}).runner_call)
+    config = recipe.policy.model_dump(mode="json")
+    plan = plan_of(Call("policy", config, recipe.store, into=recipe.run))
     policies = (store.find(run, "policy", plan.run_key) for run in [plan.run, *store.runs()])
     return next(filter(None, policies), None)
 

@@ -16,7 +16,7 @@ from uuid import UUID
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.context import FlowRunContext, TaskRunContext
 
-from quiver.stages.common.runtime.runner import Call
+from quiver.stages.common.runtime.call import Call
 from quiver.stages.report.templates import quoted
 
 from .live import StageProgress, regularly

@@ -29,7 +29,6 @@ from quiver.stages.common.models.from_function import is_function
 from quiver.stages.common.store.storage import read_file
 from quiver.stages.evaluate.config import Config as ScoreConfig
 from quiver.stages.generate.stage import Config as GenerateConfig
-from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.optimize import stage as optimize
 from quiver.stages.optimize.algorithms import ALGORITHMS
 from quiver.stages.optimize.stage import Config as OptimizeConfig
@@ -290,29 +289,28 @@ class Recipe(Config):
     # told from "default". Sections are therefore dumped with `exclude_defaults`, and a field that
     # inherits another field's value has the default None.
 
-    def prompt_config(self, iteration: int, *, evaluation: bool = False) -> PromptConfig:
+    def prompt_config(self, round: int, *, evaluation: bool = False) -> PromptConfig:
         """Return the prompt stage's config for a round, counted from 1, or for evaluation.
 
-        A flow passes the number of the round as `iteration`; the two differ only with [data] refill
-        and in nights. The stage counts from 0, since it skips that many times `limit` rows. So in
-        its config 0 means evaluation or round 1. Evaluation uses the same rows each time.
+        The stage counts from 0, since it skips that many times `limit` rows. So in its config 0
+        means evaluation or round 1. Evaluation uses the same rows each time.
         """
         source = self.data.for_evaluation() if evaluation else self.data
         generate = self.generate_config(0, evaluation=evaluation)
         fields = {
             "seed": self.seed,
-            "iteration": 0 if evaluation else iteration - 1,
+            "iteration": 0 if evaluation else round - 1,
             "reserve_tokens": generate.sampling.max_tokens,
             "turns": generate.turns and generate.turns.alone(),
             **self.prompt.model_dump(exclude_defaults=True),
         }
         return PromptConfig(**source.model_dump(exclude={"held_out", "refill"}), **fields)
 
-    def generate_config(self, iteration: int, *, evaluation: bool = False) -> GenerateConfig:
+    def generate_config(self, round: int, *, evaluation: bool = False) -> GenerateConfig:
         """Return the generate stage's config for a round, counted from 1, or for evaluation.
 
-        As in `prompt_config`, `iteration` is the number of the round. Here 0 means evaluation only:
-        it always uses the seeds of iteration 0, so that scores are paired.
+        In its config, `iteration` is the number of the round, and 0 means evaluation only: it
+        always uses the seeds of iteration 0, so that scores are paired.
         """
         section = self.generate.model_dump(exclude_defaults=True)
         if evaluation:
@@ -320,7 +318,7 @@ class Recipe(Config):
             if over.get("engine", self.generate.engine) != self.generate.engine:
                 section.pop("options", None)  # The options belong to another engine.
             section = merge(section, over)
-        fields = {"seed": self.seed, "iteration": 0 if evaluation else iteration, **section}
+        fields = {"seed": self.seed, "iteration": 0 if evaluation else round, **section}
         return parse(
             GenerateConfig,
             fields,
@@ -341,10 +339,6 @@ class Recipe(Config):
         if self.data.refill is not None:
             section = {"drop_zero_variance": True, **section}
         return OptimizeConfig(**{"seed": self.seed, **section})
-
-    def logprobs_config(self, role: str) -> LogprobsConfig:
-        """Return the logprobs stage's config, for role `ref` or `prox`."""
-        return LogprobsConfig(role=role, **self.logprobs.model_dump(exclude={"prox"}))
 
     def score_config(self) -> ScoreConfig:
         """Return the evaluate stage's config."""

@@ -1,18 +1,17 @@
 """Run one stage on saved versions, without the rest of the chain: score again, train again, fork.
 
 Look here for `quiver generate`, `reward`, `optimize` and the like. This is plain Python, so the
-command line needs no Prefect for it. If PREFECT_API_URL names a server, each new version is
-reported to it (`prefect_server`).
+command line needs no Prefect for it; `single` offers the same as flows.
 
-    rerun(recipe, "reward", {"rollouts": "arith/rollouts@3"})
-    rerun(recipe, "optimize", {"rollouts": ["arith/rollouts@3", "arith/rollouts@2"]})     # replay
+    with by_hand(recipe):
+        rerun(recipe, "reward", {"rollouts": "arith/rollouts@3"})
+        rerun(recipe, "optimize", {"rollouts": ["arith/rollouts@3", "arith/rollouts@2"]})   # replay
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -22,14 +21,14 @@ from quiver.schemas.manifest import line_of
 from quiver.schemas.refs import parse
 from quiver.stages.common.config import Config
 from quiver.stages.common.models import checkpoints
-from quiver.stages.common.runtime.runner import Outcome, find
+from quiver.stages.common.runtime.call import Call, Outcome
+from quiver.stages.common.runtime.runner import find
 from quiver.stages.common.runtime.stage import load
 from quiver.stages.common.store import Store
 
-from .commands.shared import CALLED
-from .dispatch import run_at
-from .placement import check_placement, stage_call
-from .prefect_server import tell_version
+from .calls import perform
+from .evaluation import measure
+from .placement import check_placement
 from .recipe import Recipe
 from .rescoring import proximal_config
 
@@ -51,33 +50,6 @@ References = Mapping[str, str | list[str] | None]
 RefLists = dict[str, list[str]]
 """Resolved references by role; only optimize and prompt take several for one role."""
 log = logging.getLogger("quiver")
-
-
-def perform_by_hand(
-    recipe: Recipe,
-    stage: str,
-    config: Config,
-    refs: Mapping[str, str | list[str]],
-    *,
-    label: str = "",
-    into: str | None = None,
-    force: bool = False,
-    iteration: int | None = None,
-) -> Outcome:
-    """Run a stage like `tasks.perform`, without Prefect.
-
-    If PREFECT_API_URL names a server, the version is reported to it. One line is logged if `label`
-    is not empty.
-    """
-    call = stage_call(recipe, stage, config, refs, into=into, force=force)
-    outcome = run_at(call, recipe.placement)
-    CALLED.num_made += not outcome.cached
-    tell_version(call.runner_call, outcome)
-    if label:
-        from .tasks import describe
-
-        log.info("%s", describe(label, outcome))
-    return outcome
 
 
 def rerun(
@@ -103,36 +75,32 @@ def rerun(
         LineageError: If a missing reference cannot be found.
         ConfigError: If a reference does not fit the stage.
     """
-    run = partial(perform_by_hand, recipe, iteration=iteration)
     if stage != "override":  # override always runs here, in this process's host.
         check_placement(recipe)
-    if stage == "prompt":
+    if stage in ("prompt", "evaluate"):
         recipe.data.require_filled_in()
     store = Store(recipe.store)
-    refs = _resolve(recipe, store, stage, references)
+    refs = _named_versions(recipe.run, store, stage, references)
     for role in _SEARCH_ORDER:
         if role in ROLES[stage] and role not in refs and (stage, role) != ("prompt", "rewards"):
-            refs[role] = find_refs(recipe, store, stage, role, refs, run)
+            refs[role] = find_refs(recipe, store, stage, role, refs, iteration)
     log.info("%-22s %s", f"{stage} of", ", ".join(ref for role in refs.values() for ref in role))
     if stage == "evaluate":
-        from .evaluation import measure, require_held_out
-
-        require_held_out(recipe)
+        recipe.data.require_held_out()
         forced = {"evaluate"} if force else ()
         policy = refs["policy"][0]
-        recipe = recipe.held_out_resolved()
-        return measure(recipe, policy, iteration, forced, perform=perform_by_hand)
+        return measure(recipe.held_out_resolved(), policy, iteration, forced)
     if stage == "optimize":
-        _tell_other_temperatures(recipe, store, refs["rollouts"])
+        warn_of_temperatures(recipe.generate.sampling.temperature, store, refs["rollouts"])
         config = load(stage).resolve(recipe.optimize_config())
         section = recipe.optimize.model_copy(update=dict(config))
         recipe = recipe.model_copy(update={"optimize": section})
-        refs |= _score_again(recipe, store, refs, run)
+        refs |= _score_again(recipe, store, refs, iteration)
     elif stage == "override":
         del refs["rollouts"]
         config = overrides
     elif stage == "logprobs":
-        config = recipe.logprobs_config("ref")
+        config = recipe.logprobs.for_role("ref")
     elif stage == "reward":
         config = recipe.reward
     else:
@@ -142,13 +110,13 @@ def rerun(
     if resolve is not None:
         config = resolve(config)
     plain = {role: listed[0] if len(listed) == 1 else listed for role, listed in refs.items()}
-    outcome = run(stage, config, plain, force=force)
+    outcome = perform(stage, config, plain, force=force, iteration=iteration)
     if outcome.ref == plain.get("retry"):
         log.info("%s has a reward in every row: there is nothing to retry", outcome.ref)
     return outcome
 
 
-def _resolve(recipe: Recipe, store: Store, stage: str, references: References) -> RefLists:
+def _named_versions(run: str, store: Store, stage: str, references: References) -> RefLists:
     """Return the named references as existing versions.
 
     Raises ConfigError if the stage does not take a role, if a version has another kind, or if
@@ -165,14 +133,14 @@ def _resolve(recipe: Recipe, store: Store, stage: str, references: References) -
                 f"{command} takes {' and '.join(f'--{role}' for role in ROLES[stage])}",
                 next=f"leave --{role} out",
             )
-        parsed = [parse(ref, recipe.run) for ref in ([named] if isinstance(named, str) else named)]
+        parsed = [parse(ref, run) for ref in ([named] if isinstance(named, str) else named)]
         kind = "rewards" if role == "retry" else role
         for ref in parsed:
             if ref.kind != kind:
                 raise ConfigError(
                     f"--{role} {ref}",
                     f"expected a version of {kind}",
-                    next=f"quiver ls {recipe.run}",
+                    next=f"quiver ls {run}",
                 )
         refs[role] = [str(store.resolve(ref)) for ref in parsed]
         if len(parsed) > 1 and stage not in ("optimize", "prompt"):
@@ -190,7 +158,7 @@ def find_refs(
     stage: str,
     role: str,
     refs: RefLists,
-    run: Callable[..., Outcome],
+    iteration: int = 1,
 ) -> list[str]:
     """Find the references of a role that was not given: the versions that belong to `refs`, else
     the run's latest.
@@ -206,8 +174,9 @@ def find_refs(
     if role == "rewards":
         listed = []
         for rollouts in refs["rollouts"]:
-            call = stage_call(recipe, "reward", recipe.reward, {"rollouts": rollouts})
-            outcome = find(call.runner_call)
+            config = recipe.reward.model_dump(mode="json")
+            inputs = {"rollouts": rollouts}
+            outcome = find(Call("reward", config, store.path, inputs, into=recipe.run))
             if outcome is None:
                 raise LineageError(
                     rollouts,
@@ -227,15 +196,14 @@ def find_refs(
     if store.numbers(recipe.run, role):
         return [str(store.resolve(f"{recipe.run}/{role}@latest"))]
     if role == "policy":
-        return [run("policy", checkpoints.resolve(recipe.policy), {}).ref]
+        config = checkpoints.resolve(recipe.policy)
+        return [perform("policy", config, {}, iteration=iteration).ref]
     raise LineageError(
         f"{recipe.run}/{role}@latest", f"run {recipe.run} has no {role} yet", next=_MAKERS[role]
     )
 
 
-def _score_again(
-    recipe: Recipe, store: Store, refs: RefLists, run: Callable[..., Outcome]
-) -> RefLists:
+def _score_again(recipe: Recipe, store: Store, refs: RefLists, iteration: int) -> RefLists:
     """Return the logprobs that [optimize] needs beside rollouts and rewards; missing ones are made
     now."""
     policies: RefLists = {}
@@ -249,7 +217,7 @@ def _score_again(
         policies["ref"] = [first_of_line(store, refs["policy"][0])] * len(refs["rollouts"])
     manifests = [store.open(rollouts).manifest for rollouts in refs["rollouts"]]
     samplings = [manifest.config_section("sampling") for manifest in manifests]
-    prox_config = proximal_config(recipe, samplings)
+    prox_config = proximal_config(recipe.optimize, recipe.logprobs, samplings)
     if prox_config is not None:
         policies["prox"] = [
             refs["policy"][0]
@@ -257,22 +225,27 @@ def _score_again(
             else sampling_policy(store, rollouts)
             for rollouts in refs["rollouts"]
         ]
-    configs = {"ref": recipe.logprobs_config("ref"), "prox": prox_config}
+    configs = {"ref": recipe.logprobs.for_role("ref"), "prox": prox_config}
     return {
         f"{role}_logprobs": [
-            run("logprobs", configs[role], {"rollouts": rollouts, "policy": policy}).ref
+            perform(
+                "logprobs",
+                configs[role],
+                {"rollouts": rollouts, "policy": policy},
+                iteration=iteration,
+            ).ref
             for rollouts, policy in zip(refs["rollouts"], scorers, strict=True)
         ]
         for role, scorers in policies.items()
     }
 
 
-def _tell_other_temperatures(recipe: Recipe, store: Store, rollouts: list[str]) -> None:
+def warn_of_temperatures(temperature: float, store: Store, rollouts: list[str]) -> None:
     """Warn if rollouts were sampled at another temperature than the recipe's.
 
     The optimizer step uses the temperature stored with each row.
     """
-    named = pa.scalar(recipe.generate.sampling.temperature, pa.float32())
+    named = pa.scalar(temperature, pa.float32())
     for ref in rollouts:
         sampled_at = pc.unique(store.open(ref).table(["temperature"])["temperature"]).to_pylist()
         others = [f"{value:g}" for value in sorted(sampled_at) if value != named.as_py()]
@@ -282,7 +255,7 @@ def _tell_other_temperatures(recipe: Recipe, store: Store, rollouts: list[str]) 
                 "step uses the temperature that is stored with each rollout",
                 ref,
                 ", ".join(others[:5]),
-                recipe.generate.sampling.temperature,
+                temperature,
             )
 
 

@@ -1,16 +1,17 @@
-"""The rounds of prompts that an iteration learns from: `Sampled`, further ones, and their choice.
+"""Rounds of sampling, `Sampled`, and what is made of them, `Iteration`; `fill_up` adds rounds.
 
-Without [data] refill, an iteration has one round. With it, further rounds of the next `limit` rows
-are sampled by the same policy until enough groups have contrast, and optimize learns from all of
-them together. A group has contrast if its scored rewards are not all equal; other groups teach
-nothing. This is the dynamic sampling of DAPO (https://arxiv.org/abs/2503.14476, section 3.2).
+    sampled.rollouts                                    # arith/rollouts@4, of the first round
+    [each.rollouts for each in sampled.rounds]
+
+[data] refill samples further rounds of prompts until enough groups have contrast. This is the
+dynamic sampling of DAPO (https://arxiv.org/abs/2503.14476, section 3.2). A group has contrast if
+its scored rewards are not all equal; other groups teach nothing. Each round makes its own versions
+of prompts, rollouts and rewards, by the same policy. It takes the next `limit` rows of the data,
+and optimize learns from all rounds of the iteration together.
 
 Rounds are counted over the whole run, and their number decides rows and seeds: if iteration 1 took
 rounds 1 to 3, iteration 2 begins with round 4. So no row is asked twice before all were asked, and
 a restarted run takes the same rounds, by the manifests alone.
-
-    sampled.rollouts                                    # arith/rollouts@4, of the first round
-    [each.rollouts for each in sampled.rounds]
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from quiver.schemas.metrics import groups_with_contrast
 from quiver.stages.common.store import Store
 
-from .recipe import Recipe
+from .sections import Refill
 
 log = logging.getLogger("quiver")
 
@@ -43,8 +44,8 @@ class Sampled:
     rollouts: str
     rewards: str
     prox_logprobs: str | None
-    """Logprobs with the trainer's numerics, for the ratio's denominator (see `rescoring`). None:
-    not needed, or not scored yet."""
+    """Logprobs for the ratio's denominator, with the trainer's numerics. None: not needed, or not
+    scored yet (see `rescoring`)."""
     reward_mean: float | None
     seconds: dict[str, float]
     """Seconds by stage."""
@@ -59,48 +60,60 @@ class Sampled:
         return self, *self.more
 
 
-def measured_before(
-    recipe: Recipe, iteration: int, earlier: Sequence[Sampled]
-) -> dict[str, list[str]]:
-    """Return the references by role that the prompts of `iteration` take besides the policy.
+@dataclass(frozen=True)
+class Iteration(Sampled):
+    """A whole iteration: the sampled rounds, and the policy that learned from them."""
 
-    With [data] curriculum these are the rewards of the last iterations and of earlier rounds of
-    this one, by which its prompts are chosen; they belong to the prompts' lineage and run key.
-    `overlap = 1` uses the same ones as `overlap = 0`: iteration k+1 is sampled while k optimizes,
-    when k is scored. A night uses its own iterations.
+    ref_logprobs: str | None
+    """Logprobs under the reference of the KL term. None: the loss has no KL term."""
+    policy: str
+    """The policy that this iteration made."""
+    evaluation: dict[str, Any] | None = None
+    """Score, standard error and n of that policy and of the baseline. None: not measured."""
 
-    Empty without a curriculum, or before anything was scored. `earlier` holds all rounds before,
-    oldest first.
-    """
-    curriculum = recipe.data.curriculum
-    if curriculum is None:
-        return {}
-    first = iteration - curriculum.iterations
-    rewards = [sampled.rewards for sampled in earlier if sampled.iteration >= first]
-    return {"rewards": rewards} if rewards else {}
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields for `quiver run --json`, without logprobs that were not asked for.
+
+        With [data] refill, they list each round with its number, references and groups with
+        contrast. Without it, nothing about rounds is included.
+        """
+        optional = ("prox_logprobs", "ref_logprobs")
+        of_rounds = ("round", "contrast_groups", "more")
+        fields = {
+            name: field
+            for name, field in asdict(self).items()
+            if name not in of_rounds and (field is not None or name not in optional)
+        }
+        if self.contrast_groups is not None:
+            names = ("round", "prompts", "rollouts", "rewards", "contrast_groups")
+            fields["rounds"] = [
+                {name: getattr(each, name) for name in names} for each in self.rounds
+            ]
+        return fields
 
 
 def fill_up(
-    recipe: Recipe,
+    refill: Refill,
+    store: str,
     first: Sampled,
     earlier: Sequence[Sampled],
     sample_round: Callable[[int, Sequence[Sampled]], Sampled],
+    label: str,
 ) -> Sampled:
     """Add further rounds to the first round of an iteration until enough groups have contrast.
 
     Args:
-        recipe: The resolved recipe. Without [data] refill, `first` is returned unchanged.
+        refill: The rule of [data].
+        store: Folder of the store.
         first: The iteration's first round.
         earlier: All rounds of previous iterations.
         sample_round: Makes a round, given its number and all rounds before it.
+        label: Name of the iteration in logs.
 
     Returns:
         The first round, with the others in `more`.
     """
-    refill = recipe.data.refill
-    if refill is None:
-        return first
-    store = Store(recipe.store).with_expired()
+    opened = Store(store).with_expired()
     rounds: list[Sampled] = []
     num_groups = 0
     num_contrast = 0
@@ -111,7 +124,7 @@ def fill_up(
         sampled = first
         if rounds:
             sampled = sample_round(rounds[-1].round + 1, [*earlier, *rounds])
-        manifest = store.open(sampled.rewards).manifest
+        manifest = opened.open(sampled.rewards).manifest
         groups = manifest.metrics["groups"]
         sampled = replace(sampled, contrast_groups=groups_with_contrast(groups))
         rounds.append(sampled)
@@ -124,7 +137,7 @@ def fill_up(
     log.log(
         logging.WARNING if is_short else logging.INFO,
         "%-22s %d of %d groups have contrast after %d of at most %d rounds%s",
-        f"refill {first.iteration}/{recipe.iterations}",
+        label,
         num_contrast,
         num_groups,
         len(rounds),
@@ -137,21 +150,3 @@ def fill_up(
         reward_mean=reward_sum / num_scored if num_scored else None,
         seconds=dict(seconds),
     )
-
-
-def with_rounds(iteration: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an iteration for `quiver run --json`.
-
-    With [data] refill, they list each round with its number, references and groups with contrast.
-    Without it, nothing about rounds is included.
-    """
-    rounds = [iteration, *iteration["more"]]
-    names = ("round", "prompts", "rollouts", "rewards", "contrast_groups")
-    printed = {
-        name: field
-        for name, field in iteration.items()
-        if name not in ("round", "contrast_groups", "more")
-    }
-    if iteration["contrast_groups"] is not None:
-        printed["rounds"] = [{name: each[name] for name in names} for each in rounds]
-    return printed

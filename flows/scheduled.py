@@ -17,15 +17,16 @@ from prefect.runtime import flow_run
 from prefect.states import Completed
 from pydantic import TypeAdapter, ValidationError
 
+from quiver import flows
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.store import Store
 
-from .commands.shared import CALLED
-from .post_train import Iteration, import_policy, improve, post_train
+from .calls import NotFinished, only_looking
+from .post_train import Chain, post_train
 from .recipe import Recipe
 from .retention import Retention
+from .rounds import Iteration
 from .sections import RunName
-from .tasks import NotFinished, only_looking
 
 _MANY = 1_000_000
 NOTHING_LEFT = "Nothing left to do"
@@ -43,9 +44,9 @@ def scheduled(recipe: Recipe) -> Any:
         The object that `quiver run --json` prints. If nothing was made, a state named "Nothing left
         to do" with that object.
     """
-    num_made = CALLED.num_made
+    num_made = flows.num_made
     answer = post_train.fn(recipe_for(recipe, flow_run.scheduled_start_time))
-    if CALLED.num_made > num_made:
+    if flows.num_made > num_made:
         return answer
     message = "the store has all that the recipe asks for; [schedule] each says what each run does"
     return Completed(name=NOTHING_LEFT, message=message, data=answer)
@@ -89,9 +90,10 @@ def finished_iterations(recipe: Recipe) -> int:
     finished: list[Iteration] = []
     endless = recipe.model_copy(update={"iterations": _MANY, "retention": Retention()})
     try:
-        with only_looking():
-            base = import_policy(endless)
-            improve(endless, base, base, finish=finished.append)
+        with only_looking(endless):
+            chain = Chain(endless)
+            base = chain.import_policy()
+            chain.improve(base, base, finish=finished.append)
     except NotFinished:
         pass
     return len(finished)

@@ -18,9 +18,11 @@ from pydantic import AfterValidator, Field
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.plain import flatten
 from quiver.schemas.refs import NAME
+from quiver.stages import CHAIN
 from quiver.stages.common.config import Config, Runtime, parse
 from quiver.stages.evaluate.config import Config as ScoreConfig
 from quiver.stages.generate.config import Config as GenerateConfig
+from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.logprobs.config import PassConfig
 from quiver.stages.optimize.config import Config as OptimizeConfig
 from quiver.stages.prompt.config import SourceConfig, TemplateConfig
@@ -45,9 +47,7 @@ RunName = Annotated[
     str, Field(pattern=rf"^{NAME.pattern}$", max_length=58), AfterValidator(_free_name)
 ]
 """Name of a run in a recipe."""
-StageName = Literal[
-    "policy", "prompt", "generate", "reward", "logprobs", "average", "optimize", "evaluate"
-]
+StageName = Literal[("policy", "average", *CHAIN)]
 
 
 class Refill(Config):
@@ -86,6 +86,16 @@ class Data(SourceConfig):
         return parse(
             SourceConfig, {**train, **(self.held_out or {})}, "data.held_out", is_section=True
         )
+
+    def require_held_out(self) -> None:
+        """Raise ConfigError if there are no held-out rows, or only a night can fill them in."""
+        if self.held_out is None:
+            raise ConfigError(
+                "data.held_out",
+                "the recipe names no held-out rows",
+                next="add [data.held_out] to the recipe",
+            )
+        self.require_filled_in()
 
     def require_filled_in(self) -> None:
         """Raise ConfigError if a text holds `{night}`, which only a nightly run replaces."""
@@ -157,6 +167,10 @@ class Logprobs(PassConfig):
     """Also score with the trainer's numerics, under the policy that `optimize.prox_of` selects, and
     use the result as the ratio's denominator. Always done if [optimize] or truncated sampling needs
     it, in the precision of [optimize] unless this section sets one."""
+
+    def for_role(self, role: str) -> LogprobsConfig:
+        """Return the logprobs stage's config, for role `ref` or `prox`."""
+        return LogprobsConfig(role=role, **self.model_dump(exclude={"prox"}))
 
 
 class Prompt(TemplateConfig):

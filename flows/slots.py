@@ -27,7 +27,7 @@ from quiver.schemas.errors import ConfigError, SecurityError, printable
 from quiver.stages.common import ranks
 from quiver.stages.common.launched import are_launched, is_led
 from quiver.stages.common.models.devices import engine_gpus
-from quiver.stages.common.runtime.runner import Call
+from quiver.stages.common.runtime.call import Call
 from quiver.stages.common.runtime.subprocesses import Stopped
 
 from .ahead import is_stopped

@@ -15,40 +15,38 @@ from typing import Any
 from prefect import flow
 from prefect.states import Completed, Failed
 
-from quiver.schemas.errors import QuiverError, from_dict
+from quiver.schemas.errors import ConfigError, QuiverError
+from quiver.stages.common.runtime.call import Call
+from quiver.stages.common.store import Store
 
 from . import logs  # noqa: F401  lines go to Prefect's pages
-from .here import run_here
-from .placement import StageCall
+from .dispatch import run_at
 from .progress import progress
 
 
 @flow(name="stage", persist_result=False)
-def stage(call: StageCall) -> dict[str, Any]:
+def stage(call: Call) -> dict[str, Any]:
     """Run one stage in a child process and return its outcome.
 
     Args:
         call: The stage, its store, and the versions to read.
     """
     try:
-        call.require_store()
-        with progress(call.runner_call, logging.getLogger(f"quiver.{call.stage}").info) as on_line:
-            outcome = run_here(call, on_line=on_line)
+        require_store(call)
+        with progress(call, logging.getLogger(f"quiver.{call.stage}").info) as on_line:
+            outcome = run_at(call, on_line=on_line)
     except QuiverError as error:
         return Failed(message=f"{error}\n{json.dumps({'error': error.to_dict()})}", data=error)
     answer = {"ref": outcome.ref, "cached": outcome.cached}
     return Completed(message=f"{outcome.ref}\n{json.dumps(answer)}", data=asdict(outcome))
 
 
-def answer_in(message: str | None) -> dict[str, Any] | None:
-    """Parse the last state's message of `stage`: {"ref", "cached"} or {"error": QuiverError}.
-
-    None if the run ended before it wrote one.
-    """
-    try:
-        answer = json.loads((message or "").rpartition("\n")[2])
-    except ValueError:
-        return None
-    if not isinstance(answer, dict):
-        return None
-    return {"error": from_dict(answer["error"])} if "error" in answer else answer
+def require_store(call: Call) -> None:
+    """Raise ConfigError if this host has another store at the call's path, or none."""
+    expected, found = call.where.store_id, Store(call.store, create=False).id
+    if expected not in ("", found):
+        raise ConfigError(
+            f"store {call.store}",
+            f"id expected {expected}, found {found}: this host has another store there",
+            next="mount the same folder at this path on every host",
+        )

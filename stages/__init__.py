@@ -1,1 +1,22 @@
-"""The stages: one package each, which runs alone and knows neither other stages nor its runner."""
+"""The stages: one package each, which runs alone and knows neither other stages nor its runner.
+
+Not of the spine: `load` imports a stage by this table.
+"""
+
+MODULES = {
+    "policy": "quiver.stages.common.models.checkpoints",
+    "prompt": "quiver.stages.prompt.stage",
+    "generate": "quiver.stages.generate.stage",
+    "branch": "quiver.stages.generate.turns.branch",
+    "imported": "quiver.stages.generate.imported",
+    "imported_rewards": "quiver.stages.reward.imported",
+    "reward": "quiver.stages.reward.stage",
+    "override": "quiver.stages.reward.override",
+    "logprobs": "quiver.stages.logprobs.stage",
+    "average": "quiver.stages.logprobs.average",
+    "optimize": "quiver.stages.optimize.stage",
+    "evaluate": "quiver.stages.evaluate.stage",
+}
+"""Module of each stage. Named, not imported: no stage knows another."""
+CHAIN = ("prompt", "generate", "reward", "logprobs", "optimize", "evaluate")
+"""The stages of an iteration, in order."""

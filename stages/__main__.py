@@ -31,8 +31,9 @@ from quiver.schemas.errors import QuiverError, unexpected
 from quiver.stages.common import ranks
 from quiver.stages.common.config import parse
 from quiver.stages.common.runtime import keeper
+from quiver.stages.common.runtime.call import Call, quiver_version
 from quiver.stages.common.runtime.holding import ANSWER_NAME, ANY_STAGE, CALL_NAME, this_process
-from quiver.stages.common.runtime.runner import Call, perform, quiver_version
+from quiver.stages.common.runtime.runner import perform
 from quiver.stages.common.runtime.stage import load
 
 log = logging.getLogger(__name__)
@@ -94,9 +95,9 @@ def import_for(call: dict) -> None:
     """Import what the call's stage needs for its config."""
     stage = load(call["stage"])
     if ranks.needed(call["stage"], call["config"]) > 1:
-        ranks.prepare()
-    elif hasattr(stage, "prepare"):
-        stage.prepare(parse(stage.Config, call["config"], f"stage {call['stage']}"))
+        ranks.import_ahead()
+    elif hasattr(stage, "import_ahead"):
+        stage.import_ahead(parse(stage.Config, call["config"], f"stage {call['stage']}"))
 
 
 def serve(call: dict, answer_path: Path, *, for_any_stage: bool = False) -> tuple[int, bool]:

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quiver import flows
 from quiver.schemas.errors import CorruptError, for_terminal, printable
 from quiver.stages.report.words import counted
 
 from . import completion
-from .shared import CALLED, ReadReference, Reference, StorePath, open_store, say
+from .shared import ReadReference, Reference, StorePath, open_store, say
 
 if TYPE_CHECKING:
-    from quiver.stages.common.runtime.runner import Outcome
+    from quiver.stages.common.runtime.call import Outcome
     from quiver.stages.common.store import Store
 
 _MOST_SHOWN = 5
@@ -144,13 +145,14 @@ def _perform(
     store: Store, stage: str, config: dict[str, Any], refs: dict[str, str], into: str | None
 ) -> Outcome:
     """Run a stage in this process."""
-    from quiver.stages.common.runtime.runner import Call, perform
+    from quiver.stages.common.runtime.call import Call
+    from quiver.stages.common.runtime.runner import perform
 
     from ..prefect_server import tell_version
 
     call = Call(stage, config, store.path, refs, into)
     outcome = perform(call, store)
-    CALLED.num_made += not outcome.cached
+    flows.num_made += not outcome.cached
     tell_version(call, outcome)
     return outcome
 

@@ -26,8 +26,6 @@ class Called:
     store: str | None = None
     recipe: Path | None = None
     settings: tuple[str, ...] = ()
-    num_made: int = 0
-    """Number of versions made so far."""
 
 
 def program() -> str:

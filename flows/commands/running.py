@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quiver.schemas.errors import ConfigError, QuiverError, for_terminal, printable
+from quiver.stages import CHAIN
 from quiver.stages.report.words import counted
 
 from .shared import (
@@ -50,15 +51,12 @@ def run(
 ) -> None:
     """Run a whole recipe; resumes by itself. Prompt, generate, reward and optimize repeat, with an
     evaluation before and after."""
-    if first:
-        from ..placement import STAGES as stages
-
-        if first not in stages:
-            raise ConfigError(
-                f"--from {printable(first)}",
-                f"expected one of {', '.join(stages)}",
-                next="correct --from",
-            )
+    if first and first not in CHAIN:
+        raise ConfigError(
+            f"--from {printable(first)}",
+            f"expected one of {', '.join(CHAIN)}",
+            next="correct --from",
+        )
     settings = settings or []
     length = [] if iterations is None else [f"iterations={iterations}"]
     loaded = read_recipe(recipe, [*settings, *length], store)
@@ -79,13 +77,15 @@ def run(
 
             answer, lines = rehearse(loaded, recipe)
         else:
+            from prefect import tags
+
+            from ..calls import labels_of
             from ..post_train import post_train
-            from ..tasks import tagged
             from .summary import summary
 
             Store(loaded.store)
             finished(loaded)  # Warns if another recipe began this run.
-            with _from_shell(), tagged(loaded):
+            with _from_shell(), tags(*labels_of(loaded.run)):
                 answer = post_train(loaded, first)
             lines = summary(loaded, recipe, settings, answer)
     say(answer, lines)
@@ -206,6 +206,7 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
         store: StorePath = None,
         settings: Settings = None,
     ) -> None:
+        from ..calls import by_hand
         from ..live import shown_live
         from ..rerun import rerun
 
@@ -226,7 +227,7 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
             run_it = partial(rerun, loaded, "override", references, overrides=overrides)
         else:
             run_it = partial(rerun, loaded, name, references, iteration)
-        with shown_live():
+        with shown_live(), by_hand(loaded):
             outcome = run_it(force=force)
         seconds = "already done" if outcome.cached else f"{outcome.seconds:.1f} s"
         rows = f"{counted(outcome.rows, 'row')}  " if outcome.rows else ""  # a policy has none

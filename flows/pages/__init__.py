@@ -20,7 +20,7 @@ from prefect.events import emit_event
 
 from quiver.flows.recipe import Recipe
 from quiver.schemas.errors import QuiverError
-from quiver.stages.common.runtime.runner import Call, Outcome
+from quiver.stages.common.runtime.call import Call, Outcome
 from quiver.stages.common.store import Store
 from quiver.stages.report import stage as report
 from quiver.stages.report.gather import Manifests, evaluations_of_nights, policy_number

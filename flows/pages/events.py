@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from quiver.schemas.manifest import Manifest
-from quiver.stages.common.runtime.runner import Call, Outcome
+from quiver.stages.common.runtime.call import Call, Outcome
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.tags import Entry
 from quiver.stages.report.lineage import parents_of

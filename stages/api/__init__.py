@@ -18,25 +18,13 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from quiver.stages import MODULES
+
 _OBJECTS = {
     "Store": "quiver.stages.common.store",
     "Version": "quiver.stages.common.store",
     "Recipe": "quiver.flows.recipe",
     "run_stage": "quiver.stages.common.runtime.runner",
-}
-_STAGES = {
-    "policy": "quiver.stages.common.models.checkpoints",
-    "prompt": "quiver.stages.prompt.stage",
-    "generate": "quiver.stages.generate.stage",
-    "branch": "quiver.stages.generate.turns.branch",
-    "imported": "quiver.stages.generate.imported",
-    "imported_rewards": "quiver.stages.reward.imported",
-    "reward": "quiver.stages.reward.stage",
-    "override": "quiver.stages.reward.override",
-    "logprobs": "quiver.stages.logprobs.stage",
-    "average": "quiver.stages.logprobs.average",
-    "optimize": "quiver.stages.optimize.stage",
-    "evaluate": "quiver.stages.evaluate.stage",
 }
 _ERRORS = (
     "QuiverError",
@@ -53,15 +41,15 @@ _ERRORS = (
     "OutcomeUnknownError",
     "SecurityError",
 )
-__all__ = [*_OBJECTS, *_STAGES, *_ERRORS, "__version__", "run"]  # noqa: PLE0604
+__all__ = [*_OBJECTS, *MODULES, *_ERRORS, "__version__", "run"]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
     """The object `name`, imported now (PEP 562)."""
     if name in _OBJECTS:
         return getattr(importlib.import_module(_OBJECTS[name]), name)
-    if name in _STAGES:
-        return importlib.import_module(_STAGES[name])
+    if name in MODULES:
+        return importlib.import_module(MODULES[name])
     if name in _ERRORS:
         return getattr(importlib.import_module("quiver.schemas.errors"), name)
     if name == "run":

@@ -57,7 +57,7 @@ def needed(stage: str, config: Mapping[str, Any]) -> int:
     return int(processes)
 
 
-def prepare() -> None:
+def import_ahead() -> None:
     """Import what `launch` needs, before a call arrives."""
     import torch.distributed.launcher.api  # noqa: F401
 

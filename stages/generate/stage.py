@@ -44,12 +44,12 @@ _MOST_LISTED = 1000
 _LEAST_ROOM = 64
 
 
-def prepare(config: Config) -> None:
+def import_ahead(config: Config) -> None:
     """Import a shipped engine's slow libraries before there is anything to sample."""
     if config.engine in engines.ENGINES:
         engine_class, _ = plugins.load(engines.ENGINES[config.engine].path, "generate.engine")
-        if hasattr(engine_class, "prepare"):
-            engine_class.prepare(config)
+        if hasattr(engine_class, "import_ahead"):
+            engine_class.import_ahead(config)
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:

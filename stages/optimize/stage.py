@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from .batch import Batch
     from .trainer import Trainer
 
-__all__ = ["Audit", "Config", "Correction", "check", "make", "plan", "prepare", "resolve"]
+__all__ = ["Audit", "Config", "Correction", "check", "import_ahead", "make", "plan", "resolve"]
 STAGE_VERSION = 1
 RANKS = True
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def check(config: Config, columns: Sequence[str], prompts: Version | None = None
         check_peft()
 
 
-def prepare(config: Config) -> None:
+def import_ahead(config: Config) -> None:
     """Import the slow modules early, before there are rollouts."""
     from transformers import AutoModelForCausalLM  # noqa: F401
 

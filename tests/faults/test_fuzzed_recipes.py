@@ -15,12 +15,10 @@ from typing import Any
 
 import pytest
 
-from quiver.flows.placement import stage_call
+from quiver.flows.calls import Maker, calls_of, perform
 from quiver.flows.recipe import Recipe
 from quiver.flows.rerun import rerun
-from quiver.stages.common.config import Config
-from quiver.stages.common.runtime.runner import Outcome, find
-from quiver.stages.common.runtime.stage import Refs
+from quiver.stages.common.runtime.call import Call
 from tests.faults.broken import DEPTHS, Raw, error_of, garbled, members, mutated, snapshot, to_text
 
 RECIPE = """
@@ -231,23 +229,20 @@ class NotMade(Exception):
     """A stage would be started now."""
 
 
-def look(recipe: Recipe, stage: str, config: Config, refs: Refs, **options: Any) -> Outcome:
-    """The finished version of the call; NotMade where there is none."""
-    outcome = find(stage_call(recipe, stage, config, refs, into=options.get("into")).runner_call)
-    if outcome is None:
-        raise NotMade
-    return outcome
+def refuse(call: Call) -> Maker:
+    """What is not finished is not made."""
+    raise NotMade(call.label)
 
 
 def use(path: Path, stage: str) -> None:
     """All that a command does with a recipe before it starts a stage."""
     recipe = Recipe.load(path)
     json.loads(recipe.model_dump_json())  # as a deployment keeps it
-    with suppress(NotMade):
+    with suppress(NotMade), calls_of(recipe, refuse):
         if stage == "run":
-            look(recipe, "policy", recipe.resolved().policy, {})
+            perform("policy", recipe.resolved().policy, {})
         else:
-            rerun(recipe, stage, NAMED.get(stage, {}), perform=look)
+            rerun(recipe, stage, NAMED.get(stage, {}))
 
 
 def fuzz(inputs: Path, seed: int, count: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from quiver.flows.calls import by_hand
 from quiver.flows.checking import Looked, failure, look
 from quiver.flows.doubts import questions
 from quiver.flows.first_rows import Answered, Score, visible
@@ -347,7 +348,8 @@ def test_what_asks_rows_of_a_night_and_is_none_is_refused(folder):
             refuse(recipe)
         assert caught.value.object == "data.held_out.source"
         assert caught.value.next == "quiver nightly RECIPE"
-    with pytest.raises(LineageError, match="run tiny has no rollouts yet"):
+    refused = pytest.raises(LineageError, match="run tiny has no rollouts yet")
+    with refused, by_hand(recipe):
         rerun(recipe, "reward", {})  # which reads no source
     Path("held_out.jsonl").rename("of x.jsonl")
     assert preflight(recipe.for_night("x")).data.held_out["source"] == "of x.jsonl"

@@ -9,7 +9,8 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.collection import Rule, collect
 from tests.flows.conftest import RECIPE
-from tests.flows.test_refill import SETTINGS, Stages, improve, without_seconds, write
+from tests.flows.stages_here import Stages
+from tests.flows.test_refill import SETTINGS, improve, without_seconds, write
 
 CHOSEN = (
     "data.curriculum={low=0.2,high=0.8,iterations=1}",
@@ -63,7 +64,8 @@ def test_by_hand_the_same_prompts_are_found(folder, done, monkeypatch):
     store = Store("store")
     each = done[1]["rounds"][0]
     references = {"rewards": rewards_of(store, each["prompts"]), "policy": "tiny/policy@0"}
-    outcome = rerun(recipe, "prompt", references, each["round"], perform=Stages().perform)
+    with Stages().of(recipe):
+        outcome = rerun(recipe, "prompt", references, each["round"])
     assert (outcome.ref, outcome.cached) == (each["prompts"], True)
 
 

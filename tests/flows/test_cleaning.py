@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from quiver.flows.calls import by_hand
 from quiver.flows.commands.summary import next_commands
 from quiver.flows.post_train import post_train
 from quiver.flows.recipe import load
@@ -145,7 +146,8 @@ def test_to_go_on_without_the_optimizer_state_is_to_be_asked_for(made, finished)
     assert (folder / "model.safetensors").exists() and not (folder / "optimizer").exists()
     recipe = load("recipe.toml", [*QUICK, "optimize.learning_rate=5e-4"])
     before = names()
-    with pytest.raises(LineageError, match="files in optimizer/ expired and are deleted") as caught:
+    refused = pytest.raises(LineageError, match="files in optimizer/ expired and are deleted")
+    with refused as caught, by_hand(recipe):
         rerun(recipe, "optimize", {"rollouts": "tiny/rollouts@3"})
     assert caught.value.object == "tiny/policy@2" and names() == before
     assert caught.value.next == (
@@ -154,7 +156,9 @@ def test_to_go_on_without_the_optimizer_state_is_to_be_asked_for(made, finished)
     )
     afresh = ["optimize.learning_rate=5e-4", "optimize.load_optimizer=false"]
     references = {"policy": "tiny/policy@2", "rollouts": "tiny/rollouts@3"}
-    outcome = rerun(load("recipe.toml", [*QUICK, *afresh]), "optimize", references)
+    recipe = load("recipe.toml", [*QUICK, *afresh])
+    with by_hand(recipe):
+        outcome = rerun(recipe, "optimize", references)
     assert outcome.metrics["step"] == 3
 
 

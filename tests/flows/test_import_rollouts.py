@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from quiver.flows.calls import by_hand
 from quiver.flows.commands import episodes as commands
 from quiver.flows.recipe import load
 from quiver.flows.rerun import rerun
@@ -202,7 +203,8 @@ def test_a_step_on_rollouts_of_another_temperature_says_which_it_uses(workplace,
     recipe = load(workplace / "recipe.toml", [f"store='{store.path}'"])
     both = {"rollouts": "tiny/rollouts@1", "rewards": "tiny/rewards@1"}
     caplog.set_level("INFO", "quiver")
-    assert rerun(recipe, "optimize", both).ref == "tiny/policy@1"
+    with by_hand(recipe):
+        assert rerun(recipe, "optimize", both).ref == "tiny/policy@1"
     assert "optimize of            tiny/rewards@1, tiny/rollouts@1, tiny/policy@0" in caplog.text
     said = [record.getMessage() for record in caplog.records if "temperature" in record.msg]
     assert said == [
@@ -213,7 +215,8 @@ def test_a_step_on_rollouts_of_another_temperature_says_which_it_uses(workplace,
     cooler = load(
         workplace / "recipe.toml", [f"store='{store.path}'", "generate.sampling.temperature=0.5"]
     )
-    rerun(cooler, "optimize", both)
+    with by_hand(cooler):
+        rerun(cooler, "optimize", both)
     assert not [record for record in caplog.records if "temperature" in record.msg]
 
 

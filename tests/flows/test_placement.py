@@ -1,18 +1,22 @@
 """What [placement] refuses before anything runs, and how it is read."""
 
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from quiver.flows import nightly, post_train
-from quiver.flows.placement import StageCall, check_placement, stage_call
+from quiver.flows import nightly
+from quiver.flows.calls import by_hand
+from quiver.flows.placement import check_placement, trained_here, where_of
+from quiver.flows.pool import answer_in, for_workers
+from quiver.flows.post_train import Chain
 from quiver.flows.recipe import load
-from quiver.flows.stage import answer_in
+from quiver.flows.stage import require_store
 from quiver.schemas.errors import ConfigError, NumericError
-from quiver.stages.common.runtime.runner import Call
+from quiver.stages.common.runtime.call import Call, Where
 from quiver.stages.common.store import Store
 from tests.flows.conftest import RECIPE
 from tests.tiny import make_folder
@@ -46,64 +50,40 @@ def test_a_pool_needs_a_server_and_a_store_that_all_see(recipe, tmp_path):
         check_placement(recipe(pooled, f"store={str(tmp_path)!r}"))
 
 
-def test_each_stage_has_its_place(recipe, tmp_path):
-    said = recipe(
-        f"policy.model={str(tmp_path)!r}",
-        "placement.generate=gpus", "placement.fan_out=4", "placement.python.generate=/v/bin/python", "placement.slots=1",
+def test_each_stage_has_its_place(recipe):
+    placement = recipe(
+        "placement.generate=gpus", "placement.fan_out=4", "placement.python.generate=/v/bin/python",
+        "placement.slots=1", "placement.devices=2", "placement.wait_seconds=5",
         "placement.timeout_seconds={optimize=60}", "placement.limits={optimize='training'}",
-    )  # fmt: skip
-    same = {"store": "store", "into": "tiny", "slots": 1}
-    config = said.generate_config(1)
-    assert stage_call(said, "generate", config, {}) == StageCall(
-        stage="generate",
-        config=config.model_dump(mode="json"),
-        label="tiny · generate",
-        python="/v/bin/python",
-        **same,
+        "placement.resident_engine=true",
+    ).placement  # fmt: skip
+    everywhere = {"workers": 4, "wait_seconds": 5, "slots": 1, "devices": 2}
+    assert where_of(placement, "generate", online=True) == Where(
+        pool="gpus", python="/v/bin/python", online=True, stay=True, **everywhere
     )
-    config = said.optimize_config()
-    assert stage_call(said, "optimize", config, {}, label="optimize 1/2") == StageCall(
-        stage="optimize",
-        config=config.model_dump(mode="json"),
-        label="tiny · optimize 1/2",
-        timeout_seconds=60,
-        limit="training",
-        **same,
+    assert where_of(placement, "optimize") == Where(
+        timeout_seconds=60, limit="training", **everywhere
     )
-    assert said.placement.pools == {"generate": "gpus"}
-    assert said.placement.fan_out == 4
+
+
+def test_ranks_of_a_launcher_stay_in_no_pool(recipe, monkeypatch):
+    placement = recipe("placement.optimize=gpus", "placement.reward=gpus").placement
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    pools = [where_of(placement, stage).pool for stage in ("optimize", "reward")]
+    assert pools == [None, "gpus"]
 
 
 def test_a_call_travels_whole(store):
-    call = StageCall(
-        stage="reward",
-        config={"functions": []},
-        store=str(store.path),
-        refs={"rollouts": ["a/rollouts@1"]},
-        into="a",
-        label="a · reward 1/1",
-        python="/v/bin/python",
-        timeout_seconds=5.0,
-        online=True,
-        slots=2,
-        limit="l",
-    )
-    sent = call.for_workers()
-    travelled = StageCall.model_validate_json(sent.model_dump_json())
-    travelled.require_store()
-    assert travelled.store_id
-    assert travelled.runner_call == Call(
-        "reward",
-        {"functions": []},
-        str(store.path),
-        {"rollouts": ["a/rollouts@1"]},
-        "a",
-        share=True,
-    )
-    kept = {"store_id", "share"}
-    assert travelled.model_dump(exclude=kept) == call.model_dump(exclude=kept)
-    assert not call.model_copy(update={"force": True}).for_workers().share
-    assert not call.model_copy(update={"stage": "optimize"}).for_workers().share
+    where = Where(pool="gpus", workers=2, python="/v/bin/python", timeout_seconds=5, online=True,
+                  slots=2, limit="l", stay=True)  # fmt: skip
+    refs = {"rollouts": ["a/rollouts@1"]}
+    call = Call("reward", {"functions": []}, store.path, refs, "a", label="a", where=where)
+    sent = Call.from_json(json.loads(json.dumps(for_workers(call).to_json())))
+    require_store(sent)
+    there = replace(where, pool=None, store_id=store.id, stay=False)
+    assert sent == replace(call, store=str(store.path), share=True, where=there)
+    assert not for_workers(replace(call, force=True)).share
+    assert not for_workers(replace(call, stage="optimize")).share
 
 
 def test_what_a_last_state_tells():
@@ -146,7 +126,7 @@ def test_what_a_new_policy_is_asked_first(recipe, settings, iteration, sampled_f
         expected = {"generate": loaded.generate_config(0, evaluation=True)}
     elif sampled_for:
         expected = {"generate": loaded.generate_config(sampled_for)}
-    assert post_train.configs_after(loaded, iteration) == expected
+    assert Chain(loaded).sampled_next(iteration) == expected
 
 
 def test_a_night_is_measured_at_its_end_alone(recipe, tmp_path):
@@ -156,18 +136,11 @@ def test_a_night_is_measured_at_its_end_alone(recipe, tmp_path):
     assert [night.recipe.is_measured(iteration) for iteration in (1, 2)] == [False, True]
 
 
-def test_what_trains_elsewhere_is_not_checked_here(recipe, tmp_path, monkeypatch):
+def test_what_trains_elsewhere_is_not_checked_here(recipe):
     """In a pool, or under another interpreter: this one need not have what it needs."""
-    checked = []
-    made = SimpleNamespace(ref="tiny/prompts@1")
-    monkeypatch.setattr(post_train, "perform", lambda *_, **__: made)
-    monkeypatch.setattr(
-        post_train, "check_stages", lambda recipe, configs, *_: checked.append(sorted(configs))
-    )
     settings = ("run=tiny", "placement.optimize=gpus", "placement.python.optimize=/v/bin/python")
-    for setting in settings:
-        post_train.make_prompts(recipe(setting), "tiny/policy@0", 1, ())
-    assert checked == [["optimize", "reward"], ["reward"], ["reward"]]
+    trained = [sorted(trained_here(recipe(setting))) for setting in settings]
+    assert trained == [["optimize"], [], []]
 
 
 def test_what_needs_no_prompts_is_told_before_the_base_model_is_imported(
@@ -177,10 +150,13 @@ def test_what_needs_no_prompts_is_told_before_the_base_model_is_imported(
     store = tmp_path / "store"
     model = make_folder(tmp_path / "model")
     settings = (f"store={str(store)!r}", f"policy.model={str(model)!r}", "optimize.lora={rank=2}")
-    with pytest.raises(ConfigError, match="peft is not installed"):
-        post_train.import_policy(recipe(*settings))
+    loaded = recipe(*settings)
+    with pytest.raises(ConfigError, match="peft is not installed"), by_hand(loaded):
+        Chain(loaded).import_policy()
     assert list(Store(store).versions()) == []
     settings = (*settings[:2], "reward.functions=[{use='nowhere.py:score'}]")
-    with pytest.raises(ConfigError, match=r"there is no file .*nowhere\.py") as caught:
-        post_train.import_policy(recipe(*settings))
+    loaded = recipe(*settings)
+    refused = pytest.raises(ConfigError, match=r"there is no file .*nowhere\.py")
+    with refused as caught, by_hand(loaded):
+        Chain(loaded).import_policy()
     assert list(Store(store).versions()) == [] and caught.value.state == "nothing was changed."

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from dataclasses import replace
 from uuid import uuid4
 
 import pytest
@@ -19,10 +20,10 @@ from prefect.flows import EntrypointType
 
 from quiver.flows import pool
 from quiver.flows.ahead import run_ahead
-from quiver.flows.placement import GivenUp, StageCall
-from quiver.flows.recipe import Placement
-from quiver.flows.stage import stage
+from quiver.flows.placement import GivenUp
+from quiver.flows.stage import require_store, stage
 from quiver.schemas.errors import ConfigError, NumericError, ResourceError
+from quiver.stages.common.runtime.call import Call, Where
 from quiver.stages.common.store import Store
 from tests.flows.conftest import command_environment, left_behind, quiver, shared_api, wait_until
 
@@ -141,18 +142,13 @@ def test_a_pool_without_a_deployment_is_told(place):
     )
 
 
-def test_another_store_at_the_same_path_is_refused(place, tmp_path):
-    from quiver.flows.stage import StageCall
-    from quiver.schemas.errors import ConfigError
-
-    here = Store(tmp_path / "store")
-    call = StageCall(
-        stage="prompt", config={}, store=str(here.path), store_id="that of the host that asks"
-    )
+def test_another_store_at_the_same_path_is_refused(store, tmp_path):
+    asking = Where(store_id="that of the host that asks")
+    call = Call("prompt", {}, store.path, where=asking)
     with pytest.raises(ConfigError, match="another store"):
-        call.require_store()
+        require_store(call)
     with pytest.raises(ConfigError, match="no store here"):
-        call.model_copy(update={"store": str(tmp_path / "not mounted")}).require_store()
+        require_store(replace(call, store=tmp_path / "not mounted"))
     assert not (tmp_path / "not mounted").exists()
 
 
@@ -204,7 +200,7 @@ class Pool:
 
     def __init__(self, client, store: Store) -> None:
         self.name = f"hand-{uuid4()}"
-        self.call = StageCall(stage="generate", config={}, store=str(store.path), share=True)
+        self.call = Call("generate", {}, store.path)
         self._client = client
         client.create_work_pool(WorkPoolCreate(name=self.name, type="process"))
         module_path = EntrypointType.MODULE_PATH
@@ -212,9 +208,10 @@ class Pool:
             self.name, work_pool_name=self.name, entrypoint_type=module_path
         ).apply()
 
-    def run(self, **placement):
+    def run(self, **where):
         """The call, made in a thread of its own."""
-        return run_ahead(lambda: pool.run_in_pool(self.call, self.name, Placement(**placement)))
+        call = replace(self.call, where=Where(pool=self.name, **where))
+        return run_ahead(lambda: pool.run_in_pool(call))
 
     def runs(self) -> list[FlowRun]:
         """Its flow runs, by their names."""
@@ -258,7 +255,7 @@ DIVERGED = json.dumps({"error": NumericError("generate", "a NaN").to_dict()})
 
 
 def test_the_first_that_is_done_ends_the_others(by_hand, policy):
-    with by_hand.run(fan_out=3, wait_seconds=600) as call:
+    with by_hand.run(workers=3, wait_seconds=600) as call:
         first, second, third = by_hand.started(3)
         assert [run.name for run in (first, second)] == ["stage (1 of 3)", "stage (2 of 3)"]
         by_hand.move(first, "CRASHED")
@@ -281,7 +278,7 @@ def test_the_first_that_is_done_ends_the_others(by_hand, policy):
     ],
 )
 def test_where_all_have_failed_an_error_says_more_than_a_crash(by_hand, kinds, error, message):
-    with by_hand.run(fan_out=len(kinds), wait_seconds=600) as call:
+    with by_hand.run(workers=len(kinds), wait_seconds=600) as call:
         for run, (kind, text) in zip(by_hand.started(len(kinds)), kinds, strict=True):
             by_hand.move(run, kind, text)
         with pytest.raises(error, match=message) as caught:
@@ -290,7 +287,7 @@ def test_where_all_have_failed_an_error_says_more_than_a_crash(by_hand, kinds, e
 
 
 def test_a_run_that_the_server_lost_has_crashed(by_hand, policy, caplog):
-    with by_hand.run(fan_out=3, wait_seconds=600) as call:
+    with by_hand.run(workers=3, wait_seconds=600) as call:
         first, second, third = by_hand.started(3)
         by_hand.move(first, "CRASHED", "killed")
         wait_until(lambda: "(1 of 3)' ended as Crashed: killed" in caplog.text)
@@ -302,7 +299,7 @@ def test_a_run_that_the_server_lost_has_crashed(by_hand, policy, caplog):
 
 
 def test_a_run_that_is_taken_up_and_not_begun_has_failed(by_hand):
-    with by_hand.run(fan_out=1, wait_seconds=0.5) as call:
+    with by_hand.run(workers=1, wait_seconds=0.5) as call:
         by_hand.come_online("slow")
         by_hand.move(*by_hand.started(1), "PENDING")
         with pytest.raises(ResourceError, match=r"'stage' up and did not begin it within 0\.5"):
@@ -318,7 +315,7 @@ def test_there_are_as_many_runs_as_workers_where_they_can_share(
 ):
     for number in range(workers):
         by_hand.come_online(f"worker {number}")
-    by_hand.call = by_hand.call.model_copy(update={"share": shares, "label": "work"})
+    by_hand.call = replace(by_hand.call, force=not shares, label="work")
     with by_hand.run(wait_seconds=600) as call:
         for run in by_hand.started(count):
             by_hand.move(run, "COMPLETED", DONE)

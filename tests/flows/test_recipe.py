@@ -103,19 +103,6 @@ def test_a_stage_that_measures_nothing_does_not_check_what_is_measured(recipe):
         load(recipe, ["evaluate.generate={sampling={max_token=1}}"], measures=False)
 
 
-def test_a_stop_string_leaves_the_sampled_distribution_as_it_is(recipe):
-    loaded = load(recipe, ['generate.sampling.stop=["</answer>"]'])
-    assert loaded.generate_config(1).sampling.stop == ("</answer>",)
-
-
-def test_ppo_needs_no_group(recipe):
-    loaded = load(recipe, ["generate.samples_per_prompt=1", "optimize.algorithm=ppo"])
-    assert (
-        loaded.generate.samples_per_prompt == 1
-        and loaded.optimize_config().resolved().aggregation == "token_mean"
-    )
-
-
 def test_a_missing_section_is_named(recipe):
     recipe.write_text("run = 'a'\n")
     with pytest.raises(ConfigError, match="policy is missing; data is missing; reward is missing"):
@@ -132,6 +119,50 @@ def test_broken_toml_and_missing_files_are_named(recipe, tmp_path):
         load(tmp_path)
 
 
+def sampled(recipe, evaluation=False):
+    """What the generate stage is asked for in round 5."""
+    config = recipe.generate_config(5, evaluation=evaluation)
+    return config.iteration, config.seed, config.samples_per_prompt, config.sampling.max_tokens
+
+
+def rendered(recipe, evaluation=False):
+    """What the prompt stage is asked for in round 5."""
+    config = recipe.prompt_config(5, evaluation=evaluation)
+    return config.iteration, config.seed, config.limit, config.reserve_tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "samples", "evaluation", "prompts", "held_out"),
+    [
+        ([], (5, 7, 4, 6), (0, 7, 4, 6), (4, 7, 4, 6), (0, 7, 3, 6)),
+        (["generate.seed=0"], (5, 0, 4, 6), (0, 0, 4, 6), (4, 7, 4, 6), (0, 7, 3, 6)),
+        (["evaluate.generate={seed=0}"], (5, 7, 4, 6), (0, 0, 4, 6), (4, 7, 4, 6), (0, 7, 3, 6)),
+        (["prompt.reserve_tokens=0"], (5, 7, 4, 6), (0, 7, 4, 6), (4, 7, 4, 0), (0, 7, 3, 0)),
+        (
+            ["evaluate.generate={samples_per_prompt=1,sampling={max_tokens=20}}"],
+            (5, 7, 4, 6),
+            (0, 7, 1, 20),
+            (4, 7, 4, 6),
+            (0, 7, 3, 20),
+        ),
+    ],
+)
+def test_sections_become_the_configs_of_stages(
+    recipe, settings, samples, evaluation, prompts, held_out
+):
+    """A seed or reserve of 0 counts as any other; evaluation has its own rows and sampling, and the
+    same seeds each time; prompts leave room for the completions that are asked for."""
+    loaded = load(recipe, settings)
+    assert (sampled(loaded), sampled(loaded, True)) == (samples, evaluation)
+    assert (rendered(loaded), rendered(loaded, True)) == (prompts, held_out)
+
+
+def test_ppo_needs_no_group_and_a_stop_string_leaves_the_distribution_as_it_is(recipe):
+    settings = ["generate.samples_per_prompt=1", "optimize.algorithm=ppo"]
+    loaded = load(recipe, [*settings, 'generate.sampling.stop=["</answer>"]'])
+    assert loaded.optimize_config().resolved().aggregation == "token_mean"
+
+
 @pytest.mark.parametrize("setting", ["x", "=1", "run.x=1"])
 def test_a_setting_that_is_none(recipe, setting):
     with pytest.raises(ConfigError, match="--set"):
@@ -139,100 +170,29 @@ def test_a_setting_that_is_none(recipe, setting):
 
 
 def test_settings_go_over_the_file(recipe):
-    loaded = load(
-        recipe,
-        [
-            "optimize.learning_rate=1e-6",
-            "generate.sampling={max_tokens=9}",
-            "data.held_out=null",
-            "run=other",
-        ],
+    settings = ["optimize.learning_rate=1e-6", "data.held_out=null", "run=other"]
+    loaded = load(recipe, settings)
+    assert (loaded.optimize.learning_rate, loaded.data.held_out, loaded.run) == (
+        1e-6,
+        None,
+        "other",
     )
-    assert loaded.optimize.learning_rate == 1e-6
-    assert loaded.generate.sampling.max_tokens == 9
-    assert loaded.data.held_out is None
-    assert loaded.run == "other"
-
-
-def test_seeds_come_from_the_recipe_unless_a_section_has_its_own(recipe):
-    loaded = load(recipe, ["optimize.seed=3"])
-    assert loaded.generate_config(2).seed == 7
-    assert loaded.generate_config(2).iteration == 2
-    assert loaded.prompt_config(2).iteration == 1
-    assert loaded.optimize_config().seed == 3
-
-
-def test_a_seed_of_0_in_a_section_is_its_own(recipe):
-    """It counts as any other number does; only what says nothing has the run's."""
-    loaded = load(recipe, ["generate.seed=0", "optimize.seed=0"])
-    assert (
-        loaded.generate_config(1).seed,
-        loaded.optimize_config().seed,
-        loaded.prompt_config(1).seed,
-    ) == (0, 0, 7)
-    loaded = load(recipe, ["evaluate.generate={seed=0}"])
-    assert [loaded.generate_config(1, evaluation=aside).seed for aside in (False, True)] == [7, 0]
-
-
-def test_a_reserve_of_0_is_its_own(recipe):
-    """Written out it counts as any other number does; without it the completion has its room."""
-    reserves = [
-        load(recipe, settings).prompt_config(1).reserve_tokens
-        for settings in ([], ["prompt.reserve_tokens=0"], ["prompt.reserve_tokens=5"])
-    ]
-    assert reserves == [6, 0, 5]
 
 
 def test_keys_are_those_of_the_stages_own_configs(recipe):
-    """So a version is found again, however its seed was said."""
+    """So a version is found again, however its seed was said; and replay, which decides what
+    optimize is given, is no part of its config."""
     typed = {"engine": "transformers", "samples_per_prompt": 4, "sampling": {"max_tokens": 6}}
-    for settings, seed in (
-        ([], 7),
-        (["generate.seed=7", "optimize.seed=7", "seed=1"], 7),
-        (["seed=0"], 0),
+    for settings, seed, staleness in (
+        ([], 7, 0),
+        (["generate.seed=7", "optimize.seed=7", "seed=1"], 7, 0),
+        (["seed=0", "optimize.max_staleness=2", "optimize.replay=2"], 0, 2),
     ):
         loaded = load(recipe, settings)
-        assert (
-            loaded.generate_config(2).key() == GenerateConfig(**typed, iteration=2, seed=seed).key()
-        )
-        assert loaded.optimize_config().key() == OptimizeConfig(learning_rate=1e-3, seed=seed).key()
-
-
-def test_replay_is_the_flows_and_not_the_stages(recipe):
-    """It decides which versions optimize is given, so it is no part of the stage's config, nor of
-    its run_key."""
-    plain, replaying = (
-        load(recipe, ["optimize.max_staleness=2", *more]) for more in ([], ["optimize.replay=2"])
-    )
-    assert replaying.optimize.replay == 2
-    assert replaying.optimize_config().key() == plain.optimize_config().key()
-
-
-def test_evaluation_has_its_own_rows_and_sampling_and_the_same_seeds_each_time(recipe):
-    setting = "evaluate.generate={samples_per_prompt=1,sampling={temperature=0.0,top_p=0.5}}"
-    loaded = load(recipe, [setting])
-    config = loaded.generate_config(5, evaluation=True)
-    assert (
-        config.iteration,
-        config.samples_per_prompt,
-        config.sampling.temperature,
-        config.sampling.max_tokens,
-    ) == (
-        0,
-        1,
-        0.0,
-        6,
-    )
-    assert loaded.generate_config(5).samples_per_prompt == 4
-    assert loaded.prompt_config(5, evaluation=True).limit == 3
-    assert loaded.prompt_config(5, evaluation=True) == loaded.prompt_config(1, evaluation=True)
-
-
-def test_prompts_leave_room_for_the_completions_that_are_asked_for(recipe):
-    """Held-out ones for those of the evaluation, which may be longer."""
-    loaded = load(recipe, ["evaluate.generate={sampling={max_tokens=20}}"])
-    assert loaded.prompt_config(1).reserve_tokens == 6
-    assert loaded.prompt_config(1, evaluation=True).reserve_tokens == 20
+        generate = GenerateConfig(**typed, iteration=2, seed=seed)
+        optimize = OptimizeConfig(learning_rate=1e-3, seed=seed, max_staleness=staleness)
+        keys = [config.key() for config in (generate, optimize)]
+        assert keys == [loaded.generate_config(2).key(), loaded.optimize_config().key()]
 
 
 def test_only_a_hub_name_goes_online(recipe, tmp_path, monkeypatch):
@@ -332,19 +292,10 @@ def test_a_form_that_sends_every_default_changes_nothing(recipe):
     typed = load(recipe)
     sent = Recipe.model_validate(json.loads(typed.model_dump_json()))
     assert "seed" in sent.generate.model_fields_set and typed.seed == 7
-    for iteration in (1, 2):
-        assert sent.generate_config(iteration).key() == typed.generate_config(iteration).key()
-        assert sent.prompt_config(iteration).key() == typed.prompt_config(iteration).key()
-    assert (
-        sent.generate_config(0, evaluation=True).key()
-        == typed.generate_config(0, evaluation=True).key()
-    )
-    assert (
-        sent.prompt_config(0, evaluation=True).key()
-        == typed.prompt_config(0, evaluation=True).key()
-    )
+    for evaluation in (False, True):
+        assert sampled(sent, evaluation) == sampled(typed, evaluation)
+        assert rendered(sent, evaluation) == rendered(typed, evaluation)
     assert sent.optimize_config().key() == typed.optimize_config().key()
-    assert sent.generate_config(2).seed == 7 and sent.generate_config(2).iteration == 2
 
 
 @pytest.mark.parametrize("depth", [100, 900, 5000])

@@ -2,27 +2,26 @@
 learned from, and that a run that was stopped goes on to the same end."""
 
 import json
-import threading
 from collections import defaultdict
 
 import pyarrow as pa
 import pytest
 
-from quiver.flows import post_train
+from quiver.flows import calls
+from quiver.flows.calls import perform
 from quiver.flows.nightly import plan_night
 from quiver.flows.pages import iterations_page as page
-from quiver.flows.placement import stage_call
+from quiver.flows.post_train import Chain
 from quiver.flows.recipe import load
-from quiver.flows.tasks import tagged
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.metrics import groups_with_contrast
-from quiver.stages.common.runtime import runner
 from quiver.stages.common.store import Store
 from quiver.stages.prompt.order import choose
 from quiver.stages.report.gather import gather
 from quiver.stages.report.stage import render
 from quiver.stages.reward.measures import groups
 from tests.flows.conftest import RECIPE
+from tests.flows.stages_here import Stages
 from tests.tiny import make_folder
 
 ROWS = 24
@@ -53,36 +52,15 @@ def write(folder):
     return folder
 
 
-class Stages:
-    """Runs the stages of a flow in this process, without Prefect around them, and finds what is
-    finished as it does: one after another, with overlap too, since torch's settings are the whole
-    process's. After `calls` of them the flow is stopped."""
-
-    def __init__(self, calls: int = 1000) -> None:
-        self.calls = calls
-        self.num_made = 0
-        self._one_at_a_time = threading.Lock()
-
-    def perform(self, recipe, stage, config, refs, *, into=None, force=False, **_):
-        with self._one_at_a_time:
-            if not self.calls:
-                raise KeyboardInterrupt
-            self.calls -= 1
-            call = stage_call(recipe, stage, config, refs, into=into, force=force).runner_call
-            outcome = runner.find(call, expired=True) or runner.perform(call, Store(recipe.store))
-            self.num_made += not outcome.cached
-            return outcome
-
-
 def improve(monkeypatch, folder, *settings, stages=None, **about) -> list[dict]:
     """The iterations of a recipe in `folder`, as `quiver run` prints them."""
     monkeypatch.chdir(folder)
     stages = stages or Stages()
-    monkeypatch.setattr(post_train, "perform", stages.perform)
+    monkeypatch.setattr(calls, "check_stages", lambda *_: None)
     recipe = load("recipe.toml", [*SETTINGS, *settings]).resolved()
-    with tagged(recipe, expired=True):
-        base = stages.perform(recipe, "policy", recipe.policy, {}).ref
-        iterations = post_train.improve(recipe, base, base, **about)
+    with stages.of(recipe):
+        base = perform("policy", recipe.policy, {}).ref
+        iterations = Chain(recipe).improve(base, base, **about)
     return [iteration.to_json() for iteration in iterations]
 
 
@@ -92,9 +70,9 @@ def folder(tmp_path_factory):
     second iteration."""
     folder = write(tmp_path_factory.mktemp("refill") / "work")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for calls in range(1, 14):
+        for _ in range(13):
             with pytest.raises(KeyboardInterrupt):
-                improve(monkeypatch, folder, stages=Stages(calls))
+                improve(monkeypatch, folder, stages=Stages(1))
     return folder
 
 

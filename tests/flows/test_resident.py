@@ -6,16 +6,18 @@ In doubt there is a fresh one, and no process is left in the end.
 import logging
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from quiver.flows.here import run_here
-from quiver.flows.placement import StageCall, check_placement
+from quiver.flows.dispatch import run_at
+from quiver.flows.placement import check_placement
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError, CorruptError, ResourceError
 from quiver.stages.common.models import vllm_env
 from quiver.stages.common.runtime import holding
+from quiver.stages.common.runtime.call import Call, Where
 from quiver.stages.common.store import Store
 from tests.flows.conftest import (
     RECIPE,
@@ -29,6 +31,7 @@ from tests.tiny import make_policy
 
 ENGINE = """
 import os, signal, time
+from dataclasses import replace
 from pathlib import Path
 
 from quiver.stages.generate.engines.scripted import ScriptedEngine
@@ -120,17 +123,17 @@ def place(bare, tmp_path, monkeypatch):
     assert not [pid for pid in pids(tmp_path) if Path(f"/proc/{pid}").exists()]
 
 
-def call(place: Path, number: int, **changed) -> StageCall:
+def call(place: Path, number: int, *, hold: bool = True, config=(), **limits) -> Call:
     """Rollouts of policy `number`."""
     config = {
         "engine": f"{place / 'mine.py'}:Engine",
         "samples_per_prompt": 2,
         "sampling": {"max_tokens": 6},
-        **changed.pop("config", {}),
+        **dict(config),
     }
     refs = {"prompts": "tiny/prompts@1", "policy": f"p{number}/policy@0"}
-    fields = {"store": str(place / "store"), "refs": refs, "label": "tiny"}
-    return StageCall(stage="generate", config=config, **{**fields, **changed})
+    where = Where(hold=hold, **limits)
+    return Call("generate", config, place / "store", refs, label="tiny", where=where)
 
 
 def engine_info(place: Path, ref: str) -> dict:
@@ -140,7 +143,7 @@ def engine_info(place: Path, ref: str) -> dict:
 def test_one_engine_answers_for_each_policy_in_turn_as_fresh_ones_do(place, bare, tmp_path_factory):
     (place / "mine.py").write_text(WITH_A_MODEL)
     for number in range(3):
-        outcome = run_here(call(place, number), resident=True)
+        outcome = run_at(call(place, number))
         assert (outcome.ref, outcome.cached) == (f"tiny/rollouts@{number + 1}", False)
         info = engine_info(place, outcome.ref)
         has_slept = (True, number + 1) if number else (None, None)
@@ -150,7 +153,7 @@ def test_one_engine_answers_for_each_policy_in_turn_as_fresh_ones_do(place, bare
     assert events(place)[-1] == "close"
     stores = [Store(place / "store"), copy(bare, tmp_path_factory.mktemp("fresh"))]
     for number in range(3):
-        ref = run_here(call(place, number, store=str(stores[1].path))).ref
+        ref = run_at(replace(call(place, number, hold=False), store=stores[1].path)).ref
         resident, fresh = (store.open(ref).manifest for store in stores)
         assert resident.run_key == fresh.run_key
         assert resident.content_hash == fresh.content_hash
@@ -161,9 +164,9 @@ def test_one_engine_answers_for_each_policy_in_turn_as_fresh_ones_do(place, bare
 
 def run_two(place: Path, between=lambda: None, **changed) -> None:
     """Rollouts of two policies, with something in between."""
-    run_here(call(place, 0), resident=True)
+    run_at(call(place, 0))
     between()
-    assert run_here(call(place, 1, **changed), resident=True).ref == "tiny/rollouts@2"
+    assert run_at(call(place, 1, **changed)).ref == "tiny/rollouts@2"
 
 
 def kill(place, monkeypatch):
@@ -236,23 +239,23 @@ def test_one_that_does_not_sleep_ends_with_its_answer(place, cause):
 
 
 def test_a_call_that_holds_no_process_takes_the_sleeper_and_ends_it(place):
-    run_here(call(place, 0), resident=True)
+    run_at(call(place, 0))
     holding.hold("generate", call(place, 1).config)  # one is held already
-    assert run_here(call(place, 1)).ref == "tiny/rollouts@2"
+    assert run_at(call(place, 1, hold=False)).ref == "tiny/rollouts@2"
     assert events(place) == ["start", "sleep", "take", "close"]
     assert not holding._waiting
 
 
 def test_a_time_limit_ends_one_that_hangs(place):
-    run_here(call(place, 0), resident=True)
+    run_at(call(place, 0))
     (place / "fault").write_text("hang")
     with pytest.raises(ResourceError, match="limit of 2 s"):
-        run_here(call(place, 1, timeout_seconds=2), resident=True)
+        run_at(call(place, 1, timeout_seconds=2))
     assert events(place) == ["start", "sleep", "close"]
 
 
 def test_processes_that_share_the_shards_have_fresh_engines(place):
-    run_here(call(place, 0, devices=2, config={"rows_per_shard": 3}), resident=True)
+    run_at(call(place, 0, devices=2, config={"rows_per_shard": 3}))
     assert "sleep" not in events(place)
 
 

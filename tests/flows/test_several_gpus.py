@@ -4,16 +4,17 @@ with devices of its own. Devices are names in CUDA_VISIBLE_DEVICES here; the eng
 import json
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from quiver.flows.ahead import run_ahead
-from quiver.flows.here import most_processes, run_here
-from quiver.flows.placement import StageCall
+from quiver.flows.dispatch import most_processes, run_at
 from quiver.flows.slots import slots
 from quiver.schemas.errors import NumericError, ResourceError
-from quiver.stages.common.runtime.runner import Call, run_call
+from quiver.stages.common.runtime.call import Call, Where
+from quiver.stages.common.runtime.runner import run_call
 from quiver.stages.common.runtime.subprocesses import Stopped
 from quiver.stages.common.store import Store
 from tests.stages.generate.making import random_prompts
@@ -76,7 +77,7 @@ def place(bare, tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def call(place: Path, **changed) -> StageCall:
+def call(place: Path, devices: int | str = "all", **changed) -> Call:
     config = {
         "engine": f"{place / 'mine.py'}:Engine",
         "samples_per_prompt": 3,
@@ -84,8 +85,9 @@ def call(place: Path, **changed) -> StageCall:
         "sampling": {"max_tokens": 8},
     }
     refs = {"prompts": "tiny/prompts@1", "policy": "tiny/policy@0"}
-    fields = {"store": str(place / "store"), "refs": refs, "devices": "all", "label": "tiny"}
-    return StageCall(stage="generate", config=config, **{**fields, **changed})
+    config |= changed
+    where = Where(devices=devices)
+    return Call("generate", config, place / "store", refs, label="tiny", where=where)
 
 
 def engines(place: Path) -> list[dict]:
@@ -98,7 +100,7 @@ def require_gone(place: Path) -> None:
 
 def test_two_processes_on_devices_of_their_own_make_what_one_makes(place, bare, tmp_path_factory):
     lines = []
-    outcome = run_here(call(place), on_line=lines.append)
+    outcome = run_at(call(place), on_line=lines.append)
     assert (outcome.ref, outcome.cached, outcome.rows) == ("tiny/rollouts@1", False, 84)
     assert sorted(each["devices"] for each in engines(place)) == ["0", "1"]
     require_gone(place)
@@ -107,7 +109,7 @@ def test_two_processes_on_devices_of_their_own_make_what_one_makes(place, bare, 
     assert {"engine is up  [GPU 0]", "engine is up  [GPU 1]"} <= set(lines)
     alone = copy(bare, tmp_path_factory.mktemp("alone"))
     (place / "wanted").write_text("0")
-    run_call(Call(**{**call(place).runner_call.__dict__, "store": alone.path}))
+    run_call(replace(call(place), store=alone.path))
     one, two = (each.open("tiny/rollouts@1").manifest for each in (alone, store))
     assert (one.content_hash, one.run_key) == (two.content_hash, two.run_key)
     assert (two.metrics["workers"], one.metrics.get("workers", 1)) == (2, 1)
@@ -115,7 +117,7 @@ def test_two_processes_on_devices_of_their_own_make_what_one_makes(place, bare, 
 
 def test_one_that_is_killed_is_done_without(place, caplog):
     (place / "fault-1").write_text("kill")
-    assert run_here(call(place)).ref == "tiny/rollouts@1"
+    assert run_at(call(place)).ref == "tiny/rollouts@1"
     require_whole(Store(place / "store"), "tiny", "rollouts")
     require_gone(place)
     (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
@@ -133,7 +135,7 @@ def test_an_error_ends_all_and_writes_nothing(place, faults, error, message):
     for device, fault in faults.items():
         (place / f"fault-{device}").write_text(fault)
     with pytest.raises(error, match=message):
-        run_here(call(place))
+        run_at(call(place))
     assert len(engines(place)) == 2
     require_gone(place)
     assert Store(place / "store").numbers("tiny", "rollouts") == []
@@ -141,7 +143,7 @@ def test_an_error_ends_all_and_writes_nothing(place, faults, error, message):
 
 def test_who_wants_it_no_longer_ends_all_of_them(place):
     (place / "wanted").write_text("3")  # they wait for one that does not come
-    with run_ahead(lambda: run_here(call(place))) as ahead:
+    with run_ahead(lambda: run_at(call(place))) as ahead:
         wait(lambda: len(engines(place)) == 2)
         ahead.stop.set()
         with pytest.raises(Stopped):
@@ -154,7 +156,7 @@ def test_a_device_that_another_stage_has_holds_up_nobody(place, caplog):
     caplog.set_level(logging.INFO, "quiver")
     (place / "wanted").write_text("1")
     with slots(Call("optimize", {}, "store"), "other · optimize 1/1"):
-        assert run_here(call(place)).rows == 84
+        assert run_at(call(place)).rows == 84
     assert [each["devices"] for each in engines(place)] == ["1"]
     assert any("waits: gpu-0 is held by other" in message for message in caplog.messages)
 
@@ -162,7 +164,7 @@ def test_a_device_that_another_stage_has_holds_up_nobody(place, caplog):
 def test_without_a_gpu_processes_share_the_cores(place, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     lines = []
-    assert run_here(call(place, devices=2), on_line=lines.append).rows == 84
+    assert run_at(call(place, devices=2), on_line=lines.append).rows == 84
     cores = [each["cores"] for each in engines(place)]
     mine = sorted(os.sched_getaffinity(0))
     assert sorted(core for each in cores for core in each) == (mine if len(mine) > 1 else mine * 2)
@@ -171,10 +173,9 @@ def test_without_a_gpu_processes_share_the_cores(place, monkeypatch):
 
 def test_no_more_processes_than_shards(place, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    wide = call(place)
-    few = wide.model_copy(update={"config": {**wide.config, "rows_per_shard": 50}})
+    few = call(place, rows_per_shard=50)
     assert most_processes(few) == 8
-    assert run_here(few).rows == 84
+    assert run_at(few).rows == 84
     assert len(engines(place)) == 2
 
 
@@ -205,6 +206,6 @@ def test_no_more_processes_than_shards(place, monkeypatch):
 def test_how_many_processes_a_stage_may_be(monkeypatch, visible, devices, stage, config, count):
     slots = 3 if visible == "slots" else 0
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible.removeprefix("slots"))
-    asked = StageCall(stage=stage, config=config, store="store", devices=devices, slots=slots)
+    asked = Call(stage, config, "store", where=Where(devices=devices, slots=slots))
     assert most_processes(asked) == count
-    assert most_processes(asked.model_copy(update={"force": True})) == 1
+    assert most_processes(replace(asked, force=True)) == 1

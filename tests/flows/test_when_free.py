@@ -12,11 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from quiver import run_stage
-from quiver.flows import dispatch
-from quiver.flows.dispatch import run_at, run_when_free
-from quiver.flows.placement import StageCall
-from quiver.flows.recipe import Placement
+from quiver.flows import tasks
+from quiver.flows.dispatch import run_at
 from quiver.schemas.errors import BusyError
+from quiver.stages.common.runtime.call import Call, Outcome
 from quiver.stages.common.runtime.subprocesses import Stopped
 from tests.benchmarks.made import make_prompts, make_rollouts, tiny_policy
 
@@ -33,7 +32,7 @@ HOLDER = """
 import json, sys
 from quiver.stages.common.runtime.runner import Call, run_call
 
-run_call(Call(**json.loads(sys.argv[1])))
+run_call(Call.from_json(json.loads(sys.argv[1])))
 """
 
 
@@ -43,13 +42,8 @@ def call(store, tmp_path, monkeypatch):
     (tmp_path / "slow.py").write_text(SLOW)
     monkeypatch.chdir(tmp_path)
     rollouts = make_rollouts(store, tiny_policy(store), 4, 8, 8, 2, asked=make_prompts(store, 2))
-    return StageCall(
-        stage="reward",
-        config={"functions": [{"use": "slow.py:once"}]},
-        store=str(store.path),
-        refs={"rollouts": str(rollouts.ref)},
-        label="mine",
-    )
+    config = {"functions": [{"use": "slow.py:once"}]}
+    return Call("reward", config, store.path, {"rollouts": str(rollouts.ref)}, label="mine")
 
 
 @pytest.fixture(autouse=True)
@@ -60,9 +54,7 @@ def short_patience(monkeypatch):
 
 @pytest.fixture
 def holder(call, tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, json.dumps(call.runner_call.__dict__)]
-    )
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, json.dumps(call.to_json())])
     while not (tmp_path / "begun").exists():
         assert process.poll() is None
         time.sleep(0.02)
@@ -79,7 +71,7 @@ def waiting(call, caplog):
 
     def wait():
         try:
-            found.append(run_when_free(call, Placement()))
+            found.append(tasks.stage_task.fn(call, (), ()))
         except Stopped as stopped:
             found.append(stopped)
 
@@ -94,7 +86,7 @@ def waiting(call, caplog):
 def test_who_is_refused_is_told_of_what_the_call_can_do(call, holder, tmp_path):
     """No command of the shell takes `share`; calls from Python do."""
     with pytest.raises(BusyError) as caught:
-        run_at(call, Placement())
+        run_at(call)
     assert caught.value.next == "wait for it, then run again"
     with pytest.raises(BusyError) as caught:
         run_stage("reward", call.config, call.store, in_process=True, **call.refs)
@@ -111,7 +103,7 @@ def test_who_is_refused_is_told_of_what_the_call_can_do(call, holder, tmp_path):
 @pytest.mark.parametrize("end", ["finishes", "is killed"])
 def test_who_comes_second_gets_what_there_is_or_goes_on(call, holder, caplog, tmp_path, end):
     with pytest.raises(BusyError):
-        run_at(call, Placement())  # a shell command is told at once
+        run_at(call)  # a shell command is told at once
     thread, found = waiting(call, caplog)
     if end == "is killed":
         holder.kill()
@@ -126,7 +118,7 @@ def test_who_comes_second_gets_what_there_is_or_goes_on(call, holder, caplog, tm
 
 def test_who_is_wanted_no_longer_waits_no_longer(call, holder, caplog, monkeypatch):
     wanted = threading.Event()
-    monkeypatch.setattr(dispatch, "is_stopped", wanted.is_set)
+    monkeypatch.setattr(tasks, "is_stopped", wanted.is_set)
     thread, found = waiting(call, caplog)
     wanted.set()
     thread.join()
@@ -139,13 +131,14 @@ def test_who_waits_has_the_answer_as_soon_as_it_is_there(call, monkeypatch):
     clock = SimpleNamespace(
         monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds)
     )
-    monkeypatch.setattr(dispatch, "time", clock)
-    monkeypatch.setattr(dispatch, "find", lambda *_, **__: "done" if now[0] >= 70 else None)
+    monkeypatch.setattr(tasks, "time", clock)
+    done = Outcome("a/rewards@1", True, 4, 70.0, {})
+    monkeypatch.setattr(tasks, "find", lambda _: done if now[0] >= 70 else None)
 
     def run(*_, **__):
         if now[0] < 70:
             raise BusyError("a/rewards", "another process is at it")
-        return "done"
+        return done
 
-    monkeypatch.setattr(dispatch, "run_at", run)
-    assert run_when_free(call, Placement()) == "done" and now[0] < 72
+    monkeypatch.setattr(tasks, "run_at", run)
+    assert tasks.stage_task.fn(call, (), ()) == done and now[0] < 72

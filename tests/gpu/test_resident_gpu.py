@@ -4,8 +4,9 @@ it samples then is what a fresh engine samples, and what the trainer reproduces.
 import pytest
 import torch
 
+from quiver.stages.common.runtime.call import Call, Where
 from quiver.stages.common.runtime.holding import end_waiting
-from quiver.stages.common.runtime.runner import Call, run_call
+from quiver.stages.common.runtime.runner import run_call
 from tests.gpu.test_optimize_gpu import optimize
 from tests.stages.generate.making import random_prompts
 from tests.stages.optimize import world
@@ -33,8 +34,8 @@ def sample(store, policy, *, hold: bool):
         "sampling": {"temperature": 0.8, "max_tokens": 32},
     }
     refs = {"prompts": str(random_prompts(store, 8).ref), "policy": str(policy.ref)}
-    call = Call("generate", config, store.path, refs, force=True)
-    return store.open(run_call(call, hold=hold).ref)
+    call = Call("generate", config, store.path, refs, force=True, where=Where(hold=hold))
+    return store.open(run_call(call).ref)
 
 
 def test_two_policies_by_one_engine_are_sampled_as_by_fresh_ones(store, policies):

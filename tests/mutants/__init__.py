@@ -255,7 +255,7 @@ EQUIVALENT = {
     "advantages:group_sums:one:0": "one more sum, of a group that no rollout is in",
     "shards:Shards.summary:one:1": "a worker that made tokens has its seconds of generate",
     "shards:Shards.__init__:one:2": "one token more in the speed that a line of progress tells",
-    "stage:prepare:drop:0": "it imports ahead of time what is imported anyway",
+    "stage:import_ahead:sign:0": "it imports ahead of time what is imported anyway",
     "stage:_sample:drop:2": "files of the right size are verified too, as they are right after",
     "trainer:Trainer.warming:drop:1": "only the critic's step reads it",
     "trainer:Trainer._members:one:4": "what seeds people write is below 2**63 and 3**63",

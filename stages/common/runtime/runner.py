@@ -6,12 +6,13 @@ memory and device are free when it ends; it ends with its caller. With `hold`, a
 the next call with an engine asleep, and then keeps some memory.
 
     call = Call("generate", config, store.path, {"prompts": "a/prompts@1", "policy": "a/policy@0"})
-    outcome = run_call(call)    # find it, or make it in a child process
     outcome = find(call)        # only look; None if it is not finished
+    outcome = run_call(call)    # in a child process, which calls `perform`
+    outcome = perform(call)     # find it or make it, in this process
 
     run_stage("generate", config, store, prompts="a/prompts@1", policy="a/policy@0")
 
-`run_stage` builds such a Call and passes it to `run_call`.
+`run_stage` builds such a Call, looks for its version, and passes it to `run_call`.
 """
 
 from __future__ import annotations
@@ -21,77 +22,29 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from functools import cache
-from importlib import metadata
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from quiver.schemas.errors import (
-    BusyError,
-    ConfigError,
-    ConflictError,
-    from_dict,
-    printable,
-)
+from quiver.schemas.errors import BusyError, ConfigError, ConflictError, from_dict
 from quiver.schemas.refs import Ref
-from quiver.stages.common.config import Config
+from quiver.stages.common.config import Config, parse
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.failpoints import failpoint
 from quiver.stages.common.store.writer import open_staging
 
+from .call import Call, Outcome, quiver_version, require_version
 from .holding import ask
-from .stage import Plan, load, plan_call
+from .stage import Plan, RequiredRefs, load
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call of a stage: its config as plain JSON, the store, and references by role."""
-
-    stage: str
-    config: dict[str, Any]
-    store: Path | str
-    refs: dict[str, str | list[str]] = field(default_factory=dict)
-    into: str | None = None
-    """Run to write into. Default: the inputs' run."""
-    force: bool = False
-    """Make a new version, even if a finished one exists."""
-    share: bool = False
-    """Equal calls, any number on any hosts that see the store, share the work; each returns the
-    version. A call that fails leaves its shards to the others.
-    """
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the call as a child process reads it, with the version of this program."""
-        return {**asdict(self), "store": str(self.store), "quiver": quiver_version()}
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Call:
-        """Read a call written by `to_json`. Raises ConfigError if another version wrote it."""
-        fields = dict(fields)
-        require_version(sys.executable, quiver_version(), fields.pop("quiver", None))
-        return cls(**fields)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a call. `rows` and `metrics` are the manifest's.
-
-    `cached` is true if the version existed before; then `seconds` are the manifest's too.
-    """
-
-    ref: str
-    cached: bool
-    rows: int
-    seconds: float
-    metrics: dict[str, Any]
-
-
 def plan_of(call: Call, store: Store | None = None) -> Plan:
     """Return the call's plan. Raises ConfigError, LineageError or SchemaError."""
-    return plan_call(call.stage, call.config, store or Store(call.store), call.refs, call.into)
+    stage = load(call.stage)
+    config = parse(stage.Config, dict(call.config), f"stage {call.stage}")
+    refs = RequiredRefs(call.stage, call.refs)
+    return stage.plan(config, store or Store(call.store), refs, call.into)
 
 
 def find(call: Call, *, expired: bool = False) -> Outcome | None:
@@ -129,54 +82,49 @@ def find_version(plan: Plan) -> Version | None:
 def perform(call: Call, store: Store | None = None) -> Outcome:
     """Find the version or make it, in this process. Raises the stage's errors.
 
+    Another process may make it meanwhile; then its version is returned. Under `torch.distributed`
+    every rank calls this. The first rank writes and publishes; the others take part in the stage's
+    work without writers.
+
     Args:
         store: the call's store, if it is already open; its `written` then lists the new versions.
     """
     started_at = time.monotonic()
     plan = plan_of(call, store)
+    stage = load(call.stage)
     version = None if call.force else find_version(plan)
-    if version is None:
-        version = make(plan, force=call.force, share=call.share)
-    return _outcome(version, plan, time.monotonic() - started_at)
-
-
-def make(plan: Plan, *, force: bool = False, share: bool = False) -> Version:
-    """Make the plan's version, and return it.
-
-    Another process may make it meanwhile; then its version is returned. Under `torch.distributed`
-    every rank calls this. The first rank writes and publishes; the others take part in the stage's
-    work without writers.
-    """
-    stage = load(plan.stage)
-    if share and not getattr(stage, "SHARED", False):
+    if version is None and call.share and not getattr(stage, "SHARED", False):
         raise ConfigError(
             f"stage {plan.stage}",
             "its work cannot be shared among processes",
             next="start it once, without share",
         )
-    if force:  # a forced version is added beside the existing one
+    if call.force:  # a forced version is added beside the existing one
         plan = replace(plan, only_number=None)
-    if os.environ.get("RANK", "0") != "0":
-        if not getattr(stage, "RANKS", False):
-            raise ConfigError(
-                f"stage {plan.stage}",
-                "its work cannot be shared among ranks",
-                next="start it once, without RANK in the environment",
-            )
-        return _make_without_writers(stage, plan, force)
-    with open_staging(plan, force=force, share=share) as staging:
-        if staging.committed is None:
-            stage.make(plan, staging.writers)
-            staging.publish()
-    return staging.committed
+    if version is None and os.environ.get("RANK", "0") != "0":
+        version = _make_without_writers(stage, plan, call.force)
+    elif version is None:
+        with open_staging(plan, force=call.force, share=call.share) as staging:
+            if staging.committed is None:
+                stage.make(plan, staging.writers)
+                staging.publish()
+        version = staging.committed
+    return _outcome(version, plan, time.monotonic() - started_at)
 
 
 def _make_without_writers(stage: Any, plan: Plan, force: bool) -> Version:
     """Do a rank's part of the work without writing, then wait for the version.
 
     With `force`, existing versions may have the same run key. Rank 0's new version is recognised by
-    its number, which is above all that exist before the work.
+    its number, which is above all that exist before the work. Raises ConfigError if the stage does
+    not know ranks.
     """
+    if not getattr(stage, "RANKS", False):
+        raise ConfigError(
+            f"stage {plan.stage}",
+            "its work cannot be shared among ranks",
+            next="start it once, without RANK in the environment",
+        )
     kind = plan.kinds[-1]
     numbers = plan.store.numbers(plan.run, kind) if force else []
     stage.make(plan, {})
@@ -198,24 +146,16 @@ def _outcome(version: Version, plan: Plan, seconds: float = 0.0) -> Outcome:
 def run_call(
     call: Call,
     *,
-    python: str | None = None,
-    timeout: float | None = None,
-    online: bool = False,
     on_line: Callable[[str], None] = log.info,
     env: Mapping[str, str] | None = None,
-    hold: bool = False,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """Find the finished version, or run the stage in a child process and wait for it.
+    """Run the stage in a child process and wait for it.
 
     Args:
-        call: the call to answer.
-        python: the child's interpreter. Default: this one.
-        timeout: longest time the child may take, in seconds.
-        online: if true, the child may reach a model hub.
+        call: the call to answer; `call.where` names the interpreter and the time limit.
         on_line: called with each line that the child prints.
         env: variables set over the child's environment.
-        hold: if true, hold the child for the next such call, if its engine sleeps.
         stopped: polled while waiting; once it returns true (at another thread's wish), the child
             is ended.
 
@@ -225,22 +165,20 @@ def run_call(
         Stopped: `stopped` returned true.
     """
     started_at = time.monotonic()
-    outcome = find(call)
-    if outcome is not None:
-        return outcome
     answer = ask(
         call.stage,
         call.to_json(),
-        python=python,
-        online=online,
+        python=call.where.python,
+        online=call.where.online,
         env=env,
-        hold=hold,
+        hold=call.where.hold,
         on_line=on_line,
-        timeout=timeout,
+        timeout=call.where.timeout_seconds,
         stopped=stopped,
     )
     # before its error: a child of another version refuses the call, or misreads it
-    require_version(python or sys.executable, answer.pop("quiver", None), quiver_version())
+    python = call.where.python or sys.executable
+    require_version(python, answer.pop("quiver", None), quiver_version())
     if "error" in answer:
         raise from_dict(answer["error"])
     failpoint("flow.answered")
@@ -282,30 +220,9 @@ def run_stage(
     }
     call = Call(stage, fields, opened.path, texts, into, force, share)
     try:
-        outcome = perform(call, opened) if in_process else run_call(call)
+        outcome = perform(call, opened) if in_process else find(call) or run_call(call)
     except BusyError as error:
         if getattr(load(stage), "SHARED", False) and not force and not share:
             error.next += "; or make all these calls with share=True, and they do it together"
         raise
     return opened.resolve(outcome.ref)
-
-
-@cache
-def quiver_version() -> str:
-    """Return the version of this program."""
-    return metadata.version("quiver-rl")
-
-
-def require_version(python: str, version: str | None, expected: str | None) -> None:
-    """Raise ConfigError unless interpreter `python` has the caller's version of this program.
-
-    Args:
-        version: the version that `python` has.
-        expected: the caller's version.
-    """
-    if version != expected:
-        raise ConfigError(
-            f"interpreter {python}",
-            f"has Quiver {printable(version)}, expected {printable(expected)}",
-            next="install the same version in both environments",
-        )

@@ -1,4 +1,4 @@
-"""The contract of a stage, and the plan that it makes.
+"""The contract of a stage.
 
 A stage is a module with
 
@@ -15,7 +15,7 @@ A stage may also have
 
     resolve(config) -> config                   read what the recipe names outside the store, once
     check(config, columns, prompts)             try out what `make` will need
-    prepare(config)                             import what `make` needs, before its call arrives
+    import_ahead(config)                        import what `make` needs, before its call arrives
     accept(plan, version)                       refuse a finished version that a runtime knob rules
                                                 out today (reward: `max_invalid`)
     SHARED = True                               equal calls may divide its shards among them
@@ -35,94 +35,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Protocol
 
 from quiver.schemas.errors import ConfigError
-from quiver.schemas.manifest import Manifest, Model, digest
+from quiver.schemas.manifest import Manifest
+from quiver.stages import MODULES
 from quiver.stages.common.config import Config, parse
-from quiver.stages.common.store import Store, Version
+from quiver.stages.common.store import Store
+from quiver.stages.common.store.plan import Plan
 
 Refs = Mapping[str, str | list[str]]
 """References by role; a role that accepts several versions holds a list."""
-MODULES = {
-    "policy": "quiver.stages.common.models.checkpoints",
-    "prompt": "quiver.stages.prompt.stage",
-    "generate": "quiver.stages.generate.stage",
-    "branch": "quiver.stages.generate.turns.branch",
-    "imported": "quiver.stages.generate.imported",
-    "imported_rewards": "quiver.stages.reward.imported",
-    "reward": "quiver.stages.reward.stage",
-    "override": "quiver.stages.reward.override",
-    "logprobs": "quiver.stages.logprobs.stage",
-    "average": "quiver.stages.logprobs.average",
-    "optimize": "quiver.stages.optimize.stage",
-    "evaluate": "quiver.stages.evaluate.stage",
-}
-"""Module of each stage. Named, not imported: no stage knows another."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The result of planning a call: the versions to make, their inputs, and their run key."""
-
-    store: Store
-    stage: str
-    stage_version: int
-    config: Config
-    """The config with all defaults filled in, as the manifest records it."""
-    run: str
-    """Run to write into."""
-    kinds: tuple[str, ...]
-    """Kinds that it makes, published in this order; the call returns the last one."""
-    inputs: Mapping[str, Version] = field(default_factory=dict)
-    """Versions that it reads, by role, in the manifest's order."""
-    models: tuple[Model, ...] = ()
-    """Models that take part, identified by their hashes."""
-    first_number: int = 1
-    """Number of the version if its run has none of the last kind yet; optimize from policy@4: 5."""
-    only_number: int | None = None
-    """The only number that the version may have, unless it is forced; import of a base: 0. None:
-    the next free one."""
-    if_number_taken: str = ""
-    """Error message if another version has that number."""
-    already_made: Version | None = None
-    """A version that answers the call without any work, whatever its run key."""
-    patience_seconds: float | None = None
-    """Seconds that an idle process waits for another's shard, if the work is shared."""
-
-    @cached_property
-    def run_key(self) -> str:
-        """Hash of everything that decides the result: the stage and its version, the config without
-        runtime knobs, and the content of inputs and models.
-        """
-        hashes = {role: version.manifest.content_hash for role, version in self.inputs.items()}
-        models = {model.role: model.hashes for model in self.models}
-        return digest(
-            {
-                "stage": [self.stage, self.stage_version],
-                "config": self.config.key(),
-                "inputs": hashes,
-                "models": models,
-            }
-        )
-
-    @property
-    def name(self) -> str:
-        """Name of the work in error messages."""
-        return f"{self.run}/{self.kinds[-1]}"
-
-    def manifest_fields(self) -> dict[str, Any]:
-        """Return the provenance fields for the manifest of each of its versions."""
-        return {
-            "stage": self.stage,
-            "stage_version": self.stage_version,
-            "run_key": self.run_key,
-            "config": self.config.model_dump(mode="json"),
-            "inputs": tuple(version.as_input(role) for role, version in self.inputs.items()),
-            "models": self.models,
-        }
 
 
 class Stage(Protocol):
@@ -150,16 +73,7 @@ def load(name: str) -> Stage:
     return importlib.import_module(MODULES[name])
 
 
-def plan_call(
-    name: str, config: Mapping[str, Any], store: Store, refs: Refs, into: str | None
-) -> Plan:
-    """Return the plan of stage `name` for a config in plain JSON."""
-    stage = load(name)
-    parsed = parse(stage.Config, dict(config), f"stage {name}")
-    return stage.plan(parsed, store, _RequiredRefs(name, refs), into)
-
-
-class _RequiredRefs(dict):
+class RequiredRefs(dict):
     """References by role. A missing role raises ConfigError with its name."""
 
     def __init__(self, stage: str, refs: Refs) -> None:

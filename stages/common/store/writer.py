@@ -61,7 +61,7 @@ from quiver.schemas.manifest import (
     content_hash,
 )
 from quiver.schemas.refs import Ref, as_version
-from quiver.stages.common.runtime.stage import Plan
+from quiver.stages.common.store.plan import Plan
 from quiver.stages.common.threads import map_in_threads
 
 from .environment import environment

@@ -89,7 +89,7 @@ class VllmEngine:
             self._architecture = _architecture(setup.policy)
 
     @staticmethod
-    def prepare(config: Config) -> None:
+    def import_ahead(config: Config) -> None:
         """Import vLLM, which takes seconds and needs no checkpoint."""
         options = parse(VllmOptions, config.options, "generate.options")
         vllm_env.prepare("engine vllm", config.device, batch_invariant=options.batch_invariant)

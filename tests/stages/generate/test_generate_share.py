@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from quiver.schemas.errors import CorruptError
-from quiver.stages.common.runtime.runner import Call, perform, run_call
+from quiver.stages.common.runtime.runner import Call, find, perform, run_call
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.notes import note_of
 from tests.stages.generate.making import random_prompts
@@ -277,5 +277,5 @@ def test_stages_of_their_own_share_a_call(store, alone, monkeypatch):
     assert [outcome.ref for outcome in outcomes] == ["tiny/rollouts@1"] * 2
     assert sorted(outcome.cached for outcome in outcomes) == [False, True]
     assert outcomes[0].metrics == outcomes[1].metrics
-    assert run_call(shared, python="/nonexistent").cached is True
+    assert find(shared).cached is True
     require_same(store, alone)

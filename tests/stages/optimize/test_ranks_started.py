@@ -13,7 +13,8 @@ import pytest
 from quiver import run_stage
 from quiver.schemas.errors import NumericError, ResourceError
 from quiver.stages.common import ranks
-from quiver.stages.common.runtime.runner import Call, run_call
+from quiver.stages.common.runtime.call import Call, Where
+from quiver.stages.common.runtime.runner import run_call
 from quiver.stages.common.verification import verify
 from tests.stages.optimize import world
 from tests.tiny import make_policy
@@ -74,7 +75,7 @@ def test_nan_on_one_rank_is_a_step_left_out_on_both(store, refs, config):
     """Three in a row end the stage; a rank that waited for the other would do so for ever."""
     fields = {**config("nan").model_dump(mode="json"), "epochs": 4}
     with pytest.raises(NumericError, match="3 optimizer steps in a row"):
-        run_call(Call("optimize", fields, store.path, refs), timeout=120)
+        run_call(Call("optimize", fields, store.path, refs, where=Where(timeout_seconds=120)))
     assert store.numbers("tiny", "policy") == [0]
 
 

@@ -13,18 +13,13 @@ import pytest
 from quiver import run_stage
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.runtime import holding, runner
+from quiver.stages.common.runtime.call import Call, Where, quiver_version
 from quiver.stages.common.runtime.holding import StageProcess
-from quiver.stages.common.runtime.runner import Call, find, perform, quiver_version, run_call
+from quiver.stages.common.runtime.runner import find, perform, run_call
 from quiver.stages.common.runtime.stage import Plan, is_made_alike
 from quiver.stages.common.store import Store
 from tests.stages.common.store.test_store import Settings, commit
 from tests.tiny import make_folder
-
-
-@pytest.fixture
-def nothing_is_found(monkeypatch):
-    """The look into the store that comes before a child is started finds nothing."""
-    monkeypatch.setattr(runner, "find", lambda call: None)
 
 
 def answer_of(tmp_path, **fields):
@@ -69,9 +64,9 @@ def other_python(folder, version):
 def test_the_caller_says_which_interpreter_has_another_version(store, tmp_path, version):
     """The child refuses the call; the caller, who knows whom it started, says so."""
     python = other_python(tmp_path, version)
-    call = Call("policy", {"model": str(make_folder(tmp_path / "model"))}, store.path, into="b")
+    model = {"model": str(make_folder(tmp_path / "model"))}
     with pytest.raises(ConfigError) as caught:
-        run_call(call, python=python)
+        run_call(Call("policy", model, store.path, into="b", where=Where(python=python)))
     assert caught.value.code == "E-CONFIG"
     assert caught.value.object == f"interpreter {python}"
     assert caught.value.message == f"has Quiver {version}, expected {quiver_version()}"
@@ -87,7 +82,7 @@ def test_a_child_refuses_the_call_of_another_version(store, tmp_path):
     assert answer["quiver"] == quiver_version()
 
 
-def test_a_typed_error_crosses_the_process(store, nothing_is_found):
+def test_a_typed_error_crosses_the_process(store):
     call = Call("policy", {"model": str(store.path / "nowhere")}, store.path, into="b")
     with pytest.raises(ConfigError, match="there is no such directory") as caught:
         run_call(call)
@@ -99,7 +94,7 @@ def test_finished_work_is_found_without_a_child(store, tmp_path):
     assert find(call) is None
     first = run_call(call)
     assert (first.ref, first.cached) == ("b/policy@0", False)
-    again = run_call(call, python="/nonexistent")
+    again = find(call)
     assert (again.ref, again.cached) == ("b/policy@0", True)
     model = {"model": str(tmp_path / "model")}
     assert str(run_stage("policy", model, store, into="b")) == "b/policy@0"
@@ -120,35 +115,41 @@ def test_a_stage_that_knows_no_ranks_is_refused_to_the_second_one(store, tmp_pat
         perform(call)
 
 
-def test_a_rank_that_does_not_write_waits_for_the_new_version_when_forced(store, monkeypatch):
+@pytest.fixture
+def second_rank(store, monkeypatch):
+    """Performs a call as a rank beside the first; `make` and `sleep` are what the stage and the
+    first rank do meanwhile."""
+
+    def start(force, make=lambda plan, writers: None, sleep=lambda _: pytest.fail("it waits")):
+        about = {"stage": "logprobs", "stage_version": 1, "config": Settings(), "inputs": {}}
+        plan = Plan(store=store, run="a", kinds=("logprobs",), **about)
+        planned = {"Config": Settings, "plan": lambda *_: plan}
+        stage = SimpleNamespace(RANKS=True, make=make, **planned)
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setattr(runner, "load", lambda name: stage)
+        monkeypatch.setattr(runner.time, "sleep", sleep)
+        return perform(Call("logprobs", {}, store.path, force=force), store).ref
+
+    return start
+
+
+def test_a_rank_that_does_not_write_waits_for_the_new_version_when_forced(store, second_rank):
     """Not for the one that was there before."""
-    old = commit(store).ref
-    made = []
+    old = str(commit(store).ref)
+    published = []
 
     def publish(_):  # as the first rank does while this one waits
-        made.append(commit(store, force=True).ref)
+        published.append(str(commit(store, force=True).ref))
 
-    monkeypatch.setenv("RANK", "1")
-    stage = SimpleNamespace(RANKS=True, make=lambda plan, writers: None)
-    monkeypatch.setattr(runner, "load", lambda name: stage)
-    monkeypatch.setattr(runner, "time", SimpleNamespace(sleep=publish))
-    about = {"stage": "logprobs", "stage_version": 1, "config": Settings(), "inputs": {}}
-    plan = Plan(store=store, run="a", kinds=("logprobs",), **about)
-    assert [runner.make(plan, force=True).ref] == made != [old]
+    assert [second_rank(True, sleep=publish)] == published != [old]
 
 
-def test_it_waits_for_one_that_takes_the_number_of_a_deleted_version(store, monkeypatch):
+def test_it_waits_for_one_that_takes_the_number_of_a_deleted_version(store, second_rank):
     """Which may lie below others that are there."""
     first = commit(store)
     commit(store, Settings(seed=9), shards=2)
     shutil.rmtree(first.files.folder)
-    monkeypatch.setenv("RANK", "1")
-    stage = SimpleNamespace(RANKS=True, make=lambda plan, writers: commit(store))
-    monkeypatch.setattr(runner, "load", lambda name: stage)
-    monkeypatch.setattr(runner, "time", SimpleNamespace(sleep=lambda _: pytest.fail("it waits")))
-    about = {"stage": "logprobs", "stage_version": 1, "config": Settings(), "inputs": {}}
-    plan = Plan(store=store, run="a", kinds=("logprobs",), **about)
-    assert runner.make(plan).ref == first.ref
+    assert second_rank(False, make=lambda plan, writers: commit(store)) == str(first.ref)
 
 
 def test_what_another_release_of_a_stage_made_is_not_made_alike(store):
@@ -159,9 +160,7 @@ def test_what_another_release_of_a_stage_made_is_not_made_alike(store):
     assert is_made_alike(first, again) and not is_made_alike(first, newer)
 
 
-def test_one_process_does_the_calls_of_all_stages_and_fails_once(
-    tmp_path, monkeypatch, nothing_is_found
-):
+def test_one_process_does_the_calls_of_all_stages_and_fails_once(tmp_path, monkeypatch):
     make_folder(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text('{"question": "What is 1 plus 5?"}\n')
     store = Store(tmp_path / "store")

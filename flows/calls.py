@@ -1,0 +1,286 @@
+"""The calls of one run: each is looked up once, made if it is not finished, and logged in one line.
+
+    with by_hand(recipe):
+        prompts = perform("prompt", recipe.prompt_config(1), {"policy": "arith/policy@0"})
+
+Inside `by_hand`, calls are made without Prefect; inside `tasks.as_tasks`, each is a task.
+The block says which run and store the versions belong to, and where each stage runs.
+
+Within a run, a finished version stays finished after its files expire, because its manifest is
+enough. If an unfinished stage must read such files, they are restored from the trash, or made again
+by repeating the call this run used. A trained policy is never made again without being asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+
+from quiver import flows
+from quiver.schemas.errors import LineageError, QuiverError
+from quiver.schemas.manifest import digest
+from quiver.schemas.refs import parse
+from quiver.stages.common import ranks
+from quiver.stages.common.config import Config
+from quiver.stages.common.launched import is_led
+from quiver.stages.common.runtime.call import Call, Outcome
+from quiver.stages.common.runtime.runner import find
+from quiver.stages.common.runtime.stage import Refs, load
+from quiver.stages.common.store import Store
+from quiver.stages.common.store.retention import restore
+from quiver.stages.report.words import counted, unscored_of
+
+from .dispatch import run_at
+from .placement import where_of
+from .prefect_server import tell_version
+from .recipe import Recipe
+from .sections import Placement
+
+_POLL_SECONDS = 1.0
+log = logging.getLogger("quiver")
+Maker = Callable[[Call, Sequence[Call], Sequence[str]], Outcome]
+"""Makes a call that is not finished; takes the calls that come next, and tags, too."""
+
+
+class NotFinished(Exception):
+    """Raised inside `only_looking` by a stage that is not done yet."""
+
+
+@dataclass
+class _Run:
+    """A run whose stages are called."""
+
+    name: str
+    store: str
+    placement: Placement
+    online: bool
+    maker_of: Callable[[Call], Maker]
+    """Chooses how a call that is not finished is made."""
+    iterations: int | None = None
+    """Number of iterations, for the labels. None: stages are called by hand, each by itself."""
+    expired: bool = False
+    """If true, a finished version whose files expired counts as done."""
+    checked: set[tuple[str, str]] = field(default_factory=set)
+    """Stages already checked, each with a digest of the prompts' form."""
+    again: dict[str, Callable[[], Outcome]] = field(default_factory=dict)
+    """Function that makes a version again, by its reference."""
+
+    def call(self, stage: str, config: Config, refs: Refs, label: str = "") -> Call:
+        """Return a call of this run, to be made where [placement] says."""
+        return Call(
+            stage,
+            config.model_dump(mode="json"),
+            self.store,
+            dict(refs),
+            into=self.name,
+            label=f"{self.name} · {label or stage}",
+            where=where_of(self.placement, stage, online=self.online),
+        )
+
+    def readable(self, ref: str | list[str]) -> str | list[str]:
+        """Return a reference to the version with its files, restored from the trash or made again.
+
+        Raises LineageError if neither is possible.
+        """
+        if isinstance(ref, list):
+            return [self.readable(one) for one in ref]
+        store = Store(self.store)
+        if store.exists(parse(ref)):
+            return ref
+        with suppress(LineageError):
+            restore(store, ref)
+            log.info("%-22s %s  out of the trash", "brought back", ref)
+            return ref
+        if ref in self.again:
+            return self.again[ref]().ref
+        try:
+            return str(store.resolve(ref))
+        except LineageError as error:
+            error.next = "quiver run RECIPE --from optimize"
+            raise
+
+
+_RUN: ContextVar[_Run] = ContextVar("quiver_run")
+
+
+@contextmanager
+def calls_of(
+    recipe: Recipe,
+    maker_of: Callable[[Call], Maker],
+    *,
+    iterations: int | None = None,
+    expired: bool = False,
+) -> Iterator[None]:
+    """Let `perform` inside belong to the recipe's run.
+
+    `check_stages` checks each stage once within it. If `expired` is true, finished versions whose
+    files expired count as done.
+    """
+    run = _Run(
+        recipe.run,
+        recipe.store,
+        recipe.placement,
+        recipe.online,
+        maker_of,
+        iterations=iterations,
+        expired=expired,
+    )
+    token = _RUN.set(run)
+    try:
+        yield
+    finally:
+        _RUN.reset(token)
+
+
+def by_hand(recipe: Recipe) -> AbstractContextManager[None]:
+    """Let calls inside be made without Prefect.
+
+    If PREFECT_API_URL names a server, each new version is reported to it.
+    """
+
+    def make(call: Call, upcoming: Sequence[Call], tags: Sequence[str]) -> Outcome:
+        outcome = run_at(call)
+        tell_version(call, outcome)
+        return outcome
+
+    return calls_of(recipe, lambda call: make)
+
+
+def only_looking(recipe: Recipe) -> AbstractContextManager[None]:
+    """Make nothing inside; raise NotFinished at the first stage that is not done."""
+
+    def refuse(call: Call) -> Maker:
+        raise NotFinished(call.label)
+
+    return calls_of(recipe, refuse, iterations=recipe.iterations, expired=True)
+
+
+def perform(
+    stage: str,
+    config: Config,
+    refs: Refs,
+    *,
+    label: str = "",
+    into: str | None = None,
+    force: bool = False,
+    iteration: int | None = None,
+    round: int | None = None,
+    upcoming: Mapping[str, Config] = MappingProxyType({}),
+    readable: bool = False,
+    before: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Find the stage's version, or make it where [placement] says, and log one line about it.
+
+    Args:
+        stage: Name of the stage.
+        config: Config of the stage.
+        refs: References by role.
+        label: Name in logs. Default: stage and iteration, `generate 2/5`; by hand nothing is
+            logged.
+        into: Run that the new version belongs to. Default: the recipe's.
+        force: Run it again even if a finished version exists. A forced stage is not retried, since
+            a retry would repeat even what the failed attempt finished.
+        iteration: Iteration that the task is tagged with.
+        round: Shown in the label, if an iteration may have several.
+        upcoming: Configs of the next stages, by name; their processes import modules while this
+            stage runs.
+        readable: Do not accept a version whose files expired, because its files will be read.
+        before: Called before the stage is made; it may refuse to begin.
+
+    Raises:
+        NotFinished: Inside `only_looking`, if the stage is not done.
+    """
+    run = _RUN.get()
+    if not label and run.iterations is not None:
+        label = f"{stage} {iteration}/{run.iterations}"
+        if round is not None:
+            label += f" round {round}"
+    call = run.call(stage, config, refs, label)
+    call = replace(call, into=into or run.name, force=force)
+    outcome = find(call, expired=run.expired)
+    if readable and outcome is not None and not Store(run.store).exists(parse(outcome.ref)):
+        outcome = None
+    while outcome is None and is_led() and not ranks.can_share(stage):
+        # rank 0 makes it; if it fails, the launcher ends the ranks of its host
+        time.sleep(_POLL_SECONDS)
+        outcome = find(call)
+    if outcome is None:
+        make = run.maker_of(call)
+        before()
+        if run.expired:
+            refs = {role: run.readable(ref) for role, ref in refs.items()}
+            call = replace(call, refs=refs)
+        next_calls = [run.call(name, following, {}) for name, following in upcoming.items()]
+        outcome = make(call, next_calls, labels_of(run.name, stage, iteration))
+        flows.num_made += not outcome.cached
+    if label:
+        log.info("%s", describe(label, outcome))
+    # Training is never repeated unasked to restore expired files.
+    if stage != "optimize":
+        about = {"label": f"{label}, again", "into": into, "iteration": iteration}
+        run.again[outcome.ref] = partial(perform, stage, config, refs, readable=True, **about)
+    return outcome
+
+
+def labels_of(run: str, stage: str | None = None, iteration: int | None = None) -> tuple[str, ...]:
+    """Return the tags of a run: `run:arith`, `stage:generate`, `iteration:3`."""
+    labels = {"run": run, "stage": stage, "iteration": iteration}
+    return tuple(f"{key}:{label}" for key, label in labels.items() if label is not None)
+
+
+def check_stages(
+    configs: Mapping[str, Config], prompts: str | None = None, offered: Sequence[str] = ()
+) -> None:
+    """Raise ConfigError if one of the stages in `configs` cannot run, e.g. because a scorer is
+    missing.
+
+    Each stage is checked once per run, and again for prompts with other columns or other assistant
+    starts. Without `prompts`, pass only stages that need none; they are not checked again.
+    `offered`: columns that a reward function may read besides the prompts'.
+    """
+    run = _RUN.get()
+    columns: tuple[str, ...] = ()
+    version = None
+    form = ""
+    if prompts is not None:
+        version = Store(run.store).open(run.readable(prompts))
+        columns = tuple(column.name for column in version.table().schema.field("columns").type)
+        form = digest([columns, version.manifest.metrics.get("assistant_starts")])
+    for stage, config in configs.items():
+        if run.checked.isdisjoint({(stage, ""), (stage, form)}):
+            try:
+                load(stage).check(config, (*columns, *offered), version)
+            except QuiverError as error:
+                if version is not None:
+                    sources = f"{version.ref} and what it was made of"
+                    error.state = f"{sources} are kept; nothing was generated."
+                raise
+        run.checked.add((stage, form))
+
+
+def describe(label: str, outcome: Outcome) -> str:
+    """Return one line about a finished stage: label, reference, rows, seconds, main metric."""
+    if outcome.cached:
+        return f"{label:<22} {outcome.ref}  already done"
+    formats = {
+        "tokens_per_second": "{:.0f} tokens/s",
+        "reward_mean": "reward {:.3f}",
+        "score": "score {:.3f}",
+        "loss": "loss {:.4f}",
+    }
+    words = [counted(outcome.rows, "row")] if outcome.rows else []
+    words.append(f"{outcome.seconds:.1f} s")
+    for name, form in formats.items():
+        metric = outcome.metrics.get(name)
+        if metric is not None:
+            words.append(form.format(metric))
+    missing = outcome.metrics.get("reward_null")
+    if missing:
+        words.append(f"{missing} not scored")
+    return f"{label:<22} {outcome.ref}  {'  '.join(words)}{unscored_of(outcome.metrics)}"
