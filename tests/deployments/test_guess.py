@@ -1,11 +1,8 @@
 """The recipes guess and calculator: their rows, their environment, the base model; a small run of
-every stage of guess; and, slow, that it gets better."""
+every stage of guess."""
 
 import doctest
-import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +14,6 @@ from quiver.flows.preflight import preflight
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.store import Store
-from tests.flows.conftest import command_environment
 from tests.writing import run_here
 
 ROOT = Path(__file__).parents[2]
@@ -229,17 +225,3 @@ def test_held_out_sums_stand_in_no_training_row():
     row = next(calculator.rows("held_out"))
     assert eval(row["question"].removesuffix("=")) == row["answer"]
     assert row["messages"][-1]["content"] == row["question"]
-
-
-@pytest.mark.slow
-@pytest.mark.prefect
-def test_guessing_gets_better(tmp_path):
-    store = str(tmp_path / "store")
-    command = [sys.executable, "-m", "quiver.flows.cli", "run", RECIPE, "--json", "--store", store]
-    env = command_environment(tmp_path)
-    env.pop("OMP_NUM_THREADS", None)  # as a user has it
-    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
-    after = json.loads(done.stdout)["iterations"][-1]["evaluation"]
-    before = after["baseline"]
-    print(f"{before} → {after}")
-    assert after["score"] - before["score"] >= 0.15

@@ -1,5 +1,4 @@
-"""The recipe squares: its rows, and a small run of every stage; what people see of its pictures;
-and, slow, that it gets better."""
+"""The recipe squares: its rows, a small run of every stage, and what people see of its pictures."""
 
 import base64
 import doctest
@@ -7,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from contextlib import chdir
 from pathlib import Path
 
@@ -21,7 +19,6 @@ from quiver.stages.common.store import Store
 from quiver.stages.report.describe import describe
 from quiver.stages.report.samples import best_and_worst, groups
 from quiver.stages.report.stage import write
-from tests.flows.conftest import command_environment
 from tests.writing import run_here
 
 ROOT = Path(__file__).parents[2]
@@ -141,17 +138,3 @@ def test_a_browser_shows_every_picture_of_the_report(page, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     (widths,) = re.findall(r'<p id="widths">([^<]+)</p>', done.stdout)
     assert len(json.loads(widths)) >= 10 and {*json.loads(widths)} == {32}
-
-
-@pytest.mark.slow
-@pytest.mark.prefect
-def test_it_gets_better(tmp_path):
-    store = str(tmp_path / "store")
-    command = [sys.executable, "-m", "quiver.flows.cli", "run", RECIPE, "--json", "--store", store]
-    env = command_environment(tmp_path)
-    env.pop("OMP_NUM_THREADS", None)  # as a user has it
-    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
-    after = json.loads(done.stdout)["iterations"][-1]["evaluation"]
-    before = after["baseline"]
-    print(f"{before} → {after}")
-    assert after["score"] - before["score"] >= 0.1

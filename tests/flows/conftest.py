@@ -23,7 +23,9 @@ import pytest
 from filelock import FileLock
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from quiver.flows import cli
 from quiver.flows.commands import shared
+from quiver.stages.common.runtime import runner
 from tests.spent import watch
 from tests.tiny import make_folder
 
@@ -137,7 +139,8 @@ def quiver(folder: Path, *arguments: str, code: int = 0, **environment: str) -> 
 
 def _called(folder: Path, *arguments: str, **environment: str) -> tuple[int, dict]:
     command = [sys.executable, "-m", "quiver.flows.cli", *arguments, "--json"]
-    env = {**command_environment(folder), **environment}
+    has_server = "PREFECT_API_URL" in environment
+    env = {**(own_home if has_server else command_environment)(folder), **environment}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
     assert len(lines) == 1, (
@@ -243,6 +246,44 @@ def in_json(monkeypatch) -> Callable[..., dict]:
         return json.loads(shared._stdout.getvalue())
 
     return call
+
+
+@pytest.fixture
+def command(monkeypatch) -> Callable[..., tuple[int, dict]]:
+    """A function that runs a command line with --json in this process; returns its exit code and
+    its JSON object."""
+
+    def call(*words: str) -> tuple[int, dict]:
+        monkeypatch.setattr("sys.argv", ["quiver", *words, "--json"])
+        monkeypatch.setattr(shared, "_stdout", io.StringIO())
+        try:
+            code = cli._run()
+        except SystemExit as end:
+            code = end.code
+        return code, json.loads(shared._stdout.getvalue())
+
+    return call
+
+
+QUICK = ["generate.engine='scripted'", "reward.workers=1"]
+QUICK += ["optimize.audit.enabled=false"]  # the engine's logprobs are of no model
+
+
+def stay_here(folder: Path, patch: pytest.MonkeyPatch, stages: list[str] | None = None) -> None:
+    """Work in `folder`, and run the stages of flows in this process instead of children of it.
+    Appends the names of those that are run, not found, to `stages`."""
+    patch.chdir(folder)
+
+    def run_call(call, **_):
+        outcome = runner.perform(call)
+        if stages is not None:
+            assert not outcome.cached
+            stages.append(call.stage)
+        return outcome
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("quiver.flows.") and hasattr(module, "run_call"):
+            patch.setattr(module, "run_call", run_call)
 
 
 @pytest.fixture

@@ -302,10 +302,10 @@ SETTINGS = (
 
 
 @pytest.mark.prefect
-def test_four_iterations_start_one_engine(tmp_path):
-    folder = write_recipe(tmp_path / "four")
+def test_the_iterations_of_a_run_start_one_engine(tmp_path):
+    folder = write_recipe(tmp_path / "run")
     (folder / "mine.py").write_text(ENGINE)
-    settings = [f"--set={setting}" for setting in ("iterations=4", *SETTINGS, RESIDENT)]
+    settings = [f"--set={setting}" for setting in (*SETTINGS, RESIDENT)]
     quiver(folder, "run", "recipe.toml", *settings)
-    assert events(folder) == ["start", "sleep", *["take", "sleep"] * 3, "close"]
+    assert events(folder) == ["start", "sleep", "take", "sleep", "close"]
     assert not left_behind(folder)

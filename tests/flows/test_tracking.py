@@ -9,24 +9,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from quiver.flows.evaluation import track_evaluation
 from quiver.flows.recipe import load
 from quiver.stages.common.store import Store
-from tests.flows.conftest import write_recipe
-from tests.flows.test_cleaning import stay_here
+from tests.flows.conftest import RECIPE
 
 REF = "held/evaluations@1"
 
 
 @pytest.fixture
 def recipe(finished, tmp_path, monkeypatch):
-    stay_here(write_recipe(tmp_path), monkeypatch, [])
+    monkeypatch.chdir(tmp_path)
     shutil.copytree(finished / "finished", "finished")
-    return load(
-        "recipe.toml",
-        [
-            "store=finished",
-            "optimize.trackers=['tensorboard']",
-            "optimize.tracker_folder=logs",
-        ],
-    )
+    Path("recipe.toml").write_text(RECIPE)
+    optimize = "optimize={trackers=['tensorboard'], tracker_folder='logs'}"
+    return load("recipe.toml", ["store=finished", optimize])
 
 
 def scores() -> list[float]:
