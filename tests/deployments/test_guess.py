@@ -14,7 +14,7 @@ from quiver.flows.preflight import preflight
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.store import Store
-from tests.writing import run_here
+from tests.writing import run_iteration
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "deployments/recipes/guess.toml"
@@ -23,8 +23,6 @@ SMALL = [
     "data.limit=16",
     "generate.samples_per_prompt=4",
     "data.held_out={arguments={split='held_out',count=12}}",
-    "evaluate.generate={samples_per_prompt=4}",
-    "evaluate.k=[1,4]",
 ]
 
 
@@ -91,15 +89,11 @@ def test_every_stage_of_a_small_game(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     recipe = load(RECIPE, SMALL)
     store = Store(tmp_path / "store")
-    base = run_here("policy", recipe.policy, store, into=recipe.run)
-    prompts = run_here("prompt", recipe.prompt_config(1), store, policy=base)
-    rollouts = run_here("generate", recipe.generate_config(1), store, prompts=prompts, policy=base)
-    rewards = run_here("reward", recipe.reward, store, rollouts=rollouts)
-    numbers = {
-        row["group_id"]: row["columns"]["number"] for row in store.open(prompts).table().to_pylist()
-    }
-    scored = {row["rollout_id"]: row for row in store.open(rewards).table().to_pylist()}
-    for row in store.open(rollouts).table().to_pylist():
+    made = run_iteration(recipe, store)
+    prompts = store.open(made["prompts"]).table().to_pylist()
+    numbers = {row["group_id"]: row["columns"]["number"] for row in prompts}
+    scored = {row["rollout_id"]: row for row in store.open(made["rewards"]).table().to_pylist()}
+    for row in store.open(made["rollouts"]).table().to_pylist():
         game = guess.Guess()
         game.reset(numbers[row["group_id"]])
         paid = [game.step(turn["text"])["reward"] for turn in row["turns"]]
@@ -108,32 +102,9 @@ def test_every_stage_of_a_small_game(tmp_path, monkeypatch):
         assert reward["parts"]["found"] == is_found
         assert reward["turn_rewards"] == pytest.approx([*paid[:-1], paid[-1] + is_found])
         assert reward["reward"] == pytest.approx(math.fsum(paid) + is_found)
-    done = run_here(
-        "optimize", recipe.optimize_config(), store, policy=base, rollouts=rollouts, rewards=rewards
-    )
-    metrics = store.open(done).manifest.metrics
+    metrics = store.open(made["policy"]).manifest.metrics
     assert metrics["audit"]["max_gap"] < 1e-4
     assert (metrics["kept"], metrics["steps"]) == (64, 16)
-
-    prompts = run_here("prompt", recipe.prompt_config(0, evaluation=True), store, policy=base)
-    config = recipe.generate_config(0, evaluation=True)
-    rollouts = run_here("generate", config, store, prompts=prompts, policy=base)
-    rewards = run_here("reward", recipe.reward, store, rollouts=rollouts)
-    measured = run_here(
-        "evaluate", recipe.score_config(), store, rollouts=rollouts, rewards=rewards
-    )
-    rows = store.open(rollouts).table().to_pylist()
-    lengths = [len(row["turns"]) for row in rows if row["end_reason"] == "environment"]
-    groups = {row["group_id"] for row in rows if row["end_reason"] == "environment"}
-    metrics = store.open(measured).manifest.metrics
-    assert metrics["score"] == pytest.approx(len(lengths) / 48)
-    assert metrics["pass@k"]["4"]["score"] == pytest.approx(len(groups) / 12)
-    steps = metrics["steps_to_success"]
-    assert steps["n"] == len(lengths)
-    assert steps["mean"] == pytest.approx(sum(lengths) / len(lengths))
-    assert steps["within"] == pytest.approx(
-        {str(most): sum(length <= most for length in lengths) / 48 for most in set(lengths)}
-    )
 
 
 def test_what_is_wrong_with_turns_is_told_before_anything_runs(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from quiver.stages.common.store import Store
 from quiver.stages.report.describe import describe
 from quiver.stages.report.samples import best_and_worst, groups
 from quiver.stages.report.stage import write
-from tests.writing import run_here
+from tests.writing import run_iteration
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "deployments/recipes/squares.toml"
@@ -66,14 +66,7 @@ def made(tmp_path_factory):
     with chdir(ROOT):
         recipe = load(RECIPE, SMALL)
         store = Store(tmp_path_factory.mktemp("squares") / "store")
-        base = run_here("policy", recipe.policy, store, into=recipe.run)
-        prompts = run_here("prompt", recipe.prompt_config(1), store, policy=base)
-        asked = {"prompts": prompts, "policy": base}
-        rollouts = run_here("generate", recipe.generate_config(1), store, **asked)
-        rewards = run_here("reward", recipe.reward, store, rollouts=rollouts)
-        scored = {"rollouts": rollouts, "rewards": rewards}
-        done = run_here("optimize", recipe.optimize_config(), store, policy=base, **scored)
-    return store, {"prompts": prompts, **scored, "policy": done}
+        return store, run_iteration(recipe, store)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from quiver.deployments.recipes import t5_digits
 from quiver.flows.recipe import load
 from quiver.stages.common.store import Store
-from tests.writing import run_here
+from tests.writing import run_here, run_iteration
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "deployments/recipes/t5_ppo.toml"
@@ -79,17 +79,15 @@ def test_every_stage_of_a_small_run(tmp_path, monkeypatch):
     recipe = load(RECIPE, [*small, "optimize.critic_warmup_steps=2"])
     assert not recipe.online
     store = Store(tmp_path / "store")
-    base = run_here("policy", recipe.policy, store, into=recipe.run)
-    again = run_here("policy", recipe.policy, store, into="again")
-    assert store.open(again).manifest.content_hash == store.open(base).manifest.content_hash
-    prompts = run_here("prompt", recipe.prompt_config(1), store, policy=base)
-    asked = {row["group_id"]: row for row in store.open(prompts).table().to_pylist()}
+    made = run_iteration(recipe, store)
+    base = store.open(f"{recipe.run}/policy@0").manifest.content_hash
+    again = store.open(run_here("policy", recipe.policy, store, into="again"))
+    assert again.manifest.content_hash == base
+    asked = {row["group_id"]: row for row in store.open(made["prompts"]).table().to_pylist()}
     for row in asked.values():
         assert row["prompt_ids"] == [3 + int(digit) for digit in row["columns"]["digits"]] + [1]
-    rollouts = run_here("generate", recipe.generate_config(1), store, prompts=prompts, policy=base)
-    rewards = run_here("reward", recipe.reward, store, rollouts=rollouts)
-    scored = {row["rollout_id"]: row for row in store.open(rewards).table().to_pylist()}
-    for row in store.open(rollouts).table().to_pylist():
+    scored = {row["rollout_id"]: row for row in store.open(made["rewards"]).table().to_pylist()}
+    for row in store.open(made["rollouts"]).table().to_pylist():
         words = ["", "", "<unk>", *map(str, range(10))]  # of pad and end no text is left
         text = "".join(words[id] for id in row["completion_ids"])
         answer = asked[row["group_id"]]["columns"]["answer"]
@@ -102,10 +100,7 @@ def test_every_stage_of_a_small_run(tmp_path, monkeypatch):
             }
         )
         assert found["reward"] == pytest.approx(sum(found["parts"].values()))
-    done = run_here(
-        "optimize", recipe.optimize_config(), store, policy=base, rollouts=rollouts, rewards=rewards
-    )
-    policy = store.open(done)
+    policy = store.open(made["policy"])
     metrics = policy.manifest.metrics
     assert metrics["audit"]["max_gap"] < 1e-4 and (metrics["kept"], metrics["steps"]) == (32, 32)
     assert (policy.files.folder / "value_head" / "state.safetensors").is_file()

@@ -119,8 +119,15 @@ def measured_peak(place, size: str, stage: str) -> int:
     return int(done.stdout.split()[-1])
 
 
-@pytest.mark.parametrize("stage", CONFIGS)
-@pytest.mark.parametrize("size", ["small", pytest.param("medium", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("size", "stage"),
+    [
+        ("small", "logprobs"),
+        ("small", "optimize"),
+        pytest.param("small", "generate", marks=pytest.mark.slow),  # it starts vLLM
+        *(pytest.param("medium", stage, marks=pytest.mark.slow) for stage in CONFIGS),
+    ],
+)
 def test_memory_is_within_a_fifth_of_a_process(fresh_python, tmp_path, size, stage):
     sections = {"optimize": CONFIGS["optimize"], stage: CONFIGS[stage]}
     sections["optimize"] = {**sections["optimize"], "kl_coef": 0.1}
@@ -305,22 +312,6 @@ def test_sampling_on_paper():
         sampled(name, work=work, placement={"devices": "all"}) for name in ("h100", "h100:2")
     )
     assert two.seconds == pytest.approx(one.seconds / 2, rel=0.01)
-
-
-def test_bytes_moved_follow_steps_and_micro_batches():
-    moved = {
-        (epochs, minibatches): trained(
-            epochs=epochs, minibatches=minibatches, token_budget=198
-        ).moved
-        for epochs, minibatches in ((1, 1), (2, 1), (1, 2))
-    }
-    assert moved[2, 1] == pytest.approx(2 * moved[1, 1])
-    # four micro-batches either way; one more step of AdamW's seven numbers, with gradients that are
-    # clipped and summed
-    assert moved[1, 2] - moved[1, 1] == pytest.approx((4 * 7 + 8 + 12) * SEVEN.weights)
-    few = estimate(work=FEW)
-    scored = few.scoring(LogprobsConfig(role="ref", token_budget=198))
-    assert scored.moved == pytest.approx(4 / 3 * few.moved(198, width=2))
 
 
 # -- does it fit

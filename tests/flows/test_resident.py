@@ -13,7 +13,7 @@ import pytest
 from quiver.flows.here import run_here
 from quiver.flows.placement import StageCall, check_placement
 from quiver.flows.recipe import load
-from quiver.schemas.errors import ConfigError, CorruptError, ResourceError
+from quiver.schemas.errors import ConfigError, CorruptError
 from quiver.stages.common.models import vllm_env
 from quiver.stages.common.runtime import holding
 from quiver.stages.common.store import Store
@@ -28,7 +28,7 @@ from tests.stages.sharing import copy
 from tests.tiny import make_policy
 
 ENGINE = """
-import os, signal, time
+import os
 from pathlib import Path
 
 from quiver.stages.generate.engines.scripted import ScriptedEngine
@@ -42,7 +42,7 @@ def note(event):
 
 
 class Engine(ScriptedEngine):
-    # Notes what becomes of it; a file `fault` says what goes wrong when it is to take a policy.
+    # Notes what becomes of it; with a file `fault` it fails to take a policy.
 
     def __init__(self, setup):
         note("start")
@@ -57,12 +57,7 @@ class Engine(ScriptedEngine):
     def take(self, setup):
         fault = HERE / "fault"
         if fault.exists():
-            kind = fault.read_text()
             fault.unlink()
-            if kind == "die":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if kind == "hang":
-                time.sleep(600)
             raise RuntimeError("the device is gone")
         if setup.max_model_len != self.setup.max_model_len:
             return False
@@ -172,19 +167,11 @@ def kill(place, monkeypatch):
 
 
 def fail_next(place, monkeypatch):
-    (place / "fault").write_text("raise")
-
-
-def die_next(place, monkeypatch):
-    (place / "fault").write_text("die")
+    (place / "fault").touch()
 
 
 def edit(place, monkeypatch):
     (place / "mine.py").write_text(f"{ENGINE}\n")
-
-
-def give_other_devices(place, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
 
 
 def leave(place, monkeypatch):
@@ -195,12 +182,9 @@ def leave(place, monkeypatch):
     ("happen", "changed", "closes", "reason"),
     [
         (kill, {}, False, ""),
-        (die_next, {}, False, "its process ended"),
         (fail_next, {}, True, "does not take p1/policy@0: RuntimeError: the device is gone"),
         (edit, {}, True, "does not take p1/policy@0: it was made for another engine, or for other"),
-        (leave, {"config": {"options": {"script": "echo"}}}, True, ""),
         (leave, {"config": {"max_model_len": 32}}, True, "does not take p1/policy@0: it was made"),
-        (give_other_devices, {}, True, ""),
     ],
 )
 def test_in_doubt_a_fresh_engine_replaces_it(
@@ -241,14 +225,6 @@ def test_a_call_that_holds_no_process_takes_the_sleeper_and_ends_it(place):
     assert run_here(call(place, 1)).ref == "tiny/rollouts@2"
     assert events(place) == ["start", "sleep", "take", "close"]
     assert not holding._waiting
-
-
-def test_a_time_limit_ends_one_that_hangs(place):
-    run_here(call(place, 0), resident=True)
-    (place / "fault").write_text("hang")
-    with pytest.raises(ResourceError, match="limit of 2 s"):
-        run_here(call(place, 1, timeout_seconds=2), resident=True)
-    assert events(place) == ["start", "sleep", "close"]
 
 
 def test_processes_that_share_the_shards_have_fresh_engines(place):
