@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import httpx
+import psutil
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from quiver.deployments.server import LEASES
 from tests.flows.conftest import free_port, own_home
+from tests.spent import watch
 
 T = TypeVar("T")
 PATIENCE = 300
@@ -93,6 +95,9 @@ class World:
             return False
 
         wait_for("the server", healthy)
+        server = psutil.Process(self.running["server"].pid)
+        for process in (server, *server.children()):
+            watch(process.pid)
 
     def start_worker(self, pool: str, name: str) -> None:
         """A process worker; the pool is made where there is none."""

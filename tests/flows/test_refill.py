@@ -343,7 +343,7 @@ def test_by_hand_the_same_prompts_are_found(chosen_folder, chosen, monkeypatch):
     store = Store("store")
     each = chosen[1]["rounds"][0]
     references = {"rewards": rewards_of(store, each["prompts"]), "policy": "tiny/policy@0"}
-    outcome = rerun(recipe, "prompt", references, each["round"], perform=Stages().perform)
+    outcome = rerun(recipe, "prompt", references, each["round"])
     assert (outcome.ref, outcome.cached) == (each["prompts"], True)
 
 
