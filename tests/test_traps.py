@@ -1,11 +1,10 @@
 """Where the field goes wrong with engines and tokenizers: one test a trap, through the real stages.
-Each fails when its trap is put in; what goes wrong in a loss or an advantage is seen by their own
-tests.
 
-The policy here invites them: its generation config holds sampling defaults, its tokenizer puts a
-BOS before what its template has already begun with one, its pad is an ordinary id of prompts and
-completions, and rollouts end by end token and by length. The engine here is `transformers`; what
-vLLM could do wrong of it is in `tests/stages/generate/test_generate_vllm.py`.
+Each fails when its trap is put in. What goes wrong in a loss or an advantage is seen by their own
+tests. The policy here invites the traps: its generation config holds sampling defaults, its
+tokenizer puts a BOS before what its template has already begun with one, its pad is an ordinary id
+of prompts and completions, and rollouts end by end token and by length. The engine here is
+`transformers`; what vLLM could do wrong is in `tests/stages/generate/test_generate_vllm.py`.
 """
 
 import json

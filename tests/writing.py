@@ -71,7 +71,7 @@ def run_here(stage: str, config, store, **options):
 
 
 def run_iteration(recipe, store: Store) -> dict[str, str]:
-    """The first iteration of a recipe, in this process; the reference of each version by its kind."""
+    """The first iteration of a recipe, in this process; each version's reference by its kind."""
     base = run_here("policy", recipe.policy, store, into=recipe.run)
     prompts = run_here("prompt", recipe.prompt_config(1), store, policy=base)
     asked = {"prompts": prompts, "policy": base}

@@ -1,5 +1,5 @@
-"""Slow: each recipe that learns, as a user runs it: the held-out score rises by more than two standard
-errors, and by as much as the recipe promises."""
+"""Slow: each recipe that learns, as a user runs it: the held-out score rises by more than two
+standard errors, and by as much as the recipe promises."""
 
 import json
 import subprocess

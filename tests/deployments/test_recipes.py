@@ -1,5 +1,5 @@
-"""The shipped recipes guess, calculator, squares and t5_ppo: their rows, rewards, environment and base
-models, a small run of every stage, and what people see of pictures."""
+"""The shipped recipes guess, calculator, squares and t5_ppo: their rows, rewards, environment and
+base models, a small run of every stage, and what people see of pictures."""
 
 import base64
 import doctest

@@ -1,5 +1,5 @@
-"""`quiver run` in this process: `--dry-run` tries the recipe from end to end, and nothing is left of
-it; and what a run says at its end if something is amiss."""
+"""`quiver run` in this process: `--dry-run` tries the recipe from end to end, and nothing is left
+of it; and what a run says at its end if something is amiss."""
 
 import json
 from pathlib import Path

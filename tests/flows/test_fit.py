@@ -1,5 +1,5 @@
-"""What stages take, as `quiver fit` tells it: on a CPU a process's own peak is measured. And what a flow
-holds in memory does not grow with its rollouts."""
+"""What stages take, as `quiver fit` tells it: on a CPU a process's own peak is measured. And what a
+flow holds in memory, which does not grow with its rollouts."""
 
 import json
 import subprocess

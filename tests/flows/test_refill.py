@@ -1,6 +1,6 @@
-"""[data] refill and curriculum: rounds of sampling until enough groups have contrast, and rows chosen by
-what they earned. Which rows each round asks, what is learned from, and that a run that was stopped
-goes on to the same end."""
+"""[data] refill and curriculum: rounds of sampling until enough groups have contrast, and rows
+chosen by their rewards. Which rows each round asks, what is learned from, and that a run that was
+stopped continues to the same end."""
 
 import json
 import threading

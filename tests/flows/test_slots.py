@@ -1,5 +1,5 @@
-"""What waits for what: one stage a device, and one process a piece of work. The next one waits, says
-for whom, and goes on when the other has finished or is dead."""
+"""What waits for what: one stage a device, and one process a piece of work. The next one waits,
+says for whom, and goes on when the other has finished or is dead."""
 
 import json
 import logging
