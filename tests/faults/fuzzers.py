@@ -242,11 +242,11 @@ def reseal(path: Path) -> str:
     return f"{fields['run']}/{fields['kind']}@{fields['version']}"
 
 
-def require_told(errors: dict[str, QuiverError | None]) -> None:
+def require_unparsed(errors: dict[str, QuiverError | None]) -> None:
     """What `verify` cannot parse is no table."""
-    told = errors["verify"]
-    assert told is None or told.code == "E-CORRUPT", told
-    if "cannot be parsed" in str(told):
+    error = errors["verify"]
+    assert error is None or error.code == "E-CORRUPT", error
+    if "cannot be parsed" in str(error):
         assert errors["table"].code == "E-CORRUPT"
 
 
@@ -279,7 +279,7 @@ def tables(place: Path, random: Random) -> Cases:
                 readers,
                 state=lambda: snapshot(store, WRITTEN_BY_READERS),
                 text=lambda path=path: path,
-                require=require_told,
+                require=require_unparsed,
             )
             for file, raw in before.items():
                 file.write_bytes(raw)

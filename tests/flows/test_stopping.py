@@ -218,7 +218,7 @@ def test_a_commit_that_is_stopped_is_none_or_whole(workplace, place):
     """And the same command ends well after it."""
     run = place.replace(".", "-")
     words = ["prompt", "recipe.toml", f"--set=run={run}"]
-    reached = workplace / "reached"
+    reached = workplace / f"{run}.reached"
     running = subprocess.Popen(
         [sys.executable, "-m", "quiver.flows.cli", *words],
         cwd=workplace,
