@@ -8,15 +8,18 @@ answer or a typed error: within seconds, within 256 MiB, and with nothing else c
     text = to_text(mutated(random, json.loads(path.read_bytes())))
     path.write_bytes(sealed(text))
     error = error_of(lambda: store.open(ref))     # a QuiverError, or None
+    num_refused = fuzz(cases, 1000)               # many such files, each with its readers
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import re
 import signal
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -34,14 +37,16 @@ class Raw(str):
 
 
 VALUES = (
-    *("null", "true", "false", "0", "-1", "1", "7", "1.5", "-0.0", "1e308", "1e400", "-1e400"),
-    *("NaN", "Infinity", "-Infinity", str(2**31), str(2**63), str(-(2**63)), str(2**64)),
+    *r"""
+    null true false 0 -1 1 7 1.5 -0.0 1e308 1e400 -1e400 NaN Infinity -Infinity
+    "" "x" "0" "null" "\u0000" "a\u0000b" "\ud800" "\udfff\ud800" "\u001b[31m" "\u202e"
+    "../../etc/passwd" "/dev/zero" "*" "latest" "2026-13-45T99:99:99"
+    [] {} [null] [[]] [{}] [1,"a"] ["a","a"] {"a":1} {"a":{}} {"a":1,"a":2}
+    {"":null} {"\u0000":1} {"\ud800":1} {"format":1}
+    """.split(),  # noqa: SIM905
+    *map(str, (2**31, 2**63, -(2**63), 2**64)),
     *("9" * 400, "9" * 4000, "9" * 5000, "1" + "0" * 300 + ".5"),
-    *('""', '"x"', '"0"', '"null"', '"\\u0000"', '"a\\u0000b"', '"\\ud800"', '"\\udfff\\ud800"'),
-    *('"\\u001b[31m"', '"\\u202e"', '"../../etc/passwd"', '"/dev/zero"', '"*"', '"latest"'),
-    *(f'"{"x" * 300}"', f'"{"é" * 70_000}"', f'"{"9" * 5000}"', '"2026-13-45T99:99:99"'),
-    *("[]", "{}", "[null]", "[[]]", "[{}]", '[1, "a"]', '["a", "a"]', '{"a": 1}', '{"a": {}}'),
-    *('{"a": 1, "a": 2}', '{"": null}', '{"\\u0000": 1}', '{"\\ud800": 1}', '{"format": 1}'),
+    *(f'"{"x" * 300}"', f'"{"é" * 70_000}"', f'"{"9" * 5000}"'),
     *(json.dumps([0] * 50_000), json.dumps({f"k{i}": 0 for i in range(5000)})),
     *("[" * depth + "]" * depth for depth in DEPTHS),
     *('{"a":' * depth + "1" + "}" * depth for depth in DEPTHS),
@@ -76,17 +81,21 @@ def to_text(node: Any, between: str = ":") -> str:
     return json.dumps(node)
 
 
+def to_bytes(node: Any, between: str = ":") -> bytes:
+    return to_text(node, between).encode("utf-8", "surrogatepass")
+
+
 def sealed(text: str) -> bytes:
     """The JSON object in `text` with the checksum that fits it, where there can be one."""
     try:
         fields = json.loads(text)
         checksum = digest(fields)
     except (ValueError, RecursionError):
-        return text.encode("utf-8", "surrogatepass")
+        return to_bytes(Raw(text))
     if isinstance(fields, dict):
         comma = "," if fields else ""
         text = f'{text.rstrip()[:-1]}{comma}"checksum":"{checksum}"}}'
-    return text.encode("utf-8", "surrogatepass")
+    return to_bytes(Raw(text))
 
 
 def mutated(
@@ -164,49 +173,39 @@ def garbled(random: Random, raw: bytes) -> bytes:
 # -- what must hold
 
 
-@contextmanager
-def within_bounds() -> Iterator[None]:
-    """Around one reading: it ends by itself, and takes no more than 256 MiB beside what was there
-    before."""
+def error_of(read: Callable[[], object]) -> QuiverError | None:
+    """The typed error that `read` raises, or None; any other exception is a defect, and so is a
+    read that does not end by itself, or takes more than 256 MiB beside what was there before."""
 
     def give_up(*_: object) -> None:
         raise AssertionError(f"not done within {MOST_SECONDS} s")
 
     Path("/proc/self/clear_refs").write_text("5")  # the highest so far is what there is now
-    before = _memory("VmHWM")
+    before = _peak_bytes()
     handler = signal.signal(signal.SIGALRM, give_up)
     signal.alarm(MOST_SECONDS)
+    typed = None
     try:
-        yield
+        read()
+    except (QuiverError, OSError) as error:
+        typed = error if isinstance(error, QuiverError) else unexpected("quiver", error)
+        if typed.code == "E-INTERNAL":
+            raise
+        assert typed.next and typed.message, typed
+    except SystemExit as end:
+        assert end.code in range(2, 11), end
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, handler)
-    grown = _memory("VmHWM") - before
+    grown = _peak_bytes() - before
     assert grown <= MOST_BYTES, f"{grown >> 20} MiB"
+    return typed
 
 
-def _memory(name: str) -> int:
-    """Bytes, of a line in this process's status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(name)
-
-
-def error_of(read: Callable[[], object]) -> QuiverError | None:
-    """The typed error that `read` raises, or None; any other exception is a defect."""
-    with within_bounds():
-        try:
-            read()
-        except (QuiverError, OSError) as error:
-            told = error if isinstance(error, QuiverError) else unexpected("quiver", error)
-            if told.code == "E-INTERNAL":
-                raise
-            assert told.next and told.message, told
-            return told
-        except SystemExit as end:
-            assert end.code in range(2, 11), end
-    return None
+def _peak_bytes() -> int:
+    """The most memory that this process had since it was asked to forget that."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s*(\d+)", status)[1]) * 1024
 
 
 def snapshot(folder: Path, passed_over: Collection[str] = ()) -> dict[str, tuple]:
@@ -216,7 +215,42 @@ def snapshot(folder: Path, passed_over: Collection[str] = ()) -> dict[str, tuple
     for path in sorted(folder.rglob("*")):
         if not set(path.relative_to(folder).parts) & set(passed_over):
             status = path.lstat()
-            is_folder = path.is_dir()
-            times = () if is_folder else (status.st_mtime_ns, status.st_size)
+            times = () if path.is_dir() else (status.st_mtime_ns, status.st_size)
             entries[str(path.relative_to(folder))] = (status.st_ino, *times)
     return entries
+
+
+@dataclass
+class Case:
+    """Broken files, and who reads them."""
+
+    readers: dict[str, Callable[[], object]]
+    """By name; a later one does not run after an error if `in_order`."""
+    state: Callable[[], object]
+    """What they must leave as it is."""
+    text: Callable[[], object]
+    """What was broken, for whom it may concern."""
+    require: Callable[[dict[str, QuiverError | None]], None] = lambda errors: None
+    """Is given each reader's error."""
+    in_order: bool = False
+
+
+def fuzz(cases: Generator[Case], count: int) -> int:
+    """Each case before its readers. How many of these refused theirs."""
+    num_refused = 0
+    with closing(cases):
+        for number, case in zip(range(count), cases, strict=False):
+            before = case.state()
+            errors = {}
+            for name, read in case.readers.items():
+                try:
+                    errors[name] = error_of(read)
+                except BaseException as error:
+                    error.add_note(f"case {number}, {name}: {str(case.text())[:3000]}")
+                    raise
+                if case.in_order and errors[name]:
+                    break
+            assert case.state() == before
+            case.require(errors)
+            num_refused += sum(error is not None for error in errors.values())
+    return num_refused

@@ -56,12 +56,12 @@ class Recorder:
         self._new_numbers = count(_ROOT)
         self.names, self.contents = self._walk()
 
-    def around(self, name: str, call: Callable[[], Any], arguments: tuple) -> Any:
+    def around(self, name: str, path: str, call: Callable[[], Any]) -> Any:
         """Do a call and record it."""
         self.look(at_once=False)
         flushed = None
         if name == "fsync":
-            flushed = self._numbers.get(os.fstat(arguments[0]).st_ino)
+            flushed = self._numbers.get(os.stat(path).st_ino)
         answer = call()
         self.look(at_once=True)
         if flushed is not None:
@@ -127,7 +127,7 @@ def record(
             answer.write_bytes(pickle.dumps(Recording(names, contents, recorder.events)))
             yield from ()
 
-        code, _ = in_child(steps, "")
+        code, _ = in_child(steps)
         assert code == 0
         return pickle.loads(answer.read_bytes())
 

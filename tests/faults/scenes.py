@@ -7,13 +7,16 @@ two things, no edge leads to what is missing and not expired, and the next run s
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
+import shutil
 import signal
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,12 +34,12 @@ from quiver.stages.common.runtime.stage import Plan
 from quiver.stages.common.store import Store, Version, leases
 from quiver.stages.common.store.arrow_check import ArrowCheck
 from quiver.stages.common.store.collection import Rule, collect
-from quiver.stages.common.store.failpoints import VARIABLE
 from quiver.stages.common.store.notes import PROGRESS
 from quiver.stages.common.store.retention import remove
 from quiver.stages.common.store.writer import open_staging
 from quiver.stages.optimize.optimizer import write_tensors
 from quiver.stages.optimize.resume import SavedProgress
+from tests.faults.failing import failing
 from tests.stages.common.store.test_store import Settings, work_on
 
 Acknowledged = tuple[str, str]
@@ -51,6 +54,10 @@ class Scene:
     before: Callable[[Path, int], None] = lambda path, seed: None
     keeps_shards: bool = True
     """Whether finished shards are taken up again."""
+    leaving: frozenset[str] = frozenset()
+    """Versions that are deleted."""
+    moves_to: str | None = None
+    """What the tag is moved to."""
 
 
 # -- scenes
@@ -110,7 +117,7 @@ def left_by_the_dead(path: Path, seed: int) -> None:
     """Half of the shards of a version, and the lease of a process that is no more."""
     earlier(path, seed)
     for share in (None, True):
-        in_child(lambda share=share: one_version(path, seed, share), "shard.noted:kill")
+        killed(lambda share=share: one_version(path, seed, share), "shard.noted")
 
 
 def three_kinds(
@@ -255,9 +262,13 @@ SCENES = {
     "renewed": Scene(slow_version, earlier),
     "taken over": Scene(one_version, left_by_the_dead),
     "checkpoint": Scene(three_kinds, earlier, keeps_shards=False),
-    "tag": Scene(tag_move, tagged),
-    "rm": Scene(removal, two_or_three),
-    "gc": Scene(cleaning, three_and_a_policy),
+    "tag": Scene(tag_move, tagged, moves_to="a/logprobs@2"),
+    "rm": Scene(removal, two_or_three, leaving=frozenset({"a/logprobs@1"})),
+    "gc": Scene(
+        cleaning,
+        three_and_a_policy,
+        leaving=frozenset(f"a/logprobs@{number}" for number in (1, 2, 3)),
+    ),
 }
 
 
@@ -272,21 +283,22 @@ class Known:
     """Of each version that is there."""
     contents: dict[str, str] = field(default_factory=dict)
     """The content hash that each number was seen with, for good."""
-    leaving: set[str] = field(default_factory=set)
+    leaving: frozenset[str] = frozenset()
     """Versions that may be gone by now, or are being deleted."""
     tags: set[str | None] = field(default_factory=set)
     """What the tag may point at."""
 
     @classmethod
-    def of(cls, path: Path, leaving: set[str], moving: str | None) -> Known:
-        """What is there now; `leaving` will be deleted, `moving` is what the tag will be moved
-        to."""
-        known = cls(leaving=leaving)
+    def of(cls, path: Path, scene: Scene | None = None) -> Known:
+        """What is there now, before a scene."""
+        known = cls(leaving=scene.leaving if scene else frozenset())
         if path.exists():
             store = Store(path)
             for ref in store.refs():
                 known.acknowledge("made", str(ref), store)
-            known.tags = {store.tagged("a", "prod")} | ({moving} if moving else set())
+            known.tags = {store.tagged("a", "prod")}
+            if scene and scene.moves_to:
+                known.tags.add(scene.moves_to)
         return known
 
     def acknowledge(self, what: str, ref: str, store: Store) -> None:
@@ -369,10 +381,42 @@ def require_next_run(path: Path, scene: Scene, seed: int, known: Known) -> None:
 # -- one trial
 
 
+class Trial:
+    """A scene with the store in which it begins, done again and again."""
+
+    def __init__(self, name: str, seed: int, folder: Path) -> None:
+        self.scene, self.seed, self.folder = SCENES[name], seed, folder
+        folder.mkdir(exist_ok=True)
+        self._begin = folder / "begin"
+        self.scene.before(self._begin, seed)
+        self._known = Known.of(self._begin, self.scene)
+
+    @contextmanager
+    def store(self) -> Iterator[Path]:
+        """The store, as it is when the scene begins."""
+        # a process remembers what it has seen of a store, by its path
+        path = Path(tempfile.mkdtemp(dir=self.folder)) / "store"
+        try:
+            if self._begin.exists():
+                shutil.copytree(self._begin, path)
+            yield path
+        finally:
+            shutil.rmtree(path.parent, ignore_errors=True)
+
+    def steps(self, path: Path) -> Iterator[Acknowledged]:
+        return self.scene.steps(path, self.seed)
+
+    def require(self, path: Path, acknowledged: list[Acknowledged]) -> None:
+        """What must hold after a fault: the store is whole, and the next run does the rest."""
+        known = copy.deepcopy(self._known)
+        require_invariants(path, known, acknowledged)
+        require_next_run(path, self.scene, self.seed, known)
+
+
 def in_child(
-    steps: Callable[[], Iterator[Acknowledged]], failures: str
+    steps: Callable[[], Iterator[Acknowledged]], failure: str = ""
 ) -> tuple[int, list[Acknowledged]]:
-    """Do the steps in a process of its own that fails: its exit code, and what it acknowledged."""
+    """Do the steps in a process of its own, which fails: its exit code, and what it acknowledged."""
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
@@ -380,9 +424,9 @@ def in_child(
         try:
             os.close(reader)
             signal.alarm(60)
-            os.environ[VARIABLE] = failures
-            for step in steps():
-                os.write(writer, pickle.dumps(step))
+            with failing(failure) if failure else nullcontext():
+                for step in steps():
+                    os.write(writer, pickle.dumps(step))
             code = 0
         finally:
             os._exit(code)
@@ -394,7 +438,8 @@ def in_child(
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), acknowledged
 
 
-def expected_changes(name: str) -> tuple[set[str], str | None]:
-    """What a scene deletes, and what it moves the tag to."""
-    leaving = {"rm": {"a/logprobs@1"}, "gc": {f"a/logprobs@{number}" for number in (1, 2, 3)}}
-    return leaving.get(name, set()), "a/logprobs@2" if name == "tag" else None
+def killed(steps: Callable[[], Iterator[Acknowledged]], place: str) -> list[Acknowledged]:
+    """Do the steps in a process that is killed there: what it acknowledged."""
+    code, acknowledged = in_child(steps, f"{place}:kill")
+    assert code == -signal.SIGKILL, f"{place} was not reached"
+    return acknowledged

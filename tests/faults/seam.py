@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil  # noqa: F401  # it asks once, when it is imported, what the real calls can do
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 CALLS = ("fsync", "rename", "replace", "link", "unlink", "mkdir", "rmdir", "utime")
-Around = Callable[[str, Callable[[], Any], tuple], Any]
-"""Is given the name of a call, the call itself, and its arguments; returns what the call does."""
+Around = Callable[[str, str, Callable[[], Any]], Any]
+"""Gets the name of a call, the path that it flushes or changes, and the call itself; returns what
+the call returns."""
 
 
 @contextmanager
@@ -21,7 +23,12 @@ def watched(around: Around) -> Iterator[None]:
         real = getattr(os, name)
 
         def call(*arguments, **options):
-            return around(name, lambda: real(*arguments, **options), arguments)
+            path = arguments[name in ("rename", "replace", "link")]
+            if name == "fsync":
+                path = os.readlink(f"/proc/self/fd/{path}")
+            elif options.get("dir_fd") is not None:
+                path = os.path.join(os.readlink(f"/proc/self/fd/{options['dir_fd']}"), path)
+            return around(name, os.fspath(path), lambda: real(*arguments, **options))
 
         return call
 

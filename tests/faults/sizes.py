@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from random import Random
 
 import pytest
 
@@ -17,3 +19,15 @@ def sizes(short: int, full: int) -> list:
         pytest.param(short, id="short"),
         pytest.param(count, id="full", marks=pytest.mark.torture),
     ]
+
+
+LENGTHS = [
+    pytest.param(False, id="short"),
+    pytest.param(True, id="full", marks=pytest.mark.torture),
+]
+
+
+def some(trials: list, short: int, is_full: bool) -> list:
+    """A sample of the trials: always the same `short` ones, or `SHARE` of them all."""
+    count = math.ceil(SHARE * len(trials)) if is_full else min(short, len(trials))
+    return Random(0).sample(trials, count)

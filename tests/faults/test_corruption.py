@@ -11,7 +11,7 @@ import pytest
 from quiver.schemas.errors import QuiverError
 from quiver.stages.common.store import Store, leases
 from quiver.stages.common.store.retention import remove
-from tests.faults.scenes import in_child, one_version, three_kinds, verified, written
+from tests.faults.scenes import killed, one_version, three_kinds, verified, written
 from tests.faults.sizes import sizes
 
 UNFINISHED = 3
@@ -39,6 +39,9 @@ def extend(raw: bytearray, random: Random) -> None:
     raw += random.randbytes(random.choice((1, 512)))
 
 
+OF_BYTES = (flip, cut, zero_tail, extend)
+
+
 @pytest.fixture(scope="module")
 def whole(fast_path_factory) -> Path:
     """A store with a file of every sort: versions of four kinds, tags, a tombstone, an index, and
@@ -53,51 +56,52 @@ def whole(fast_path_factory) -> Path:
     for ref in ("a/logprobs@1", "a/logprobs@2"):
         store.tag("a", "prod", ref)
     store.tag("a", "best", "a/policy@1")
-    in_child(lambda: one_version(path, UNFINISHED), "shard.noted@3:kill")
-    in_child(lambda: three_kinds(path, UNFINISHED), "resume.noted@2:kill")
+    killed(lambda: one_version(path, UNFINISHED), "shard.noted@3")
+    killed(lambda: three_kinds(path, UNFINISHED), "resume.noted@2")
     return path
 
 
 def contents(store: Store) -> dict[str, object]:
     """All that a reader gets: rows, bytes of a policy, what tags point at. Typed errors in place of
     what cannot be read."""
-    seen: dict[str, object] = {}
+    refs = ("a/logprobs@1", "a/logprobs@2", "a/advantages@1", "a/updates@1")
+    names = ("model.safetensors", "optimizer/state.safetensors", "optimizer/state.json")
+    return looked_at(
+        {ref: lambda ref=ref: store.open(ref).table() for ref in refs}
+        | {name: lambda name=name: store.open("a/policy@1").files.read(name) for name in names}
+        | {tag: lambda tag=tag: store.tagged("a", tag) for tag in ("prod", "best")}
+        | {
+            f"{tag} moves": lambda tag=tag: [entry.ref for entry in store.history("a", tag)]
+            for tag in ("prod", "best")
+        }
+    )
 
-    def look(name: str, read: Callable[[], object]) -> None:
+
+def looked_at(reads: dict[str, Callable[[], object]]) -> dict[str, object]:
+    """What each gets, or its typed error."""
+    seen: dict[str, object] = {}
+    for name, read in reads.items():
         try:
             seen[name] = read()
         except QuiverError as error:
             seen[name] = error
-
-    for kind, number in {"logprobs": 1, "advantages": 1, "updates": 1}.items():
-        look(f"a/{kind}@{number}", lambda ref=f"a/{kind}@{number}": store.open(ref).table())
-    look("a/logprobs@2", lambda: store.open("a/logprobs@2").table())
-    for name in ("model.safetensors", "optimizer/state.safetensors", "optimizer/state.json"):
-        look(name, lambda name=name: store.open("a/policy@1").files.read(name))
-    for tag in ("prod", "best"):
-        look(tag, lambda tag=tag: store.tagged("a", tag))
-        look(f"{tag} moves", lambda tag=tag: [entry.ref for entry in store.history("a", tag)])
     return seen
 
 
 def next_runs(path: Path) -> dict[str, object]:
     """What was begun is finished, and something new is made: rows and weights, or typed errors."""
-    seen: dict[str, object] = {}
-    for name, work in {
-        "unfinished": lambda: written(path, UNFINISHED, 4).table(),
-        "training": lambda: (
-            Store(path)
-            .open(list(three_kinds(path, UNFINISHED, starts_over=True))[-1][1])
-            .files.read("model.safetensors")
-        ),
-        "new": lambda: written(path, 200, 2).table(),
-        "again": lambda: written(path, 101, 2, inputs=["a/logprobs@1"]).table(),
-    }.items():
-        try:
-            seen[name] = work()
-        except QuiverError as error:
-            seen[name] = error
-    return seen
+    return looked_at(
+        {
+            "unfinished": lambda: written(path, UNFINISHED, 4).table(),
+            "training": lambda: (
+                Store(path)
+                .open(list(three_kinds(path, UNFINISHED, starts_over=True))[-1][1])
+                .files.read("model.safetensors")
+            ),
+            "new": lambda: written(path, 200, 2).table(),
+            "again": lambda: written(path, 101, 2, inputs=["a/logprobs@1"]).table(),
+        }
+    )
 
 
 def check(
@@ -121,37 +125,6 @@ def check(
     return "detected" if errors else "harmless"
 
 
-@pytest.mark.parametrize("trials", sizes(short=3, full=500))
-@pytest.mark.parametrize("damage", [flip, cut, zero_tail, extend])
-def test_damage_anywhere_is_told_or_harmless(
-    whole, fast_path, monkeypatch, record_property, damage, trials
-):
-    monkeypatch.setattr(leases, "SECONDS_TO_LIVE", 0.2)  # a lease that cannot be read waits so long
-    shutil.copytree(whole, fast_path / "right")
-    expected, expected_runs = contents(Store(whole)), next_runs(fast_path / "right")
-    trials *= 2 if damage is flip else 1
-    names = sorted(
-        file.relative_to(whole).as_posix()
-        for file in whole.rglob("*")
-        if file.is_file() and file.stat().st_size
-    )
-    random = Random(damage.__name__)
-    for trial in range(trials):
-        path = fast_path / str(trial)
-        shutil.copytree(whole, path)
-        file = path / names[trial % len(names)]
-        raw = bytearray(file.read_bytes())
-        damage(raw, random)
-        file.write_bytes(raw)
-        try:
-            is_staged = "/.staging/" in str(file)
-            outcome = check(path, expected, expected_runs, is_staged=is_staged)
-        except AssertionError as error:
-            raise AssertionError(f"{damage.__name__} of {names[trial % len(names)]}") from error
-        record_property(f"damaged files: {damage.__name__}, {outcome}", 1)
-        shutil.rmtree(path)
-
-
 def to_folder(file: Path) -> None:
     file.unlink()
     file.mkdir()
@@ -160,34 +133,55 @@ def to_folder(file: Path) -> None:
 
 def to_link(file: Path) -> None:
     """To the same bytes elsewhere, which may go."""
-    elsewhere = file.rename(file.parents[4] / "elsewhere")
-    file.symlink_to(elsewhere)
+    file.symlink_to(file.rename(file.parents[4] / "elsewhere"))
+
+
+@pytest.fixture
+def damaged(whole, fast_path, monkeypatch) -> Callable[..., str]:
+    """Damages one file of a copy of the store, and checks what becomes of it."""
+    monkeypatch.setattr(leases, "SECONDS_TO_LIVE", 0.2)  # a lease that cannot be read waits so long
+    shutil.copytree(whole, fast_path / "right")
+    right = contents(Store(whole)), next_runs(fast_path / "right")
+
+    def damage_one(file: Path, damage: Callable, random: Random) -> str:
+        path = fast_path / "store"
+        shutil.copytree(whole, path)
+        copied = path / file.relative_to(whole)
+        if damage in OF_BYTES:
+            raw = bytearray(file.read_bytes())
+            damage(raw, random)
+            copied.write_bytes(raw)
+        else:
+            damage(copied)
+        try:
+            outcome = check(path, *right, is_staged="/.staging/" in str(file))
+        except AssertionError as error:
+            raise AssertionError(f"{damage.__name__} of {file.relative_to(whole)}") from error
+        shutil.rmtree(path)
+        return outcome
+
+    return damage_one
+
+
+@pytest.mark.parametrize("trials", sizes(short=3, full=500))
+@pytest.mark.parametrize("damage", OF_BYTES)
+def test_damage_anywhere_is_told_or_harmless(whole, damaged, record_property, damage, trials):
+    files = [file for file in sorted(whole.rglob("*")) if file.is_file() and file.stat().st_size]
+    random = Random(damage.__name__)
+    for trial in range(trials * (2 if damage is flip else 1)):
+        outcome = damaged(files[trial % len(files)], damage, random)
+        record_property(f"damaged files: {damage.__name__}, {outcome}", 1)
 
 
 @pytest.mark.parametrize("share", sizes(short=5, full=1))
-@pytest.mark.parametrize("damage", [flip, cut, zero_tail, extend, Path.unlink, to_folder, to_link])
-def test_what_was_staged_is_made_again_whatever_became_of_it(
-    whole, fast_path, monkeypatch, damage, share
-):
+@pytest.mark.parametrize("damage", [*OF_BYTES, Path.unlink, to_folder, to_link])
+def test_what_was_staged_is_made_again_whatever_became_of_it(whole, damaged, damage, share):
     """By the same command, without an error. One file of `share` is damaged; which ones depends on
     the damage."""
-    monkeypatch.setattr(leases, "SECONDS_TO_LIVE", 0.2)
-    shutil.copytree(whole, fast_path / "right")
-    expected, expected_runs = contents(Store(whole)), next_runs(fast_path / "right")
     staged = [file for file in sorted(whole.glob("*/*/.staging/**/*")) if file.is_file()]
     assert {"000001", "plan", "sources", "progress", "part-00000.arrow"} < {
         file.name for file in staged
     }
     Random(damage.__name__).shuffle(staged)
     for file in staged[::share]:
-        path = fast_path / "store"
-        shutil.copytree(whole, path)
-        damaged = path / file.relative_to(whole)
-        raw = bytearray(file.read_bytes())
-        if damage in (Path.unlink, to_folder, to_link):
-            damage(damaged)
-        else:
-            damage(raw, Random(file.name))
-            damaged.write_bytes(raw)
-        check(path, expected, expected_runs, is_staged=True)
-        shutil.rmtree(path)
+        damaged(file, damage, Random(file.name))

@@ -55,12 +55,6 @@ def free(store: Store) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def with_weights(store: Store, number: int) -> None:
-    """A policy of a megabyte."""
-    version = make_policy(store, number)
-    (version.files.folder / "optimizer/state.safetensors").write_bytes(b"m" * MEGABYTE)
-
-
 def test_rm_makes_room(store):
     for number in range(3):
         make_table(store, number)
@@ -78,7 +72,8 @@ def test_rm_makes_room(store):
 
 def test_gc_makes_room_in_two_runs(store):
     for number in range(4):
-        with_weights(store, number)
+        version = make_policy(store, number)
+        (version.files.folder / "optimizer/state.safetensors").write_bytes(b"m" * MEGABYTE)
     for number in range(120):
         make_table(store, number)
     fill(store)

@@ -20,7 +20,6 @@ from quiver.schemas import refs
 from quiver.schemas.errors import ConflictError, LineageError
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.collection import Rule, collect
-from quiver.stages.common.store.failpoints import POINTS
 from quiver.stages.common.store.retention import find_kept, remove, restore
 from quiver.stages.common.store.trash import places_of
 from tests.faults.conftest import IN_MEMORY
@@ -141,13 +140,15 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.refs())
     @rule(
         step=st.sampled_from(["commit", "move", "delete", "clean"]),
-        point=st.sampled_from([name for name in POINTS if not name.startswith("checkpoint")]),
+        place=st.sampled_from(["before", "after"]),
+        time=st.integers(1, 80),
         seed=SEEDS,
         number=NUMBERS,
     )
-    def a_process_dies(self, step, point, seed, number):
+    def a_process_dies(self, step, place, time, seed, number):
         expected, leaving = self.one_of(number), self.leaving(step, seed, number)
-        _, acknowledged = in_child(lambda: getattr(self, step)(seed, number), f"{point}:kill")
+        failure = f"{place}@{time}:kill"
+        _, acknowledged = in_child(lambda: getattr(self, step)(seed, number), failure)
         self.settle(step, expected, leaving, acknowledged)
 
     @precondition(lambda self: self.refs())

@@ -1,55 +1,33 @@
 """Power loss: each state of the disk that the calls of a scene allow is opened by the real store."""
 
-import copy
-import math
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from random import Random
 
 import pytest
 
 from quiver.schemas.errors import QuiverError
 from tests.faults import mutants
 from tests.faults.power_loss import Recording, State, crash_states, record
-from tests.faults.scenes import (
-    SCENES,
-    Known,
-    expected_changes,
-    require_invariants,
-    require_next_run,
-)
-from tests.faults.sizes import SHARE
+from tests.faults.scenes import SCENES, Trial
+from tests.faults.sizes import LENGTHS, some
 
 
-class Trial:
-    """A scene that was recorded once."""
-
-    def __init__(self, name: str, seed: int, folder, mutant: Callable = nullcontext) -> None:
-        self.scene, self.seed, self._folder = SCENES[name], seed, folder
-        path = folder / "store"
-        self.scene.before(path, seed)
-        self._known = Known.of(path, *expected_changes(name))
+def recorded(trial: Trial, mutant: Callable = nullcontext) -> Recording:
+    with trial.store() as path:
         path.mkdir(exist_ok=True)
-        self.recording: Recording = record(path, self.scene, seed, mutant)
+        return record(path, trial.scene, trial.seed, mutant)
 
-    def check(self, state: State) -> None:
-        """The state is whole, and the next run does the rest."""
-        path = self._folder / "state"
-        path.mkdir()
-        try:
-            state.write(path)
-            known = copy.deepcopy(self._known)
-            require_invariants(path, known, list(state.acknowledged))
-            require_next_run(path, self.scene, self.seed, known)
-        finally:
-            shutil.rmtree(path)
 
-    def states(self) -> list[State]:
-        """All states, in some order."""
-        states = list(crash_states(self.recording))
-        Random(self.seed).shuffle(states)
-        return states
+def check(trial: Trial, state: State) -> None:
+    """The state is whole, and the next run does the rest."""
+    path = trial.folder / "state"
+    path.mkdir()
+    try:
+        state.write(path)
+        trial.require(path, list(state.acknowledged))
+    finally:
+        shutil.rmtree(path)
 
 
 SCENES_ON_DISK = [
@@ -59,21 +37,15 @@ SCENES_ON_DISK = [
 ]
 
 
-@pytest.mark.parametrize(
-    "is_full",
-    [pytest.param(False, id="short"), pytest.param(True, id="full", marks=pytest.mark.torture)],
-)
+@pytest.mark.parametrize("is_full", LENGTHS)
 @pytest.mark.parametrize("name", SCENES_ON_DISK)
 def test_every_state_is_whole(fast_path, record_property, name, is_full):
     """Nothing lost that was acknowledged, nothing torn, and the next run succeeds."""
     count = 0
     for seed in range(3) if is_full else (1,):
-        folder = fast_path / str(seed)
-        folder.mkdir()
-        trial = Trial(name, seed, folder)
-        states = trial.states()
-        for state in states[: math.ceil(SHARE * len(states)) if is_full else 4]:
-            trial.check(state)
+        trial = Trial(name, seed, fast_path / str(seed))
+        for state in some(list(crash_states(recorded(trial))), 4, is_full):
+            check(trial, state)
             count += 1
     record_property("states after a power loss", count)
 
@@ -81,7 +53,7 @@ def test_every_state_is_whole(fast_path, record_property, name, is_full):
 @pytest.mark.parametrize("name", ["rm", "gc"])
 def test_nothing_is_deleted_before_the_folder_that_it_left_is_flushed(fast_path, name):
     """Else a version might come back half deleted."""
-    recording = Trial(name, 1, fast_path).recording
+    recording = recorded(Trial(name, 1, fast_path))
     moved = []
     for number, (what, *about) in enumerate(recording.events):
         changes = about[0] if what == "changed" else {}
@@ -102,10 +74,11 @@ def test_nothing_is_deleted_before_the_folder_that_it_left_is_flushed(fast_path,
 
 @pytest.mark.parametrize("mutant", mutants.NOTICED_BY_A_POWER_LOSS)
 def test_a_mutant_is_noticed(fast_path, record_property, mutant):
-    trial = Trial("alone", 1, fast_path, mutant)
-    for state in trial.states():
+    trial = Trial("alone", 1, fast_path)
+    states = list(crash_states(recorded(trial, mutant)))
+    for state in some(states, len(states), False):
         try:
-            trial.check(state)
+            check(trial, state)
         except (AssertionError, QuiverError):
             record_property("protocol mutants noticed", 1)
             return

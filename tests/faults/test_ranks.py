@@ -11,12 +11,13 @@ import pytest
 
 from quiver.stages.common.store import Store
 from quiver.stages.common.verification import verify
+from tests.faults.failing import environment
 from tests.stages.optimize import world
 from tests.tiny import make_policy
 
 pytestmark = [pytest.mark.dist, pytest.mark.torture]
 ROOT = Path(__file__).parents[2]
-POINTS = ["resume.saved@2", "checkpoint.half", "checkpoint.flushing", "commit.renaming@3"]
+PLACES = ["resume.saved@2", "checkpoint.half", "checkpoint.flushing", "commit.renaming@3"]
 RANK = """
 import sys
 from quiver import run_stage
@@ -29,20 +30,13 @@ print(run_stage("optimize", config, Store(sys.argv[1]), in_process=True, into="t
 """
 
 
-def launch(store: Store, refs: list[str], failure: str) -> subprocess.CompletedProcess:
-    environment = {
-        **os.environ,
-        "ACCELERATE_USE_CPU": "true",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "QUIVER_FAIL": failure,
-    }
+def launch(store: Store, refs: list[str], **variables: str) -> subprocess.CompletedProcess:
     script = store.path.parent / "rank.py"
     script.write_text(RANK)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
         [sys.executable, *launcher, str(script), str(store.path), *refs],
-        env=environment,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **variables},
         capture_output=True,
         text=True,
         timeout=480,
@@ -51,21 +45,22 @@ def launch(store: Store, refs: list[str], failure: str) -> subprocess.CompletedP
 
 
 @pytest.mark.parametrize(
-    ("point", "options"),
+    ("place", "options"),
     [
-        *((point, []) for point in POINTS),
+        *((place, []) for place in PLACES),
         ("resume.saved@2", ["shard"]),
         ("checkpoint.half", ["shard"]),
     ],
 )
-def test_a_rank_that_dies_in_the_save(store, record_property, point, options):
+def test_a_rank_that_dies_in_the_save(store, monkeypatch, record_property, place, options):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     policy = make_policy(store)
     rollouts, rewards = world.make(store, policy, world.even_share)
     refs = [str(version.ref) for version in (policy, rollouts, rewards)]
-    done = launch(store, [*refs, *options], f"{point}:kill")
+    done = launch(store, [*refs, *options], **environment(f"{place}:kill"))
     assert done.returncode != 0 and f"Signal {signal.SIGKILL.value}" in done.stderr
     assert store.numbers("two", "policy") == []
-    done = launch(store, [*refs, *options], "")
+    done = launch(store, [*refs, *options])
     assert done.returncode == 0, done.stderr[-3000:]
     assert store.numbers("two", "policy") == [1] and verify(store)[1] == []
     assert not list(store.path.glob("two/policy/.staging/*"))

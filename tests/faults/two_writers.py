@@ -43,7 +43,7 @@ class _Turns:
         with self._changed:
             self._wait_for(number)
 
-    def around(self, name: str, call: Callable[[], Any], arguments: tuple) -> Any:
+    def around(self, name: str, path: str, call: Callable[[], Any]) -> Any:
         """Before each call the other may have its turn."""
         number = self._numbers.get(threading.get_ident())
         if number is not None:
@@ -116,7 +116,7 @@ def _require_same(path: Path, outcomes: list[Outcome], kind: str = "logprobs") -
     refs = {outcome for outcome in outcomes if not isinstance(outcome, BusyError)}
     (last,) = Store(path).numbers("a", kind)[-1:] or [None]
     assert refs <= {f"a/{kind}@{last}"}, outcomes
-    scenes.require_invariants(path, scenes.Known.of(path, set(), None), [])
+    scenes.require_invariants(path, scenes.Known.of(path), [])
     run_keys = [version.manifest.run_key for version in Store(path).versions("a", kind)]
     assert len(run_keys) == len(set(run_keys)), "it is there twice"
 
@@ -143,7 +143,7 @@ def _require_each(path: Path, outcomes: list[Outcome]) -> None:
     for seed, ref in enumerate(outcomes, 1):
         first_id = f"r{1000 * seed}"
         assert Store(path).open(ref).table()["rollout_id"][0].as_py() == first_id
-    scenes.require_invariants(path, scenes.Known.of(path, set(), None), [])
+    scenes.require_invariants(path, scenes.Known.of(path), [])
 
 
 def _move(path: Path, number: int) -> str:

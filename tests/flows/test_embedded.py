@@ -19,6 +19,7 @@ from quiver.flows.embedded import require_intact, require_writable
 from quiver.schemas.errors import CorruptError, ResourceError
 from quiver.stages.common.store import Store
 from quiver.stages.common.verification import verify
+from tests.faults import failing
 from tests.flows.conftest import (
     command_environment,
     left_behind,
@@ -142,16 +143,21 @@ def test_the_runs_of_a_killed_shell_do_not_stay_running(place):
 
 
 def killed_without_its_database(place, failure: str) -> str:
-    """A run that is killed at a failpoint, whose server's database is lost, goes on; what it then
+    """A run that is killed at a place, whose server's database is lost, goes on; what it then
     says."""
     command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", *SCRIPTED]
-    environment = {**command_environment(place), "QUIVER_FAIL": failure}
-    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, check=False)
+    environment = command_environment(place)
+    done = subprocess.run(
+        command,
+        cwd=place,
+        env=environment | failing.environment(failure),
+        capture_output=True,
+        check=False,
+    )
     assert done.returncode in (-signal.SIGKILL, 7)
     assert left_behind(place) == []
     for path in (place / "prefect").glob("prefect.db*"):
         path.unlink()
-    del environment["QUIVER_FAIL"]
     done = subprocess.run(
         command, cwd=place, env=environment, capture_output=True, text=True, check=False
     )

@@ -15,6 +15,7 @@ from quiver.flows import stopping
 from quiver.stages.common.runtime import keeper, subprocesses
 from quiver.stages.common.store import Store
 from quiver.stages.common.verification import verify
+from tests.faults.failing import environment
 from tests.flows.conftest import command_environment, left_behind, quiver, write_recipe
 from tests.flows.test_embedded import SCRIPTED
 
@@ -213,29 +214,23 @@ def test_a_check_that_is_stopped_does_not_say_that_something_is_kept(workplace):
 
 
 @pytest.mark.parametrize("place", ["commit.staged", "commit.renamed", "commit.noted"])
-def test_a_commit_that_is_stopped_is_none_or_whole(workplace, monkeypatch, place):
+def test_a_commit_that_is_stopped_is_none_or_whole(workplace, place):
     """And the same command ends well after it."""
     run = place.replace(".", "-")
     words = ["prompt", "recipe.toml", f"--set=run={run}"]
-    monkeypatch.setenv("QUIVER_FAIL", f"{place}:sleep=600")
+    reached = workplace / f"{run}.reached"
     running = subprocess.Popen(
         [sys.executable, "-m", "quiver.flows.cli", *words],
         cwd=workplace,
-        env=command_environment(workplace),
+        env=command_environment(workplace) | environment(f"{place}:sleep=600", reached),
         stderr=subprocess.PIPE,
         text=True,
     )
-    sleeps_beside = {
-        "commit.staged": f"store/{run}/policy/.staging/*.????????????/manifest.json",
-        "commit.renamed": f"store/{run}/policy/v000000",
-        "commit.noted": f"store/{run}/policy/.ledger/v000000.*",
-    }
-    while not list(workplace.glob(sleeps_beside[place])):
+    while not reached.exists():
         assert running.poll() is None, running.stderr.read()
         time.sleep(0.02)
     running.terminate()
     assert ended(running, workplace) == (143, True, [])
-    monkeypatch.delenv("QUIVER_FAIL")
     answer = quiver(workplace, *words)
     store = Store(workplace / "store")
     assert answer["ref"] == f"{run}/prompts@1"

@@ -19,17 +19,21 @@ import sys
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _OF_THE_INTERPRETER = ("PYTHON", "LC_", "LANG", "LD_PRELOAD")
+_FAILURES = os.path.join(os.path.dirname(os.path.dirname(__file__)), "faults", "started")
+"""A folder on the search path of commands that fail on purpose; forks see to that themselves."""
 
 
 def world() -> dict:
     """What an interpreter takes from its surroundings as it starts, and a fork cannot change."""
     names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
     limits = sorted({getattr(resource, name) for name in names})
+    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return {
+        "search path": [folder for folder in path if folder not in ("", _FAILURES)],
         "variables": {
             name: value
             for name, value in os.environ.items()
-            if name.startswith(_OF_THE_INTERPRETER) and name != "PYTHONWARNINGS"
+            if name.startswith(_OF_THE_INTERPRETER) and name not in ("PYTHONPATH", "PYTHONWARNINGS")
         },
         "limits": [[limit, *resource.getrlimit(limit)] for limit in limits],
         "network": os.readlink("/proc/self/ns/net"),

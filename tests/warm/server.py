@@ -92,6 +92,9 @@ IMPORTS = {
 }
 
 
+_FAILURES = os.path.join(os.path.dirname(__file__), "../faults/started/sitecustomize.py")
+
+
 class Server:
     """Listens on the socket of one kind of command. Each command's connection stays open while its
     fork runs."""
@@ -267,6 +270,8 @@ def run(request: dict) -> None:
                 logger.propagate = True
     sys.argv = [module, *request["arguments"]]
     sys.executable = request["python"]
+    if "QUIVER_TEST_FAIL" in os.environ:
+        runpy.run_path(_FAILURES)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -29,7 +29,6 @@ from quiver.schemas.errors import BusyError, ConfigError, ConflictError, from_di
 from quiver.schemas.refs import Ref
 from quiver.stages.common.config import Config, parse
 from quiver.stages.common.store import Store, Version
-from quiver.stages.common.store.failpoints import failpoint
 from quiver.stages.common.store.writer import open_staging
 
 from .call import Call, Outcome, quiver_version, require_version
@@ -181,7 +180,6 @@ def run_call(
     require_version(python, answer.pop("quiver", None), quiver_version())
     if "error" in answer:
         raise from_dict(answer["error"])
-    failpoint("flow.answered")
     return Outcome(**{**answer, "seconds": round(time.monotonic() - started_at, 3)})
 
 

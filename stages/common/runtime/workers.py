@@ -30,7 +30,6 @@ from pydantic import BaseModel
 from quiver.schemas.errors import ResourceError
 from quiver.stages.common.runtime import answering
 from quiver.stages.common.runtime.subprocesses import Process, ending
-from quiver.stages.common.store.failpoints import failpoint
 
 PRINTED_BYTES = 4096
 OOM_SCORE = 900
@@ -147,7 +146,6 @@ class Worker(Process):
             while self._connection not in connection.wait([self._connection, self._printed]):
                 self._drain()
             received = self._connection.recv_bytes(_ANSWER_BYTES)
-            failpoint("worker.answered")
             message = _Message.model_validate(json.loads(received))
             expected = (self._key, self._num_asked, self._num_pieces)
             if (message.key, message.number, message.piece) != expected:

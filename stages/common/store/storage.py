@@ -46,12 +46,11 @@ from quiver.schemas.errors import (
 )
 from quiver.schemas.fields import require_names
 
-from .failpoints import check_failpoints, failpoint
-
 _PROCESS = uuid.uuid4().hex[:8]  # unique to this process among all hosts that share the file system
 MOST_BYTES = 8 * 1024 * 1024
 """Largest object that is read whole: a manifest, a note, a tag."""
 _NUMBER = re.compile(r"[0-9]{6,12}")
+_TEMPORARY = re.compile(r"\.[0-9]+-[0-9a-f]{8}-[0-9a-f]{4}\.tmp$")
 _RUST_ERROR_NUMBER = re.compile(r"\(os error (\d+)\)")
 
 
@@ -60,7 +59,6 @@ class Storage:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        check_failpoints()
 
     @property
     def is_foreign(self) -> bool:
@@ -139,10 +137,12 @@ class Storage:
     def list(self, prefix: str) -> list[str]:
         """Return the names directly below `prefix`, sorted; empty if it does not exist.
 
-        Raises CorruptError if `prefix`, or a name above it, exists and is not a folder.
+        Objects being written are not listed, nor what a killed process left of one. Raises
+        CorruptError if `prefix`, or a name above it, exists and is not a folder.
         """
         try:
-            return sorted(os.listdir(self.path(prefix)))
+            names = os.listdir(self.path(prefix))
+            return sorted(name for name in names if not _TEMPORARY.search(name))
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                 raise
@@ -231,7 +231,6 @@ class Storage:
             os.utime(self.path(key))
         except FileNotFoundError:
             return False
-        failpoint("renewed", self.path(key))
         return True
 
     def make_prefix(self, prefix: str, *, durable: bool = True) -> None:
@@ -256,7 +255,6 @@ class Storage:
                 raise
             shutil.copyfile(self.path(key), self.path(target))  # a file system without links
             sync(self.path(target))
-        failpoint("linked", self.path(target))
 
     def settle(self, key: str) -> None:
         """Flush a file that a library wrote, and make it readable for other users too."""
@@ -292,12 +290,10 @@ class Storage:
         with contextlib.suppress(FileNotFoundError):
             # one rename hides the whole tree at once; deleting file by file would not
             path.rename(trash)
-        failpoint("hidden", path)
         if trash.is_dir():
             shutil.rmtree(trash, ignore_errors=True)
         else:
             trash.unlink(missing_ok=True)
-        failpoint("deleted", path)
 
     def publish(self, prefix: str, target: str) -> bool:
         """Make everything below `prefix` visible as `target` at once.
@@ -385,7 +381,6 @@ def replacing(
             yield file
             raw.flush()
             if durable:
-                failpoint("flushing", path)
                 os.fsync(raw.fileno())
         if if_absent:
             # unlike a rename, a link fails if the name exists
@@ -397,7 +392,6 @@ def replacing(
             raise _not_a(str(path), "file", path)
         else:
             os.replace(temporary, path)
-        failpoint("created" if if_absent else "replaced", path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -426,7 +420,6 @@ def sync(path: Path) -> None:
     """Flush a file, or the names in a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        failpoint("flushing", path)
         os.fsync(handle)
     finally:
         os.close(handle)
@@ -442,7 +435,6 @@ def make_folder(path: Path) -> None:
     except (FileExistsError, NotADirectoryError):
         raise _not_a(str(path), "folder", path) from None
     sync(path.parent)
-    failpoint("made", path)
 
 
 def publish(folder: Path, target: Path) -> bool:
@@ -452,7 +444,6 @@ def publish(folder: Path, target: Path) -> bool:
     """
     # a version that is visible after a power loss must be complete
     sync(folder)
-    failpoint("renaming", target)
     try:
         os.rename(folder, target)
     except OSError as error:
@@ -460,7 +451,6 @@ def publish(folder: Path, target: Path) -> bool:
             return False
         raise
     try:
-        failpoint("renamed", target)
         sync(target.parent)
     except OSError as error:
         raise OutcomeUnknownError(

@@ -16,6 +16,7 @@ from quiver.stages.common import ranks
 from quiver.stages.common.runtime.call import Call, Where
 from quiver.stages.common.runtime.runner import run_call
 from quiver.stages.common.verification import verify
+from tests.faults.failing import environment
 from tests.stages.optimize import world
 from tests.tiny import make_policy
 
@@ -83,11 +84,12 @@ def test_a_rank_that_dies_as_it_saves_ends_the_stage_and_the_next_call_goes_on(
     store, refs, config, monkeypatch, caplog
 ):
     chosen = config("none").model_copy(update={"epochs": 3, "resume_steps": 1})
-    monkeypatch.setenv("QUIVER_FAIL", "resume.saved@2:kill")
-    with pytest.raises(ResourceError, match="rank 0 of 2 was ended by SIGKILL"):
-        run_stage("optimize", chosen, store, **refs)
+    with monkeypatch.context() as patch:
+        for name, text in environment("resume.saved@2:kill").items():
+            patch.setenv(name, text)
+        with pytest.raises(ResourceError, match="rank 0 of 2 was ended by SIGKILL"):
+            run_stage("optimize", chosen, store, **refs)
     assert store.numbers("tiny", "policy") == [0] and verify(store)[1] == []
-    monkeypatch.delenv("QUIVER_FAIL")
     caplog.set_level("INFO", "quiver.stages")
     assert run_stage("optimize", chosen, store, **refs).version == 1
     assert "the training goes on after step 0" in caplog.text

@@ -9,7 +9,7 @@ import pytest
 from quiver.stages.common.runtime.runner import Call, perform, run_call
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.writer import ROWS_PER_SHARD
-from tests.faults.scenes import in_child
+from tests.faults.scenes import killed
 from tests.faults.sizes import sizes
 from tests.stages.sharing import copy, hashes, require_whole, start, wait
 
@@ -90,36 +90,33 @@ def test_kill_9_of_one_is_nothing_to_the_other(rollouts, tmp_path):
 
 
 @pytest.mark.parametrize("trials", sizes(short=1, full=50))
-@pytest.mark.parametrize("point", ["worker.answered", "flow.answered"])
-def test_kill_9_with_an_answer_at_hand(
-    rollouts, tmp_path, monkeypatch, record_property, point, trials
-):
+@pytest.mark.parametrize("place", ["worker.answered", "flow.answered"])
+def test_kill_9_with_an_answer_at_hand(rollouts, tmp_path, record_property, place, trials):
     """The answer of a worker, which is in no shard yet; or that of a stage, whose version is there:
     no finished shard is done again, and no version is made twice."""
     for trial in range(trials):
         store = copy(rollouts, tmp_path / str(trial))
         scored = call(store, "mine.py:slow" if trial % 2 else "numeric")
-        run = perform if point == "worker.answered" else run_call
-        failure = f"{point}@{2 + trial % 4 if point == 'worker.answered' else 1}:kill"
+        run = perform if place == "worker.answered" else run_call
+        time = 2 + trial % 4 if place == "worker.answered" else 1
 
         def steps(run=run, scored=scored):
             run(scored)
             yield from ()
 
-        assert in_child(steps, failure)[0] == -signal.SIGKILL
+        killed(steps, f"{place}@{time}")
         folder = store.path / "arith/rewards"
         notes = folder.glob(".staging/*.notes/part-*.json")
         inodes = {
             note.stem: (note.parent.with_suffix("") / note.stem).stat().st_ino for note in notes
         }
         outcome = run(scored)
-        assert (outcome.ref, outcome.cached) == ("arith/rewards@1", point == "flow.answered")
+        assert (outcome.ref, outcome.cached) == ("arith/rewards@1", place == "flow.answered")
         version = store.open(outcome.ref)
         assert {name: version.files.path(name).stat().st_ino for name in inodes} == inodes
         assert version.manifest.rows == SHARDS * ROWS_PER_SHARD - 7
         require_whole(store, "arith", "rewards")
     record_property("kill -9 trials", trials)
-    record_property("kill -9 places", 1)
 
 
 def test_rows_that_fail_are_counted_over_all_processes(rollouts, tmp_path):

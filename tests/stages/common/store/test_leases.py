@@ -19,6 +19,7 @@ from quiver.stages.common.store import leases as module
 from quiver.stages.common.store import storage as storage_module
 from quiver.stages.common.store.leases import Leases
 from quiver.stages.common.store.storage import Storage
+from tests.faults.failing import failing
 from tests.stages.common.store.test_sharing import KIND, require_one, work_on, write_all
 
 OWNED = (
@@ -34,13 +35,11 @@ def leases(tmp_path) -> Leases:
     return Leases(Storage(tmp_path), "leases")
 
 
-def test_a_lease_whose_taking_failed_is_free_at_once(tmp_path, monkeypatch):
+def test_a_lease_whose_taking_failed_is_free_at_once(tmp_path):
     """Its object is there already, and names this process."""
     leases = Leases(Storage(tmp_path), "key.leases")
-    monkeypatch.setenv("QUIVER_FAIL", "lease.taken:raise")
-    with pytest.raises(OSError, match="Input/output error"):
+    with failing("lease.taken:raise=5"), pytest.raises(OSError, match="Input/output error"):
         leases.take("work")
-    monkeypatch.delenv("QUIVER_FAIL")
     assert leases.names() == ["work"]
     assert leases.holder("work") is None and leases.take("work").number == 2
 

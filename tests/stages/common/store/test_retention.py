@@ -691,7 +691,7 @@ def test_what_was_staged_for_a_finished_version_goes_at_once(store):
 def test_leftovers_of_the_dead_cost_a_commit_nothing_and_all_go(store, count):
     def changes_of_commit(number: int) -> int:
         changes = []
-        with watched(lambda name, call, arguments: (changes.append(name), call())[1]):
+        with watched(lambda name, path, call: (changes.append(name), call())[1]):
             make_table(store, number)
         return len(changes)
 
