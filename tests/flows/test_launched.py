@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from quiver.stages.common.launched import is_led
+from quiver.stages.common.ranks import is_led
 from quiver.stages.common.store import Store
 from quiver.stages.common.verification import verify
 from quiver.stages.optimize.config import Config
