@@ -95,8 +95,8 @@ def test_a_rank_that_is_killed_ends_the_other_and_the_next_launch_goes_on(folder
         if "step 3:" in line:
             for process in psutil.Process(running.pid).children(recursive=True):
                 with suppress(psutil.Error):  # some have just ended
-                    is_rank = "".join(process.cmdline()[-1:]).endswith("answer.json")
-                    if is_rank and process.environ()["RANK"] == "1":
+                    is_stage = "quiver.stages" in process.cmdline()
+                    if is_stage and process.environ()["RANK"] == "1":
                         os.kill(process.pid, signal.SIGKILL)
             break
     stderr = running.communicate(timeout=120)[1]

@@ -119,7 +119,7 @@ def load_model(
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
         # some layers copy the dropout rates of their config, others read them from it
-        for holder in (module, *_configs(getattr(module, "config", None))):
+        for holder in (module, *configs_of(getattr(module, "config", None))):
             for name, rate in vars(holder).items():
                 if "drop" in name and isinstance(rate, float):
                     setattr(holder, name, 0.0)
@@ -262,14 +262,14 @@ def set_attention(model: PreTrainedModel, name: str, option: str) -> None:
         ) from error
 
 
-def _configs(config: object) -> Iterator[PreTrainedConfig]:
+def configs_of(config: object) -> Iterator[PreTrainedConfig]:
     """Yield `config` and the configs inside it; a composite model has one for its text part."""
     from transformers import PreTrainedConfig
 
     if isinstance(config, PreTrainedConfig):
         yield config
         for inner in vars(config).values():
-            yield from _configs(inner)
+            yield from configs_of(inner)
 
 
 def restore_dropout(model: PreTrainedModel, version: Version) -> None:
@@ -278,7 +278,7 @@ def restore_dropout(model: PreTrainedModel, version: Version) -> None:
     `load_model` switches dropout off for training, but a saved config keeps the original rates.
     """
     original = type(model.config).from_pretrained(version.files.folder)
-    for config, before in zip(_configs(model.config), _configs(original), strict=True):
+    for config, before in zip(configs_of(model.config), configs_of(original), strict=True):
         for name, rate in vars(before).items():
             if "drop" in name:
                 setattr(config, name, rate)

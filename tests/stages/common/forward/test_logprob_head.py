@@ -117,28 +117,13 @@ def test_the_gradient_of_a_nearly_certain_token_survives_probabilities_that_are_
     torch.testing.assert_close(hidden.grad[0, 0], torch.tensor(8 * rest), rtol=1e-2, atol=0)
 
 
-def test_backward_may_run_twice():
-    torch.manual_seed(0)
-    layer, hidden = nn.Linear(D, V), torch.randn(N, D, requires_grad=True)
-    found, _ = completion_logprobs(hidden, layer, torch.randint(V, (N,)), torch.ones(N))
-    first, second = (
-        torch.autograd.grad(found.sum(), hidden, retain_graph=True)[0] for _ in range(2)
-    )
-    torch.testing.assert_close(first, second)
-
-
-def test_no_tensor_is_larger_than_a_chunk_and_no_wide_one_than_a_tile(monkeypatch):
+@pytest.mark.parametrize(("kept", "chunk"), [(N - 1, 6), (N, N)])
+def test_no_tensor_is_larger_than_a_chunk_and_no_wide_one_than_a_tile(monkeypatch, kept, chunk):
+    """Where all probabilities are kept, all positions are one chunk."""
     monkeypatch.setattr(module, "CHUNK_BYTES", 6 * V * 2)
     monkeypatch.setattr(module, "TILE_BYTES", 2 * V * 4)
-    monkeypatch.setattr(module, "KEPT_BYTES", (N - 1) * V * 2)
-    assert _largest() == {torch.bfloat16: 6, torch.float32: 2}
-
-
-def test_where_all_probabilities_are_kept_all_positions_are_one_chunk(monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_BYTES", 6 * V * 2)
-    monkeypatch.setattr(module, "TILE_BYTES", 2 * V * 4)
-    monkeypatch.setattr(module, "KEPT_BYTES", N * V * 2)
-    assert _largest() == {torch.bfloat16: N, torch.float32: 2}
+    monkeypatch.setattr(module, "KEPT_BYTES", kept * V * 2)
+    assert _largest() == {torch.bfloat16: chunk, torch.float32: 2}
 
 
 def _largest() -> dict[torch.dtype, int]:
@@ -146,15 +131,14 @@ def _largest() -> dict[torch.dtype, int]:
     autocast."""
     largest = {torch.bfloat16: 0, torch.float32: 0}
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, (tuple, list)) else [out]:
-                if (
-                    tensor is not None and tensor.shape[1:] == (V,) and len(tensor) != D
-                ):  # D: the weight, transposed
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            output = function(*arguments, **(options or {}))
+            for tensor in output if isinstance(output, (tuple, list)) else [output]:
+                # D: the weight, transposed
+                if tensor is not None and tensor.shape[1:] == (V,) and len(tensor) != D:
                     largest[tensor.dtype] = max(largest[tensor.dtype], len(tensor))
-            return out
+            return output
 
     layer, hidden = nn.Linear(D, V, bias=False), torch.randn(N, D, requires_grad=True)
     with Watch(), torch.autocast("cpu", torch.bfloat16):

@@ -106,11 +106,9 @@ def test_outside_of_casts_no_cast_is_kept():
     model = _model("llama")
     plain, fused = copy.deepcopy(model), fuse_projections(model)
 
+    @torch.no_grad()
     def logits(each: nn.Module) -> torch.Tensor:
-        with (
-            torch.no_grad(),
-            torch.autocast("cpu", torch.bfloat16),
-        ):  # torch's own casts end with it
+        with torch.autocast("cpu", torch.bfloat16):  # torch's own casts end with it
             return each(input_ids=IDS).logits
 
     logits(model)
@@ -123,31 +121,19 @@ def test_outside_of_casts_no_cast_is_kept():
 
 
 def test_siblings_that_read_another_input_compute_for_themselves():
-    class Cross(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q_proj, self.k_proj, self.v_proj = (
-                nn.Linear(4, 4),
-                nn.Linear(4, 2),
-                nn.Linear(4, 2),
-            )
-
-    module, own, other = Cross(), torch.randn(3, 4), torch.randn(3, 4)
-    expected = [module.q_proj(own), module.k_proj(other), module.v_proj(own)]
+    module, own, other = nn.Module(), torch.randn(3, 4), torch.randn(3, 4)
+    for name, width in (("q_proj", 4), ("k_proj", 2), ("v_proj", 2)):
+        setattr(module, name, nn.Linear(4, width))
+    inputs = {"q_proj": own, "k_proj": other, "v_proj": own}
+    expected = {name: getattr(module, name)(states) for name, states in inputs.items()}
     fuse_projections(module)
-    torch.testing.assert_close(
-        [module.q_proj(own), module.k_proj(other), module.v_proj(own)], expected
-    )
-    torch.testing.assert_close(
-        module.v_proj(own), expected[2]
-    )  # asked again, with nothing left for it
+    for name in (*inputs, "v_proj"):  # asked again, with nothing left for it
+        torch.testing.assert_close(getattr(module, name)(inputs[name]), expected[name])
     changed = own.clone()
     module.q_proj(changed)
     changed += 1
-    torch.testing.assert_close(
-        module.v_proj(changed),
-        torch.nn.functional.linear(changed, module.v_proj.weight, module.v_proj.bias),
-    )
+    plain = nn.functional.linear(changed, module.v_proj.weight, module.v_proj.bias)
+    torch.testing.assert_close(module.v_proj(changed), plain)
 
 
 def test_what_is_more_than_a_plain_linear_layer_is_left_alone():

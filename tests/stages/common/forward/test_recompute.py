@@ -116,13 +116,6 @@ def test_less_is_kept():
     assert after[1] <= 64 * (2 * 24 + 16) * 4 + weights
 
 
-class _Shifted(LlamaRMSNorm):
-    """A norm by its attributes, of another formula."""
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return super().forward(states) + 1
-
-
 class _Silenced(LlamaRMSNorm):
     """A norm with a gate, as some state space models have it."""
 
@@ -138,7 +131,7 @@ class _Swapped(LlamaMLP):
 
 
 def test_what_computes_something_else_under_these_names_stays_as_it_is():
-    modules = nn.ModuleList([_Shifted(16), _Silenced(16), _Swapped(LlamaConfig(**SIZES))])
+    modules = nn.ModuleList([_Silenced(16), _Swapped(LlamaConfig(**SIZES))])
     modules += [Clamped(LlamaConfig(**SIZES)), Clipped(64)]  # where states stand out
     assert fuse_modules(modules) == 0
     assert not any("forward" in vars(module) for module in modules)
@@ -151,12 +144,9 @@ def _block() -> Block:
 
 
 def test_attention_keeps_its_weights_once_in_the_dtype_of_the_values():
-    query, key, value = (
-        torch.randn(2, 6, 8, 4),
-        torch.randn(2, 3, 16, 4),
-        torch.randn(2, 3, 16, 4).bfloat16(),
-    )
-    tensors = [each.requires_grad_() for each in (query, key, value)]
+    query, key, value = (torch.randn(2, *shape, 4) for shape in ((6, 8), (3, 16), (3, 16)))
+    value = value.bfloat16()
+    tensors = [states.requires_grad_() for states in (query, key, value)]
     kept = _kept(lambda: attend_by_products(*tensors, _block(), None, 0.5))
     assert kept == 2 * (2 * 6 * 8 * 16 + query.numel() + key.numel() + value.numel())
 
