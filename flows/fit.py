@@ -94,7 +94,7 @@ def parse_machine(text: str) -> Machine:
             f"expected one of {', '.join(_MEBIBYTES)}, such as h100 or h100:8",
             next=f"name --gpu {near[0]}" if near else "name a GPU of the list",
         )
-    if count and not (re.fullmatch("[0-9]{1,4}", count) and 1 <= int(count) <= 1024):
+    if count and not (re.fullmatch("[1-9][0-9]{0,3}", count) and int(count) <= 1024):
         raise ConfigError(
             f"--gpu {printable(text)}",
             "expected a number of GPUs of one host behind the colon",

@@ -6,8 +6,8 @@ import hashlib
 import pickle
 import subprocess
 import sys
-import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -301,15 +301,9 @@ def often_switched():
 
 def test_threads_may_parse_at_once(often_switched):
     """With `ast.parse` itself three of four threads end in a SystemError on Python 3.11."""
-    parsed = []
 
-    def parse():
-        for _ in range(50):
-            parsed.append(len(parse_python("x = (1, [2, {3: f(4)}])\n" * 20).body))
+    def parse(_):
+        return [len(parse_python("x = (1, [2, {3: f(4)}])\n" * 20).body) for _ in range(50)]
 
-    threads = [threading.Thread(target=parse) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert parsed == [20] * 200
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(parse, range(4))] == [[20] * 50] * 4
