@@ -114,7 +114,7 @@ def load_model(
     model = load_pretrained(*source, dtype=dtype)
     if base is not None:
         exact = model if dtype == torch.float32 else load_pretrained(*source, dtype=torch.float32)
-        _put_adapter_on(model, exact, version)
+        put_adapter_on(model, exact, version)
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -126,7 +126,7 @@ def load_model(
     return model.to(device).eval()
 
 
-def _put_adapter_on(model: nn.Module, exact: nn.Module, policy: Version) -> None:
+def put_adapter_on(model: nn.Module, exact: nn.Module, policy: Version) -> None:
     """Write base weights plus the adapter of `policy` into `model`, rounded to its dtype.
 
         W + (alpha / rank) · B A, as peft merges
