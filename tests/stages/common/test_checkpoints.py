@@ -267,6 +267,7 @@ def test_a_template_is_text_in_utf_8(store, folder):
         ("config.json", {"hidden_size": "wide"}, "cannot be loaded"),
         ("config.json", {"model_type": "no such"}, "no text model of type"),
         ("tokenizer.json", {"model": {"type": "no such"}}, "a/policy@0"),
+        ("tokenizer.json", {"pre_tokenizer": 7}, "a/policy@0"),
         ("tokenizer_config.json", {"tokenizer_class": "LlamaForCausalLM"}, "a/policy@0"),
         ("tokenizer_config.json", {"eos_token": {"a": 1}}, "a/policy@0"),
     ],
