@@ -28,7 +28,7 @@ from quiver.schemas.manifest import digest
 from quiver.schemas.refs import parse
 from quiver.stages.common import ranks
 from quiver.stages.common.config import Config
-from quiver.stages.common.launched import is_led
+from quiver.stages.common.ranks import is_led
 from quiver.stages.common.runtime.call import Call, Outcome
 from quiver.stages.common.runtime.runner import find
 from quiver.stages.common.runtime.stage import Refs, load

@@ -27,7 +27,7 @@ from quiver.schemas.errors import (
     printable,
     unexpected,
 )
-from quiver.stages.common.launched import is_led
+from quiver.stages.common.ranks import is_led
 
 from .commands import (
     cleaning,

@@ -4,8 +4,8 @@
     for need in estimate.needs():
         estimate.fits(need) or estimate.remedies(need)
 
-stages/common/memory.py has the bytes that are held at once. Here are bytes moved and FLOPs per
-iteration, and seconds on paper, as if a GPU reached its data sheet.
+stages/common/memory.py has the bytes that a process holds at once. Here are the machine, the size
+of an iteration, and the settings with which a stage would fit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -26,7 +26,6 @@ import torch
 
 from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.stages.common import memory
-from quiver.stages.common.forward.logprob_head import GPU_CHUNK_BYTES
 from quiver.stages.common.forward.policy import token_budget
 from quiver.stages.common.forward.precision import resolve
 from quiver.stages.common.models.checkpoints import find_folder, locate
@@ -53,18 +52,11 @@ _DEVICES = (torch.device("cpu"), torch.device("cuda"))
 
 @dataclass(frozen=True)
 class Machine:
-    """One kind of device, and their number. The name "cpu" means this host, whose speed is
-    unknown."""
+    """One kind of device, and their number. The name "cpu" means this host."""
 
     name: str
     memory: int
     """Bytes of one device."""
-    bf16_flops: float = 0.0
-    """FLOP/s of bfloat16 products with float32 sums."""
-    fp32_flops: float = 0.0
-    """FLOP/s of IEEE float32 products."""
-    bandwidth: float = 0.0
-    """Bytes per second of the device's own memory."""
     count: int = 1
 
     @property
@@ -72,20 +64,19 @@ class Machine:
         return self.name != "cpu"
 
 
-_DATA_SHEETS = {
-    "a10": (23028, 125, 31.2, 0.600),
-    "a100": (81920, 312, 19.5, 2.039),
-    "a100-40gb": (40960, 312, 19.5, 1.555),
-    "b200": (183359, 2250, 80, 8.0),
-    "h100": (81559, 989, 67, 3.35),
-    "h200": (143771, 989, 67, 4.8),
-    "l4": (23034, 121, 30.3, 0.300),
-    "l40s": (46068, 362, 91.6, 0.864),
-    "rtx3090": (24576, 71, 35.6, 0.936),
-    "rtx4090": (24564, 165, 82.6, 1.008),
+_MEBIBYTES = {
+    "a10": 23028,
+    "a100": 81920,
+    "a100-40gb": 40960,
+    "b200": 183359,
+    "h100": 81559,
+    "h200": 143771,
+    "l4": 23034,
+    "l40s": 46068,
+    "rtx3090": 24576,
+    "rtx4090": 24564,
 }
-"""Of each GPU: MiB as nvidia-smi shows them; TFLOP/s of bfloat16 and of float32, without sparsity;
-and TB/s."""
+"""Memory of each GPU, as nvidia-smi shows it."""
 
 
 def this_host() -> Machine:
@@ -96,21 +87,20 @@ def this_host() -> Machine:
 def parse_machine(text: str) -> Machine:
     """Parse `h100`, or `h100:8` for eight GPUs. Raises ConfigError."""
     name, _, count = text.lower().partition(":")
-    if name not in _DATA_SHEETS:
-        near = difflib.get_close_matches(name, _DATA_SHEETS, 1, 0.5)
+    if name not in _MEBIBYTES:
+        near = difflib.get_close_matches(name, _MEBIBYTES, 1, 0.5)
         raise ConfigError(
             f"--gpu {printable(text)}",
-            f"expected one of {', '.join(_DATA_SHEETS)}, such as h100 or h100:8",
+            f"expected one of {', '.join(_MEBIBYTES)}, such as h100 or h100:8",
             next=f"name --gpu {near[0]}" if near else "name a GPU of the list",
         )
-    if count and not (re.fullmatch("[0-9]{1,4}", count) and 1 <= int(count) <= 1024):
+    if count and not (re.fullmatch("[1-9][0-9]{0,3}", count) and int(count) <= 1024):
         raise ConfigError(
             f"--gpu {printable(text)}",
             "expected a number of GPUs of one host behind the colon",
             next=f"name --gpu {name}:8, say",
         )
-    mebibytes, *speeds = _DATA_SHEETS[name]
-    return Machine(name, mebibytes * 2**20, *(speed * 1e12 for speed in speeds), int(count or 1))
+    return Machine(name, _MEBIBYTES[name] * 2**20, int(count or 1))
 
 
 # -- the model, and the size of an iteration
@@ -172,11 +162,6 @@ class Workload:
         keys = self.rollouts * (self.prompt_tokens + self.completion_tokens - 1)
         return (self.prompts * self.prompt_tokens + keys) / self.passed_tokens
 
-    @property
-    def predicted_share(self) -> float:
-        """Share of the tokens read that predict a completion token."""
-        return self.rollouts * self.completion_tokens / self.passed_tokens
-
 
 def workload_of(recipe: Recipe) -> Workload:
     """Return the workload of the run's newest rollouts if there are any, else of the recipe's keys.
@@ -225,12 +210,6 @@ class Need:
     on_gpu: bool
     memory: Mapping[str, float]
     """Bytes by use."""
-    flops: float = 0.0
-    """FLOPs per iteration, on all devices."""
-    moved: float = 0.0
-    """Bytes moved per iteration, on all devices; 0 on a CPU."""
-    seconds: float | None = None
-    """Seconds per iteration on paper; None on a CPU."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -270,9 +249,9 @@ class Estimate:
             devices = engine_gpus(model.engine_args) if on_gpu else 1
             needs.append(Need(f"reward ({model.name})", devices, on_gpu, held))
         if config.kl_coef > 0:
-            needs.append(self.scoring(recipe.logprobs_config("ref")))
+            needs.append(self.scoring(recipe.logprobs.for_role("ref")))
         if recipe.logprobs.prox or config.needs_prox:
-            needs.append(self.scoring(recipe.logprobs_config("prox")))
+            needs.append(self.scoring(recipe.logprobs.for_role("prox")))
         return [*needs, self.training(config)]
 
     def training(self, config: OptimizeConfig) -> Need:
@@ -295,21 +274,8 @@ class Estimate:
             recomputes=config.activation_checkpointing,
             ranks=ranks if config.shard else 1,
         )
-        # Forward, gradients of states, gradients of weights; adapters have few weight gradients.
-        passes = (3 if rank is None else 2) + config.activation_checkpointing
-        steps = config.epochs * config.minibatches
-        micro_batches = max(1, round(in_step / tokens))
-        width = 4 if precision == "fp32" else 2
-        moved = steps * micro_batches * self.moved(in_step / micro_batches, width)
-        # AdamW reads four numbers per weight and writes three. Clipping reads and writes the
-        # gradient, and so does each further micro-batch, with its own.
-        of_weight = 28 + 8 + 12 * (micro_batches > 1)
-        moved += steps * memory.trained_weights(self.shape, rank) * of_weight
-        notes = [f"micro-batches of {tokens:.0f} tokens, {precision}"]
-        if ranks > 1:
-            notes.append("what travels between the ranks is not counted")
-        need = Need("optimize", ranks, on_gpu, held, notes=tuple(notes))
-        return self._timed(need, self._forward_flops() * config.epochs * passes, moved, width)
+        note = f"micro-batches of {tokens:.0f} tokens, {precision}"
+        return Need("optimize", ranks, on_gpu, held, (note,))
 
     def scoring(self, config: LogprobsConfig) -> Need:
         """Return the needs of a logprobs stage."""
@@ -325,12 +291,7 @@ class Estimate:
             keys_per_token=work.keys_per_token,
         )
         devices = self._devices(1, math.ceil(work.rollouts / ROWS_PER_SHARD))
-        micro_batches = math.ceil(work.passed_tokens / tokens)
-        width = 4 if precision == "fp32" else 2
-        # A third of the bytes that forward and backward move.
-        moved = micro_batches * self.moved(work.passed_tokens / micro_batches, width) / 3
-        need = Need(f"logprobs ({config.role})", devices, on_gpu, held)
-        return self._timed(need, self._forward_flops(), moved, width)
+        return Need(f"logprobs ({config.role})", devices, on_gpu, held)
 
     def sampling(self, config: GenerateConfig) -> Need:
         """Return the needs of the generate stage with vLLM or transformers."""
@@ -342,8 +303,7 @@ class Estimate:
         uses_split = on_gpu and config.engine == "vllm"
         split = memory.split_of(options) if uses_split else 1
         of_engine = engine_gpus(options) if uses_split else 1
-        shards = math.ceil(work.rollouts / config.rows_per_shard)
-        devices = self._devices(of_engine, shards)
+        devices = self._devices(of_engine, math.ceil(work.rollouts / config.rows_per_shard))
         dtype = config.dtype
         if dtype == "auto":
             has_bfloat16 = on_gpu or torch.cpu.get_capabilities().get("avx512_bf16")
@@ -368,23 +328,8 @@ class Estimate:
         if uses_split:
             mean_tokens = work.prompt_tokens + work.completion_tokens
             together = int(min(held["cache"] * split // (of_token * mean_tokens), together))
-        notes = [f"up to {together} rollouts are decoded together, in {dtype}"]
-        if devices < self._devices(of_engine, work.rollouts):
-            notes.append(
-                f"{shards} shard{'s' if shards > 1 else ''} of generate.rows_per_shard = "
-                f"{config.rows_per_shard} keep no more GPUs busy"
-            )
-        batch = max(1.0, min(together, work.rollouts * split / devices))
-        sampled = work.rollouts * work.completion_tokens
-        keys = work.prompt_tokens + work.completion_tokens / 2
-        prompts = work.prompts * work.prompt_tokens
-        # Each prompt is read once, and has logits only at its end.
-        flops = 2 * shape.multiplied * (prompts + sampled) + 2 * shape.head * sampled
-        pairs = prompts * work.prompt_tokens / 2 + sampled * keys
-        flops += 4 * shape.layers * shape.attention * pairs
-        moved = sampled / batch * shape.weights * width + sampled * keys * of_token
-        need = Need("generate", devices, on_gpu, held, notes=tuple(notes))
-        return self._timed(need, flops, moved, width)
+        note = f"up to {together} rollouts are decoded together, in {dtype}"
+        return Need("generate", devices, on_gpu, held, (note,))
 
     def uses_gpu(self, device: str) -> bool:
         """True if a stage with this `device` runs on the GPUs; else it runs on this host's CPU."""
@@ -405,54 +350,6 @@ class Estimate:
         """Return the tokens of a micro-batch: a rollout is never split."""
         budget = budget or token_budget(_DEVICES[on_gpu])
         return max(min(budget, in_step), self.work.longest)
-
-    def _forward_flops(self) -> float:
-        """Return the FLOPs of a forward pass over all rollouts."""
-        shape = self.shape
-        tokens = self.work.passed_tokens
-        predicted = tokens * self.work.predicted_share
-        mean_keys = self.work.prompt_tokens + self.work.completion_tokens / 2
-        attention = 4 * shape.layers * shape.attention * mean_keys * tokens
-        return 2 * shape.multiplied * tokens + 2 * shape.head * predicted + attention
-
-    def moved(self, tokens: float, width: int) -> float:
-        """Return the bytes that a micro-batch moves, forward and backward.
-
-        Args:
-            tokens: Tokens of the micro-batch.
-            width: Bytes of an input of a product.
-        """
-        shape = self.shape
-        # Each product runs three times: forward, and for both gradients. Each kernel's reads and
-        # writes are in the products' width, except the stream between layers, which is float32.
-        numbers = (
-            3 * shape.product_sides
-            + 9 * shape.intermediate  # gates: 3 numbers forward, 6 backward
-            + 6 * shape.attention + 8 * shape.keys  # joined, then turned by position and back
-            + 6 * (shape.attention + shape.keys * self.work.keys_per_token)
-        )  # fmt: skip
-        stream = 88 * shape.hidden  # two norms and two sums, forward and backward
-        of_layer = width * numbers + stream
-        # The weights' gradient is float32, and so are the weights that autocast casts.
-        casts = 6 if width == 2 else 0
-        of_weights = (2 * width + 4 + casts) * shape.multiplied
-        # Logits are computed twice, read in float32, read and written again. A chunk reads the head
-        # three times and adds to its gradient.
-        predicted = tokens * self.work.predicted_share
-        chunks = math.ceil(predicted * 4 * shape.vocabulary / GPU_CHUNK_BYTES)
-        logits = (6 * width + 10) * predicted * shape.vocabulary
-        of_head = (7 * width * chunks + casts + 16) * shape.head
-        embedding = 24 * tokens * shape.hidden
-        return tokens * shape.layers * of_layer + of_weights + logits + of_head + embedding
-
-    def _timed(self, need: Need, flops: float, moved: float, width: int) -> Need:
-        """Return `need` with its FLOPs and, on a GPU, the bytes moved and seconds on paper."""
-        if not need.on_gpu:
-            return replace(need, flops=flops)
-        machine = self.machine
-        speed = machine.bf16_flops if width == 2 else machine.fp32_flops
-        seconds = max(flops / speed, moved / machine.bandwidth) / need.devices
-        return replace(need, flops=flops, moved=moved, seconds=seconds)
 
     # -- does it fit
 

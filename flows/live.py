@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
-from quiver.stages.common.launched import is_led
+from quiver.stages.common.ranks import is_led
 
 if TYPE_CHECKING:
     from rich.console import Console

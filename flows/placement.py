@@ -14,7 +14,7 @@ from pathlib import Path
 from quiver.schemas.errors import ConfigError, ResourceError
 from quiver.stages.common import ranks
 from quiver.stages.common.config import Config
-from quiver.stages.common.launched import are_launched
+from quiver.stages.common.ranks import are_launched
 from quiver.stages.common.runtime.call import Where
 from quiver.stages.generate.engine import ENGINES
 

@@ -25,8 +25,8 @@ from filelock import FileLock, Timeout
 
 from quiver.schemas.errors import ConfigError, SecurityError, printable
 from quiver.stages.common import ranks
-from quiver.stages.common.launched import are_launched, is_led
 from quiver.stages.common.models.devices import engine_gpus
+from quiver.stages.common.ranks import are_launched, is_led
 from quiver.stages.common.runtime.call import Call
 from quiver.stages.common.runtime.subprocesses import Stopped
 

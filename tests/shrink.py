@@ -10,9 +10,9 @@ configs of transformers share. If the shrunk sizes do not fit together, building
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
+from quiver.stages.common.models.loading import configs_of
 from quiver.stages.common.models.small import keep_layers
 
 VOCABULARY = 96
@@ -56,50 +56,30 @@ _NAMES = {
 }
 """Upper limit of each size. Widths that determine rotary frequencies are not among them."""
 _MOST = {name: most for most, names in _NAMES.items() for name in names.split()}
-_LAYERS = (
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "num_blocks",
-    "encoder_layers",
-    "decoder_layers",
-    "num_encoder_layers",
-    "num_decoder_layers",
-    "num_layers_per_stack",
+_LAYERS, _QUERY_HEADS, _KEY_HEADS = (
+    names.split()
+    for names in (
+        """
+        num_hidden_layers n_layer n_layers num_layers num_blocks encoder_layers decoder_layers
+        num_encoder_layers num_decoder_layers num_layers_per_stack
+        """,
+        """
+        num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads
+        decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads
+        swa_num_attention_heads
+        """,
+        "num_key_value_heads num_kv_heads swa_num_key_value_heads kv_n_heads",
+    )
 )
-_QUERY_HEADS = (
-    "num_attention_heads",
-    "n_head",
-    "n_heads",
-    "num_heads",
-    "attention_heads",
-    "encoder_attention_heads",
-    "decoder_attention_heads",
-    "num_encoder_attention_heads",
-    "num_decoder_attention_heads",
-    "swa_num_attention_heads",
-)
-_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "kv_n_heads")
 _PERIODS = ("_period", "_interval", "_every_n_layers", "_pattern", "_interleave_step")
 
 
 def shrink(config: Any) -> Any:
     """Return a copy of `config` with tiny sizes, including the configs inside it."""
     tiny = copy.deepcopy(config)
-    for part in parts(tiny):
+    for part in [*configs_of(tiny)]:
         _shrink(part)
     return tiny
-
-
-def parts(config: Any) -> Iterator[Any]:
-    """Yield `config` and the configs inside it; a composite model has one for each part."""
-    from transformers import PreTrainedConfig
-
-    if isinstance(config, PreTrainedConfig):
-        yield config
-        for inner in list(vars(config).values()):
-            yield from parts(inner)
 
 
 def _shrink(config: Any) -> None:
@@ -191,7 +171,7 @@ def _mamba_heads(sizes: dict[str, Any]) -> dict[str, int]:
     return {name: size for name, size in smaller.items() if name in sizes}
 
 
-def _first_count(sizes: dict[str, Any], names: tuple[str, ...]) -> int | None:
+def _first_count(sizes: dict[str, Any], names: list[str]) -> int | None:
     return next((sizes[name] for name in names if _is_count(sizes.get(name))), None)
 
 

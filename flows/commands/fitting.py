@@ -25,7 +25,7 @@ def fit(
     settings: Settings = None,
 ) -> None:
     """Estimate what each stage needs of a machine. Also shows settings that would make it fit. Only
-    shapes are used: nothing runs, no weight is read, and seconds are on paper."""
+    shapes are used: nothing runs, and no weight is read."""
     from quiver.stages.common.memory import shape_of
 
     from .. import fit
@@ -52,9 +52,6 @@ def fit(
                 "devices": need.devices,
                 "bytes": round(need.bytes),
                 "parts": {name: round(count) for name, count in need.memory.items()},
-                "flops": need.flops,
-                "moved_bytes": need.moved,
-                "paper_seconds": need.seconds,
                 "notes": list(need.notes),
                 "fits": is_fit,
                 "fits_with": [
@@ -93,11 +90,6 @@ def _in_lines(estimate: Estimate, need: Need, remedies: list[tuple[str, Need]]) 
     yield f"{need.stage:<16} {_gb(need.bytes):>6} GB{per_device}{verdict}: {memory}"
     for note in need.notes:
         yield f"    {note}"
-    if need.seconds is not None:
-        yield (
-            f"    {need.flops / 1e12:,.1f} TFLOP, {need.moved / 1e12:,.2f} TB moved: "
-            f"{need.seconds:,.1f} s an iteration on paper, at {machine.name}'s full speed"
-        )
     if not is_enough:
         yield f"    asks for {need.devices} GPUs, and there are {machine.count}"
     for setting, changed in remedies:

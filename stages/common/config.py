@@ -252,8 +252,8 @@ def _place(cls: type[BaseModel], location: tuple[int | str, ...], prefix: list[s
 def _similar_keys(cls: type[BaseModel], place: _Place, key: str, prefix: list[str]) -> list[str]:
     """Return the paths that an unknown key may stand for.
 
-    These are a key of the same section with these initials (lr: learning_rate) or with a similar
-    spelling, or keys of that name in other sections.
+    These are a key of the same section with a similar spelling, or keys of that name in other
+    sections.
     """
     all_paths = [".".join([*prefix, entry.path]) for entry in keys_of(cls)]
     meant = KEYS.get(key, "")
@@ -261,17 +261,14 @@ def _similar_keys(cls: type[BaseModel], place: _Place, key: str, prefix: list[st
     if meant in all_paths or meant.rpartition(".")[0] in all_paths:
         return [meant]
     names = list(getattr(place.section, "model_fields", {}))
-    for name in names:
-        if "_" in name and key.lower() == "".join(word[:1] for word in name.split("_")):
-            return [".".join([*place.names, name])]
-    near = difflib.get_close_matches(key, names, 1, 0.5)
-    beside = [".".join([*place.names, name]) for name in near]
-    if near and difflib.SequenceMatcher(None, key, near[0]).ratio() > _SURE:
-        return beside
     leaves = [path.rpartition(".")[2] for path in all_paths]
-    similar = difflib.get_close_matches(key, leaves, 1, _SURE)
-    elsewhere = [path for path in all_paths if path.rpartition(".")[2] in similar]
-    return elsewhere[:3] or beside
+    for similarity, known in ((_SURE, names), (_SURE, leaves), (0.5, names)):
+        near = difflib.get_close_matches(key, known, 1, similarity)
+        if near and known is names:
+            return [".".join([*place.names, *near])]
+        if near:
+            return [path for path in all_paths if path.rpartition(".")[2] in near][:3]
+    return []
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

@@ -56,34 +56,16 @@ class Shape:
     hidden: int
     intermediate: int
     """Width of the MLP; with experts, of all experts a token is routed to."""
-    experts: int
-    """Experts per layer; 0: no experts."""
     heads: int
     """Attention heads; tensor parallelism splits them evenly."""
     attention: int
     """Width of all heads' queries together."""
     keys: int
     """Width of all heads' keys together, and of their values."""
-    vocabulary: int
 
     @property
     def in_layers(self) -> int:
         return self.weights - self.outside_layers
-
-    @property
-    def multiplied(self) -> int:
-        """Weights that each token is multiplied with: the layers', counting only the experts in
-        use."""
-        if not self.experts:
-            return self.in_layers
-        return self.layers * (
-            2 * self.hidden * (self.attention + self.keys) + 3 * self.hidden * self.intermediate
-        )
-
-    @property
-    def product_sides(self) -> int:
-        """Summed widths of inputs and outputs of one layer's products, per token."""
-        return 4 * self.hidden + 2 * (self.attention + self.keys) + 3 * self.intermediate
 
 
 def shape_of(config: transformers.PreTrainedConfig) -> Shape:
@@ -127,11 +109,9 @@ def shape_of(config: transformers.PreTrainedConfig) -> Shape:
         layers=len(layers),
         hidden=text.hidden_size,
         intermediate=intermediate,
-        experts=experts,
         heads=heads,
         attention=heads * head_width,
         keys=(first("num_key_value_heads") or heads) * head_width,
-        vocabulary=len(head),
     )
 
 
@@ -197,9 +177,13 @@ def training(
         recomputes: True with activation checkpointing: layers keep only their inputs.
         ranks: Processes that shard weights, gradients and moments.
     """
-    trained = trained_weights(shape, lora_rank)
+    trained = shape.weights
     weights = _weights(shape, precision)
     if lora_rank is not None:
+        # Queries, keys, values, gate and up each have their own adapter input, which a joint
+        # product reads only once.
+        sides = 7 * shape.hidden + 2 * (shape.attention + shape.keys) + 3 * shape.intermediate
+        trained = lora_rank * sides * shape.layers
         if precision == "bf16":  # a frozen product's weights are bfloat16 alone
             weights -= 4 * shape.in_layers + (2 if shape.is_tied else 4) * shape.head
         weights += 4 * trained
@@ -223,15 +207,6 @@ def training(
         of_layers = 4 * shape.hidden * shape.layers + of_layer
     memory["activations"] = tokens * of_layers
     return memory | {"logits": _logits(on_gpu), "libraries": _TRAINING_LIBRARIES[on_gpu]}
-
-
-def trained_weights(shape: Shape, lora_rank: int | None) -> int:
-    """Return the number of trained weights: all, or with a rank those of the adapters."""
-    if lora_rank is None:
-        return shape.weights
-    # Queries, keys, values, gate and up each have their own adapter input, which a joint product
-    # reads only once.
-    return lora_rank * (shape.product_sides + 3 * shape.hidden) * shape.layers
 
 
 def scoring(

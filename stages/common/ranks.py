@@ -12,6 +12,8 @@ agent. The keeper watches it, so no rank outlives it, and it ends as its ranks d
         ├── python -m quiver.stages optimize FOLDER --rank      RANK=0: writes the versions
         └── python -m quiver.stages optimize FOLDER --rank      RANK=1
 
+Commands import this module early, so it imports nothing heavy before a function needs it.
+
 Not of the spine: the output of a stage does not depend on how its ranks were started.
 """
 
@@ -29,10 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from quiver.schemas.errors import QuiverError, ResourceError
-from quiver.stages.common.launched import are_launched
-from quiver.stages.common.runtime.stage import load
-from quiver.stages.common.runtime.subprocesses import GRACE_SECONDS, ending
 
+LAUNCHERS = ("WORLD_SIZE", "ACCELERATE_NUM_PROCESSES")
+"""Environment variables of launchers. If one is set, the ranks were started already."""
 _LOST_PEER = re.compile(
     r"gloo/|NCCL|Dist(Network|Backend|Store)Error|Connection (reset|closed|refused)|Broken pipe"
 )
@@ -41,8 +42,23 @@ _PEERS = "the other ranks"
 """Object of an error that only says that they are gone."""
 
 
+def are_launched() -> bool:
+    """Return True if a launcher started this process as one of several ranks."""
+    return any(os.environ.get(name) for name in LAUNCHERS)
+
+
+def is_led() -> bool:
+    """Return True if a launcher started this process as a rank beside rank 0, which speaks for all.
+
+    A RANK that something else left in the environment counts for nothing.
+    """
+    return are_launched() and (os.environ.get("RANK") or "0") != "0"
+
+
 def can_share(stage: str) -> bool:
     """Return True if several ranks share the work of `stage`; rank 0 does any other stage alone."""
+    from quiver.stages.common.runtime.stage import load
+
     return getattr(load(stage), "RANKS", False)
 
 
@@ -95,6 +111,8 @@ def launch(command: list[str], answer: Path, count: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from quiver.stages.common.runtime.subprocesses import GRACE_SECONDS, ending
+
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
     # saves gloo from finding out the name by which other hosts know this one
@@ -130,9 +148,9 @@ def launch(command: list[str], answer: Path, count: int) -> int:
         if error is not None:
             is_typed = error["code"] != "E-INTERNAL"
             (lost if error["object"] == _PEERS else typed if is_typed else defects).append(path)
-    # the agent ends those that are left by SIGTERM
-    killed = [one for one in failures if one.exitcode < 0 and -one.exitcode != signal.SIGTERM]
-    if killed and not typed and not defects:  # it may also end those by SIGKILL
+    # the agent ends the remaining ranks by SIGTERM
+    killed = [rank for rank in failures if rank.exitcode < 0 and -rank.exitcode != signal.SIGTERM]
+    if killed and not typed and not defects:  # it may also end them by SIGKILL
         rank = killed[0].local_rank
         code = killed[0].exitcode
         print(f"rank {rank} of {count} was ended {ending(code)}", file=sys.stderr)

@@ -20,8 +20,7 @@ from typing import Any
 
 from quiver.stages.common import plugins
 from quiver.stages.common.models import checkpoints
-from quiver.stages.common.models.loading import verify_model
-from quiver.stages.common.models.merging import base_of
+from quiver.stages.common.models.loading import base_of, verify_model
 from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import Writer

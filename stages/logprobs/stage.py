@@ -24,8 +24,7 @@ import pyarrow.compute as pc
 
 from quiver.schemas.errors import LineageError, NumericError, printable
 from quiver.stages.common.models import checkpoints
-from quiver.stages.common.models.loading import check_rows, short_of_memory
-from quiver.stages.common.models.merging import base_of
+from quiver.stages.common.models.loading import base_of, check_rows, short_of_memory
 from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer

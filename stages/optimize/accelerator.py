@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common.launched import VARIABLES
 from quiver.stages.common.models.devices import uses_gpu
 from quiver.stages.common.models.loading import load_as_stored
+from quiver.stages.common.ranks import LAUNCHERS
 from quiver.stages.common.runtime.runner import quiver_version
 
 from .checks import check_trackers
@@ -78,7 +78,7 @@ def make_accelerator(config: Config, plan: Plan | None = None) -> Accelerator:
             f"expected plain ranks, found {accelerator.distributed_type.value}",
             next="launch with torchrun, and with no variable ACCELERATE_USE_* set",
         )
-    launched = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+    launched = {name: os.environ[name] for name in LAUNCHERS if os.environ.get(name)}
     processes = config.processes or int(next(iter(launched.values()), 1))
     if accelerator.num_processes != processes:
         told = ", ".join(f"{name} = {count}" for name, count in launched.items())

@@ -172,8 +172,7 @@ def _load_trainer(
     import torch
 
     from quiver.stages.common.forward.pictures import sight
-    from quiver.stages.common.models.loading import load_model
-    from quiver.stages.common.models.merging import base_of
+    from quiver.stages.common.models.loading import base_of, load_model
 
     from . import critic
     from .accelerator import trainer_of

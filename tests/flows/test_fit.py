@@ -151,7 +151,6 @@ def test_the_command_line_ends_with_7_if_a_stage_does_not_fit(tmp_path):
     assert (optimize["stage"], optimize["fits"], optimize["devices"]) == ("optimize", False, 3)
     for stage in answer["stages"]:
         assert stage["bytes"] == pytest.approx(sum(stage["parts"].values()), abs=5)
-        assert stage["paper_seconds"] > 0
     assert [way["settings"] for way in optimize["fits_with"]] == [
         "optimize.processes = 2, optimize.shard = true",
         "optimize.processes = 2, optimize.shard = true, optimize.token_budget = 512, "
@@ -163,15 +162,14 @@ def test_the_command_line_ends_with_7_if_a_stage_does_not_fit(tmp_path):
 # -- what is estimated
 
 
-COUNTS = ("none", "0", "1025", "\N{FULLWIDTH DIGIT ONE}", "1" * 5000)
-
-
 @pytest.mark.parametrize(
     ("text", "message", "advice"),
     [
         ("h10", "expected one of a10, a100", "name --gpu h100"),
         ("cpu", "expected one of a10, a100", "name a GPU of the list"),
-        *((f"h100:{count}", "number of GPUs", "name --gpu h100:8, say") for count in COUNTS),
+        ("h100:0", "number of GPUs", "name --gpu h100:8, say"),
+        ("h100:1025", "number of GPUs", "name --gpu h100:8, say"),
+        ("h100:\N{FULLWIDTH DIGIT ONE}", "number of GPUs", "name --gpu h100:8, say"),
     ],
 )
 def test_a_machine_that_is_not_known_is_refused(text, message, advice):
@@ -255,7 +253,6 @@ def test_devices_are_those_that_whole_engines_and_shards_use(
         generate={"options": options, "rows_per_shard": rows_per_shard},
     )
     assert need.devices == devices
-    assert ("2 shards of" in " ".join(need.notes)) == (rows_per_shard == 512)
     every = estimate("h100:4", placement={"devices": "all"})  # 1,024 rollouts, 256 in a shard
     assert every.scoring(LogprobsConfig(role="ref")).devices == 4
 
@@ -279,41 +276,6 @@ def test_vllm_decodes_fewer_together_on_an_a100():
 def test_micro_batches_are_no_shorter_than_a_rollout():
     assert trained(token_budget=64).notes == ("micro-batches of 150 tokens, bf16",)
     assert trained(shard=True) == trained(), "one rank shares nothing"
-
-
-# -- on paper
-
-ONE_PASS = 2 * SEVEN.in_layers * (400 + 8 * 49) + 2 * SEVEN.head * 400 + 4 * 28 * 3584 * 125 * 792
-"""FLOPs over FEW: two a weight and token, four a number of attention's and key it meets."""
-
-
-def test_operations_are_counted_by_hand():
-    assert trained(epochs=2).flops == pytest.approx(2 * 3 * ONE_PASS)
-    assert trained(activation_checkpointing=True).flops == pytest.approx(4 * ONE_PASS)
-    assert trained(lora={}).flops == pytest.approx(2 * ONE_PASS)
-    scored = estimate(work=FEW).scoring(LogprobsConfig(role="ref"))
-    assert scored.flops == pytest.approx(ONE_PASS)
-    for precision, rate in {"bf16": 989e12, "fp32": 67e12}.items():
-        need = trained(work=LONG, precision=precision)
-        assert need.seconds == pytest.approx(max(need.flops / rate, need.moved / 3.35e12))
-    assert need.flops / 67e12 > 2 * need.moved / 3.35e12
-
-
-def test_sampling_on_paper():
-    """A prompt is read once; then each step of the engine reads all weights, and of each rollout
-    its keys and values."""
-    need = sampled(work=FEW)
-    products = 2 * SEVEN.in_layers * (400 + 400) + 2 * SEVEN.head * 400
-    attention = 4 * 28 * 3584 * (400 * 50 + 400 * 125)
-    assert need.flops == pytest.approx(products + attention)
-    weights, keys = 50 * SEVEN.weights * 2, 400 * 125 * 2 * 28 * 512 * 2
-    assert need.moved == pytest.approx(weights + keys)
-    assert need.seconds == pytest.approx(need.moved / 3.35e12)
-    work = Workload(1024, 8, 256, 1024, 1280, "the test")  # for as many at once as fit
-    one, two = (
-        sampled(name, work=work, placement={"devices": "all"}) for name in ("h100", "h100:2")
-    )
-    assert two.seconds == pytest.approx(one.seconds / 2, rel=0.01)
 
 
 # -- does it fit

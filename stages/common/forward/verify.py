@@ -16,7 +16,7 @@ import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -88,7 +88,7 @@ def choose_mode(
         policy.set_mode("single")
         with layers_in_float32(policy.model):
             try:
-                counts = [_comparable(sequences, row) for row in range(len(rows))]
+                counts = _comparable(sequences)
                 expected = [own_logprobs(policy, sequences, *pair) for pair in enumerate(counts)]
                 longest = counts.index(max(counts))
                 half = own_logprobs(policy, sequences, longest, (counts[longest] + 1) // 2)
@@ -130,16 +130,19 @@ def choose_mode(
     )
 
 
-def _comparable(sequences: Sequences, row: int) -> int:
-    """Return how many tokens of rollout `row` are compared.
+def _comparable(sequences: Sequences) -> list[int]:
+    """Return how many tokens of each rollout are compared.
 
     A sampled picture id ends them: the model's own pass would take it for a picture's position.
     """
-    completion = sequences.completions[row][:_MOST_TOKENS]
-    if sequences.pictures is not None:
-        sampled = (completion == sequences.pictures.token).nonzero()
-        completion = completion[: sampled[0, 0] if len(sampled) else None]
-    return len(completion)
+    counts = []
+    for row in sequences.completions:
+        completion = row[:_MOST_TOKENS]
+        if sequences.pictures is not None:
+            sampled = (completion == sequences.pictures.token).nonzero()
+            completion = completion[: sampled[0, 0] if len(sampled) else None]
+        counts.append(len(completion))
+    return counts
 
 
 def own_logprobs(policy: Policy, sequences: Sequences, row: int, count: int) -> Tensor:
@@ -239,13 +242,9 @@ def largest_gap(
 # -- the kernel
 
 
-@dataclass(frozen=True)
-class Call:
-    """Arguments of one attention call in a layer: queries [1, H, N, e], keys and values
-    [1, h, N, e], and the options."""
-
-    states: tuple[Tensor, Tensor, Tensor]
-    options: dict[str, Any]
+Call = tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]
+"""Arguments of one attention call in a layer: queries [1, H, N, e], keys and values [1, h, N, e],
+and the options."""
 
 
 def choose_kernel(policy: Policy, pieces: Sequence[Piece], sequences: Sequences) -> str:
@@ -278,7 +277,7 @@ def recorded() -> Iterator[dict[tuple, Call]]:
         states = queries.detach(), keys.detach(), values.detach()
         shapes = tuple(tensor.shape for tensor in states)
         kind = shapes, options.get("sliding_window"), options.get("scaling")
-        calls.setdefault(kind, Call(states, options))
+        calls.setdefault(kind, (states, options))
         return block_attention(
             module, queries, keys, values, attention_mask, layout=layout, **options
         )
@@ -291,18 +290,24 @@ def recorded() -> Iterator[dict[tuple, Call]]:
 
 
 def varlen_is_right(calls: Sequence[Call], layout: Layout) -> bool:
-    """True if the kernel for any lengths runs here and is right in each of `calls`; `layout` must
-    have runs."""
-    if any(call.states[2].dtype != torch.bfloat16 for call in calls):
+    """True if the kernel for any lengths runs here and is right in each of `calls`, compared with
+    blocks in float32; `layout` must have runs."""
+    if any(values.dtype != torch.bfloat16 for (_, _, values), _ in calls):
         return False
     try:
-        for call in calls:
-            error = _varlen_error(call, layout)
-            if not error <= _KERNEL_TOLERANCE:  # written so that NaN fails too
-                log.warning(
-                    "attention: varlen is wrong here by %.3f of the norm; using blocks", error
-                )
-                return False
+        for states, options in calls:
+            narrow = [tensor.to(torch.bfloat16) for tensor in states]
+            wide = [tensor.float() for tensor in narrow]
+            outputs = _attend(narrow, options, layout)
+            with torch.autocast(wide[0].device.type, enabled=False):
+                exact = _attend(wide, options, replace(layout, runs=None))
+            for output, expected in zip(outputs, exact, strict=True):
+                error = float((output.float() - expected).norm() / expected.norm())
+                if not error <= _KERNEL_TOLERANCE:  # written so that NaN fails too
+                    log.warning(
+                        "attention: varlen is wrong here by %.3f of the norm; using blocks", error
+                    )
+                    return False
     except Exception as error:  # Triton, its compilers and the driver raise many types
         if says_no_memory(error):
             raise
@@ -311,27 +316,12 @@ def varlen_is_right(calls: Sequence[Call], layout: Layout) -> bool:
     return True
 
 
-def _varlen_error(call: Call, layout: Layout) -> float:
-    """Return the largest difference of output and gradients from blocks in float32, as a share of
-    the norm."""
-    narrow = tuple(states.to(torch.bfloat16) for states in call.states)
-    wide = tuple(states.float() for states in narrow)
-    outputs = _pass(Call(narrow, call.options), layout)
-    with torch.autocast(wide[0].device.type, enabled=False):
-        exact = _pass(Call(wide, call.options), replace(layout, runs=None))
-    errors = [
-        (output.float() - expected).norm() / expected.norm()
-        for output, expected in zip(outputs, exact, strict=True)
-    ]
-    return float(torch.stack(errors).max())
-
-
-def _pass(call: Call, layout: Layout) -> list[Tensor]:
+def _attend(states: Sequence[Tensor], options: dict[str, Any], layout: Layout) -> list[Tensor]:
     """Return the output and, if gradients are enabled, the gradients of the states, for the same
     random output gradient each time."""
     with_gradients = torch.is_grad_enabled()
-    leaves = [states.detach().requires_grad_(with_gradients) for states in call.states]
-    output, _ = block_attention(None, *leaves, None, layout=layout, **call.options)
+    leaves = [tensor.detach().requires_grad_(with_gradients) for tensor in states]
+    output, _ = block_attention(None, *leaves, None, layout=layout, **options)
     if not with_gradients:
         return [output]
     generator = torch.Generator(output.device).manual_seed(0)

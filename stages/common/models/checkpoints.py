@@ -4,7 +4,7 @@ A policy version (a checkpoint) is a Hugging Face model directory that vLLM and 
 directly. What is not the model itself is in folders, because vLLM reads every *.safetensors at the
 top: `optimizer/` (its state), `adapter/` (LoRA), `value_head/` or `critic/` (the critic). If so
 configured, there are no weights at the top: the model is then its base with the adapter (see
-`merging`). Pickled weights and code inside a model are refused.
+`loading`). Pickled weights and code inside a model are refused.
 
     ref = run_stage("policy", {"model": "path/to/model"}, store, into="arith")     # arith/policy@0
     tokenizer = load_tokenizer(store.open(ref))

@@ -136,8 +136,9 @@ def _check_weights(folder: Path, title: str) -> None:
     index = folder / "model.safetensors.index.json"
     weights = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     if index.is_file():
-        shards = _read_index(index)
-        if shards is None:
+        weight_map = (parse_object(index.read_bytes()) or {}).get("weight_map")
+        shards = sorted({*map(str, weight_map.values())}) if isinstance(weight_map, dict) else []
+        if not shards:
             problem = f"{index.name} is no index of weight files"
             raise _unusable(title, problem, f"correct {index.name}")
         outside = [shard for shard in shards if Path(shard).name != shard]
@@ -180,15 +181,6 @@ def _check_weights(folder: Path, title: str) -> None:
             raise _unusable(title, f"{path.name} is cut or not a safetensors file") from None
     if count_parameters(folder) == 0:
         raise _unusable(title, "its weight files hold no weights")
-
-
-def _read_index(index: Path) -> list[str] | None:
-    """Return the weight files that an index names; None if it is not an index."""
-    try:
-        shards = set(parse_object(index.read_bytes())["weight_map"].values())
-        return sorted(shards) if shards and all(isinstance(s, str) for s in shards) else None
-    except (TypeError, KeyError, AttributeError):
-        return None
 
 
 def parse_object(raw: bytes) -> dict[str, Any] | None:
@@ -321,26 +313,20 @@ def move_templates_into_config(model: Path, folder: Path) -> None:
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False), "utf-8")
 
 
-def stored_dtypes(folder: Path) -> set[str]:
-    """Return the dtypes of all weights, in safetensors' names: F32, BF16, …"""
-    dtypes = set()
+def stored_weights(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtype (safetensors' name: F32, BF16, …) and shape of each weight, by its name.
+
+    Only the files' headers are read.
+    """
+    weights = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "numpy") as tensors:
             for key in tensors.keys():  # noqa: SIM118  not a dict
-                dtypes.add(tensors.get_slice(key).get_dtype())
-    return dtypes
-
-
-def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight by name; only the files' headers are read."""
-    shapes = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "numpy") as tensors:
-            for key in tensors.keys():  # noqa: SIM118  not a dict
-                shapes[key] = tuple(tensors.get_slice(key).get_shape())
-    return shapes
+                header = tensors.get_slice(key)
+                weights[key] = header.get_dtype(), tuple(header.get_shape())
+    return weights
 
 
 def count_parameters(folder: Path) -> int:
     """Return the number of elements in all weight files; only their headers are read."""
-    return sum(map(math.prod, weight_shapes(folder).values()))
+    return sum(math.prod(shape) for _, shape in stored_weights(folder).values())

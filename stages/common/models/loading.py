@@ -3,6 +3,12 @@
 model = load_model(store.open("arith/policy@0"), dtype=torch.float32)
 check_rows(table, "arith/rollouts@1", version)     # refuses rows without a probability
 
+A policy that holds only an adapter (`optimize.lora.save = "adapter"`) is merged with its base in
+memory; the merged weights are never written:
+
+base = base_of(store, policy)                      # None if the policy has weights of its own
+model = load_model(policy, dtype=torch.float32, base=base)
+
 Importing this module does not import torch, because an engine first sets environment variables.
 
 Not of the spine: the result is an ordinary transformers model.
@@ -10,6 +16,7 @@ Not of the spine: the result is an ordinary transformers model.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +28,10 @@ import pyarrow.compute as pc
 
 from quiver.schemas.errors import ConfigError, ResourceError, SchemaError, printable
 from quiver.stages.common.models.checkpoints import (
+    ADAPTER_FOLDER,
+    ADAPTER_PREFIX,
+    ADAPTER_WEIGHTS,
+    adapter_base,
     context_length,
     is_adapter_alone,
     is_encoder_decoder,
@@ -31,15 +42,15 @@ from quiver.stages.common.models.folder import (
     check_folder,
     load_errors,
     says_no_memory,
-    stored_dtypes,
+    stored_weights,
 )
-from quiver.stages.common.models.merging import put_adapter_on
 from quiver.stages.common.models.mkl_warmup import make_first_calls
-from quiver.stages.common.store import Version
+from quiver.stages.common.store import Store, Version
 from quiver.stages.common.threads import map_in_threads
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
@@ -52,6 +63,14 @@ def verify_model(version: Version) -> None:
     map_in_threads(version.verify, names)
     has_weights = not is_adapter_alone(version)
     check_folder(version.files.folder, str(version.ref), has_weights=has_weights)
+
+
+def base_of(store: Store, policy: Version) -> Version | None:
+    """Return the version with the weights that `policy` lacks; None if it has its own.
+
+    Raises LineageError.
+    """
+    return adapter_base(store, policy) if is_adapter_alone(policy) else None
 
 
 def load_model(
@@ -71,7 +90,7 @@ def load_model(
         dtype: Dtype of the weights.
         device: Device to put the model on.
         base: Version whose weights the adapter of `version` goes on, if it has none of its own (see
-            `merging`). Default: `version` has its own weights.
+            `base_of`). Default: `version` has its own weights.
 
     Raises:
         ConfigError: Its files are not a model's.
@@ -100,11 +119,45 @@ def load_model(
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
         # some layers copy the dropout rates of their config, others read them from it
-        for holder in (module, *_configs(getattr(module, "config", None))):
+        for holder in (module, *configs_of(getattr(module, "config", None))):
             for name, rate in vars(holder).items():
                 if "drop" in name and isinstance(rate, float):
                     setattr(holder, name, 0.0)
     return model.to(device).eval()
+
+
+def put_adapter_on(model: nn.Module, exact: nn.Module, policy: Version) -> None:
+    """Write base weights plus the adapter of `policy` into `model`, rounded to its dtype.
+
+        W + (alpha / rank) · B A, as peft merges
+
+    Args:
+        model: Model to change.
+        exact: The base model in float32; may be `model` itself.
+        policy: Version with the adapter.
+
+    Raises:
+        ConfigError: The adapter belongs to another model.
+    """
+    import torch
+    from safetensors.torch import load_file
+    from transformers.pytorch_utils import Conv1D
+
+    policy.verify(f"{ADAPTER_FOLDER}/")
+    with load_errors(str(policy.ref)), torch.no_grad():
+        config = json.loads(policy.files.read(f"{ADAPTER_FOLDER}/adapter_config.json"))
+        matrices = load_file(policy.files.path(ADAPTER_WEIGHTS))
+        for name, a in matrices.items():
+            if not name.endswith(".lora_A.weight"):
+                continue
+            path = name.removeprefix(ADAPTER_PREFIX).removesuffix(".lora_A.weight")
+            layer = exact.get_submodule(path)
+            change = matrices[name.replace(".lora_A.", ".lora_B.")] @ a
+            change = change.T if isinstance(layer, Conv1D) else change
+            merged = layer.weight + change.to(layer.weight.device) * (
+                config["lora_alpha"] / config["r"]
+            )
+            model.get_submodule(path).weight.copy_(merged)
 
 
 def load_as_stored(
@@ -123,7 +176,7 @@ def load_as_stored(
         return load_model(version, dtype=torch.float32, device=device, base=base)
     verify_model(version)
     dtypes = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    stored = stored_dtypes(version.files.folder)
+    stored = {dtype for dtype, _ in stored_weights(version.files.folder).values()}
     dtype = dtypes.get(*stored) if len(stored) == 1 else None
     if dtype in (None, torch.float32):
         return load_model(version, dtype=torch.float32, device=device)
@@ -209,14 +262,14 @@ def set_attention(model: PreTrainedModel, name: str, option: str) -> None:
         ) from error
 
 
-def _configs(config: object) -> Iterator[PreTrainedConfig]:
+def configs_of(config: object) -> Iterator[PreTrainedConfig]:
     """Yield `config` and the configs inside it; a composite model has one for its text part."""
     from transformers import PreTrainedConfig
 
     if isinstance(config, PreTrainedConfig):
         yield config
         for inner in vars(config).values():
-            yield from _configs(inner)
+            yield from configs_of(inner)
 
 
 def restore_dropout(model: PreTrainedModel, version: Version) -> None:
@@ -225,7 +278,7 @@ def restore_dropout(model: PreTrainedModel, version: Version) -> None:
     `load_model` switches dropout off for training, but a saved config keeps the original rates.
     """
     original = type(model.config).from_pretrained(version.files.folder)
-    for config, before in zip(_configs(model.config), _configs(original), strict=True):
+    for config, before in zip(configs_of(model.config), configs_of(original), strict=True):
         for name, rate in vars(before).items():
             if "drop" in name:
                 setattr(config, name, rate)

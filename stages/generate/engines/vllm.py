@@ -31,7 +31,7 @@ from quiver.stages.common.config import parse
 from quiver.stages.common.images.decoder import open_image
 from quiver.stages.common.images.processor import load_processor
 from quiver.stages.common.models import checkpoints, vllm_env
-from quiver.stages.common.models.folder import weight_shapes
+from quiver.stages.common.models.folder import stored_weights
 from quiver.stages.common.store import Version
 from quiver.stages.generate.config import Config
 from quiver.stages.generate.engine import Completion, Request, Setup
@@ -354,7 +354,8 @@ def _architecture(policy: Version) -> tuple[dict[str, Any], dict[str, tuple[int,
     # Where and with which versions it was saved; the engine computes in its own dtype.
     ignored = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
     settings = {name: each for name, each in config.to_dict().items() if name not in ignored}
-    return settings, weight_shapes(folder)
+    shapes = {name: shape for name, (_, shape) in stored_weights(folder).items()}
+    return settings, shapes
 
 
 def _fatal(problem: str) -> AbstractContextManager[None]:

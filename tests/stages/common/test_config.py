@@ -37,16 +37,12 @@ class Outer(Config):
 
 
 def test_runtime_knobs_are_not_in_the_key():
-    plain = {
-        **{"engine": "vllm", "sampling": {"temperature": 1.0}, "others": [], "range": [0, 1]},
-        **{"limits": {}, "rate": None, "flag": False},
-    }
+    plain = {"engine": "vllm", "sampling": {"temperature": 1.0}, "others": [], "range": [0, 1]}
+    plain |= {"limits": {}, "rate": None, "flag": False}
     assert Outer().key() == plain
     assert Outer(shards=1, sampling=Inner(threads=9)).key() == plain
-    assert Outer(others=[Inner(threads=9), Inner(temperature=2)]).key()["others"] == [
-        {"temperature": 1.0},
-        {"temperature": 2.0},
-    ]
+    others = Outer(others=[Inner(threads=9), Inner(temperature=2)]).key()["others"]
+    assert others == [{"temperature": 1.0}, {"temperature": 2.0}]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
-"""A file outside the store is hashed once and its hash remembered, unless it may have changed, or
-the hash is to go into a manifest."""
+"""The user's cache: hashes that are remembered unless a file may have changed, or they are to go
+into a manifest; folders that are made once, whole or not at all, and never trusted blindly."""
 
 import hashlib
 import json
 import logging
 import os
 import time
+from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 
@@ -119,13 +121,12 @@ def test_a_file_that_changed_just_now_is_neither_remembered_nor_believed(
     assert len(hashed) == 4
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"sha256": "0"}'])
+@pytest.mark.parametrize("text", ["{", "null", '{"sha256": "0"}'])
 def test_a_broken_memory_is_none(cache, hashed, later, path, text):
     remembered(path)
     (entry,) = cache.iterdir()
     entry.write_text(text)
-    assert remembered(path) == [("weights.bin", sha256(b"first"))]
-    assert remembered(path) == [("weights.bin", sha256(b"first"))]
+    assert remembered(path) == remembered(path) == [("weights.bin", sha256(b"first"))]
     assert len(hashed) == 2
 
 
@@ -139,13 +140,10 @@ def test_without_a_folder_for_it_nothing_is_remembered(tmp_path, later, path, mo
 def test_a_link_is_the_file_that_it_leads_to(cache, hashed, later, path):
     link = path.with_name("link.bin")
     link.symlink_to(path)
-    assert remembered(path, link) == [
-        ("weights.bin", sha256(b"first")),
-        ("link.bin", sha256(b"first")),
-    ]
-    hashed.clear()
+    remembered(path)
+    assert remembered(link) == [("link.bin", sha256(b"first"))] and len(hashed) == 1
     path.write_bytes(b"other")
-    assert remembered(link) == [("link.bin", sha256(b"other"))] and len(hashed) == 1
+    assert remembered(link) == [("link.bin", sha256(b"other"))]
 
 
 def test_a_model_is_hashed_once_to_be_found_and_again_to_be_imported(
@@ -179,3 +177,115 @@ def test_what_is_resolved_is_found_without_the_model(store, tmp_path):
     ref = run_stage("policy", resolved, store, into="a", in_process=True)
     folder.rename(tmp_path / "elsewhere")
     assert run_stage("policy", resolved, store, into="a", in_process=True) == ref
+
+
+# -- folders
+
+WHOLE = {"weights": b"w" * 1000, "config": b"c"}
+
+
+@pytest.fixture
+def models(cache) -> Path:
+    return cache.with_name("models")
+
+
+class Maker:
+    """Writes two files and counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, folder: Path) -> None:
+        self.calls += 1
+        (folder / "weights").write_bytes(b"w" * 1000)
+        (folder / "config").write_text("c")
+
+
+def filled(tmp_path: Path, name: str, make: Maker) -> dict[str, bytes]:
+    """What a new folder holds, once it was filled."""
+    folder = tmp_path / name
+    folder.mkdir()
+    user_cache.fill(folder, "models", "key", make)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_the_second_folder_is_a_copy(tmp_path, models):
+    make = Maker()
+    assert filled(tmp_path, "a", make) == filled(tmp_path, "b", make) == WHOLE
+    (tmp_path / "b/weights").write_bytes(b"changed")  # a folder is its owner's
+    assert filled(tmp_path, "c", make) == WHOLE and make.calls == 1
+    user_cache.fill(tmp_path / "a", "models", "other", make)
+    assert make.calls == 2 and sorted(os.listdir(models)) == ["key", "other"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "no hashes", "hashes cut"])
+def test_a_damaged_folder_is_made_anew(tmp_path, models, damage):
+    make = Maker()
+    filled(tmp_path, "a", make)
+    kept = models / "key"
+    if damage == "cut":
+        (kept / "weights").write_bytes(b"w" * 999)
+    elif damage == "gone":
+        (kept / "weights").unlink()
+    elif damage == "no hashes":
+        (kept / "sha256.json").unlink()
+    else:
+        (kept / "sha256.json").write_text("{")
+    assert filled(tmp_path, "b", make) == WHOLE
+    assert filled(tmp_path, "c", make) == WHOLE and make.calls == 2
+
+
+def test_what_fails_leaves_nothing(tmp_path, models):
+    def fail(folder: Path) -> None:
+        (folder / "half").write_text("")
+        raise ValueError("no such model")
+
+    folder = tmp_path / "a"
+    folder.mkdir()
+    with pytest.raises(ValueError, match="no such model"):
+        user_cache.fill(folder, "models", "key", fail)
+    assert os.listdir(models) == [] and os.listdir(folder) == []
+
+
+def test_without_a_usable_cache_it_is_made_in_place(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    make = Maker()
+    assert filled(tmp_path, "a", make) == filled(tmp_path, "b", make) == WHOLE
+    monkeypatch.setenv("XDG_CACHE_HOME", "no/absolute/path")
+    assert filled(tmp_path, "c", make) == WHOLE and make.calls == 3
+
+
+def test_what_a_killed_process_left_is_removed_after_a_day(tmp_path, models):
+    for name, age in (("old", 90_000), ("new", 60)):
+        left = models / f"key-{name}.tmp"
+        left.mkdir(parents=True)
+        os.utime(left, (left.stat().st_mtime - age,) * 2)
+    filled(tmp_path, "a", Maker())
+    assert sorted(os.listdir(models)) == ["key", "key-new.tmp"]
+
+
+def _fill_with_another(folder: Path, barrier) -> None:
+    def make(work: Path) -> None:
+        barrier.wait(20)  # both make it at the same time
+        Maker()(work)
+
+    folder.mkdir()
+    user_cache.fill(folder, "models", "key", make)
+
+
+def test_two_processes_at_once_both_have_it(tmp_path, models):
+    context = get_context("fork")
+    barrier = context.Barrier(2)
+    folders = [tmp_path / "a", tmp_path / "b"]
+    processes = [
+        context.Process(target=_fill_with_another, args=(each, barrier)) for each in folders
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+    assert [process.exitcode for process in processes] == [0, 0]
+    for folder in folders:
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == WHOLE
+    assert os.listdir(models) == ["key"]

@@ -28,17 +28,16 @@ def test_a_shape_is_read_from_the_config_alone():
     assert SEVEN.outside_layers == 2 * SEVEN.head + 3584
 
 
-def test_weights_each_token_is_multiplied_with():
-    dense = memory.shape_of(GPT2Config())
-    assert dense.multiplied == dense.in_layers  # without a gate
-    assert (dense.intermediate, dense.is_tied) == (4 * 768, True)
+def test_a_width_counts_the_experts_a_token_is_routed_to():
     sparse = memory.shape_of(
         Qwen2MoeConfig(
             hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
             num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48,
         )
     )  # fmt: skip
-    assert sparse.multiplied == 2 * (4 * 64 * 64 + 3 * 64 * (2 * 32 + 48)) < sparse.in_layers
+    assert sparse.intermediate == 2 * 32 + 48
+    dense = memory.shape_of(GPT2Config())  # names its widths otherwise
+    assert (dense.intermediate, dense.is_tied) == (4 * 768, True)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,20 @@
-"""Code that a recipe names: which file it comes from, and which hash it has."""
+"""Code that a recipe names: which file it comes from, and which hash it has; and Python's parser
+under several threads."""
 
+import gc
 import hashlib
 import pickle
 import subprocess
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.plugins import definition, fingerprint, load, locate
+from quiver.stages.common.threads import parse_python
 
 EXPLODING = "raise SystemExit('this file was run')\n"
 
@@ -70,9 +74,8 @@ def test_each_folder_has_its_own_files(tmp_path):
         write(tmp_path / folder, {"mine.py": LATE, "helper.py": f"NUMBER = {number % 2}\n"})
         functions.append(load(f"{tmp_path}/{folder}/mine.py:f", "field")[0])
     assert [function() for function in functions] == [0, 1, 0]
-    assert [function.__code__.co_filename for function in functions[:2]] == [
-        str(tmp_path / folder / "mine.py") for folder in "ab"
-    ]
+    files = [function.__code__.co_filename for function in functions]
+    assert files == [str(tmp_path / folder / "mine.py") for folder in "aba"]
 
 
 def test_another_process_finds_a_function_by_its_name(tmp_path):
@@ -274,3 +277,33 @@ def test_other_folders_and_computed_names_do_not_count(project, statement):
     write(project, {"folder/mine.py": statement})
     expected = hashlib.sha256(statement.encode()).hexdigest()
     assert fingerprint(project / "folder/mine.py") == expected
+
+
+# -- the parser
+
+
+@pytest.fixture
+def often_switched():
+    """Threads are switched at each chance, and collecting garbage gives many: it runs Python."""
+
+    def collected(phase, info):
+        return list(range(20))
+
+    interval, threshold = sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(1e-6)
+    gc.set_threshold(10)
+    gc.callbacks.append(collected)
+    yield
+    gc.callbacks.remove(collected)
+    gc.set_threshold(*threshold)
+    sys.setswitchinterval(interval)
+
+
+def test_threads_may_parse_at_once(often_switched):
+    """With `ast.parse` itself three of four threads end in a SystemError on Python 3.11."""
+
+    def parse(_):
+        return [len(parse_python("x = (1, [2, {3: f(4)}])\n" * 20).body) for _ in range(50)]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(parse, range(4))] == [[20] * 50] * 4

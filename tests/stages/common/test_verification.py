@@ -13,9 +13,11 @@ from quiver.flows.commands import versions as versions_command
 from quiver.schemas.errors import (
     ConfigError,
     CorruptError,
+    LineageError,
     QuiverError,
 )
 from quiver.schemas.manifest import FileEntry, Model, canonical, content_hash, digest
+from quiver.stages.common.lineage import open_input
 from quiver.stages.common.models.checkpoints import as_model
 from quiver.stages.common.store import Store, arrow_child
 from quiver.stages.common.store.arrow_check import ArrowCheck
@@ -23,6 +25,8 @@ from quiver.stages.common.store.retention import quarantine, remove
 from quiver.stages.common.store.storage import Storage, sha256
 from quiver.stages.common.verification import verify
 from tests.stages.common.store.test_store import Settings, commit, work_on
+from tests.stages.optimize import world
+from tests.writing import begin
 
 
 def rewrite(version, **changes) -> None:
@@ -117,13 +121,6 @@ def crashes(tmp_path, monkeypatch):
         monkeypatch.setattr(arrow_child, "__file__", str(child))
 
     return let_crash
-
-
-def test_whoever_verifies_survives_such_a_file(store, crashes):
-    version = commit(store)
-    crashes("part-00001.arrow")
-    assert "part-00001.arrow: cannot be parsed: whoever parses it crashes" in said(store)
-    assert Store(store.path).open(version.ref).table().num_rows == 4
 
 
 def test_a_file_is_held_to_the_rows_of_its_entry(store):
@@ -347,3 +344,15 @@ def test_names_of_columns_that_no_reader_can_ask_for_are_told(tmp_path, is_neste
     (tmp_path / "t.arrow").write_bytes(raw.replace(b"aX", names[1].encode("latin-1")))
     with pytest.raises(pa.ArrowInvalid, match=problem):
         Storage(tmp_path).read_table("t.arrow")
+
+
+def test_an_input_of_another_kind_than_its_role_is_told(store, policy):
+    """Whoever reads its columns would not find them."""
+    rollouts, rewards = world.make(store, policy, world.even_share, groups=1)
+    about = {"stage": "reward", "stage_version": 1, "config": Settings()}
+    with begin(store, "wrong", "rewards", inputs={"rollouts": rewards}, **about) as work:
+        work.write(0, rewards.table())
+        wrong = work.commit()
+    assert open_input(store, rewards, "rollouts").ref == rollouts.ref
+    with pytest.raises(LineageError, match="its rollouts are tiny/rewards@1"):
+        open_input(store, wrong, "rollouts")

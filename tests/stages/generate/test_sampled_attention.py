@@ -20,7 +20,7 @@ from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.forward.policy import Policy
 from quiver.stages.common.forward.verify import own_logprobs
 from quiver.stages.common.models.families import FAMILIES, MODES, NOT_SAMPLED, UNPADDED
-from quiver.stages.common.models.loading import load_model, load_pretrained
+from quiver.stages.common.models.loading import configs_of, load_model, load_pretrained
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store, Version
@@ -28,7 +28,6 @@ from quiver.stages.generate.engine import Engine, Request, Setup
 from quiver.stages.generate.engines.transformers import TransformersEngine
 from quiver.stages.generate.options import Sampling
 from tests import architectures, tiny
-from tests.shrink import parts
 
 ROOT = Path(__file__).parents[3]
 TOLERANCE = 1e-4
@@ -115,7 +114,7 @@ def make_model(folder: Path, family: str, **changed: object) -> Path:
     config = architectures.config_of(family)
     if family in ("bloom", "cohere", "granite", "llama", "phi3", "qwen2"):
         changed = {**TWO_HEADS, **changed}
-    for part in parts(config):
+    for part in configs_of(config):
         for name, value in changed.items():
             if hasattr(part, name):
                 setattr(part, name, value)

@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from quiver.flows.recipe import Recipe
 from quiver.schemas.errors import ConfigError, ConflictError, CorruptError, LineageError
 from quiver.stages.common.models.checkpoints import PolicyConfig, as_model, resolve
-from quiver.stages.common.models.loading import load_as_stored, load_model
-from quiver.stages.common.models.merging import base_of
+from quiver.stages.common.models.loading import base_of, load_as_stored, load_model
 from quiver.stages.common.store.retention import remove
 from quiver.stages.common.verification import verify
 from quiver.stages.optimize.stage import Config

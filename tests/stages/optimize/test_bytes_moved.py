@@ -149,8 +149,7 @@ def test_a_micro_batch_moves_less_than_two_fifths(name, gigabytes, most, kernels
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_quiver_fit_tells_them_within_a_fifth(name):
-    """Those of one micro-batch without the gradients of an earlier one; 5 % of them are of small parts."""
+def test_quiver_fit_tells_the_peak_within_a_fifth(name):
     counter = fused_micro_batch(name)
     work = Workload(GROUPS, COPIES, PROMPT, COMPLETION, 240, "the test")
     assert work.passed_tokens == 8073
@@ -159,8 +158,6 @@ def test_quiver_fit_tells_them_within_a_fifth(name):
     held = need.bytes - need.memory["libraries"]
     held -= 0.5 * need.memory["gradients"]  # in the middle of the backward pass
     assert held == pytest.approx(counter.peak, rel=0.2)
-    moved = estimate.moved(8073, width=2)
-    assert moved == pytest.approx(counter.moved + counter.moved_by_products, rel=0.2)
 
 
 def test_without_the_kernels_it_moves_four_times_as_much(monkeypatch):

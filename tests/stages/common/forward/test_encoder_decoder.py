@@ -18,35 +18,16 @@ from quiver.stages.common.forward.encoder_decoder import make_pairs, pack_pairs
 from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.forward.logprob_head import Shaping
 from quiver.stages.common.forward.packing import Piece
-from quiver.stages.common.forward.policy import Policy, score
+from quiver.stages.common.forward.policy import Policy
 from quiver.stages.common.forward.verify import choose_mode
-from tests.stages.common.forward.test_policy import _ragged, compare, reference
+from tests.stages.common.forward.test_policy import _ragged, compare
 
 PAD, EOS = 0, 2
-IDS = {"vocab_size": 61, "pad_token_id": PAD, "eos_token_id": EOS}
-T5 = {
-    **IDS,
-    "d_model": 16,
-    "d_kv": 4,
-    "d_ff": 32,
-    "num_layers": 2,
-    "num_heads": 4,
-    "decoder_start_token_id": PAD,
-}
-LAYERS = {
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-}
-BART = {
-    **IDS,
-    **LAYERS,
-    "d_model": 16,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "max_position_embeddings": 64,
-}
+IDS = {"vocab_size": 61, "pad_token_id": PAD, "eos_token_id": EOS, "d_model": 16}
+T5 = {**IDS, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": PAD}
+BART = {**IDS, "max_position_embeddings": 64}
+for part in ("encoder", "decoder"):
+    BART |= {f"{part}_layers": 2, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 32}
 CONFIGS = {
     "t5": lambda: T5Config(**T5),
     "t5_untied": lambda: T5Config(**T5, tie_word_embeddings=False),  # T5 1.1: no scale
@@ -56,7 +37,6 @@ CONFIGS = {
     "mbart": lambda: MBartConfig(**BART, decoder_start_token_id=EOS),
     "pegasus": lambda: PegasusConfig(**BART, decoder_start_token_id=PAD),
 }
-KINDS = list(CONFIGS)
 
 
 def _model(kind: str):
@@ -90,18 +70,14 @@ def _data() -> tuple[Sequences, list[int]]:
 
 
 @pytest.mark.parametrize("mode", ["shared", "packed", "single"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(kind, mode):
     compare(Policy(_model(kind), autocast=False), mode, *_data())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_the_self_check_takes_every_family(kind):
-    data, groups = _data()
-    policy = Policy(_model(kind), autocast=False)
-    assert choose_mode(policy, data, groups, "shared") == "shared"
-    found = score(policy, policy.microbatches(range(len(groups)), groups, data, 50), data)
-    torch.testing.assert_close(found, reference(policy.model, data).detach(), rtol=0, atol=1e-5)
+    assert choose_mode(Policy(_model(kind), autocast=False), *_data(), "shared") == "shared"
 
 
 @pytest.mark.parametrize("kind", ["t5", "t5_untied"])
@@ -111,26 +87,6 @@ def test_a_scale_that_is_wrong_is_noticed(kind):
     policy.shaping = Shaping(1.0 if kind == "t5" else 0.25)
     with pytest.raises(ConfigError, match="last hidden state"):
         choose_mode(policy, data, groups, "shared")
-
-
-def test_masks_come_from_lengths():
-    data, groups = _data()
-    policy = Policy(_model("t5"), autocast=False)
-    policy.set_mode("shared")
-    for micro in policy.microbatches(range(len(groups)), groups, data, 60):
-        pairs = make_pairs(micro, data, start=PAD)
-        assert pairs.input_mask.sum(1).tolist() == data.completions.lengths[pairs.rows].tolist()
-        assert pairs.prompt_mask.sum(1).tolist() == [
-            len(data.prompts[piece.rows[0]]) for piece in micro
-        ]
-        for line, row in enumerate(pairs.rows.tolist()):
-            completion = data.completions[row]
-            assert pairs.inputs[line, : len(completion)].tolist() == [
-                PAD,
-                *completion[:-1].tolist(),
-            ]
-            prompt = data.prompts[row]
-            assert pairs.prompts[pairs.owners[line], : len(prompt)].tolist() == prompt.tolist()
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -50,19 +50,12 @@ def test_rollouts_of_one_group_share_a_prompt_where_its_ids_are_the_same():
 def test_no_mask_spans_the_whole_row():
     data, groups = test_policy._data(longest=90)
     layout = make_layout(pieces_of("shared", range(len(groups)), groups, data, 10_000), data)
-    area = sum(
-        block.queries.shape[0] * block.queries.shape[1] * block.keys.shape[1]
-        for block in layout.blocks
-    )
+    sides = [(*block.queries.shape, block.keys.shape[1]) for block in layout.blocks]
+    area = sum(spans * queries * keys for spans, queries, keys in sides)
     assert area < layout.ids.numel() ** 2 / 2.5
-    assert {
-        width % 8
-        for block in layout.blocks
-        for width in (block.queries.shape[1], block.keys.shape[1])
-    } == {0}
-    assert len(layout.ids[0]) == sum(len(data.prompts[row]) for row in (0, 3, 4, 8)) + sum(
-        len(row) - 1 for row in data.completions
-    )
+    assert all(queries % 8 == keys % 8 == 0 for _, queries, keys in sides)
+    prompt_tokens = data.prompts.lengths[[0, 3, 4, 8]].sum()
+    assert len(layout.ids[0]) == prompt_tokens + (data.completions.lengths - 1).sum()
 
 
 def test_a_piece_counts_its_tokens_in_the_row():

@@ -12,6 +12,13 @@ from tests.bytes_moved import autocast_on_meta
 N, D, V = 23, 12, 50
 
 
+def drawn(seed: int = 0, *, bias: bool = True) -> tuple[torch.Tensor, nn.Linear, torch.Tensor]:
+    """Hidden states, a head and targets."""
+    torch.manual_seed(seed)
+    layer = nn.Linear(D, V, bias=bias)
+    return torch.randn(N, D, requires_grad=True), layer, torch.randint(V, (N,))
+
+
 def _naive(hidden, layer, targets, temperature, shaping):
     logits = layer(hidden) * shaping.scale
     if shaping.softcap:
@@ -33,12 +40,10 @@ def test_values_and_gradients_are_those_of_log_softmax(
     monkeypatch.setattr(module, "CHUNK_BYTES", rows * V * 4)
     monkeypatch.setattr(module, "TILE_BYTES", tile * V * 4)
     monkeypatch.setattr(module, "KEPT_BYTES", kept * V * 4)
-    torch.manual_seed(rows)
-    layer = nn.Linear(D, V, bias=bias)
-    hidden, targets = torch.randn(N, D, requires_grad=True), torch.randint(V, (N,))
-    temperature, grads = torch.rand(N) + 0.5, [torch.randn(N), torch.randn(N)]
+    hidden, layer, targets = drawn(rows, bias=bias)
+    grads = [torch.randn(N), torch.randn(N)]
     leaves = [hidden, *layer.parameters()]
-    arguments = hidden, layer, targets, temperature, shaping
+    arguments = hidden, layer, targets, torch.rand(N) + 0.5, shaping
     expected = _naive(*arguments)
     plain = completion_logprobs(*arguments)
     both = completion_logprobs(*arguments, entropy_gradient=True)
@@ -59,20 +64,14 @@ def test_the_probability_that_two_draws_are_one_stands_in_place_of_the_entropy(
     """In several chunks and tiles; logprobs and their gradient stay."""
     monkeypatch.setattr(module, "CHUNK_BYTES", 5 * V * 4)
     monkeypatch.setattr(module, "TILE_BYTES", 2 * V * 4)
-    torch.manual_seed(4)
-    layer = nn.Linear(D, V)
-    hidden, targets = torch.randn(N, D, requires_grad=True), torch.randint(V, (N,))
-    temperature = torch.rand(N) + 0.5
-    plain, _ = completion_logprobs(hidden, layer, targets, temperature, shaping)
-    found, collisions = completion_logprobs(
-        hidden, layer, targets, temperature, shaping, collision=True
-    )
-    expected = [
-        _naive(hidden, layer, torch.full((N,), v), temperature, shaping)[0].exp() for v in range(V)
-    ]
-    torch.testing.assert_close(collisions, sum(p.detach() ** 2 for p in expected))
-    assert torch.equal(found, plain) and not collisions.requires_grad
-    gradients = [torch.autograd.grad(each.sum(), hidden)[0] for each in (found, plain)]
+    hidden, layer, targets = drawn(4)
+    more = torch.rand(N) + 0.5, shaping
+    plain, _ = completion_logprobs(hidden, layer, targets, *more)
+    logprobs, collisions = completion_logprobs(hidden, layer, targets, *more, collision=True)
+    of_ids = [_naive(hidden, layer, torch.full((N,), id), *more)[0].detach() for id in range(V)]
+    torch.testing.assert_close(collisions, torch.stack(of_ids).exp().square().sum(0))
+    assert torch.equal(logprobs, plain) and not collisions.requires_grad
+    gradients = [torch.autograd.grad(rows.sum(), hidden)[0] for rows in (logprobs, plain)]
     assert torch.equal(*gradients)
 
 
@@ -92,17 +91,15 @@ def test_a_vocabulary_of_which_much_is_impossible_has_a_finite_entropy_gradient(
 
 
 def test_under_autocast_softmax_stays_in_float32():
-    torch.manual_seed(0)
-    layer, hidden = nn.Linear(D, V, bias=False), torch.randn(N, D, requires_grad=True)
-    targets = torch.randint(V, (N,))
+    hidden, layer, targets = drawn(bias=False)
     with torch.autocast("cpu", torch.bfloat16):
-        found, entropy = completion_logprobs(hidden, layer, targets, torch.ones(N))
-    assert found.dtype == torch.float32
+        logprobs, entropy = completion_logprobs(hidden, layer, targets, torch.ones(N))
+    assert logprobs.dtype == torch.float32
     rounded = hidden.bfloat16() @ layer.weight.bfloat16().T
     table = rounded.float().log_softmax(-1)
-    torch.testing.assert_close(found, table.gather(1, targets[:, None])[:, 0])
+    torch.testing.assert_close(logprobs, table.gather(1, targets[:, None])[:, 0])
     torch.testing.assert_close(entropy, -(table.exp() * table).sum(-1), rtol=1e-5, atol=1e-6)
-    found.sum().backward()
+    logprobs.sum().backward()
     assert hidden.grad.dtype == layer.weight.grad.dtype == torch.float32
 
 
@@ -117,28 +114,13 @@ def test_the_gradient_of_a_nearly_certain_token_survives_probabilities_that_are_
     torch.testing.assert_close(hidden.grad[0, 0], torch.tensor(8 * rest), rtol=1e-2, atol=0)
 
 
-def test_backward_may_run_twice():
-    torch.manual_seed(0)
-    layer, hidden = nn.Linear(D, V), torch.randn(N, D, requires_grad=True)
-    found, _ = completion_logprobs(hidden, layer, torch.randint(V, (N,)), torch.ones(N))
-    first, second = (
-        torch.autograd.grad(found.sum(), hidden, retain_graph=True)[0] for _ in range(2)
-    )
-    torch.testing.assert_close(first, second)
-
-
-def test_no_tensor_is_larger_than_a_chunk_and_no_wide_one_than_a_tile(monkeypatch):
+@pytest.mark.parametrize(("kept", "chunk"), [(N - 1, 6), (N, N)])
+def test_no_tensor_is_larger_than_a_chunk_and_no_wide_one_than_a_tile(monkeypatch, kept, chunk):
+    """Where all probabilities are kept, all positions are one chunk."""
     monkeypatch.setattr(module, "CHUNK_BYTES", 6 * V * 2)
     monkeypatch.setattr(module, "TILE_BYTES", 2 * V * 4)
-    monkeypatch.setattr(module, "KEPT_BYTES", (N - 1) * V * 2)
-    assert _largest() == {torch.bfloat16: 6, torch.float32: 2}
-
-
-def test_where_all_probabilities_are_kept_all_positions_are_one_chunk(monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_BYTES", 6 * V * 2)
-    monkeypatch.setattr(module, "TILE_BYTES", 2 * V * 4)
-    monkeypatch.setattr(module, "KEPT_BYTES", N * V * 2)
-    assert _largest() == {torch.bfloat16: N, torch.float32: 2}
+    monkeypatch.setattr(module, "KEPT_BYTES", kept * V * 2)
+    assert _largest() == {torch.bfloat16: chunk, torch.float32: 2}
 
 
 def _largest() -> dict[torch.dtype, int]:
@@ -146,20 +128,18 @@ def _largest() -> dict[torch.dtype, int]:
     autocast."""
     largest = {torch.bfloat16: 0, torch.float32: 0}
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, (tuple, list)) else [out]:
-                if (
-                    tensor is not None and tensor.shape[1:] == (V,) and len(tensor) != D
-                ):  # D: the weight, transposed
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            output = function(*arguments, **(options or {}))
+            for tensor in output if isinstance(output, (tuple, list)) else [output]:
+                # D: the weight, transposed
+                if tensor is not None and tensor.shape[1:] == (V,) and len(tensor) != D:
                     largest[tensor.dtype] = max(largest[tensor.dtype], len(tensor))
-            return out
+            return output
 
-    layer, hidden = nn.Linear(D, V, bias=False), torch.randn(N, D, requires_grad=True)
+    hidden, layer, targets = drawn(bias=False)
     with Watch(), torch.autocast("cpu", torch.bfloat16):
-        found, _ = completion_logprobs(hidden, layer, torch.randint(V, (N,)), torch.ones(N))
-        found.sum().backward()
+        completion_logprobs(hidden, layer, targets, torch.ones(N))[0].sum().backward()
     return largest
 
 

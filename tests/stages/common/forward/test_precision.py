@@ -72,12 +72,6 @@ def test_a_held_context_is_for_the_backward_pass_too():
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_packing_is_compared_in_float32():
-    """Products of bfloat16 differ by more than two ways of packing may."""
-    policy, _, _ = _policy("llama", "bf16")
-    assert policy.mode == "shared" and policy.autocast
-
-
 def test_gradients_of_narrow_weights_add_up_in_float32():
     """512 times 2^-9 upon 1: in bfloat16 it would stay 1."""
     layer = torch.nn.Linear(1, 1, bias=False)
@@ -99,14 +93,12 @@ def test_narrow_rounds_weights_alone_and_gives_back_what_they_were():
         assert torch.equal(parameter, expected[name].to(torch.bfloat16))
 
 
-def test_the_faster_library_is_taken_for_float32_only_where_its_error_is_that_of_float32():
-    before = torch.get_float32_matmul_precision()
+def test_the_faster_library_is_taken_where_its_error_is_that_of_float32():
     with products(CPU):
         a, b = torch.randn(64, 512), torch.randn(512, 300)
-        found = a @ b
-    assert torch.get_float32_matmul_precision() == before
+        product = a @ b
     exact = a.double() @ b.double()
-    assert float((found - exact).norm() / exact.norm()) < 1e-6
+    assert float((product - exact).norm() / exact.norm()) < 1e-6
 
 
 def test_on_a_gpu_float32_products_are_left_as_they_are():

@@ -1,6 +1,7 @@
 """Passes over rollouts of several turns against transformers' own, one sequence at a time; what is
 planted there is seen; encoder-decoder models read none."""
 
+import copy
 from dataclasses import replace
 
 import pyarrow as pa
@@ -76,12 +77,6 @@ def test_a_budget_counts_what_is_read():
             layout = make_layout(micro, sequences)
             assert layout.ids.numel() == sum(piece.tokens for piece in micro)
             assert layout.ids.numel() <= budget or len(layout.rows) == 1
-            # every token that is read, but for those that are only targets
-            read = [
-                ids for row in layout.rows.tolist() for ids, _ in episodes.sequences_of(rows[row])
-            ]
-            if mode == "packed":
-                assert layout.ids.numel() == sum(map(len, read)) - len(read)
 
 
 def test_the_model_is_asked_for_its_own_pass_over_turns():
@@ -91,10 +86,6 @@ def test_the_model_is_asked_for_its_own_pass_over_turns():
     policy = Policy(model, autocast=False)
     for mode in MODES:
         assert choose_mode(policy, sequences, numbers, mode) == mode
-    assert (
-        choose_mode(Policy(forward._model("gemma2"), autocast=False), sequences, numbers, "shared")
-        == "single"
-    )
 
 
 def test_an_observation_left_out_or_off_by_one_is_far_off():
@@ -112,27 +103,15 @@ def test_an_observation_left_out_or_off_by_one_is_far_off():
     assert gap(sequences) < 1e-6
     assert gap(replace(sequences, turns=None)) > 0.1
     for change in (lambda ids: ids[1:], lambda ids: ids[:-1], lambda ids: [*ids, 5]):
-        changed = [
-            {
-                **row,
-                "turns": [
-                    {**part, "observation_ids": change(part["observation_ids"])}
-                    if part["observation_ids"]
-                    else part
-                    for part in row["turns"]
-                ],
-            }
-            for row in rows
-        ]
+        changed = copy.deepcopy(rows)
+        for turn in (turn for row in changed for turn in row["turns"] if turn["observation_ids"]):
+            turn["observation_ids"] = change(turn["observation_ids"])
         assert gap(sequences_of(episodes.table_of(changed))) > 0.05
-    shifted = []  # the observation begins one id too early
-    for row in rows:
-        turns = [dict(part) for part in row["turns"]]
-        if len(turns) > 1 and turns[0]["length"] > 1:
-            turns[0]["length"] -= 1
-            turns[1]["length"] += 1
-        shifted.append({**row, "turns": turns})
-    assert gap(sequences_of(episodes.table_of(shifted))) > 0.05
+    for row in rows:  # the observation begins one id too early
+        if len(row["turns"]) > 1 and row["turns"][0]["length"] > 1:
+            row["turns"][0]["length"] -= 1
+            row["turns"][1]["length"] += 1
+    assert gap(sequences_of(episodes.table_of(rows))) > 0.05
 
 
 def test_the_longest_sequence_is_what_the_model_must_read():
