@@ -3,6 +3,7 @@ trainer; what is refused; played again and branched."""
 
 import hashlib
 import json
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -353,16 +354,10 @@ def test_parts_of_messages(content, read):
 
 
 @pytest.mark.parametrize(
-    "part, shown",
-    [
-        ({"type": "text", "text": 1}, '{"type": "text", "text": …}'),
-        ({"type": "image"}, '{"type": "image"}'),
-        ({"url": "data:" + "A" * 1000, "type": "image_url"}, '{"type": "image_url", "url": …}'),
-        ("text", "text"),
-        (None, "null"),
-    ],
+    "part", [{"type": "text", "text": 1}, {"type": "image"}, {"type": "image_url"}, "text", None]
 )
-def test_other_parts_are_refused(part, shown):
+def test_other_parts_are_refused(part):
+    shown = re.escape(repr(part))
     with pytest.raises(ValueError, match=f"a part of a message is {shown}, expected pictures"):
         read_messages([{"role": "user", "content": [part]}])
 

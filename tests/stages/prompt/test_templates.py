@@ -14,8 +14,8 @@ from quiver.stages.common.chat.generation_prompt import prefill
 from quiver.stages.common.models.checkpoints import load_tokenizer
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
+from quiver.stages.prompt.chats import ARGUMENTS, RowVariables, read_variables, warn_unused
 from quiver.stages.prompt.config import Config
-from quiver.stages.prompt.row_variables import ARGUMENTS, RowVariables, read_variables, tell_unused
 from quiver.stages.prompt.rows import Renderer, render_rows
 from tests import tiny
 from tests.stages.prompt.templates import FAMILIES
@@ -632,7 +632,7 @@ def test_a_column_of_tools_is_named_as_the_recipe_names_it():
 def test_a_column_that_prompts_do_not_show_is_told(config, columns, told, caplog, tmp_path):
     resolved = Config(source=str(tmp_path / "rows.jsonl"), prompt="question", **config)
     for _ in range(2):  # once a source
-        tell_unused(resolved, ["question", *columns])
+        warn_unused(resolved, ["question", *columns])
     found = warnings(caplog)
     assert [each.partition(": column ")[2].partition(" is not used")[0] for each in found] == told
 
@@ -664,7 +664,7 @@ def test_a_column_of_documents_that_the_template_would_show_is_told(
 def test_a_column_of_tools_that_is_not_there_is_named():
     config = Config(source="rows.jsonl", prompt="question", tools="function")
     with pytest.raises(ConfigError, match="it has question, functions; did you mean functions"):
-        tell_unused(config, ["question", "functions"])
+        warn_unused(config, ["question", "functions"])
 
 
 def test_named_templates_in_files_of_their_own_come_along(policy_of):
