@@ -158,7 +158,7 @@ PLANTED = (
         "schemas/outside.py",
         "if len(set(texts.values())) > 1:",
         "if len(texts) > 1:",
-        ("tests/schemas/test_outside.py::test_the_same_thinking_may_have_several_names",),
+        ("tests/schemas/test_outside.py::test_thinking_is_read_whatever_it_is_called",),
     ),
     Planted(
         "nulls_in_a_part",
@@ -172,7 +172,7 @@ PLANTED = (
         "schemas/outside.py",
         'call = {key: member for key, member in given.items() if member not in (None, "")}',
         "call = {key: member for key, member in given.items() if member is not None}",
-        ("tests/schemas/test_outside.py::test_an_empty_id_of_a_call_is_none",),
+        ("tests/schemas/test_outside.py::test_a_call_of_a_chat_may_have_no_arguments_and_no_id",),
     ),
     Planted(
         "nan_of_csv_is_a_number",

@@ -344,6 +344,7 @@ def test_a_text_that_no_room_is_for_is_not_encoded(store, policy, tmp_path):
 BAD = [
     ({"prompt": "quesion"}, [{"question": "a", "n": 1}], "question, n; did you mean question"),
     ({"group_id": "id"}, [{"prompt": "a", "idx": 1}], "did you mean idx"),
+    ({"tools": "function"}, [{"prompt": "a", "functions": 1}], "prompt, functions; .* functions"),
     (
         {},
         [{"query": "b", "Question ": "a"}],
