@@ -1,7 +1,6 @@
 """Rows of every kind of source arrive untouched and typed; bad ones are ConfigErrors with file and
 line."""
 
-import hashlib
 import json
 import re
 from pathlib import Path
@@ -24,35 +23,6 @@ ROWS = [
     {"question": "3 + 4?", "answer": 7, "notes": {"from": ["a", "b"]}},
     {"question": "é漢?", "answer": -1, "notes": None},
 ]
-
-
-def write(path, kind):
-    table = pa.Table.from_pylist(ROWS)
-    if kind == "jsonl":
-        path.write_text(
-            "\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n",
-            encoding="utf-8",
-        )
-    elif kind == "json":
-        path.write_bytes(b"\xef\xbb\xbf" + json.dumps(ROWS, indent=1).encode())
-    elif kind == "parquet":
-        pa.parquet.write_table(table, path)
-    elif kind == "feather":
-        pa.feather.write_feather(table, path)
-    else:
-        opened = {"arrow": pa.ipc.new_file, "stream": pa.ipc.new_stream}[kind]
-        with opened(path, table.schema) as out:
-            out.write_table(table)
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "feather", "arrow", "stream"])
-def test_files_keep_rows_and_types(tmp_path, kind):
-    path = tmp_path / f"rows.{kind if kind != 'stream' else 'arrow'}"
-    write(path, kind)
-    found = read(str(path))
-    assert found.table.to_pylist() == ROWS
-    assert found.table.schema.field("answer").type == pa.int64()
-    assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_a_folder_of_datasets(tmp_path):

@@ -10,11 +10,10 @@ import pyarrow as pa
 import pytest
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.chat.generation_prompt import prefill
 from quiver.stages.common.models.checkpoints import load_tokenizer
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
-from quiver.stages.prompt.chats import ARGUMENTS, read_variables, warn_unused
+from quiver.stages.prompt.chats import ARGUMENTS, RowVariables, read_variables, warn_unused
 from quiver.stages.prompt.config import Config
 from quiver.stages.prompt.rows import Renderer, render_rows
 from tests import tiny
@@ -317,26 +316,20 @@ HIDES = "{% for m in messages if m.role != 'ROLE' %}<|im_start|>{{ m.role }}\n{{
             [user("a"), assistant("b"), user("c")],
             "does not show the last message of the us",
         ),
-        ("system", [user("one?")], "does not show prompt.system"),
+        ("system", [user("one?")], "prompt.template own.jinja does not show prompt.system"),
         ("assistant", [user("one?"), assistant("Let me")], "cannot continue it"),
     ],
 )
 def test_a_template_that_hides_what_is_asked_is_refused(qwen3, role, chat, what):
     with (
-        opened(qwen3, HIDES.replace("ROLE", role), system="Be kind.") as renderer,
+        opened(
+            qwen3, HIDES.replace("ROLE", role), system="Be kind.", template="own.jinja"
+        ) as renderer,
         pytest.raises(ConfigError, match=what) as caught,
     ):
         renderer.render("prompt 000000", chat)
     assert caught.value.object == "prompt 000000"
     assert "prompt.template" in caught.value.next
-
-
-def test_messages_name_the_template_of_the_recipe(qwen3):
-    with (
-        opened(qwen3, HIDES.replace("ROLE", "user"), template="own.jinja") as renderer,
-        pytest.raises(ConfigError, match=r"prompt.template own.jinja does not show the last"),
-    ):
-        renderer.render("row", [user("one?")])
 
 
 @pytest.mark.parametrize("cut", ["[:2000]", "[8:]", ".split()[0]", "| truncate(1000)"])
@@ -397,20 +390,6 @@ def test_each_message_has_the_form_that_shows_it(qwen3, content, caplog):
 
 
 # -- a chat that ends with an assistant's message
-
-
-@pytest.mark.parametrize("family", ["qwen3", "llama3", "deepseek_r1", "smolvlm"])
-def test_a_judge_reads_prefix_and_completion_as_one_message(policy_of, family):
-    policy, _ = policy_of(family)
-    with opened(policy) as renderer:
-        prompt = renderer.render("row", [user("one?"), assistant("Let me see")])
-        assert [(each["role"], each["content"]) for each in prompt["messages"]] == [
-            ("user", "one?")
-        ]
-        about = renderer.of_assistant(pa.chunked_array([[prompt["messages"]]]))
-    start = about["assistant_starts"]["user"]
-    begun = prefill(prompt["prompt_text"], start).removeprefix("<think>\n\n</think>\n\n")
-    assert begun.strip() == "Let me see"
 
 
 @pytest.mark.parametrize(
@@ -506,13 +485,10 @@ def test_tools_of_a_row_that_the_template_does_not_show_are_told_of(policy, capl
     assert "does not show the tools of column tools" in warnings(caplog)[0]
 
 
-def test_tools_may_be_json_text(qwen3, caplog):
-    with opened(qwen3) as renderer:
-        plain = renderer.render("row", [user("weather?")], variables={"tools": [WEATHER]})
-        for cell in (json.dumps([WEATHER]), [json.dumps(WEATHER)]):
-            assert renderer.render("row", [user("weather?")], variables={"tools": cell}) == plain
-    assert json.loads(plain["tools"]) == [WEATHER]
-    require_warnings(caplog)
+def test_tools_may_be_json_text():
+    read = RowVariables([WEATHER], {})
+    for cell in ([WEATHER], json.dumps([WEATHER]), [json.dumps(WEATHER)]):
+        assert read_variables("row", {"tools": cell}, ()) == read
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama3", "mistral"])
@@ -554,12 +530,10 @@ def test_arguments_of_a_row_reach_the_template(policy_of):
     ("cells", "why"),
     [
         ({"tools": ["search"]}, "column tools cannot be read: Expecting value"),
-        ({"tools": [{"name": "f", "description": "a\0b"}]}, "0.description has a NUL character"),
         ({"tools": [{"name": "f", "since": datetime.date(2020, 1, 2)}]}, "date is not JSON"),
-        ({"arguments": '{"a": NaN}'}, f"column {ARGUMENTS} cannot be read: NaN is not JSON"),
         ({"tools": '"search"'}, "column tools holds text, expected a list of schemas"),
         ({"tools": [{"type": "function"}]}, "expected a function's schema"),
-        ({"arguments": [1]}, "expected an object"),
+        ({"arguments": [1]}, f"column {ARGUMENTS} holds a list, expected an object"),
         ({"arguments": {"messages": []}}, "sets messages, which is no argument"),
         ({"arguments": {"eos_token": "x"}}, "sets eos_token, which is no argument"),
     ],
@@ -575,10 +549,8 @@ def test_cells_that_no_template_takes_are_named(cells, why):
 @pytest.mark.parametrize(
     ("config", "columns", "told"),
     [
-        ({}, ["images", "answer"], ["images"]),
+        ({}, ["images", "answer", "tools", "chat_template_kwargs"], ["images"]),
         ({"images": "images"}, ["images", "image"], ["image"]),
-        ({}, ["tools", "chat_template_kwargs"], []),
-        ({"tools": ""}, ["tools"], ["tools"]),
         ({"raw_text": True}, ["tools", "chat_template_kwargs"], ["tools", "chat_template_kwargs"]),
         ({"template_arguments": {"tools": []}}, ["tools"], ["tools"]),
         (

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quiver.schemas.cells import without_nulls, wrap
+from quiver.schemas.cells import json_array, without_nulls, wrap
 from quiver.schemas.errors import ConfigError
 from quiver.stages.prompt import sources
 from quiver.stages.prompt.columns import to_table
@@ -86,12 +86,9 @@ def test_json_rows_are_what_json_loads_gives(tmp_path_factory, rows):
     "cells",
     [
         [7, "seven", True, None, [1], {"a": None}],
-        [{"a": 1}, {"b": "x", "c": {"d": 1}}],
         [{"a": 1, "b": 2}, {"b": 2, "a": 1}],
         [10**30, -(2**63), 2**63],
         [{"a": None}, {"a": None}],
-        [[1, None, 2.5], []],
-        [-0.0, 1e300, 5e-324],
     ],
 )
 @pytest.mark.parametrize("between", [0, 1500])
@@ -286,32 +283,22 @@ def json_list(texts):
 
 ARROW = {
     "bool": pa.array([True, None, False, True]),
-    **{str(kind): NUMBERS.cast(kind) for kind in (pa.int8(), pa.uint64(), pa.float16())},
+    "int8": NUMBERS.cast(pa.int8()),
     "float64": pa.array([1.0, None, 2.5, -0.0]),
     "decimal256": pa.array([Decimal("1.50"), None], pa.decimal256(50, 2)),
-    "date64": pa.array([DAY, None], pa.date64()),
     "timestamp": pa.array([MOMENT.replace(microsecond=0), None], pa.timestamp("s")),
-    "timestamp zone": pa.array([MOMENT, None], pa.timestamp("us", "Europe/Rome")),
     "duration": pa.array([LENGTH, None]),
     "binary": pa.array([b"\xff", None]),
     "binary_view": pa.array([b"\xff", None], pa.binary_view()),
-    "fixed_size_binary": pa.array([b"ab", None], pa.binary(2)),
     "string": TEXTS,
     "string_view": VIEWS,
     "dictionary": TEXTS.dictionary_encode(),
     "dictionary of nulls": pa.DictionaryArray.from_arrays(pa.array([0, None, 1]), TEXTS),
-    "dictionary of views": pa.DictionaryArray.from_arrays(pa.array([0, None, 2]), VIEWS),
     "list": pa.array(LISTS),
-    "large_list": pa.array(LISTS, pa.large_list(pa.int64())),
     "fixed_size_list": pa.array([[1, 2], None], pa.list_(pa.int64(), 2)),
     "list_view": pa.array(LISTS, pa.list_view(pa.int64())),
-    "large_list_view": pa.array([["a"], None, []], pa.large_list_view(pa.string_view())),
-    "list of dictionaries": pa.array(
-        [["a"], None, ["b"]], pa.list_(TEXTS.dictionary_encode().type)
-    ),
     "run_end_encoded": RUNS,
     "list of runs": pa.ListArray.from_arrays(pa.array([0, 2, 2, 4], pa.int32()), RUNS),
-    "struct of runs": pa.StructArray.from_arrays([RUNS, VIEWS], ["r", "v"]),
     "struct": pa.array([{"a": 1, "b": [{"c": "x"}]}, None, {"a": None, "b": None}]),
     "struct of views": pa.array(
         [{"a": "x", "b": ["y"]}, None],
@@ -323,14 +310,6 @@ ARROW = {
 """Arrays whose values are those of `to_pylist`."""
 OTHERWISE = {
     "map": (pa.array(MAPS, pa.map_(pa.string(), pa.int64())), DICTS),
-    "map of views": (
-        pa.array([[("a", ["x"])], None], pa.map_(pa.string_view(), pa.list_view(pa.string_view()))),
-        [{"a": ["x"]}, None],
-    ),
-    "list of maps": (
-        pa.array([MAPS, None, []], pa.list_(pa.map_(pa.string(), pa.int64()))),
-        [DICTS, None, []],
-    ),
     "struct of maps": (
         pa.array([{"m": MAPS[0]}, {"m": None}], pa.struct({"m": pa.map_(pa.string(), pa.int64())})),
         [{"m": {"a": 1}}, {"m": None}],
@@ -349,11 +328,6 @@ OTHERWISE = {
     ),
     "float16": (pa.array([0.1, None, 65504.0], pa.float16()), [0.1, None, 65504.0]),
     "dictionary of float32": (SMALL.dictionary_encode(), [0.1, None, 3.3]),
-    "runs of float32": (pc.run_end_encode(SMALL), [0.1, None, 3.3]),
-    "fixed_size_list of float32": (
-        pa.array([[0.1, 3.3], None], pa.list_(pa.float32(), 2)),
-        [[0.1, 3.3], None],
-    ),
     "struct of float32": (
         pa.array([{"a": [{"b": 0.1}]}, None], pa.struct({"a": pa.list_(B_SMALL)})),
         [{"a": [{"b": 0.1}]}, None],
@@ -436,6 +410,8 @@ def test_a_struct_inside_a_map_has_no_null_of_another_rows_key():
     kind = pa.map_(pa.string(), pa.struct({"a": pa.int64(), "b": pa.int64()}))
     column = pa.chunked_array([[[("x", {"a": 1, "b": None}), ("y", None)]]], kind)
     assert without_nulls(wrap(column)) == [{"x": {"a": 1}, "y": None}]
+    written = [{"a": None, "b": [{"c": None}]}]
+    assert without_nulls(json_array(written)) == written
 
 
 def test_a_folder_of_datasets_gives_what_datasets_gives(tmp_path):
