@@ -108,22 +108,26 @@ def test_a_turn_may_not_be_null():
         rollouts.check(table.append_column("turns", column))
 
 
-def rewards_of(reward, turn_rewards) -> pa.Table:
+@pytest.mark.parametrize(
+    ("reward", "turn_rewards", "why"),
+    [
+        (1.0, [0.25, None, 0.75], ""),
+        (None, None, ""),
+        (None, [1.0], ""),
+        (1.0, [0.5], r"turn_rewards add up to 0\.5, the reward is 1"),
+        (1.0, [float("inf")], "turn_rewards holds inf: a reward is finite or null"),
+    ],
+)
+def test_rewards_of_turns_add_up(reward, turn_rewards, why):
     row = {"rollout_id": "a-0", "group_id": "a", "reward": reward, "turn_rewards": turn_rewards}
-    row |= {"parts": {"f": reward}, "errors": {"f": None}}
-    return pa.Table.from_pylist([row], schema=rewards.schema_for(["f"], of_turns=True))
-
-
-def test_rewards_of_turns_add_up():
-    for reward, turn_rewards in ((1.0, [0.25, None, 0.75]), (None, None), (None, [1.0])):
-        assert kind_of(rewards.check(rewards_of(reward, turn_rewards))) == "rewards/2"
-    with pytest.raises(SchemaError, match=r"turn_rewards add up to 0\.5, the reward is 1"):
-        rewards.check(rewards_of(1.0, [0.5]))
-    with pytest.raises(SchemaError, match="turn_rewards holds inf: a reward is finite or null"):
-        rewards.check(rewards_of(1.0, [float("inf")]))
-    extra = rewards.schema_for(["f"], ["f"], of_turns=True)
-    assert extra.names == [*rewards.OF_TURNS.names, "extra"]
-    rewards.check(extra.empty_table())
+    row |= {"parts": {"f": reward}, "errors": {}, "extra": {}}
+    schema = rewards.schema_for(["f"], ["f"], of_turns=True)
+    table = pa.Table.from_pylist([row], schema=schema)
+    if why:
+        with pytest.raises(SchemaError, match=why):
+            rewards.check(table)
+    else:
+        assert kind_of(rewards.check(table)) == "rewards/2"
 
 
 def test_prompts_with_calls_and_pictures():
