@@ -37,8 +37,6 @@ def naming_row(name: str) -> Iterator[None]:
     """Raise a ValueError of `schemas/outside.py` as a ConfigError about row `name`."""
     try:
         yield
-    except ConfigError:
-        raise
     except ValueError as error:
         raise bad_row(name, str(error)) from None
 

@@ -135,6 +135,7 @@ def test_a_member_that_changes_nothing_is_told_once(caplog):
     "given, why",
     [
         (7, "the call is a number, expected {name, arguments}"),
+        ({"function": 7}, "the call is a number, expected a JSON object"),
         ({"arguments": {}}, 'the call lacks "name"'),
         ({"name": 5}, "the name of the call holds a number, expected text"),
         ({"name": "f", "parameters": {}}, 'the call of f has the key "parameters"'),

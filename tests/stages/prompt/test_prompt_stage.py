@@ -326,6 +326,7 @@ BAD = [
     ({}, [{"prompt_ids": [5]}, {"prompt_ids": None}], "holds null, expected a list of token ids"),
     ({}, [{"messages": [{"role": "user"}]}], "000000.*message 0 .* expected role and content"),
     ({}, [{"messages": "hi"}], "row 1 column messages: is not JSON: Exp"),
+    ({}, [{"messages": None}, {"messages": "[]"}], "messages holds null, expected a list of"),
     ({}, [{"prompt_ids": [1, 320]}], "320 is outside the model's vocabulary of 320"),
     ({}, [{"prompt_ids": []}], "no tokens"),
     ({}, [{"prompt_ids": [6.5, 5.0]}], "prompt_ids holds 6.5, expected a list of token ids, which"),

@@ -154,6 +154,7 @@ def test_python_rows_are_kept_or_refused(cells):
     [
         ([(1, (2, 3)), [np.int8(1), np.array([2, 3])]], [[1, [2, 3]]] * 2),
         ([np.float64(1.5), 2, np.int64(3)], [1.5, 2, 3]),
+        ([np.float64(1.5), None], [1.5, None]),
         ([{"at": DAY, "no": None}], [{"at": DAY, "no": None}]),
     ],
 )
