@@ -21,9 +21,8 @@ import pyarrow as pa
 from quiver.schemas.errors import printable, quoted_name
 from quiver.schemas.outside import read_message
 from quiver.schemas.plain import read_json
+from quiver.stages.prompt.chats import columns_of, text_of
 from quiver.stages.prompt.config import INPUTS, Config
-from quiver.stages.prompt.messages import text_of
-from quiver.stages.prompt.row_variables import columns_of
 from quiver.stages.reward.preview import preview
 
 from .first_rows import Answered, FirstRows, Prompts, prompt_config

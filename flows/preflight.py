@@ -21,7 +21,7 @@ from typing import Any
 from quiver.schemas.errors import ConfigError, QuiverError, printable, reason
 from quiver.schemas.plain import flatten
 from quiver.stages.common import plugins
-from quiver.stages.common.chat.template_file import read_template
+from quiver.stages.common.chat.template import read_template
 from quiver.stages.common.config import parse
 from quiver.stages.common.models.from_function import is_function
 from quiver.stages.common.runtime.call import Call

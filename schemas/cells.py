@@ -18,7 +18,7 @@ Not of the spine: to code that reads a column, its values are plain Python value
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -124,10 +124,10 @@ def to_python(cell: Any, kind: pa.DataType, *, keep_nulls: bool = True) -> Any:
     if is_json:
         return json.loads(cell)
     if pa.types.is_map(kind):
-        items = (
-            (key, to_python(item, kind.item_type, keep_nulls=keep_nulls)) for key, item in cell
-        )
-        return to_dict(items)
+        items = {key: to_python(item, kind.item_type, keep_nulls=keep_nulls) for key, item in cell}
+        if len(items) < len(cell):
+            raise ValueError("a map has a key twice")
+        return items
     if pa.types.is_struct(kind):
         return {
             field.name: to_python(cell[field.name], field.type, keep_nulls=keep_nulls)
@@ -137,16 +137,3 @@ def to_python(cell: Any, kind: pa.DataType, *, keep_nulls: bool = True) -> Any:
     if isinstance(kind, _LISTS):
         return [to_python(item, kind.value_type, keep_nulls=keep_nulls) for item in cell]
     return cell
-
-
-def to_dict(entries: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return the dict of a map's entries.
-
-    Raises ValueError if a key appears twice, TypeError if a key is not hashable.
-    """
-    read: dict[Any, Any] = {}
-    for key, item in entries:
-        if key in read:
-            raise ValueError("a map has a key twice")
-        read[key] = item
-    return read

@@ -40,11 +40,11 @@ _UNUSED = frozenset({"annotations", "id", "refusal", "train", "weight"})
 """Members of a message that do not affect a prompt; `refusal` only if there is a content."""
 _REFUSED = {
     "audio": "no model here hears; take it out",
-    "from": "rename `from` to role and `value` to content",
+    "from": 'rename `from` to role and `value` to content, as under "Chats in ShareGPT\'s form" '
+    "in deployments/docs/sources.md",
     "function_call": 'write it as tool_calls: [{"type": "function", "function": {…}}]',
     "refusal": "put its text into content",
     "images": "pictures stand in the column data.images",
-    "value": "rename `from` to role and `value` to content",
 }
 """Members of a message that are refused, and the advice for each."""
 _LONGEST_WORD = 64
@@ -148,7 +148,7 @@ def read_content(given: Any, place: str) -> str | list[dict[str, str]]:
             parts.append({"type": "text", "text": text})
         else:
             raise ValueError(
-                f"a part of {place} is {shape_of_part(part)}, expected "
+                f"a part of {place} is {printable(repr(part), 80)}, expected "
                 '{"type": "text", "text": …} or {"type": "image"}, whose pictures are in the '
                 "column data.images"
             )
@@ -298,21 +298,6 @@ def read_path(given: Any, place: str) -> str:
     if any(len(name.encode()) > _LONGEST_FILE_NAME for name in path.split("/")):
         raise ValueError(f"the {place} has a name of more than {_LONGEST_FILE_NAME} bytes")
     return path
-
-
-def shape_of_part(given: Any) -> str:
-    """Describe a part of a content for an error message: its type, then the other members' names.
-
-    >>> shape_of_part({"video": "a.mp4", "type": "input_video"})
-    '{"type": "input_video", "video": …}'
-    """
-    if not isinstance(given, Mapping):
-        return shape_of(given)
-    kind = given.get("type")
-    shown_kind = f'"{kind}"' if isinstance(kind, str) else shape_of(kind)
-    members = {"type": shown_kind} if "type" in given else {}
-    members |= {name: "…" for name in given if name != "type" and given[name] is not None}
-    return printable("{" + ", ".join(f'"{name}": {shown}' for name, shown in members.items()) + "}")
 
 
 def shape_of(given: Any) -> str:

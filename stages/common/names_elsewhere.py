@@ -86,9 +86,12 @@ COLUMNS = {
     "videos": "take it out of the source: no policy is shown videos here",
     "audio": "take it out of the source: no policy is given sounds here",
     "audios": "take it out of the source: no policy is given sounds here",
-    "tools": 'rows that the chat template renders show it if data.tools = "tools"',
-    "chat_template_kwargs": "give rows that the chat template renders, or set "
-    "prompt.template_arguments for all of them",
+    "tools": 'chats show it if data.tools = "tools", but not with [generate.turns], or with tools '
+    "in prompt.template_arguments: take it out if the recipe says what the policy may call",
+    "chat_template_kwargs": "only chats without [generate.turns] are rendered with it: set "
+    "prompt.template_arguments for all rows, and take the column out",
+    "documents": "write them into the chats, or set documents in prompt.template_arguments for "
+    "all rows",
     "agent_name": "set [generate.turns] for rows that are more than one turn",
     "completion": "answers are sampled, so prompts do not show it; a reward may read it",
     "chosen": "answers are sampled, so prompts do not show it; a reward may read it",

@@ -22,7 +22,7 @@ from quiver.schemas import outside
 from quiver.schemas.errors import ConfigError, printable, reason
 from quiver.schemas.outside import LARGEST
 from quiver.stages.common.config import parse
-from quiver.stages.common.json_rows import bad_source, json_rows, unit_of
+from quiver.stages.common.file_rows import bad_source, json_rows
 from quiver.stages.common.store import storage
 
 _ROUNDING = 1e-4
@@ -199,10 +199,8 @@ def read(source: str, sha256: str = "") -> tuple[dict[str, Trajectory], str]:
         raise bad_source(source, f"there is no file {path.absolute()}")
     try:
         hash_now = storage.sha256(path)
-        unit = unit_of(path)
         lines = {}
-        for number, row in json_rows(path):
-            place = f"{unit} {number}"
+        for place, row in json_rows(path):
             if not isinstance(row, dict):
                 problem = f"expected an object, found {type(row).__name__}"
                 raise bad_source(f"{source} {place}", problem)

@@ -18,15 +18,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from quiver.schemas.errors import ConfigError, printable, reason
+from quiver.schemas.errors import printable, reason
 from quiver.schemas.manifest import digest
-from quiver.schemas.outside import read_path
+from quiver.schemas.outside import read_path, shape_of
 from quiver.stages.common.images.checking import ImageCheck, ImageLimits
 from quiver.stages.common.images.processor import load_processor
 from quiver.stages.common.store import Version, storage
 
+from .chats import bad_row, naming_row
 from .config import SUFFIXES, Config, SourceConfig
-from .messages import bad_row, type_name
 
 _SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*", b"MM\0*")
 """First bytes of picture files, including the formats that are refused later with a clear error."""
@@ -41,23 +41,16 @@ class Pictures:
         """Load the policy's processor. Raises ConfigError if the policy sees no pictures."""
         self._config = config
         self._processor = load_processor(policy)
-        limits = ImageLimits(
-            pixels=config.max_image_pixels,
-            bytes=config.max_image_bytes,
-            seconds=config.image_seconds,
-        )
+        limits = ImageLimits(config.max_image_pixels, config.max_image_bytes, config.image_seconds)
         self._check = ImageCheck(limits)
-
-    def close(self) -> None:
-        """End the process that decodes the pictures."""
-        self._check.close()
+        self.close = self._check.close
 
     def of_cell(self, name: str, cell: Any) -> list[Picture]:
         """Return the pictures of row `name`; each is decoded once as a check. Raises
         ConfigError."""
         pictures = read_cell(name, cell, self._config)
-        for number, picture in enumerate(pictures):
-            self._check.size(f"{name}: picture {number + 1}", picture["bytes"])
+        for number, picture in enumerate(pictures, 1):
+            self._check.size(f"{name}: picture {number}", picture["bytes"])
         return pictures
 
     def expanded(self, name: str, ids: list[int], pictures: list[Picture]) -> dict[str, Any]:
@@ -74,13 +67,19 @@ class Pictures:
 def read_cell(name: str, cell: Any, config: Config) -> list[Picture]:
     """Return the pictures of row `name`, with their bytes read. Raises ConfigError."""
     pictures = []
-    for number, picture in enumerate(_listed(cell)):
-        place = f"{name}: picture {number + 1}"
-        content, path = _content_and_path(place, picture)
-        if content is None:
-            content = _read_file(place, path, config)
-        pictures.append({"bytes": content, "path": path})
+    for place, content, path in _pictures_in(name, cell):
+        with naming_row(place):
+            read = _read_file(path, config) if content is None else content
+        pictures.append({"bytes": read, "path": path})
     return pictures
+
+
+def _read_file(path: str | None, config: Config) -> bytes:
+    file = _locate(path, config)
+    try:
+        return storage.read_file(file, config.max_image_bytes)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{printable(file)} cannot be read: {reason(error)}") from None
 
 
 def without_images(table: pa.Table, config: SourceConfig) -> pa.Table:
@@ -93,49 +92,35 @@ def hash_with_files(table: pa.Table, config: SourceConfig, sha256: str) -> str:
 
     Raises ConfigError.
     """
-    files = [
-        storage.sha256(_locate(place, path, config))
-        for place, path in _paths(table.column(config.images), config)
-    ]
+    files = []
+    for row, cell in enumerate(table.column(config.images), 1):
+        name = f"row {row} of {printable(config.source)}"
+        for place, content, path in _pictures_in(name, cell.as_py()):
+            if content is None:
+                with naming_row(place):
+                    files.append(storage.sha256(_locate(path, config)))
     return digest([sha256, *files]) if files else sha256
 
 
-def _paths(column: pa.ChunkedArray, config: SourceConfig) -> Iterator[tuple[str, str]]:
-    """Yield the name and the path of each picture in a file, in the order of the rows."""
-    for chunk in column.chunks:
-        for row, scalar in enumerate(chunk):
-            place = f"row {row + 1} of {printable(config.source)}"
-            for picture in _listed(scalar.as_py()):
-                content, path = _content_and_path(place, picture)
-                if content is None:
-                    yield place, path
-
-
-def _listed(cell: Any) -> list[Any]:
+def _pictures_in(name: str, cell: Any) -> Iterator[tuple[str, bytes | None, str | None]]:
+    """Yield the name, the bytes or None, and the path of each picture in the cell of row `name`."""
     if cell is None or cell == "":  # CSV has no null
-        return []
-    return cell if isinstance(cell, list) else [cell]
-
-
-def _content_and_path(place: str, picture: Any) -> tuple[bytes | None, str | None]:
-    """Return a picture's bytes, or None if it is in a file, and the path in its cell."""
-    if isinstance(picture, bytes):
-        return picture, None
-    if isinstance(picture, dict) and {"bytes", "path"} >= picture.keys():
-        content = picture.get("bytes")
-        if isinstance(content, str):  # JSON has no bytes; `quiver show --json` writes base64
-            content = _decoded(content) or content
-        if content is None or isinstance(content, bytes):
-            return content, picture.get("path")
-        raise bad_row(place, f"bytes holds {type_name(content)}, expected bytes, or base64")
-    if isinstance(picture, str):
-        content = _decoded(picture)
-        if content is not None and content.startswith(_SIGNATURES):
-            return content, None
-        if picture.startswith("data:"):
-            raise bad_row(place, "is a data URL, and holds no picture in base64")
-        return None, picture
-    raise bad_row(place, f"holds {type_name(picture)}, expected bytes, a path, or {{bytes, path}}")
+        return
+    for number, picture in enumerate(cell if isinstance(cell, list) else [cell], 1):
+        place = f"{name}: picture {number}"
+        content, path = picture, None
+        if isinstance(picture, dict) and {"bytes", "path"} >= picture.keys():
+            content, path = picture.get("bytes"), picture.get("path")
+            if isinstance(content, str):  # JSON has no bytes; `quiver show --json` writes base64
+                content = _decoded(content) or content
+        elif isinstance(picture, str):
+            content = _decoded(picture)
+            if content is None or not content.startswith(_SIGNATURES):
+                content, path = None, picture
+        if not isinstance(content, bytes | None):
+            expected = "expected bytes, base64, a path, or {bytes, path}"
+            raise bad_row(place, f"holds {shape_of(content)}, {expected}")
+        yield place, content, path
 
 
 def _decoded(text: str) -> bytes | None:
@@ -149,23 +134,16 @@ def _decoded(text: str) -> bytes | None:
     return None
 
 
-def _read_file(place: str, path: str | None, config: Config) -> bytes:
-    file = _locate(place, path, config)
-    try:
-        return storage.read_file(file, config.max_image_bytes)
-    except (OSError, ValueError) as error:
-        raise bad_row(place, f"{printable(file)} cannot be read: {reason(error)}") from None
-
-
-def _locate(place: str, path: str | None, config: SourceConfig) -> Path:
-    """Return the file of a picture. Raises ConfigError if it is not below the source's folder."""
+def _locate(path: str | None, config: SourceConfig) -> Path:
+    """Return the file of a picture. Raises ValueError if it is not below the source's folder."""
     if not path:
-        raise bad_row(place, "has neither bytes nor a path")
+        raise ValueError("has neither bytes nor a path")
+    if str(path).startswith("data:"):
+        raise ValueError("is a data URL, and holds no picture in base64")
     try:
-        path = read_path(path, "path")
+        path = read_path(path, "path").removeprefix("file://")
     except ValueError as error:
-        problem = f"{error}, and is no picture (PNG, JPEG, WebP) in base64"
-        raise bad_row(place, problem) from None
+        raise ValueError(f"{error}, and is no picture (PNG, JPEG, WebP) in base64") from None
     source = os.path.expanduser(config.source.removeprefix("datasets:"))
     folder = Path(source)
     if not config.source.startswith("datasets:"):
@@ -173,15 +151,14 @@ def _locate(place: str, path: str | None, config: SourceConfig) -> Path:
         folder = Path(source if is_file else source.rpartition(":")[0] or source).parent
     folder = folder.resolve()
     try:
-        file = (folder / path.removeprefix("file://")).resolve()
+        file = (folder / path).resolve()
     except (OSError, RuntimeError) as error:  # a loop of links
-        raise bad_row(place, f"its path {printable(path)} leads nowhere: {reason(error)}") from None
-    if "://" in path.removeprefix("file://") or not file.is_relative_to(folder):
-        raise ConfigError(
-            place,
-            f"its path {printable(path)} leads out of the source's folder, {printable(folder)}",
-            next="put the pictures beside the source, or their bytes into it",
+        raise ValueError(f"its path {printable(path)} leads nowhere: {reason(error)}") from None
+    if "://" in path or not file.is_relative_to(folder):
+        problem = (
+            f"its path {printable(path)} leads out of the source's folder, {printable(folder)}"
         )
+        raise ValueError(f"{problem}: put the pictures beside the source, or their bytes into it")
     if not file.is_file():
-        raise bad_row(place, f"there is no file {printable(file)}")
+        raise ValueError(f"there is no file {printable(file)}")
     return file

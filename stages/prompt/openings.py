@@ -1,14 +1,14 @@
 """The opening messages of environments: each row's prompt includes its own, so a group shares it.
 
 config = identified(config)                            # at planning; runs no user code
-with Openings(config) as openings:
+with opened(config) as openings:
     messages = openings.of(source, rows, group_ids)    # per row; empty without environment
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
@@ -40,24 +40,24 @@ def identified(config: Config) -> Config:
     return config.model_copy(update={"turns": config.turns.with_fingerprint()})
 
 
+@contextmanager
+def opened(config: Config) -> Iterator[Openings]:
+    """Yield the openings of [generate.turns]; they are empty without it."""
+    if config.turns is None:
+        yield Openings(config, None)
+        return
+    with EnvironmentPool(config.turns) as pool:
+        yield Openings(config, pool)
+
+
 class Openings:
-    """The environments of [generate.turns], begun and ended again. `tools` are the tools they
-    offer."""
+    """The environments of [generate.turns], begun and ended again."""
 
-    def __init__(self, config: Config) -> None:
-        self.tools: list[dict[str, Any]] = []
+    def __init__(self, config: Config, pool: EnvironmentPool | None) -> None:
+        self.tools: list[dict[str, Any]] = pool.loaded.tools if pool else []
+        """The tools that the environments offer."""
         self._config = config
-        self._stack = ExitStack()
-        self._pool: EnvironmentPool | None = None
-
-    def __enter__(self) -> Openings:
-        if self._config.turns is not None:
-            self._pool = self._stack.enter_context(EnvironmentPool(self._config.turns))
-            self.tools = self._pool.loaded.tools
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self._pool = pool
 
     def of(
         self, source: pa.Table, rows: Sequence[int], group_ids: Sequence[str]
@@ -67,23 +67,21 @@ class Openings:
         `group_ids` has the ids of all its rows. Raises ConfigError if an environment cannot
         begin.
         """
-        openings: list[list[Message]] = []
         if self._pool is None:
             return [[] for _ in rows]
+        openings: dict[int, list[Message]] = {}
         for start in range(0, len(rows), _MOST_OPEN):
             some_rows = rows[start : start + _MOST_OPEN]
             chunk = source.take(pa.array(some_rows, pa.int64()))
             columns = without_images(chunk, self._config).to_pylist()
-            keys = [
-                self._pool.open(row_columns, environment_seed(group_ids[row]))
+            row_of_key = {
+                self._pool.open(row_columns, environment_seed(group_ids[row])): row
                 for row, row_columns in zip(some_rows, columns, strict=True)
-            ]
-            row_of_key = dict(zip(keys, some_rows, strict=True))
-            messages: dict[int, list[Message]] = {}
-            while len(messages) < len(keys):
+            }
+            while row_of_key:
                 for reply in self._pool.replies(wait=None):
-                    row = row_of_key.get(reply.key)
-                    if reply.key in messages or row is None:  # its environment has ended
+                    row = row_of_key.pop(reply.key, None)
+                    if row is None:  # its environment has ended
                         self._pool.forget(reply.key)
                     elif reply.failure is not None:
                         raise ConfigError(
@@ -93,7 +91,6 @@ class Openings:
                             next="correct the environment, or the row",
                         )
                     else:
-                        messages[reply.key] = reply.step.observation()
+                        openings[row] = reply.step.observation()
                         self._pool.finish(reply.key)
-            openings += [messages[key] for key in keys]
-        return openings
+        return [openings[row] for row in rows]

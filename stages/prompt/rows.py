@@ -13,11 +13,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from quiver.schemas import prompts
+from quiver.schemas import outside, prompts
 from quiver.schemas.cells import without_nulls
 from quiver.schemas.errors import ConfigError, printable, quoted_name
 from quiver.schemas.fields import required
-from quiver.schemas.outside import CHARACTERS_OF_TOKEN, count_characters
+from quiver.schemas.outside import Message
 from quiver.stages.common.chat.control_tokens import Guard, Rendering
 from quiver.stages.common.chat.generation_prompt import (
     learn_end,
@@ -35,26 +35,25 @@ from quiver.stages.common.chat.messages import (
 )
 from quiver.stages.common.chat.template import Template
 from quiver.stages.common.environments.environment import pictures_in, without_pictures
-from quiver.stages.common.json_rows import parse_line
+from quiver.stages.common.file_rows import parse_line
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Version
 
-from .config import Config
-from .images import Picture, Pictures, without_images
-from .messages import (
-    MEMBERS_BEYOND_TEXT,
-    Message,
+from .chats import (
+    ARGUMENTS,
+    Remarks,
+    RowVariables,
+    as_content_parts,
     bad_row,
-    read_message,
-    require_text,
+    columns_of,
+    naming_row,
+    read_variables,
     show_images,
     text_of,
-    type_name,
 )
-from .python_rows import CHUNK
-from .remarks import Remarks
-from .row_variables import ARGUMENTS, RowVariables, columns_of, read_variables
-from .sources import lacks
+from .columns import CHUNK
+from .config import Config
+from .images import Picture, Pictures, without_images
 
 _EXPECTED = {
     "messages": "a list of {role, content}",
@@ -62,7 +61,7 @@ _EXPECTED = {
     "prompt_ids": "a list of token ids, which are whole numbers",
 }
 """Expected cells of each input column."""
-_MOST_LISTED = 5
+_IF_IT_SHOULD = ": the policy never reads it; if it should, set prompt.template to another"
 Prompt = dict[str, Any]
 """A row of prompts/1, without its group and its columns."""
 
@@ -110,7 +109,7 @@ class Renderer:
         if config.has_chats:
             self.chat_template = self._template(self._shown_tools).source
             if self.tools:
-                self._tell_of_tools(self.tools, "generate.turns")
+                self._warn_of_hidden_tools(self.tools, "generate.turns")
         # If the recipe has no tools, rows may still have their own: prepare both templates.
         for kind in [self._shown_tools] if self._shown_tools else [None, [{}]]:
             try:
@@ -122,7 +121,14 @@ class Renderer:
         markup = learn_markup(self._tokenizer, renders, reserved_ids(policy))
         is_encoder = checkpoints.is_encoder_decoder(policy)
         self._guard = Guard(self._tokenizer, closes=is_encoder, **markup._asdict())
-        self._ends = set() if is_encoder else self._learn_ends()
+        self._ends: set[int | None] = set()
+        """The ids that end an answer, by the model's configs and by the template."""
+        if not is_encoder:
+            self._ends = {self._tokenizer.eos_token_id}
+            with suppress(ConfigError):  # the model names none
+                self._ends.update(checkpoints.end_token_ids(policy))
+            if config.has_chats:
+                self._ends |= self._end_ids(["user"])
 
     def close(self) -> None:
         """End the processes of the templates and of the pictures."""
@@ -154,7 +160,10 @@ class Renderer:
         Raises ConfigError or SecurityError.
         """
         config = self.config
-        if self._is_hopeless(name, cell, opening):
+        num_characters = outside.count_characters([cell, *opening])
+        allowed = config.max_prompt_tokens
+        if allowed is not None and num_characters > allowed * outside.CHARACTERS_OF_TOKEN:
+            self._refuse_long(name, f"{num_characters} characters")  # rendering could take minutes
             return None
         messages = None
         pictures: list[Picture] = []
@@ -163,9 +172,14 @@ class Renderer:
         # TRL and verl keep chats in a column `prompt`.
         is_chat = bool(config.prompt) and not config.raw_text and isinstance(cell, list)
         if config.messages or is_chat:
-            messages = [read_message(name, number, message) for number, message in enumerate(cell)]
+            with naming_row(name):
+                messages = [
+                    outside.read_message(message, f"message {number}")
+                    for number, message in enumerate(cell)
+                ]
         elif config.prompt:
-            text = require_text(name, cell, f"column {quoted_name(config.prompt)}")
+            with naming_row(name):
+                text = outside.read_text(cell, f"column {quoted_name(config.prompt)}")
             self._remarks.on_text(name, printable(config.prompt), text)
             if config.raw_text:
                 rendering = self._guard.encode(name, (), [text], lambda texts: texts[0])
@@ -185,9 +199,13 @@ class Renderer:
         if messages:
             if config.system is not None and messages[0]["role"] != "system":
                 messages.insert(0, {"role": "system", "content": config.system})
-            pictures = self._read_pictures(name, images, opening)
-            num_shown = len(pictures) - len(pictures_in(opening))
-            messages = _followed_by(show_images(name, messages, num_shown), opening)
+            pictures = self._pictures.of_cell(name, images) if self._pictures else []
+            messages = show_images(name, messages, len(pictures))
+            of_opening = pictures_in(opening)
+            if of_opening:
+                self._pictures = self._pictures or Pictures(config, self._policy)
+                pictures += self._pictures.of_cell(f"{name}: its environment", of_opening)
+            messages = _followed_by(messages, opening)
             rendering = self._render_chat(name, messages, own)
             if messages[-1]["role"] == "assistant":  # the policy continues it
                 messages = messages[:-1]
@@ -205,51 +223,28 @@ class Renderer:
             prompt |= self._pictures.expanded(name, rendering.ids, pictures)
         return prompt if self._fits(name, prompt["prompt_ids"]) else None
 
-    def _read_pictures(self, name: str, cell: Any, opening: Sequence[Message]) -> list[Picture]:
-        """Return the pictures of a cell, then the pictures that an environment shows at its
-        start."""
-        pictures = self._pictures.of_cell(name, cell) if self._pictures else []
-        of_opening = pictures_in(opening)
-        if of_opening:
-            self._pictures = self._pictures or Pictures(self.config, self._policy)
-            pictures += self._pictures.of_cell(f"{name}: its environment", of_opening)
-        return pictures
-
     def of_assistant(self, chats: pa.ChunkedArray) -> dict[str, Any]:
-        """Return, for the manifest, how the template begins and ends an assistant's turn."""
-        return {
-            "assistant_starts": self.assistant_starts(chats),
-            "assistant_end": self.assistant_end(chats),
-        }
+        """Return, for the manifest, how the template begins and ends an assistant's turn.
 
-    def assistant_starts(self, chats: pa.ChunkedArray) -> dict[str, str | None]:
-        """Return the text before an assistant's own text, for each role that a chat ends with.
-
-        A text is None if it cannot be determined, or differs between rows with tools and without.
-        To read a completion as a message, use it to find the part of `prompt_text` that already
-        belongs to that message.
+        `assistant_starts` has the text before an assistant's own text, for each role that a chat
+        ends with. To read a completion as a message, use it to find the part of `prompt_text` that
+        already belongs to that message. `assistant_end` has `id` and `text` of the control token
+        that ends the turn. A text or the end is None if it cannot be determined, or differs between
+        rows with tools and without.
         """
         starts: dict[str, str | None] = {}
-        for chat in chats.drop_null():
+        end = None
+        for number, chat in enumerate(chats.drop_null()):
             roles = [message["role"] for message in chat.as_py()]
             if roles[-1] not in starts:
                 starts[roles[-1]] = _only(
                     learn_start(template.probe, roles, self._guard.token_ends)
                     for template in self._templates.values()
                 )
-        return starts
-
-    def assistant_end(self, chats: pa.ChunkedArray) -> dict[str, Any] | None:
-        """Return `id` and `text` of the control token with which the template ends an assistant's
-        turn.
-
-        Returns None if there is no such token or no chat, or if it differs between rows with tools
-        and without.
-        """
-        for chat in chats.drop_null().slice(0, 1):
-            id = _only(self._end_ids([message["role"] for message in chat.as_py()]))
-            return None if id is None else {"id": id, "text": self._guard.decode([id])}
-        return None
+            if number == 0:
+                id = _only(self._end_ids(roles))
+                end = None if id is None else {"id": id, "text": self._guard.decode([id])}
+        return {"assistant_starts": starts, "assistant_end": end}
 
     def _end_ids(self, roles: Sequence[str]) -> set[int]:
         """Return the control ids with which the templates end an assistant's turn after these
@@ -291,44 +286,35 @@ class Renderer:
             self._templates[source] = Template(source, variables, seconds, self._title)
         return self._templates[source]
 
-    def _tell_of_tools(self, tools: list[dict[str, Any]], whose: str) -> None:
+    def _warn_of_hidden_tools(self, tools: list[dict[str, Any]], whose: str) -> None:
         """Warn if the template writes the same without `tools`."""
-        if not self._shows(tools=tools):
+        template = self._template(tools)
+        question = [{"role": "user", "content": "?"}]
+        with_them, without = (
+            template.render("prompt.template", question, tools=shown) for shown in (tools, None)
+        )
+        if with_them == without:
             self._remarks.say_once(
                 "tools",
                 f"{self._title} does not show the tools of {whose}: say in "
                 "prompt.system, or in the chats, what it may call and how",
             )
 
-    def tell_of_documents(self) -> None:
-        """Warn, for rows with a column `documents`, if the template would show documents."""
-        if not self.config.has_chats or "documents" in self.config.template_arguments:
-            return
-        with suppress(ConfigError):  # the template refuses these documents
-            if self._shows(documents=[{"title": "probez", "text": "probez"}]):
-                self._remarks.say_once(
-                    "documents",
-                    f"{printable(self.config.source)}: column documents is not used in prompts, "
-                    f"though {self._title} shows documents: write them into the "
-                    "chats, or set documents in prompt.template_arguments for all rows",
-                )
-
-    def _shows(self, **variables: Any) -> bool:
-        """Return True if the template's text depends on these `variables`."""
-        template = self._template(variables.get("tools"))
-        question = [{"role": "user", "content": "?"}]
-        with_them, without = (
-            template.render("prompt.template", question, **each)
-            for each in (variables, dict.fromkeys(variables))
-        )
-        return with_them != without
-
     def _render_chat(self, name: str, messages: list[Message], own: RowVariables) -> Rendering:
         own = own._replace(tools=self._shown_tools or own.tools)
         template = self._template(own.tools)
         is_continued = messages[-1]["role"] == "assistant"
         if is_continued:
-            self._require_continuable(name, messages)
+            roles = {message["role"] for message in messages}
+            problem = ""
+            if "tool_calls" in messages[-1]:
+                problem = "ends with calls of an assistant, which no tool has answered"
+            elif roles <= {"assistant", "system", "developer"}:
+                problem = "has no question that its last message, an assistant's, answers"
+            elif self.config.turns is not None:
+                problem = "ends with an assistant's message, which [generate.turns] cannot continue"
+            if problem:
+                raise bad_row(name, f"the chat {problem}")
         self._remarks.on_chat(name, messages, template.source)
         structure, texts = take_texts(messages, own.as_variables())
         # Markup stays in texts by the recipe or an assistant.
@@ -350,18 +336,6 @@ class Renderer:
 
     def _is_recipes(self, message: Message) -> bool:
         return message["role"] == "system" and message["content"] == self.config.system
-
-    def _require_continuable(self, name: str, messages: list[Message]) -> None:
-        """Raise ConfigError unless the policy can continue the last message, an assistant's."""
-        if "tool_calls" in messages[-1]:
-            problem = "ends with calls of an assistant, which no tool has answered"
-        elif {message["role"] for message in messages} <= {"assistant", "system", "developer"}:
-            problem = "has no question that its last message, an assistant's, answers"
-        elif self.config.turns is not None:
-            problem = "ends with an assistant's message, which [generate.turns] cannot continue"
-        else:
-            return
-        raise bad_row(name, f"the chat {problem}")
 
     def _require_seen(
         self, name: str, messages: list[Message], template: Template, own: RowVariables
@@ -414,7 +388,7 @@ class Renderer:
                 "unless prompt.template, and the served template, begin with {{ bos_token }}",
             )
         if own.tools and not self._shown_tools:
-            self._tell_of_tools(own.tools, f"column {self.config.tools}")
+            self._warn_of_hidden_tools(own.tools, f"column {self.config.tools}")
         for member in ("tool_calls", "reasoning_content"):
             if not any(message.get(member) for message in messages):
                 continue
@@ -436,15 +410,6 @@ class Renderer:
             f"{self._title} does not show {what}, or cuts it, as text and as a list of parts",
             next=f"set prompt.template to a template that shows it{way_out}",
         )
-
-    def _learn_ends(self) -> set[int]:
-        """Return the ids that end an answer, by the model's configs and by the template."""
-        ends = {self._tokenizer.eos_token_id}
-        with suppress(ConfigError):  # the model names none
-            ends.update(checkpoints.end_token_ids(self._policy))
-        if self.config.has_chats:
-            ends |= self._end_ids(["user"])
-        return ends - {None}
 
     def _fits(self, name: str, ids: list[int]) -> bool:
         """Return True if the prompt is short enough.
@@ -476,18 +441,6 @@ class Renderer:
             return True
         self._refuse_long(name, f"{len(ids)} tokens")
         return False
-
-    def _is_hopeless(self, name: str, cell: Any, opening: Sequence[Message]) -> bool:
-        """Return True if the row has more characters than the allowed tokens can stand for.
-
-        Rendering it could take minutes. Raises ConfigError, as `_fits` does.
-        """
-        allowed = self.config.max_prompt_tokens
-        num_characters = count_characters(cell) + count_characters(list(opening))
-        if allowed is None or num_characters <= allowed * CHARACTERS_OF_TOKEN:
-            return False
-        self._refuse_long(name, f"{num_characters} characters")
-        return True
 
     def _refuse_long(self, name: str, length: str) -> None:
         """Raise ConfigError if a prompt that is too long is an error by the config."""
@@ -529,16 +482,13 @@ def render_rows(
     images = table.column(config.images) if config.images else None
     cells = _input_cells(config, source, rows)
     named = columns_of(config, source.column_names).items()
-    if "documents" in source.column_names:
-        renderer.tell_of_documents()
     variables = {role: without_nulls(table[column]) for role, column in named}
     for position, (row, cell, opening) in enumerate(zip(rows, cells, openings, strict=True)):
         group_id = group_ids[row]
         name = f"prompt {printable(group_id)} (row {row + 1} of {printable(config.source)})"
         pictures = images[position].as_py() if images else None
         of_row = {role: column[position] for role, column in variables.items()}
-        if not is_input(config, cell):
-            raise bad_cell(config, source, row, name, cell)
+        _require_input(config, name, cell)
         prompt = renderer.render(name, cell, opening, pictures, of_row)
         if prompt is not None:
             rendered.append({"group_id": group_id, **prompt})
@@ -556,7 +506,7 @@ def render_rows(
             for chat in _input_cells(config, source, chosen)
             if isinstance(chat, list)
             for message in chat
-            for member in MEMBERS_BEYOND_TEXT
+            for member in (*outside.MORE, *outside.THINKING)
         )
     has_tools = "tools" in variables or config.template_arguments.get("tools")
     is_more = config.turns is not None or config.images or has_tools
@@ -568,35 +518,15 @@ def render_rows(
     return prompts_table.add_column(place, field, struct)
 
 
-def is_input(config: Config, cell: Any) -> bool:
-    """Return True if a cell has a type that the input column may hold."""
-    if isinstance(cell, str):
-        return bool(config.prompt)
-    if not isinstance(cell, list) or (config.prompt and config.raw_text):
-        return False
-    return bool(cell or config.prompt_ids)
-
-
-def bad_cell(config: Config, source: pa.Table, row: int, name: str, cell: Any) -> ConfigError:
-    """Return the error for an invalid cell, which lists the other rows with invalid cells."""
-    column = getattr(config, config.input)
-    others = []
-    for start in range(0, source.num_rows, CHUNK):
-        cells = without_nulls(source.column(column).slice(start, CHUNK))
-        for index, other in enumerate(cells, start):
-            with suppress(ConfigError):  # another error, reported when its row is rendered
-                chat = _read_chat("", other) if config.messages else other
-                if index != row and not is_input(config, chat):
-                    others.append(index + 1)
-    holds = f"holds {type_name(cell) if cell != [] else 'an empty list'}"
-    if cell is None and lacks(config, row, column):
-        holds = "is missing"
-    more = ", ".join(map(str, others[:_MOST_LISTED])) + ", …" * (len(others) > _MOST_LISTED)
-    rows = "row" if len(others) == 1 else "rows"
-    also = f"; so in {len(others)} more: {rows} {more}" if others else ""
-    return bad_row(
-        name, f"column {quoted_name(column)} {holds}, expected {_EXPECTED[config.input]}{also}"
-    )
+def _require_input(config: Config, name: str, cell: Any) -> None:
+    """Raise ConfigError unless a cell has a type that the input column may hold."""
+    is_input = isinstance(cell, list) and bool(cell or config.prompt_ids)
+    if config.prompt:
+        is_input = isinstance(cell, str) or (is_input and not config.raw_text)
+    if not is_input:
+        holds = outside.shape_of(cell) if cell != [] else "an empty list"
+        column = quoted_name(getattr(config, config.input))
+        raise bad_row(name, f"column {column} holds {holds}, expected {_EXPECTED[config.input]}")
 
 
 def _input_cells(config: Config, source: pa.Table, rows: Sequence[int]) -> Iterator[Any]:
@@ -622,9 +552,6 @@ def _read_chat(place: str, cell: Any) -> Any:
     return [parse_line(each.encode(), place) if isinstance(each, str) else each for each in cell]
 
 
-_IF_IT_SHOULD = ": the policy never reads it; if it should, set prompt.template to another"
-
-
 def _only(values: Iterable[Any]) -> Any:
     """Return the only one of `values` that is not None; None if there is none, or several."""
     different = set(values) - {None}
@@ -645,13 +572,8 @@ def _followed_by(messages: list[Message], opening: Sequence[Message]) -> list[Me
         content, added = last["content"], message["content"]
         if isinstance(content, str) and isinstance(added, str):
             content = f"{content}\n\n{added}"
-        elif isinstance(added, str):
-            content = [*content, *_parts(f"\n\n{added}")]
         else:
-            content = [*_parts(content), *_parts("\n\n"), *added]
+            added = as_content_parts("\n\n") + as_content_parts(added)
+            content = as_content_parts(content) + added
         messages[-1] = {**last, "content": content}
     return messages
-
-
-def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return content if isinstance(content, list) else [{"type": "text", "text": content}]

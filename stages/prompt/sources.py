@@ -8,8 +8,8 @@
 
 A cell has the Python value that its file says:
 
-* JSON, and rows of a generator: the value from `json.loads` or the generator (`python_rows.py`).
-* CSV: text, or numbers in a column that holds nothing else (`csv_rows.py`).
+* JSON, and rows of a generator: the value from `json.loads` or the generator (`columns.py`).
+* CSV: text, or numbers in a column that holds nothing else (`stages/common/file_rows.py`).
 * Parquet, Arrow, Feather, `datasets`: the value from Arrow's `to_pylist`. A map is a dict, the JSON
   of `datasets.Json` is parsed, and a float of 16 or 32 bits is its shortest decimal. A struct has
   all keys of its type, null ones too: Arrow does not store which keys its row had. Such keys are
@@ -24,7 +24,6 @@ The others are held as Arrow, and become Python objects one shard at a time.
 from __future__ import annotations
 
 import os
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,14 +33,12 @@ from quiver.schemas.cells import holds
 from quiver.schemas.errors import ConfigError, did_you_mean, printable, quoted_name, reason
 from quiver.stages.common import plugins
 from quiver.stages.common.config import parse
-from quiver.stages.common.json_rows import bad_source, json_rows, unit_of
+from quiver.stages.common.file_rows import bad_source, csv_rows, json_rows
 from quiver.stages.common.store import storage
 
-from .arrow_rows import plain_table
+from .columns import CHUNK, plain_table, to_table
 from .config import INPUTS, SUFFIXES, Config, SourceConfig
-from .csv_rows import csv_rows
 from .images import hash_with_files
-from .python_rows import CHUNK, to_table
 
 _MOST_LEVELS = 60  # Arrow can read files with up to 64
 _QUESTIONS = ("question", "prompt", "problem", "query", "instruction")
@@ -74,7 +71,8 @@ def read(config: SourceConfig) -> Source:
     elif ":" in source:
         function, _ = plugins.load(source, "data.source")
         try:
-            table = to_table(source, "row", enumerate(function(**config.arguments), 1))
+            rows = enumerate(function(**config.arguments), 1)
+            table = to_table(source, ((f"row {number}", row) for number, row in rows))
         except ConfigError:
             raise
         except Exception as error:  # the user's code may raise anything
@@ -114,17 +112,6 @@ def fill_in(config: Config, source: Source) -> Config:
     by_name = {name.strip().lower(): name for name in columns}
     likely = [by_name[name] for name in _QUESTIONS if name in by_name]
     hint = f'; did you mean data.prompt = "{printable(likely[0])}"?' if likely else ""
-    for name in [column] if column in columns else [] if likely else columns:
-        cell = source.table.column(name)[0].as_py()
-        message = cell[0] if isinstance(cell, list) and cell else None
-        if isinstance(message, dict) and {"from", "value"} <= message.keys():
-            raise ConfigError(
-                f"source {printable(config.source)}",
-                f"column {quoted_name(name)} has chats in the form of ShareGPT, lists of {{from, "
-                "value}; expected lists of {role, content}",
-                next='read it by a generator, such as the one under "Chats in ShareGPT\'s form" '
-                "in deployments/docs/sources.md",
-            )
     if input_name is None:
         keys = " or ".join(f"data.{name}" for name in inputs)
         raise ConfigError(
@@ -132,7 +119,12 @@ def fill_in(config: Config, source: Source) -> Config:
             f"has no column {' or '.join(inputs)}; it has {column_list}{hint}",
             next=f"set {keys} to one of them",
         )
-    named = {input_name: column, "group_id": config.group_id, "images": config.images}
+    named = {
+        input_name: column,
+        "group_id": config.group_id,
+        "images": config.images,
+        "tools": config.tools if config.tools not in ("", "tools") else None,
+    }
     for field, name in named.items():
         if name is not None and name not in columns:
             raise ConfigError(
@@ -143,18 +135,6 @@ def fill_in(config: Config, source: Source) -> Config:
             )
     filled_in = {input_name: column, "source_sha256": source.sha256}
     return parse(type(config), {**dict(config), **filled_in}, "data")
-
-
-def lacks(config: SourceConfig, row: int, column: str) -> bool:
-    """Return True if a row of a JSON file, numbered from 0, does not have this key.
-
-    Returns False for other formats, which do not distinguish a missing key from null.
-    """
-    path = Path(os.path.expanduser(config.source))
-    if path.suffix not in (".jsonl", ".json") or not path.is_file():
-        return False
-    _, fields = next(islice(json_rows(path), row, None))
-    return column not in fields
 
 
 def hash_rows(table: pa.Table) -> str:
@@ -180,11 +160,11 @@ def _check(source: str, table: pa.Table) -> None:
                 source,
                 f"column {quoted_name(field.name)} is nested more than {_MOST_LEVELS} levels deep",
             )
-        if holds(field.type, pa.types.is_interval):
+        if holds(field.type, lambda kind: pa.types.is_interval(kind) or pa.types.is_union(kind)):
             raise bad_source(
                 source,
                 f"column {quoted_name(field.name)} is of the type {field.type}, which rewards "
-                "cannot be given: write it as text or as a number of days",
+                "cannot be given: write its values as JSON, numbers or text",
             )
     try:
         table.validate(full=True)
@@ -205,7 +185,7 @@ def _is_deeper(kind: pa.DataType, levels: int) -> bool:
 def _read_file(path: Path) -> pa.Table:
     try:
         if path.suffix == ".csv":
-            return to_table(str(path), "row", csv_rows(path))
+            return to_table(str(path), csv_rows(path))
         if path.suffix == ".parquet":
             import pyarrow.parquet
 
@@ -219,7 +199,7 @@ def _read_file(path: Path) -> pa.Table:
                 return pa.ipc.open_stream(mapped).read_all()
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
         raise bad_source(path, f"cannot be read: {reason(error)}") from error
-    return to_table(str(path), unit_of(path), json_rows(path))
+    return to_table(str(path), json_rows(path))
 
 
 def _read_dataset(config: SourceConfig) -> pa.Table:
@@ -230,21 +210,16 @@ def _read_dataset(config: SourceConfig) -> pa.Table:
     try:
         if any((folder / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
             dataset = datasets.load_from_disk(str(folder))
-            if isinstance(dataset, datasets.DatasetDict):
-                if config.split not in dataset:
-                    splits = printable(", ".join(dataset))
-                    raise ConfigError(
-                        f"data.split {printable(config.split)}",
-                        f"{printable(config.source)} has the splits {splits}",
-                        next="set data.split to one of them",
-                    )
-                dataset = dataset[config.split]
-            elif config.split not in ("train", str(dataset.split)):
+            splits = dataset
+            if not isinstance(dataset, datasets.DatasetDict):
+                splits = {"train": dataset, str(dataset.split): dataset}
+            if config.split not in splits:
                 raise ConfigError(
                     f"data.split {printable(config.split)}",
-                    f"{printable(config.source)} has no splits, it is one dataset",
-                    next='set data.split to "train", or data.source to a folder of that split',
+                    f"{printable(config.source)} has the splits {printable(', '.join(splits))}",
+                    next="set data.split to one of them",
                 )
+            dataset = splits[config.split]
         else:
             dataset = datasets.load_dataset(name, config.name, split=config.split)
         return dataset.with_format("arrow")[:]

@@ -21,17 +21,17 @@ import pyarrow.compute as pc
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import digest
-from quiver.stages.common.chat.template_file import read_template
+from quiver.stages.common.chat.template import read_template
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
 
 from . import sources
+from .chats import warn_unused
 from .config import Config
-from .openings import Openings, identified
+from .openings import identified, opened
 from .order import choose_rows, name_rows, open_rewards
-from .row_variables import tell_unused
 
 STAGE_VERSION = 1
 _MOST_LISTED = 10_000
@@ -51,7 +51,7 @@ def resolve_with_columns(config: Config) -> tuple[Config, list[str]]:
     """
     source = sources.read(config)
     resolved = sources.fill_in(config, source)
-    tell_unused(resolved, source.table.column_names)
+    warn_unused(resolved, source.table.column_names)
     return resolved, source.table.column_names
 
 
@@ -101,7 +101,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     template = read_template(config.template, "prompt.template", plan.models[0].template)
     with (
         writer.phase("render"),
-        Openings(config) as openings,
+        opened(config) as openings,
         closing(Renderer(config, policy, template, openings.tools)) as renderer,
     ):
         for index in writer.take_shards(len(starts)):

@@ -20,9 +20,8 @@ from quiver.flows.rerun import rerun
 from quiver.schemas.errors import ConfigError, ConflictError, LineageError
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
-from quiver.stages.prompt.arrow_rows import plain_table
+from quiver.stages.prompt.columns import plain_table, to_table
 from quiver.stages.prompt.config import Config
-from quiver.stages.prompt.python_rows import to_table
 from tests import sight
 from tests.flows.conftest import write_recipe
 from tests.stages.common.chat.test_control_tokens import mistral
@@ -547,7 +546,7 @@ def test_copies_of_a_question_are_found_in_other_spellings(row, other, is_same):
     first, second = (
         questions(
             Config(source="rows.jsonl", **{next(iter(each)): next(iter(each))}),
-            to_table("rows.jsonl", "line", enumerate([each], 1)),
+            to_table("rows.jsonl", [("line 1", each)]),
         )
         for each in (row, other)
     )

@@ -158,7 +158,7 @@ PLANTED = (
         "schemas/outside.py",
         "if len(set(texts.values())) > 1:",
         "if len(texts) > 1:",
-        ("tests/schemas/test_outside.py::test_the_same_thinking_may_have_several_names",),
+        ("tests/schemas/test_outside.py::test_thinking_is_read_whatever_it_is_called",),
     ),
     Planted(
         "nulls_in_a_part",
@@ -172,21 +172,14 @@ PLANTED = (
         "schemas/outside.py",
         'call = {key: member for key, member in given.items() if member not in (None, "")}',
         "call = {key: member for key, member in given.items() if member is not None}",
-        ("tests/schemas/test_outside.py::test_an_empty_id_of_a_call_is_none",),
+        ("tests/schemas/test_outside.py::test_a_call_of_a_chat_may_have_no_arguments_and_no_id",),
     ),
     Planted(
         "nan_of_csv_is_a_number",
-        "stages/prompt/csv_rows.py",
+        "stages/common/file_rows.py",
         "if str(number) == text and math.isfinite(number):",
         "if str(number) == text:",
-        (f"{PROMPT}/test_values.py::test_csv_cells_that_no_json_number_says_are_text",),
-    ),
-    Planted(
-        "first_change_alone",
-        "stages/prompt/python_rows.py",
-        "in sorted(changed, key=lambda each: _is_equal(*each[1:]))[:1]:",
-        "in changed[:1]:",
-        (f"{PROMPT}/test_values.py::test_python_rows_that_neither_arrow_nor_json_keeps",),
+        (f"{PROMPT}/test_values.py::test_csv_columns_are_numbers_only_if_every_cell_is_one",),
     ),
     Planted(
         "notes_of_a_table_are_hashed",
@@ -200,7 +193,7 @@ PLANTED = (
     ),
     Planted(
         "one_odd_role_is_told",
-        "stages/prompt/remarks.py",
+        "stages/prompt/chats.py",
         'f"role {role} as such",',
         '"role as such",',
         (
@@ -220,7 +213,7 @@ PLANTED = (
         "stages/common/chat/control_tokens.py",
         "        while self._start and ids[",
         "        if self._start and ids[",
-        (f"{CHAT}/test_control_tokens.py::test_of_several_bos_of_a_template_one_stays",),
+        (f"{CHAT}/test_control_tokens.py::test_exactly_one_bos_where_the_tokenizer_puts_one",),
     ),
     Planted(
         "form_of_contents_without_tools",
@@ -371,8 +364,8 @@ PLANTED = (
     Planted(
         "nulls_of_structs_in_maps",
         "schemas/cells.py",
-        "(key, to_python(item, kind.item_type, keep_nulls=keep_nulls)) for key, item in cell",
-        "(key, to_python(item, kind.item_type)) for key, item in cell",
+        "key: to_python(item, kind.item_type, keep_nulls=keep_nulls) for key, item in cell",
+        "key: to_python(item, kind.item_type) for key, item in cell",
         (f"{PROMPT}/test_values.py::test_a_struct_inside_a_map_has_no_null_of_another_rows_key",),
     ),
 )

@@ -41,14 +41,14 @@ def test_it_reads_back_and_is_canonical():
     assert raw == canonical(json.loads(raw))
 
 
-def test_every_flipped_bit_is_found():
+def test_every_flipped_bit_and_every_cut_is_found():
     raw = manifest().to_json()
-    for position in range(0, len(raw), 3):
-        for bit in (1, 16, 128):
-            torn = bytearray(raw)
-            torn[position] ^= bit
+    for position in range(len(raw)):
+        torn = bytearray(raw)
+        torn[position] ^= (1, 16, 128)[position % 3]
+        for damaged in (bytes(torn), raw[:position]):
             with pytest.raises(CorruptError):
-                from_json(bytes(torn), "a/rollouts@1")
+                from_json(damaged, "a/rollouts@1")
 
 
 @pytest.mark.parametrize(
@@ -99,13 +99,6 @@ def test_nesting_and_numbers_are_read_up_to_their_limits():
     assert from_json(manifest(config=deepest).to_json(), "a/rollouts@1").config == deepest
 
 
-def test_every_cut_is_found():
-    raw = manifest().to_json()
-    for length in range(len(raw)):
-        with pytest.raises(CorruptError):
-            from_json(raw[:length], "a/rollouts@1")
-
-
 @pytest.mark.parametrize("format", [FORMAT - 1, FORMAT + 1, str(FORMAT), None])
 def test_another_format_says_so(format):
     data = json.loads(manifest().to_json())
@@ -124,17 +117,8 @@ def test_file_names_stay_in_the_folder(name):
 def test_the_content_hash_tells_of_content_only():
     entry = FileEntry(name="part-00000.arrow", bytes=3, sha256=SHA, rows=2)
     other = entry.model_copy(update={"sha256": "1" * 64})
-    assert content_hash("rollouts/1", (entry,)) == content_hash("rollouts/1", (entry,))
-    assert (
-        len(
-            {
-                content_hash("rollouts/1", (entry,)),
-                content_hash("rollouts/1", (other,)),
-                content_hash("rewards/1", (entry,)),
-            }
-        )
-        == 3
-    )
+    given = [("rollouts/1", entry), ("rollouts/1", other), ("rewards/1", entry)]
+    assert len({content_hash(schema, (file,)) for schema, file in given * 2}) == 3
 
 
 def test_leaves_have_paths_that_two_manifests_share():

@@ -38,23 +38,14 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {
             {"role": "assistant", "content": None, "tool_calls": [CALL], "weight": 1, "id": "a"},
             {"role": "assistant", "content": "", "tool_calls": [CALL]},
         ),
-        ({**USER, "content": "", "weight": 1}, {**USER, "content": ""}),
         ({**USER, "name": "Ann"}, {**USER, "name": "Ann"}),
         (
-            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
-            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
-        ),
-        (
-            {"role": "user", "content": [{"type": "text", "text": "a", "image_url": None}]},
-            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {**USER, "content": [{"type": "image"}, {"type": "text", "text": "a", "url": None}]},
+            {**USER, "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
         ),
         (
             {"role": "tool", "content": "7", "tool_call_id": "functions.f:0", "name": "f"},
             {"role": "tool", "content": "7", "tool_call_id": "functions.f:0", "name": "f"},
-        ),
-        (
-            {"role": "assistant", "content": None, "tool_calls": [CALL]},
-            {"role": "assistant", "content": "", "tool_calls": [CALL]},
         ),
         (
             {"role": "assistant", "tool_calls": ['{"name": "f", "arguments": "{\\"a\\": null}"}']},
@@ -72,18 +63,19 @@ def test_messages_are_read(given, read):
     assert read_message(given, "message 0") == read
 
 
-@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize(
+    "thinking",
+    [
+        {"reasoning_content": "hm"},
+        {"thinking": "hm"},
+        {"reasoning_content": "hm", "reasoning": "hm"},
+    ],
+)
 @pytest.mark.parametrize("content", ["1", None])
-def test_thinking_is_read_whatever_it_is_called(name, content):
-    given = {"role": "assistant", "content": content, name: "hm"}
+def test_thinking_is_read_whatever_it_is_called(thinking, content):
+    """Servers write it twice if some of their clients read the older name."""
+    given = {"role": "assistant", "content": content, **thinking}
     read = {"role": "assistant", "content": content or "", "reasoning_content": "hm"}
-    assert read_message(given, "message 0") == read
-
-
-def test_the_same_thinking_may_have_several_names():
-    """As servers write it whose clients read the older name or the newer one."""
-    given = {"role": "assistant", "content": "1", "reasoning_content": "hm", "reasoning": "hm"}
-    read = {"role": "assistant", "content": "1", "reasoning_content": "hm"}
     assert read_message(given, "message 0") == read
 
 
@@ -91,7 +83,6 @@ def test_the_same_thinking_may_have_several_names():
     "given, why",
     [
         (None, "message 0 has null, expected role and content"),
-        ("text", "message 0 has text, expected role and content"),
         ({"role": "user"}, r"message 0 has \['role'\], expected role and content"),
         ({"role": "user", "content": None}, r"\['role'\] and a content that is null, expected"),
         ({"from": "human", "value": "a"}, "rename `from` to role and `value` to content"),
@@ -101,31 +92,20 @@ def test_the_same_thinking_may_have_several_names():
         ({**USER, "images": ["a.png"]}, "data.images"),
         ({"role": "assistant", "content": None, "refusal": "no"}, "put its text into content"),
         ({"role": "<|im_start|>", "content": "a"}, "role of message 0 is '<|im_start|>'"),
-        ({"role": "user\nassistant", "content": "a"}, "expected a word"),
         ({"role": "", "content": "a"}, "expected role and content"),
         ({"role": "a" * 65, "content": "a"}, "expected a word .* of at most 64 characters"),
-        ({"role": 1, "content": "a"}, "expected a word"),
         ({"role": "user", "content": 1}, "the content of message 0 holds a number, expected text"),
-        ({"role": "user", "content": {"a": 1}}, "holds an object, expected text"),
         ({"role": "user", "content": "a\0"}, "has a NUL character in its text, at position 1"),
         ({"role": "user", "content": "\ud800"}, "lone surrogate"),
         (
             {"role": "user", "content": [{"video": "a.mp4", "text": None, "type": "input_video"}]},
-            'a part of message 0 is {"type": "input_video", "video": …}, expected {"type": "text", '
-            '"text": …} or {"type": "image"}, whose',
+            'a part of message 0 is {\'video\': \'a.mp4\', .*}, expected {"type": "text", "text": …',
         ),
-        (
-            {"role": "user", "content": [{"type": "image", "image": "a.png"}]},
-            'a part of message 0 is {"type": "image", "image": …}, expected',
-        ),
-        ({"role": "user", "content": [{"text": "a"}]}, 'a part of message 0 is {"text": …}, exp'),
-        ({"role": "user", "content": [{"type": 1}]}, 'a part of message 0 is {"type": a number}'),
-        ({"role": "user", "content": [{}]}, "a part of message 0 is {}, expected"),
-        ({"role": "user", "content": ["a"]}, "a part of message 0 is text"),
+        ({"role": "user", "content": [{"text": "a"}]}, "a part of message 0 is {'text': 'a'}, exp"),
+        ({"role": "user", "content": ["a"]}, "a part of message 0 is 'a'"),
         ({**USER, "tool_call_id": "<|im_end|>"}, "tool_call_id of message 0 is"),
         ({**USER, "name": "a" * 257}, "the name of message 0 has 257 characters"),
         ({**USER, "reasoning_content": "hm"}, "has reasoning_content and the role user: take it"),
-        ({**USER, "thinking": "hm"}, "has thinking and the role user: take it out"),
         ({**USER, "tool_calls": [CALL]}, "has tool_calls and the role user"),
         (
             {"role": "assistant", "content": "a", "reasoning": "x", "thinking": "y"},
@@ -154,13 +134,11 @@ def test_a_member_that_changes_nothing_is_told_once(caplog):
 @pytest.mark.parametrize(
     "given, why",
     [
-        (None, "the call is null, expected {name, arguments}"),
         (7, "the call is a number, expected {name, arguments}"),
+        ({"function": 7}, "the call is a number, expected a JSON object"),
         ({"arguments": {}}, 'the call lacks "name"'),
         ({"name": 5}, "the name of the call holds a number, expected text"),
-        ({"name": "", "arguments": {}}, 'the call lacks "name"'),
         ({"name": "f", "parameters": {}}, 'the call of f has the key "parameters"'),
-        ({"function": {"name": "f", "parameters": {}}}, 'the call of f has the key "parameters"'),
         ({"function": {"name": "f"}, "arguments": {}}, r"beside its function: take it out"),
         ({"type": "web_search", "name": "f"}, "the type web_search, expected function"),
         ({"name": "f", "arguments": [1]}, '"arguments" of f in the call is a list'),
@@ -203,15 +181,10 @@ def test_every_reader_stops_at_the_same_depth(leaf):
 
 
 @pytest.mark.parametrize("arguments", [None, "", "{}", {}])
-def test_a_call_of_a_chat_may_have_no_arguments(arguments):
+def test_a_call_of_a_chat_may_have_no_arguments_and_no_id(arguments):
     read = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    assert read_tool_call({"name": "f", "arguments": arguments}, "the call") == read
+    assert read_tool_call({"id": "", "name": "f", "arguments": arguments}, "the call") == read
     assert read_tool_call({"function": {"name": "f"}}, "the call") == read
-
-
-def test_an_empty_id_of_a_call_is_none():
-    read = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    assert read_tool_call({"id": "", "name": "f"}, "the call") == read
 
 
 def test_a_call_has_the_keys_of_its_format():
@@ -226,10 +199,7 @@ def test_a_call_has_the_keys_of_its_format():
     [
         (True, "true or false, expected a number"),
         ("1", "text, expected a number"),
-        (None, "null, expected a number"),
-        ([1], "a list, expected a number"),
         (float("nan"), "not finite as float32"),
-        (float("-inf"), "not finite as float32"),
         (1e39, "not finite as float32"),
         (10**400, "not finite as float32"),
     ],
@@ -257,7 +227,7 @@ ENTRANCES = {
     "read_message": {
         "flows.doubts",
         "stages.common.environments.environment",
-        "stages.prompt.messages",
+        "stages.prompt.rows",
         "stages.reward.servers.dialects.quiver",
     },
     "read_call": {"stages.generate.turns.tool_calls"},

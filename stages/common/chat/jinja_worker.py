@@ -1,10 +1,10 @@
 """Runs a chat template in a child process: sandboxed, with a time limit that also stops C code.
 
-The first line of input is {"template", "variables", "seconds"}. Each further line is one rendering:
-{"messages"} and variables for this rendering alone. Each answer is one line: {"text"} or {"error"}.
-If a rendering takes too long, the process's own alarm ends it, so nothing is left running. The file
-runs as a script and imports only jinja2 and the standard library. Its jinja2 environment matches
-the one of transformers.
+Each line of input is one rendering: {"template", "variables", "seconds"}; without variables the
+template is only compiled. All lines have the same template. Each answer is one line: {"text"} or
+{"error"}. If a rendering takes too long, the process's own alarm ends it, so nothing is left
+running. The file runs as a script and imports only jinja2 and the standard library. Its jinja2
+environment matches the one of transformers.
 """
 
 import json
@@ -60,27 +60,22 @@ def make_environment() -> ImmutableSandboxedEnvironment:
 
 
 def main() -> None:
-    """Answer once for compiling the template, then once for each rendering."""
-    first = json.loads(sys.stdin.readline())
+    """Answer one request after another until stdin ends."""
     template = None
-    line = "{}"
-    while line:
-        variables = {**first["variables"], **json.loads(line)}
+    for line in sys.stdin:
+        question = json.loads(line)
         # the default action of SIGALRM is needed: it ends the process wherever it hangs
-        signal.setitimer(signal.ITIMER_REAL, first["seconds"])
+        signal.setitimer(signal.ITIMER_REAL, question["seconds"])
         try:
-            if template is None:
-                template = make_environment().from_string(first["template"])
-                answer = {"text": ""}
-            else:
-                answer = {"text": template.render(**variables)}
+            template = template or make_environment().from_string(question["template"])
+            variables = question["variables"]
+            answer = {"text": "" if variables is None else template.render(**variables)}
         except Exception as error:  # a template may raise anything; the parent names the prompt
             lineno = getattr(error, "lineno", None)
             place = f" (line {lineno})" if lineno else ""
             answer = {"error": f"{type(error).__name__}: {error}{place}"[:10_000]}
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(json.dumps(answer), flush=True)
-        line = sys.stdin.readline()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 _WORD = re.compile(r"\w[\w$.-]{0,63}|\$\w{1,30}")
 """Pattern of words that are assumed to hold no control token. An added token whose text is such a
@@ -65,27 +65,30 @@ def take_texts(
         The structure as plain JSON, for `put_texts`, and the texts.
     """
     texts: list[str] = []
-    structure = _take(messages, texts, is_ours=True)
-    return ["list", structure, _take_variable(variables or {}, texts)], texts
+    chat = _take(messages, texts, "message")
+    return ["list", chat, _take(variables or {}, texts, "variable")], texts
 
 
-def _take(member: Any, texts: list[str], *, is_ours: bool) -> Any:
-    """Take the texts out of `member`; if `is_ours`, its keys are Quiver's own words."""
+def _take(member: Any, texts: list[str], kind: Literal["message", "arguments", "variable"]) -> Any:
+    """Take the texts out of `member`. Quiver itself chose the keys of a message."""
     if isinstance(member, str):
+        if kind == "variable" and _WORD.fullmatch(member):
+            return ["kept", member]
         texts.append(member)
         return "text"
     if isinstance(member, list):
-        return ["list", *(_take(below, texts, is_ours=is_ours) for below in member)]
+        return ["list", *(_take(below, texts, kind) for below in member)]
     if not isinstance(member, dict):
         return ["kept", member]
     pairs = []
     for key, below in member.items():
-        if is_ours and key in _NO_TEXTS:
+        if kind != "message":
+            pairs.append([_take(key, texts, kind), _take(below, texts, kind)])
+        elif key in _NO_TEXTS:
             pairs.append([["kept", key], ["kept", below]])
         else:
-            shown_key = ["kept", key] if is_ours else _take(key, texts, is_ours=False)
-            is_below_ours = is_ours and key != "arguments"
-            pairs.append([shown_key, _take(below, texts, is_ours=is_below_ours)])
+            kind_below = "arguments" if key == "arguments" else kind
+            pairs.append([["kept", key], _take(below, texts, kind_below)])
     return ["dict", *pairs]
 
 
@@ -107,22 +110,6 @@ def texts_of(
 def is_assistants(message: dict[str, Any]) -> bool:
     """True if the policy wrote the message, so that its markup stays (`Guard`)."""
     return message["role"] == "assistant"
-
-
-def _take_variable(member: Any, texts: list[str]) -> Any:
-    if isinstance(member, str):
-        if _WORD.fullmatch(member):
-            return ["kept", member]
-        texts.append(member)
-        return "text"
-    if isinstance(member, list):
-        return ["list", *(_take_variable(below, texts) for below in member)]
-    if not isinstance(member, dict):
-        return ["kept", member]
-    pairs = [
-        [_take_variable(key, texts), _take_variable(below, texts)] for key, below in member.items()
-    ]
-    return ["dict", *pairs]
 
 
 def put_texts(structure: Any, texts: Iterator[str]) -> Any:

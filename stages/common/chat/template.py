@@ -19,21 +19,19 @@ from __future__ import annotations
 
 import copy
 import json
-import resource
-import signal
-import subprocess
-import sys
+import os
 from collections.abc import Collection
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, printable, reason
+from quiver.schemas.manifest import digest
 from quiver.schemas.plain import bad_text
-from quiver.stages.common.runtime.subprocesses import Process
+from quiver.stages.common.runtime.scripts import AskedScript
+from quiver.stages.common.store.storage import read_file
 
 MEMORY = 2 * 1024**3
-_WORKER = Path(__file__).with_name("jinja_worker.py")
 Messages = list[dict[str, Any]]
 
 
@@ -84,24 +82,14 @@ class Template:
             seconds: Time limit of one rendering.
             name: Subject of errors about the template itself.
         """
-        self._name = name
-        self._template = {"template": source, "variables": variables, "seconds": seconds}
         self.source = source
-        self._closed = False
+        self._name = name
+        self._variables = variables
+        self._seconds = seconds
         self._forms: dict[tuple, _Form] = {}
-        self._start()
-
-    def _start(self) -> None:
-        self._child = Process(
-            [sys.executable, "-I", str(_WORKER)],
-            limits={resource.RLIMIT_AS: MEMORY},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-        )
+        self._script = AskedScript(Path(__file__).with_name("jinja_worker.py"), MEMORY)
         try:
-            self._ask(self._name, self._template)
+            self._ask(name, None)
         except BaseException:
             self.close()
             raise
@@ -114,8 +102,7 @@ class Template:
 
     def close(self) -> None:
         """End the child and wait for it."""
-        self._closed = True
-        self._child.end(grace=0)
+        self._script.close()
 
     def render(self, name: str, messages: Messages, **variables: Any) -> str:
         """Return the text of `messages`, with further `variables` for this rendering.
@@ -256,27 +243,22 @@ class Template:
         try:
             return self._render(name, messages, variables)
         except ConfigError:
-            if self._child.poll() is not None:
+            if self._script.pid is None:
                 raise
             return None
 
     def _render(self, name: str, messages: Messages, variables: dict[str, Any]) -> str:
-        if self._child.poll() is not None and not self._closed:
-            self._start()
         shown = []
         for message in messages:
             thinking = message.get("reasoning_content")
             names = () if thinking is None else ("reasoning", "thinking")  # as templates read it
             shown.append({**message, **dict.fromkeys(names, thinking)})
-        return self._ask(name, {**variables, "messages": shown})
+        return self._ask(name, {**self._variables, **variables, "messages": shown})
 
-    def _ask(self, name: str, question: dict[str, Any]) -> str:
-        try:
-            print(json.dumps(question), file=self._child.stdin, flush=True)
-            line = self._child.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        answer = json.loads(line) if line else {"error": self._death()}
+    def _ask(self, name: str, variables: dict[str, Any] | None) -> str:
+        question = {"template": self.source, "seconds": self._seconds, "variables": variables}
+        late = f"it did not end within {self._seconds:g} seconds (template_seconds)"
+        answer = self._script.ask(json.dumps(question).encode() + b"\n", late)
         text = answer.get("text", "")
         wrong = bad_text(text.replace("\0", ""))  # text of a policy may hold a NUL
         if wrong or "error" in answer:
@@ -286,12 +268,6 @@ class Template:
                 next="correct the template or the row",
             )
         return text
-
-    def _death(self) -> str:
-        code = self._child.wait()
-        if code == -signal.SIGALRM:
-            return f"it did not end within {self._template['seconds']:g} seconds (template_seconds)"
-        return f"its process ended with code {code} (limit: {MEMORY // 1024**2} MiB of memory)"
 
 
 def _with_calls(messages: Messages, form: _CallForm) -> Messages:
@@ -349,3 +325,23 @@ def _with_parts(messages: Messages, positions: Collection[int]) -> Messages:
         else message
         for n, message in enumerate(messages)
     ]
+
+
+def read_template(path: str | None, key: str, sha256: str = "") -> str | None:
+    """Return the text of the template file that `key` names; None for the model's own template.
+
+    Raises ConfigError if it cannot be read or its digest is not `sha256`.
+    """
+    if path is None:
+        return None
+    try:
+        template = read_file(Path(os.path.expanduser(path))).decode()
+        if sha256 not in ("", digest(template)):
+            raise ValueError("it changed since it was planned")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{key} {printable(path)}",
+            reason(error),
+            next="name a jinja file in UTF-8, and leave it as it is during a run",
+        ) from None
+    return template

@@ -224,7 +224,7 @@ def _read_parts(parts: list[Any]) -> tuple[str, list[Any]]:
             images.append(part["image"])
         else:
             raise ValueError(
-                f"a part of a message is {outside.shape_of_part(part)}, expected pictures "
+                f"a part of a message is {printable(repr(part), 80)}, expected pictures "
                 '{"type": "image", "image": …}, then texts {"type": "text", "text": …}'
             )
     return "".join(texts), images

@@ -1,7 +1,7 @@
 """Decodes untrusted pictures in a child process, with limits on pixels, memory and time.
 
 For each picture, stdin has one line {"bytes": length, "pixels": limit, "seconds": limit} and then
-the bytes. Each answer is one line: {"format", "width", "height"} or {"error"}. If decoding takes
+the bytes. Each answer is one line: {"width", "height"} or {"error"}. If decoding takes
 too long, the process's own alarm ends it. The file runs as a script and imports only Pillow and the
 standard library.
 """
@@ -22,8 +22,8 @@ GREY_16 = ("I;16", "I;16B", "I;16L")
 """Grey modes with 16 bits, of which the upper 8 are taken too."""
 
 
-def measure(content: bytes, most_pixels: int) -> dict[str, object]:
-    """Decode the picture in `content` fully, and return its format and size.
+def measure(content: bytes, most_pixels: int) -> dict[str, int]:
+    """Decode the picture in `content` fully, and return its size.
 
     Raises ValueError with the reason if it is refused; Pillow raises many other types.
     """
@@ -41,10 +41,8 @@ def measure(content: bytes, most_pixels: int) -> dict[str, object]:
                 raise ValueError(
                     f"has pixels of mode {image.mode}, expected 8 bits a channel: scale them"
                 )
-            kind = "JPEG" if image.format == "MPO" else image.format
-            told = {"format": kind, "width": width, "height": height}
             _as_seen(image)
-            return told
+            return {"width": width, "height": height}
 
 
 def open_image(content: bytes) -> Image.Image:

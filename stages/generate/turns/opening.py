@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from quiver.schemas.errors import ConfigError
@@ -102,7 +102,7 @@ def opened(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable[..., R
     with (
         EnvironmentPool(turns) as pool,
         Template(source, variables, rendering["template_seconds"]) as template,
-        ImageCheck(limits) as check,
+        closing(ImageCheck(limits)) as check,
     ):
         _require_same_tools(prompts, pool.loaded)
         markup = learn_markup(tokenizer, [template.probe], reserved_ids(setup.policy))

@@ -90,30 +90,28 @@ def test_where_too_few_lie_within_the_others_fill_the_iteration(store, policy, s
     assert set(outside) <= set(rows_of(first)), "those that were asked first wait the longest"
 
 
-def test_bounds_are_within(store, policy, source):
+@pytest.mark.parametrize(
+    ("means", "expected"),
+    [
+        ([(0.25, 0.75)], (4, 4, 0)),
+        ([(None,)], (4, 4, 0)),  # neither too easy nor too hard
+        ([(0.0,), (0.5,)], (4, 4, 0)),
+        ([(0.5,), (0.0,)], (4, 0, 4)),
+    ],
+)
+def test_the_last_mean_counts_and_the_bounds_are_within(store, policy, source, means, expected):
     first = prompts_of(store, source, 0)
-    scored = score(store, first, 0.25, 0.75)
-    config = {**MIDDLE, "low": 0.25, "high": 0.75}
-    whole = prompts_of(store, source, 1, scored, curriculum=config, limit=8)
-    assert counts(whole) == (4, 4, 0)
+    scored = [score(store, first, *each) for each in means]
+    assert counts(prompts_of(store, source, 1, *scored, limit=8)) == expected
 
 
-def test_the_last_mean_counts_and_what_is_not_given_is_forgotten(store, policy, source):
+def test_what_is_not_given_is_forgotten(store, policy, source):
+    """A row that was too hard has its turn again."""
     first = prompts_of(store, source, 0)
-    hard = score(store, first, 0.0)
-    right = score(store, first, 0.5)
-    whole = {"limit": 8}
-    assert counts(prompts_of(store, source, 1, hard, right, **whole)) == (4, 4, 0)
-    assert counts(prompts_of(store, source, 1, right, hard, **whole)) == (4, 0, 4)
-    second = score(store, prompts_of(store, source, 1, hard), 0.5)
+    second = score(store, prompts_of(store, source, 1, score(store, first, 0.0)), 0.5)
     third = prompts_of(store, source, 2, second)
-    assert set(rows_of(third)) == set(rows_of(first)), "what was too hard has its turn again"
+    assert set(rows_of(third)) == set(rows_of(first))
     assert counts(third) == (4, 0, 0)
-
-
-def test_a_row_that_could_not_be_scored_is_neither_too_easy_nor_too_hard(store, policy, source):
-    scored = score(store, prompts_of(store, source, 0), None)
-    assert counts(prompts_of(store, source, 1, scored, limit=8)) == (4, 4, 0)
 
 
 def test_the_lineage_and_the_key_name_the_rewards(store, policy, source):
@@ -134,8 +132,6 @@ def test_rewards_of_other_rows_are_refused(store, policy, source, tmp_path):
     other = write(tmp_path / "other.jsonl", "How much is {}?")
     with pytest.raises(LineageError, match=r"measured rows of .*rows.jsonl"):
         prompts_of(store, other, 1, scored)
-    with pytest.raises(LineageError, match="measured rows of"):
-        prompts_of(store, source, 1, scored, group_prefix="b-")
     with pytest.raises(ConfigError, match=r"has no data.curriculum that would use them"):
         prompts_of(store, source, 1, scored, curriculum=None)
 

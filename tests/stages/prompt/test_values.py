@@ -5,8 +5,6 @@ import csv
 import datetime
 import io
 import json
-import logging
-import logging.handlers
 import uuid
 from decimal import Decimal
 
@@ -20,11 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quiver.schemas.cells import without_nulls, wrap
+from quiver.schemas.cells import json_array, without_nulls, wrap
 from quiver.schemas.errors import ConfigError
 from quiver.stages.prompt import sources
-from quiver.stages.prompt.csv_rows import csv_rows
-from quiver.stages.prompt.python_rows import to_table
+from quiver.stages.prompt.columns import to_table
 from quiver.stages.reward import tables
 
 
@@ -88,15 +85,10 @@ def test_json_rows_are_what_json_loads_gives(tmp_path_factory, rows):
 @pytest.mark.parametrize(
     "cells",
     [
-        [7, 2.5],
         [7, "seven", True, None, [1], {"a": None}],
-        [{"a": 1}, {"b": "x", "c": {"d": 1}}],
         [{"a": 1, "b": 2}, {"b": 2, "a": 1}],
-        [[{"a": 1}], [{"b": [{"c": None}, {}]}]],
         [10**30, -(2**63), 2**63],
         [{"a": None}, {"a": None}],
-        [[1, None, 2.5], []],
-        [-0.0, 1e300, 5e-324],
     ],
 )
 @pytest.mark.parametrize("between", [0, 1500])
@@ -123,6 +115,16 @@ def test_columns_of_one_type_stay_arrow(tmp_path):
 
 # -- rows of Python
 
+DAY = datetime.date(2020, 1, 2)
+MOMENT = datetime.datetime(2020, 1, 2, 3, 4, 5, 6)
+LENGTH = datetime.timedelta(1, 2, 3)
+
+
+def columns_of(*cells):
+    """The table of rows with one column x."""
+    return to_table("mine.py:rows", [(f"row {n}", {"x": cell}) for n, cell in enumerate(cells, 1)])
+
+
 UTC = datetime.UTC
 PLAIN = st.one_of(
     JSON,
@@ -136,78 +138,51 @@ PLAIN = st.one_of(
 
 
 @given(st.lists(PLAIN, min_size=1, max_size=3))
-def test_python_rows_are_kept_or_a_message_says_what_changed(cells):
-    logger = logging.getLogger("quiver.stages.prompt.python_rows")
-    log = logging.handlers.BufferingHandler(9)
-    logger.addHandler(log)
+def test_python_rows_are_kept_or_refused(cells):
     try:
-        found = to_table("mine.py:rows", "row", enumerate(({"x": cell} for cell in cells), 1))
+        column = offered(columns_of(*cells))["x"]
     except ConfigError as error:
         assert "column x" in str(error)
         return
-    finally:
-        logger.removeHandler(log)
-    if not log.buffer:
-        # a zone may have another name
-        expected = exact(cells).replace("datetime.timezone.utc", "zoneinfo.ZoneInfo(key='UTC')")
-        assert exact(offered(found)["x"]) == expected
+    # a zone may have another name
+    expected = exact(cells).replace("datetime.timezone.utc", "zoneinfo.ZoneInfo(key='UTC')")
+    assert exact(column) == expected
 
 
 @pytest.mark.parametrize(
-    "first", [datetime.date(2020, 1, 2), datetime.datetime(2020, 1, 2), 7, "a"]
+    ("cells", "kept"),
+    [
+        ([(1, (2, 3)), [np.int8(1), np.array([2, 3])]], [[1, [2, 3]]] * 2),
+        ([np.float64(1.5), 2, np.int64(3)], [1.5, 2, 3]),
+        ([np.float64(1.5), None], [1.5, None]),
+        ([{"at": DAY, "no": None}], [{"at": DAY, "no": None}]),
+    ],
 )
-@pytest.mark.parametrize("null", [pd.NaT, pd.NA])
-def test_nulls_of_pandas_are_named(first, null):
-    why = f"row 2: column day holds {null!r} of pandas, which is a null: give None"
+def test_tuples_and_values_of_numpy_become_pythons(cells, kept):
+    assert exact(columns_of(*cells)["x"].to_pylist()) == exact(kept)
+
+
+@pytest.mark.parametrize(
+    ("cells", "why"),
+    [
+        ([b"1", 2], "row 2: column x: "),
+        ([b"1", "2"], "row 2: column x: '2' becomes b'2': its rows need values of one type"),
+        ([MOMENT, 0.5], "row 2: column x: 0.5 becomes datetime"),
+        ([Decimal("1.0"), Decimal("2.25")], r"row 1: column x: .* becomes Decimal\('1.00'\)"),
+        ([{"a": b"1"}, {"b": b"2"}], "row 1: column x: {'a': b'1'} becomes .*'b': None}: its rows"),
+        ([{1, 2}, b"1"], "row 2: column x"),
+        ([{1, 2}], r"row 1: column x: \{1, 2\} becomes \[1, 2\]"),
+        ([[[3]], [{1, 2}]], r"row 2: column x: \[\{1, 2\}\] becomes \[\[1, 2\]\]"),
+        ([{1: 2}], "row 1: column x: .*dict key"),
+        (["\ud800"], "row 1: column x: .*surrogates"),
+        ([json.loads('{"a":' * 300 + "0.5" + "}" * 300)], "row 1: column x: .* levels deep"),
+        ([DAY, pd.NaT], "row 2: column x: NaT of pandas is a null: give None"),
+        (["a", pd.NA], "row 2: column x: <NA> of pandas is a null"),
+    ],
+)
+def test_python_rows_that_neither_arrow_nor_json_keeps_are_named(cells, why):
     with pytest.raises(ConfigError, match=why):
-        to_table("mine.py:rows", "row", enumerate([{"day": first}, {"day": null}], 1))
-
-
-def test_python_rows_that_neither_arrow_nor_json_keeps(caplog):
-    def kept(*cells):
-        rows = enumerate(({"x": cell} for cell in cells), 1)
-        return to_table("mine.py:rows", "row", rows)["x"].to_pylist()
-
-    assert kept((1, (2, 3)), [np.int8(1), np.array([2, 3])]) == [[1, [2, 3]]] * 2
-    assert exact(kept(np.float64(1.5), 2, np.int64(3))) == "[1.5, 2, 3]"
-    assert kept({"at": datetime.date(2020, 1, 2), "no": None}) == [
-        {"at": datetime.date(2020, 1, 2), "no": None}
-    ]
-    assert not caplog.messages
-    assert exact(kept(Decimal("1.0"), Decimal("2.25"))) == "[Decimal('1.00'), Decimal('2.25')]"
-    assert kept({"a": b"1"}, {"b": b"2"})[0] == {"a": b"1", "b": None}
-    assert caplog.messages == [
-        "mine.py:rows row 1: column x: Decimal('1.0') becomes Decimal('1.00')",
-        "mine.py:rows row 1: column x: {'a': b'1'} becomes {'a': b'1', 'b': None}",
-    ]
-    for others, why in (
-        ((b"1", 2), "row 2: column x: "),
-        ((b"1", "2"), r"row 2: column x: '2' becomes b'2': its rows need values of one type"),
-        ((MOMENT, 0.5), "row 2: column x: 0.5 becomes datetime"),
-        (({1, 2}, b"1"), "row 2: column x"),
-        (({1, 2},), r"row 1: column x: \{1, 2\} becomes \[1, 2\]"),
-        (([[3]], [{1, 2}]), r"row 2: column x: \[\{1, 2\}\] becomes \[\[1, 2\]\]"),
-        (
-            ({"a": Decimal("1.0"), "b": b"1"}, {"a": Decimal("2.25"), "b": "2"}),
-            r"row 2: column x: .*: its rows need values of one type",
-        ),
-        (({1: 2},), "row 1: column x: .*dict key"),
-        (("\ud800",), "row 1: column x: .*surrogates"),
-    ):
-        with pytest.raises(ConfigError, match=why):
-            kept(*others)
-    with pytest.raises(ConfigError, match=r"row 1: column x: .* levels deep"):
-        kept(json.loads('{"a":' * 300 + "0.5" + "}" * 300))
-
-
-def test_a_change_is_told_once_a_column(caplog):
-    rows = [
-        {"x": Decimal("1.0"), "y": Decimal("1.0")},
-        {"x": Decimal("2.25"), "y": Decimal("2.25")},
-    ]
-    to_table("mine.py:rows", "row", enumerate(rows * 1500, 1))
-    change = "Decimal('1.0') becomes Decimal('1.00')"
-    assert caplog.messages == [f"mine.py:rows row 1: column {name}: {change}" for name in "xy"]
+        columns_of(*cells)
 
 
 # -- CSV
@@ -243,9 +218,9 @@ def test_csv_cells_say_what_stands_in_the_file(tmp_path_factory, rows):
 def test_csv_columns_are_numbers_only_if_every_cell_is_one(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text(
-        "int,mixed,zeros,places,words,day,empty\n"
-        "7,7,007,1.50,true,2020-01-02,\n\n"
-        ',2.5,8,2,NA,2020-01-03,\n"-1",-3,9,2.5,null,,\n'
+        "int,mixed,zeros,places,words,day,empty,none,large\n"
+        "7,7,007,1.50,true,2020-01-02,,nan,inf\n\n"
+        ',2.5,8,2,NA,2020-01-03,,1.5,-inf\n"-1",-3,9,2.5,null,,,2,3\n'
     )
     assert exact(offered(read(path))) == exact(
         {
@@ -256,27 +231,22 @@ def test_csv_columns_are_numbers_only_if_every_cell_is_one(tmp_path):
             "words": ["true", "NA", "null"],
             "day": ["2020-01-02", "2020-01-03", ""],
             "empty": ["", "", ""],
+            "none": ["nan", "1.5", "2"],
+            "large": ["inf", "-inf", "3"],
         }
     )
 
 
-def test_csv_cells_that_no_json_number_says_are_text(tmp_path):
+def test_a_csv_cell_may_be_as_long_as_memory_and_break_lines(tmp_path):
     path = tmp_path / "rows.csv"
-    path.write_text("none,large\nnan,inf\n1.5,-inf\n")
-    expected = {"none": ["nan", "1.5"], "large": ["inf", "-inf"]}
-    assert exact(offered(read(path))) == exact(expected)
-
-
-def test_a_csv_cell_may_be_as_long_as_memory(tmp_path):
-    path = tmp_path / "rows.csv"
-    path.write_text("question,program\nq?," + "x" * 3_000_000 + "\n")
-    assert read(path)["program"].to_pylist() == ["x" * 3_000_000]
+    path.write_text('question,program\n"q\n?",' + "x" * 3_000_000 + "\n")
+    assert read(path).to_pylist() == [{"question": "q\n?", "program": "x" * 3_000_000}]
 
 
 @pytest.mark.parametrize(
     "text, why",
     [
-        ("a,b\n1\n", r"row 1 \(line 2\): has 1 cells, and the first line names 2 columns"),
+        ("q,a\n", "has no rows"),
         ("a,b\n1,2\n1,2,3\n", r"row 2 \(line 3\): has 3 cells"),
         ('a\n"x\n', "line 2: is not CSV: unexpected end of data"),
         ('a\n"x"y\n', "line 2: is not CSV"),
@@ -284,14 +254,13 @@ def test_a_csv_cell_may_be_as_long_as_memory(tmp_path):
         ("a\n1\0\n", r"row 1 \(line 2\): column a has a NUL character"),
         ("question,answer\n1,2\n".encode("utf-16"), "column .* is not UTF-8"),
         ("question;answer\n1;2\n", "column question;answer is the only one: commas .* ';' stands"),
-        ("question\tanswer\n1\t2\n", "commas are expected between cells"),
     ],
 )
 def test_bad_csv_is_named(tmp_path, text, why):
     path = tmp_path / "rows.csv"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=why):
-        [*csv_rows(path)]
+        read(path)
 
 
 # -- Arrow
@@ -307,59 +276,30 @@ MAPS = [[("a", 1)], None, [], [("b", None), ("c", 2)]]
 DICTS = [{"a": 1}, None, {}, {"b": None, "c": 2}]
 JSON_TEXTS = ['{"a": null}', None, '"B"', "[1, 2.5]"]
 JSON_CELLS = [{"a": None}, None, "B", [1, 2.5]]
-DAY = datetime.date(2020, 1, 2)
-MOMENT = datetime.datetime(2020, 1, 2, 3, 4, 5, 6)
-LENGTH = datetime.timedelta(1, 2, 3)
 
 
 def json_list(texts):
     return pa.array(texts, pa.list_(pa.string())).cast(pa.list_(pa.json_()))
 
 
-UNIONS = {
-    "sparse": pa.UnionArray.from_sparse(
-        pa.array([0, 1, 0], pa.int8()), [SMALL, pa.array(["a", "b", "c"])]
-    ),
-    "dense": pa.UnionArray.from_dense(
-        pa.array([0, 1, 0], pa.int8()), pa.array([0, 0, 2], pa.int32()), [SMALL, pa.array(["b"])]
-    ),
-}
 ARROW = {
     "bool": pa.array([True, None, False, True]),
-    **{str(kind): NUMBERS.cast(kind) for kind in (pa.int8(), pa.uint64(), pa.float16())},
+    "int8": NUMBERS.cast(pa.int8()),
     "float64": pa.array([1.0, None, 2.5, -0.0]),
-    "decimal32": pa.array([Decimal("1.50"), None], pa.decimal32(5, 2)),
     "decimal256": pa.array([Decimal("1.50"), None], pa.decimal256(50, 2)),
-    "date32": pa.array([DAY, None]),
-    "date64": pa.array([DAY, None], pa.date64()),
-    **{
-        f"timestamp {unit}": pa.array([MOMENT.replace(microsecond=0), None], pa.timestamp(unit))
-        for unit in ("s", "ms", "us", "ns")
-    },
-    "timestamp zone": pa.array([MOMENT, None], pa.timestamp("us", "Europe/Rome")),
-    "time": pa.array([MOMENT.time(), None]),
+    "timestamp": pa.array([MOMENT.replace(microsecond=0), None], pa.timestamp("s")),
     "duration": pa.array([LENGTH, None]),
     "binary": pa.array([b"\xff", None]),
     "binary_view": pa.array([b"\xff", None], pa.binary_view()),
-    "fixed_size_binary": pa.array([b"ab", None], pa.binary(2)),
     "string": TEXTS,
-    "large_string": TEXTS.cast(pa.large_string()),
     "string_view": VIEWS,
     "dictionary": TEXTS.dictionary_encode(),
     "dictionary of nulls": pa.DictionaryArray.from_arrays(pa.array([0, None, 1]), TEXTS),
-    "dictionary of views": pa.DictionaryArray.from_arrays(pa.array([0, None, 2]), VIEWS),
     "list": pa.array(LISTS),
-    "large_list": pa.array(LISTS, pa.large_list(pa.int64())),
     "fixed_size_list": pa.array([[1, 2], None], pa.list_(pa.int64(), 2)),
     "list_view": pa.array(LISTS, pa.list_view(pa.int64())),
-    "large_list_view": pa.array([["a"], None, []], pa.large_list_view(pa.string_view())),
-    "list of views": pa.array([["a"], None, [None]], pa.list_(pa.string_view())),
-    "list of dictionaries": pa.array(
-        [["a"], None, ["b"]], pa.list_(TEXTS.dictionary_encode().type)
-    ),
     "run_end_encoded": RUNS,
     "list of runs": pa.ListArray.from_arrays(pa.array([0, 2, 2, 4], pa.int32()), RUNS),
-    "struct of runs": pa.StructArray.from_arrays([RUNS, VIEWS], ["r", "v"]),
     "struct": pa.array([{"a": 1, "b": [{"c": "x"}]}, None, {"a": None, "b": None}]),
     "struct of views": pa.array(
         [{"a": "x", "b": ["y"]}, None],
@@ -367,19 +307,10 @@ ARROW = {
     ),
     "null": pa.nulls(3),
     "uuid": pa.array([uuid.UUID(int=1), None]),
-    "union": pa.UnionArray.from_sparse(pa.array([0, 1, 1, 0], pa.int8()), [NUMBERS, TEXTS]),
 }
 """Arrays whose values are those of `to_pylist`."""
 OTHERWISE = {
     "map": (pa.array(MAPS, pa.map_(pa.string(), pa.int64())), DICTS),
-    "map of views": (
-        pa.array([[("a", ["x"])], None], pa.map_(pa.string_view(), pa.list_view(pa.string_view()))),
-        [{"a": ["x"]}, None],
-    ),
-    "list of maps": (
-        pa.array([MAPS, None, []], pa.list_(pa.map_(pa.string(), pa.int64()))),
-        [DICTS, None, []],
-    ),
     "struct of maps": (
         pa.array([{"m": MAPS[0]}, {"m": None}], pa.struct({"m": pa.map_(pa.string(), pa.int64())})),
         [{"m": {"a": 1}}, {"m": None}],
@@ -398,16 +329,6 @@ OTHERWISE = {
     ),
     "float16": (pa.array([0.1, None, 65504.0], pa.float16()), [0.1, None, 65504.0]),
     "dictionary of float32": (SMALL.dictionary_encode(), [0.1, None, 3.3]),
-    "runs of float32": (pc.run_end_encode(SMALL), [0.1, None, 3.3]),
-    "list of float16": (
-        pa.array([[0.1, None], None], pa.list_(pa.float16())),
-        [[0.1, None], None],
-    ),
-    "fixed_size_list of float32": (
-        pa.array([[0.1, 3.3], None], pa.list_(pa.float32(), 2)),
-        [[0.1, 3.3], None],
-    ),
-    "list_view of float32": (pa.array([[0.1], None], pa.list_view(pa.float32())), [[0.1], None]),
     "struct of float32": (
         pa.array([{"a": [{"b": 0.1}]}, None], pa.struct({"a": pa.list_(B_SMALL)})),
         [{"a": [{"b": 0.1}]}, None],
@@ -416,69 +337,6 @@ OTHERWISE = {
         pa.array([[("a", 0.1)], None], pa.map_(pa.string(), pa.float32())),
         [{"a": 0.1}, None],
     ),
-    "union of float32": (
-        pa.UnionArray.from_sparse(pa.array([0, 1, 0], pa.int8()), [SMALL, TEXTS[:3]]),
-        [0.1, None, 3.3],
-    ),
-    "union of list views of maps": (
-        pa.UnionArray.from_sparse(
-            pa.array([0, 1], pa.int8()),
-            [
-                pa.array([[[("a", 1)]], None], pa.list_view(pa.map_(pa.string(), pa.int64()))),
-                pa.array(["a", "b"]),
-            ],
-        ),
-        [[{"a": 1}], "b"],
-    ),
-    "dense union of maps and json": (
-        pa.UnionArray.from_dense(
-            pa.array([0, 0, 1, 1, 2], pa.int8()),
-            pa.array([0, 1, 0, 1, 1], pa.int32()),
-            [
-                pa.array([[("a", 0.1)], None], pa.map_(pa.string(), pa.float32())),
-                pa.array(['{"x": null}', "7"], pa.json_()),
-                pa.array(
-                    [None, {"a": 0.1, "b": None}], pa.struct({"a": SMALL.type, "b": pa.string()})
-                ),
-            ],
-        ),
-        [{"a": 0.1}, None, {"x": None}, 7, {"a": 0.1, "b": None}],
-    ),
-    **{
-        f"{kind} of {form} unions": (array, values)
-        for form, union in UNIONS.items()
-        for kind, array, values in [
-            ("list", pa.ListArray.from_arrays([0, 2, 2, 3], union), [[0.1, "b"], [], [3.3]]),
-            (
-                "large list",
-                pa.LargeListArray.from_arrays([0, 2, 2, 3], union),
-                [[0.1, "b"], [], [3.3]],
-            ),
-            (
-                "list view",
-                pa.ListViewArray.from_arrays([2, 0, 0], [1, 0, 2], union),
-                [[3.3], [], [0.1, "b"]],
-            ),
-            ("fixed size list", pa.FixedSizeListArray.from_arrays(union, 3), [[0.1, "b", 3.3]]),
-            (
-                "struct",
-                pa.StructArray.from_arrays(
-                    [pa.ListArray.from_arrays([0, 2, 3], union), SMALL[:2]], ["u", "f"]
-                ),
-                [{"u": [0.1, "b"], "f": 0.1}, {"u": [3.3], "f": None}],
-            ),
-            (
-                "map",
-                pa.MapArray.from_arrays([0, 2, 3], pa.array(["k", "l", "m"]), union),
-                [{"k": 0.1, "l": "b"}, {"m": 3.3}],
-            ),
-            (
-                "union",
-                pa.UnionArray.from_sparse(pa.array([0, 1, 0], pa.int8()), [union, RUNS[:3]]),
-                [0.1, RUNS[1].as_py(), 3.3],
-            ),
-        ]
-    },
     "tensor of float32": (
         pa.FixedShapeTensorArray.from_numpy_ndarray(np.array([[0.1, 3.3]], np.float32)),
         [[0.1, 3.3]],
@@ -503,39 +361,39 @@ def write_arrow(path, table, kind):
             file.write_table(table)
 
 
-@pytest.mark.parametrize("kind", ["arrow", "stream", "feather", "parquet"])
 @pytest.mark.parametrize("name", CASES)
-def test_arrow_cells_are_what_to_pylist_gives_but_for_maps_json_and_short_floats(
-    tmp_path, name, kind
-):
+def test_arrow_cells_are_what_to_pylist_gives_but_for_maps_json_and_short_floats(tmp_path, name):
     array, values = CASES[name]
-    path = tmp_path / f"rows.{kind if kind != 'stream' else 'arrow'}"
     table = pa.table({"x": pa.chunked_array([array, array])})
-    try:
-        write_arrow(path, table, kind)
-    except (pa.ArrowException, TypeError):  # the format has no such type
-        assert kind == "parquet" or name.startswith("dictionary of")
-        return
-    assert exact(offered(read(path))["x"]) == exact(values * 2)
+    for kind in ("arrow", "stream", "feather", "parquet"):
+        path = tmp_path / f"{kind}.{kind if kind != 'stream' else 'arrow'}"
+        try:
+            write_arrow(path, table, kind)
+        except (pa.ArrowException, TypeError):  # the format has no such type
+            assert kind == "parquet" or name.startswith("dictionary of")
+            continue
+        assert exact(offered(read(path))["x"]) == exact(values * 2), kind
 
 
 @pytest.mark.parametrize(
     "array, why",
     [
         (pa.array([0, 10**18], pa.timestamp("s")), "row 2: column x: "),
-        (pa.array([0, 10**8], pa.int32()).cast(pa.date32()), "row 2: column x: .*out of range"),
         (pa.array([None, "{"], pa.json_()), "row 2: column x: Expecting property name"),
         (pa.array(["1", '{"a": 1, "a": 2}'], pa.json_()), "row 2: column x: a key stands twice"),
         (json_list([["1"], ["1", "[NaN]"]]), "row 2: column x: NaN is not JSON"),
         (pa.array(["1", '["x\\u0000"]'], pa.json_()), "row 2: column x: 0 has a NUL character"),
-        (json_list([["1"], ["1", "no"]]), "row 2: column x: Expecting value"),
         (
             pa.array([[], [("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int64())),
             "row 2: column x: a map has a key twice",
         ),
         (
-            pa.MapArray.from_arrays([0, 1, 3], pa.array(["k", "l", "l"]), UNIONS["dense"]),
-            "row 2: column x: a map has a key twice",
+            pa.UnionArray.from_sparse(pa.array([0, 1], pa.int8()), [NUMBERS[:2], TEXTS[:2]]),
+            "column x is of the type sparse_union.*: write its values as JSON, numbers or text",
+        ),
+        (
+            pa.array([[(1, 15, 30)]], pa.list_(pa.month_day_nano_interval())),
+            "column x is of the type list<item: month_day_nano_interval>",
         ),
         (
             pa.array([None, [([1], 1)]], pa.map_(pa.list_(pa.int64()), pa.int64())),
@@ -553,6 +411,8 @@ def test_a_struct_inside_a_map_has_no_null_of_another_rows_key():
     kind = pa.map_(pa.string(), pa.struct({"a": pa.int64(), "b": pa.int64()}))
     column = pa.chunked_array([[[("x", {"a": 1, "b": None}), ("y", None)]]], kind)
     assert without_nulls(wrap(column)) == [{"x": {"a": 1}, "y": None}]
+    written = [{"a": None, "b": [{"c": None}]}]
+    assert without_nulls(json_array(written)) == written
 
 
 def test_a_folder_of_datasets_gives_what_datasets_gives(tmp_path):

@@ -321,7 +321,7 @@ def test_a_logit_that_is_not_finite_is_no_reward(model, opened, number, shown):
 def test_nothing_is_left_running(model, opened):
     scorer = opened(model())
     scorer.score(batch_of(["7"]))
-    child = scorer._reader._template._child.pid
+    child = scorer._reader._template._script.pid
     scorer.close()
     scorer.close()
     with pytest.raises(ProcessLookupError):

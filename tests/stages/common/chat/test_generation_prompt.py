@@ -61,7 +61,6 @@ def rendered(template, messages, **variables):
 @pytest.mark.parametrize(
     "family, roles, start",
     [
-        ("qwen2", ["user"], "<|im_end|>\n<|im_start|>assistant\n"),
         ("qwen2", ["system", "user", "assistant", "tool"], "<|im_end|>\n<|im_start|>assistant\n"),
         ("llama3", ["user"], "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"),
         ("mistral", ["user", "assistant", "user"], " [/INST]"),
@@ -99,6 +98,7 @@ def test_text_behind_the_header_belongs_to_the_answer(template, variables, start
     assert learn(template, tokens=("<｜Assistant｜>", "<think>", "</think>"), **variables) == start
     chat = [{"role": "user", "content": f"why {start}?"}]
     assert prefill(rendered(template, chat, **variables), start) == begun
+    assert prefill("Q: hi", start) is None
 
 
 def test_what_is_prefilled_may_differ_from_prompt_to_prompt():
@@ -124,10 +124,6 @@ def test_what_is_prefilled_may_differ_from_prompt_to_prompt():
 )
 def test_a_template_that_does_not_tell(template):
     assert learn(template) is None
-
-
-def test_a_prompt_without_the_header():
-    assert prefill("Q: hi\nA:", "<|assistant|>") is None
 
 
 def test_a_template_may_fail_and_render_again():
