@@ -33,20 +33,14 @@ def without_empty(prompts: pa.Table) -> pa.Table:
     return prompts
 
 
-def offered(prompts: pa.Table) -> dict[str, list[list[ImageBytes]]]:
-    """Return the pictures of each row's prompt; empty if the prompts have no such column."""
-    if OFFERED not in prompts.column_names:
-        return {}
+def offered(prompts: pa.Table) -> list[list[ImageBytes]]:
+    """Return the pictures of each row's prompt."""
     rows = prompts[OFFERED].to_pylist()
-    return {OFFERED: [[ImageBytes(image["bytes"]) for image in row or ()] for row in rows]}
+    return [[ImageBytes(image["bytes"]) for image in row or ()] for row in rows]
 
 
 def are_in(batch: Batch) -> bool:
     """True if a batch holds pictures. A user's column may have the same name, so values are
     checked."""
-    cells = batch.get(OFFERED, ())
-    return any(isinstance(picture, ImageBytes) for cell in cells for picture in _listed(cell))
-
-
-def _listed(cell: Any) -> list[Any]:
-    return cell if isinstance(cell, list) else []
+    cells = [cell for cell in batch.get(OFFERED, ()) if isinstance(cell, list)]
+    return any(isinstance(picture, ImageBytes) for cell in cells for picture in cell)

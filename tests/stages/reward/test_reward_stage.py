@@ -15,7 +15,7 @@ from quiver.stages.common.store.writer import ROWS_PER_SHARD
 from quiver.stages.reward import tables
 from quiver.stages.reward.functions import overlong_penalty
 from quiver.stages.reward.functions.config import FunctionConfig
-from quiver.stages.reward.references import source_row
+from quiver.stages.reward.preview import source_row
 from quiver.stages.reward.scoring import Part
 from quiver.stages.reward.stage import Config, check
 from quiver.stages.reward.tables import weigh

@@ -17,7 +17,7 @@ from quiver.stages.common.chat.template import Messages
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.prompt.stage import Config as PromptConfig
 from quiver.stages.reward.models.config import ModelConfig
-from quiver.stages.reward.models.template import Reader, beginnings, token_id
+from quiver.stages.reward.models.scorer import Reader, beginnings, token_id
 from tests import tiny
 from tests.stages.reward.reward_models import FAMILIES, byte_tokenizer
 from tests.writing import run_here
