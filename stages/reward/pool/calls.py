@@ -335,10 +335,7 @@ def late(seconds: float) -> Part:
 def _raised(error: BaseException, source: str = "") -> Part:
     """Return the part of a row in which `error` was raised, with the line in the folder of
     `source`."""
-    try:
-        text = "".join(traceback.format_exception_only(error)).strip()
-    except BaseException as worse:
-        text = f"{type(error).__name__}, whose text cannot be had: {type(worse).__name__}"
+    text = "".join(traceback.format_exception_only(error)).strip()
     text = printable(text[:1000])  # cut first: the text may be very long
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):

@@ -42,43 +42,47 @@ def test_correlation_is_pearsons_over_rows_that_have_both():
 
 
 def test_functions_are_described():
-    found = table(
+    rewards = table(
         {"x": [1, 2, 3, 4], "y": [2, None, 1, 0]},
         {
             "x": [None, None, None, "TimeoutError: no answer"],
             "y": [None, "ValueError: a", "ValueError: b", None],
         },
     )
-    metrics, status = summary(found, {"x": 1.23456, "y": 0.0})
+    metrics, status = summary(rewards, {"x": 1.23456, "y": 0.0})
     assert status == {"scored": 1, "not_scored": 0, "failed": 3}
     assert (metrics["reward_null"], metrics["reward_null_rate"]) == (3, 0.75)
     x, y = metrics["functions"]["x"], metrics["functions"]["y"]
-    assert (x["mean"], x["null"], x["null_rate"], x["errors"], x["error_kinds"]) == (
-        2,
-        0,
-        0,
-        1,
-        {"TimeoutError": 1},
-    )
-    assert (y["mean"], y["null"], y["errors"], y["error_kinds"], x["seconds"]) == (
-        1,
-        0,
-        2,
-        {"ValueError": 2},
-        1.235,
-    )
+    assert x == {
+        "mean": 2.0, "std": 1.0, "min": 1.0, "max": 3.0, "null": 0, "null_rate": 0,
+        "errors": 1, "error_kinds": {"TimeoutError": 1}, "seconds": 1.235,
+    }  # fmt: skip
+    assert (y["mean"], y["null"], y["errors"], y["error_kinds"]) == (1, 0, 2, {"ValueError": 2})
     assert metrics["correlation"] == {"x y": None}
-    assert list(failures(found)) == [
+    assert list(failures(rewards)) == [
         ("y", "r1", "ValueError: a"),
         ("y", "r2", "ValueError: b"),
         ("x", "r3", "TimeoutError: no answer"),
     ]
 
 
-def test_a_table_without_rows_is_described():
+def test_a_table_without_numbers_is_described():
+    nothing = dict.fromkeys(("mean", "std", "min", "max"))
     metrics, status = summary(table({"x": [], "y": []}, groups=""), {"x": 0.0, "y": 0.0})
     assert status == {"scored": 0, "not_scored": 0, "failed": 0}
-    assert metrics["reward_mean"] is None and metrics["functions"]["x"]["null_rate"] is None
+    assert metrics["functions"]["x"].items() >= {**nothing, "null_rate": None}.items()
+    assert metrics["reward_mean"] is None and metrics["groups"]["zero_variance"] is None
+    metrics, _ = summary(table({"x": [None] * 4}), {})
+    assert metrics["functions"]["x"].items() >= {**nothing, "null": 4, "null_rate": 1.0}.items()
+
+
+def test_groups_that_teach_nothing_are_counted():
+    """Two of equal rewards, one that varies, one with a row that failed, one alone."""
+    errors = {"x": [None] * 7 + ["ValueError: a"] + [None]}
+    rewards = table({"x": [7, 7, 7, 8, 0, 0, 9, 9, 1]}, errors, groups="aabbccdde")
+    assert summary(rewards, {})[0]["groups"] == {
+        "count": 5, "too_small": 2, "incomplete": 1, "zero_variance": pytest.approx(2 / 3),
+    }  # fmt: skip
 
 
 def test_changes_by_hand():

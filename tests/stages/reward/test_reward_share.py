@@ -59,8 +59,8 @@ def require_same(store: Store, other: Store) -> None:
     assert (mine.metrics, mine.status) == (alone.metrics, alone.status)
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_any_number_scores_what_one_scores(rollouts, tmp_path, count):
+def test_any_number_scores_what_one_scores(rollouts, tmp_path):
+    count = 3
     uses = "numeric", "mine.py:sometimes", "mine.py:slow"
     other = copy(rollouts, tmp_path / "alone")
     perform(call(other, *uses))
