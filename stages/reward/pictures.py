@@ -7,10 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pyarrow as pa
-
-from quiver.schemas.prompts import most_images
-
 from .scoring import Batch
 
 OFFERED = "images"
@@ -24,19 +20,6 @@ class ImageBytes(bytes):
         from quiver.stages.common.images.decoder import open_image
 
         return open_image, (bytes(self),)
-
-
-def without_empty(prompts: pa.Table) -> pa.Table:
-    """Return `prompts` without the column of pictures if no row has any."""
-    if OFFERED in prompts.column_names and not most_images(prompts):
-        return prompts.drop_columns(OFFERED)
-    return prompts
-
-
-def offered(prompts: pa.Table) -> list[list[ImageBytes]]:
-    """Return the pictures of each row's prompt."""
-    rows = prompts[OFFERED].to_pylist()
-    return [[ImageBytes(image["bytes"]) for image in row or ()] for row in rows]
 
 
 def are_in(batch: Batch) -> bool:

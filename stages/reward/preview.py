@@ -1,8 +1,8 @@
 """Check rewards before anything is generated.
 
-`preview` reads names, files and columns alone; a user's function is parsed, not run. It finds a file
-without the function, an argument that it does not take, and a column that the source lacks. The
-stage's `check` finds the errors that only a call can show.
+`preview` reads names, files and columns alone; a user's function is parsed, not run. It finds a
+file without the function, an argument that it does not take, and a column that the source lacks.
+The stage's `check` finds the errors that only a call can show.
 
 `refusals` finds references (right answers, schemas) that a shipped function cannot read. Such a
 mistake of a row is distinguished from a mistake of the function.
@@ -25,8 +25,8 @@ from quiver.stages.common import plugins
 from .config import Config, pinned
 from .functions import shipped
 from .functions.config import FunctionConfig
-from .pool.calls import About, describe
-from .pool.habits import VERL_COLUMNS, column_of, require
+from .pool.calls import describe
+from .pool.habits import VERL_COLUMNS, column_of, require, takes_of
 from .pool.pool import Pool
 from .pool.scorer import FunctionScorer
 from .servers.dialects.rows import fields
@@ -58,24 +58,17 @@ def preview(config: Config, columns: Iterable[str]) -> Reads:
             continue
         about = describe(callee, function.name, function.arguments)
         require(function, about.needs, columns)
-        by_name |= _read_by(function, about, columns)
-        may_be_all |= about.takes is None and function.style == "quiver"
+        takes = takes_of(function, about)
+        parameters = {*(takes or about.needs), *function.columns} - function.arguments.keys()
+        if function.style == "verl":
+            parameters |= VERL_COLUMNS.keys() - function.arguments.keys()
+        for column in (column_of(parameter, function, columns) for parameter in parameters):
+            by_name.add(column if column in columns else column.partition(".")[0])
+        may_be_all |= takes is None and function.style == "quiver"
     for server in config.servers:
         by_name |= {*(server.columns or ()), server.label, *fields(server.rubric)}
         may_be_all |= server.dialect == "quiver" and server.columns is None
     return Reads(by_name.intersection(columns), may_be_all)
-
-
-def _read_by(function: FunctionConfig, about: About, columns: list[str]) -> set[str]:
-    """Return the columns that a function asks for by name."""
-    takes = about.takes or about.needs
-    if function.is_shipped:
-        takes = [*about.needs, *shipped(function.use).columns]
-    if function.style == "verl":
-        takes = [*takes, *VERL_COLUMNS]
-    parameters = {*takes, *function.columns} - function.arguments.keys()
-    asked = {column_of(parameter, function, columns) for parameter in parameters}
-    return {name if name in columns else name.partition(".")[0] for name in asked}
 
 
 def _callee(config: FunctionConfig) -> Any:

@@ -17,7 +17,9 @@ import pyarrow.compute as pc
 
 from quiver.schemas import rewards
 from quiver.schemas.errors import LineageError, NumericError, printable
+from quiver.schemas.prompts import most_images
 from quiver.stages.common.chat.messages import read_messages
+from quiver.stages.common.episodes import FAILURES
 from quiver.stages.common.store import Version
 
 from . import pictures, turns
@@ -77,7 +79,10 @@ def offered(rollouts: pa.Table, prompts: pa.Table) -> Batch:
     }
     lists = Lists(makers)
     if pictures.OFFERED in prompts.column_names:
-        makers[pictures.OFFERED] = partial(pictures.offered, prompts)
+        makers[pictures.OFFERED] = lambda: [
+            [pictures.ImageBytes(image["bytes"]) for image in row or ()]
+            for row in prompts[pictures.OFFERED].to_pylist()
+        ]
     if turns.has_turns(rollouts):
         makers["turns"] = partial(turns.of_rows, rollouts)
         makers["transcript"] = lambda: turns.transcripts(lists["prompts"], lists["turns"])
@@ -96,11 +101,14 @@ def offered(rollouts: pa.Table, prompts: pa.Table) -> Batch:
 
 
 def prompts_of(prompts: Version) -> pa.Table:
-    """Read the columns of prompts that scorers are offered, in one chunk."""
+    """Read the columns of prompts that scorers are offered, in one chunk; pictures only if some row
+    has any."""
     names = ["group_id", "messages", "prompt_text", "columns"]
-    if prompts.manifest.kind_schema == "prompts/2":
+    if prompts.manifest.kind_schema == "prompts/2" and most_images(
+        prompts.table([pictures.OFFERED])
+    ):
         names.append(pictures.OFFERED)
-    return pictures.without_empty(prompts.table(names)).combine_chunks()
+    return prompts.table(names).combine_chunks()
 
 
 class Whole(NamedTuple):
@@ -154,7 +162,16 @@ def as_rewards(
         extras: Scorers whose extra is written.
     """
     lengths = pc.list_value_length(rollouts.column("completion_ids")).to_pylist()
-    parts = turns.without_failed(rollouts, parts)
+    if turns.has_turns(rollouts):
+        # the true reward of a failed episode is unknown, even if a scorer returned a value
+        failed = [reason in FAILURES for reason in rollouts["end_reason"].to_pylist()]
+        parts = {
+            name: [
+                part._replace(value=None) if has_failed else part
+                for part, has_failed in zip(column, failed, strict=True)
+            ]
+            for name, column in parts.items()
+        }
     parts, sums = weigh_rows(config, parts, lengths)
     of_turns = turns.are_told(config, rollouts)
     schema = rewards.schema_for(config.part_names, extras, of_turns=of_turns)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -16,10 +16,8 @@ import pyarrow.compute as pc
 
 from quiver.schemas.outside import Message
 from quiver.schemas.plain import read_json
-from quiver.stages.common.episodes import FAILURES
 
 from .config import Config
-from .scoring import Part
 
 ENVIRONMENT = "environment"
 """Name of the shipped function that uses the environment's rewards."""
@@ -78,21 +76,6 @@ def messages_of(turns: Sequence[dict[str, Any]]) -> list[Message]:
             role = "tool" if is_tools else "user"
             messages.append({"role": role, "content": turn["observation"]})
     return messages
-
-
-def without_failed(rollouts: pa.Table, parts: Mapping[str, list[Part]]) -> dict[str, list[Part]]:
-    """Return `parts` without the values of failed episodes: their true reward is unknown, even
-    if a scorer returned a value."""
-    if not has_turns(rollouts):
-        return dict(parts)
-    failed = [reason in FAILURES for reason in rollouts["end_reason"].to_pylist()]
-    return {
-        name: [
-            part._replace(value=None) if has_failed else part
-            for part, has_failed in zip(column, failed, strict=True)
-        ]
-        for name, column in parts.items()
-    }
 
 
 def are_told(config: Config, rollouts: pa.Table) -> bool:

@@ -11,11 +11,15 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quiver.schemas.errors import ConfigError
+from quiver.stages.reward.functions import shipped
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.scoring import OFFERED, Batch, require_columns
+
+if TYPE_CHECKING:
+    from quiver.stages.reward.pool.calls import About
 
 LOGS = ("log_extra", "log_metric")
 """Parameters that are functions instead of columns, valid during a call."""
@@ -39,6 +43,14 @@ def column_of(parameter: str, config: FunctionConfig, columns: Iterable[str]) ->
     if config.style == "verl" and parameter not in columns:
         return VERL_COLUMNS.get(parameter, parameter)
     return parameter
+
+
+def takes_of(config: FunctionConfig, about: About) -> list[str] | None:
+    """Return the parameters that columns may fill; None for any. A column must never replace a
+    setting of a shipped function."""
+    if config.is_shipped:
+        return [*about.needs, *shipped(config.use).columns]
+    return about.takes
 
 
 def require(config: FunctionConfig, needs: Iterable[str], columns: Iterable[str]) -> None:

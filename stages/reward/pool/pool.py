@@ -267,25 +267,23 @@ class Pool:
         except (Late, Ended) as error:
             if self._closing or (isinstance(error, Surplus) and process.has_called):
                 raise
-            if isinstance(error, Killed):
-                function.kills += 1
-                if function.kills < LOAD_ATTEMPTS:
-                    raise NotLoaded from None
-                raise ResourceError(
-                    f"reward function {config.name}",
-                    f"importing {printable(config.use)} ended its process {error}, "
-                    f"{function.kills} times in a row",
-                    state="finished shards are kept.",
-                    next="lower reward.workers, then run again",
-                ) from None
             is_late = isinstance(error, Late)
             how = (
                 f"took longer than {LOAD_SECONDS:g} s" if is_late else f"ended its process {error}"
             )
-            raise ConfigError(
-                f"reward function {config.name}",
-                f"importing {printable(config.use)} {how}",
-                next=f"see what {printable(config.use)} does when it is imported",
+            title = f"reward function {config.name}"
+            message = f"importing {printable(config.use)} {how}"
+            if not isinstance(error, Killed):
+                next_step = f"see what {printable(config.use)} does when it is imported"
+                raise ConfigError(title, message, next=next_step) from None
+            function.kills += 1
+            if function.kills < LOAD_ATTEMPTS:
+                raise NotLoaded from None
+            raise ResourceError(
+                title,
+                f"{message}, {function.kills} times in a row",
+                state="finished shards are kept.",
+                next="lower reward.workers, then run again",
             ) from None
         if answer.error:
             raise from_dict(answer.error)

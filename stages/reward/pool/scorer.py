@@ -10,7 +10,7 @@ from quiver.schemas.errors import ConfigError, QuiverError, printable
 from quiver.stages.reward.functions import shipped
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.pool import calls, jobs
-from quiver.stages.reward.pool.habits import given, require, require_sent
+from quiver.stages.reward.pool.habits import given, require, require_sent, takes_of
 from quiver.stages.reward.pool.pool import Pool
 from quiver.stages.reward.scoring import Batch, Notice, Part
 from quiver.stages.reward.tables import Groups
@@ -93,9 +93,7 @@ class FunctionScorer:
         missing."""
         about = self._pool.describe(self)
         require_sent(self.config, about.needs, batch)
-        takes = about.takes
-        if self.config.is_shipped:  # a column must never replace one of its settings
-            takes = [*about.needs, *shipped(self.config.use).columns]
+        takes = takes_of(self.config, about)
         if self.config.scope == "row":
             return self._pool.run(self, given(self.config, takes, batch), batch["rollout_ids"])
         if self._groups is None:

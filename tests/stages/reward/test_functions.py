@@ -1,10 +1,14 @@
 """The functions that come with Quiver: their doctests, what their tables say of answers, and what is
 hard to read."""
 
+import datetime
 import doctest
 import json
 import shutil
+import uuid
+from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +16,6 @@ from quiver.stages.common.models.checkpoints import find_folder
 from quiver.stages.reward import functions
 from quiver.stages.reward.functions import answers, plain_numbers, verifiers
 from quiver.stages.reward.pool.calls import load
-from tests.stages.reward import answer_table
 
 
 def test_the_examples_in_the_docstrings():
@@ -27,34 +30,25 @@ def test_the_examples_in_the_docstrings():
             assert runner.run(example).failed == 0
 
 
-def scored(function, completion, answer, **arguments):
-    """What a function gives for one row; BAD where it refuses the answer."""
-    try:
-        return function([completion], [answer], **arguments)[0]
-    except ValueError as error:
-        assert str(error).startswith("the answer "), error
-        return answer_table.BAD
-
-
 def test_answers_are_worth_what_the_tables_say():
-    boxed = {"extract": "boxed"}
-    tables = [
-        (
-            functions.FUNCTIONS[name].function,
-            {},
-            [(row[0], row[1], row[2 + place]) for row in answer_table.ANSWERS],
-        )
-        for place, name in enumerate(("exact_match", "numeric", "math"))
-    ]
-    tables.append((functions.exact_match, boxed, answer_table.BOXED))
-    tables.append((functions.choice, {}, answer_table.CHOICES))
+    names = {"datetime": datetime, "uuid": uuid, "Decimal": Decimal}
+    rewards = {"1": 1.0, "0": 0.0, "-": None, "!": "error"}
     wrong = []
-    for function, arguments, table in tables:
-        for completion, answer, right in table:
-            got = scored(function, completion, answer, **arguments)
-            if got != right:
-                wrong.append(f"{function.__name__}({completion!r}, {answer!r}) is {got}")
-    assert len(answer_table.ANSWERS) >= 200
+    for line in Path(__file__).with_name("answers.txt").read_text().splitlines():
+        if line.startswith("= "):
+            uses = [use.partition(" extract=") for use in line[2:].split("\t")]
+        elif line and not line.startswith("#"):
+            completion, answer, *rights = line.split("\t")
+            row = [eval(completion)], [eval(answer, names)]
+            for (name, _, extract), right in zip(uses, rights, strict=True):
+                options = {"extract": extract} if extract else {}
+                try:
+                    (reward,) = functions.FUNCTIONS[name].function(*row, **options)
+                except ValueError as error:
+                    assert str(error).startswith("the answer "), error
+                    reward = "error"
+                if reward != rewards[right]:
+                    wrong.append(f"{name} {extract} gives {reward}: {line}")
     assert not wrong, "\n".join(wrong)
 
 

@@ -5,8 +5,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from quiver.schemas.errors import ConfigError, ResourceError, SecurityError
+from quiver.schemas.errors import ConfigError, ResourceError
 from quiver.stages.common.config import parse
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.prompt.stage import Config as PromptConfig
@@ -25,7 +23,6 @@ from tests import tiny
 from tests.stages.reward.reward_models import FAMILIES, make_model
 from tests.writing import run_here
 
-ROOT = Path(__file__).parents[3]
 ATOL = 1e-5
 """Of logits near 1 in float32: what another order of sums costs."""
 ASK = {"role": "user", "content": "What is 3 + 4?"}
@@ -103,40 +100,44 @@ def require_close(parts, expected: torch.Tensor) -> None:
 def test_a_qwen_policy_and_a_llama_reward_model_score_as_if_each_were_alone(
     store, model, opened, tmp_path
 ):
-    """Through the stages: a ChatML policy that continues `<think>`, and a Llama-3 reward model that
-    reads what both wrote."""
+    """Through the stages: a ChatML policy that continues `<think>` unless the system message says
+    otherwise, and a Llama-3 reward model that reads what both wrote."""
     policy = tiny.make_policy(store, kind="qwen3")
-    thinks, sums = tmp_path / "thinks.jinja", tmp_path / "sums.jsonl"
-    thinks.write_text(tiny.CHATML.replace("assistant\n", "assistant\n{{ '<think>\n' }}"))
-    sums.write_text("".join(json.dumps({"prompt": f"{n} + 4?"}) + "\n" for n in range(3)))
-    config = PromptConfig(source=str(sums), template=str(thinks))
-    prompts = store.open(run_here("prompt", config, store, policy=policy.ref))
-    sampling = GenerateConfig(engine="scripted", samples_per_prompt=2, sampling={"max_tokens": 12})
-    ref = run_here("generate", sampling, store, prompts=prompts.ref, policy=policy.ref)
-    rollouts = store.open(ref)
-    asked = {row["group_id"]: row["messages"] for row in prompts.table().to_pylist()}
-    rows = rollouts.table().to_pylist()
-    texts = [row["completion_text"] for row in rows]
-    batch = batch_of(texts, [asked[row["group_id"]] for row in rows])
-    batch["rollout_ids"] = [row["rollout_id"] for row in rows]
+    thinks = (
+        "<|im_start|>assistant\n{% if 'quick' not in messages[0].content %}{{ '<think>\n' }}{% "
+        "endif %}"
+    )
+    template, source = tmp_path / "thinks.jinja", tmp_path / "chats.jsonl"
+    template.write_text(tiny.CHATML.replace("<|im_start|>assistant\n", thinks))
+    config = PromptConfig(source=str(source), template=str(template))
+    sampling = GenerateConfig(engine="scripted", samples_per_prompt=2, sampling={"max_tokens": 8})
     folder = model("llama3")
-    scorer = opened(folder, prompts, rollouts)
-    scorer.require(["prompt"])
-    chats = [[*asked[row["group_id"]], said("<think>\n" + row["completion_text"])] for row in rows]
-    require_close(scorer.score(batch), alone(folder, chats)[:, 0])
-    assert scorer.seconds > 0
+    for systems in (("calm", "calm"), ("quick", "calm", "quick")):
+        asked = [[{"role": "system", "content": system}, ASK] for system in systems]
+        source.write_text("\n".join(json.dumps({"messages": chat}) for chat in asked))
+        prompts = store.open(run_here("prompt", config, store, policy=policy.ref))
+        ref = run_here("generate", sampling, store, prompts=prompts.ref, policy=policy.ref)
+        rollouts = store.open(ref)
+        chats = dict(zip(prompts.table()["group_id"].to_pylist(), asked, strict=True))
+        rows = rollouts.table().to_pylist()
+        batch = batch_of(
+            [row["completion_text"] for row in rows], [chats[row["group_id"]] for row in rows]
+        )
+        batch["rollout_ids"] = [row["rollout_id"] for row in rows]
+        scorer = opened(folder, prompts, rollouts)
+        scorer.require(["prompt"])
+        begins = {"calm": "<think>\n", "quick": ""}
+        whole = [
+            [*chat, said(begins[chat[0]["content"]] + text)]
+            for chat, text in zip(batch["prompts"], batch["completions"], strict=True)
+        ]
+        require_close(scorer.score(batch), alone(folder, whole)[:, 0])
+        assert scorer.seconds > 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_scores_as_alone(model, opened, family):
-    """Equal answers are equal, and empty ones count."""
-    folder = model(family, kind="qwen3")
-    texts = ["7", "It is seven.", "é", "7", "", "no idea\n\n" * 9]
-    # zephyr's BOS comes from the tokenizer, which apply_chat_template does not ask: here it stands
-    # in the text
-    template = {"chat_template": "<s>" + FAMILIES[family].template} if family == "zephyr" else {}
-    expected = alone(folder, [[ASK, said(text)] for text in texts], **template)
-    require_close(opened(folder).score(batch_of(texts)), expected[:, 0])
+def test_equal_answers_are_equal_and_empty_ones_count(model, opened):
+    first, second, empty, third = opened(model()).score(batch_of(["7", "8", "", "7"]))
+    assert first == third != second and math.isfinite(empty.value)
 
 
 # -- which number
@@ -295,75 +296,20 @@ def test_a_scorer_that_is_closed_while_it_scores_begins_nothing_anew(model, open
 # -- what is told before anything runs
 
 
-def test_checks_load_no_torch(model):
-    folder = model()
-    code = (
-        "import sys; from quiver.stages.reward.models.scorer import ModelScorer; from "
-        "quiver.stages.reward.models.config import ModelConfig, fingerprint, model_entry\n"
-        f"scorer = ModelScorer(ModelConfig(model={str(folder)!r})); scorer.require([]); "
-        "print(fingerprint(model_entry(scorer.config)))\n"
-        "scorer.close(); print('torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    fingerprint, torch_is_loaded = done.stdout.splitlines()
-    assert fingerprint.startswith("sha256:") and torch_is_loaded == "False"
-
-
-def change(file: str, text: str):
-    def spoil(folder: Path) -> None:
-        (folder / file).write_text(text)
-
-    return spoil
-
-
-def configured(**changes):
-    def spoil(folder: Path) -> None:
-        about = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**about, **changes}))
-
-    return spoil
-
-
-def cut_weights(folder: Path) -> None:
-    os.truncate(folder / "model.safetensors", 1000)
-
-
-def pickle_weights(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
-def test_a_model_that_is_not_whole_or_not_a_reward_model(model):
-    shards = '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'
-    missing = "the tokenizer's files are missing"
-    needed = "is LlamaForCausalLM; kind 'classifier' needs a sequence classifier"
-    for number, (spoil, error, why) in enumerate(
-        (
-            (shutil.rmtree, ConfigError, "there is no such directory"),
-            (lambda folder: (folder / "tokenizer.json").unlink(), ConfigError, missing),
-            (cut_weights, ConfigError, "model.safetensors is cut"),
-            (change("model.safetensors.index.json", shards), ConfigError, "1 of 1 weight files"),
-            (pickle_weights, SecurityError, "pickled weights"),
-            (configured(auto_map={"AutoModel": "mine.Model"}), SecurityError, "auto_map"),
-            (configured(architectures=["LlamaForCausalLM"]), ConfigError, needed),
-        )
-    ):
-        folder = model(name=f"rm{number}")
-        spoil(folder)
-        with pytest.raises(error, match=why):
-            check(ModelConfig(model=str(folder)))
-
-
 def test_kinds_are_not_mixed_up(model, tmp_path):
+    """`test_checkpoints` has the models that are not whole."""
     folder, seq2seq = model(), tiny.make_folder(tmp_path / "t5", "t5")
-    for config, why in (
-        ({"model": folder, "kind": "token"}, "kind 'token' needs a language model"),
-        ({"model": folder, "activation": "softmax"}, "softmax over one label is always 1"),
-        ({"model": seq2seq, "kind": "token"}, "encoder-decoder"),
+    plain = model(name="plain", labels=0)
+    for path, fields, why in (
+        (folder, {"kind": "token"}, "kind 'token' needs a language model"),
+        (plain, {}, "is LlamaForCausalLM; kind 'classifier' needs a sequence classifier"),
+        (folder, {"activation": "softmax"}, "softmax over one label is always 1"),
+        (seq2seq, {"kind": "token"}, "encoder-decoder"),
+        (tmp_path / "gone", {}, "there is no such directory"),
+        (folder, {"template": str(tmp_path / "missing.jinja")}, r"missing\.jinja"),
     ):
         with pytest.raises(ConfigError, match=why):
-            check(ModelConfig(**{**config, "model": str(config["model"])}))
+            check(ModelConfig(model=str(path), **fields))
 
 
 def test_fields_that_do_not_go_together():
@@ -380,13 +326,11 @@ def test_fields_that_do_not_go_together():
             parse(ModelConfig, {"model": "some/model", **fields}, "reward.models")
 
 
-def test_a_tokenizer_without_a_template_needs_one(model, opened, tmp_path):
+def test_a_tokenizer_without_a_template_needs_one(model, opened):
     folder = model()
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match="no chat template"):
         opened(folder).require([])
-    with pytest.raises(ConfigError, match=r"missing\.jinja"):
-        check(ModelConfig(model=str(folder), template=str(tmp_path / "missing.jinja")))
 
 
 # -- which model it is
@@ -413,20 +357,10 @@ def test_the_fingerprint_is_of_weights_tokenizer_and_template(model, tmp_path):
 
 def test_the_run_key_holds_what_decides_and_nothing_else():
     pinned = ModelConfig(model="a/b", name="rm", fingerprint="sha256:1")
-    for same in (
-        {"model": "/elsewhere/b"},
-        {"revision": "v2"},
-        {"token_budget": 9},
-        {"device": "cpu"},
-        {"template": "t.jinja"},
-    ):
-        assert pinned.model_copy(update=same).key() == pinned.key()
-    for other in (
-        {"label": 1},
-        {"activation": "sigmoid"},
-        {"dtype": "float32"},
-        {"fingerprint": "sha256:2"},
-        {"max_tokens": 5},
-    ):
-        assert pinned.model_copy(update=other).key() != pinned.key()
+    same = {"model": "/elsewhere/b", "revision": "v2", "template": "t.jinja"}
+    same |= {"token_budget": 9, "device": "cpu"}
+    assert pinned.model_copy(update=same).key() == pinned.key()
+    other = {"label": 1, "activation": "sigmoid", "dtype": "float32", "max_tokens": 5}
+    for name, changed in {**other, "fingerprint": "sha256:2"}.items():
+        assert pinned.model_copy(update={name: changed}).key() != pinned.key()
     assert ModelConfig(model="org/rm v1").name == "rm-v1"

@@ -1,7 +1,6 @@
 """What a reward model reads: ids written by hand for five families, and those that transformers
 gives when it is used alone."""
 
-import json
 from contextlib import closing
 
 import pytest
@@ -10,13 +9,10 @@ from tokenizers import processors
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.chat.template import Messages
 from quiver.stages.common.runtime import subprocesses
-from quiver.stages.generate.stage import Config as GenerateConfig
-from quiver.stages.prompt.stage import Config as PromptConfig
 from quiver.stages.reward.models.config import ModelConfig
 from quiver.stages.reward.models.scorer import Reader, beginnings, token_id
 from tests import tiny
 from tests.stages.reward.reward_models import FAMILIES, byte_tokenizer
-from tests.writing import run_here
 
 ASK, ANSWER = "What is 3 + 4?", "It is 7."
 CHAT = [{"role": "user", "content": ASK}, {"role": "assistant", "content": ANSWER}]
@@ -198,31 +194,6 @@ def test_a_word_is_one_token():
         token_id(tokenizer, "token", "Yes")
     with pytest.raises(ConfigError, match="is 0 tokens"):
         token_id(tokenizer, "token", "")
-
-
-# -- what the policy was given to continue
-
-
-def test_the_end_of_the_prompt_begins_the_answer(store, policy, tmp_path):
-    """The template makes the policy continue `<think>`, unless the system message says
-    otherwise."""
-    thinks = (
-        "<|im_start|>assistant\n{% if 'quick' not in messages[0].content %}{{ '<think>\n' }}{% "
-        "endif %}"
-    )
-    template, chats = tmp_path / "thinks.jinja", tmp_path / "chats.jsonl"
-    template.write_text(tiny.CHATML.replace("<|im_start|>assistant\n", thinks))
-    sampling = GenerateConfig(engine="scripted", samples_per_prompt=1, sampling={"max_tokens": 8})
-    for systems in (("calm", "calm"), ("quick", "calm", "quick")):
-        asked = [[{"role": "system", "content": system}, CHAT[0]] for system in systems]
-        chats.write_text("\n".join(json.dumps({"messages": chat}) for chat in asked))
-        config = PromptConfig(source=str(chats), template=str(template))
-        prompts = store.open(run_here("prompt", config, store, policy=policy.ref))
-        ref = run_here("generate", sampling, store, prompts=prompts.ref, policy=policy.ref)
-        rollouts = store.open(ref)
-        begins = beginnings(None, prompts, rollouts)
-        ids = rollouts.table(["rollout_id"]).column(0).to_pylist()
-        assert list(map(begins, ids)) == ["<think>\n" * (name == "calm") for name in systems]
 
 
 def test_prompts_that_do_not_tell_are_refused(store, sample):
