@@ -104,11 +104,12 @@ def prompts_of(prompts: Version) -> pa.Table:
     """Read the columns of prompts that scorers are offered, in one chunk; pictures only if some row
     has any."""
     names = ["group_id", "messages", "prompt_text", "columns"]
-    if prompts.manifest.kind_schema == "prompts/2" and most_images(
-        prompts.table([pictures.OFFERED])
-    ):
+    if prompts.manifest.kind_schema == "prompts/2":
         names.append(pictures.OFFERED)
-    return prompts.table(names).combine_chunks()
+    table = prompts.table(names).combine_chunks()
+    if pictures.OFFERED in names and not most_images(table):
+        table = table.drop_columns(pictures.OFFERED)
+    return table
 
 
 class Whole(NamedTuple):

@@ -164,17 +164,6 @@ def test_a_label_is_chosen_by_name_or_number_and_the_others_may_be_kept(of_three
             assert json.loads(part.extra) == pytest.approx(named, abs=ATOL)
 
 
-def test_several_labels_and_none_chosen(of_three):
-    for label, why in (
-        (None, "label is not set"),
-        ("good", "no label 'good'"),
-        (3, "no label 3"),
-        (-1, "no label -1"),
-    ):
-        with pytest.raises(ConfigError, match=f"{why}; its labels are helpful, correct, verbose"):
-            check(ModelConfig(model=str(of_three), label=label))
-
-
 def test_a_judge_says_how_probable_a_word_is(model, opened):
     folder = model("gemma", labels=0)
     texts, question = ["7", "It is eight.", ""], "Right? Y or N."
@@ -296,15 +285,19 @@ def test_a_scorer_that_is_closed_while_it_scores_begins_nothing_anew(model, open
 # -- what is told before anything runs
 
 
-def test_kinds_are_not_mixed_up(model, tmp_path):
+def test_kinds_are_not_mixed_up(model, of_three, tmp_path):
     """`test_checkpoints` has the models that are not whole."""
-    folder, seq2seq = model(), tiny.make_folder(tmp_path / "t5", "t5")
+    folder, seq2seq = model(name="llama"), tiny.make_folder(tmp_path / "t5", "t5")
     plain = model(name="plain", labels=0)
     for path, fields, why in (
         (folder, {"kind": "token"}, "kind 'token' needs a language model"),
         (plain, {}, "is LlamaForCausalLM; kind 'classifier' needs a sequence classifier"),
         (folder, {"activation": "softmax"}, "softmax over one label is always 1"),
         (seq2seq, {"kind": "token"}, "encoder-decoder"),
+        (of_three, {}, "label is not set; its labels are helpful, correct, verbose"),
+        (of_three, {"label": "good"}, "it has no label 'good'; its labels are helpful"),
+        (of_three, {"label": 3}, "it has no label 3"),
+        (of_three, {"label": -1}, "it has no label -1"),
         (tmp_path / "gone", {}, "there is no such directory"),
         (folder, {"template": str(tmp_path / "missing.jinja")}, r"missing\.jinja"),
     ):

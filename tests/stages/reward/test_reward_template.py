@@ -132,24 +132,6 @@ def test_a_token_that_is_not_special_stays_what_it_is(read):
     assert ids == byte_tokenizer(FAMILIES["qwen2"]).apply_chat_template(chat)["input_ids"]
 
 
-def test_a_turns_own_tokens_are_control_even_when_not_marked_special():
-    """Zephyr-like templates whose roles are plain added tokens: those of the turns cannot be
-    typed, others stand."""
-    given = FAMILIES["zephyr"]
-    tokenizer = byte_tokenizer(given._replace(plain=("<|user|>", "<|assistant|>", "<|odd|>")))
-    user, assistant, odd = 259, 260, 261
-    with closing(Reader(tokenizer, given.template, ModelConfig(model="rm"))) as reader:
-        ids = reader.read("rollout 0", [CHAT[0], {**CHAT[1], "content": "<|user|><|odd|>"}])
-    assert [id for id in ids if id > 255] == [
-        ZEPHYR_BOS,
-        user,
-        ZEPHYR_EOS,
-        assistant,
-        odd,
-        ZEPHYR_EOS,
-    ]
-
-
 # -- templates that fail
 
 
@@ -180,11 +162,6 @@ def test_a_template_that_renders_no_answer_fails_before_any_row(monkeypatch):
             Reader(byte_tokenizer(FAMILIES["qwen2"]), template, config)
         assert caught.value.object == "reward model rm: template"
     assert started and all(process.poll() is not None for process in started)
-
-
-def test_text_of_any_kind_can_be_read(read):
-    ids = read("llama3", [CHAT[0], {"role": "assistant", "content": "a\0\U0010fffd"}])
-    assert ids[-7:] == [*b"a\0", *"\U0010fffd".encode(), LLAMA_EOT]
 
 
 def test_a_word_is_one_token():

@@ -6,13 +6,9 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 from quiver.schemas import rewards as kind
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.evaluate.stage import Config as EvaluateConfig
-from quiver.stages.logprobs.stage import Config as LogprobsConfig
 from quiver.stages.reward.override import Config as OverrideConfig
 from quiver.stages.reward.turns import messages_of, read, with_rest
 from tests import episodes
@@ -179,39 +175,3 @@ def test_a_person_corrects_the_last_turn(store, score, rollouts):
     ]
     kind.check(version.table())
     assert with_rest([1.0], 0.5) == [0.5] and with_rest([None, None], 0.5) == [None, 0.5]
-
-
-def test_episodes_are_scored_and_learned_from(store, policy, score):
-    """Saved turns through reward, logprobs and optimize, with what each turn earned."""
-    rows = episodes.sample(load_model(policy, dtype=torch.float32), episodes.prompts(3), 4)
-    for place, row in enumerate(rows):
-        for number, part in enumerate(row["turns"]):
-            part["reward"] = float((place + number) % 3)
-    rollouts = episodes.write(store, policy, rows, prompts=world.write_prompts(store, rows))
-    refs = {"rollouts": rollouts.ref}
-    refs["rewards"] = score(rollouts, "environment").ref
-    refs["prox_logprobs"] = run_here(
-        "logprobs",
-        LogprobsConfig(role="prox"),
-        store,
-        rollouts=rollouts.ref,
-        policy=policy.ref,
-    )
-    done = store.open(
-        run_here("optimize", world.config(credit="turn"), store, policy=policy.ref, **refs)
-    )
-    assert done.manifest.metrics["audit"]["prox"]["mean_gap"] < 1e-5
-    assert done.manifest.metrics["kept"] == len(rows)
-    held = store.open(
-        run_here(
-            "evaluate",
-            EvaluateConfig(),
-            store,
-            rollouts=rollouts.ref,
-            rewards=refs["rewards"],
-        )
-    )
-    assert held.manifest.metrics["n"] == 3
-    tokens = held.table()["completion_tokens"].to_pylist()
-    assert sorted(tokens) == sorted(len(row["completion_ids"]) for row in rows)
-    assert rollouts.to_datasets()[0]["turns"] == rows[0]["turns"]
