@@ -60,12 +60,11 @@ def require_same(store: Store, other: Store) -> None:
 
 
 def test_any_number_scores_what_one_scores(rollouts, tmp_path):
-    count = 3
     uses = "numeric", "mine.py:sometimes", "mine.py:slow"
     other = copy(rollouts, tmp_path / "alone")
     perform(call(other, *uses))
-    answers = [worker.answer() for worker in start(call(rollouts, *uses), count)]
-    assert [answer["ref"] for answer in answers] == ["arith/rewards@1"] * count
+    answers = [worker.answer() for worker in start(call(rollouts, *uses), 3)]
+    assert [answer["ref"] for answer in answers] == ["arith/rewards@1"] * 3
     assert [answer["cached"] for answer in answers].count(False) == 1
     require_same(rollouts, other)
 
