@@ -1,13 +1,9 @@
-"""Reward models on the real vLLM, in one child process: the values of transformers, raw.
-
-The child reads configs of models from stdin and prints the parts on its last line.
-"""
+"""Reward models on the real vLLM, in one child process: the values of transformers, raw."""
 
 import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -27,56 +23,36 @@ BATCH = {
 }
 
 
-def score(config: dict, engine: str) -> list:
-    scorer = ModelScorer(ModelConfig(engine=engine, dtype="float32", **config))
-    try:
-        scorer.require([])
-        return scorer.score(BATCH)
-    finally:
-        scorer.close()
-
-
 def test_scores_are_those_of_transformers(tmp_path):
-    def model(*args, **config) -> str:
-        return str(make_model(tmp_path / str(len(os.listdir(tmp_path))), *args, **config))
-
     judge = {"kind": "token", "token": "Y", "against": "N"}
-    tied = model("qwen2", "qwen3", labels=0, tie_word_embeddings=True)
-    padded = model("llama3", "llama", pad_token_id=260)
     configs = [
-        {"model": model("llama3", "llama")},
-        {"model": model("qwen2", "qwen3", labels=3), "label": 2},
-        {"model": tied, **judge},
-        {"model": padded, "pooling": "last_not_pad"},
+        {"model": str(make_model(tmp_path / "scalar", "llama3", "llama"))},
+        {"model": str(make_model(tmp_path / "three", "qwen2", "qwen3", labels=3)), "label": 2},
+        {
+            "model": str(
+                make_model(tmp_path / "judge", "qwen2", "qwen3", labels=0, tie_word_embeddings=True)
+            ),
+            **judge,
+        },
+        {
+            "model": str(make_model(tmp_path / "pad", "llama3", "llama", pad_token_id=260)),
+            "pooling": "last_not_pad",
+        },
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.stages.reward.test_reward_vllm"],
+        [sys.executable, "-m", "tests.stages.reward.reward_vllm_checks"],
         cwd=Path(__file__).parents[3],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        input=json.dumps(configs),
+        input=json.dumps([[config, BATCH] for config in configs]),
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     for config, found in zip(configs, json.loads(done.stdout.splitlines()[-1]), strict=True):
-        expected = score(config, "transformers")
+        scorer = ModelScorer(ModelConfig(dtype="float32", **config))
+        expected = scorer.score(BATCH)
+        scorer.close()
         for (value, error, *_), part in zip(found, expected, strict=True):
             assert error == part.error and value == pytest.approx(part.value, abs=1e-3)
         assert [part.error is None for part in expected] == [len(text) < 512 for text in TEXTS]
-
-
-def main() -> None:
-    """Score in a thread, as the stage does."""
-    found: list = []
-    configs = json.load(sys.stdin)
-    thread = threading.Thread(
-        target=lambda: found.extend(score(config, "vllm") for config in configs)
-    )
-    thread.start()
-    thread.join()
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
