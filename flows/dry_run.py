@@ -28,7 +28,7 @@ COMMON_LETTERS = ("a", "e", "i", "n", "o", "r", "s", "t", " ")
 """Stop strings that end a turn, so that an environment has something to answer. Text of a random
 model rarely goes long without one of them."""
 SMALL_MODEL = "quiver.stages.common.models.small:make"
-LOT = {"use": "quiver.stages.reward.functions.lot:lot", "name": "lot", "weight": 1e-3}
+LOT = {"use": "quiver.stages.reward.functions:lot", "name": "lot", "weight": 1e-3}
 """A random reward: random models answer nothing right, and equal rewards teach nothing."""
 
 

@@ -40,8 +40,7 @@ from quiver.stages.report.joined import ANSWERS
 from quiver.stages.reward.functions.answers import as_text
 from quiver.stages.reward.measures import failures
 from quiver.stages.reward.pool.habits import column_of, given
-from quiver.stages.reward.preview import preview
-from quiver.stages.reward.references import refusals
+from quiver.stages.reward.preview import preview, refusals
 
 from .recipe import Recipe
 

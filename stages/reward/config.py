@@ -118,7 +118,7 @@ def pinned(config: Config, *, remembered: bool = True) -> tuple[Config, tuple[Mo
         SecurityError: A model is not whole.
     """
     models = tuple(model_entry(model, remembered=remembered) for model in config.models)
-    found = {
+    by_kind = {
         "functions": [
             function_fingerprint(function, remembered=remembered) for function in config.functions
         ],
@@ -126,7 +126,7 @@ def pinned(config: Config, *, remembered: bool = True) -> tuple[Config, tuple[Mo
         "servers": map(server_fingerprint, config.servers),
     }
     pins = {}
-    for kind, fingerprints in found.items():
+    for kind, fingerprints in by_kind.items():
         pins[kind] = ()
         for scorer, fingerprint in zip(getattr(config, kind), fingerprints, strict=True):
             if scorer.fingerprint not in ("", fingerprint):

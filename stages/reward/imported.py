@@ -71,8 +71,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     writer = writers["rewards"]
     lines, _ = trajectories.read(plan.config.source, plan.config.source_sha256)
     rollouts = plan.inputs["rollouts"].table(["rollout_id", "group_id"]).to_pylist()
-    given = [turn for line in lines.values() for turn in line.turns or ()]
-    of_turns = any(turn.reward is not None for turn in given)
+    turns = [turn for line in lines.values() for turn in line.turns or ()]
+    of_turns = any(turn.reward is not None for turn in turns)
     rows = []
     for rollout, line in zip(rollouts, lines.values(), strict=True):
         reward = line.total_reward

@@ -70,13 +70,13 @@ def summary(table: pa.Table, seconds: dict[str, float]) -> tuple[dict[str, Any],
 def means(texts: pa.ChunkedArray) -> dict[str, float]:
     """Return the mean of every number in the rows' JSON texts, by name, over the rows that have it;
     true is 1, and false 0."""
-    found: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
     for text in texts.drop_null().to_pylist():
         members = json.loads(text)
         for name, member in members.items() if isinstance(members, dict) else ():
             if isinstance(member, int | float):
-                found.setdefault(name, []).append(member)
-    return {name: math.fsum(numbers) / len(numbers) for name, numbers in found.items()}
+                by_name.setdefault(name, []).append(member)
+    return {name: math.fsum(numbers) / len(numbers) for name, numbers in by_name.items()}
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float | None:

@@ -84,17 +84,6 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     )
 
 
-def _with_turn_rewards(table: pa.Table, values: list[float | None]) -> pa.Table:
-    """Adjust the last turn's reward of each row, so that its turns add up to `values`."""
-    field = table.schema.field("turn_rewards")
-    earned = [
-        with_rest(turns, value) if turns and value is not None else turns
-        for turns, value in zip(table["turn_rewards"].to_pylist(), values, strict=True)
-    ]
-    place = table.schema.get_field_index("turn_rewards")
-    return table.set_column(place, field, pa.array(earned, field.type))
-
-
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Write the rewards with the overrides in place. Raises ConfigError for an unknown id."""
     config = plan.config
@@ -110,10 +99,16 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             next=f"quiver show {rewards.ref}",
         )
     values = [config.overrides.get(row["rollout_id"], row["reward"]) for row in rows]
+    columns = {"reward": values}
     if "turn_rewards" in table.column_names:
-        table = _with_turn_rewards(table, values)
-    place = table.schema.get_field_index("reward")
-    table = table.set_column(place, "reward", pa.array(values, pa.float32()))
+        columns["turn_rewards"] = [
+            with_rest(turns, value) if turns and value is not None else turns
+            for turns, value in zip(table["turn_rewards"].to_pylist(), values, strict=True)
+        ]
+    for name, cells in columns.items():
+        place = table.schema.get_field_index(name)
+        field = table.schema.field(name)
+        table = table.set_column(place, field, pa.array(cells, field.type))
     writer.write_table(table)
     metrics, status = summary(table, {})
     log.info("%d rewards replaced, by %s", len(config.overrides), printable(config.author))

@@ -7,10 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pyarrow as pa
-
-from quiver.schemas.prompts import most_images
-
 from .scoring import Batch
 
 OFFERED = "images"
@@ -26,27 +22,8 @@ class ImageBytes(bytes):
         return open_image, (bytes(self),)
 
 
-def without_empty(prompts: pa.Table) -> pa.Table:
-    """Return `prompts` without the column of pictures if no row has any."""
-    if OFFERED in prompts.column_names and not most_images(prompts):
-        return prompts.drop_columns(OFFERED)
-    return prompts
-
-
-def offered(prompts: pa.Table) -> dict[str, list[list[ImageBytes]]]:
-    """Return the pictures of each row's prompt; empty if the prompts have no such column."""
-    if OFFERED not in prompts.column_names:
-        return {}
-    rows = prompts[OFFERED].to_pylist()
-    return {OFFERED: [[ImageBytes(image["bytes"]) for image in row or ()] for row in rows]}
-
-
 def are_in(batch: Batch) -> bool:
     """True if a batch holds pictures. A user's column may have the same name, so values are
     checked."""
-    cells = batch.get(OFFERED, ())
-    return any(isinstance(picture, ImageBytes) for cell in cells for picture in _listed(cell))
-
-
-def _listed(cell: Any) -> list[Any]:
-    return cell if isinstance(cell, list) else []
+    cells = [cell for cell in batch.get(OFFERED, ()) if isinstance(cell, list)]
+    return any(isinstance(picture, ImageBytes) for cell in cells for picture in cell)

@@ -1,24 +1,38 @@
-"""Check rewards from names, files and columns alone, before a process is started.
+"""Check rewards before anything is generated.
 
-A user's function is parsed, not run. This finds a file without the function, an argument that it
-does not take, and a column that the source lacks. The stage's `check` finds the errors that only a
-call can show.
+`preview` reads names, files and columns alone; a user's function is parsed, not run. It finds a
+file without the function, an argument that it does not take, and a column that the source lacks.
+The stage's `check` finds the errors that only a call can show.
+
+`refusals` finds references (right answers, schemas) that a shipped function cannot read. Such a
+mistake of a row is distinguished from a mistake of the function.
+
+    column_of_reference(function, ["question", "solution"])    # "solution"; None without one
+    refusals(config, rows)        # {2: ("numeric", "solution", "ValueError: the answer 'NaN' …")}
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+
+from quiver.schemas.errors import printable
 from quiver.stages.common import plugins
 
 from .config import Config, pinned
 from .functions import shipped
 from .functions.config import FunctionConfig
-from .pool.calls import About, describe
-from .pool.habits import VERL_COLUMNS, column_of, require
+from .pool.calls import describe
+from .pool.habits import VERL_COLUMNS, column_of, require, takes_of
+from .pool.pool import Pool
+from .pool.scorer import FunctionScorer
 from .servers.dialects.rows import fields
+
+_COMPLETION = "0"
+"""A completion that every comparing function reads quickly, as a number and as JSON."""
 
 
 class Reads(NamedTuple):
@@ -44,24 +58,17 @@ def preview(config: Config, columns: Iterable[str]) -> Reads:
             continue
         about = describe(callee, function.name, function.arguments)
         require(function, about.needs, columns)
-        by_name |= _read_by(function, about, columns)
-        may_be_all |= about.takes is None and function.style == "quiver"
+        takes = takes_of(function, about)
+        parameters = {*(takes or about.needs), *function.columns} - function.arguments.keys()
+        if function.style == "verl":
+            parameters |= VERL_COLUMNS.keys() - function.arguments.keys()
+        for column in (column_of(parameter, function, columns) for parameter in parameters):
+            by_name.add(column if column in columns else column.partition(".")[0])
+        may_be_all |= takes is None and function.style == "quiver"
     for server in config.servers:
         by_name |= {*(server.columns or ()), server.label, *fields(server.rubric)}
         may_be_all |= server.dialect == "quiver" and server.columns is None
     return Reads(by_name.intersection(columns), may_be_all)
-
-
-def _read_by(function: FunctionConfig, about: About, columns: list[str]) -> set[str]:
-    """Return the columns that a function asks for by name."""
-    takes = about.takes or about.needs
-    if function.is_shipped:
-        takes = [*about.needs, *shipped(function.use).columns]
-    if function.style == "verl":
-        takes = [*takes, *VERL_COLUMNS]
-    parameters = {*takes, *function.columns} - function.arguments.keys()
-    asked = {column_of(parameter, function, columns) for parameter in parameters}
-    return {name if name in columns else name.partition(".")[0] for name in asked}
 
 
 def _callee(config: FunctionConfig) -> Any:
@@ -84,3 +91,52 @@ def _callee(config: FunctionConfig) -> Any:
     names: dict[str, Any] = {}
     exec(compile(ast.fix_missing_locations(empty), config.use, "exec"), names)
     return names[node.name]
+
+
+# -- references
+
+
+def column_of_reference(function: FunctionConfig, columns: Iterable[str]) -> str | None:
+    """Return the column whose cell the completions of a row are compared with; None for a function
+    that does not come with Quiver, or compares with none."""
+    parameter = shipped(function.use).reference if function.is_shipped else ""
+    if not parameter or parameter in function.arguments:
+        return None
+    return column_of(parameter, function, columns)
+
+
+def source_row(prompts: Mapping[str, Any], group_id: str) -> str:
+    """Return the place of the row of `group_id` in its source, from the config of its prompts: file
+    and row, or its group if rows have names of their own."""
+    source = printable(prompts.get("source", "prompts"))
+    number = group_id.removeprefix(prompts.get("group_prefix", ""))
+    if prompts.get("group_id") is None and number.isdecimal():
+        return f"{source} row {int(number) + 1}"
+    return f"{source}, group {printable(group_id)}"
+
+
+def refusals(config: Config, rows: pa.Table) -> dict[int, tuple[str, str, str]]:
+    """Return the rows whose reference a shipped function refuses, by position, each with the first
+    such function, the column and the error. Functions that run programs or models are skipped.
+    Raises ResourceError if no process can be started."""
+    refused: dict[int, tuple[str, str, str]] = {}
+    with Pool(config.workers, config.max_memory_gib) as pool:
+        for function in config.functions:
+            column = column_of_reference(function, rows.column_names)
+            if column is None or not shipped(function.use).is_quick:
+                continue
+            outer = column if column in rows.column_names else column.partition(".")[0]
+            if outer not in rows.column_names:
+                continue  # a column that the stage adds, such as prompt_text
+            alone = function.model_copy(update={"scope": "row", "completions": "text"})
+            batch = {
+                outer: rows[outer].to_pylist(),
+                "completions": [_COMPLETION] * rows.num_rows,
+                "rollout_ids": [None] * rows.num_rows,
+            }
+            scorer = FunctionScorer(alone, pool, config.batch_rows)
+            scorer.is_told = True  # the errors are returned, so the log need not have them
+            for row, part in enumerate(scorer.score(batch)):
+                if part.error is not None:
+                    refused.setdefault(row, (function.name, column, part.error))
+    return refused

@@ -1,31 +1,44 @@
 """Score the rows of one rewards version shard by shard, and write them. Look here for retries,
-shared work and the count of failures."""
+shared work and the count of failures.
+
+All scorers run at once. Each has a thread, goes through the shards in order, and at most AHEAD
+shards are scored at a time. A failed row is counted as soon as it is known. Once more have failed
+than are allowed, nothing further is scored.
+
+A retry takes over rewards from an earlier version of the same rollouts, and scores only the rows
+without one. Rewards, parts, errors and extra are taken over byte for byte. So the recipe must name
+the same parts with the same weights. A function's code and arguments may differ, since fixing them
+is the purpose of a retry.
+"""
 
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from quiver.schemas.errors import RewardError, printable
+from quiver.schemas import rewards
+from quiver.schemas.errors import ConfigError, LineageError, RewardError, printable
 from quiver.schemas.rewards import names_of
+from quiver.stages.common.config import parse
 from quiver.stages.common.runtime.stage import Plan
+from quiver.stages.common.store import Version
 from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
 
 from . import pictures, tables, turns
-from .config import SCORERS
-from .groups import prompts_of
+from .config import SCORERS, Config
 from .measures import failures
-from .references import column_of_reference, source_row
-from .retry import aligned, merged
+from .preview import column_of_reference, source_row
 from .scoring import OF_TURNS, OFFERED, Batch, Part, Scorer
-from .together import Allowance, TooMany, score_all
 
 log = logging.getLogger(__name__)
+AHEAD = 2  # shards scored at a time
 
 
 class Shards:
@@ -40,8 +53,10 @@ class Shards:
         self._scorers = scorers
         self._allowance = allowance
         self._rollouts = plan.inputs["rollouts"].table()
-        self._prompts = prompts_of(plan.inputs["prompts"])
+        self._prompts = tables.prompts_of(plan.inputs["prompts"])
         self._prompts_config = plan.inputs["prompts"].manifest.config
+        self._columns = [field.name for field in self._prompts.schema.field("columns").type]
+        """The user's columns."""
         self._prompt_rows = tables.join(self._rollouts, self._prompts)
         earlier = plan.inputs["retry"].table() if "retry" in plan.inputs else None
         earlier_extras = [] if earlier is None else names_of(earlier, "extra")
@@ -67,15 +82,15 @@ class Shards:
         try:
             self._count_failures()
             if self._handout.unfinished():
-                columns = [field.name for field in self._prompts.schema.field("columns").type]
-                for hidden in sorted({*columns} & {*OFFERED}):
+                for hidden in sorted({*self._columns} & {*OFFERED}):
                     log.warning(
                         "rewards: the column %s of the prompts is not used: by that name scorers "
                         "are offered another list; rename it in the source",
                         hidden,
                     )
+                columns = [*self._columns]
                 columns += OF_TURNS if turns.has_turns(self._rollouts) else ()
-                columns += pictures.offered(self._prompts.slice(0, 0))
+                columns += {pictures.OFFERED} & {*self._prompts.column_names}
                 for scorer in self._scorers:
                     scorer.require(columns)
             while self._handout.more():
@@ -149,16 +164,15 @@ class Shards:
         """Return the error for more failed rows than are allowed, with the first failure."""
         failed = dict(self._allowance.failed)  # scorers that still run may add to it
         rollout_id, (name, error) = next(iter(failed.items()))
-        scorers = {
-            scorer.name: (kind.removesuffix("s"), scorer)
+        kind, scorer = next(
+            (kind.removesuffix("s"), scorer)
             for kind in SCORERS
             for scorer in getattr(self._config, kind)
-        }
-        kind, scorer = scorers[name]
+            if scorer.name == name
+        )
         column = None
         if kind == "function":
-            columns = [field.name for field in self._prompts.schema.field("columns").type]
-            column = column_of_reference(scorer, columns)
+            column = column_of_reference(scorer, self._columns)
         correct = (
             kind if column is None else f"column {printable(column)} of that row, or the {kind},"
         )
@@ -174,3 +188,156 @@ class Shards:
             "stay as they are; no version was written.",
             next=f"correct {correct} and run again, or raise reward.max_invalid",
         )
+
+
+# -- all scorers at once
+
+
+class TooMany(Exception):
+    """More rows failed than are allowed."""
+
+
+class Allowance:
+    """Number of rows that may fail. `notice` may be called from any thread, and repeatedly for a
+    row."""
+
+    def __init__(self, most: float) -> None:
+        self.most = most
+        self.failed: dict[str, tuple[str, str]] = {}
+        """Scorer and error of the first failure by rollout_id, in the order of notice."""
+
+    def notice(self, name: str, rollout_id: str, error: str) -> None:
+        """Count a failed row. Raises TooMany as soon as that is one too many."""
+        self.failed.setdefault(rollout_id, (name, error))  # atomic, so threads may race
+        if len(self.failed) > self.most:
+            raise TooMany
+
+
+def score_all(
+    scorers: list[Scorer], shards: Iterable[tuple[int, Batch]], allowance: Allowance
+) -> Iterator[tuple[int, dict[str, list[Part]]]]:
+    """Score each shard's batch, none of them empty. Yields its index and each scorer's parts, in
+    order of shards.
+
+    An exception of a scorer is raised at once, and so is TooMany of `allowance`.
+    """
+    remaining = iter(shards)
+    outcomes = queue.SimpleQueue()
+    queues = [queue.SimpleQueue() for _ in scorers]
+    for scorer, batches in zip(scorers, queues, strict=True):
+        # a daemon thread, so that it does not keep the process alive on exit
+        threading.Thread(
+            target=_score_batches,
+            args=(scorer, batches, outcomes, allowance),
+            daemon=True,
+            name=f"score {scorer.name}",
+        ).start()
+    under_way: dict[int, dict[str, list[Part]]] = {}
+    try:
+        while True:
+            while len(under_way) < AHEAD and (shard := next(remaining, None)):
+                under_way[shard[0]] = {}
+                for batches in queues:
+                    batches.put(shard)
+            if not under_way:
+                return
+            index, name, outcome = outcomes.get()
+            if isinstance(outcome, BaseException):
+                raise outcome
+            under_way[index][name] = outcome
+            # complete before any later shard, since scorers go in order
+            if len(under_way[index]) == len(scorers):
+                parts = under_way.pop(index)
+                yield index, {scorer.name: parts[scorer.name] for scorer in scorers}
+    finally:
+        for batches in queues:
+            batches.put(None)
+
+
+def _score_batches(
+    scorer: Scorer,
+    batches: queue.SimpleQueue[tuple[int, Batch] | None],
+    outcomes: queue.SimpleQueue[tuple[int, str, list[Part] | BaseException]],
+    allowance: Allowance,
+) -> None:
+    """Score batches until None comes, and put each result or exception into `outcomes`."""
+    for index, batch in iter(batches.get, None):
+        try:
+            outcome = scorer.score(batch)
+            for rollout_id, part in zip(batch["rollout_ids"], outcome, strict=True):
+                if part.error is not None:
+                    allowance.notice(scorer.name, rollout_id, part.error)
+        except BaseException as error:
+            outcome = error
+        outcomes.put((index, scorer.name, outcome))
+
+
+# -- a retry
+
+
+def require_same(earlier: Version, rollouts: Version, config: Config) -> None:
+    """Check that `earlier` fits.
+
+    Raises:
+        LineageError: It was not made from `rollouts`.
+        ConfigError: It is an override, or its parts or weights differ from those in `config`.
+    """
+    entry = earlier.manifest.input("rollouts")
+    if entry is None or entry.content_hash != rollouts.manifest.content_hash:
+        raise LineageError(
+            str(earlier.ref),
+            f"was made of {entry.ref if entry else 'no rollouts'}, not of {rollouts.ref}",
+            next=f"name rewards of {rollouts.ref}, or leave --retry out",
+        )
+    if earlier.manifest.stage == "override":
+        replaced = earlier.manifest.require_input("rewards").ref
+        raise ConfigError(
+            f"--retry {earlier.ref}",
+            f"a person replaced rewards of {replaced} in it: what is scored again belongs there",
+            next=f"--retry {replaced}, then override again",
+        )
+    before = _arithmetic(parse(Config, earlier.manifest.config, str(earlier.ref)))
+    after = _arithmetic(config)
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name):
+            raise ConfigError(
+                f"--retry {earlier.ref}",
+                f"{name} was {before.get(name)} there and is {after.get(name)} in the recipe: the "
+                "rewards of one group would not be comparable",
+                next="restore [reward] as it was, or leave --retry out to score all rows",
+            )
+
+
+def _arithmetic(config: Config) -> dict[str, Any]:
+    """Return the settings that turn parts into rewards."""
+    weights = {f"weight of {scorer.name}": scorer.weight for scorer in config.scorers}
+    overlong = config.overlong and config.overlong.model_dump()
+    return {**weights, "reward_clip": config.reward_clip, "overlong": overlong}
+
+
+def aligned(
+    earlier: pa.Table, rollouts: pa.Table, names: list[str], extras: list[str], *, of_turns: bool
+) -> pa.Table:
+    """Return the earlier rewards in the order of `rollouts`, joined by id, with parts in the order
+    of `names`. `of_turns`: with turn rewards. Raises LineageError if a rollout has no row."""
+    order = pc.index_in(
+        rollouts.column("rollout_id").combine_chunks(),
+        earlier.column("rollout_id").combine_chunks(),
+    )
+    if order.null_count:
+        raise LineageError(
+            "--retry",
+            f"{order.null_count} rollouts have no row in these rewards",
+            next="leave --retry out",
+        )
+    schema = rewards.schema_for(names, extras, of_turns=of_turns)
+    return pa.Table.from_pylist(earlier.take(order).to_pylist(), schema)
+
+
+def merged(earlier: pa.Table, again: pa.Table) -> pa.Table:
+    """Return `earlier` with the rows of `again` in place of the rows without a reward; both in the
+    same order."""
+    scored = earlier.filter(earlier.column("reward").is_valid())
+    table = pa.concat_tables([scored, again]).combine_chunks()
+    ids = earlier.column("rollout_id").combine_chunks()
+    return table.take(pc.index_in(ids, table.column("rollout_id").combine_chunks()))

@@ -26,16 +26,13 @@ from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import Writer
 
 from .config import Config, pinned
-from .groups import Groups
 from .measures import summary
-from .models.scorer import ModelScorer
-from .models.template import beginnings
+from .models.scorer import ModelScorer, beginnings
 from .pool.pool import Pool
 from .pool.scorer import FunctionScorer
-from .retry import require_same
 from .scoring import Notice, Scorer
-from .shards import Shards
-from .together import Allowance
+from .shards import Allowance, Shards, require_same
+from .tables import Groups
 
 STAGE_VERSION = 1
 SHARED = True

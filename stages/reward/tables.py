@@ -1,5 +1,5 @@
-"""Tables in and out of scoring: rollouts are joined with their prompts, parts are weighted into
-rewards.
+"""Tables in and out of scoring: rollouts are joined with their prompts and offered to scorers, row
+by row or as whole groups; parts are weighted into rewards.
 
 A reward is made in this order, each part kept as its own column: raw parts, weights, clip, overlong
 penalty.
@@ -8,14 +8,19 @@ penalty.
 from __future__ import annotations
 
 import math
-from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from quiver.schemas import rewards
 from quiver.schemas.errors import LineageError, NumericError, printable
+from quiver.schemas.prompts import most_images
+from quiver.stages.common.chat.messages import read_messages
+from quiver.stages.common.episodes import FAILURES
+from quiver.stages.common.store import Version
 
 from . import pictures, turns
 from .config import Config
@@ -38,6 +43,29 @@ def join(rollouts: pa.Table, prompts: pa.Table) -> pa.Array:
     return order
 
 
+class Lists(Mapping[str, list[Any]]):
+    """Lists by name, each made when it is first asked for: token ids and turns are long, and few
+    scorers ask for them."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], list[Any]]]) -> None:
+        self._makers = makers
+        self._lists: dict[str, list[Any]] = {}
+
+    def __getitem__(self, name: str) -> list[Any]:
+        if name not in self._lists:
+            self._lists[name] = self._makers[name]()
+        return self._lists[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._makers
+
+
 def offered(rollouts: pa.Table, prompts: pa.Table) -> Batch:
     """Return the lists that scorers are offered, by name. A user's column never hides one of ours.
 
@@ -45,52 +73,84 @@ def offered(rollouts: pa.Table, prompts: pa.Table) -> Batch:
         prompts: The prompt of each row of `rollouts`, in the same order.
     """
     columns = prompts.column("columns")
-    batch = {
-        field.name: column.to_pylist()
+    makers = {
+        field.name: column.to_pylist
         for field, column in zip(columns.type, columns.flatten(), strict=True)
     }
-    chats = prompts.column("messages").to_pylist()
-    texts = prompts.column("prompt_text").to_pylist()
-    if prompts.schema.field("messages").type.value_type.num_fields > 2:  # prompts/2
-        chats = [chat and turns.beginning(chat, "") for chat in chats]
-    ours = {
-        "prompts": [
-            text if chat is None else chat for chat, text in zip(chats, texts, strict=True)
-        ],
-        "prompt_text": texts,
-        "completions": rollouts.column("completion_text").to_pylist(),
-        "completion_ids": rollouts.column("completion_ids").to_pylist(),
-        "finish_reason": rollouts.column("finish_reason").to_pylist(),
-        "rollout_ids": rollouts.column("rollout_id").to_pylist(),
-    }
-    prompt_ids = PromptIds(rollouts)
-    of_turns = turns.Offered(rollouts, prompts) if turns.has_turns(rollouts) else {}
-    return ChainMap(ours, prompt_ids, of_turns, pictures.offered(prompts), batch)
+    lists = Lists(makers)
+    if pictures.OFFERED in prompts.column_names:
+        makers[pictures.OFFERED] = lambda: [
+            [pictures.ImageBytes(image["bytes"]) for image in row or ()]
+            for row in prompts[pictures.OFFERED].to_pylist()
+        ]
+    if turns.has_turns(rollouts):
+        makers["turns"] = partial(turns.of_rows, rollouts)
+        makers["transcript"] = lambda: turns.transcripts(lists["prompts"], lists["turns"])
+        makers["end_reason"] = rollouts["end_reason"].to_pylist
+    makers["prompts"] = lambda: [
+        row["prompt_text"] if row["messages"] is None else read_messages(row["messages"])
+        for row in prompts.select(["messages", "prompt_text"]).to_pylist()
+    ]
+    makers["prompt_text"] = prompts["prompt_text"].to_pylist
+    makers["prompt_ids"] = rollouts["prompt_ids"].to_pylist
+    makers["completions"] = rollouts["completion_text"].to_pylist
+    makers["completion_ids"] = rollouts["completion_ids"].to_pylist
+    makers["finish_reason"] = rollouts["finish_reason"].to_pylist
+    makers["rollout_ids"] = rollouts["rollout_id"].to_pylist
+    return lists
 
 
-class PromptIds(Mapping[str, list[list[int]]]):
-    """`prompt_ids` of rollouts, converted on first use: prompts are long, and few scorers ask for
-    their ids."""
+def prompts_of(prompts: Version) -> pa.Table:
+    """Read the columns of prompts that scorers are offered, in one chunk; pictures only if some row
+    has any."""
+    names = ["group_id", "messages", "prompt_text", "columns"]
+    if prompts.manifest.kind_schema == "prompts/2":
+        names.append(pictures.OFFERED)
+    table = prompts.table(names).combine_chunks()
+    if pictures.OFFERED in names and not most_images(table):
+        table = table.drop_columns(pictures.OFFERED)
+    return table
 
-    def __init__(self, rollouts: pa.Table) -> None:
-        self._column = rollouts.column("prompt_ids")
-        self._lists: list[list[int]] | None = None
 
-    def __getitem__(self, name: str) -> list[list[int]]:
-        if name != "prompt_ids":
-            raise KeyError(name)
-        if self._lists is None:
-            self._lists = self._column.to_pylist()
-        return self._lists
+class Whole(NamedTuple):
+    """The groups of some rows, one after the other."""
 
-    def __iter__(self) -> Iterator[str]:
-        yield "prompt_ids"
+    batch: Batch
+    sizes: list[int]
+    """Number of rows in each group."""
+    rows: list[int]
+    """Positions of the rows in the batch."""
 
-    def __len__(self) -> int:
-        return 1
 
-    def __contains__(self, name: object) -> bool:
-        return name == "prompt_ids"
+class Groups:
+    """The groups of a rollouts version, for functions of scope `group`. A shard may hold only some
+    rows of a group, and a retry asks only for rows without a reward.
+
+        whole = Groups(rollouts, prompts).of(["r-4", "r-9"])
+    """
+
+    def __init__(self, rollouts: Version, prompts: Version) -> None:
+        """The tables are read when groups are first asked for."""
+        self._versions = rollouts, prompts
+
+    @cached_property
+    def _tables(self) -> tuple[pa.Table, pa.Table]:
+        """The rollouts by group and `sample_index`, and the prompts."""
+        rollouts, prompts = self._versions
+        keys = [("group_id", "ascending"), ("sample_index", "ascending")]
+        return rollouts.table().sort_by(keys), prompts_of(prompts)
+
+    def of(self, rollout_ids: Sequence[str]) -> Whole:
+        """Return the whole groups of these rollouts. Within each, rows are sorted by
+        `sample_index`."""
+        rollouts, prompts = self._tables
+        asked = pa.array(rollout_ids, pa.string())
+        named = rollouts.filter(pc.is_in(rollouts["rollout_id"], asked))["group_id"].unique()
+        rollouts = rollouts.filter(pc.is_in(rollouts["group_id"], named))
+        sizes = pc.value_counts(rollouts["group_id"]).field("counts").to_pylist()
+        rows = pc.index_in(asked, rollouts["rollout_id"].combine_chunks()).to_pylist()
+        batch = offered(rollouts, prompts.take(join(rollouts, prompts)))
+        return Whole(batch, sizes, rows)
 
 
 def as_rewards(
@@ -103,7 +163,16 @@ def as_rewards(
         extras: Scorers whose extra is written.
     """
     lengths = pc.list_value_length(rollouts.column("completion_ids")).to_pylist()
-    parts = turns.without_failed(rollouts, parts)
+    if turns.has_turns(rollouts):
+        # the true reward of a failed episode is unknown, even if a scorer returned a value
+        failed = [reason in FAILURES for reason in rollouts["end_reason"].to_pylist()]
+        parts = {
+            name: [
+                part._replace(value=None) if has_failed else part
+                for part, has_failed in zip(column, failed, strict=True)
+            ]
+            for name, column in parts.items()
+        }
     parts, sums = weigh_rows(config, parts, lengths)
     of_turns = turns.are_told(config, rollouts)
     schema = rewards.schema_for(config.part_names, extras, of_turns=of_turns)

@@ -1,6 +1,6 @@
 """Offer scorers the turns of rollouts, and split each reward over its turns.
 
-Offered(rollouts, prompts)["transcript"]    # the messages of the prompt and of the turns
+transcripts(prompts, of_rows(rollouts))     # the messages of the prompt and of the turns
 turn_rewards(config, rollouts, sums)        # one list per row, which adds up to its reward
 """
 
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -17,15 +16,11 @@ import pyarrow.compute as pc
 
 from quiver.schemas.outside import Message
 from quiver.schemas.plain import read_json
-from quiver.stages.common.chat.messages import read_messages
-from quiver.stages.common.episodes import FAILURES
 
 from .config import Config
-from .scoring import OF_TURNS, Part
 
 ENVIRONMENT = "environment"
 """Name of the shipped function that uses the environment's rewards."""
-_IDS = ("observation_ids", "restart_ids")
 
 
 def has_turns(rollouts: pa.Table) -> bool:
@@ -33,49 +28,32 @@ def has_turns(rollouts: pa.Table) -> bool:
     return "turns" in rollouts.column_names
 
 
-class Offered(Mapping[str, list[Any]]):
-    """`OF_TURNS` of rollouts with turns, whose prompts are given row by row. Turns come without
-    ids, with JSON texts parsed. The lists are made on first use, since most scorers do not ask for
-    them."""
+def of_rows(rollouts: pa.Table) -> list[list[dict[str, Any]]]:
+    """Return the turns of each row, without ids, with JSON texts parsed."""
+    flat = pa.Table.from_struct_array(pc.list_flatten(rollouts["turns"]))
+    names = [name for name in flat.column_names if not name.endswith("_ids")]
+    turns = (
+        {**turn, "tool_calls": read(turn["tool_calls"]), "info": read(turn["info"])}
+        for turn in flat.select(names).to_pylist()
+    )
+    counts = pc.list_value_length(rollouts["turns"]).to_pylist()
+    return [list(itertools.islice(turns, count)) for count in counts]
 
-    def __init__(self, rollouts: pa.Table, prompts: pa.Table) -> None:
-        self._rollouts = rollouts
-        self._prompts = prompts
 
-    def __getitem__(self, name: str) -> list[Any]:
-        return self._lists[name]
+def transcripts(
+    prompts: list[str | list[Message]], turns: list[list[dict[str, Any]]]
+) -> list[list[Message]]:
+    """Return the messages of each row, from the prompt's on.
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(OF_TURNS)
-
-    def __len__(self) -> int:
-        return len(OF_TURNS)
-
-    def __contains__(self, name: object) -> bool:
-        return name in OF_TURNS
-
-    @cached_property
-    def _lists(self) -> dict[str, list[Any]]:
-        flat = pc.list_flatten(self._rollouts["turns"])
-        names = [field.name for field in flat.type if field.name not in _IDS]
-        columns = [pc.struct_field(flat, name).to_pylist() for name in names]
-        told = []
-        for cells in zip(*columns, strict=True):
-            turn = dict(zip(names, cells, strict=True))
-            told.append(
-                {**turn, "tool_calls": read(turn["tool_calls"]), "info": read(turn["info"])}
-            )
-        counts = pc.list_value_length(self._rollouts["turns"])
-        ends = [0, *pc.cumulative_sum(counts).to_pylist()]
-        turns = [told[start:end] for start, end in itertools.pairwise(ends)]
-        chats = self._prompts["messages"].to_pylist()
-        texts = self._prompts["prompt_text"].to_pylist()
-        transcripts = [
-            [*beginning(chat, text), *messages_of(row_turns)]
-            for chat, text, row_turns in zip(chats, texts, turns, strict=True)
-        ]
-        end_reasons = self._rollouts["end_reason"].to_pylist()
-        return dict(zip(OF_TURNS, (turns, transcripts, end_reasons), strict=True))
+    Args:
+        prompts: The messages of each row's prompt, or its text.
+        turns: The turns of each row, as `of_rows` returns them.
+    """
+    chats = [
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        for prompt in prompts
+    ]
+    return [[*chat, *messages_of(row)] for chat, row in zip(chats, turns, strict=True)]
 
 
 def read(text: str | None) -> Any:
@@ -84,13 +62,6 @@ def read(text: str | None) -> Any:
         return None if text is None else read_json(text)
     except ValueError:
         return text
-
-
-def beginning(chat: list[Message] | None, text: str) -> list[Message]:
-    """Return a prompt as messages, without null fields."""
-    if chat is None:
-        return [{"role": "user", "content": text}]
-    return read_messages(chat)
 
 
 def messages_of(turns: Sequence[dict[str, Any]]) -> list[Message]:
@@ -105,21 +76,6 @@ def messages_of(turns: Sequence[dict[str, Any]]) -> list[Message]:
             role = "tool" if is_tools else "user"
             messages.append({"role": role, "content": turn["observation"]})
     return messages
-
-
-def without_failed(rollouts: pa.Table, parts: Mapping[str, list[Part]]) -> dict[str, list[Part]]:
-    """Return `parts` without the values of failed episodes: their true reward is unknown, even
-    if a scorer returned a value."""
-    if not has_turns(rollouts):
-        return dict(parts)
-    failed = [reason in FAILURES for reason in rollouts["end_reason"].to_pylist()]
-    return {
-        name: [
-            part._replace(value=None) if has_failed else part
-            for part, has_failed in zip(column, failed, strict=True)
-        ]
-        for name, column in parts.items()
-    }
 
 
 def are_told(config: Config, rollouts: pa.Table) -> bool:

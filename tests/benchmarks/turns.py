@@ -75,7 +75,7 @@ def _run(arguments: argparse.Namespace) -> None:
             {
                 "functions": [
                     {"use": "exact_match"},
-                    {"use": "quiver.stages.reward.functions.lot:lot"},
+                    {"use": "quiver.stages.reward.functions:lot"},
                 ]
             },
             {"rollouts": rollouts.ref},

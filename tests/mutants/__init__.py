@@ -251,7 +251,6 @@ TOO_LONG = (
 
 EQUIVALENT = {
     "ragged:_repeat:name:2": "a GPU alone takes that line: tests/gpu",
-    "tables:offered:one:1": "messages of prompts/1 are the same after reading",
     "advantages:group_sums:one:0": "one more sum, of a group that no rollout is in",
     "shards:Shards.summary:one:1": "a worker that made tokens has its seconds of generate",
     "shards:Shards.__init__:one:2": "one token more in the speed that a line of progress tells",

@@ -86,7 +86,6 @@ IMPORTS = {
         "quiver.stages.common.runtime.answering",
         "quiver.stages.common.environments.worker",
         "quiver.stages.reward.pool.calls",
-        "quiver.stages.reward.pool.worker",
         "quiver.stages.common.runtime.workers",
     ),
 }

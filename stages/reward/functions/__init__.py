@@ -10,6 +10,7 @@ rollout, which is not 0.
 from __future__ import annotations
 
 import math
+import random
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -272,6 +273,12 @@ def repetition(completion_ids: Sequence[Sequence[int]], n: int = 4) -> list[floa
         return len(set(grams)) / len(grams) - 1 if grams else 0.0
 
     return [score(ids) for ids in completion_ids]
+
+
+def lot(rollout_ids: Sequence[str]) -> list[float]:
+    """Return a number between 0 and 1 for each rollout, which depends on its id alone: a reward
+    for `quiver run --dry-run`."""
+    return [random.Random(name).random() for name in rollout_ids]
 
 
 class Shipped(NamedTuple):

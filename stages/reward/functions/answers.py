@@ -1,7 +1,7 @@
 r"""Find answers in text: in the last \boxed{…}, the last <answer>…</answer>, after the last ####,
 or as the last number; None if there is none. Also read the reference answers of rows.
 
->>> last_number("3 apples and 4 make 1,007."), boxed(r"so \boxed{\frac{1}{2}}.")
+>>> number_of("3 apples and 4 make 1,007.").value, boxed(r"so \boxed{\frac{1}{2}}.")
 (Fraction(1007, 1), '\\frac{1}{2}')
 >>> tagged("<answer> 7 </answer>")
 '7'
@@ -38,21 +38,6 @@ _HASHES = re.compile(r"####[ \t]*+([^\n#]++)\s*+\Z")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _WHOLE = re.compile(r"([-+−]?[0-9]+)\.0+")
 _TRUTHS = ("true", "false")
-
-
-def last_number(text: str) -> Fraction | None:
-    """Return the last number of `text`, exactly: 7, -3, +2, 3.50, 1,000, 1 000, $5, 1e-3, 1/2, 1½.
-    None if it is no plain number, such as 2π.
-
-    A comma groups digits only if three digits follow each. A sign counts only if no letter or digit
-    precedes it (so 5-3 ends in 3, not -3). A fraction with denominator 0 is left out. Digits inside
-    a word (x2) are no number.
-
-    >>> [str(last_number(text)) for text in ("5-3", "2, not -3.50", "7 or 1,000", "so 1/2", "x2")]
-    ['3', '-7/2', '1000', '1/2', 'None']
-    """
-    found = plain_numbers.find(text)
-    return found[-1].value if found else None
 
 
 def boxed(text: str) -> str | None:

@@ -1,6 +1,18 @@
 """Call reward functions inside a worker: arguments are given by name, and the returned values are
 read. Look here for what counts as a valid return value.
 
+The requests to the worker (see `answering`), and their answers:
+
+    {"key": …, "load": {use, name, arguments, extra, …}}
+                                                  → {"about": […], "error": {…}}, one of them null
+    {"key": …, "call": pickled columns, "rows": n, "at_once": …, "seconds": …}
+                                                  → {"parts": [[row, value, error, extra], …],
+                                                     "seconds": of the whole call,
+                                                     "failure": why its rows were called one by one}
+
+The answer to a call of an async function comes in pieces, at least one every BEAT_SECONDS. All but
+the last have `seconds` null. Silence means that the event loop is blocked.
+
 If a call on several rows fails as a whole (it raises, or returns no list of their number), the rows
 are called one by one. Then only rows that fail alone carry the error. Async functions are called
 with one row each, many at once. After each call the working folder, the environment and the
@@ -12,13 +24,22 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import pickle
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from quiver.schemas.errors import ConfigError, did_you_mean, printable, shortage
+from quiver.schemas.errors import (
+    ConfigError,
+    QuiverError,
+    ResourceError,
+    did_you_mean,
+    printable,
+    shortage,
+)
 from quiver.stages.common import plugins
 from quiver.stages.common.runtime.answering import no_copies
 from quiver.stages.common.runtime.workers import memory_limit
@@ -26,7 +47,83 @@ from quiver.stages.reward.functions import shipped
 from quiver.stages.reward.pool.habits import LOGS, adapted
 from quiver.stages.reward.scoring import LARGEST, Part, as_extra
 
+BEAT_SECONDS = 0.5
 Columns = dict[str, list[Any]]
+Send = Callable[[dict[str, Any]], None]
+
+
+class Host:
+    """The functions that this process has loaded, by key."""
+
+    def __init__(self) -> None:
+        self._functions: dict[int, Function] = {}
+        self._loop: Any = None
+        """The event loop of all calls: what a function keeps open belongs to it."""
+
+    def answer(self, request: dict[str, Any], send: Send) -> dict[str, Any]:
+        """Return the answer to one request, or its last piece."""
+        if "load" in request:
+            return self._load(request["key"], **request["load"])
+        function = self._functions[request["key"]]
+        started = time.monotonic()
+        failure = None
+        if function.about.is_async:
+            parts = self._call_together(function, request, send)
+        else:
+            calls, failure = call(function, lambda: pickle.loads(request["call"]), request["rows"])
+            parts = [[row, *part] for row, part in enumerate(calls)]
+        seconds = time.monotonic() - started
+        return {"parts": parts, "seconds": seconds, "failure": failure}
+
+    def _load(self, key: int, use: str, name: str, **options: Any) -> dict[str, Any]:
+        try:
+            self._functions[key] = load(use, name, **options)
+            return {"about": self._functions[key].about, "error": None}
+        except QuiverError as error:
+            refusal = error
+            if shortage(error.__cause__) is not None:
+                limit = memory_limit()
+                refusal = ResourceError(
+                    f"reward function {name}",
+                    f"importing {printable(use)} takes more memory than there is"
+                    + (f": {memory_allowance(limit)}" if limit else ""),
+                    next="raise reward.max_memory_gib",
+                )
+        except BaseException as error:  # SystemExit, say
+            refusal = ConfigError(
+                f"reward function {name}",
+                f"cannot be loaded: {type(error).__name__}: {printable(error)}",
+                next=f"see what importing {use} does",
+            )
+        return {"about": None, "error": refusal.to_dict()}
+
+    def _call_together(
+        self, function: Function, request: dict[str, Any], send: Send
+    ) -> list[list[Any]]:
+        """Call an async function, and return the rows that were not sent before."""
+        import asyncio  # slow to import, and most workers do not need it
+
+        finished: list[list[Any]] = []
+
+        async def work() -> None:
+            rows = asyncio.ensure_future(
+                call_together(
+                    function,
+                    pickle.loads(request["call"]),
+                    request["rows"],
+                    request["at_once"],
+                    request["seconds"],
+                    lambda row, part: finished.append([row, *part]),
+                )
+            )
+            while not (await asyncio.wait({rows}, timeout=BEAT_SECONDS))[0]:
+                send({"parts": finished, "seconds": None, "failure": None})
+                finished.clear()
+            await rows
+
+        self._loop = self._loop or asyncio.new_event_loop()
+        self._loop.run_until_complete(work())
+        return finished
 
 
 class About(NamedTuple):
@@ -147,16 +244,16 @@ def call(
         return parts, None
     failure = parts[0].error
     columns = fresh()
-    calls = [_call_once(function, pick(columns, row), 1) for row in range(num_rows)]
+    calls = [_call_once(function, pick(columns, range(row, row + 1)), 1) for row in range(num_rows)]
     if length is not None and sum(row_length or 0 for _, row_length in calls) != length:
         # the values belong to no single row (perhaps a mean of all), so none of them can be trusted
         return parts, failure
     return [row_parts[0] for row_parts, _ in calls], failure
 
 
-def pick(columns: Columns, row: int) -> Columns:
-    """Return the columns of one row."""
-    return {name: column[row : row + 1] for name, column in columns.items()}
+def pick(columns: Columns, rows: range) -> Columns:
+    """Return the columns of some rows."""
+    return {name: column[rows.start : rows.stop] for name, column in columns.items()}
 
 
 def _call_once(
@@ -189,9 +286,8 @@ async def call_together(
 
     async def call_rows(rows: range) -> list[Part]:
         try:
-            asked = {name: column[rows.start : rows.stop] for name, column in columns.items()}
             with no_copies():
-                returned = await function.call(**function.keywords(asked))
+                returned = await function.call(**function.keywords(pick(columns, rows)))
             return read(returned, len(rows), function.extra)[0]
         except BaseException as error:
             return [_raised(error, function.source)] * len(rows)
@@ -239,10 +335,7 @@ def late(seconds: float) -> Part:
 def _raised(error: BaseException, source: str = "") -> Part:
     """Return the part of a row in which `error` was raised, with the line in the folder of
     `source`."""
-    try:
-        text = "".join(traceback.format_exception_only(error)).strip()
-    except BaseException as worse:
-        text = f"{type(error).__name__}, whose text cannot be had: {type(worse).__name__}"
+    text = "".join(traceback.format_exception_only(error)).strip()
     text = printable(text[:1000])  # cut first: the text may be very long
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -293,13 +386,13 @@ def _to_list(array: Any) -> Any:
 
 def _read_row(returned: Any, extra: bool) -> Part:
     number = _to_list(returned)
+    kind = type(number).__name__
     if number is None:
         return Part()
     if isinstance(number, Mapping):
         return _read_mapping(number, extra)
     if not isinstance(number, int | float):  # True and False are 1 and 0; text is no number
         shown = repr(number)[:1000]
-        kind = type(number).__name__
         return Part(error=printable(f"returned {kind} {shown}, expected a float or None"))
     if not abs(number) <= LARGEST:  # NaN compares false
         shown = number if isinstance(number, float) else "an integer"
@@ -317,12 +410,11 @@ def _read_mapping(members: Mapping, extra: bool) -> Part:
         return Part(error=f"returned {kind} without a key reward")
     if isinstance(members["reward"], Mapping):
         return Part(error="returned a mapping under the key reward, expected a float or None")
-    part = _read_row(members["reward"], extra)
     try:  # values without JSON are kept as text
-        plain = {str(key): _plain(members[key]) for key in members if key != "reward"}
-        return part._replace(extra=as_extra(plain))
+        text = as_extra({str(key): _plain(members[key]) for key in members if key != "reward"})
     except (ValueError, RecursionError) as error:  # a circular or endlessly deep value
-        return part._replace(extra=as_extra({"unreadable": _raised(error).error}))
+        text = as_extra({"unreadable": _raised(error).error})
+    return _read_row(members["reward"], extra)._replace(extra=text)
 
 
 def _plain(member: Any) -> Any:

@@ -11,11 +11,15 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quiver.schemas.errors import ConfigError
+from quiver.stages.reward.functions import shipped
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.scoring import OFFERED, Batch, require_columns
+
+if TYPE_CHECKING:
+    from quiver.stages.reward.pool.calls import About
 
 LOGS = ("log_extra", "log_metric")
 """Parameters that are functions instead of columns, valid during a call."""
@@ -39,6 +43,14 @@ def column_of(parameter: str, config: FunctionConfig, columns: Iterable[str]) ->
     if config.style == "verl" and parameter not in columns:
         return VERL_COLUMNS.get(parameter, parameter)
     return parameter
+
+
+def takes_of(config: FunctionConfig, about: About) -> list[str] | None:
+    """Return the parameters that columns may fill; None for any. A column must never replace a
+    setting of a shipped function."""
+    if config.is_shipped:
+        return [*about.needs, *shipped(config.use).columns]
+    return about.takes
 
 
 def require(config: FunctionConfig, needs: Iterable[str], columns: Iterable[str]) -> None:
@@ -120,25 +132,28 @@ def adapted(function: Callee, style: str, arguments: dict[str, Any], extra: bool
         arguments: Passed to a function of style verl, once per row.
         extra: If true, everything that comes beside the number is kept.
     """
-    is_async = inspect.iscoroutinefunction(function)
     try:
         logs = [name for name in LOGS if name in inspect.signature(function).parameters]
     except (TypeError, ValueError):
         logs = []
     if logs:
-        function = _with_logs(function, logs, is_async, extra)
-    return _of_rows(function, is_async, arguments, extra) if style == "verl" else function
+        function = _with_logs(function, logs, extra)
+    return _of_rows(function, arguments, extra) if style == "verl" else function
 
 
-def _of_rows(function: Callee, is_async: bool, arguments: dict[str, Any], extra: bool) -> Callee:
+def _then(returned: Any, read: Callable[[Any], Any]) -> Any:
+    """Apply `read` to what a call returned; to what it is awaited for, if it is async."""
+    if not inspect.isawaitable(returned):
+        return read(returned)
+
+    async def later() -> Any:
+        return read(await returned)
+
+    return later()
+
+
+def _of_rows(function: Callee, arguments: dict[str, Any], extra: bool) -> Callee:
     """Turn a function of one row into a function of columns."""
-
-    def calls(columns: dict[str, list[Any]]) -> list[Any]:
-        rows = zip(*columns.values(), strict=True)
-        return [
-            function(**dict(zip(columns, row, strict=True)), **copy.deepcopy(arguments))
-            for row in rows
-        ]
 
     def value(returned: Any) -> Any:
         if not isinstance(returned, Mapping) or "score" not in returned:
@@ -146,27 +161,21 @@ def _of_rows(function: Callee, is_async: bool, arguments: dict[str, Any], extra:
         beside = {name: returned[name] for name in returned if name != "score"}
         return {**beside, "reward": returned["score"]} if extra else returned["score"]
 
-    def score(**columns: list[Any]) -> list[Any]:
-        return [value(returned) for returned in calls(columns)]
+    def score(**columns: list[Any]) -> Any:
+        values = [
+            function(**dict(zip(columns, row, strict=True)), **copy.deepcopy(arguments))
+            for row in zip(*columns.values(), strict=True)
+        ]
+        if inspect.isawaitable(values[0]):  # then there is one row
+            return _then(values[0], lambda returned: [value(returned)])
+        return list(map(value, values))
 
-    async def score_async(**columns: list[Any]) -> list[Any]:
-        return [value(await returned) for returned in calls(columns)]
-
-    return score_async if is_async else score
+    return score
 
 
-def _with_logs(function: Callee, logs: list[str], is_async: bool, extra: bool) -> Callee:
+def _with_logs(function: Callee, logs: list[str], extra: bool) -> Callee:
     """Wrap a function so that it gets `logs`, and returns the logged values beside its numbers."""
     told: set[str] = set()
-
-    def recorders(beside: dict[str, Any]) -> dict[str, Callee]:
-        def log_extra(column: str, values: Iterable[Any]) -> None:
-            beside[str(column)] = list(values)
-
-        def log_metric(name: str, value: float) -> None:
-            beside[str(name)] = value
-
-        return {name: {"log_extra": log_extra, "log_metric": log_metric}[name] for name in logs}
 
     def joined(returned: Any, beside: dict[str, Any]) -> Any:
         if not extra:
@@ -190,10 +199,15 @@ def _with_logs(function: Callee, logs: list[str], is_async: bool, extra: bool) -
 
     def call(**keywords: Any) -> Any:
         beside: dict[str, Any] = {}
-        return joined(function(**keywords, **recorders(beside)), beside)
 
-    async def call_async(**keywords: Any) -> Any:
-        beside: dict[str, Any] = {}
-        return joined(await function(**keywords, **recorders(beside)), beside)
+        def log_extra(column: str, values: Iterable[Any]) -> None:
+            beside[str(column)] = list(values)
 
-    return call_async if is_async else call
+        def log_metric(name: str, value: float) -> None:
+            beside[str(name)] = value
+
+        recorders = {"log_extra": log_extra, "log_metric": log_metric}
+        returned = function(**keywords, **{name: recorders[name] for name in logs})
+        return _then(returned, lambda values: joined(values, beside))
+
+    return call

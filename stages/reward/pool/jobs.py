@@ -12,56 +12,23 @@ job.take((0, 0.0), workers=2)        # range(0, 4): each is called by itself
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import threading
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quiver.stages.common.runtime.workers import Ended, Late
-from quiver.stages.reward.functions.config import FunctionConfig
-from quiver.stages.reward.pool.calls import About, late
-from quiver.stages.reward.scoring import Notice, Part
+from quiver.stages.reward.pool.calls import late
+from quiver.stages.reward.scoring import Part
+
+if TYPE_CHECKING:
+    from quiver.stages.reward.pool.scorer import FunctionScorer
 
 BATCH_SECONDS = 3.0
+"""Longest time of a call on several rows."""
 _CALL_SECONDS = 1.0  # target duration of a call
 _SHORTEST_CALL_SECONDS = 0.005  # a shorter call costs more to send than to run
 _GROWTH = 8
-log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class Function:
-    """A reward function of a recipe, and what is learned about it while it runs."""
-
-    config: FunctionConfig
-    max_rows: int
-    """Most rows per call."""
-    notice: Notice
-    about: About | None = None
-    seconds: float = 0.0
-    """Seconds in calls so far, summed over processes."""
-    kills: int = 0
-    """Processes in a row that were killed while they imported it."""
-    is_told: bool = False
-    """True if the log already says that its rows were called one by one."""
-
-    def tell_done_again(self, num_rows: int, why: str) -> None:
-        """Log once that a call on several rows failed and they are called one by one."""
-        if not self.is_told:
-            self.is_told = True
-            log.warning(
-                "%s: a call on %d rows failed (%s); where one does, its rows are called one by one",
-                self.config.name,
-                num_rows,
-                why,
-            )
-
-    @property
-    def batch_seconds(self) -> float:
-        """Longest time of a call on several rows."""
-        return min(self.config.timeout_seconds, BATCH_SECONDS)
 
 
 class Job:
@@ -70,7 +37,7 @@ class Job:
 
     def __init__(
         self,
-        function: Function,
+        function: FunctionScorer,
         columns: dict[str, list[Any]],
         rollout_ids: list[str | None],
         sizes: list[int] | None = None,

@@ -2,9 +2,9 @@
 and rows of a call that failed are called alone.
 
     with Pool(workers=2) as pool:
-        function = Function(FunctionConfig(use="numeric"), max_rows=256, notice=…)
-        pool.describe(function)
-        parts = pool.run(function, {"completions": [...], "answer": [...]}, rollout_ids)
+        scorer = FunctionScorer(FunctionConfig(use="numeric"), pool, 256)
+        pool.describe(scorer)
+        parts = pool.run(scorer, {"completions": [...], "answer": [...]}, rollout_ids)
 
 A worker's first call of a function has one row; later calls grow with the measured speed. A call on
 several rows has at most BATCH_SECONDS. If it takes longer, or its process ends, the process is
@@ -25,20 +25,78 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, Field
 
 from quiver.schemas.errors import ConfigError, ResourceError, from_dict, printable
-from quiver.stages.common.runtime.workers import Ended, Killed, Late, Surplus, share_of_memory
-from quiver.stages.reward.pool.calls import About
-from quiver.stages.reward.pool.jobs import BATCH_SECONDS, Function, Job
-from quiver.stages.reward.pool.process import Answer, Loaded, ScoringWorker
-from quiver.stages.reward.scoring import Part
+from quiver.stages.common.runtime.workers import (
+    Ended,
+    Killed,
+    Late,
+    Surplus,
+    Worker,
+    share_of_memory,
+)
+from quiver.stages.reward.pool import calls, jobs
+from quiver.stages.reward.scoring import LARGEST, Part
+
+if TYPE_CHECKING:
+    from quiver.stages.reward.pool.scorer import FunctionScorer
 
 LOAD_SECONDS = 120.0
 LOAD_ATTEMPTS = 3
 """Processes in a row that a signal may end while they import a function."""
 _LATE_SECONDS = 0.5  # in which an async function's worker may report that a row took too long
 log = logging.getLogger(__name__)
+
+
+class Loaded(BaseModel):
+    """A worker's answer to a request to load a function."""
+
+    about: calls.About | None
+    error: dict[str, str] | None
+    """Reason why it could not be loaded."""
+
+
+class Answer(BaseModel):
+    """A worker's answer to a call, or a piece of it."""
+
+    parts: list[
+        tuple[
+            Annotated[int, Field(ge=0)],
+            Annotated[float, Field(ge=-LARGEST, le=LARGEST)] | None,
+            str | None,
+            str | None,
+        ]
+    ]
+    """Row, value, error, extra."""
+    seconds: Annotated[float, Field(ge=0)] | None
+    """Seconds of the whole call. None: more pieces follow."""
+    failure: str | None
+    """Reason why the call on all rows failed, if the rows were then called one by one."""
+
+
+class ScoringWorker(Worker):
+    """A process in which reward functions run (see `calls.Host`)."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        """Start the process with at most `memory_bytes` of private memory."""
+        self.last_calls: dict[Any, tuple[int, float]] = {}
+        """Rows and seconds of the last call here, for each function that it has loaded; 0 rows
+        before the first call."""
+        super().__init__(
+            calls.__name__,
+            memory_bytes,
+            name="reward worker",
+            allowance=calls.memory_allowance(memory_bytes),
+            lower="reward.workers",
+        )
+
+    @property
+    def has_called(self) -> bool:
+        """True if a call has been answered here."""
+        return any(rows for rows, _ in self.last_calls.values())
 
 
 class NotLoaded(Exception):
@@ -78,7 +136,7 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def describe(self, function: Function) -> About:
+    def describe(self, function: FunctionScorer) -> calls.About:
         """Return how to call `function`. Raises ConfigError if it cannot be loaded, ResourceError
         if no process can be started, or none lives long enough."""
         if function.about is None:
@@ -91,7 +149,7 @@ class Pool:
 
     def run(
         self,
-        function: Function,
+        function: FunctionScorer,
         columns: dict[str, list[Any]],
         rollout_ids: list[str | None],
         sizes: list[int] | None = None,
@@ -109,7 +167,7 @@ class Pool:
             ResourceError: No process can be started, none lives long enough to load it, or the pool
                 is closed.
         """
-        job = Job(function, columns, rollout_ids, sizes)
+        job = jobs.Job(function, columns, rollout_ids, sizes)
         if rollout_ids:
             self._deal(job, len(rollout_ids))
             job.done.wait()
@@ -129,13 +187,13 @@ class Pool:
                 process.end()
         self._idle.put(None)  # wakes each thread that still waits for a place, one by one
 
-    def _deal(self, job: Job, num_rows: int) -> None:
+    def _deal(self, job: jobs.Job, num_rows: int) -> None:
         """Start threads that call rows of the job until all are taken."""
         for _ in range(min(num_rows, self.workers)):
             name = f"reward worker: {job.function.config.name}"
             threading.Thread(target=self._call_rows, args=(job,), daemon=True, name=name).start()
 
-    def _call_rows(self, job: Job) -> None:
+    def _call_rows(self, job: jobs.Job) -> None:
         rows = range(1)
         try:
             while rows and not job.done.is_set():
@@ -158,7 +216,7 @@ class Pool:
             job.done.set()
 
     @contextmanager
-    def _process(self, function: Function) -> Iterator[ScoringWorker]:
+    def _process(self, function: FunctionScorer) -> Iterator[ScoringWorker]:
         """Wait for an idle process, or start one. The process is ended if the block raises."""
         process = self._idle.get()
         is_sound = False
@@ -187,7 +245,7 @@ class Pool:
                     self._processes.discard(process)
             self._idle.put(process if is_sound else None)
 
-    def _load(self, process: ScoringWorker, function: Function) -> None:
+    def _load(self, process: ScoringWorker, function: FunctionScorer) -> None:
         """Load the function in a process, once.
 
         Raises:
@@ -209,25 +267,23 @@ class Pool:
         except (Late, Ended) as error:
             if self._closing or (isinstance(error, Surplus) and process.has_called):
                 raise
-            if isinstance(error, Killed):
-                function.kills += 1
-                if function.kills < LOAD_ATTEMPTS:
-                    raise NotLoaded from None
-                raise ResourceError(
-                    f"reward function {config.name}",
-                    f"importing {printable(config.use)} ended its process {error}, "
-                    f"{function.kills} times in a row",
-                    state="finished shards are kept.",
-                    next="lower reward.workers, then run again",
-                ) from None
             is_late = isinstance(error, Late)
             how = (
                 f"took longer than {LOAD_SECONDS:g} s" if is_late else f"ended its process {error}"
             )
-            raise ConfigError(
-                f"reward function {config.name}",
-                f"importing {printable(config.use)} {how}",
-                next=f"see what {printable(config.use)} does when it is imported",
+            title = f"reward function {config.name}"
+            message = f"importing {printable(config.use)} {how}"
+            if not isinstance(error, Killed):
+                next_step = f"see what {printable(config.use)} does when it is imported"
+                raise ConfigError(title, message, next=next_step) from None
+            function.kills += 1
+            if function.kills < LOAD_ATTEMPTS:
+                raise NotLoaded from None
+            raise ResourceError(
+                title,
+                f"{message}, {function.kills} times in a row",
+                state="finished shards are kept.",
+                next="lower reward.workers, then run again",
             ) from None
         if answer.error:
             raise from_dict(answer.error)
@@ -245,18 +301,17 @@ class Pool:
         function.kills = 0
         process.last_calls[function] = (0, 0.0)
 
-    def _call(self, process: ScoringWorker, job: Job, rows: range) -> None:
+    def _call(self, process: ScoringWorker, job: jobs.Job, rows: range) -> None:
         """Make one call. Raises Late or Ended; rows answered before that are kept."""
         function = job.function
         config = function.config
         is_async = function.about.is_async
         is_batch = not job.is_alone(rows)
         limit = function.batch_seconds if is_batch else config.timeout_seconds
-        columns = {name: column[rows.start : rows.stop] for name, column in job.columns.items()}
         request = {
             "key": id(function),
             "rows": len(rows),
-            "call": pickle.dumps(columns, pickle.HIGHEST_PROTOCOL),
+            "call": pickle.dumps(calls.pick(job.columns, rows), pickle.HIGHEST_PROTOCOL),
             "at_once": config.concurrency,
             "seconds": config.timeout_seconds,
         }
@@ -265,7 +320,7 @@ class Pool:
         while seconds_of_call is None:
             # an async function's worker sends pieces all the time, however long the rows take
             beats = is_async and is_batch
-            patience = BATCH_SECONDS if beats else deadline - time.monotonic()
+            patience = jobs.BATCH_SECONDS if beats else deadline - time.monotonic()
             answer = process.ask(request, patience, Answer)
             if any(row >= len(rows) for row, *_ in answer.parts):
                 raise Ended("after an answer that cannot be read")
@@ -286,7 +341,7 @@ def _closed() -> ResourceError:
     return ResourceError("reward workers", "were closed while rows were scored", next="run again")
 
 
-def _log_printed(process: ScoringWorker, function: Function) -> None:
+def _log_printed(process: ScoringWorker, function: FunctionScorer) -> None:
     for line in process.printed().splitlines():
         if line.strip():
             log.info("%s: %s", function.config.name, printable(line, 1000))

@@ -3,20 +3,22 @@ processes."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 from quiver.schemas.errors import ConfigError, QuiverError, printable
 from quiver.stages.reward.functions import shipped
 from quiver.stages.reward.functions.config import FunctionConfig
-from quiver.stages.reward.groups import Groups
-from quiver.stages.reward.pool import calls
-from quiver.stages.reward.pool.habits import given, require, require_sent
-from quiver.stages.reward.pool.jobs import Function
+from quiver.stages.reward.pool import calls, jobs
+from quiver.stages.reward.pool.habits import given, require, require_sent, takes_of
 from quiver.stages.reward.pool.pool import Pool
 from quiver.stages.reward.scoring import Batch, Notice, Part
+from quiver.stages.reward.tables import Groups
+
+log = logging.getLogger(__name__)
 
 
-class FunctionScorer(Function):
+class FunctionScorer:
     """A reward function. The user's code is imported and called only in the pool's processes."""
 
     def __init__(
@@ -35,13 +37,37 @@ class FunctionScorer(Function):
 
         Raises ConfigError if a shipped function does not exist or cannot take its arguments.
         """
-        super().__init__(config, rows, notice)
+        self.config = config
         self.name = config.name
+        self.max_rows = rows
+        self.notice = notice
+        self.about: calls.About | None = None
+        self.seconds = 0.0
+        self.kills = 0
+        """Processes in a row that were killed while they imported it."""
+        self.is_told = False
+        """True if the log already says that its rows were called one by one."""
         self._pool = pool
         self._groups = groups
         if config.is_shipped:
             self.about = calls.describe(
                 shipped(config.use).function, config.name, config.arguments, config.fingerprint
+            )
+
+    @property
+    def batch_seconds(self) -> float:
+        """Longest time of a call on several rows."""
+        return min(self.config.timeout_seconds, jobs.BATCH_SECONDS)
+
+    def tell_done_again(self, num_rows: int, why: str) -> None:
+        """Log once that a call on several rows failed and they are called one by one."""
+        if not self.is_told:
+            self.is_told = True
+            log.warning(
+                "%s: a call on %d rows failed (%s); where one does, its rows are called one by one",
+                self.name,
+                num_rows,
+                why,
             )
 
     def require(self, columns: Iterable[str]) -> None:
@@ -67,9 +93,7 @@ class FunctionScorer(Function):
         missing."""
         about = self._pool.describe(self)
         require_sent(self.config, about.needs, batch)
-        takes = about.takes
-        if self.config.is_shipped:  # a column must never replace one of its settings
-            takes = [*about.needs, *shipped(self.config.use).columns]
+        takes = takes_of(self.config, about)
         if self.config.scope == "row":
             return self._pool.run(self, given(self.config, takes, batch), batch["rollout_ids"])
         if self._groups is None:

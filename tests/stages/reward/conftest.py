@@ -1,4 +1,5 @@
-"""Rollouts to score: written through the store, as the generate stage writes them."""
+"""Rollouts to score, written through the store as the generate stage writes them, and the reward
+stage on them."""
 
 import pyarrow as pa
 import pytest
@@ -6,7 +7,8 @@ import pytest
 from quiver.schemas import fields, prompts, rollouts
 from quiver.stages.common.config import Config
 from quiver.stages.common.store.writer import ROWS_PER_SHARD
-from tests.writing import begin
+from quiver.stages.reward.stage import Config as RewardConfig
+from tests.writing import begin, run_here
 
 
 @pytest.fixture
@@ -84,3 +86,27 @@ def sample(write):
         return write("rollouts", table, {"prompts": asked})
 
     return make
+
+
+@pytest.fixture
+def score(store):
+    """Score rollouts by functions, named or as sections; returns the version of the rewards."""
+
+    def run(rollouts, *functions, retry=None, into=None, **options):
+        sections = [{"use": use} if isinstance(use, str) else use for use in functions]
+        config = RewardConfig(functions=sections, **options)
+        refs = {"rollouts": rollouts.ref, **({"retry": retry.ref} if retry else {})}
+        return store.open(run_here("reward", config, store, into=into, **refs))
+
+    return run
+
+
+@pytest.fixture
+def column():
+    """One field of the rewards, by rollout: `0-sum-3-1` of `sample` is 3-1."""
+
+    def read(version, name="reward"):
+        rows = version.table().to_pylist()
+        return {row["rollout_id"].removeprefix("0-sum-"): row[name] for row in rows}
+
+    return read

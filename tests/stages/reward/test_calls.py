@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from decimal import Decimal
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -26,23 +25,17 @@ COLUMNS = {
 }
 
 
-def loaded(function, extra=False, **arguments) -> Function:
-    return Function(function, arguments, describe(function, "f", arguments), extra)
-
-
-def parts(function, columns=COLUMNS, extra=False, **arguments) -> list[Part]:
+def parts(function, columns=COLUMNS, extra=False, seconds=5.0, **arguments) -> list[Part]:
     """What a function, async or not, is found to say of three rows."""
-    found = loaded(function, extra, **arguments)
-    asked = {
-        name: values
-        for name, values in columns.items()
-        if found.about.takes is None or name in found.about.takes
-    }
+    about = describe(function, "f", arguments)
+    loaded = Function(function, arguments, about, extra)
+    asked = {name: columns[name] for name in columns if about.takes is None or name in about.takes}
     rows = len(columns["completions"])
-    if not found.about.is_async:
-        return call(found, lambda: copy.deepcopy(asked), rows)[0]
+    if not about.is_async:
+        return call(loaded, lambda: copy.deepcopy(asked), rows)[0]
     told: dict[int, Part] = {}
-    asyncio.run(call_together(found, copy.deepcopy(asked), rows, 2, 5.0, told.__setitem__))
+    together = call_together(loaded, copy.deepcopy(asked), rows, 2, seconds, told.__setitem__)
+    asyncio.run(asyncio.wait_for(together, 10))
     return [told[row] for row in range(rows)]
 
 
@@ -62,42 +55,34 @@ GOOD = [
 ]
 
 
-@pytest.mark.parametrize("returned, expected", GOOD)
-def test_numbers_arrays_and_tensors_are_read(returned, expected):
-    assert read(returned, 3) == ([Part(value) for value in expected], 3)
+def test_numbers_arrays_and_tensors_are_read():
+    for returned, expected in GOOD:
+        assert read(returned, 3) == ([Part(value) for value in expected], 3)
 
 
 BAD_ROW = [
     float("nan"),
-    float("inf"),
     float("-inf"),
     3.5e38,
     10**400,
     "1.0",
-    "",
     b"1",
     [1.0],
     {"score": 1},
     Strange(),
-    1j,
     Decimal(1),
-    Fraction(1, 2),
     torch.tensor([1.0]),
     torch.tensor(float("nan")),
-    np.array([1.0, 2.0]),
     object,
 ]
 
 
-@pytest.mark.parametrize("value", BAD_ROW, ids=lambda value: type(value).__name__)
-def test_a_row_that_is_no_number_is_an_error_and_the_others_stay(value):
-    found = parts(lambda completions: [1.0, value, None])
-    assert found[0] == Part(1.0)
-    assert found[2] == Part(None, None)
-    assert found[1].value is None
-    assert found[1].error.startswith("returned")
-    assert len(found[1].error) <= 200
-    assert found[1].error.isprintable()
+def test_a_row_that_is_no_number_is_an_error_and_the_others_stay():
+    for value in BAD_ROW:
+        first, bad, last = parts(lambda completions, value=value: [1.0, value, None])
+        assert (first, last, bad.value) == (Part(1.0), Part(), None)
+        assert bad.error.startswith("returned")
+        assert len(bad.error) <= 200 and bad.error.isprintable()
 
 
 BAD_WHOLE = [
@@ -106,22 +91,22 @@ BAD_WHOLE = [
     "abc",
     {"a": 1, "b": 2, "c": 3},
     [],
-    [1.0, 2.0],
     [1.0] * 4,
     torch.tensor(1.0),
     torch.ones(2),
-    np.float64(1),
     (x for x in (1.0, 2.0, 3.0)),
     range(3),
     Strange(),
 ]
 
 
-@pytest.mark.parametrize("returned", BAD_WHOLE, ids=lambda value: type(value).__name__)
-def test_what_is_no_list_of_the_right_length_is_an_error_of_every_row(returned):
-    found = parts(lambda completions: returned)
-    assert [part.value for part in found] == [None] * 3
-    assert all(part.error.startswith("returned") for part in found)
+def test_what_is_no_list_of_the_right_length_is_an_error_of_every_row():
+    for returned in BAD_WHOLE:
+        for part in parts(lambda completions, returned=returned: returned):
+            assert part.value is None and part.error.startswith("returned")
+    assert parts(lambda completions: [0.5]) == [Part(error="returned 1 values for 3 rows")] * 3
+    drops = parts(lambda completions: [float(len(text)) for text in completions if text != "bb"])
+    assert drops == [Part(1.0), Part(error="returned 0 values for 1 rows"), Part(3.0)]
 
 
 def raise_for(row, error):
@@ -138,42 +123,24 @@ class Unprintable(Exception):
         raise RuntimeError("no text")
 
 
-@pytest.mark.parametrize(
-    "error, text",
-    [
+def test_only_the_rows_that_raise_carry_the_error():
+    for error, text in (
         (ValueError("bad\x1b[31m\nrow"), "ValueError: bad\\x1b[31m\\nrow"),
-        (KeyError("k"), "KeyError: 'k'"),
         (SystemExit(3), "SystemExit: 3"),
-        (RecursionError("deep"), "RecursionError: deep"),
         (MemoryError(), "MemoryError"),
         (KeyboardInterrupt(), "KeyboardInterrupt"),
-        (AssertionError(), "AssertionError"),
         (ValueError("\ud800"), "ValueError: \\ud800"),
-    ],
-)
-@pytest.mark.parametrize("waits", [False, True])
-def test_only_the_rows_that_raise_carry_the_error(error, text, waits):
-    sync = raise_for("bb", error)
+    ):
+        sync = raise_for("bb", error)
 
-    async def later(completions):
-        await asyncio.sleep(0)
-        return sync(completions)
+        async def later(completions, sync=sync):
+            await asyncio.sleep(0)
+            return sync(completions)
 
-    assert parts(later if waits else sync) == [Part(1.0), Part(None, text), Part(3.0)]
-
-
-def test_long_and_unprintable_errors():
+        for function in (sync, later):
+            assert parts(function) == [Part(1.0), Part(None, text), Part(3.0)]
     assert len(parts(raise_for("bb", ValueError("x" * 10**7)))[1].error) == 200
-    assert "Unprintable" in parts(raise_for("bb", Unprintable()))[1].error
-
-
-def test_a_function_that_drops_rows_costs_those_alone():
-    found = parts(lambda completions: [float(len(text)) for text in completions if text != "bb"])
-    assert found == [Part(1.0), Part(error="returned 0 values for 1 rows"), Part(3.0)]
-
-
-def test_one_value_for_all_rows_is_none_for_each():
-    assert parts(lambda completions: [0.5]) == [Part(error="returned 1 values for 3 rows")] * 3
+    assert "Unprintable: <exception" in parts(raise_for("bb", Unprintable()))[1].error
 
 
 def test_functions_get_what_they_ask_for_by_name():
@@ -220,55 +187,33 @@ def test_a_row_of_an_async_function_that_takes_too_long_costs_itself():
             await asyncio.sleep(60)  # refuses
         return [1.0]
 
-    told: dict[int, Part] = {}
-    asyncio.run(
-        asyncio.wait_for(
-            call_together(loaded(slow), {"completions": ["a", "bb"]}, 2, 8, 0.05, told.__setitem__),
-            10,
-        )
-    )
-    assert told == {0: Part(1.0), 1: Part(error="TimeoutError: no answer within 0.05 s")}
+    late = Part(error="TimeoutError: no answer within 0.05 s")
+    assert parts(slow, seconds=0.05) == [Part(1.0), late, Part(1.0)]
 
 
-def test_a_function_with_a_loop_of_its_own():
-    async def later(completions):
-        return [1.0] * len(completions)
-
-    assert parts(lambda completions: asyncio.run(later(completions))) == [Part(1.0)] * 3
-
-
-def test_callable_objects():
+def test_functions_with_a_loop_of_their_own_and_callable_objects():
     class Judge:
         async def __call__(self, completions):
             return [0.5] * len(completions)
 
     assert parts(Judge()) == [Part(0.5)] * 3
+    assert parts(lambda completions: asyncio.run(Judge()(completions))) == [Part(0.5)] * 3
 
 
 def test_what_a_function_changes_in_place_its_next_call_does_not_see():
     seen = []
 
-    def spoils(prompts, completions, completion_ids, options, limits):
-        seen.append(copy.deepcopy((prompts, completions, completion_ids, options, limits)))
+    def spoils(prompts, completions, limits):
+        seen.append(copy.deepcopy((prompts, completions, limits)))
         prompts[0][0]["content"] = "spoiled"
         completions.clear()
-        completion_ids[0].append(9)
-        options[0].clear()
         limits.append(9)
         raise RuntimeError("and fails")
 
-    rows = [
-        ([{"role": "user", "content": "ask"}], "a", [1], {"list": [1]}),
-        ([{"role": "user", "content": "ask"}], "b", [2], {}),
-    ]
-    names = ("prompts", "completions", "completion_ids", "options")
-    found = parts(
-        spoils,
-        {name: list(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)},
-        limits=[1, 2],
-    )
+    asks = [[{"role": "user", "content": text}] for text in ("first", "second")]
+    found = parts(spoils, {"prompts": asks, "completions": ["a", "b"]}, limits=[1, 2])
     assert [part.error for part in found] == ["RuntimeError: and fails"] * 2
-    assert seen[1:] == [(*([value] for value in row), [1, 2]) for row in rows]
+    assert seen[1:] == [([asks[0]], ["a"], [1, 2]), ([asks[1]], ["b"], [1, 2])]
 
 
 def test_surroundings_are_put_back(tmp_path, monkeypatch):
@@ -312,31 +257,24 @@ CIRCLE: dict = {"reward": 1.0}
 CIRCLE["self"] = CIRCLE
 
 
-@pytest.mark.parametrize(
-    "value, expected",
-    [
+def test_extra_is_json_of_bounded_size_beside_a_number():
+    mapping = "returned a mapping under the key reward, expected a float or None"
+    nan = "returned nan, which is not finite as float32"
+    for value, expected in (
         ({"why": "no number"}, Part(error="returned dict without a key reward")),
-        (
-            {"reward": {"reward": 1}},
-            Part(error="returned a mapping under the key reward, expected a float or None"),
-        ),
-        (
-            {"reward": float("nan")},
-            Part(error="returned nan, which is not finite as float32", extra="{}"),
-        ),
-    ],
-)
-def test_a_mapping_that_holds_no_number_is_an_error(value, expected):
-    assert read([value], 1, extra=True)[0] == [expected]
-
-
-@pytest.mark.parametrize(
-    "rest", [{"x": "y" * 10**6}, {"x": ["\x00é\ud800"] * 5000}, {"x": object()}, CIRCLE]
-)
-def test_extra_is_always_json_of_bounded_size(rest):
-    ((part,), _) = read([{"reward": 1.0, **rest}], 1, extra=True)
-    assert part.value == 1.0 and len(part.extra.encode()) <= EXTRA_BYTES
-    assert isinstance(json.loads(part.extra), dict)
+        ({"reward": {"reward": 1}}, Part(error=mapping)),
+        ({"reward": float("nan")}, Part(error=nan, extra="{}")),
+    ):
+        assert read([value], 1, extra=True)[0] == [expected]
+    for beside in (
+        {"x": "y" * 10**6},
+        {"x": ["\x00é\ud800"] * 5000},
+        {"x": object()},
+        CIRCLE,
+    ):
+        ((part,), _) = read([{"reward": 1.0, **beside}], 1, extra=True)
+        assert part.value == 1.0 and len(part.extra.encode()) <= EXTRA_BYTES
+        assert isinstance(json.loads(part.extra), dict)
 
 
 # -- which function

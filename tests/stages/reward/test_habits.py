@@ -1,19 +1,14 @@
 """Functions that were written for TRL or for verl score as they are."""
 
 import json
-from functools import partial
 
 import pytest
 
 from quiver.schemas.errors import ConfigError, RewardError
-from quiver.stages.common.config import parse
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.pool.habits import require_sent
 from quiver.stages.reward.preview import preview
 from quiver.stages.reward.stage import Config
-from tests.writing import run_here
-
-run = partial(run_here, "reward")
 
 THEIRS = """
 import re
@@ -59,105 +54,78 @@ def theirs(tmp_path, monkeypatch):
     (tmp_path / "theirs.py").write_text(THEIRS)
 
 
-def config(use: str, max_invalid: float = 0.0, **fields) -> Config:
-    functions = [{"use": f"theirs.py:{use}" if "_" in use else use, **fields}]
-    return parse(Config, {"functions": functions, "max_invalid": max_invalid}, "reward")
+def function(use: str, **fields) -> dict:
+    return {"use": f"theirs.py:{use}" if "_" in use else use, **fields}
 
 
-def scored(store, ref, field: str = "reward") -> dict:
-    """`field` of each row, by rollout without its prefix."""
-    return {
-        row["rollout_id"].removeprefix("0-sum-"): row[field]
-        for row in store.open(ref).table().to_pylist()
-    }
-
-
-def test_completions_as_messages(store, sample):
+def test_completions_as_messages(score, sample, column):
     rollouts = sample([["<think>a</think> 7", "7"]], {"answer": [7]})
-    ref = run(config("trl_format", completions="messages"), store, rollouts=rollouts.ref)
-    assert scored(store, ref) == {"0-0": 1.0, "0-1": 0.0}
+    messages = function("trl_format", completions="messages")
+    assert column(score(rollouts, messages)) == {"0-0": 1.0, "0-1": 0.0}
     with pytest.raises(RewardError, match=r'theirs.py:6\).*completions = "messages"'):
-        run(config("trl_format"), store, rollouts=rollouts.ref)
+        score(rollouts, function("trl_format"))
 
 
-@pytest.mark.parametrize("use", ["trl_logs", "trl_async"])
-def test_what_a_function_logs_is_kept_beside_its_numbers(store, sample, use):
+def test_what_a_function_logs_is_kept_beside_its_numbers(score, sample, column, caplog):
     rollouts = sample([["7", "6"], ["8"]], {"answer": [7, 8]})
-    ref = run(config(use, extra=True), store, rollouts=rollouts.ref)
-    assert scored(store, ref) == {"0-0": 1.0, "0-1": 0.0, "1-0": 1.0}
-    extras = {row: json.loads(extra[use]) for row, extra in scored(store, ref, "extra").items()}
-    if use == "trl_logs":
-        assert {row: extra["found"] for row, extra in extras.items()} == {
-            "0-0": "7",
-            "0-1": "6",
-            "1-0": "8",
-        }
-        accuracies = [extra["accuracy"] for extra in extras.values()]
-        means = store.open(ref).manifest.metrics["extra"]
-        assert means == {"trl_logs": {"accuracy": pytest.approx(sum(accuracies) / 3)}}
-    else:
-        assert extras == {"0-0": {"answer": 7}, "0-1": {"answer": 7}, "1-0": {"answer": 8}}
-
-
-def test_what_is_not_kept_is_said(store, sample, caplog):
+    uses = ("trl_logs", "trl_async")
+    version = score(rollouts, *(function(use, extra=True) for use in uses))
+    assert column(version) == {"0-0": 2.0, "0-1": 0.0, "1-0": 2.0}
+    extras = {
+        use: [json.loads(row[use]) for row in column(version, "extra").values()] for use in uses
+    }
+    assert [extra["found"] for extra in extras["trl_logs"]] == ["8", "6", "7"]
+    assert extras["trl_async"] == [{"answer": 8}, {"answer": 7}, {"answer": 7}]
+    accuracies = [extra["accuracy"] for extra in extras["trl_logs"]]
+    means = version.manifest.metrics["extra"]
+    assert means["trl_logs"] == {"accuracy": pytest.approx(sum(accuracies) / 3)}
     caplog.set_level("INFO", "quiver.stages")
-    rollouts = sample([["7", "6"]], {"answer": [7]})
-    run(config("trl_logs"), store, rollouts=rollouts.ref)
+    score(rollouts, function("trl_logs"))
     assert "accuracy is not kept: extra = true keeps what the function logs" in caplog.text
 
 
-def test_a_score_function_of_verls_reads_its_layout(store, sample):
-    rollouts = sample(SAID, VERL_ROWS)
-    given = config("compute_score", 0.5, style="verl", extra=True, arguments={"bonus": 0.5})
-    ref = run(given, store, rollouts=rollouts.ref)
-    assert scored(store, ref) == {"0-0": 1.5, "0-1": 0.5, "1-0": 1.5, "2-0": None}
-    errors = scored(store, ref, "errors")
-    assert errors["2-0"]["compute_score"] == "NotImplementedError: other (theirs.py:23)"
-    extra = json.loads(scored(store, ref, "extra")["1-0"]["compute_score"])
+def test_a_score_function_of_verls_reads_its_layout(score, sample, column):
+    verl = function("compute_score", style="verl", extra=True, arguments={"bonus": 0.5})
+    version = score(sample(SAID, VERL_ROWS), verl, max_invalid=0.5)
+    assert column(version) == {"0-0": 1.5, "0-1": 0.5, "1-0": 1.5, "2-0": None}
+    error = "NotImplementedError: other (theirs.py:23)"
+    assert column(version, "errors")["2-0"] == {"compute_score": error}
+    extra = json.loads(column(version, "extra")["1-0"]["compute_score"])
     assert extra == {"acc": True, "index": 1}
-    (means,) = store.open(ref).manifest.metrics["extra"].values()
-    assert means["acc"] == pytest.approx(2 / 3)
+    assert version.manifest.metrics["extra"]["compute_score"]["acc"] == pytest.approx(2 / 3)
 
 
-def test_a_plain_column_comes_before_verls_layout(store, sample):
+def test_which_column_a_parameter_is(score, sample, column):
+    """A plain column comes before verl's layout; the recipe before both."""
     rows = {"data_source": ["x"], "ground_truth": ["7"], "extra_info": [None]}
     rollouts = sample([["7", "8"]], {**rows, "reward_model": [{"ground_truth": "8"}]})
-    ref = run(config("compute_number", style="verl"), store, rollouts=rollouts.ref)
-    assert scored(store, ref) == {"0-0": 1.0, "0-1": 0.0}
+    verl = function("compute_number", style="verl")
+    named = function("numeric", columns={"answer": "reward_model.ground_truth"})
+    assert list(column(score(rollouts, verl, named), "parts").values()) == [
+        {"compute_number": 0.0, "numeric": 1.0},
+        {"compute_number": 1.0, "numeric": 0.0},
+    ]
 
 
-def test_parameters_are_given_other_columns(store, sample):
-    rollouts = sample(SAID, VERL_ROWS)
-    given = config("numeric", columns={"answer": "reward_model.ground_truth"})
-    ref = run(given, store, rollouts=rollouts.ref)
-    assert scored(store, ref) == {"0-0": 1.0, "0-1": 0.0, "1-0": 1.0, "2-0": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("use", "fields", "columns", "words"),
-    [
-        ("compute_score", {}, VERL_ROWS, "solution_str, which verl gives"),
-        ("compute_score", {"style": "verl"}, ["data_source"], "needs reward_model"),
-        ("numeric", {"columns": {"answer": "solutoin"}}, ["solution"], "solutoin.*solution"),
-    ],
-)
-def test_what_is_missing_is_told_before_anything_runs(use, fields, columns, words):
-    with pytest.raises(ConfigError, match=words):
-        preview(config(use, **fields), columns)
-
-
-def test_a_style_is_of_a_function_of_ones_own():
-    with pytest.raises(ConfigError, match="style is of a function of yours"):
-        config("numeric", style="verl")
+def test_what_is_missing_is_told_before_anything_runs():
+    verl = function("compute_score", style="verl")
+    misspelt = function("numeric", columns={"answer": "solutoin"})
+    for section, columns, words in (
+        (function("compute_score"), VERL_ROWS, "solution_str, which verl gives"),
+        (verl, ["data_source"], "needs reward_model"),
+        (misspelt, ["solution"], "solutoin.*solution"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            preview(Config(functions=[section]), columns)
+    with pytest.raises(ValueError, match="style is of a function of yours"):
+        FunctionConfig(use="numeric", style="verl")
 
 
 def test_a_request_without_the_prompt_s_ids_says_where_they_are_asked_for():
     """What every stage offers, a reward server has only where its client sends it."""
     by_other_name = FunctionConfig(use="theirs.py:f", columns={"ids": "prompt_ids"})
     require_sent(by_other_name, ["ids"], {"completions": ["7"], "prompt_ids": [[1]]})
-    with pytest.raises(ConfigError) as caught:
+    why = "needs prompt_ids, which the request does not hold"
+    with pytest.raises(ConfigError, match=why) as caught:
         require_sent(by_other_name, ["ids", "completions"], {"completions": ["7"]})
-    assert "needs prompt_ids, which the request does not hold" in str(caught.value)
-    assert (
-        caught.value.next == "name prompt_ids in reward.servers.columns where the request is made"
-    )
+    assert "name prompt_ids in reward.servers.columns" in caught.value.next

@@ -2,20 +2,15 @@
 everywhere else."""
 
 import json
-from functools import partial
 
 import pytest
-from pydantic import ValidationError
 
 from quiver.schemas.errors import ConfigError, LineageError
+from quiver.stages.common.config import parse
 from quiver.stages.common.store.writer import ROWS_PER_SHARD
 from quiver.stages.reward import override
 from quiver.stages.reward.override import Config
-from quiver.stages.reward.stage import Config as RewardConfig
 from tests.writing import run_here
-
-score = partial(run_here, "reward")
-
 
 WHY = {"author": "ada", "reason": "right, in another unit"}
 FLAKY = """
@@ -26,107 +21,86 @@ def flaky(completions):
 """
 
 
+LAST = ROWS_PER_SHARD // 2 + 1
+
+
 @pytest.fixture
-def paid(store, sample, tmp_path, monkeypatch):
+def paid(score, sample, tmp_path, monkeypatch):
     """Rewards 0, 1, 2, … of more rollouts than a shard holds, in groups of two; the last row could
     not be scored."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(FLAKY)
-    rows = ROWS_PER_SHARD + 4
-    texts = [
-        [str(2 * group), "boom" if group == rows // 2 - 1 else str(2 * group + 1)]
-        for group in range(rows // 2)
-    ]
-    rollouts = sample(texts, {"n": list(range(rows // 2))})
-    config = RewardConfig(functions=[{"use": "mine.py:flaky"}], max_invalid=0.1, workers=1)
-    return store.open(score(config, store, rollouts=rollouts.ref))
+    texts = [[str(2 * group), str(2 * group + 1)] for group in range(LAST)]
+    rollouts = sample([*texts, [str(2 * LAST), "boom"]], {"n": list(range(LAST + 1))})
+    return score(rollouts, "mine.py:flaky", max_invalid=0.1, workers=1)
 
 
-def test_the_named_rewards_are_replaced_and_nothing_else(store, paid):
-    last = f"0-sum-{ROWS_PER_SHARD // 2 + 1}-1"
-    config = Config(**WHY, overrides={"0-sum-1-0": -3.5, last: 0.25})
-    ref = run_here("override", config, store, rewards=paid.ref)
-    made = store.open(ref)
+@pytest.fixture
+def replace(store):
+    def run(rewards, overrides: dict, **who):
+        config = Config(**{**WHY, **who}, overrides=overrides)
+        return store.open(run_here("override", config, store, rewards=rewards.ref))
+
+    return run
+
+
+def test_the_named_rewards_are_replaced_and_nothing_else(paid, replace, column):
+    expected = {"0-sum-1-0": -3.5, f"0-sum-{LAST}-1": 0.25}
+    made = replace(paid, expected)
     old, new = (version.table().to_pylist() for version in (paid, made))
-    expected = {"0-sum-1-0": -3.5, last: 0.25}
     assert [row | {"reward": expected.get(row["rollout_id"], row["reward"])} for row in old] == new
     assert sum(a != b for a, b in zip(old, new, strict=True)) == 2
     manifest = made.manifest
     assert manifest.config == {**WHY, "overrides": expected}
     assert (manifest.stage, manifest.input("rewards").ref) == ("override", str(paid.ref))
     assert manifest.input("rollouts") == paid.manifest.input("rollouts")
-    assert paid.manifest.status == {"scored": ROWS_PER_SHARD + 3, "not_scored": 0, "failed": 1}
-    assert manifest.status == {"scored": ROWS_PER_SHARD + 4, "not_scored": 0, "failed": 0}
-    values = [row["reward"] for row in new]
+    assert paid.manifest.status == {"scored": len(old) - 1, "not_scored": 0, "failed": 1}
+    assert manifest.status == {"scored": len(old), "not_scored": 0, "failed": 0}
+    values = column(made).values()
     assert manifest.metrics["reward_mean"] == pytest.approx(sum(values) / len(values))
     assert manifest.metrics["overridden"] == 2
     assert (len(paid.manifest.files), len(manifest.files)) == (2, 1), "a table is written at once"
 
 
-def test_the_same_words_again_are_done_others_are_a_new_version(store, paid):
-    first = Config(**WHY, overrides={"0-sum-0-0": 1.0, "0-sum-0-1": 2.0})
-    ref = run_here("override", first, store, rewards=paid.ref)
-    assert (
-        run_here(
-            "override",
-            Config(**WHY, overrides={"0-sum-0-1": 2.0, "0-sum-0-0": 1.0}),
-            store,
-            rewards=paid.ref,
-        )
-        == ref
-    )
-    other = run_here(
-        "override", first.model_copy(update={"author": "bob"}), store, rewards=paid.ref
-    )
-    assert other.version == ref.version + 1
-    again = store.open(
-        run_here("override", Config(**WHY, overrides={"0-sum-0-0": 5.0}), store, rewards=ref)
-    )
-    assert [
-        row["reward"]
-        for row in again.table().to_pylist()
-        if row["rollout_id"].startswith("0-sum-0-")
-    ] == [2.0, 5.0]
+def test_the_same_words_again_are_done_others_are_a_new_version(paid, replace, column):
+    first = replace(paid, {"0-sum-0-0": 1.0, "0-sum-0-1": 2.0})
+    assert replace(paid, {"0-sum-0-1": 2.0, "0-sum-0-0": 1.0}).ref == first.ref
+    other = replace(paid, {"0-sum-0-0": 1.0, "0-sum-0-1": 2.0}, author="bob")
+    assert other.ref.version == first.ref.version + 1
+    again = column(replace(first, {"0-sum-0-0": 5.0}))
+    assert (again["0-0"], again["0-1"]) == (5.0, 2.0)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
+def test_what_is_no_override():
+    overrides = {"0-sum-0-0": 1.0}
+    parse(Config, {**WHY, "overrides": overrides}, "--override")
+    for changed in (
         {"author": ""},
         {"author": "  "},
         {"reason": ""},
         {"overrides": {}},
-        {"overrides": {"0-sum-0-0": float("nan")}},
-        {"overrides": {"0-sum-0-0": float("inf")}},
-        {"overrides": {"0-sum-0-0": 1e39}},
-        {"overrides": {"0-sum-0-0": None}},
+        *({"overrides": {"a": value}} for value in (float("nan"), float("inf"), 1e39, None)),
         {"date": "today"},
-    ],
-)
-def test_what_is_no_override(changed):
-    Config(**WHY, overrides={"0-sum-0-0": 1.0})
-    with pytest.raises(ValidationError):
-        Config(**{**WHY, "overrides": {"0-sum-0-0": 1.0}, **changed})
-
-
-def test_unknown_rollouts_and_other_kinds_are_refused(store, paid):
-    config = Config(**WHY, overrides={"0-sum-0-0": 1.0, "0-sum-9999-0": 1.0})
-    with pytest.raises(
-        ConfigError, match=r"override 0-sum-9999-0.*arith/rewards@1 has no such rollout"
     ):
-        run_here("override", config, store, rewards=paid.ref)
+        with pytest.raises(ConfigError):
+            parse(Config, {**WHY, "overrides": overrides, **changed}, "--override")
+
+
+def test_unknown_rollouts_and_other_kinds_are_refused(store, paid, replace):
+    why = r"override 0-sum-9999-0.*arith/rewards@1 has no such rollout"
+    with pytest.raises(ConfigError, match=why):
+        replace(paid, {"0-sum-0-0": 1.0, "0-sum-9999-0": 1.0})
     with pytest.raises(LineageError, match="is no rewards version"):
-        run_here("override", config, store, rewards="arith/rollouts@1")
+        replace(store.open("arith/rollouts@1"), {"0-sum-0-0": 1.0})
     assert store.numbers("arith", "rewards") == [1]
 
 
-def test_a_retry_takes_over_what_was_scored_not_what_was_said(store, paid, tmp_path):
-    ref = run_here("override", Config(**WHY, overrides={"0-sum-0-0": 9.0}), store, rewards=paid.ref)
-    config = RewardConfig(functions=[{"use": "mine.py:flaky"}], max_invalid=0.1, workers=1)
-    with pytest.raises(
-        ConfigError, match=r"a person replaced rewards of arith/rewards@1"
-    ) as caught:
-        score(config, store, rollouts="arith/rollouts@1", retry=ref)
+def test_a_retry_takes_over_what_was_scored_not_what_was_said(store, paid, replace, score):
+    said = replace(paid, {"0-sum-0-0": 9.0})
+    rollouts = store.open("arith/rollouts@1")
+    why = r"a person replaced rewards of arith/rewards@1"
+    with pytest.raises(ConfigError, match=why) as caught:
+        score(rollouts, "mine.py:flaky", retry=said, max_invalid=0.1)
     assert caught.value.next.startswith("--retry arith/rewards@1")
 
 

@@ -18,6 +18,9 @@ def width(images, completions, level):
     assert all(isinstance(image, Image.Image) for row in images for image in row)
     return [float(sum(image.width for image in row)) for row in images]
 
+def compute_score(images, solution_str):
+    return float(len(images))
+
 def asks_for_the_column(pictures):
     return [0.0] * len(pictures)
 """
@@ -44,16 +47,11 @@ def rewards(store: Store, **config) -> list[float]:
 
 
 def test_a_function_gets_pil_images(store):
-    use = f"{store.path.parent}/score.py:width"
-    assert rewards(store, functions=[{"use": use}]) == [40, 40, 70, 70, 0, 0]
-
-
-def test_a_row_at_a_time_too(store):
-    (store.path.parent / "verl.py").write_text(
-        "def compute_score(images, solution_str):\n    return float(len(images))\n"
-    )
-    use = f"{store.path.parent}/verl.py:compute_score"
-    assert rewards(store, functions=[{"use": use, "style": "verl"}]) == [1, 1, 2, 2, 0, 0]
+    """All rows at once, or a row at a time."""
+    file = f"{store.path.parent}/score.py"
+    assert rewards(store, functions=[{"use": f"{file}:width"}]) == [40, 40, 70, 70, 0, 0]
+    verl = {"use": f"{file}:compute_score", "style": "verl"}
+    assert rewards(store, functions=[verl]) == [1, 1, 2, 2, 0, 0]
 
 
 def test_the_sources_column_is_images_from_then_on(store):

@@ -4,13 +4,11 @@ program cannot pass by cheating."""
 import doctest
 import functools
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
-from quiver import run_stage
 from quiver.schemas.errors import ConfigError, SecurityError
 from quiver.stages.common.sandbox import check as check_sandbox
 from quiver.stages.common.sandbox import run_program
@@ -66,9 +64,9 @@ COMPLETIONS = {
 }
 
 
-@pytest.mark.parametrize("completion", COMPLETIONS.values(), ids=COMPLETIONS)
-def test_the_program_in_a_completion(completion):
-    assert extract(completion).strip() == "x = 1"
+def test_the_program_in_a_completion():
+    for name, completion in COMPLETIONS.items():
+        assert extract(completion).strip() == "x = 1", name
 
 
 # -- what the tests are
@@ -85,18 +83,10 @@ def test_stdin_and_stdout():
     assert code([adder, adder], [tests, tests[:2]], all=True) == [0.0, 1.0]
     columns = {"inputs": [["1", "2"], "3 4"], "outputs": [["3"], "7"]}
     assert code([adder, adder], [columns, json.dumps(columns)]) == [1.0, 1.0]
-    assert (
-        code(
-            [adder + "\nexit(1)", adder.replace("print(", "print('sum', "), "print(3"], [tests] * 3
-        )
-        == [0.0] * 3
-    )
-
-
-def test_a_large_output_is_compared_to_its_end():
-    numbers = " ".join(map(str, range(40_000)))
-    tests = [{"input": "", "output": numbers}]
-    assert code(["print(*range(40000))", "print(*range(39999))"], [tests] * 2) == [1.0, 0.0]
+    wrong = [adder + "\nexit(1)", adder.replace("print(", "print('sum', "), "print(3"]
+    assert code(wrong, [tests] * 3) == [0.0] * 3
+    numbers = [{"input": "", "output": " ".join(map(str, range(40_000)))}]  # to the end
+    assert code(["print(*range(40000))", "print(*range(39999))"], [numbers] * 2) == [1.0, 0.0]
 
 
 def test_calls_of_a_function():
@@ -107,21 +97,17 @@ def test_calls_of_a_function():
         {"input": "[1]\n[2]", "output": "[1, 2]"},
         {"input": ["a", "b"], "output": "ba"},
     ]
-    assert code([add, method, "def plus(): pass"], [tests] * 3, entry="add") == [
-        pytest.approx(2 / 3),
-        pytest.approx(2 / 3),
-        0.0,
-    ]
+    share = pytest.approx(2 / 3)
+    assert code([add, method, "def plus(): pass"], [tests] * 3, entry="add") == [share, share, 0.0]
     named = json.dumps({"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"})
     assert code([add], [named]) == [1.0]
     pairs = [{"input": [[3, 1]], "output": [[1, 3], {"a": [1]}]}]
-    assert code(["def f(x):\n    return (sorted(x), x), {'a': (1,)}"], [pairs], entry="f") == [0.0]
-    assert code(["def f(x):\n    return tuple(sorted(x)), {'a': (1,)}"], [pairs], entry=["f"]) == [
-        1.0
-    ]
-    assert code(
-        [add, "print(input())"], [tests[:1], [{"input": "x", "output": "x"}]], entry=["add", None]
-    ) == [1.0, 1.0]
+    for value, passed in (("(sorted(x), x)", 0.0), ("tuple(sorted(x))", 1.0)):
+        assert code([f"def f(x):\n    return {value}, {{'a': (1,)}}"], [pairs], entry="f") == [
+            passed
+        ]
+    by_row = [tests[:1], [{"input": "x", "output": "x"}]]
+    assert code([add, "print(input())"], by_row, entry=["add", None]) == [1.0, 1.0]
 
 
 STATEMENTS = {
@@ -298,10 +284,8 @@ def test_values_arrive_as_they_are():
 
 def test_a_value_of_a_type_of_its_own_is_compared_as_the_plain_one():
     program = "class Count(int):\n    pass\n\ndef f():\n    return Count(3)"
-    assert code([program] * 2, ["assert f() > 2.5", "assert f() == 3.0 and f() < 2.5"]) == [
-        1.0,
-        0.0,
-    ]
+    tests = ["assert f() > 2.5", "assert f() == 3.0 and f() < 2.5"]
+    assert code([program] * 2, tests) == [1.0, 0.0]
 
 
 def test_check_functions_of_an_entry():
@@ -309,21 +293,15 @@ def test_check_functions_of_an_entry():
         "METADATA = {}\n\ndef check(candidate):\n    assert candidate(2) == 4\n    assert "
         "candidate(3) == 6\n"
     )
-    assert code(
-        [DOUBLE, DOUBLE.replace("2 *", "4 +"), DOUBLE],
-        [tests, tests, tests + "check(double)"],
-        entry="double",
-    ) == [
-        1,
-        0,
-        1,
-    ]
-    assert code([DOUBLE], [tests + "check(double)"]) == [1.0]
+    programs = [DOUBLE, DOUBLE.replace("2 *", "4 +"), DOUBLE]
+    columns = [tests, tests, tests + "check(double)"]
+    assert code(programs, columns, entry="double") == [1, 0, 1]
+    assert code([DOUBLE], columns[2:]) == [1.0]
 
 
 def test_what_can_not_be_a_test_is_an_error_of_the_row_and_null_is_null():
     assert code([DOUBLE, DOUBLE], [None, ASSERTS]) == [None, 1.0]
-    bad = [
+    for tests in (
         [],
         {},
         7,
@@ -333,18 +311,15 @@ def test_what_can_not_be_a_test_is_an_error_of_the_row_and_null_is_null():
         "[1, 2",
         {"inputs": ["1"], "outputs": []},
         "def f():\n    assert f",
-    ]
-    for tests in bad:
+    ):
         with pytest.raises(ValueError):
             code([DOUBLE], [tests])
     with pytest.raises(ValueError, match="a list of arguments, got 3"):
         read_tests([{"input": 3, "output": 3}], "double")
     functional = [{"input": "1\n2", "output": "3", "testtype": "functional"}]
-    why = "tests of the type functional call a function: name it in a column entry"
-    for tests in (functional, json.dumps(functional)):
-        with pytest.raises(ValueError, match=why):
-            read_tests(tests)
-        assert read_tests(tests, "add").calls == [([1, 2], 3)]
+    with pytest.raises(ValueError, match="functional call a function: name it in a column entry"):
+        read_tests(functional)
+    assert read_tests(json.dumps(functional), "add").calls == [([1, 2], 3)]
     assert read_tests([{**functional[0], "testtype": "stdin"}]).cases == [("1\n2", "3")]
     with pytest.raises(ValueError, match="language must be python, got rust"):
         code([DOUBLE], [ASSERTS], language=["rust"])
@@ -450,13 +425,11 @@ EXPECTS = "try:\n    double('x')\nexcept Exception:\n    pass\nelse:\n    assert
 
 
 def test_the_end_of_the_process_is_no_exception_of_the_program():
-    assert code(
-        ["def double(x):\n    raise TypeError", "import os\ndef double(x):\n    os._exit(0)"],
-        [EXPECTS] * 2,
-    ) == [
-        1.0,
-        0.0,
+    programs = [
+        "def double(x):\n    raise TypeError",
+        "import os\ndef double(x):\n    os._exit(0)",
     ]
+    assert code(programs, [EXPECTS] * 2) == [1.0, 0.0]
 
 
 def test_cheating_on_outputs_wins_nothing():
@@ -469,30 +442,18 @@ def test_cheating_on_outputs_wins_nothing():
     ]
     assert code(cheats, [tests] * 4) == [0.0] * 4
     calls = [{"input": [2], "output": 4}, {"input": [3], "output": 6}]
-    assert (
-        code(
-            [EQUAL + "def double(x):\n    return Equal()", FORGE + "everywhere(line * 9)"],
-            [calls] * 2,
-            entry="double",
-        )
-        == [0.0] * 2
-    )
+    cheats = [EQUAL + "def double(x):\n    return Equal()", FORGE + "everywhere(line * 9)"]
+    assert code(cheats, [calls] * 2, entry="double") == [0.0] * 2
 
 
 def test_after_a_test_that_takes_too_long_the_others_are_not_run():
     slow = "def double(x):\n    while x == 0: pass\n    return 2 * x"
-    tests = [
-        "assert double(1) == 2",
-        "assert double(0) == 0",
-        "assert double(2) == 4",
-        "assert double(3) == 6",
-    ]
+    tests = [f"assert double({x}) == {2 * x}" for x in (1, 0, 2, 3)]
     assert code([slow], [tests], timeout_seconds=1) == [0.25]
     echo = "x = input()\nwhile x == '0': pass\nprint(x)"
-    assert code([echo], [[{"input": c, "output": c} for c in "1023"]], timeout_seconds=1) == [0.25]
-    assert code(
-        [echo], [[{"input": c, "output": c} for c in "123"]], timeout_seconds=1, all=True
-    ) == [1.0]
+    cases = [{"input": digit, "output": digit} for digit in "1023"]
+    assert code([echo], [cases], timeout_seconds=1) == [0.25]
+    assert code([echo], [cases[2:]], timeout_seconds=1, all=True) == [1.0]
 
 
 # -- in the stage
@@ -512,34 +473,22 @@ def test_what_runs_programs_comes_from_the_recipe_alone():
 def test_a_sandbox_that_is_not_permitted_is_told_before_any_generation(monkeypatch, tmp_path):
     check_sandbox.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))
-    config = Config(functions=[{"use": "code"}])
-    with pytest.raises(
-        SecurityError, match="bwrap, mount, unshare, setpriv, prlimit not found in PATH"
-    ):
-        check(config, ["tests"])
-    elsewhere = Config(
-        functions=[{"use": "code", "arguments": {"sandbox_url": "http://127.0.0.1:1"}}]
-    )
-    check(elsewhere, ["tests"])  # a server's sandbox is the server's matter
+    why = "bwrap, mount, unshare, setpriv, prlimit not found in PATH"
+    with pytest.raises(SecurityError, match=why):
+        check(Config(functions=[{"use": "code"}]), ["tests"])
+    elsewhere = {"use": "code", "arguments": {"sandbox_url": "http://127.0.0.1:1"}}
+    check(Config(functions=[elsewhere]), ["tests"])  # a server's sandbox is the server's matter
 
 
-def test_in_the_stage(store, sample):
+def test_in_the_stage(score, sample, column):
     arguments = {"isolation": isolation(), "timeout_seconds": 5}
-    config = Config(functions=[{"use": "code", "arguments": arguments}], max_invalid=0.5)
-    check(config, ["tests"])
+    function = {"use": "code", "arguments": arguments}
     with pytest.raises(ConfigError, match="needs tests"):
-        check(config, ["answer"])
+        check(Config(functions=[function]), ["answer"])
     texts = [[f"So:\n```python\n{DOUBLE}```", "def double(x): return 4"], ["print(1)", "no"]]
-    rollouts = sample(texts, {"tests": [ASSERTS, ["broken ("]]})
-    rewards = (
-        store.open(run_stage("reward", config, store, rollouts=rollouts.ref, in_process=True))
-        .table()
-        .to_pylist()
-    )
-    found = {row["rollout_id"]: (row["reward"], row["errors"]["code"]) for row in rewards}
-    assert found["0-sum-0-0"] == (1.0, None) and found["0-sum-0-1"] == (0.5, None)
-    assert [value for value, _ in (found["0-sum-1-0"], found["0-sum-1-1"])] == [None, None]
-    assert "was never closed" in found["0-sum-1-0"][1]
+    version = score(sample(texts, {"tests": [ASSERTS, ["broken ("]]}), function, max_invalid=0.5)
+    assert column(version) == {"0-0": 1.0, "0-1": 0.5, "1-0": None, "1-1": None}
+    assert "was never closed" in column(version, "errors")["1-0"]["code"]
 
 
 def test_many_rows_at_once():
@@ -554,11 +503,4 @@ def test_functions_stay_cheap_to_import():
         "import sys, quiver.stages.reward.functions; print({'httpx', 'subprocess', "
         "'quiver.stages.common.sandbox'} & set(sys.modules))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ},
-    )
-    assert done.stdout == "set()\n"
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "set()\n"

@@ -42,6 +42,10 @@ def forward_of(folder, **config) -> Forward:
     return Forward(folder, ModelConfig(model=str(folder), **config))
 
 
+def require_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=ATOL, rtol=0)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind, labels", [("llama", 1), ("qwen3", 3)])
 def test_each_way_gives_what_one_input_alone_gives(tmp_path, kind, labels, way):
@@ -51,7 +55,7 @@ def test_each_way_gives_what_one_input_alone_gives(tmp_path, kind, labels, way):
     forward.way = way
     values = forward.score(inputs, groups)
     assert values.shape == (10, labels) and values.dtype == torch.float32
-    torch.testing.assert_close(values, alone(folder, inputs), atol=ATOL, rtol=0)
+    require_close(values, alone(folder, inputs))
     assert values.std() > 0.1  # such weights tell inputs apart
 
 
@@ -61,11 +65,10 @@ def test_values_do_not_depend_on_the_batch(tmp_path):
     whole = forward_of(folder, token_budget=2048).score(inputs, groups)
     small = forward_of(folder, token_budget=1)
     parts = [small.score(inputs[row : row + 3], groups[row : row + 3]) for row in range(0, 10, 3)]
-    turned = forward_of(folder, token_budget=100).score(
-        inputs[::-1], [0] * 10
-    )  # wrong groups cost speed, not values
-    torch.testing.assert_close(torch.cat(parts), whole, atol=ATOL, rtol=0)
-    torch.testing.assert_close(turned.flip(0), whole, atol=ATOL, rtol=0)
+    require_close(torch.cat(parts), whole)
+    # wrong groups cost speed, not values
+    turned = forward_of(folder, token_budget=100).score(inputs[::-1], [0] * 10)
+    require_close(turned.flip(0), whole)
 
 
 def test_a_judge_gives_log_probabilities_of_the_next_id(tmp_path):
@@ -75,13 +78,13 @@ def test_a_judge_gives_log_probabilities_of_the_next_id(tmp_path):
         ("gemma2", {"final_logit_softcapping": 2.0}),
     ):
         folder = make_model(tmp_path / kind, kind=kind, labels=0, **config)
-        expected = torch.stack(
-            [logits[-1] for ids in inputs for logits in alone(folder, [ids], AutoModelForCausalLM)]
-        ).log_softmax(-1)[:, [89, 78]]
-        found = Forward(folder, ModelConfig(model="rm", kind="token"), [89, 78]).score(
-            inputs, groups
-        )
-        torch.testing.assert_close(found, expected, atol=ATOL, rtol=0)
+        last = [alone(folder, [ids], AutoModelForCausalLM)[0, -1] for ids in inputs]
+        judge = Forward(folder, ModelConfig(model="rm", kind="token"), [89, 78])
+        expected = torch.stack(last).log_softmax(-1)[:, [89, 78]]
+        require_close(judge.score(inputs, groups), expected)
+
+
+ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 
 
 @pytest.mark.parametrize(
@@ -90,16 +93,9 @@ def test_a_judge_gives_log_probabilities_of_the_next_id(tmp_path):
         ("llama", {}, "shared"),
         ("gemma2", {"attn_logit_softcapping": 2.0}, "padded"),  # the block attention has no caps
         ("gemma2", {"attn_logit_softcapping": None, "sliding_window": 8}, "shared"),
-        (
-            "bert",
-            {"type_vocab_size": 1, "hidden_act": "gelu"},
-            "padded",
-        ),  # no causal attention, no logit of the last token
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "single",
-        ),
+        # no causal attention, no logit of the last token
+        ("bert", {"type_vocab_size": 1, "hidden_act": "gelu"}, "padded"),
+        ("llama", {"rope_parameters": ROPE}, "single"),
     ],
 )
 def test_the_way_follows_from_the_architecture(tmp_path, kind, config, way):
@@ -108,20 +104,17 @@ def test_the_way_follows_from_the_architecture(tmp_path, kind, config, way):
     forward = forward_of(folder)
     values = forward.score(inputs, groups)
     assert forward.way == way
-    torch.testing.assert_close(values, alone(folder, inputs), atol=ATOL, rtol=0)
+    require_close(values, alone(folder, inputs))
 
 
 def test_the_last_id_counts_even_where_it_is_the_pad_id(tmp_path):
+    """A config that cannot take 9 for padding, and the same weights, gives what is expected;
+    transformers takes an earlier token there."""
     folder = make_model(tmp_path / "rm", pad_token_id=9)
-    other = make_model(
-        tmp_path / "other", pad_token_id=None
-    )  # the same weights, and a config that cannot take 9 for padding
     inputs = [[5, 9], [5, 6, 9, 9], [5, 9, 8]]
     found = forward_of(folder).score(inputs, [0, 0, 0])
-    torch.testing.assert_close(found, alone(other, inputs), atol=ATOL, rtol=0)
-    assert (found - alone(folder, inputs))[
-        :2
-    ].abs().min() > 0.01  # transformers takes an earlier token there
+    require_close(found, alone(make_model(tmp_path / "other"), inputs))
+    assert (found - alone(folder, inputs))[:2].abs().min() > 0.01
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -129,24 +122,22 @@ def test_an_input_without_a_value_leaves_its_neighbours_alone(tmp_path, way):
     folder = make_model(tmp_path / "rm")
     inputs, groups = some_inputs()
     expected = alone(folder, inputs)
-    ill = [row for row, ids in enumerate(inputs) if inputs[0][-1] in ids]
+    ill = [inputs[0][-1] in ids for ids in inputs]
+    well = [not is_ill for is_ill in ill]
     forward = forward_of(folder)
     forward.way = way
     with torch.no_grad():
         forward.model.get_input_embeddings().weight[inputs[0][-1]] = float("nan")
     found = forward.score(inputs, groups)
-    well = [row for row in range(len(inputs)) if row not in ill]
-    assert len(well) > 2 and found[ill].isnan().all()
-    torch.testing.assert_close(found[well], expected[well], atol=ATOL, rtol=0)
+    assert sum(well) > 2 and found[ill].isnan().all()
+    require_close(found[well], expected[well])
 
 
 def test_random_heads_are_refused(tmp_path):
     folder = make_model(tmp_path / "lm", labels=0)
     about = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps({**about, "architectures": ["LlamaForSequenceClassification"]})
-    )
-    with pytest.raises(
-        ConfigError, match=r"1 weights are missing, which would be random: score\.weight"
-    ):
+    about["architectures"] = ["LlamaForSequenceClassification"]
+    (folder / "config.json").write_text(json.dumps(about))
+    why = r"1 weights are missing, which would be random: score\.weight"
+    with pytest.raises(ConfigError, match=why):
         forward_of(folder)

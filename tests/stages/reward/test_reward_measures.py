@@ -11,26 +11,28 @@ from quiver.stages.reward.measures import changes, correlation, failures, summar
 NONE = float("nan")
 
 
-def table(
-    parts: dict[str, list], errors: dict[str, list] | None = None, groups: str = "aabb"
-) -> pa.Table:
-    rows = len(groups)
-    errors = {name: [None] * rows for name in parts} | (errors or {})
-    given = [
-        [None if e else v for v, e in zip(parts[name], errors[name], strict=True)] for name in parts
+def table(groups: str, **columns: list) -> pa.Table:
+    """Rewards of scorers whose values are numbers, None, or the text of an error."""
+    failed = [
+        {n: v if isinstance(v, str) else None for n, v in zip(columns, row, strict=True)}
+        for row in zip(*columns.values(), strict=True)
     ]
-    sums = [
-        None if any(errors[name][row] for name in parts) else sum(v or 0 for v in each)
-        for row, each in enumerate(zip(*given, strict=True))
+    rows = [
+        {
+            "rollout_id": f"r{row}",
+            "group_id": groups[row],
+            "reward": None if any(errors.values()) else sum(value or 0 for value in values),
+            "parts": {
+                name: None if errors[name] else value
+                for name, value in zip(columns, values, strict=True)
+            },
+            "errors": errors,
+        }
+        for row, (values, errors) in enumerate(
+            zip(zip(*columns.values(), strict=True), failed, strict=True)
+        )
     ]
-    columns = {
-        "rollout_id": [f"r{row}" for row in range(rows)],
-        "group_id": list(groups),
-        "reward": sums,
-        "parts": [dict(zip(parts, each, strict=True)) for each in zip(*given, strict=True)],
-        "errors": [{name: errors[name][row] for name in parts} for row in range(rows)],
-    }
-    return pa.table(columns, schema=rewards.schema_for(list(parts)))
+    return pa.Table.from_pylist(rows, rewards.schema_for(list(columns)))
 
 
 def test_correlation_is_pearsons_over_rows_that_have_both():
@@ -42,43 +44,41 @@ def test_correlation_is_pearsons_over_rows_that_have_both():
 
 
 def test_functions_are_described():
-    found = table(
-        {"x": [1, 2, 3, 4], "y": [2, None, 1, 0]},
-        {
-            "x": [None, None, None, "TimeoutError: no answer"],
-            "y": [None, "ValueError: a", "ValueError: b", None],
-        },
-    )
-    metrics, status = summary(found, {"x": 1.23456, "y": 0.0})
+    x = [1, 2, 3, "TimeoutError: no answer"]
+    rewards = table("aabb", x=x, y=[2, "ValueError: a", "ValueError: b", 0])
+    metrics, status = summary(rewards, {"x": 1.23456, "y": 0.0})
     assert status == {"scored": 1, "not_scored": 0, "failed": 3}
     assert (metrics["reward_null"], metrics["reward_null_rate"]) == (3, 0.75)
     x, y = metrics["functions"]["x"], metrics["functions"]["y"]
-    assert (x["mean"], x["null"], x["null_rate"], x["errors"], x["error_kinds"]) == (
-        2,
-        0,
-        0,
-        1,
-        {"TimeoutError": 1},
-    )
-    assert (y["mean"], y["null"], y["errors"], y["error_kinds"], x["seconds"]) == (
-        1,
-        0,
-        2,
-        {"ValueError": 2},
-        1.235,
-    )
+    assert x == {
+        "mean": 2.0, "std": 1.0, "min": 1.0, "max": 3.0, "null": 0, "null_rate": 0,
+        "errors": 1, "error_kinds": {"TimeoutError": 1}, "seconds": 1.235,
+    }  # fmt: skip
+    assert (y["mean"], y["null"], y["errors"], y["error_kinds"]) == (1, 0, 2, {"ValueError": 2})
     assert metrics["correlation"] == {"x y": None}
-    assert list(failures(found)) == [
+    assert list(failures(rewards)) == [
         ("y", "r1", "ValueError: a"),
         ("y", "r2", "ValueError: b"),
         ("x", "r3", "TimeoutError: no answer"),
     ]
 
 
-def test_a_table_without_rows_is_described():
-    metrics, status = summary(table({"x": [], "y": []}, groups=""), {"x": 0.0, "y": 0.0})
+def test_a_table_without_numbers_is_described():
+    nothing = dict.fromkeys(("mean", "std", "min", "max"))
+    metrics, status = summary(table("", x=[], y=[]), {"x": 0.0, "y": 0.0})
     assert status == {"scored": 0, "not_scored": 0, "failed": 0}
-    assert metrics["reward_mean"] is None and metrics["functions"]["x"]["null_rate"] is None
+    assert metrics["functions"]["x"].items() >= {**nothing, "null_rate": None}.items()
+    assert metrics["reward_mean"] is None and metrics["groups"]["zero_variance"] is None
+    metrics, _ = summary(table("aabb", x=[None] * 4), {})
+    assert metrics["functions"]["x"].items() >= {**nothing, "null": 4, "null_rate": 1.0}.items()
+
+
+def test_groups_that_teach_nothing_are_counted():
+    """Two of equal rewards, one that varies, one with a row that failed, one alone."""
+    rewards = table("aabbccdde", x=[7, 7, 7, 8, 0, 0, 9, "ValueError: a", 1])
+    assert summary(rewards, {})[0]["groups"] == {
+        "count": 5, "too_small": 2, "incomplete": 1, "zero_variance": pytest.approx(2 / 3),
+    }  # fmt: skip
 
 
 def test_changes_by_hand():
@@ -109,9 +109,5 @@ def test_order_is_that_of_all_pairs():
 
 def test_nothing_in_common():
     found = changes(["a", "a"], np.array([1.0, NONE]), np.array([NONE, NONE]))
-    assert (
-        found["value_to_null"],
-        found["order"],
-        found["mean_difference"],
-        found["correlation"],
-    ) == (1, 0, None, None)
+    assert (found["value_to_null"], found["order"], found["mean_difference"]) == (1, 0, None)
+    assert found["correlation"] is None

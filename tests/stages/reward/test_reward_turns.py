@@ -4,25 +4,17 @@ said, again and by hand; what each turn earned adds up to the reward."""
 from __future__ import annotations
 
 import json
-from functools import partial
 
 import pytest
-import torch
 
 from quiver.schemas import rewards as kind
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.evaluate.stage import Config as EvaluateConfig
-from quiver.stages.logprobs.stage import Config as LogprobsConfig
 from quiver.stages.reward.override import Config as OverrideConfig
-from quiver.stages.reward.stage import Config
 from quiver.stages.reward.turns import messages_of, read, with_rest
 from tests import episodes
 from tests.episodes import turn
 from tests.stages.optimize import world
 from tests.writing import run_here
-
-score = partial(run_here, "reward")
 
 MINE = """
 import json
@@ -84,57 +76,52 @@ def rollouts(store, policy, tmp_path, monkeypatch):
     return episodes.write(store, policy, ROWS, prompts=world.write_prompts(store, ROWS))
 
 
-def config(*functions, **options) -> Config:
-    uses = [{"use": use} if isinstance(use, str) else use for use in functions]
-    return Config(functions=uses, workers=1, **options)
+def cells(version, *names: str) -> list:
+    table = version.table()
+    return [table[name].to_pylist() for name in names]
 
 
-def test_what_the_environment_gave_is_a_part(store, rollouts):
-    weighed = {"use": "environment", "weight": 2.0}
-    ref = score(config(weighed, "mine.py:short"), store, rollouts=rollouts.ref)
-    version = store.open(ref)
-    rows = version.table().to_pylist()
+def test_what_the_environment_gave_is_a_part(score, rollouts):
+    """Each turn's own, weighed; what is of no turn stands at the last. Nothing is known of an
+    episode that failed, whatever scores it."""
+    version = score(rollouts, {"use": "environment", "weight": 2.0}, "mine.py:short")
     assert version.manifest.kind_schema == "rewards/2"
-    assert [row["parts"] for row in rows] == [
-        {"environment": 1.25, "short": 4.0},
-        {"environment": None, "short": 6.0},
-        {"environment": None, "short": None},
+    assert cells(version, "parts", "reward", "turn_rewards") == [
+        [
+            {"environment": 1.25, "short": 4.0},
+            {"environment": None, "short": 6.0},
+            {"environment": None, "short": None},
+        ],
+        [6.5, 6.0, None],
+        [[0.5, None, 6.0], [None, 6.0], None],
     ]
-    assert [row["reward"] for row in rows] == [6.5, 6.0, None]
-    # each turn's own, weighed; what is of no turn stands at the last
-    assert [row["turn_rewards"] for row in rows] == [[0.5, None, 6.0], [None, 6.0], None]
 
 
-def test_a_clip_and_a_penalty_are_the_last_turns(store, rollouts):
+def test_a_clip_and_a_penalty_are_the_last_turns(score, rollouts):
     penalty = {"max_tokens": 4, "cache": 4}
-    clipped = config("environment", reward_clip=[0.0, 1.0], overlong=penalty)
-    rows = store.open(score(clipped, store, rollouts=rollouts.ref)).table().to_pylist()
-    assert rows[0]["reward"] == 0.0  # 1.25 clipped to 1, four tokens cost 1
-    assert rows[0]["turn_rewards"] == [0.25, None, -0.25]
+    version = score(rollouts, "environment", reward_clip=[0.0, 1.0], overlong=penalty)
+    rewards, earned = cells(version, "reward", "turn_rewards")
+    assert (rewards[0], earned[0]) == (0.0, [0.25, None, -0.25])  # 1.25 clipped; 4 tokens cost 1
+    assert (rewards[2], earned[2]) == (None, None)
 
 
-def test_without_the_environment_rewards_are_of_the_whole(store, rollouts):
-    version = store.open(score(config("mine.py:short"), store, rollouts=rollouts.ref))
+def test_a_function_may_ask_for_what_was_said(score, rollouts, tmp_path):
+    version = score(rollouts, "mine.py:talk", workers=1)
     assert version.manifest.kind_schema == "rewards/1"
     assert "turn_rewards" not in version.table().column_names
-
-
-def test_a_function_may_ask_for_what_was_said(store, rollouts, tmp_path):
-    rows = store.open(score(config("mine.py:talk"), store, rollouts=rollouts.ref)).table()
-    assert rows["reward"].to_pylist() == [6.0, 4.0, None]
+    assert cells(version, "reward") == [[6.0, 4.0, None]]
     calls = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
     transcripts, turns, reasons = (
         [cell for call in calls for cell in call[column]] for column in range(3)
     )
-    first = next(messages for messages in transcripts if len(messages) == 6)
-    assert first[1:] == [
+    assert next(messages for messages in transcripts if len(messages) == 6) == [
+        {"role": "user", "content": "g-0"},
         {"role": "assistant", "content": "first"},
         {"role": "user", "content": "too low"},
         {"role": "assistant", "content": "call", "tool_calls": json.loads(CALL)},
         {"role": "tool", "content": "3"},
         {"role": "assistant", "content": "last"},
     ]
-    assert first[0] == {"role": "user", "content": "g-0"}
     parts = next(row for row in turns if len(row) == 3)
     assert parts[0]["info"] == {"n": 1} and parts[1]["tool_calls"] == json.loads(CALL)
     assert not any("ids" in name for name in parts[0])
@@ -155,83 +142,36 @@ def test_what_is_nested_too_deeply_to_be_read_stays_text():
     assert read(text) == text and read('{"n": [1]}') == {"n": [1]} and read(None) is None
 
 
-def test_nothing_is_known_of_an_episode_that_failed_whatever_scores_it(store, rollouts):
-    """Neither its reward nor a part of it, by which an evaluation may go."""
-    everyone = config("environment", "mine.py:talk", overlong={"max_tokens": 4, "cache": 4})
-    (*_, failed) = store.open(score(everyone, store, rollouts=rollouts.ref)).table().to_pylist()
-    assert (failed["reward"], failed["turn_rewards"]) == (None, None)
-    assert (failed["parts"]["environment"], failed["parts"]["talk"]) == (None, None)
-
-
-def test_one_turn_rollouts_offer_no_turns(store, policy, rollouts):
+def test_one_turn_rollouts_offer_no_turns(store, policy, rollouts, score):
     single = [{k: v for k, v in row.items() if k not in ("turns", "end_reason")} for row in ROWS]
-    version = episodes.write(
-        store, policy, single, "single", world.write_prompts(store, single, "single")
-    )
+    prompts = world.write_prompts(store, single, "single")
+    version = episodes.write(store, policy, single, "single", prompts)
     for use in ("environment", "mine.py:talk"):
-        with pytest.raises(
-            ConfigError, match=r"needs (end_reason|transcript|turns), which episodes alone have"
-        ):
-            score(config(use), store, rollouts=version.ref)
+        why = r"needs (end_reason|transcript|turns), which episodes alone have"
+        with pytest.raises(ConfigError, match=why):
+            score(version, use)
 
 
-def test_a_retry_keeps_what_turns_earned(store, rollouts, tmp_path):
-    flaky = config("environment", "mine.py:flaky", max_invalid=0.5)
-    first = store.open(score(flaky, store, rollouts=rollouts.ref))
-    assert first.table()["reward"].to_pylist() == [2.25, None, None]
+def test_a_retry_keeps_what_turns_earned(score, rollouts, tmp_path):
+    uses = ("environment", "mine.py:flaky")
+    first = score(rollouts, *uses, max_invalid=0.5)
+    assert cells(first, "reward") == [[2.25, None, None]]
     (tmp_path / "mine.py").write_text(MINE.replace('text == "second"', "False"))
-    again = store.open(score(flaky, store, rollouts=rollouts.ref, retry=first.ref))
-    rows = again.table().to_pylist()
-    assert [row["reward"] for row in rows] == [2.25, 1.0, None]
-    assert [row["turn_rewards"] for row in rows] == [[0.25, None, 2.0], [None, 1.0], None]
+    again = score(rollouts, *uses, max_invalid=0.5, retry=first)
+    assert cells(again, "reward", "turn_rewards") == [
+        [2.25, 1.0, None],
+        [[0.25, None, 2.0], [None, 1.0], None],
+    ]
     assert again.manifest.kind_schema == "rewards/2"
 
 
-def test_a_person_corrects_the_last_turn(store, rollouts):
-    first = store.open(score(config("environment"), store, rollouts=rollouts.ref))
+def test_a_person_corrects_the_last_turn(store, score, rollouts):
+    first = score(rollouts, "environment")
     corrected = OverrideConfig(author="ada", reason="it was right", overrides={"e-0": 3.0})
-    rows = store.open(run_here("override", corrected, store, rewards=first.ref)).table()
-    assert rows["reward"].to_pylist() == [3.0, None, None]
-    assert rows["turn_rewards"].to_pylist() == [[0.25, None, 2.75], None, None]
-    kind.check(rows)
-
-
-def test_what_is_of_no_turn_is_the_last_ones():
-    assert with_rest([1.0], 0.5) == [0.5]
-    assert with_rest([None, None], 0.5) == [None, 0.5]
-
-
-def test_episodes_are_scored_and_learned_from(store, policy):
-    """Saved turns through reward, logprobs and optimize, with what each turn earned."""
-    rows = episodes.sample(load_model(policy, dtype=torch.float32), episodes.prompts(3), 4)
-    for place, row in enumerate(rows):
-        for number, part in enumerate(row["turns"]):
-            part["reward"] = float((place + number) % 3)
-    rollouts = episodes.write(store, policy, rows, prompts=world.write_prompts(store, rows))
-    refs = {"rollouts": rollouts.ref}
-    refs["rewards"] = score(config("environment"), store, **refs)
-    refs["prox_logprobs"] = run_here(
-        "logprobs",
-        LogprobsConfig(role="prox"),
-        store,
-        rollouts=rollouts.ref,
-        policy=policy.ref,
-    )
-    done = store.open(
-        run_here("optimize", world.config(credit="turn"), store, policy=policy.ref, **refs)
-    )
-    assert done.manifest.metrics["audit"]["prox"]["mean_gap"] < 1e-5
-    assert done.manifest.metrics["kept"] == len(rows)
-    held = store.open(
-        run_here(
-            "evaluate",
-            EvaluateConfig(),
-            store,
-            rollouts=rollouts.ref,
-            rewards=refs["rewards"],
-        )
-    )
-    assert held.manifest.metrics["n"] == 3
-    tokens = held.table()["completion_tokens"].to_pylist()
-    assert sorted(tokens) == sorted(len(row["completion_ids"]) for row in rows)
-    assert rollouts.to_datasets()[0]["turns"] == rows[0]["turns"]
+    version = store.open(run_here("override", corrected, store, rewards=first.ref))
+    assert cells(version, "reward", "turn_rewards") == [
+        [3.0, None, None],
+        [[0.25, None, 2.75], None, None],
+    ]
+    kind.check(version.table())
+    assert with_rest([1.0], 0.5) == [0.5] and with_rest([None, None], 0.5) == [None, 0.5]

@@ -1,7 +1,8 @@
 """Worker processes: whatever a function does in a row costs that row alone, nobody is left behind,
 and results are the same for any number of workers."""
 
-import json
+import datetime
+import decimal
 import logging
 import os
 import resource
@@ -106,8 +107,7 @@ def move():
     return 1.0
 
 raises, nothing = each(boom), each(lambda: None)
-nan, inf, text = each(lambda: float("nan")), each(lambda: float("inf")), each(lambda: "1.0")
-short, exits, leaves = each(lambda: "nothing"), each(lambda: sys.exit(3)), each(lambda: os._exit(3))
+short, leaves = each(lambda: "nothing"), each(lambda: os._exit(3))
 hangs, hangs_deaf, hangs_in_c = each(lambda: time.sleep(600)), each(deaf), each(spin)
 segfaults, kills_itself = each(segfault), each(lambda: os.kill(os.getpid(), signal.SIGKILL))
 kills_group, kills_keeper = each(lambda: os.killpg(0, signal.SIGKILL)), each(orphan)
@@ -142,9 +142,6 @@ def oom_score(completions):
     score = subprocess.run(["cat", "/proc/self/oom_score_adj"], capture_output=True).stdout
     return [float(score)] * len(completions)
 
-def where(completions):
-    return [float(os.path.basename(os.getcwd()) != "elsewhere" and "SPOILED" not in os.environ) for _ in completions]
-
 async def blocks(completions):
     if completions == ["bad"]:
         time.sleep(600)
@@ -172,24 +169,9 @@ def talks(completions):
 def process(completions):
     return [float(os.getpid())] * len(completions)
 
-def says(completions, name):
-    return [float(hash(text) is not None) * len(text) if text != "bad" else None for text in completions]
 '''
-LATE = "TimeoutError: no answer within 1 s"
-
-
-def line_of(code: str) -> str:
-    """Where in FAULTS a line begins so."""
-    (number,) = (n for n, line in enumerate(FAULTS.splitlines(), 1) if line.startswith(code))
-    return f"faults.py:{number}"
-
-
-def without_details(parts: list[Part]) -> list[Part]:
-    """The parts without what stands in brackets behind their errors: where, and how to help."""
-    return [part._replace(error=part.error and part.error.partition(" (")[0]) for part in parts]
-
-
 ENDED = "WorkerEnded: its process ended "
+LATE = Part(error="TimeoutError: no answer within 1 s")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -201,9 +183,16 @@ def folder(tmp_path_factory):
     patch.setenv("PYTHONPATH", str(Path(__file__).parents[3]), prepend=os.pathsep)
     patch.chdir(path)
     patch.setattr(jobs, "BATCH_SECONDS", 1.0)
-    patch.setattr(pool, "BATCH_SECONDS", 1.0)
     yield path
     patch.undo()
+
+
+@pytest.fixture
+def empty(folder, monkeypatch, tmp_path):
+    """A working folder of its own: `children` and `daemons` see this test's processes only."""
+    (tmp_path / "faults.py").write_text(FAULTS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture(scope="module")
@@ -212,24 +201,32 @@ def shared(folder):
         yield made
 
 
-def scorer(made: Pool, use: str, most: int = 256, **options) -> FunctionScorer:
-    """With `most` rows a call."""
-    about = {
-        "use": f"faults.py:{use}" if ":" not in use else use,
-        "timeout_seconds": 1.0,
-        **options,
-    }
-    return FunctionScorer(FunctionConfig(**about), made, most)
+@pytest.fixture
+def one(folder):
+    with Pool(1) as made:
+        yield made
+
+
+def scorer(made: Pool, use: str, most: int = 256, notice=lambda *_: None, **options):
+    """A function of FAULTS, or of another file, with at most `most` rows a call."""
+    use = use if ":" in use else f"faults.py:{use}"
+    config = FunctionConfig(use=use, **{"timeout_seconds": 1.0, **options})
+    return FunctionScorer(config, made, most, notice)
+
+
+def score_texts(function: FunctionScorer, texts: list[str], **columns: list) -> list[Part]:
+    ids = [f"r{row}" for row in range(len(texts))]
+    return function.score({"completions": texts, "rollout_ids": ids, **columns})
 
 
 def score(made: Pool, use: str, rows: int = 12, bad: int = 5, **options) -> list[Part]:
     """What a function says of `rows` rows, of which row `bad` is bad."""
-    return score_rows(scorer(made, use, **options), rows, bad)
-
-
-def score_rows(function: FunctionScorer, rows: int = 12, bad: int = 5) -> list[Part]:
     texts = ["bad" if row == bad else "good" for row in range(rows)]
-    return function.score({"completions": texts, "rollout_ids": [f"r{row}" for row in range(rows)]})
+    return score_texts(scorer(made, use, **options), texts)
+
+
+def fine_but(bad: Part) -> list[Part]:
+    return [bad if row == 5 else Part(1.0) for row in range(12)]
 
 
 def alive(pid: int) -> bool:
@@ -247,30 +244,25 @@ def children() -> list[int]:
             command, folder = path.read_bytes(), os.readlink(path.with_name("cwd"))
         except OSError:
             continue
-        if (
-            b"runtime/answering.py" in command
-            and folder == os.getcwd()
-            and alive(int(path.parent.name))
-        ):
+        is_ours = b"runtime/answering.py" in command and folder == os.getcwd()
+        if is_ours and alive(int(path.parent.name)):
             found.append(int(path.parent.name))
     return found
 
 
-def gone(pids: list[int], seconds: float = 15) -> bool:
+def daemons(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("daemon-")) for path in folder.glob("daemon-*")]
+
+
+def wait_until(is_so, seconds: float = 30) -> bool:
     deadline = time.monotonic() + seconds
-    while any(map(alive, pids)) and time.monotonic() < deadline:
+    while not is_so() and time.monotonic() < deadline:
         time.sleep(0.02)
-    return not any(map(alive, pids))
+    return is_so()
 
 
 COSTS = {
     "raises": Part(error="ValueError: boom"),
-    "nothing": Part(),
-    "nan": Part(error="returned nan, which is not finite as float32"),
-    "inf": Part(error="returned inf, which is not finite as float32"),
-    "text": Part(error="returned str '1.0', expected a float or None"),
-    "short": Part(error="returned 0 values for 1 rows"),
-    "exits": Part(error="SystemExit: 3"),
     "leaves": Part(error=f"{ENDED}with exit code 3"),
     "segfaults": Part(error=f"{ENDED}by SIGSEGV"),
     "kills_itself": Part(error=f"{ENDED}by SIGKILL"),
@@ -286,184 +278,150 @@ COSTS = {
 
 @pytest.mark.parametrize("fault", COSTS)
 def test_a_bad_row_costs_itself_alone(shared, fault):
-    parts = without_details(score(shared, fault))
-    assert parts == [COSTS[fault] if row == 5 else Part(1.0) for row in range(12)]
+    parts = [
+        part._replace(error=part.error and part.error.partition(" (")[0])
+        for part in score(shared, fault)
+    ]
+    assert parts == fine_but(COSTS[fault])
 
 
-@pytest.mark.parametrize("use", ["execs", "execs_waiting"])
-def test_a_copy_of_the_process_never_answers(folder, use):
-    with Pool(1) as one:
-        rows = scorer(one, use, most=1)
-        texts = [str(row) for row in range(32)]
-        parts = rows.score({"completions": texts, "rollout_ids": texts})
-    assert parts == [Part(float(row)) for row in range(32)]
+@pytest.mark.parametrize("use", ["execs", "execs_waiting", "answers_twice"])
+def test_only_the_process_that_was_asked_answers_and_once(one, use):
+    """A copy of it never does; an answer too many ends it and costs its own row."""
+    parts = score_texts(scorer(one, use, most=1), [str(row) for row in range(8)])
+    twice = use == "answers_twice"
+    assert parts == [Part(99.0 if twice and row == 3 else float(row)) for row in range(8)]
 
 
-def test_an_answer_too_many_ends_the_process_and_costs_its_own_row(folder):
-    with Pool(1) as one:
-        rows = scorer(one, "answers_twice", most=1)
-        texts = [str(row) for row in range(8)]
-        parts = rows.score({"completions": texts, "rollout_ids": texts})
-    assert parts == [Part(99.0 if row == 3 else float(row)) for row in range(8)]
-
-
-def test_an_exception_is_told_with_the_line_of_the_users_file(shared):
-    assert score(shared, "raises")[5].error == f"ValueError: boom ({line_of('    raise ValueE')})"
-
-
-def test_a_row_whose_process_was_killed_is_told_how_much_memory_that_had(folder):
-    with Pool(1, memory_gib=2) as one:
-        assert score(one, "kills_itself")[5].error == (
-            f"{ENDED}by SIGKILL (out of memory? a reward worker may have 2 GiB, "
-            "reward.max_memory_gib)"
-        )
-
-
-@pytest.mark.parametrize("fault", ["raises", "leaves", "hangs"])
-def test_a_call_that_is_done_again_row_by_row_is_told_once(folder, caplog, fault):
-    with Pool(1) as one:
-        rows = FunctionScorer(
-            FunctionConfig(use=f"faults.py:{fault}", timeout_seconds=1.0), one, 256
-        )
+def test_a_call_that_is_done_again_row_by_row_is_told_once(one, caplog):
+    causes = {"raises": "ValueError: boom", "leaves": "its process ended", "hangs": "took longer"}
+    for fault, why in causes.items():
+        caplog.clear()
+        function = scorer(one, fault)
         for _ in range(2):
-            score_rows(rows, bad=5)
-    (message,) = (text for text in caplog.messages if "one by one" in text)
-    why = {"raises": "ValueError: boom", "leaves": "its process ended", "hangs": "took longer"}
-    assert message.startswith(f"{fault}: a call on ") and why[fault] in message
+            score_texts(function, ["good"] * 3 + ["bad"])
+        (message,) = (text for text in caplog.messages if "one by one" in text)
+        assert message.startswith(f"{fault}: a call on ") and why in message
 
 
 def test_a_row_that_hangs_costs_itself_alone_and_its_time(folder):
     """Five functions at once: by a call that waits, that ignores SIGTERM, that never leaves C code,
     and two async ones."""
     uses = ("hangs", "hangs_deaf", "hangs_in_c", "blocks", "waits")
-    started = time.monotonic()
     with Pool(3) as three, ThreadPoolExecutor(len(uses)) as threads:
-        found = dict(zip(uses, threads.map(lambda use: score(three, use), uses), strict=True))
-    assert found == {
-        use: [Part(error=LATE) if row == 5 else Part(1.0) for row in range(12)] for use in uses
-    }
-    assert time.monotonic() - started < 60
+        for parts in threads.map(lambda use: score(three, use), uses):
+            assert parts == fine_but(LATE)
 
 
-def test_a_function_that_always_fails_fails_in_each_row(shared):
-    texts = {"completions": ["bad"] * 3, "rollout_ids": ["a", "b", "c"]}
-    assert scorer(shared, "leaves").score(texts) == [COSTS["leaves"]] * 3
-
-
-def test_a_gigabyte_of_output_is_not_kept(shared):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert score(shared, "prints", timeout_seconds=60) == [Part(1.0)] * 12
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
-
-
-def test_what_is_printed_is_logged_at_some_length(shared, caplog):
+def test_what_is_printed_is_logged_at_some_length_and_not_kept(shared, caplog):
     with caplog.at_level(logging.INFO, "quiver.stages.reward"):
         assert score(shared, "talks", rows=1) == [Part(1.0)]
     assert caplog.messages[0].startswith("talks: hello \\x1b[31mxxx")
     assert "more" in caplog.messages[-1] and sum(map(len, caplog.messages)) < 3000
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert score(shared, "prints", timeout_seconds=60) == [Part(1.0)] * 12  # a gigabyte
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
 
 
-def test_memory_has_a_limit_and_the_error_names_the_key_that_raises_it(folder):
+def test_memory_has_a_limit_and_errors_name_the_key_that_raises_it(empty):
+    key = "a reward worker may have 0.5 GiB, reward.max_memory_gib"
+    (empty / "greedy.py").write_text("x = bytearray(1 << 30)\ndef f(completions): pass\n")
     with Pool(1, memory_gib=0.5) as limited:
-        error = (
-            f"MemoryError ({line_of('hoards, moves')}): a reward worker may have 0.5 GiB, "
-            "reward.max_memory_gib"
+        error = score(limited, "hoards")[5].error
+        assert error.startswith("MemoryError (faults.py:") and error.endswith(f": {key}")
+        assert score(limited, "kills_itself")[5].error == (
+            f"{ENDED}by SIGKILL (out of memory? {key})"
         )
-        assert score(limited, "hoards") == [
-            Part(error=error) if row == 5 else Part(1.0) for row in range(12)
-        ]
+        with pytest.raises(ResourceError, match=r"0\.5 GiB") as caught:
+            scorer(limited, "greedy.py:f").require([])
+    assert caught.value.next == "raise reward.max_memory_gib"
 
 
-def test_without_a_limit_in_the_recipe_a_worker_has_its_share_of_the_machine(folder):
+def test_without_a_limit_in_the_recipe_a_worker_has_its_share_of_the_machine(one, shared):
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with Pool(1) as one, Pool(2) as two:
-        alone = score(one, "memory_limit", rows=1)[0].value
-        shared = score(two, "memory_limit", rows=1)[0].value
-    assert shared <= alone <= machine / 2
-    assert shared >= min(4 * 2**30, machine / 2) * (1 - 1e-6), "as float32"
+    alone, half = (score(made, "memory_limit", rows=1)[0].value for made in (one, shared))
+    assert half <= alone <= machine / 2
+    assert half >= min(4 * 2**30, machine / 2) * (1 - 1e-6), "as float32"
 
 
 def test_the_kernel_takes_a_worker_and_what_it_starts_before_the_stage(shared):
-    def score_of(process: str) -> int:
-        return int(Path(f"/proc/{process}/oom_score_adj").read_text())
-
-    assert score(shared, "oom_score", rows=1)[0].value == 900 > score_of("self")
+    own = int(Path("/proc/self/oom_score_adj").read_text())
+    assert score(shared, "oom_score", rows=1)[0].value == 900 > own
 
 
-def test_the_next_call_finds_folder_and_environment_as_they_were(folder):
-    with Pool(1) as one:
-        score(one, "moves", rows=1, bad=0)
-        assert score(one, "where") == [Part(1.0)] * 12
-
-
-def test_slow_but_honest_functions_succeed(folder, monkeypatch):
+def test_slow_but_honest_functions_succeed(one, monkeypatch):
     """The first call takes longer than a batch may, and a row much longer than those before it."""
     monkeypatch.setattr(jobs, "BATCH_SECONDS", 0.25)
-    with Pool(1) as one:
-        assert score(one, "slow_to_start", timeout_seconds=30) == [Part(1.0)] * 12
-        assert score(one, "slow_row", rows=24, bad=20, timeout_seconds=30) == [Part(1.0)] * 24
-
-
-def test_rows_of_async_functions_wait_together(shared):
-    """256 rows of 0.2 s: 51 s one by one, 0.8 s when 64 of them wait together."""
-    started = time.monotonic()
-    assert score(shared, "waits", rows=256, bad=-1, timeout_seconds=30) == [Part(1.0)] * 256
-    assert time.monotonic() - started < 25
+    assert score(one, "slow_to_start", timeout_seconds=30) == [Part(1.0)] * 12
+    assert score(one, "slow_row", rows=24, bad=20, timeout_seconds=30) == [Part(1.0)] * 24
 
 
 def test_results_do_not_depend_on_the_number_of_workers_or_rows_a_call(folder):
     found = []
     for workers, rows in ((1, 256), (3, 256), (2, 1)):
         with Pool(workers) as some:
-            found.append({use: score(some, use, most=rows) for use in ("short", "leaves")})
+            found.append([score(some, use, most=rows) for use in ("short", "leaves")])
     assert found[0] == found[1] == found[2]
 
 
 def test_work_is_dealt_to_several_processes_where_it_is_worth_it(empty):
     with Pool(2) as two:
-        busy = scorer(two, "slow_row", most=1, timeout_seconds=30)
-        busy.score({"completions": ["bad"] * 4, "rollout_ids": list("abcd")})
+        score_texts(scorer(two, "slow_row", most=1, timeout_seconds=30), ["bad"] * 4)
         assert len(children()) >= 4  # two keepers, two workers
-        one_process = scorer(two, "process")
-        found = one_process.score({"completions": ["good"] * 8, "rollout_ids": list("abcdefgh")})
+        found = score_texts(scorer(two, "process"), ["good"] * 8)
         assert {part.value for part in found} <= set(map(float, children()))
 
 
-def test_a_call_that_the_pool_itself_fails_is_an_error_and_takes_no_place(folder, monkeypatch):
+def test_a_call_that_the_pool_itself_fails_is_an_error_and_takes_no_place(one, monkeypatch):
     def broken(*_):
         raise RuntimeError("broken")
 
-    with Pool(1) as one:
-        with monkeypatch.context() as patch, ThreadPoolExecutor(1) as thread:
-            patch.setattr(pool, "_log_printed", broken)
-            for _ in range(2):
-                with pytest.raises(RuntimeError, match="broken"):
-                    thread.submit(score, one, "raises", rows=1).result(60)
-        assert score(one, "raises", rows=1) == [Part(1.0)]
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as thread:
+        patch.setattr(pool, "_log_printed", broken)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="broken"):
+                thread.submit(score, one, "raises", rows=1).result(60)
+    assert score(one, "raises", rows=1) == [Part(1.0)]
+
+
+def test_notice_hears_of_failures_at_once_and_can_end_the_scoring(one):
+    """The rows after the first failure would take an hour."""
+    heard = []
+
+    def notice(*failure):
+        heard.append(failure)
+        raise KeyError("enough")
+
+    hanging = scorer(one, "hangs", most=1, notice=notice, timeout_seconds=0.5)
+    with pytest.raises(KeyError, match="enough"):
+        score_texts(hanging, ["bad"] * 4000)
+    assert heard == [("hangs", "r0", "TimeoutError: no answer within 0.5 s")]
+
+
+def test_values_of_columns_arrive_as_they_are(one, folder):
+    """Dates, bytes and decimals of the user's columns are no JSON."""
+    (folder / "typed.py").write_text(
+        "def f(completions, when, raw, price):\n"
+        "    return [float(w.year + len(r) + float(p)) for w, r, p in zip(when, raw, price)]\n"
+    )
+    columns = {"when": [datetime.date(2020, 1, 1)], "raw": [b"ab"]}
+    columns["price"] = [decimal.Decimal("0.5")]
+    assert score_texts(scorer(one, "typed.py:f"), ["a"], **columns) == [Part(2022.5)]
 
 
 # -- nobody is left behind
 
 
-def daemons(folder: Path) -> list[int]:
-    return [int(path.name.removeprefix("daemon-")) for path in folder.glob("daemon-*")]
-
-
-@pytest.fixture
-def empty(folder, monkeypatch, tmp_path):
-    """A working folder of its own: `children` and `daemons` see this test's processes only."""
-    (tmp_path / "faults.py").write_text(FAULTS)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_a_closed_pool_leaves_nobody(empty):
-    with Pool(2) as two:
+def test_a_closed_pool_leaves_no_process_and_no_thread(empty):
+    before = set(threading.enumerate())
+    with Pool(2) as two, ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda use: score(two, use), ("raises", "nothing", "moves")))
         options = {"rows": 1, "bad": 0, "timeout_seconds": 60}  # a call that is late is done again
         assert score(two, "leaves_daemons", **options) == [Part(1.0)]
         found = children() + daemons(empty)
         assert len(daemons(empty)) >= 20 and all(map(alive, found))
     assert not any(map(alive, found)) and children() == []
+    assert wait_until(lambda: not set(threading.enumerate()) - before)
 
 
 def test_a_stage_that_is_interrupted_leaves_nobody(empty):
@@ -477,73 +435,46 @@ def test_a_stage_that_is_interrupted_leaves_nobody(empty):
         FunctionScorer(FunctionConfig(use="faults.py:leaves_daemon"), pool, 256).score(rows)
         FunctionScorer(FunctionConfig(use="faults.py:hangs_deaf"), pool, 256).score(rows)
     """
-    stage = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stderr=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + 30
-    while not daemons(empty) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    stage = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    wait_until(lambda: daemons(empty))
     time.sleep(0.3)  # now it hangs
     found = children() + daemons(empty)
     assert len(found) >= 3 and all(map(alive, found))
     stage.send_signal(signal.SIGINT)
     stage.wait(20)
-    assert gone(found) and children() == []
-
-
-def test_a_closed_pool_leaves_no_thread_that_waits_for_a_place(folder):
-    before = set(threading.enumerate())
-    with Pool(2) as two, ThreadPoolExecutor(3) as threads:
-        list(threads.map(lambda use: score(two, use), ("raises", "nothing", "moves")))
-    deadline = time.monotonic() + 10
-    while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not left
+    assert wait_until(lambda: not any(map(alive, found))) and children() == []
 
 
 def test_closing_ends_a_call_that_waits(folder):
-    one = Pool(1)
-    errors = []
-
-    def wait():
-        try:
-            score(one, "hangs", rows=1, bad=0, timeout_seconds=600)
-        except ResourceError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    time.sleep(0.5)
-    one.close()
-    thread.join(30)
-    assert not thread.is_alive() and "were closed" in errors[0].message
+    waiting = Pool(1)
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(score, waiting, "hangs", rows=1, bad=0, timeout_seconds=600)
+        time.sleep(0.5)
+        waiting.close()
+        with pytest.raises(ResourceError, match="were closed"):
+            call.result(30)
 
 
 # -- loading
 
 
-@pytest.mark.parametrize(
-    "source, said",
-    [
-        (
-            "import nonexistent_module",
-            "cannot be imported: ModuleNotFoundError: No module named 'nonexistent_module'",
-        ),
-        ("import os; os._exit(7)", "ended its process with exit code 7"),
-        ("import sys; sys.exit(7)", "SystemExit: 7"),
-        ("import time; time.sleep(600)", "took longer than 1 s"),
-        ("x = 1", "has no function f"),
-    ],
-)
-def test_code_that_can_not_be_loaded_is_one_error_and_not_one_a_row(
-    shared, folder, monkeypatch, source, said
-):
-    monkeypatch.setattr(pool, "LOAD_SECONDS", 1.0 if "sleep" in source else 60.0)
-    (folder / "broken.py").write_text(source)
-    with pytest.raises(ConfigError) as caught:
-        scorer(shared, "broken.py:f").require([])
-    assert said in caught.value.message
-    monkeypatch.setattr(pool, "LOAD_SECONDS", 60.0)
+def test_code_that_can_not_be_loaded_is_one_error_and_not_one_a_row(shared, folder, monkeypatch):
+    missing = "cannot be imported: ModuleNotFoundError: No module named 'nonexistent_module'"
+    for number, (source, said) in enumerate(
+        {
+            "import nonexistent_module": missing,
+            "import os; os._exit(7)": "ended its process with exit code 7",
+            "import sys; sys.exit(7)": "SystemExit: 7",
+            "import time; time.sleep(600)": "took longer than 1 s",
+            "x = 1": "has no function f",
+        }.items()
+    ):
+        (folder / f"broken{number}.py").write_text(source)
+        with monkeypatch.context() as patch, pytest.raises(ConfigError) as caught:
+            patch.setattr(pool, "LOAD_SECONDS", 1.0 if "sleep" in source else 60.0)
+            scorer(shared, f"broken{number}.py:f").require([])
+        assert said in caught.value.message
     assert score(shared, "nothing", bad=-1) == [Part(1.0)] * 12  # the pool goes on
 
 
@@ -560,98 +491,35 @@ def f(completions):
 """
 
 
-@pytest.mark.parametrize("when", ["described", "called"])
-def test_a_process_that_is_killed_while_it_imports_is_tried_again(empty, when):
-    (empty / "dies.py").write_text(DIES_AT_FIRST.format(kills=2))
+@pytest.mark.parametrize("about", [None, About(["completions"], ["completions"], is_async=False)])
+@pytest.mark.parametrize("kills", [2, 1000])
+def test_a_process_that_is_killed_while_it_imports_is_tried_again(empty, kills, about):
+    """Whether it was to be described or called. Always killed: an error of memory and not of the
+    recipe, which no row has."""
+    (empty / "dies.py").write_text(DIES_AT_FIRST.format(kills=kills))
     with Pool(1) as one:
         function = scorer(one, "dies.py:f")
-        if when == "called":  # what it takes is known from another process
-            function.about = About(["completions"], ["completions"], is_async=False)
-        assert score_rows(function) == [Part(1.0)] * 12
+        function.about = about
+        if kills == 2:
+            assert score_texts(function, ["a", "b"]) == [Part(1.0)] * 2
+        else:
+            why = r"importing dies.py:f ended its process by SIGKILL \(out.*3 times in a row"
+            with pytest.raises(ResourceError, match=why):
+                score_texts(function, ["a", "b"])
     assert (empty / "imports").read_text() == "iii"
 
 
-@pytest.mark.parametrize("when", ["described", "called"])
-def test_a_process_that_is_always_killed_while_it_imports_is_an_error_of_memory(empty, when):
-    """And not of the recipe; no row has it."""
-    (empty / "dies.py").write_text(DIES_AT_FIRST.format(kills=1000))
-    with Pool(1) as one:
-        function = scorer(one, "dies.py:f")
-        if when == "called":
-            function.about = About(["completions"], ["completions"], is_async=False)
-        with pytest.raises(ResourceError) as caught:
-            score_rows(function)
-    assert caught.value.message.startswith("importing dies.py:f ended its process by SIGKILL (out")
-    assert caught.value.message.endswith("3 times in a row")
-    assert (empty / "imports").read_text() == "iii"
-
-
-def test_an_import_that_takes_all_memory_is_an_error_of_memory(empty):
-    (empty / "greedy.py").write_text("x = bytearray(1 << 30)\ndef f(completions): pass\n")
-    with Pool(1, memory_gib=0.5) as one, pytest.raises(ResourceError) as caught:
-        scorer(one, "greedy.py:f").require([])
-    assert "0.5 GiB" in caught.value.message and caught.value.next == "raise reward.max_memory_gib"
-
-
-def test_code_that_changes_while_it_scores_is_refused(folder):
+def test_code_that_changes_while_it_scores_is_refused(one, folder):
     path = folder / "changing.py"
     path.write_text(
-        "import os\ndef f(completions):\n    return [1.0 if text == 'good' else os._exit(1) for "
-        "text in completions]\n"
+        "import os\ndef f(completions):\n"
+        "    return [1.0 if text == 'good' else os._exit(1) for text in completions]\n"
     )
-    with Pool(1) as one:
-        changing = scorer(one, "changing.py:f")
-        changing.require([])
-        path.write_text("def f(completions):\n    return [2.0] * len(completions)\n")
-        with pytest.raises(ConfigError, match="its file changed meanwhile"):
-            changing.score({"completions": ["good", "bad", "good"], "rollout_ids": list("abc")})
-
-
-def test_notice_hears_of_failures_at_once_and_can_end_the_scoring(folder):
-    """The rows after the first failure would take an hour."""
-    heard = []
-
-    def notice(*failure):
-        heard.append(failure)
-        raise KeyError("enough")
-
-    with Pool(1) as one:
-        hanging = FunctionScorer(
-            FunctionConfig(use="faults.py:hangs", timeout_seconds=0.5), one, 1, notice
-        )
-        with pytest.raises(KeyError, match="enough"):
-            hanging.score(
-                {"completions": ["bad"] * 4000, "rollout_ids": [f"r{row}" for row in range(4000)]}
-            )
-    assert heard == [("hangs", "r0", "TimeoutError: no answer within 0.5 s")]
-
-
-def test_values_of_columns_arrive_as_they_are(folder):
-    """Dates, bytes and decimals of the user's columns are no JSON."""
-    import datetime
-    import decimal
-
-    (folder / "typed.py").write_text(
-        "def f(completions, when, raw, price):\n"
-        "    return [float(w.year + len(r) + float(p)) for w, r, p in zip(when, raw, price)]\n"
-    )
-    with Pool(1) as one:
-        batch = {"completions": ["a"], "rollout_ids": ["r"], "when": [datetime.date(2020, 1, 1)]}
-        found = scorer(one, "typed.py:f").score(
-            {**batch, "raw": [b"ab"], "price": [decimal.Decimal("0.5")]}
-        )
-    assert found == [Part(2022.5)]
-
-
-def test_extra_comes_through(folder):
-    (folder / "judge.py").write_text(
-        "def f(completions):\n    return [{'reward': 0.25, 'why': text} for text in completions]\n"
-    )
-    with Pool(1) as one:
-        found = scorer(one, "judge.py:f", extra=True).score(
-            {"completions": ["é\n"], "rollout_ids": ["r"]}
-        )
-    assert (found[0].value, json.loads(found[0].extra)) == (0.25, {"why": "é\n"})
+    changing = scorer(one, "changing.py:f")
+    changing.require([])
+    path.write_text("def f(completions):\n    return [2.0] * len(completions)\n")
+    with pytest.raises(ConfigError, match="its file changed meanwhile"):
+        score_texts(changing, ["good", "bad", "good"])
 
 
 POOLS = """
@@ -677,29 +545,24 @@ def score(completions, method, kind, beside=False):
 """
 
 
-@pytest.mark.parametrize("folder", ["", "rewards", "package"])
 @pytest.mark.parametrize(
-    ("method", "kind", "beside"),
+    ("place", "method", "kind", "beside"),
     [
-        ("fork", "executor", False),
-        ("spawn", "executor", False),
-        ("spawn", "pool", True),
-        ("forkserver", "pool", False),
-        ("forkserver", "executor", True),
+        ("", "fork", "executor", False),
+        ("rewards", "spawn", "executor", False),
+        ("package", "spawn", "pool", True),
+        ("package", "forkserver", "pool", False),
+        ("rewards", "forkserver", "executor", True),
     ],
 )
-def test_a_function_may_use_pools_of_processes(folder, method, kind, beside, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    place = tmp_path / folder
-    place.mkdir(exist_ok=True)
-    if folder == "package":
-        (place / "__init__.py").write_text("")
-    (place / "pools.py").write_text(POOLS)
-    (place / "grading.py").write_text("def grade_beside(text):\n    return 1.0 + len(text)\n")
-    use = str(place / "pools.py") if folder == "rewards" else str(Path(folder, "pools.py"))
+def test_a_function_may_use_pools_of_processes(one, place, method, kind, beside, empty):
+    folder = empty / place
+    folder.mkdir(exist_ok=True)
+    if place == "package":
+        (folder / "__init__.py").write_text("")
+    (folder / "pools.py").write_text(POOLS)
+    (folder / "grading.py").write_text("def grade_beside(text):\n    return 1.0 + len(text)\n")
+    use = folder / "pools.py" if place == "rewards" else Path(place, "pools.py")
     arguments = {"method": method, "kind": kind, "beside": beside}
-    config = FunctionConfig(use=f"{use}:score", arguments=arguments)
-    with Pool(1) as workers:
-        scorer = FunctionScorer(config, workers, 8)
-        parts = scorer.score({"completions": ["a", "bcd"], "rollout_ids": ["0", "1"]})
-    assert parts == [Part(1.0 + beside), Part(3.0 + beside)]
+    function = scorer(one, f"{use}:score", timeout_seconds=30, arguments=arguments)
+    assert score_texts(function, ["a", "bcd"]) == [Part(1.0 + beside), Part(3.0 + beside)]
