@@ -66,10 +66,6 @@ class Resident:
             log.warning("the engine could not sleep, and ends: %s", printable(error))
             return False
 
-    def close(self) -> None:
-        """Free what the engine holds."""
-        self.engine.close()
-
 
 @contextmanager
 def engine_at_work(config: Config, setup: Setup, writer: Writer) -> Iterator[Engine]:
@@ -108,4 +104,4 @@ def engine_at_work(config: Config, setup: Setup, writer: Writer) -> Iterator[Eng
     finally:
         if this_process.sleeper is None:
             with writer.phase("close"):
-                resident.close()
+                resident.engine.close()
