@@ -143,7 +143,8 @@ def plain_logprobs(
 ) -> torch.Tensor:
     """Logprobs [T] float64 of one completion by one plain forward pass: no batch, padding or
     cache."""
-    prompt, ids = torch.tensor([prompt_ids]), torch.tensor([completion_ids])
+    prompt = torch.tensor([prompt_ids])
+    ids = torch.tensor([completion_ids], dtype=torch.long)
     if model.config.is_encoder_decoder:
         start = torch.tensor([[model.config.decoder_start_token_id]])
         shifted = torch.cat([start, ids[:, :-1]], 1)

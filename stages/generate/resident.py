@@ -66,6 +66,10 @@ class Resident:
             log.warning("the engine could not sleep, and ends: %s", printable(error))
             return False
 
+    def close(self) -> None:
+        """Free what the engine holds."""
+        self.engine.close()
+
 
 @contextmanager
 def engine_at_work(config: Config, setup: Setup, writer: Writer) -> Iterator[Engine]:
@@ -104,4 +108,4 @@ def engine_at_work(config: Config, setup: Setup, writer: Writer) -> Iterator[Eng
     finally:
         if this_process.sleeper is None:
             with writer.phase("close"):
-                resident.engine.close()
+                resident.close()

@@ -70,7 +70,6 @@ _TOKEN_BYTES = 1024  # for each requested token; most need 100
 # Seconds between two checks of a server that is away, or two attempts of a row.
 _LONGEST_PAUSE = 5.0
 _FIRST_PAUSE = 0.2  # seconds between two attempts of a row
-_OTHER_FILES = 512  # files that a stage may have open besides its connections
 _STATE = "finished shards are kept; nothing else was written."
 _Model = TypeVar("_Model", bound=BaseModel)
 log = logging.getLogger(__name__)
@@ -165,7 +164,9 @@ class VllmServerEngine:
         self._token = secret(self.options.token, "engine vllm-server")
         # Also counts servers that come up later.
         self.ahead = self.options.concurrency * len(self.options.urls)
-        _allow_connections(self.ahead)
+        # Each connection is an open file.
+        _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
         self._outcomes: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
         self._rows: asyncio.Queue[_Row] = asyncio.Queue()
         self._closing = asyncio.Event()
@@ -499,21 +500,6 @@ class VllmServerEngine:
             last = choice.token_ids[-1]
             stop_reason = str(last if choice.stop_reason is None else choice.stop_reason)
         return Completion(request.index, ids, logprobs, choice.finish_reason, stop_reason)
-
-
-def _allow_connections(count: int) -> None:
-    """Raise this process's limit of open files if needed. Raises ConfigError if it may not."""
-    needed = count + _OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise ConfigError(
-            "generate.options.concurrency",
-            f"{count} connections at once and {_OTHER_FILES} other files are more than the {hard} "
-            "that this process may have open",
-            next="set a smaller generate.options.concurrency, or raise the limit (ulimit -Hn)",
-        )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _refuse_what_no_server_takes(setup: Setup) -> None:

@@ -181,13 +181,6 @@ def test_the_rule_zero_is_the_default_and_makes_no_answer_correct():
         assert Config(threshold=threshold, unscored="worst").threshold == threshold
 
 
-def test_if_every_answer_is_cut_off_the_score_is_the_rules(store):
-    scored = score(store, {"a": [None], "b": [None]}, cut=("a-0", "b-0"))
-    for unscored in ("zero", "worst"):
-        metrics = evaluate(store, scored, unscored=unscored).manifest.metrics
-        assert (metrics["score"], metrics["n"], metrics["pass@k"]["1"]["score"]) == (0.0, 2, 0.0)
-
-
 def test_the_worst_score_is_at_most_zero(store):
     version = evaluate(store, score(store, {"a": [1.0, None]}, cut=("a-1",)), unscored="worst")
     assert version.table()["score"].to_pylist() == [1.0, 0.0]

@@ -44,8 +44,6 @@ LONGROPE = {
 CAPS = {"attn_logit_softcapping": 1.0, "final_logit_softcapping": None}
 FEATURES = {
     "caps on attention: gemma2": ("eager", "gemma2", CAPS),
-    "caps on attention: vaultgemma": ("eager", "vaultgemma", CAPS),
-    "caps on attention: t5gemma": ("eager", "t5gemma", CAPS),
     "caps on logits: gemma2": (
         "sdpa",
         "gemma2",
@@ -53,14 +51,7 @@ FEATURES = {
     ),
     "caps on logits: gemma3": ("sdpa", "gemma3_text", {"final_logit_softcapping": 1.0}),
     "sinks: gpt_oss": ("eager", "gpt_oss", {}),
-    "sinks: granite_swa": ("eager", "granite_swa", {}),
-    "sinks: mimo_v2_flash": ("eager", "mimo_v2_flash", {}),
     "windows: mistral": ("sdpa", "mistral", {"sliding_window": 6}),
-    "windows: qwen2": (
-        "sdpa",
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
-    ),
     "windows: gemma3": ("sdpa", "gemma3_text", {"sliding_window": 6}),
     "chunks: llama4": ("sdpa", "llama4_text", {"attention_chunk_size": 6}),
     "scaled queries: gemma2": (
@@ -69,32 +60,21 @@ FEATURES = {
         {"query_pre_attn_scalar": 2, "attn_logit_softcapping": None},
     ),
     "scaled queries: granite": ("sdpa", "granite", {"attention_multiplier": 0.9}),
-    "scaled positions: linear": (
-        "sdpa",
-        "llama",
-        {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 4.0}},
-    ),
     "scaled positions: yarn": ("sdpa", "llama", {"rope_parameters": {**ROPE, **YARN}}),
     "scaled positions: llama3": ("sdpa", "llama", {"rope_parameters": {**ROPE, **LLAMA3}}),
     "scaled positions: longrope": ("sdpa", "phi3", {"rope_parameters": {**ROPE, **LONGROPE}}),
     "scaled logits: cohere": ("sdpa", "cohere", {"logit_scale": 0.3}),
     "scaled logits: granite": ("sdpa", "granite", {"logits_scaling": 3.0}),
     "linear attention in other layers: bamba": ("sdpa", "bamba", {}),
-    "linear attention in other layers: granitemoehybrid": ("sdpa", "granitemoehybrid", {}),
     "biases of positions: bloom": ("eager", "bloom", {}),
     "biases of positions: t5": ("sdpa", "mt5", {}),
 }
 """Attention that trainer and engine take, family, and what its config is given."""
 NOT_ON_A_CPU = {
     "biases of positions: t5",  # vLLM has no encoder-decoder models
-    "caps on attention: t5gemma",
-    "caps on attention: vaultgemma",  # vLLM's own model of it does not start
-    "linear attention in other layers: bamba",  # these two were not tried
-    "linear attention in other layers: granitemoehybrid",
+    "linear attention in other layers: bamba",  # not tried
     "chunks: llama4",  # its chunks are multiples of a block of 32
     "sinks: gpt_oss",  # no experts without quantization
-    "sinks: granite_swa",  # these two were not tried
-    "sinks: mimo_v2_flash",
 }
 """What vLLM's CPU build does not start with, or was not tried with."""
 
@@ -106,7 +86,7 @@ TWO_HEADS = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head
 def make_model(folder: Path, family: str, **changed: object) -> Path:
     """A tiny model of a family, with large random weights."""
     config = architectures.config_of(family)
-    if family in ("bloom", "cohere", "granite", "llama", "phi3", "qwen2"):
+    if family in ("bloom", "cohere", "granite", "llama", "phi3"):
         changed = {**TWO_HEADS, **changed}
     for part in parts(config):
         for name, value in changed.items():

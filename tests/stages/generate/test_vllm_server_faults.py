@@ -9,7 +9,6 @@ import copy
 import resource
 import signal
 import threading
-import time
 from contextlib import closing
 from dataclasses import replace
 
@@ -99,23 +98,11 @@ def test_requests_name_everything_that_shapes_a_row(store, policy, server):
     assert seeds == {row["seed"] for row in version.table().to_pylist()}
 
 
-def test_rows_follow_after_the_first_are_answered(policy, server):
-    server.says = lambda answer, count: changed(answer, finish_reason="stop", stop_reason="x")
-    with engine_of(policy, server) as engine:
-        assert [*engine.generate([])] == []
-        for index in range(2):
-            (answer,) = engine.generate([Request(index, PROMPT, 7)])
-            assert (answer.index, answer.finish_reason, answer.stop_reason) == (index, "stop", "x")
-
-
 ONCE = {
     "other ids": lambda answer: changed(answer, token_ids=[9, 9, 9]),
     "no ids": lambda answer: changed(answer, token_ids=[], logprobs={"content": []}),
     "large ids": lambda answer: changed(
         answer, token_ids=[2**40], logprobs={"content": [{"token_id": 2**40, "logprob": -1.0}]}
-    ),
-    "ids as text": lambda answer: changed(
-        answer, token_ids=["3"], logprobs={"content": [{"token_id": "3", "logprob": -1.0}]}
     ),
     "another request": lambda answer: {**answer, "request_id": "generate-tokens-quiver-0"},
     "another prompt": lambda answer: {**answer, "usage": {"prompt_tokens": 1}},
@@ -126,7 +113,6 @@ ONCE = {
     "no weights": lambda answer: changed(answer, weight_versions=None),
     "aborted": lambda answer: changed(answer, finish_reason="abort"),
     "two choices": lambda answer: {**answer, "choices": answer["choices"] * 2},
-    "text": lambda answer: ["text"],
     "closed": lambda answer: None,
     "503": lambda answer: 503,
 }
@@ -270,7 +256,8 @@ def test_an_error_shows_the_command_that_starts_a_right_server(policy, server):
     assert caught.value.next == (
         f"python -m vllm.entrypoints.openai.api_server --model {policy.files.folder} "
         f"--served-model-name {as_model('policy', policy).weights} --logprobs-mode "
-        f"processed_logprobs --enable-scale-out --max-model-len 64 --port {server.port}"
+        f"processed_logprobs --max-model-len 64 --dtype auto --port {server.port} "
+        "--enable-scale-out"
     )
 
 
@@ -286,18 +273,6 @@ def test_a_row_is_kept_away_from_the_server_that_failed_it(policy, server):
         server.says = lambda answer, count: slow(answer)
         with engine_of(policy, broken, server, retries=1) as engine:
             ask(engine)
-
-
-def test_a_short_overload_does_not_end_the_stage(policy, server):
-    asked_at = []
-
-    def says(answer, count):
-        asked_at.append(time.monotonic())
-        return 503 if asked_at[-1] - asked_at[0] < 1.5 else answer
-
-    server.says = says
-    with engine_of(policy, server) as engine:
-        ask(engine, 12)
 
 
 def test_a_server_that_comes_later_is_waited_for(policy, server, caplog):
@@ -323,14 +298,14 @@ def test_ctrl_c_ends_the_wait_for_a_server(policy):
         signal.signal(signal.SIGALRM, before)
 
 
-def test_as_many_connections_as_files_may_be_open(policy, server, monkeypatch):
-    limits = []
-    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (600, 1024))
-    with engine_of(policy, server, concurrency=200):
-        assert limits == [(712, 1024)]
-    with pytest.raises(ConfigError, match="600 connections at once and 512 other files"):
-        engine_of(policy, server, concurrency=600)
+def test_as_many_connections_as_files_may_be_open(policy, server):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
+        with engine_of(policy, server, concurrency=200):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_policy_that_no_server_takes_is_refused_before_one_is_asked(store, policy, server):
@@ -343,15 +318,6 @@ def test_a_policy_that_no_server_takes_is_refused_before_one_is_asked(store, pol
         with pytest.raises(ConfigError, match=problem):
             VllmServerEngine(replace(setup, **fields))
     assert server.asked == []
-
-
-def test_where_and_how_fast_is_no_part_of_the_run_key():
-    def key(**options):
-        return parse(Config, {"engine": "vllm-server", "options": options}, "generate").key()
-
-    assert key(urls=["http://127.0.0.1:8000"]) == key(
-        urls=["https://a:1", "https://b:2"], token="env:T", concurrency=9, retries=0, row_seconds=9
-    )
 
 
 @pytest.mark.parametrize(
