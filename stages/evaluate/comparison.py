@@ -115,10 +115,8 @@ def _notes(store: Store, a: Version, b: Version, config_a: Config, config_b: Con
             f"{words[1]} in B (evaluate.unscored)"
         )
     for role, section in (("rewards", "reward"), ("rollouts", "generate")):
-        inputs = [version.manifest.input(role) for version in (a, b)]
-        if None in inputs:
-            continue
         with suppress(LineageError):  # a missing version gives no note
+            inputs = [version.manifest.require_input(role) for version in (a, b)]
             manifests = [store.open(entry.ref).manifest for entry in inputs]
             if not is_made_alike(*manifests):
                 notes.append(f"[{section}] differs: {inputs[0].ref} and {inputs[1].ref}")

@@ -30,7 +30,7 @@ from typing import Any, get_args
 import numpy as np
 from filelock import FileLock, Timeout
 
-from quiver.schemas.errors import ConfigError, ResourceError, SchemaError, printable
+from quiver.schemas.errors import ConfigError, SchemaError, printable
 from quiver.stages.common.config import parse
 from quiver.stages.common.images.decoder import open_image
 from quiver.stages.common.images.processor import load_processor
@@ -412,12 +412,6 @@ def _completion(request: Request, output: Any) -> Completion:
             next='set generate.engine = "transformers"',
         )
     ids = np.array(answer.token_ids, np.int32)
-    if list(answer.logprobs.token_ids) != list(answer.token_ids):
-        raise ResourceError(
-            "engine vllm",
-            f"row {index}: the logprobs are of other ids than the completion",
-            next="update vLLM, or generate with another engine",
-        )
     stop_reason = None
     if answer.finish_reason == "stop":
         stop_reason = str(ids[-1] if answer.stop_reason is None else answer.stop_reason)

@@ -13,7 +13,7 @@ from quiver.stages.common.models.checkpoints import as_model
 from quiver.stages.evaluate.comparison import compare
 from quiver.stages.evaluate.estimators import bootstrap_interval
 from quiver.stages.report.paired import find_evaluations
-from tests.stages.evaluate.held import ask, evaluate, score
+from tests.stages.evaluate.held import ask, evaluate, score, write
 
 
 @pytest.fixture
@@ -77,6 +77,17 @@ def test_other_rules_of_one_score_are_noted(store, evaluated):
         "an answer that a limit cut off before it was scored counts as zero in A, as worst in B "
         "(evaluate.unscored)",
     ]
+
+
+def test_rewards_that_were_made_otherwise_are_noted(store, evaluated):
+    a = evaluated("first", BEFORE)
+    roles = ("rollouts", "rewards")
+    sampled, paid = (store.open(a.manifest.require_input(role).ref) for role in roles)
+    plan = {"stage": "override", "inputs": {"rollouts": sampled}}
+    edited = write(store, "rewards", paid.table().combine_chunks(), "first.eval", **plan)
+    b = evaluate(store, (sampled, edited), into="second")
+    note = "[reward] differs: first.eval/rewards@1 and first.eval/rewards@2"
+    assert compare(store, a, b)["notes"] == [note]
 
 
 def test_the_interval_covers_the_mean_as_often_as_it_says():

@@ -42,7 +42,6 @@ def mean_gap(answered, rows, temperature) -> float:
 
 def test_logprobs_are_those_of_the_sampled_distribution(answered):
     assert mean_gap(answered, answered["large"].values(), 0.7) < 1e-3
-    assert mean_gap(answered, answered["warm"].values(), 1.0) < 1e-3
     assert mean_gap(answered, answered["small"], 0.7) < 1e-3
     # the check sees another temperature
     assert mean_gap(answered, answered["large"].values(), 1.0) > 1e-2
@@ -59,7 +58,7 @@ def test_logits_in_float32_of_a_model_in_bfloat16(answered):
 def test_a_row_depends_on_its_seed_alone(answered):
     """Not on batch-mates, on prompts that wait for the next step, or on being preempted for lack of
     cache. The model's generation config has top_k = 1, which would make a group's rows equal."""
-    alone, row = answered["alone"]["11"], answered["warm"]["11"]
+    alone, row = answered["alone"]["11"], answered["large"]["11"]
     assert alone["completion_ids"] == row["completion_ids"]
     assert alone["old_logprobs"] == pytest.approx(row["old_logprobs"], abs=1e-5)
     for index, row in enumerate(answered["small"]):
