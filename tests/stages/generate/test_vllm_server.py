@@ -47,18 +47,21 @@ def world(tmp_path_factory):
         yield store, policy, {mode: server.url for mode, server in servers.items()}
 
 
-def sample(store, policy, url=None):
+def sample(store, policy, url=None, *, force=False):
     config = {"samples_per_prompt": 3, "dtype": "float32", "rows_per_shard": 16}
     config |= {"sampling": SHAPED}
     if url:
         config |= {"engine": "vllm-server", "options": {"urls": [url], "concurrency": 6}}
     refs = {"prompts": random_prompts(store, 16).ref, "policy": policy.ref}
-    return store.open(run_stage("generate", config, store, in_process=bool(url), **refs))
+    return store.open(
+        run_stage("generate", config, store, in_process=bool(url), force=force, **refs)
+    )
 
 
 def test_rows_are_those_of_the_engine_in_a_process_of_its_own(world):
     store, policy, urls = world
     versions = [sample(store, policy, urls["processed_logprobs"]), sample(store, policy)]
+    assert versions[0].ref != versions[1].ref
     rows, expected_rows = (version.table().to_pylist() for version in versions)
     assert len(rows) == len(expected_rows) == 48
     columns = ("group_id", "seed", "completion_ids", "finish_reason", "stop_reason")
@@ -74,5 +77,5 @@ def test_rows_are_those_of_the_engine_in_a_process_of_its_own(world):
 def test_raw_logprobs_are_refused(world):
     store, policy, urls = world
     with pytest.raises(ConfigError, match="its logprobs are not those of") as caught:
-        sample(store, policy, urls["raw_logprobs"])
+        sample(store, policy, urls["raw_logprobs"], force=True)
     assert "--logprobs-mode processed_logprobs" in caught.value.next

@@ -98,6 +98,15 @@ def test_requests_name_everything_that_shapes_a_row(store, policy, server):
     assert seeds == {row["seed"] for row in version.table().to_pylist()}
 
 
+def test_rows_follow_after_the_first_are_answered(policy, server):
+    server.says = lambda answer, count: changed(answer, finish_reason="stop", stop_reason="x")
+    with engine_of(policy, server) as engine:
+        assert [*engine.generate([])] == []
+        for index in range(2):
+            (answer,) = engine.generate([Request(index, PROMPT, 7)])
+            assert (answer.index, answer.finish_reason, answer.stop_reason) == (index, "stop", "x")
+
+
 ONCE = {
     "other ids": lambda answer: changed(answer, token_ids=[9, 9, 9]),
     "no ids": lambda answer: changed(answer, token_ids=[], logprobs={"content": []}),
