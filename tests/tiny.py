@@ -132,3 +132,24 @@ def make_policy(
         folder = make_folder(Path(temporary), kind, seed, vocabulary)
         config = {"model": str(folder)}
         return store.open(run_stage("policy", config, store, into=run_name, in_process=True))
+
+
+@torch.no_grad()
+def plain_logprobs(
+    model: torch.nn.Module,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """Logprobs [T] float64 of one completion by one plain forward pass: no batch, padding or
+    cache."""
+    prompt = torch.tensor([prompt_ids])
+    ids = torch.tensor([completion_ids], dtype=torch.long)
+    if model.config.is_encoder_decoder:
+        start = torch.tensor([[model.config.decoder_start_token_id]])
+        shifted = torch.cat([start, ids[:, :-1]], 1)
+        logits = model(input_ids=prompt, decoder_input_ids=shifted).logits[0]
+    else:
+        logits = model(input_ids=torch.cat([prompt, ids], 1)).logits[0, prompt.shape[1] - 1 : -1]
+    logprobs = (logits.double() / temperature).log_softmax(-1)
+    return logprobs.gather(-1, ids[0, :, None])[:, 0]

@@ -1,7 +1,8 @@
-"""A server of vLLM's on a free port, for tests of what only a real one can show."""
+"""Processes with a real vLLM: a server on a free port, or checks of a module."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 QUICK = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -58,3 +60,17 @@ class VllmProcess:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+def checked(module: str, *arguments: object, **environment: str) -> Any:
+    """Run `python -m module arguments` and return the JSON on its last line."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *map(str, arguments)],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])

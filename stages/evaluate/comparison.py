@@ -9,7 +9,6 @@ Refused: evaluations of different scores, and evaluations without a prompt in co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -65,17 +64,18 @@ def compare(store: Store, a: Version, b: Version) -> dict[str, Any]:
     means_a = estimators.group_means(scores_a)
     means_b = estimators.group_means(scores_b)
     changes = [means_b[name] - mean for name, mean in means_a.items() if name in means_b]
-    passes = {}
-    for k in config_a.k:
-        # each by its own threshold; if they differ, a note says so
-        passes_a = estimators.group_passes(scores_a, k, threshold_of(config_a))
-        passes_b = estimators.group_passes(scores_b, k, threshold_of(config_b))
-        if k in config_b.k and passes_a.keys() & passes_b.keys():
-            passes[str(k)] = _difference(passes_b, passes_a)
+    # Each has its own threshold; if they differ, a note says so.
+    difference = estimators.differences(
+        scores_b,
+        scores_a,
+        [k for k in config_a.k if k in config_b.k],
+        (threshold_of(config_b), threshold_of(config_a)),
+        CONFIDENCE,
+    )
     return {
         "a": _summary(a),
         "b": _summary(b),
-        "difference": {"score": _difference(means_b, means_a), "pass@k": passes},
+        "difference": difference,
         "confidence": CONFIDENCE,
         "better": sum(change > 0 for change in changes),
         "worse": sum(change < 0 for change in changes),
@@ -84,13 +84,6 @@ def compare(store: Store, a: Version, b: Version) -> dict[str, Any]:
         "only_b": len(scores_b) - num_paired,
         "notes": _notes(store, a, b, config_a, config_b),
     }
-
-
-def _difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, Any]:
-    estimate = estimators.paired_difference(ours, theirs)
-    differences = [ours[name] - theirs[name] for name in ours if name in theirs]
-    interval = estimators.bootstrap_interval(differences, CONFIDENCE)
-    return {**estimate._asdict(), "interval": interval}
 
 
 def _summary(evaluation: Version) -> dict[str, Any]:
@@ -122,10 +115,8 @@ def _notes(store: Store, a: Version, b: Version, config_a: Config, config_b: Con
             f"{words[1]} in B (evaluate.unscored)"
         )
     for role, section in (("rewards", "reward"), ("rollouts", "generate")):
-        inputs = [version.manifest.input(role) for version in (a, b)]
-        if None in inputs:
-            continue
         with suppress(LineageError):  # a missing version gives no note
+            inputs = [version.manifest.require_input(role) for version in (a, b)]
             manifests = [store.open(entry.ref).manifest for entry in inputs]
             if not is_made_alike(*manifests):
                 notes.append(f"[{section}] differs: {inputs[0].ref} and {inputs[1].ref}")

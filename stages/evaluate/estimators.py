@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -180,3 +180,40 @@ def bootstrap_interval(
     tail = (1 - confidence) / 2
     low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
     return float(low), float(high)
+
+
+def differences(
+    ours: Mapping[str, Sequence[float]],
+    theirs: Mapping[str, Sequence[float]],
+    passes_at: Sequence[int],
+    thresholds: tuple[float, float],
+    confidence: float | None = None,
+) -> dict[str, Any]:
+    """Return ours − theirs as plain numbers: `score`, and `pass@k` with one entry for each k at
+    which both have a prompt with k scores.
+
+    Args:
+        ours: Scores by prompt.
+        theirs: Scores by prompt, under the same names.
+        passes_at: The numbers k.
+        thresholds: Smallest score of a correct sample of ours, and of theirs.
+        confidence: If given, each entry has the bootstrap interval of this confidence.
+    Raises: ValueError if no prompt is in both.
+    """
+
+    def difference(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, Any]:
+        numbers = paired_difference(a, b)._asdict()
+        if confidence is not None:
+            changes = [a[name] - b[name] for name in a if name in b]
+            numbers["interval"] = bootstrap_interval(changes, confidence)
+        return numbers
+
+    passes = {}
+    for k in passes_at:
+        our_passes, their_passes = (
+            group_passes(scores, k, threshold)
+            for scores, threshold in zip((ours, theirs), thresholds, strict=True)
+        )
+        if our_passes.keys() & their_passes.keys():
+            passes[str(k)] = difference(our_passes, their_passes)
+    return {"score": difference(group_means(ours), group_means(theirs)), "pass@k": passes}

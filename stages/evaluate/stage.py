@@ -34,9 +34,8 @@ from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import Writer
 
 from . import estimators
+from .answers import count_unscored, steps_to_success
 from .config import Config
-from .turns import steps_to_success
-from .unscored import count_unscored
 
 STAGE_VERSION = 1
 log = logging.getLogger(__name__)
@@ -143,17 +142,9 @@ def compare(config: Config, table: pa.Table, baseline: Version) -> dict[str, Any
             f"no prompt has a score here and in {baseline.ref}",
             next=f"quiver show {baseline.ref}",
         )
-    passes = {}
-    for k in config.k:
-        our_passes = estimators.group_passes(ours, k, threshold_of(config))
-        their_passes = estimators.group_passes(theirs, k, threshold_of(config))
-        if our_passes.keys() & their_passes.keys():
-            passes[str(k)] = estimators.paired_difference(our_passes, their_passes)._asdict()
-    score = estimators.paired_difference(
-        estimators.group_means(ours), estimators.group_means(theirs)
-    )
+    thresholds = (threshold_of(config), threshold_of(config))
     return {
-        "difference": {"score": score._asdict(), "pass@k": passes},
+        "difference": estimators.differences(ours, theirs, config.k, thresholds),
         "baseline": score_numbers(baseline.manifest.metrics),
         "unpaired": len(ours.keys() | theirs.keys()) - num_paired,
     }
@@ -162,9 +153,9 @@ def compare(config: Config, table: pa.Table, baseline: Version) -> dict[str, Any
 def scores_by_group(table: pa.Table) -> dict[str, list[float]]:
     """Return the scores of each group that has one."""
     groups: dict[str, list[float]] = {}
-    table = table.filter(table["score"].is_valid())
     for row in table.select(["group_id", "score"]).to_pylist():
-        groups.setdefault(row["group_id"], []).append(row["score"])
+        if row["score"] is not None:
+            groups.setdefault(row["group_id"], []).append(row["score"])
     return groups
 
 
@@ -179,13 +170,10 @@ def _difference_to(
     """Describe how `baseline` differs from this evaluation; empty if it is comparable."""
     their_rollouts = baseline.manifest.input("rollouts")
     prompts = rollouts.manifest.input("prompts")
-    their_prompts = None
-    prompts_name = "unknown"
-    if their_rollouts is not None:
-        their_prompts = store.open(their_rollouts.ref).manifest.input("prompts")
-        prompts_name = their_prompts.ref if their_prompts else "none"
+    their_prompts = their_rollouts and store.open(their_rollouts.ref).manifest.input("prompts")
     if not prompts or not their_prompts or prompts.content_hash != their_prompts.content_hash:
-        return f"its prompts are {prompts_name}, expected {prompts.ref if prompts else 'none'}"
+        theirs, ours = (entry.ref if entry else "unknown" for entry in (their_prompts, prompts))
+        return f"its prompts are {theirs}, expected {ours}"
     measured = config.model_dump(mode="json")
     theirs = measured | baseline.manifest.config
     if theirs != measured:

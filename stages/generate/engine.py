@@ -10,14 +10,13 @@ answer in any order. Its answers are checked in `requests`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, did_you_mean, printable
 from quiver.stages.common import plugins
 from quiver.stages.common.config import Config, parse
 from quiver.stages.common.store import Version
@@ -189,13 +188,11 @@ def engine_options(engine: str, options: dict[str, Any]) -> Config | None:
         return parse(ENGINES[engine].options, options, "generate.options", is_section=True)
     if ":" in engine:
         return None
-    near = difflib.get_close_matches(engine, ENGINES, 1, 0.5)
-    hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(
         f"generate.engine {printable(repr(engine))}",
         f"no such engine, expected one of {', '.join(ENGINES)}, or module:Class or "
-        f"file.py:Class of your own{hint}",
-        next=f"set generate.engine = {near[0]!r}" if near else "quiver engines",
+        f"file.py:Class of your own{did_you_mean(engine, ENGINES)}",
+        next="quiver engines",
     )
 
 

@@ -108,9 +108,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         if "template" in worker:
             metrics["template"] = worker["template"]
     engine, *other_engines = engine_infos or [{"name": config.engine}]
-    metrics["engine"] = engine
-    metrics["dropped"] = dropped[:_MOST_LISTED]
-    metrics |= unknown_end(plan, policy)
+    metrics |= {"engine": engine, "dropped": dropped[:_MOST_LISTED], **unknown_end(plan, policy)}
     if other_engines:
         metrics["other_engines"] = other_engines
     if dropped:

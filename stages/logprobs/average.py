@@ -15,7 +15,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 
 from pydantic import Field
 
@@ -24,7 +23,7 @@ from quiver.stages.common.config import Config as Base
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import verify_model
 from quiver.stages.common.runtime.stage import Plan, Refs
-from quiver.stages.common.store import Store, Version
+from quiver.stages.common.store import Store
 from quiver.stages.common.store.storage import storage_errors
 from quiver.stages.common.store.writer import Writer
 
@@ -68,21 +67,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
-    """Write the average. Raises LineageError if the two versions are not of one model."""
-    writer = writers["policy"]
-    reference, policy = (plan.store.open(model.ref) for model in plan.models)
-    verify_model(reference)
-    verify_model(policy)
-    with writer.phase("average"), storage_errors(plan.name):
-        for name in policy.files.names:
-            if "/" not in name and not name.endswith(".safetensors"):
-                shutil.copyfile(policy.files.path(name), writer.folder / name)
-        _average(reference, policy, plan.config.rate, writer.folder)
-    writer.finish()
-
-
-def _average(reference: Version, policy: Version, rate: float, folder: Path) -> None:
-    """Average every weight file of `policy`, one at a time.
+    """Write the average of every weight. Raises LineageError unless both are of one model.
 
     Computes in float32: in bfloat16 a small rate would change nothing.
     """
@@ -90,33 +75,31 @@ def _average(reference: Version, policy: Version, rate: float, folder: Path) -> 
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
 
-    with ExitStack() as stack:
-        file_of_weight = {}
-        for path in _weight_files(reference):
+    writer = writers["policy"]
+    reference, policy = (plan.store.open(model.ref) for model in plan.models)
+    verify_model(reference)
+    verify_model(policy)
+    with writer.phase("average"), storage_errors(plan.name), ExitStack() as stack:
+        reference_files = {}
+        for path in reference.files.folder.glob("*.safetensors"):
             file = stack.enter_context(safe_open(path, "pt"))
-            file_of_weight.update(dict.fromkeys(file.keys(), file))
-        for path in _weight_files(policy):
-            weights = load_file(path)
-            for name, weight in weights.items():
-                expected = f"shape {list(weight.shape)}"
-                found_shape = "nothing"
-                if name in file_of_weight:
-                    reference_weight = file_of_weight[name].get_tensor(name)
-                    found_shape = f"shape {list(reference_weight.shape)}"
-                if found_shape != expected:
+            reference_files.update(dict.fromkeys(file.keys(), file))
+        for name in policy.files.names:
+            if "/" in name:
+                continue
+            if not name.endswith(".safetensors"):
+                shutil.copyfile(policy.files.path(name), writer.folder / name)
+                continue
+            weights = load_file(policy.files.path(name))
+            for key, weight in weights.items():
+                old = reference_files[key].get_tensor(key) if key in reference_files else None
+                if old is None or old.shape != weight.shape:
                     raise LineageError(
                         str(reference.ref),
-                        f"weight {name}: expected {expected}, found {found_shape}",
+                        f"weight {key}: expected shape {list(weight.shape)}, found "
+                        + ("nothing" if old is None else f"shape {list(old.shape)}"),
                         next="average two versions of one model",
                     )
-                average = torch.lerp(reference_weight.float(), weight.float(), rate)
-                weights[name] = average.contiguous()
-            save_file(weights, folder / path.name, {"format": "pt"})
-
-
-def _weight_files(version: Version) -> list[Path]:
-    return [
-        version.files.path(name)
-        for name in version.files.names
-        if name.endswith(".safetensors") and "/" not in name
-    ]
+                weights[key] = torch.lerp(old.float(), weight.float(), plan.config.rate)
+            save_file(weights, writer.folder / name, {"format": "pt"})
+    writer.finish()

@@ -105,11 +105,11 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             done = min(start + ROWS_PER_SHARD, len(table))
             log.info("logprobs: %d of %d rows", done, len(table))
     workers = [worker for worker in writer.reports() if worker.get("tokens")]
-    speeds = [worker["tokens"] / worker["seconds"]["score"] for worker in workers]
     first_worker = workers[0] if workers else {}
+    speed = sum(worker["tokens"] / worker["seconds"]["score"] for worker in workers)
     metrics = {
         "tokens": _count_tokens(table["completion_ids"]),
-        "tokens_per_second": round(sum(speeds), 1) if speeds else None,
+        "tokens_per_second": round(speed, 1) if workers else None,
         "packing": first_worker.get("packing"),
         "attention": first_worker.get("attention"),
     }
@@ -129,14 +129,13 @@ def _require_same_tokens(plan: Plan, policy: Version) -> None:
     sampler = plan.inputs["rollouts"].manifest.model("policy")
     if sampler is None or sampler.tokenizer == plan.models[0].tokenizer:
         return
-    sampler_tokenizer = checkpoints.load_tokenizer(plan.store.open(sampler.ref))
-    policy_tokenizer = checkpoints.load_tokenizer(policy)
-    differing = set(sampler_tokenizer.get_vocab().items()) - set(
-        policy_tokenizer.get_vocab().items()
-    )
+    tokenizers = [
+        checkpoints.load_tokenizer(version) for version in (plan.store.open(sampler.ref), policy)
+    ]
+    differing = set.difference(*(set(tokenizer.get_vocab().items()) for tokenizer in tokenizers))
     special_ids = {
         id
-        for tokenizer in (sampler_tokenizer, policy_tokenizer)
+        for tokenizer in tokenizers
         for id, token in tokenizer.added_tokens_decoder.items()
         if token.special
     }
@@ -146,8 +145,7 @@ def _require_same_tokens(plan: Plan, policy: Version) -> None:
     if not differing:
         return
     token, id = min(differing, key=lambda entry: entry[1])
-    is_known = id in policy_tokenizer.get_vocab().values()
-    policy_token = policy_tokenizer.convert_ids_to_tokens(id) if is_known else None
+    policy_token = tokenizers[1].convert_ids_to_tokens(id)
     raise LineageError(
         str(policy.ref),
         f"its tokenizer is not that of {sampler.ref}, which sampled: {len(differing)} "

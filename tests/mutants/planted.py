@@ -278,15 +278,15 @@ PLANTED = (
     ),
     Planted(
         "worst_above_zero",
-        "stages/evaluate/unscored.py",
+        "stages/evaluate/answers.py",
         "number = min([number, *(score for score in lowest if score is not None)])",
         "number = min((score for score in lowest if score is not None), default=number)",
         ("tests/stages/evaluate/test_evaluate_stage.py::test_the_worst_score_is_at_most_zero",),
     ),
     Planted(
         "another_scorer_failed",
-        "stages/evaluate/unscored.py",
-        'if score in ("reward", name):',
+        "stages/evaluate/answers.py",
+        'if config.score in ("reward", name):',
         "if True:",
         (
             "tests/stages/evaluate/test_evaluate_stage.py::"

@@ -50,14 +50,12 @@ class ScriptedEngine:
         self._tokenizer = None
         if setup.sampling.stop:
             self._tokenizer = checkpoints.load_tokenizer(setup.policy)
-        shipped = {"echo": echo, "sample": sample, "fixed": self._fixed}
+        fixed = [*self.options.completion_ids]
+        shipped = {"echo": echo, "sample": sample, "fixed": lambda *_: fixed}
         if script in shipped:
             self._answer = shipped[script]
         else:
             self._answer, _ = plugins.load(script, "generate.options.script")
-
-    def _fixed(self, prompt_ids: list[int], seed: int) -> list[int]:
-        return list(self.options.completion_ids)
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Yield one completion per request, in their order."""

@@ -173,13 +173,12 @@ class TransformersEngine:
         requests = iter(requests)
         size = self.options.batch_size
         while window := list(islice(requests, _WINDOW * size)):
-            window.sort(key=_prompt_length)
-            runs = [window]
-            if not self._pads:
-                runs = [list(run) for _, run in groupby(window, _prompt_length)]
-            for run in runs:
-                for start in range(0, len(run), size):
-                    yield from self._run(run[start : start + size])
+            window.sort(key=lambda request: len(request.prompt_ids))
+            # Without padding a batch has prompts of one length.
+            runs = groupby(window, lambda request: self._pads or len(request.prompt_ids))
+            for _, run in runs:
+                while batch := list(islice(run, size)):
+                    yield from self._run(batch)
 
     @torch.inference_mode()
     def _run(self, requests: list[Request]) -> list[Completion]:
@@ -338,7 +337,3 @@ class TransformersEngine:
     def close(self) -> None:
         """Free the model's memory."""
         del self.model
-
-
-def _prompt_length(request: Request) -> int:
-    return len(request.prompt_ids)

@@ -18,15 +18,19 @@ loads them, and silently reloads them wrong.
 from __future__ import annotations
 
 import gc
+import itertools
+import logging
 import os
+import platform
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
-from itertools import islice
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+from filelock import FileLock, Timeout
 
-from quiver.schemas.errors import ConfigError, ResourceError, SchemaError, printable
+from quiver.schemas.errors import ConfigError, SchemaError, printable
 from quiver.stages.common.config import parse
 from quiver.stages.common.images.decoder import open_image
 from quiver.stages.common.images.processor import load_processor
@@ -37,12 +41,78 @@ from quiver.stages.generate.config import Config
 from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import VllmOptions
 
-from .model_link import ModelLink
-from .vllm_sampling import sampling_parameters
-
 LOGPROBS_MODE = "processed_logprobs"
 _CPU_STEP_TOKENS = 4096
 _CPU_SEQUENCES = 256
+_linked: list[Path] = []
+"""Models that this process has requested a link for."""
+log = logging.getLogger(__name__)
+
+
+class ModelLink:
+    """A path that points to `model` until it is released, the same for one model after another.
+
+    vLLM's compile cache has the model's path in its key, and each version of a policy has another
+    path. So an engine reads its model by a link, `~/.cache/quiver/engines/HOST/0`, and finds what
+    was compiled for the previous version. Engines that run at the same time have links with other
+    numbers. A lock protects each link; the kernel frees it when its process dies, and a stopped
+    process keeps it. (The folder is not in $TMPDIR, because each stage's process has its own.)
+
+    The path is the model's own if no folder for links can be made. The same holds for a second
+    engine in one process, which vLLM would otherwise confuse with the first one.
+    """
+
+    def __init__(self, model: Path) -> None:
+        self.path = model
+        self._lock: FileLock | None = None
+        _linked.append(model)
+        if len(_linked) > 1:
+            return
+        try:
+            cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+            folder = Path(cache, "quiver", "engines", platform.node())
+            folder.mkdir(parents=True, exist_ok=True)
+            for number in itertools.count():
+                lock = FileLock(folder / f"{number}.lock", blocking=False)
+                with suppress(Timeout):
+                    lock.acquire()
+                    self._lock = lock
+                    break
+            replacement = folder / f"{number}.new"
+            # Left over from a process that died.
+            replacement.unlink(missing_ok=True)
+            replacement.symlink_to(model.absolute())
+            self.path = replacement.replace(folder / str(number))
+        except (OSError, RuntimeError) as error:  # the link only saves time
+            log.debug("no constant path for %s: %s", model, error)
+
+    def release(self) -> None:
+        """Give up the link, so that the next engine can use it; this engine reads no more files."""
+        if self._lock is not None:
+            self._lock.release()
+
+
+def sampling_parameters(setup: Setup, request: Request) -> dict[str, Any]:
+    """Return every value that shapes the row, in vLLM's names and as plain JSON, so that none of
+    vLLM's defaults applies."""
+    sampling = setup.sampling
+    most_tokens = request.max_tokens or sampling.max_tokens
+    return {
+        **sampling.model_dump(exclude={"ignore_eos"}, mode="json"),
+        "n": 1,
+        "seed": request.seed,
+        "max_tokens": most_tokens,
+        "min_tokens": min(sampling.min_tokens, most_tokens),
+        "logprobs": 0,
+        "flat_logprobs": True,
+        # Text is needed only for stop strings; their ids are kept.
+        "detokenize": bool(sampling.stop),
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+        # Every id that ends a completion is named, including the model's own.
+        "ignore_eos": True,
+        "stop_token_ids": list(setup.stop_ids),
+    }
 
 
 class VllmEngine:
@@ -114,22 +184,15 @@ class VllmEngine:
             rank = checkpoints.adapter_rank(model)
             ranks = [choice for choice in get_args(MaxLoRARanks) if choice >= rank]
             arguments |= {"enable_lora": True, "max_lora_rank": min(ranks, default=rank)}
-            return self._start_with_adapter(arguments)
-        return LLM(str(self.link.path), **arguments, **self.options.engine_args)
-
-    def _start_with_adapter(self, arguments: dict[str, Any]) -> Any:
-        """Start vLLM with adapters. Raises ConfigError if it supports none for this model or
-        rank."""
-        from vllm import LLM
-
         try:
             return LLM(str(self.link.path), **arguments, **self.options.engine_args)
         except ValueError as error:
-            if "lora" not in str(error).lower():
+            # It supports no adapter for this model or of this rank.
+            if not self.setup.base or "lora" not in str(error).lower():
                 raise
             raise ConfigError(
                 "engine vllm",
-                f"takes no adapter like that of {self.setup.policy.ref}: {printable(error)}",
+                f"takes no adapter like that of {model.ref}: {printable(error)}",
                 next='train with optimize.lora.save = "merged" and leave options.lora out, or '
                 'set generate.engine = "transformers"',
             ) from error
@@ -138,8 +201,19 @@ class VllmEngine:
         """Return the arguments of `vllm.LLM` that follow from the options; None leaves one to
         vLLM."""
         options = self.options
+        dtype = self.setup.dtype
+        if dtype == "auto":
+            if self.cpu:
+                import torch
+
+                has_bf16 = torch.cpu.get_capabilities().get("avx512_bf16")
+            else:
+                from vllm.platforms import current_platform
+
+                has_bf16 = current_platform.has_device_capability(80)
+            dtype = "bfloat16" if has_bf16 else "float32"
         arguments = {
-            "dtype": self._dtype(),
+            "dtype": dtype,
             "max_model_len": self.setup.max_model_len,
             "seed": 0,
             "logprobs_mode": LOGPROBS_MODE,
@@ -157,7 +231,30 @@ class VllmEngine:
             arguments["hf_overrides"] = {"head_dtype": options.logits_dtype}
         if self._can_sleep:
             arguments["enable_sleep_mode"] = True
-        return arguments | (self._cpu_arguments() if self.cpu else {})
+        if not self.cpu:
+            return arguments
+        step_tokens = options.max_num_batched_tokens or _CPU_STEP_TOKENS
+        sequences = options.max_num_seqs or _CPU_SEQUENCES
+        arguments |= {
+            "max_num_seqs": sequences,
+            "block_size": vllm_env.CPU_BLOCK,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(step_tokens, self.setup.max_model_len, sequences),
+        }
+        if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+            return arguments
+        # Room for max_num_seqs full sequences, at most 40 % of the free memory; vLLM queues
+        # sequences that do not fit.
+        if options.cpu_kv_cache_gib is not None:
+            cache_bytes = int(options.cpu_kv_cache_gib * 2**30)
+        else:
+            cache_bytes = vllm_env.cpu_cache_bytes(
+                checkpoints.model_config(self.setup.policy),
+                self.setup.longest or self.setup.max_model_len,
+                sequences,
+                itemsize=4 if arguments["dtype"] == "float32" else 2,
+            )
+        return {**arguments, "kv_cache_memory_bytes": cache_bytes}
 
     @property
     def _can_sleep(self) -> bool:
@@ -166,66 +263,39 @@ class VllmEngine:
         has_more = setup.base or setup.most_pictures or self.options.engine_args
         return setup.resident and not has_more
 
-    def _dtype(self) -> str:
-        if self.setup.dtype != "auto":
-            return self.setup.dtype
-        if self.cpu:
-            import torch
-
-            has_bf16 = torch.cpu.get_capabilities().get("avx512_bf16")
-        else:
-            from vllm.platforms import current_platform
-
-            has_bf16 = current_platform.has_device_capability(80)
-        return "bfloat16" if has_bf16 else "float32"
-
-    def _cpu_arguments(self) -> dict[str, Any]:
-        """Return the arguments for a CPU.
-
-        The key/value cache has room for max_num_seqs full sequences, at most 40 % of the free
-        memory; vLLM queues sequences that do not fit.
-        """
-        options = self.options
-        max_model_len = self.setup.max_model_len
-        step_tokens = options.max_num_batched_tokens or _CPU_STEP_TOKENS
-        sequences = options.max_num_seqs or _CPU_SEQUENCES
-        arguments = {
-            "max_num_seqs": sequences,
-            "block_size": vllm_env.CPU_BLOCK,
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(step_tokens, max_model_len, sequences),
-        }
-        if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-            return arguments
-        if options.cpu_kv_cache_gib is not None:
-            cache_bytes = int(options.cpu_kv_cache_gib * 2**30)
-        else:
-            cache_bytes = vllm_env.cpu_cache_bytes(
-                checkpoints.model_config(self.setup.policy),
-                self.setup.longest or max_model_len,
-                sequences,
-                itemsize=4 if self._dtype() == "float32" else 2,
-            )
-        return {**arguments, "kv_cache_memory_bytes": cache_bytes}
-
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Yield completions as they finish.
 
         Up to twice as many requests as fit one batch are in flight, so that no slot is empty.
         """
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import RequestOutputKind
+
         requests = iter(requests)
+        adapter = None
+        if self.setup.base is not None:
+            folder = self.setup.policy.files.path(checkpoints.ADAPTER_FOLDER)
+            adapter = LoRARequest("policy", 1, str(folder))
         asked: dict[str, Request] = {}
         room = max(2 * self.ahead, 512)
         while True:
-            more = []
-            for request in islice(requests, room - len(asked)):
-                if self._is_misread(request):
+            for request in itertools.islice(requests, room - len(asked)):
+                prompt = self._prompt(request)
+                if prompt is None:
                     nothing = np.empty(0, np.int32), np.empty(0, np.float32)
                     yield Completion(request.index, *nothing, "abort")
-                else:
-                    more.append(request)
-            with _fatal("refused its requests"):
-                asked |= self._enqueue(more)
+                    continue
+                with _fatal("refused its requests"):
+                    parameters = SamplingParams(
+                        output_kind=RequestOutputKind.FINAL_ONLY,
+                        **sampling_parameters(self.setup, request),
+                    )
+                    (name,) = self.llm.enqueue(
+                        TokensPrompt(**prompt), parameters, adapter, use_tqdm=False
+                    )
+                # vLLM returns "7-1f2e3d4c" here and "7" in its output.
+                asked[name.partition("-")[0]] = request
             if not asked:
                 return
             with _fatal("failed"):
@@ -233,54 +303,22 @@ class VllmEngine:
             for output in outputs:
                 yield _completion(asked.pop(output.request_id), output)
 
-    def _enqueue(self, requests: list[Request]) -> dict[str, Request]:
-        """Hand requests to the engine. Returns them by the names that its outputs will have."""
-        if not requests:
-            return {}
-        from vllm import SamplingParams, TokensPrompt
-        from vllm.lora.request import LoRARequest
-        from vllm.sampling_params import RequestOutputKind
+    def _prompt(self, request: Request) -> dict[str, Any] | None:
+        """Return a prompt in vLLM's form: one placeholder id per picture, which vLLM expands.
 
-        prompts = [TokensPrompt(**self._prompt(request)) for request in requests]
-        parameters = [
-            SamplingParams(
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                **sampling_parameters(self.setup, request),
-            )
-            for request in requests
-        ]
-        adapter = None
-        if self.setup.base is not None:
-            folder = self.setup.policy.files.path(checkpoints.ADAPTER_FOLDER)
-            adapter = LoRARequest("policy", 1, str(folder))
-        names = self.llm.enqueue(prompts, parameters, adapter, use_tqdm=False)
-        return {
-            # vLLM returns "7-1f2e3d4c" here and "7" in its output.
-            name.partition("-")[0]: request
-            for name, request in zip(names, requests, strict=True)
-        }
-
-    def _is_misread(self, request: Request) -> bool:
-        """True if vLLM would put the next picture at a sampled id.
-
-        vLLM finds the places of pictures only by the placeholder id.
+        vLLM finds the places of pictures only by the placeholder id. None if it would put the next
+        picture at a sampled id.
         """
         if not request.pictures:
-            return False
-        ids = request.prompt_ids[: request.pictures[-1].start].copy()
-        for picture in request.pictures[:-1]:
-            ids[picture.start : picture.start + picture.length] = -1
-        return self._processor.placeholder_id in ids
-
-    def _prompt(self, request: Request) -> dict[str, Any]:
-        """Return a prompt in vLLM's form: one placeholder id per picture, which vLLM expands."""
-        if not request.pictures:
             return {"prompt_token_ids": request.prompt_ids.tolist()}
+        placeholder = self._processor.placeholder_id
         ids: list[int] = []
         end = 0
         for picture in request.pictures:
-            ids += request.prompt_ids[end : picture.start].tolist()
-            ids.append(self._processor.placeholder_id)
+            before = request.prompt_ids[end : picture.start]
+            if placeholder in before:
+                return None
+            ids += [*before.tolist(), placeholder]
             end = picture.start + picture.length
         ids += request.prompt_ids[end:].tolist()
         images = [open_image(picture.content) for picture in request.pictures]
@@ -295,24 +333,11 @@ class VllmEngine:
         return True
 
     def take(self, setup: Setup) -> bool:
-        """Load the weights of `setup.policy` in place of the previous ones."""
-        if not self._fits(setup):
-            return False
-        # Loading needs room for the weights only, so the cache wakes up later.
-        self.llm.wake_up(["weights"])
-        folder = str(setup.policy.files.folder)
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
-        is_awake = self.llm.wake_up(["kv_cache"])
-        # The cached prefixes were computed with the previous weights.
-        is_empty = self.llm.reset_prefix_cache()
-        self.setup = setup
-        return is_awake and is_empty
+        """Load the weights of `setup.policy` in place of the previous ones.
 
-    def _fits(self, setup: Setup) -> bool:
-        """Return True if an engine made from `setup` would differ from this one only in its
-        weights.
-
-        The settings that are part of each request (sampling, ends) may differ.
+        Returns False, and loads nothing, unless an engine made from `setup` would differ from this
+        one only in its weights. The settings that are part of each request (sampling, ends) may
+        differ.
         """
         before = self.setup
         if parse(VllmOptions, setup.options, "generate.options") != self.options:
@@ -326,7 +351,17 @@ class VllmEngine:
             return False
         policies = (before.policy, setup.policy)
         tokenizers = {checkpoints.as_model("policy", policy).tokenizer for policy in policies}
-        return len(tokenizers) == 1 and _architecture(setup.policy) == self._architecture
+        if len(tokenizers) > 1 or _architecture(setup.policy) != self._architecture:
+            return False
+        # Loading needs room for the weights only, so the cache wakes up later.
+        self.llm.wake_up(["weights"])
+        folder = str(setup.policy.files.folder)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        is_awake = self.llm.wake_up(["kv_cache"])
+        # The cached prefixes were computed with the previous weights.
+        is_empty = self.llm.reset_prefix_cache()
+        self.setup = setup
+        return is_awake and is_empty
 
     def close(self) -> None:
         """End the engine and its processes."""
@@ -353,17 +388,18 @@ def _architecture(policy: Version) -> tuple[dict[str, Any], dict[str, tuple[int,
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     # Where and with which versions it was saved; the engine computes in its own dtype.
     ignored = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
-    settings = {name: each for name, each in config.to_dict().items() if name not in ignored}
+    settings = {name: setting for name, setting in config.to_dict().items() if name not in ignored}
     shapes = {name: shape for name, (_, shape) in stored_weights(folder).items()}
     return settings, shapes
 
 
 def _fatal(problem: str) -> AbstractContextManager[None]:
-    next = (
+    return vllm_env.fatal(
+        "engine vllm",
+        problem,
         "run the same command again; for lack of memory, lower options.max_num_seqs or "
-        "gpu_memory_utilization"
+        "gpu_memory_utilization",
     )
-    return vllm_env.fatal("engine vllm", problem, next)
 
 
 def _completion(request: Request, output: Any) -> Completion:
@@ -377,12 +413,6 @@ def _completion(request: Request, output: Any) -> Completion:
             next='set generate.engine = "transformers"',
         )
     ids = np.array(answer.token_ids, np.int32)
-    if list(answer.logprobs.token_ids) != list(answer.token_ids):
-        raise ResourceError(
-            "engine vllm",
-            f"row {index}: the logprobs are of other ids than the completion",
-            next="update vLLM, or generate with another engine",
-        )
     stop_reason = None
     if answer.finish_reason == "stop":
         stop_reason = str(ids[-1] if answer.stop_reason is None else answer.stop_reason)

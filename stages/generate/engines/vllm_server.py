@@ -57,7 +57,7 @@ from quiver.stages.common.servers import read_as, root_of, secret
 from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import VllmServerOptions
 
-from .vllm_sampling import sampling_parameters
+from .vllm import sampling_parameters
 
 _GENERATE = "/inference/v1/generate"
 _LABEL = "default"
@@ -70,7 +70,6 @@ _TOKEN_BYTES = 1024  # for each requested token; most need 100
 # Seconds between two checks of a server that is away, or two attempts of a row.
 _LONGEST_PAUSE = 5.0
 _FIRST_PAUSE = 0.2  # seconds between two attempts of a row
-_OTHER_FILES = 512  # files that a stage may have open besides its connections
 _STATE = "finished shards are kept; nothing else was written."
 _Model = TypeVar("_Model", bound=BaseModel)
 log = logging.getLogger(__name__)
@@ -165,7 +164,9 @@ class VllmServerEngine:
         self._token = secret(self.options.token, "engine vllm-server")
         # Also counts servers that come up later.
         self.ahead = self.options.concurrency * len(self.options.urls)
-        _allow_connections(self.ahead)
+        # Each connection is an open file.
+        _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
         self._outcomes: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
         self._rows: asyncio.Queue[_Row] = asyncio.Queue()
         self._closing = asyncio.Event()
@@ -227,14 +228,18 @@ class VllmServerEngine:
     def start_command(self, url: str) -> str:
         """Return a command that starts a suitable server, on a GPU or CPU build of vLLM."""
         setup = self.setup
-        folder = setup.policy.files.folder.absolute()
-        arguments = ["--model", str(folder), "--served-model-name", self._weights]
-        arguments += ["--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
-        arguments += ["--max-model-len", str(setup.max_model_len)]
-        arguments += ["--dtype", setup.dtype] if setup.dtype != "auto" else []
-        port = urlsplit(url).port
-        arguments += ["--port", str(port)] if port else []
-        return shlex.join(["python", "-m", "vllm.entrypoints.openai.api_server", *arguments])
+        arguments = {
+            "--model": setup.policy.files.folder.absolute(),
+            "--served-model-name": self._weights,
+            "--logprobs-mode": "processed_logprobs",
+            "--max-model-len": setup.max_model_len,
+            "--dtype": setup.dtype,
+        }
+        if port := urlsplit(url).port:
+            arguments["--port"] = port
+        words = [str(word) for argument in arguments.items() for word in argument]
+        program = ["python", "-m", "vllm.entrypoints.openai.api_server"]
+        return shlex.join([*program, *words, "--enable-scale-out"])
 
     # -- runs in the thread
 
@@ -275,10 +280,20 @@ class VllmServerEngine:
                     self._rows.put_nowait(row)
                     await asyncio.sleep(0.05)  # another server may take it
                     continue
+                request = row.request
+                # A server may be configured to watermark what it samples.
+                sampling = {**sampling_parameters(self.setup, request), "watermarking": False}
+                seconds = self.options.row_seconds
                 try:
-                    self._outcomes.put(await self._sample(server, client, row.request))
+                    self._outcomes.put(await self._ask(server, client, request, sampling, seconds))
                 except (FailedError, LineageError) as error:
-                    self._retry(server, row, error)
+                    # 404: it has no model of that name any more
+                    if getattr(error, "is_final", False) and error.status != 404:
+                        problem = f"row {request.index}: {error}"
+                        advice = "correct generate.sampling, or start the server otherwise"
+                        self._outcomes.put(self._explained(server, error, problem, advice))
+                    else:
+                        self._retry(server, row, error)
                 except QuiverError as error:
                     self._outcomes.put(error)
 
@@ -419,20 +434,6 @@ class VllmServerEngine:
 
     # -- one row
 
-    async def _sample(self, server: _Server, client: Client, request: Request) -> Completion:
-        """Return the row's completion. FailedError or LineageError mean that another attempt may
-        succeed."""
-        # A server may be configured to watermark what it samples.
-        sampling = {**sampling_parameters(self.setup, request), "watermarking": False}
-        try:
-            return await self._ask(server, client, request, sampling, self.options.row_seconds)
-        except FailedError as error:
-            if not error.is_final or error.status == 404:  # it has no model of that name any more
-                raise
-            advice = "correct generate.sampling, or start the server otherwise"
-            problem = f"row {request.index}: {error}"
-            raise self._explained(server, error, problem, advice) from None
-
     async def _ask(
         self,
         server: _Server,
@@ -499,21 +500,6 @@ class VllmServerEngine:
             last = choice.token_ids[-1]
             stop_reason = str(last if choice.stop_reason is None else choice.stop_reason)
         return Completion(request.index, ids, logprobs, choice.finish_reason, stop_reason)
-
-
-def _allow_connections(count: int) -> None:
-    """Raise this process's limit of open files if needed. Raises ConfigError if it may not."""
-    needed = count + _OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise ConfigError(
-            "generate.options.concurrency",
-            f"{count} connections at once and {_OTHER_FILES} other files are more than the {hard} "
-            "that this process may have open",
-            next="set a smaller generate.options.concurrency, or raise the limit (ulimit -Hn)",
-        )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _refuse_what_no_server_takes(setup: Setup) -> None:

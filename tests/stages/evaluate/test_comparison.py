@@ -1,83 +1,33 @@
-"""Two evaluations beside one another: paired by what the prompts say, whatever their rows are
-called; expected numbers are written out."""
+"""Two evaluations beside one another, paired by the prompts' contents and not by the names of their
+rows; expected numbers are written out."""
 
 import statistics
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from typer.main import get_command
 
 from quiver.flows.cli import app
-from quiver.schemas import prompts, rewards, rollouts
 from quiver.schemas.errors import ConfigError, LineageError
-from quiver.stages.common import config as common
 from quiver.stages.common.models.checkpoints import as_model
-from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.evaluate.comparison import compare
 from quiver.stages.evaluate.estimators import bootstrap_interval
-from quiver.stages.evaluate.stage import Config
 from quiver.stages.report.paired import find_evaluations
-from tests.writing import begin
-
-
-def write(store, run, kind, table, inputs, models=()):
-    about = {"stage": "test", "stage_version": 1, "config": common.Config(), "inputs": inputs}
-    with begin(store, run, kind, **about, models=models, force=True) as work:
-        work.write(0, table)
-        return work.commit()
+from tests.stages.evaluate.held import ask, evaluate, score, write
 
 
 @pytest.fixture
 def evaluated(store, policy):
-    """An evaluation in `run` of `tiny/policy@0`, made of scores by question; groups are called by
-    `prefix` and their number, and rollouts by the run."""
+    """Make an evaluation in `run` of `tiny/policy@0` from scores by question; group ids are `prefix`
+    and a number."""
 
-    def make(run, scores, prefix="", config=None):
-        groups = [f"{prefix}{number}" for number in range(len(scores))]
-        columns = pa.array([{}] * len(groups), pa.struct([]))
-        schema = prompts.SCHEMA.set(4, pa.field("columns", columns.type, nullable=False))
-        ids = pa.array([[1]] * len(groups), schema.field("prompt_ids").type)
-        none = pa.nulls(len(groups), prompts.MESSAGES)
-        asked = pa.table([groups, none, list(scores), ids, columns], schema=schema)
-        prompt_version = write(store, f"{run}.eval", "prompts", asked, {})
-        rows = [
-            {
-                "rollout_id": f"{run}-{group}-{index}",
-                "group_id": group,
-                "sample_index": index,
-                "prompt_ids": [1],
-                "completion_ids": [7],
-                "old_logprobs": [-0.5],
-                "finish_reason": "stop",
-                "stop_reason": None,
-                "completion_text": "x",
-                "temperature": 1.0,
-                "seed": 0,
-                "reward": score,
-                "parts": {"right": score},
-                "errors": {"right": None},
-            }
-            for group, of_group in zip(groups, scores.values(), strict=True)
-            for index, score in enumerate(of_group)
-        ]
-        tables = {
-            "rollouts": pa.Table.from_pylist(rows, schema=rollouts.SCHEMA),
-            "rewards": pa.Table.from_pylist(rows, schema=rewards.schema_for(["right"])),
-        }
+    def make(run, scores, prefix="", **config):
+        texts = {f"{prefix}{number}": question for number, question in enumerate(scores)}
+        groups = dict(zip(texts, scores.values(), strict=True))
         models = (as_model("policy", policy),)
-        sampled = write(
-            store,
-            f"{run}.eval",
-            "rollouts",
-            tables["rollouts"],
-            {"prompts": prompt_version},
-            models,
-        )
-        paid = write(store, f"{run}.eval", "rewards", tables["rewards"], {"rollouts": sampled})
-        refs = {"rollouts": str(sampled.ref), "rewards": str(paid.ref)}
-        ref = run_stage("evaluate", config or Config(), store, **refs, into=run, in_process=True)
-        return store.open(ref)
+        asked = ask(store, texts, f"{run}.eval")
+        scored = score(store, groups, asked, f"{run}.eval", models=models)
+        return evaluate(store, scored, into=run, **config)
 
     return make
 
@@ -109,22 +59,35 @@ def test_evaluations_are_paired_by_what_was_asked(store, evaluated):
     assert backwards["score"] == pytest.approx(-score["score"])
 
 
-def test_equal_questions_are_paired_in_their_order(store, evaluated):
-    """The same bytes of prompts: groups are their own names, also where one question stands twice."""
-    a = evaluated("first", BEFORE)
-    again = evaluated("second", BEFORE)
-    answer = compare(store, a, again)
-    assert answer["difference"]["score"] == {"score": 0, "stderr": 0, "n": 4, "interval": (0, 0)}
-
-
-def test_what_has_nothing_in_common_is_no_pair(store, evaluated):
+def test_evaluations_without_a_common_score_are_refused(store, evaluated):
     a = evaluated("first", BEFORE)
     with pytest.raises(LineageError, match="no prompt has a score in both"):
         compare(store, a, evaluated("second", {"else?": [1.0]}))
     with pytest.raises(LineageError, match="measured reward and right"):
-        compare(store, a, evaluated("third", BEFORE, config=Config(score="right")))
-    note = compare(store, a, evaluated("fourth", BEFORE, config=Config(threshold=0.5)))["notes"]
-    assert note == ["a sample is correct from 1 in A, from 0.5 in B (evaluate.threshold)"]
+        compare(store, a, evaluated("third", BEFORE, score="right"))
+
+
+def test_other_rules_of_one_score_are_noted(store, evaluated):
+    """The prompts have the same bytes, so their groups are paired by name."""
+    a = evaluated("first", BEFORE)
+    answer = compare(store, a, evaluated("fourth", BEFORE, threshold=0.5, unscored="worst"))
+    assert answer["difference"]["score"] == {"score": 0, "stderr": 0, "n": 4, "interval": (0, 0)}
+    assert answer["notes"] == [
+        "a sample is correct from 1 in A, from 0.5 in B (evaluate.threshold)",
+        "an answer that a limit cut off before it was scored counts as zero in A, as worst in B "
+        "(evaluate.unscored)",
+    ]
+
+
+def test_rewards_that_were_made_otherwise_are_noted(store, evaluated):
+    a = evaluated("first", BEFORE)
+    roles = ("rollouts", "rewards")
+    sampled, paid = (store.open(a.manifest.require_input(role).ref) for role in roles)
+    plan = {"stage": "override", "inputs": {"rollouts": sampled}}
+    edited = write(store, "rewards", paid.table().combine_chunks(), "first.eval", **plan)
+    b = evaluate(store, (sampled, edited), into="second")
+    note = "[reward] differs: first.eval/rewards@1 and first.eval/rewards@2"
+    assert compare(store, a, b)["notes"] == [note]
 
 
 def test_the_interval_covers_the_mean_as_often_as_it_says():
@@ -149,8 +112,7 @@ def test_compare_through_the_command_line(store, evaluated, capsys):
     in_store = ("--store", str(store.path))
     texts = []
     for a, b in (
-        ("first/evaluations@1", "second/evaluations@1"),
-        ("first", "second/evaluations@latest"),
+        ("first/evaluations@1", "second/evaluations@latest"),
         ("first", "second"),
         ("first", "tiny/policy@0"),
     ):

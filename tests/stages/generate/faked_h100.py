@@ -14,8 +14,7 @@ import types
 from quiver.stages.common.models.vllm_env import prepare
 from quiver.stages.common.store import Store
 from quiver.stages.generate.engine import Setup
-from quiver.stages.generate.engines import model_link
-from quiver.stages.generate.engines.vllm import VllmEngine
+from quiver.stages.generate.engines import vllm
 from quiver.stages.generate.options import Sampling, VllmOptions
 
 
@@ -45,7 +44,7 @@ def config_of(policy, path: str, *, resident: bool = False, **options):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    engine = VllmEngine.__new__(VllmEngine)
+    engine = vllm.VllmEngine.__new__(vllm.VllmEngine)
     engine.setup = Setup(policy, Sampling(), (1,), max_model_len=128, resident=resident)
     engine.options = VllmOptions(**options)
     engine.cpu = False
@@ -66,27 +65,28 @@ def main() -> None:
     code += "; EngineArgs(model=sys.argv[1]).create_model_config()"
     subprocess.run([sys.executable, "-c", code, str(policies[0].files.folder)], check=True)
     fake_platform()
-    out = {"by path": [], "by link": []}
+    out: dict = {"by path": [], "by link": []}
     for policy in policies:
         folder = policy.files.folder
         out["by path"].append(config_of(policy, str(folder)).compute_hash())
-        model_link._models.clear()  # as in another process
-        link = model_link.ModelLink(folder)
+        vllm._linked.clear()  # as in another process
+        link = vllm.ModelLink(folder)
         out["by link"].append(config_of(policy, str(link.path)).compute_hash())
         link.release()
-    whole = config_of(policies[0], str(policies[0].files.folder))
-    out["sequences"] = whole.scheduler_config.max_num_seqs
-    out["dtype"] = str(whole.model_config.dtype)
-    asked = {"max_num_seqs": 64, "logits_dtype": "float32"}
-    changed = config_of(policies[0], str(policies[0].files.folder), **asked)
-    out["asked sequences"] = changed.scheduler_config.max_num_seqs
-    out["head"] = [str(config.model_config.head_dtype) for config in (whole, changed)]
-    folder = str(policies[0].files.folder)
-    resident = config_of(policies[0], folder, resident=True)
-    out["sleeps"] = [each.model_config.enable_sleep_mode for each in (whole, resident)]
-    out["allocator"] = [each.model_config.enable_cumem_allocator for each in (whole, resident)]
-    with_more = config_of(policies[0], folder, resident=True, engine_args={"kv_cache_dtype": "fp8"})
-    out["sleeps with more"] = with_more.model_config.enable_sleep_mode
+    for name, options in {
+        "plain": {},
+        "changed": {"max_num_seqs": 64, "logits_dtype": "float32"},
+        "resident": {"resident": True},
+        "resident with more": {"resident": True, "engine_args": {"kv_cache_dtype": "fp8"}},
+    }.items():
+        config = config_of(policies[0], str(policies[0].files.folder), **options)
+        out[name] = {
+            "dtype": str(config.model_config.dtype),
+            "head": str(config.model_config.head_dtype),
+            "sequences": config.scheduler_config.max_num_seqs,
+            "sleeps": config.model_config.enable_sleep_mode,
+            "allocator": config.model_config.enable_cumem_allocator,
+        }
     print(json.dumps(out))
 
 

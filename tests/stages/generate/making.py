@@ -189,14 +189,6 @@ def answer(prompt_ids: list[int], seed: int) -> list[int]:
     return [prompt_ids[0], 7]
 
 
-class Late(Honest):
-    """Fails at one row only, which stands in the last shard."""
-
-    def answers(self, request):
-        wrong = {"logprobs": np.array([-0.5, np.nan], np.float32)} if request.index == 80 else {}
-        yield good(request.index, **wrong)
-
-
 class Steps(Honest):
     """Decodes up to eight rows at once and answers one at each step; `flying` is how many it had at
     each."""

@@ -1,65 +1,44 @@
 """Engine `transformers`: logprobs against an independent forward pass, independence of batch-mates,
-end tokens, processing."""
+end tokens, the sampled distribution."""
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from quiver.schemas.errors import NumericError
+from quiver.schemas.errors import NumericError, ResourceError
+from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.generate.engine import Request, Setup
+from quiver.stages.generate.engines.transformers import TransformersEngine
 from quiver.stages.generate.options import Sampling
 from quiver.stages.generate.sampling import draw, processed_logprobs
 from tests.stages.generate.making import make_prompts, random_prompts
-from tests.tiny import EOS, make_folder, make_policy
-
-DECODER_START = {"t5": 0, "bart": 2}
+from tests.stages.optimize.world import import_changed
+from tests.tiny import EOS, make_policy, plain_logprobs
 
 
 def generate(store, policy, prompts, *, batch_size=4, samples=3, **changed):
-    sampling = {"temperature": 0.7, "max_tokens": 12, **changed}
-    given = {
+    config = {
         "engine": "transformers",
         "samples_per_prompt": samples,
         "dtype": "float32",
         "options": {"batch_size": batch_size},
-        "sampling": sampling,
+        "sampling": {"temperature": 0.7, "max_tokens": 12, **changed},
     }
     refs = {"prompts": prompts.ref, "policy": policy.ref}
-    ref = run_stage("generate", given, store, in_process=True, force=True, **refs)
+    ref = run_stage("generate", config, store, in_process=True, force=True, **refs)
     return store.open(ref).table().to_pylist()
 
 
-def recomputed(policy, row, temperature=0.7) -> np.ndarray:
-    """Logprobs of one row by one plain forward pass: no batch, no padding, no cache."""
-    prompt, ids = torch.tensor([row["prompt_ids"]]), torch.tensor([row["completion_ids"]])
-    kind = policy.ref.run
-    with torch.no_grad():
-        if kind in DECODER_START:
-            model = AutoModelForSeq2SeqLM.from_pretrained(
-                policy.files.folder, dtype=torch.float32
-            ).eval()
-            shifted = torch.cat([torch.tensor([[DECODER_START[kind]]]), ids[:, :-1]], 1)
-            logits = model(input_ids=prompt, decoder_input_ids=shifted).logits[0]
-        else:
-            model = AutoModelForCausalLM.from_pretrained(
-                policy.files.folder, dtype=torch.float32
-            ).eval()
-            logits = model(input_ids=torch.cat([prompt, ids], 1)).logits[
-                0, prompt.shape[1] - 1 : -1
-            ]
-    logprobs = torch.log_softmax(logits.double() / temperature, -1)
-    return logprobs.gather(-1, ids[0][:, None])[:, 0].numpy()
-
-
-# gpt2 learns a vector for each position, where the others only know distances
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "t5", "bart"])
+# gpt2 learns a vector for each position, while the others only know distances
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "t5", "bart"])
 def test_logprobs_are_those_of_a_plain_forward_pass(store, kind):
     policy = make_policy(store, kind, kind)
     rows = generate(store, policy, random_prompts(store, 4, run=kind))
+    model = load_model(policy, dtype=torch.float32)
     for row in rows:
-        assert np.abs(np.array(row["old_logprobs"]) - recomputed(policy, row)).max() < 1e-5
+        expected = plain_logprobs(model, row["prompt_ids"], row["completion_ids"], 0.7)
+        assert row["old_logprobs"] == pytest.approx(expected.tolist(), abs=1e-5)
     assert len({tuple(row["completion_ids"]) for row in rows}) > 6
 
 
@@ -74,11 +53,9 @@ def test_a_row_does_not_depend_on_its_batch_mates(store, kind):
 
 
 def test_an_end_token_is_the_last_id_and_ends_the_row(store, policy):
-    rows = generate(
-        store, policy, random_prompts(store, 20), samples=4, temperature=2.0, max_tokens=60
-    )
-    stopped = [row for row in rows if row["finish_reason"] == "stop"]
-    assert stopped and len(stopped) < len(rows)
+    prompts = random_prompts(store, 20)
+    rows = generate(store, policy, prompts, samples=4, temperature=2.0, max_tokens=60)
+    assert {row["finish_reason"] for row in rows} == {"stop", "length"}
     for row in rows:
         ended = row["finish_reason"] == "stop"
         assert row["completion_ids"].count(EOS) == ended == (row["completion_ids"][-1] == EOS)
@@ -88,66 +65,70 @@ def test_an_end_token_is_the_last_id_and_ends_the_row(store, policy):
 
 def test_other_stop_ids_min_tokens_and_ignore_eos(store, policy):
     prompts = random_prompts(store, 10)
-    everything = list(range(3, 320))
-    rows = generate(
-        store,
-        policy,
-        prompts,
-        stop_token_ids=everything,
-        min_tokens=3,
-        max_tokens=9,
-        ignore_eos=True,
-    )
-    for row in rows:
-        assert (
-            all(token < 3 for token in row["completion_ids"][:3])
-            and len(row["completion_ids"]) >= 4
-        )
+    ordinary = list(range(3, 320))
+    ends = {"stop_token_ids": ordinary, "min_tokens": 3, "max_tokens": 9, "ignore_eos": True}
+    for row in generate(store, policy, prompts, **ends):
+        assert max(row["completion_ids"][:3]) < 3 and len(row["completion_ids"]) >= 4
     rows = generate(store, policy, prompts, temperature=2.0, ignore_eos=True, max_tokens=60)
     assert {len(row["completion_ids"]) for row in rows} == {60}
     assert any(EOS in row["completion_ids"] for row in rows)
 
 
-def test_temperature_0_takes_the_likeliest_id(store, policy):
-    row = generate(store, policy, make_prompts(store, [[5, 6, 7]]), samples=1, temperature=0)[0]
-    model = AutoModelForCausalLM.from_pretrained(policy.files.folder, dtype=torch.float32).eval()
-    ids = torch.tensor([[5, 6, 7]])
-    with torch.no_grad():
-        for token in row["completion_ids"]:
-            assert model(input_ids=ids).logits[0, -1].argmax() == token
-            ids = torch.cat([ids, torch.tensor([[token]])], 1)
-    assert row["old_logprobs"] == pytest.approx(recomputed(policy, row, 1.0), abs=1e-5)
+def test_penalties_are_of_the_ids_in_the_row(store, policy):
+    """Greedy rows, so that a wrong count would choose another id."""
+    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    sampling = Sampling(temperature=0, max_tokens=30, **penalties)
+    prompt = torch.tensor([5, 6, 7])
+    (row,) = generate(
+        store, policy, make_prompts(store, [prompt.tolist()]), samples=1, **sampling.model_dump()
+    )
+    model = load_model(policy, dtype=torch.float32)
+    ids = prompt
+    for token, logprob in zip(row["completion_ids"], row["old_logprobs"], strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[:, -1]
+        count = {"minlength": logits.shape[-1]}
+        logprobs = processed_logprobs(
+            logits,
+            sampling,
+            step=0,
+            stop_ids=torch.tensor([EOS]),
+            seen=ids.bincount(**count)[None] > 0,
+            counts=ids[len(prompt) :].bincount(**count)[None],
+        )[0]
+        assert logprobs.argmax() == token
+        assert logprob == pytest.approx(logprobs[token].item(), abs=1e-5)
+        ids = torch.cat([ids, torch.tensor([token])])
 
 
-def test_penalties_count_what_stands_in_the_row(store, policy):
-    """A presence penalty at its most makes repeats rare in a row whose likeliest ids repeat."""
-    prompts = make_prompts(store, [[5, 6, 7]])
-    plain = generate(store, policy, prompts, samples=1, temperature=0, max_tokens=40)[0][
-        "completion_ids"
-    ]
-    pushed = generate(
-        store, policy, prompts, samples=1, temperature=0, max_tokens=40, frequency_penalty=2.0
-    )[0]["completion_ids"]
-    assert len(set(pushed)) > len(set(plain))
+def test_weights_that_are_no_numbers_show_in_the_first_logprob(store, tmp_path):
+    """Importing a model does not look at its weights; sampling from it writes nothing."""
+    policy = import_changed(store, tmp_path / "model", "tiny", nudge=float("nan"))
+    with pytest.raises(NumericError, match="logprob nan"):
+        generate(store, policy, random_prompts(store, 2, run="tiny"))
+    assert store.numbers("tiny", "rollouts") == []
+
+
+@pytest.mark.parametrize(
+    ("fail", "error", "words"),
+    [
+        # the allocator itself refuses
+        (lambda *_: torch.empty(1 << 60), ResourceError, "allocate"),
+        (lambda *_: torch.ones(2, 3) @ torch.ones(2, 3), RuntimeError, "shapes cannot be"),
+    ],
+)
+def test_only_lack_of_memory_is_a_resource_error(store, policy, fail, error, words):
+    engine = TransformersEngine(Setup(policy, Sampling(), (EOS,), 64, "float32", "cpu"))
+    engine.model.register_forward_hook(fail)
+    with pytest.raises(error, match=words) as caught:
+        next(engine.generate([Request(0, np.array([5], np.int32), 1)]))
+    assert type(caught.value) is error
+    assert error is RuntimeError or "batch_size" in caught.value.next
 
 
 # -- the distribution
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 0.5]])
-
-
-def processed(**sampling) -> np.ndarray:
-    extra = {name: sampling.pop(name) for name in ("seen", "counts") if name in sampling}
-    step = sampling.pop("step", 0)
-    out = processed_logprobs(
-        LOGITS, Sampling(**sampling), step=step, stop_ids=torch.tensor([0]), **extra
-    )
-    return out[0].double().numpy()
-
-
-def softmax(values) -> np.ndarray:
-    powers = np.exp(np.array(values, np.float64))
-    return powers / powers.sum()
 
 
 @pytest.mark.parametrize(
@@ -180,7 +161,12 @@ def softmax(values) -> np.ndarray:
     ],
 )
 def test_processing(sampling, values):
-    assert np.exp(processed(**sampling)) == pytest.approx(softmax(values), abs=1e-6)
+    state = {"step": 0, "seen": None, "counts": None}
+    state |= {name: sampling[name] for name in state if name in sampling}
+    sampling = Sampling(**{name: sampling[name] for name in sampling.keys() - state.keys()})
+    logprobs = processed_logprobs(LOGITS, sampling, stop_ids=torch.tensor([0]), **state)
+    expected = torch.tensor(values, dtype=torch.float64).softmax(-1)
+    assert logprobs[0].exp().tolist() == pytest.approx(expected.tolist(), abs=1e-6)
 
 
 def test_draws_follow_the_distribution():
@@ -195,46 +181,11 @@ def test_draws_follow_the_distribution():
 
 
 def test_ends_of_the_unit_interval():
-    logprobs = torch.tensor([[0.0, 0.5, 0.5, 0.0]]).log()
-    assert [
-        draw(logprobs, torch.tensor([u], dtype=torch.float64), 1.0).item()
-        for u in (0.0, 1 - 2**-40)
-    ] == [1, 2]
+    logprobs = torch.tensor([[0.0, 0.5, 0.5, 0.0]]).log().expand(2, 4)
+    uniforms = torch.tensor([0.0, 1 - 2**-40], dtype=torch.float64)
+    assert draw(logprobs, uniforms, 1.0).tolist() == [1, 2]
 
 
-def test_weights_that_are_no_numbers_are_told_by_the_first_logprob(store, tmp_path):
-    """Importing a model does not look at its weights; sampling from it writes nothing."""
-    weights = make_folder(tmp_path / "model") / "model.safetensors"
-    tensors = load_file(weights)
-    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = torch.nan
-    save_file(tensors, weights, metadata={"format": "pt"})
-    config = {"model": str(tmp_path / "model")}
-    policy = store.open(run_stage("policy", config, store, in_process=True, into="tiny"))
-    with pytest.raises(NumericError, match="logprob nan"):
-        generate(store, policy, random_prompts(store, 2, run="tiny"))
-    assert store.numbers("tiny", "rollouts") == []
-
-
-def test_no_memory_is_a_resource_error(store, policy):
-    from quiver.schemas.errors import ResourceError
-    from quiver.stages.generate.engine import Request, Setup
-    from quiver.stages.generate.engines.transformers import TransformersEngine
-
-    engine = TransformersEngine(Setup(policy, Sampling(), (EOS,), 64, "float32", "cpu"))
-    engine.model.register_forward_hook(
-        lambda *_: torch.empty(1 << 60)
-    )  # the allocator itself refuses
-    with pytest.raises(ResourceError, match="allocate") as caught:
-        next(engine.generate([Request(0, np.array([5], np.int32), 1)]))
-    assert "batch_size" in caught.value.next
-
-
-def test_another_error_of_torch_is_not_called_lack_of_memory(store, policy):
-    from quiver.stages.generate.engine import Request, Setup
-    from quiver.stages.generate.engines.transformers import TransformersEngine
-
-    engine = TransformersEngine(Setup(policy, Sampling(), (EOS,), 64, "float32", "cpu"))
-    engine.model.register_forward_hook(lambda *_: torch.ones(2, 3) @ torch.ones(2, 3))
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
-        next(engine.generate([Request(0, np.array([5], np.int32), 1)]))
-    assert type(caught.value) is RuntimeError
+def test_temperature_0_takes_the_likeliest_id():
+    logprobs = torch.tensor([[0.2, 0.3, 0.5]]).log()
+    assert draw(logprobs, torch.zeros(1, dtype=torch.float64), 0).tolist() == [2]

@@ -1,11 +1,6 @@
-"""How the engine `vllm` sleeps and takes the next policy: what it asks of vLLM, when it refuses."""
+"""Engine `vllm` sleeps and takes the next policy: the calls of vLLM, and what it refuses."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,12 +14,13 @@ from quiver.stages.generate.engine import Setup
 from quiver.stages.generate.engines import vllm
 from quiver.stages.generate.options import Sampling, VllmOptions
 from tests.tiny import EOS, make_folder, make_policy
+from tests.vllm_process import checked
 
 MEMORY = {"gpu_memory_utilization": 0.5}
 
 
 class Recorder:
-    """Stands in for `vllm.LLM`: what it was asked, in this order."""
+    """Stands in for `vllm.LLM`, and notes its calls in their order."""
 
     def __init__(self, awake: bool = True) -> None:
         self.asked: list[tuple] = []
@@ -83,14 +79,14 @@ def test_it_wakes_loads_the_weights_and_forgets_its_prefix_cache(store):
     llm = Recorder()
     engine = engine_of(setup_of(store), llm)
     assert engine.sleep()
-    assert llm.asked == [("release",), ("sleep", 2)]
-    llm.asked.clear()
     shorter = {"stop_ids": (), "max_model_len": 64, "longest": 40}
     following = replace(setup_of(store, "next"), sampling=Sampling(max_tokens=3), **shorter)
     assert engine.take(following)
     assert engine.setup is following
     folder = str(store.open("next/policy@0").files.folder)
     assert llm.asked == [
+        ("release",),
+        ("sleep", 2),
         ("wake_up", "weights"),
         ("reload_weights", {"weights_path": folder}),
         ("wake_up", "kv_cache"),
@@ -100,11 +96,11 @@ def test_it_wakes_loads_the_weights_and_forgets_its_prefix_cache(store):
     assert engine.take(setup_of(store)) and not engine.take(setup_of(store, max_model_len=192))
 
 
-def test_one_that_is_not_awake_in_the_end_took_nothing(store):
+def test_an_engine_that_does_not_wake_took_nothing(store):
     assert not engine_of(setup_of(store), Recorder(awake=False)).take(setup_of(store, "next"))
 
 
-def test_in_doubt_it_takes_nothing(store):
+def test_it_takes_nothing_that_differs_by_more_than_weights(store):
     llm = Recorder()
     engine = engine_of(setup_of(store), llm)
     for changed in (
@@ -120,10 +116,13 @@ def test_in_doubt_it_takes_nothing(store):
         {"run": "words"},
     ):
         assert not engine.take(setup_of(store, **{"run": "next", **changed})), changed
+    # These positions depend on the length.
+    engine._architecture = ({"rope_parameters": {"rope_type": "longrope"}}, {})
+    assert not engine.take(setup_of(store, "next", max_model_len=64))
     assert llm.asked == []
 
 
-def test_one_that_holds_more_than_weights_does_not_sleep(store):
+def test_an_engine_with_more_than_weights_does_not_sleep(store):
     llm = Recorder()
     for changed in (
         {"base": store.open("tiny/policy@0")},
@@ -133,14 +132,6 @@ def test_one_that_holds_more_than_weights_does_not_sleep(store):
     ):
         assert not engine_of(setup_of(store, **changed), llm).sleep(), changed
     assert llm.asked == []
-
-
-def test_positions_that_depend_on_the_length_need_the_same_length(store):
-    engine = engine_of(setup_of(store), Recorder())
-    shorter = setup_of(store, "next", max_model_len=64)
-    assert engine._fits(shorter)
-    engine._architecture = ({"rope_parameters": {"rope_type": "longrope"}}, {})
-    assert not engine._fits(shorter)
 
 
 def test_its_cpu_build_is_refused_before_it_starts(store):
@@ -153,18 +144,9 @@ def test_its_cpu_build_is_refused_before_it_starts(store):
 
 @pytest.mark.vllm
 def test_a_real_vllm_takes_weights_and_its_cpu_build_takes_them_wrong(store):
-    """All but the memory that a GPU gives back. If the CPU's answers become right, what is refused
-    here may be allowed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.stages.generate.resident_checks", str(store.path)],
-        cwd=Path(__file__).parents[3],
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    answers = json.loads(done.stdout.splitlines()[-1])
+    """Everything except the memory that a GPU gives back. If the CPU's answers become right, the
+    refusal above may go."""
+    answers = checked("tests.stages.generate.resident_checks", store.path)
     assert answers["slept"] and answers["taken"]
     assert answers["second"] != answers["first"], "it is the same model"
     is_right = answers["second"] == [pytest.approx(row, abs=1e-3) for row in answers["fresh"]]

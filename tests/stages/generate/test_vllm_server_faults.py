@@ -1,6 +1,6 @@
-"""Engine `vllm-server` before servers that are wrong or fail: a small one that speaks as vLLM does.
-What only a real one can show is in test_vllm_server.py; what goes wrong on the network is in
-tests/stages/reward/test_remote.py."""
+"""Engine `vllm-server` with servers that are wrong or fail: a small one that speaks as vLLM does.
+test_vllm_server.py has what only a real one can show, tests/stages/reward/test_remote.py the faults
+of the network."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import copy
 import resource
 import signal
 import threading
-import time
 from contextlib import closing
 from dataclasses import replace
 
@@ -27,7 +26,6 @@ from quiver.stages.generate.engines.vllm_server import VllmServerEngine
 from quiver.stages.generate.options import Sampling
 from tests.stages.generate.fake_vllm import WORDS, FakeVllm, completion
 from tests.stages.generate.making import random_prompts
-from tests.stages.reward.fake_server import FakeServer, Flood
 from tests.tiny import make_policy
 
 CLOSED = "http://127.0.0.1:9"
@@ -58,15 +56,6 @@ def sample(store, policy, server, **options):
     return store.open(run_stage("generate", config, store, in_process=True, **refs))
 
 
-def assert_right(version) -> None:
-    """Every row is as its seed decides, whichever server answered it after however many tries."""
-    rows = version.table().to_pylist()
-    assert len(rows) == 24
-    for row in rows:
-        ids, logprobs = completion(row["prompt_ids"], row["seed"])
-        assert (row["completion_ids"], row["old_logprobs"]) == (ids, logprobs)
-
-
 def engine_of(policy, *servers, **options) -> closing[VllmServerEngine]:
     urls = [server if isinstance(server, str) else server.url for server in servers]
     options = {"urls": urls, "concurrency": 3, "down_seconds": 0.6, **options}
@@ -92,9 +81,8 @@ def changed(answer, **fields):
     return answer
 
 
-def test_rows_are_asked_for_with_all_that_shapes_them(store, policy, server):
+def test_requests_name_everything_that_shapes_a_row(store, policy, server):
     version = sample(store, policy, server)
-    assert_right(version)
     assert version.manifest.metrics["engine"] == {
         "name": "vllm-server",
         "version": "0.32.0",
@@ -102,10 +90,10 @@ def test_rows_are_asked_for_with_all_that_shapes_them(store, policy, server):
         "device": "server",
         "logprobs_mode": "processed_logprobs",
     }
+    expected = {"stop_token_ids": [2, 7], "ignore_eos": True, "max_tokens": 8, "n": 1}
+    expected |= {"watermarking": False, "temperature": 1.0, "top_p": 1.0, "detokenize": False}
     parameters = server.bodies[0]["sampling_params"]
-    assert parameters["stop_token_ids"] == [2, 7]
-    assert (parameters["ignore_eos"], parameters["max_tokens"], parameters["n"]) == (True, 8, 1)
-    assert parameters["watermarking"] is False
+    assert parameters | expected == parameters
     seeds = {body["sampling_params"]["seed"] for body in server.bodies}
     assert seeds == {row["seed"] for row in version.table().to_pylist()}
 
@@ -125,9 +113,6 @@ ONCE = {
     "large ids": lambda answer: changed(
         answer, token_ids=[2**40], logprobs={"content": [{"token_id": 2**40, "logprob": -1.0}]}
     ),
-    "ids as text": lambda answer: changed(
-        answer, token_ids=["3"], logprobs={"content": [{"token_id": "3", "logprob": -1.0}]}
-    ),
     "another request": lambda answer: {**answer, "request_id": "generate-tokens-quiver-0"},
     "another prompt": lambda answer: {**answer, "usage": {"prompt_tokens": 1}},
     "another model": lambda answer: {**answer, "model": "another"},
@@ -137,7 +122,6 @@ ONCE = {
     "no weights": lambda answer: changed(answer, weight_versions=None),
     "aborted": lambda answer: changed(answer, finish_reason="abort"),
     "two choices": lambda answer: {**answer, "choices": answer["choices"] * 2},
-    "text": lambda answer: ["text"],
     "closed": lambda answer: None,
     "503": lambda answer: 503,
 }
@@ -159,8 +143,11 @@ def test_a_row_that_always_fails_ends_the_stage_which_then_continues(store, poli
     assert store.numbers("tiny", "rollouts") == []
     server.says = lambda answer, count: answer
     num_before = server.num_rows
-    assert_right(sample(store, policy, server))
-    assert server.num_rows - num_before < 24
+    rows = sample(store, policy, server).table().to_pylist()
+    assert server.num_rows - num_before < len(rows) == 24
+    for row in rows:
+        ids, logprobs = completion(row["prompt_ids"], row["seed"])
+        assert (row["completion_ids"], row["old_logprobs"]) == (ids, logprobs)
 
 
 def test_a_refusal_is_final_and_quoted_without_the_token(policy, server, monkeypatch):
@@ -174,25 +161,47 @@ def test_a_refusal_is_final_and_quoted_without_the_token(policy, server, monkeyp
             ask(engine)
         assert f"answered {status}: {WORDS} Bearer ***" in caught.value.message
         assert advice in caught.value.next
-    assert {asked.headers["authorization"] for asked in server.asked} == {"Bearer a-long-secret"}
+    assert {request.headers["authorization"] for request in server.asked} == {
+        "Bearer a-long-secret"
+    }
 
 
-@pytest.mark.parametrize("logprob", [-9999.0, None, float("nan")])
-def test_a_logprob_that_is_no_number_ends_the_stage(policy, server, logprob):
-    def says(answer, count):
-        answer["choices"][0]["logprobs"]["content"][-1]["logprob"] = logprob
-        return answer
-
-    server.says = says
-    with engine_of(policy, server) as engine, pytest.raises(NumericError, match="is no number"):
-        ask(engine)
+def with_logprob(answer, logprob):
+    answer["choices"][0]["logprobs"]["content"][-1]["logprob"] = logprob
+    return answer
 
 
-def test_a_row_that_takes_too_long_is_given_up(policy, server):
-    server.says = lambda answer, count: asyncio.sleep(30)
+ENDING = {
+    "-9999": (lambda answer: with_logprob(answer, -9999.0), NumericError, "is no number"),
+    "null": (lambda answer: with_logprob(answer, None), NumericError, "is no number"),
+    "NaN": (lambda answer: with_logprob(answer, float("nan")), NumericError, "is no number"),
+    "slow": (lambda answer: asyncio.sleep(30), ResourceError, r"no whole answer within 0\.1 s"),
+    "another name": (
+        lambda answer: {**answer, "model": "f" * 64},
+        LineageError,
+        f"it serves {'f' * 64}",
+    ),
+    "no such name": (lambda answer: 404, LineageError, f"it serves {'f' * 64}"),
+}
+
+
+@pytest.mark.parametrize("fault", ENDING)
+def test_an_answer_that_ends_the_stage(policy, server, fault):
+    """A server that was started anew refuses the old name; one behind a balancer may answer."""
+    says, error, words = ENDING[fault]
+
+    def fail(answer, count):
+        if count < 9 and "name" in fault:
+            return answer
+        if "name" in fault:
+            server.card["id"] = "f" * 64
+        return says(answer)
+
+    server.says = fail
+    seconds = 0.1 if fault == "slow" else 30
     with (
-        engine_of(policy, server, row_seconds=0.1, retries=1) as engine,
-        pytest.raises(ResourceError, match=r"no whole answer within 0\.1 s"),
+        engine_of(policy, server, row_seconds=seconds, retries=1) as engine,
+        pytest.raises(error, match=words),
     ):
         ask(engine)
 
@@ -205,37 +214,6 @@ def test_an_answer_may_have_so_many_bytes_for_each_token(policy, server, monkeyp
         server.says = lambda answer, count: {**answer, "padding": "x" * (8 * 1024 + 2000)}
         with pytest.raises(ResourceError, match="the answer has more than 10192 bytes"):
             ask(engine)
-
-
-@pytest.mark.parametrize(
-    ("flood", "problem"),
-    [
-        (Flood(b"[" * 2**16), "the answer has more than 4194304 bytes"),
-        (Flood(b" ", seconds_between=0.05), "no whole answer within 0.5 s"),
-    ],
-    ids=["large", "slow"],
-)
-def test_a_server_that_floods_its_check_takes_no_part(policy, monkeypatch, flood, problem):
-    monkeypatch.setattr(vllm_server, "_CHECK_SECONDS", 0.5 if flood.seconds_between else 30.0)
-    with FakeServer(flood) as server, pytest.raises(ResourceError, match=problem):
-        engine_of(policy, server)
-    assert 0 < flood.bytes_sent < 2**24
-
-
-@pytest.mark.parametrize("how", ["it refuses the old name", "it answers as the new one"])
-def test_other_weights_in_the_middle_publish_nothing(store, policy, server, how):
-    """A server that was started anew refuses the old name; one behind a balancer may answer."""
-
-    def replaced(answer, count):
-        if count < 9:
-            return answer
-        server.card["id"] = "f" * 64
-        return 404 if "refuses" in how else {**answer, "model": "f" * 64}
-
-    server.says = replaced
-    with pytest.raises(LineageError, match=f"it serves {'f' * 64}"):
-        sample(store, policy, server)
-    assert store.numbers("tiny", "rollouts") == []
 
 
 def test_the_others_continue_without_a_server_of_other_weights(policy, server, caplog):
@@ -287,7 +265,8 @@ def test_an_error_shows_the_command_that_starts_a_right_server(policy, server):
     assert caught.value.next == (
         f"python -m vllm.entrypoints.openai.api_server --model {policy.files.folder} "
         f"--served-model-name {as_model('policy', policy).weights} --logprobs-mode "
-        f"processed_logprobs --enable-scale-out --max-model-len 64 --port {server.port}"
+        f"processed_logprobs --max-model-len 64 --dtype auto --port {server.port} "
+        "--enable-scale-out"
     )
 
 
@@ -305,18 +284,6 @@ def test_a_row_is_kept_away_from_the_server_that_failed_it(policy, server):
             ask(engine)
 
 
-def test_a_short_overload_does_not_end_the_stage(policy, server):
-    asked_at = []
-
-    def says(answer, count):
-        asked_at.append(time.monotonic())
-        return 503 if asked_at[-1] - asked_at[0] < 1.5 else answer
-
-    server.says = says
-    with engine_of(policy, server) as engine:
-        ask(engine, 12)
-
-
 def test_a_server_that_comes_later_is_waited_for(policy, server, caplog):
     name, server.card["id"] = server.card["id"], "mine"
     thread = threading.Timer(0.5, lambda: server.card.update(id=name))
@@ -329,33 +296,23 @@ def test_a_server_that_comes_later_is_waited_for(policy, server, caplog):
 
 def test_ctrl_c_ends_the_wait_for_a_server(policy):
     def interrupt(*_):
-        signal.signal(signal.SIGALRM, give_up)
-        signal.alarm(30)
         raise KeyboardInterrupt
-
-    def give_up(*_):
-        raise AssertionError("still waits for a server")
 
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.5)
     try:
         with pytest.raises(KeyboardInterrupt):
-            engine_of(policy, CLOSED, wait_seconds=3600)
+            engine_of(policy, CLOSED, wait_seconds=60)
     finally:
-        signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
 
 
-def test_as_many_connections_as_files_may_be_open(policy, server, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
-        with pytest.raises(ConfigError, match="600 connections at once and 512 other files"):
-            engine_of(policy, server, concurrency=600)
+def test_as_many_connections_as_files_may_be_open(policy, server):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
         with engine_of(policy, server, concurrency=200):
-            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (712, hard)
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -370,15 +327,6 @@ def test_a_policy_that_no_server_takes_is_refused_before_one_is_asked(store, pol
         with pytest.raises(ConfigError, match=problem):
             VllmServerEngine(replace(setup, **fields))
     assert server.asked == []
-
-
-def test_where_and_how_fast_is_no_part_of_the_run_key():
-    def key(**options):
-        return parse(Config, {"engine": "vllm-server", "options": options}, "generate").key()
-
-    assert key(urls=["http://127.0.0.1:8000"]) == key(
-        urls=["https://a:1", "https://b:2"], token="env:T", concurrency=9, retries=0, row_seconds=9
-    )
 
 
 @pytest.mark.parametrize(

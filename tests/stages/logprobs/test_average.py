@@ -1,85 +1,59 @@
 """The moving average of weights: the formula on every weight, a model that loads, nothing averaged
 that does not match."""
 
-from functools import partial
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from quiver.schemas.errors import LineageError
+from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.logprobs.average import Config
+from tests.stages.optimize.world import weights
 from tests.tiny import make_folder, make_policy
 
-run = partial(run_stage, "average", in_process=True)
+
+def average(store, reference, policy, rate):
+    refs = {"reference": reference.ref, "policy": policy.ref}
+    options = {"into": "tiny.ref", "in_process": True}
+    return store.open(run_stage("average", {"rate": rate}, store, **refs, **options))
 
 
 def test_every_weight_is_the_average(store, policy):
     other = make_policy(store, "other", seed=1)
-    version = store.open(
-        run(Config(rate=0.25), store, reference=policy.ref, policy=other.ref, into="tiny.ref")
-    )
+    version = average(store, policy, other, 0.25)
     assert str(version.ref) == "tiny.ref/policy@0"
-    found, old, new = (
-        load_file(each.files.path("model.safetensors")) for each in (version, policy, other)
-    )
-    assert set(found) == set(old) == set(new)
-    for name, weight in found.items():
-        assert torch.allclose(weight, 0.75 * old[name] + 0.25 * new[name], atol=1e-7)
-    AutoModelForCausalLM.from_pretrained(version.files.folder)
-    assert {model.role: model.ref for model in version.manifest.models} == {
-        "reference": "tiny/policy@0",
-        "policy": "other/policy@0",
-    }
-    again = run(Config(rate=0.25), store, reference=policy.ref, policy=other.ref, into="tiny.ref")
-    assert again == version.ref
-    further = run(
-        Config(rate=0.25), store, reference=version.ref, policy=other.ref, into="tiny.ref"
-    )
-    assert str(further) == "tiny.ref/policy@1"
+    old, new = weights(policy), weights(other)
+    expected = {name: 0.75 * old[name] + 0.25 * new[name] for name in old.keys() | new.keys()}
+    torch.testing.assert_close(weights(version), expected, atol=1e-7, rtol=0)
+    load_model(version, dtype=torch.float32)
+    models = {model.role: model.ref for model in version.manifest.models}
+    assert models == {"reference": "tiny/policy@0", "policy": "other/policy@0"}
+    assert average(store, policy, other, 0.25).ref == version.ref
+    assert str(average(store, version, other, 0.25).ref) == "tiny.ref/policy@1"
 
 
 def test_a_small_rate_moves_weights_that_are_bfloat16(store, tmp_path):
     """Each weight of the policy is 1.5 times the reference's: a thousandth of that is less than
-    bfloat16 can tell."""
+    bfloat16 can show."""
     versions = []
-    for name, times in (("small", 1.0), ("large", 1.5)):
-        folder = make_folder(tmp_path / name)
-        weights = {
-            key: value.bfloat16() * times
-            for key, value in load_file(folder / "model.safetensors").items()
-        }
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
-        versions.append(
-            store.open(
-                run_stage("policy", {"model": str(folder)}, store, into=name, in_process=True)
-            )
-        )
-    old, new = versions
-    version = store.open(
-        run(Config(rate=1e-3), store, reference=old.ref, policy=new.ref, into="small.ref")
-    )
-    found, old, new = (
-        load_file(each.files.path("model.safetensors")) for each in (version, old, new)
-    )
-    for name, weight in found.items():
-        torch.testing.assert_close(
-            weight, old[name].float() + 1e-3 * (new[name].float() - old[name].float())
-        )
-        assert not torch.equal(weight, old[name].float())
+    for name, factor in (("small", 1.0), ("large", 1.5)):
+        path = make_folder(tmp_path / name) / "model.safetensors"
+        narrow = {key: weight.bfloat16() * factor for key, weight in load_file(path).items()}
+        save_file(narrow, path, {"format": "pt"})
+        config = {"model": str(path.parent)}
+        versions.append(store.open(run_stage("policy", config, store, into=name, in_process=True)))
+    old, new = map(weights, versions)
+    for name, weight in weights(average(store, *versions, 1e-3)).items():
+        before = old[name].float()
+        torch.testing.assert_close(weight, before + 1e-3 * (new[name].float() - before))
+        assert not torch.equal(weight, before)
 
 
 def test_other_models_are_refused(store, policy):
-    other = make_policy(store, "qwen", kind="qwen3")
-    with pytest.raises(
-        LineageError,
-        match=r"weight model\.layers\.0\.self_attn\.k_norm\.weight: expected shape .* found "
-        r"nothing",
+    for changed, words in (
+        ({"kind": "qwen3"}, r"self_attn\.k_norm\.weight: expected shape .* found nothing"),
+        ({"vocabulary": 330}, r"expected shape \[330, 32\], found shape \[320, 32\]"),
     ):
-        run(Config(rate=0.5), store, reference=policy.ref, policy=other.ref, into="tiny.ref")
-    wider = make_policy(store, "wider", vocabulary=330)
-    with pytest.raises(LineageError, match=r"expected shape \[330, 32\], found shape \[320, 32\]"):
-        run(Config(rate=0.5), store, reference=policy.ref, policy=wider.ref, into="tiny.ref")
+        with pytest.raises(LineageError, match=words):
+            average(store, policy, make_policy(store, "".join(changed), **changed), 0.5)
     assert store.numbers("tiny.ref", "policy") == []

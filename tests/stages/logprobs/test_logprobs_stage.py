@@ -1,5 +1,5 @@
-"""The logprobs stage against transformers' own forward pass, one rollout at a time; what it
-refuses; what uses it."""
+"""The logprobs stage against transformers' own forward pass, one rollout at a time; its refusals; its
+use in a training."""
 
 import json
 from functools import partial
@@ -12,9 +12,8 @@ from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.logprobs.stage import Config
-from quiver.stages.optimize import stage as optimize
 from tests.stages.optimize import world
-from tests.tiny import make_folder, make_policy
+from tests.tiny import make_folder, make_policy, plain_logprobs
 from tests.writing import ids_asked_for
 
 run = partial(run_stage, "logprobs", in_process=True)
@@ -28,277 +27,228 @@ def other(store):
 
 @pytest.fixture(params=[1.0, 0.7])
 def rollouts(store, policy, request):
-    """40 rollouts of 8 prompts, with one that is empty; 2 shards when a shard is 256 rows and the
-    prompts are many."""
-    model = load_model(policy, dtype=torch.float32)
-    rows = world.sample(model, world.prompts(8), 5, temperature=request.param)
+    """40 rollouts of 8 prompts, of which one is empty."""
+    rows = world.rows_of(policy, 8, 5, temperature=request.param)
     rows[3] |= {"completion_ids": [], "old_logprobs": []}
     return world.write_rollouts(store, policy, rows)
 
 
+@pytest.fixture
+def few(store, policy):
+    """Rollouts of 2 prompts."""
+    return world.write_rollouts(store, policy, world.rows_of(policy, 2, 2))
+
+
+def score(store, rollouts, policy, **config):
+    """The version that the stage makes."""
+    ref = run(Config(**config), store, rollouts=rollouts.ref, policy=policy.ref)
+    return store.open(ref)
+
+
+def logprobs(version) -> list[list[float]]:
+    return version.table()["logprobs"].to_pylist()
+
+
 def expected(version, rollouts) -> list[list[float]]:
-    model, found = load_model(version, dtype=torch.float32), []
-    for row in rollouts.table().to_pylist():
-        prompt, completion = row["prompt_ids"], row["completion_ids"]
-        with torch.no_grad():
-            logits = (
-                model(torch.tensor([prompt + completion])).logits[0].double() / row["temperature"]
-            )
-        scores = logits.log_softmax(-1)
-        found.append(
-            [float(scores[len(prompt) - 1 + t, token]) for t, token in enumerate(completion)]
-        )
-    return found
+    model = load_model(version, dtype=torch.float32)
+    names = ("prompt_ids", "completion_ids", "temperature")
+    return [
+        plain_logprobs(model, *(row[name] for name in names)).tolist()
+        for row in rollouts.table().to_pylist()
+    ]
+
+
+def assert_close(rows, expected_rows) -> None:
+    for row, expected_row in zip(rows, expected_rows, strict=True):
+        assert row == pytest.approx(expected_row, abs=1e-5)
 
 
 @pytest.mark.parametrize("packing", ["shared", "packed", "single"])
 def test_it_is_the_models_own_logprob(store, policy, other, rollouts, packing):
     for role, version in (("ref", other), ("prox", policy)):
-        ref = run(
-            Config(role=role, packing=packing), store, rollouts=rollouts.ref, policy=version.ref
-        )
-        table = store.open(ref).table()
-        assert table["rollout_id"].to_pylist() == rollouts.table()["rollout_id"].to_pylist()
-        for ours, wanted in zip(
-            table["logprobs"].to_pylist(), expected(version, rollouts), strict=True
-        ):
-            assert ours == pytest.approx(wanted, abs=1e-5)
-        manifest = store.open(ref).manifest
+        scored = score(store, rollouts, version, role=role, packing=packing)
+        ids = scored.table()["rollout_id"].to_pylist()
+        assert ids == rollouts.table()["rollout_id"].to_pylist()
+        assert_close(logprobs(scored), expected(version, rollouts))
+        manifest = scored.manifest
         assert (manifest.config["role"], manifest.model(role).ref) == (role, str(version.ref))
         attention = "model" if packing == "single" else "blocks"
         assert (manifest.metrics["packing"], manifest.metrics["attention"]) == (packing, attention)
 
 
-def test_its_rows_must_be_those_of_the_rollouts(store, policy, rollouts, monkeypatch):
+def test_its_rows_must_be_those_of_the_rollouts(store, policy, few, monkeypatch):
     asked = ids_asked_for(monkeypatch)
-    run(Config(role="prox"), store, rollouts=rollouts.ref, policy=policy.ref)
-    assert asked == [rollouts.table()["rollout_id"].to_pylist()]
+    score(store, few, policy)
+    assert asked == [few.table()["rollout_id"].to_pylist()]
 
 
 def test_rollouts_of_one_group_are_each_scored_under_their_own_prompt(store, policy):
     """A group whose rows have different prompts, as after an edit by hand: nothing is shared
-    between these, neither here nor where the policy learns."""
-    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(4), 3)
+    between these, neither here nor in a training."""
+    rows = world.rows_of(policy, 4, 3)
     for row in rows:
         row["group_id"] = f"g-{int(row['group_id'][2:]) // 2}"
-    rollouts = world.write_rollouts(store, policy, rows)
-    refs = {"rollouts": rollouts.ref, "policy": policy.ref}
-    version = store.open(run(Config(), store, **refs))
+    rollouts, rewards = world.scored(store, policy, rows)
+    version = score(store, rollouts, policy)
     assert version.manifest.metrics["packing"] == "shared"
-    for found, row in zip(version.table()["logprobs"].to_pylist(), rows, strict=True):
-        assert found == pytest.approx(row["old_logprobs"], abs=1e-5)
-    refs["rewards"] = world.write_rewards(store, rollouts, world.even_share).ref
-    config = optimize.Config(device="cpu")
-    done = store.open(run_stage("optimize", config, store, in_process=True, **refs))
-    metrics = done.manifest.metrics
+    assert_close(logprobs(version), [row["old_logprobs"] for row in rows])
+    metrics = world.trained(store, policy, (rollouts, rewards)).manifest.metrics
     assert metrics["packing"] == "shared" and metrics["audit"]["max_gap"] < 1e-4
 
 
-def test_many_shards_are_taken_up_again(store, policy, other, monkeypatch):
-    model = load_model(policy, dtype=torch.float32)
-    rollouts = world.write_rollouts(
-        store, policy, world.sample(model, world.prompts(150), 2, longest=3)
-    )
-    ref = run(Config(), store, rollouts=rollouts.ref, policy=other.ref)
-    version = store.open(ref)
+def test_many_shards_and_another_budget_are_the_same_work(store, policy, other):
+    rows = world.rows_of(policy, 150, 2, longest=3)
+    rollouts = world.write_rollouts(store, policy, rows)
+    version = score(store, rollouts, other)
     assert [entry.rows for entry in version.manifest.files] == [256, 44]
-    found = Ragged.from_arrow(version.table()["logprobs"])
-    assert found.values.tolist() == pytest.approx(
-        [x for row in expected(other, rollouts) for x in row], abs=1e-5
-    )
-    assert run(Config(token_budget=64), store, rollouts=rollouts.ref, policy=other.ref) == ref
+    assert_close(logprobs(version), expected(other, rollouts))
+    assert score(store, rollouts, other, token_budget=64).ref == version.ref
 
 
 def test_completions_without_a_token_have_no_logprobs(store, policy, other):
     """All of a shard; nothing of it is infinite."""
-    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(2), 2)
     empty = {"completion_ids": [], "old_logprobs": []}
-    rollouts = world.write_rollouts(store, policy, [row | empty for row in rows])
-    ref = run(Config(), store, rollouts=rollouts.ref, policy=other.ref)
-    assert store.open(ref).table()["logprobs"].to_pylist() == [[]] * 4
+    rows = [row | empty for row in world.rows_of(policy, 2, 2)]
+    assert logprobs(score(store, world.write_rollouts(store, policy, rows), other)) == [[]] * 4
 
 
-def test_proximal_logprobs_are_of_the_policy_that_sampled(store, policy, other, rollouts):
+def test_proximal_logprobs_are_of_the_policy_that_sampled(store, policy, other, few):
     with pytest.raises(LineageError, match="proximal logprobs are of those weights") as caught:
-        run(Config(role="prox"), store, rollouts=rollouts.ref, policy=other.ref)
+        score(store, few, other, role="prox")
     assert caught.value.next == f"give {policy.ref}"
 
 
-def retold(store, folder, run, change):
-    """`run/policy@0`: the tiny policy with a tokenizer in whose JSON `change` was made."""
+def with_tokenizer(store, folder, run, *changes):
+    """`run/policy@0`: the tiny policy with changes in its tokenizer's JSON."""
     path = make_folder(folder / run, seed=2) / "tokenizer.json"
-    told = json.loads(path.read_text())
-    change(told)
-    path.write_text(json.dumps(told))
+    tokenizer = json.loads(path.read_text())
+    for change in changes:
+        change(tokenizer)
+    path.write_text(json.dumps(tokenizer))
     config = {"model": str(path.parent)}
     return store.open(run_stage("policy", config, store, into=run, in_process=True))
 
 
-def swap(told):
+def swap(tokenizer):
     """Two tokens have each other's id."""
-    vocabulary = told["model"]["vocab"]
+    vocabulary = tokenizer["model"]["vocab"]
     a, b = (token for token, id in vocabulary.items() if id in (300, 301))
     vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
 
 
-def rename(told):
+def rename(tokenizer):
     """The end token has another name."""
-    told["added_tokens"][2]["content"] = "<|end|>"
-    told["model"]["vocab"]["<|end|>"] = told["model"]["vocab"].pop("<|im_end|>")
+    tokenizer["added_tokens"][2]["content"] = "<|end|>"
+    tokenizer["model"]["vocab"]["<|end|>"] = tokenizer["model"]["vocab"].pop("<|im_end|>")
 
 
-def both(told):
-    swap(told)
-    rename(told)
-
-
-def test_an_id_must_be_the_same_token_to_both(store, policy, tmp_path):
-    rollouts = world.write_rollouts(
-        store, policy, world.sample(load_model(policy, dtype=torch.float32), world.prompts(2), 2)
-    )
-
-    def score(version, **config):
-        return run(Config(**config), store, rollouts=rollouts.ref, policy=version.ref)
-
-    assert score(retold(store, tmp_path, "same", lambda told: told.update(truncation=None)))
-    swapped, renamed = (
-        retold(store, tmp_path, "swapped", swap),
-        retold(store, tmp_path, "renamed", rename),
-    )
-    for version, words in (
-        (swapped, "2 ids are other tokens, such as 300"),
-        (renamed, r"1 special ids .* found '<\|end\|>'"),
-    ):
-        with pytest.raises(LineageError, match=words) as caught:
-            score(version)
-        assert caught.value.object == str(version.ref)
-    assert caught.value.next == "set logprobs.other_special_tokens = true"
-    assert score(renamed, other_special_tokens=True)
-    for version in (swapped, retold(store, tmp_path, "both", both)):
-        with pytest.raises(LineageError, match="2 ids are other tokens") as caught:
-            score(version, other_special_tokens=True)
-        assert caught.value.next == f"score under a policy with the tokenizer of {policy.ref}"
-
-
-def special(told):
+def make_special(tokenizer):
     """An ordinary token becomes a control token of another name."""
-    vocabulary = told["model"]["vocab"]
+    vocabulary = tokenizer["model"]["vocab"]
     (token,) = (token for token, id in vocabulary.items() if id == 300)
     vocabulary["<|tool|>"] = vocabulary.pop(token)
-    told["model"]["merges"] = [
-        pair for pair in told["model"]["merges"] if token not in (*pair, "".join(pair))
-    ]
-    told["added_tokens"].append(
-        {**told["added_tokens"][2], "id": 300, "content": "<|tool|>", "special": True}
-    )
-
-
-def test_a_token_may_be_special_to_the_scoring_policy_alone(store, policy, tmp_path):
-    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(2), 2)
-    refs = {"rollouts": world.write_rollouts(store, policy, rows).ref}
-    refs["policy"] = retold(store, tmp_path, "special", special).ref
-    with pytest.raises(LineageError, match="1 special ids are other tokens, such as 300"):
-        run(Config(), store, **refs)
-    assert run(Config(other_special_tokens=True), store, **refs)
-
-
-def test_greedy_rows_have_no_probability(store, policy):
-    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(1), 2)
-    rollouts = world.write_rollouts(store, policy, [row | {"temperature": 0.0} for row in rows])
-    with pytest.raises(ConfigError, match="temperature 0"):
-        run(Config(), store, rollouts=rollouts.ref, policy=policy.ref)
-
-
-def test_a_sweep_over_kl_uses_the_same_column(store, policy, other, rollouts):
-    """The KL of the first step is that of the two models; the reference's folder may be gone by
-    then."""
-    rewards = world.write_rewards(
-        store, rollouts, lambda row: float(len(row["completion_ids"]) % 3)
-    )
-    scored = run(Config(), store, rollouts=rollouts.ref, policy=other.ref)
-    other.files.folder.rename(other.files.folder.with_name("elsewhere"))
-    losses = []
-    for kl_coef in (0.1, 0.2):
-        config = optimize.Config(
-            kl_coef=kl_coef,
-            kl_estimator="k1",
-            aggregation="token_mean",
-            device="cpu",
-            learning_rate=1e-5,
-        )
-        named = {
-            "policy": policy.ref,
-            "rollouts": rollouts.ref,
-            "rewards": rewards.ref,
-            "ref_logprobs": scored,
-        }
-        done = store.open(run_stage("optimize", config, store, in_process=True, **named))
-        losses.append(store.open(done.manifest.metrics["updates"]).table()["kl_loss"][0].as_py())
-    pairs = zip(
-        rollouts.table()["old_logprobs"].to_pylist(),
-        store.open(scored).table()["logprobs"].to_pylist(),
-        strict=True,
-    )
-    gaps = [old - ref for olds, refs in pairs for old, ref in zip(olds, refs, strict=True)]
-    assert losses == pytest.approx([sum(gaps) / len(gaps)] * 2, rel=1e-4)
+    merges = tokenizer["model"]["merges"]
+    tokenizer["model"]["merges"] = [pair for pair in merges if token not in (*pair, "".join(pair))]
+    control = {**tokenizer["added_tokens"][2], "id": 300, "content": "<|tool|>"}
+    tokenizer["added_tokens"].append(control)
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    ("changes", "words", "is_special"),
     [
-        ({"prompt_ids": []}, "a prompt has no ids"),
-        (
-            {"completion_ids": [320], "old_logprobs": [-1.0]},
-            "completion_ids holds 320, the policy knows ids below 320",
-        ),
-        ({"prompt_ids": [5] * 256}, "the policy reads 256"),
+        ((swap,), "2 ids are other tokens, such as 300", False),
+        ((rename,), r"1 special ids .* found '<\|end\|>'", True),
+        ((swap, rename), "3 ids are other tokens", False),
+        ((make_special,), "1 special ids are other tokens, such as 300", True),
     ],
 )
-def test_rows_that_the_model_can_not_read_are_refused(store, policy, other, change, said):
+def test_an_id_must_be_the_same_token_to_both(
+    store, policy, few, tmp_path, changes, words, is_special
+):
+    version = with_tokenizer(store, tmp_path, "other", *changes)
+    with pytest.raises(LineageError, match=words) as caught:
+        score(store, few, version)
+    assert caught.value.object == str(version.ref)
+    if is_special:
+        assert caught.value.next == "set logprobs.other_special_tokens = true"
+        assert score(store, few, version, other_special_tokens=True)
+    else:
+        assert caught.value.next == f"score under a policy with the tokenizer of {policy.ref}"
+        with pytest.raises(LineageError, match="2 ids are other tokens"):
+            score(store, few, version, other_special_tokens=True)
+
+
+def test_a_tokenizer_with_the_same_tokens_may_have_another_file(store, few, tmp_path):
+    assert score(store, few, with_tokenizer(store, tmp_path, "other"))
+
+
+def test_a_sweep_over_kl_uses_the_same_column(store, policy, other, few):
+    """The KL of the first step is that of the two models; the reference's folder may be gone by
+    then."""
+    rewards = world.write_rewards(store, few, lambda row: float(len(row["completion_ids"]) % 3))
+    scored = score(store, few, other)
+    other.files.folder.rename(other.files.folder.with_name("elsewhere"))
+    losses = []
+    for kl_coef in (0.1, 0.2):
+        kl = {"kl_coef": kl_coef, "kl_estimator": "k1", "aggregation": "token_mean"}
+        config = world.config(learning_rate=1e-5, **kl)
+        done = world.trained(store, policy, (few, rewards), config, ref_logprobs=scored.ref)
+        losses.append(world.updates(store, done)[0]["kl_loss"])
+    old = Ragged.from_arrow(few.table()["old_logprobs"]).values
+    reference = Ragged.from_arrow(scored.table()["logprobs"]).values
+    assert losses == pytest.approx([(old - reference).mean().item()] * 2, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"prompt_ids": []}, SchemaError, "a prompt has no ids"),
+        (
+            {"completion_ids": [320], "old_logprobs": [-1.0]},
+            SchemaError,
+            "completion_ids holds 320, the policy knows ids below 320",
+        ),
+        ({"prompt_ids": [5] * 256}, SchemaError, "the policy reads 256"),
+        ({"temperature": 0.0}, ConfigError, "temperature 0"),
+    ],
+)
+def test_rows_that_cannot_be_scored_are_refused(store, policy, other, change, error, words):
     """The last of many: none of those that the packing is tried out with."""
-    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(6), 3)
+    rows = world.rows_of(policy, 6, 3)
     rollouts = world.write_rollouts(store, policy, [*rows[:-1], rows[-1] | change])
-    with pytest.raises(SchemaError, match=said):
-        run(Config(), store, rollouts=rollouts.ref, policy=other.ref)
+    with pytest.raises(error, match=words):
+        score(store, rollouts, other)
     assert store.numbers("tiny", "logprobs") == []
 
 
-def test_lack_of_memory_says_what_helps(store, policy, rollouts, monkeypatch):
+def test_lack_of_memory_says_what_helps(store, policy, few, monkeypatch):
     monkeypatch.setattr("quiver.stages.logprobs.scoring.score", lambda *_: torch.empty(1 << 60))
     with pytest.raises(ResourceError, match="memory is short") as caught:
-        run(Config(), store, rollouts=rollouts.ref, policy=policy.ref)
+        score(store, few, policy)
     assert "token_budget" in caught.value.next
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_a_device_that_is_not_there_is_refused(store, policy, rollouts):
-    with pytest.raises(ConfigError, match="torch sees no GPU") as caught:
-        run(Config(device="cuda"), store, rollouts=rollouts.ref, policy=policy.ref)
-    assert caught.value.object == "logprobs.device cuda"
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
 def test_another_precision_is_near(store, policy, other, rollouts, precision):
-    found = store.open(
-        run(Config(precision=precision), store, rollouts=rollouts.ref, policy=other.ref)
-    ).table()["logprobs"]
-    pairs = zip(found.to_pylist(), expected(other, rollouts), strict=True)
-    gaps = [abs(ours - wanted) for row in pairs for ours, wanted in zip(*row, strict=True)]
+    rows = logprobs(score(store, rollouts, other, precision=precision))
+    gaps = [
+        abs(logprob - exact)
+        for row, exact_row in zip(rows, expected(other, rollouts), strict=True)
+        for logprob, exact in zip(row, exact_row, strict=True)
+    ]
     assert 1e-4 < sum(gaps) / len(gaps) < 0.03
 
 
 def test_bf16_pure_is_the_pass_of_training_in_bfloat16(store, policy):
-    made = world.make(store, policy, world.even_share)
-    refs = {"rollouts": made[0].ref, "policy": policy.ref}
-    prox = run(Config(role="prox", precision="bf16_pure"), store, **refs)
-    config = optimize.Config(precision="bf16_stochastic", device="cpu")
-    refs["rewards"] = made[1].ref
-    done = store.open(run_stage("optimize", config, store, in_process=True, **refs))
-    trained = store.open(done.manifest.metrics["advantages"]).table()["mean_logprob"].to_pylist()
-    scored = [sum(row) / len(row) for row in store.open(prox).table()["logprobs"].to_pylist()]
-    both = [
-        (mine, theirs) for mine, theirs in zip(scored, trained, strict=True) if theirs is not None
+    inputs = world.make(store, policy, world.even_share)
+    prox = score(store, inputs[0], policy, role="prox", precision="bf16_pure")
+    done = world.trained(store, policy, inputs, world.config(precision="bf16_stochastic"))
+    means = [row["mean_logprob"] for row in world.advantages(store, done)]
+    pairs = [
+        (sum(row) / len(row), mean)
+        for row, mean in zip(logprobs(prox), means, strict=True)
+        if mean is not None
     ]
-    assert len(both) > 10
-    for mine, theirs in both:
-        assert mine == pytest.approx(theirs, abs=1e-4)
+    assert len(pairs) > 10
+    for scored, trained in pairs:
+        assert scored == pytest.approx(trained, abs=1e-4)

@@ -1,4 +1,4 @@
-"""Scores of answers that a limit cut off before they could be scored.
+"""What the answers of an evaluation count: scores of those that were cut off, and turns to success.
 
 A cut episode often gets no reward: its score is null, although no scorer failed. If such rows were
 left out, a policy would look better the more often it is cut. So they count by the rule
@@ -34,39 +34,62 @@ def count_unscored(
     (`null`), of cut answers (`limited`) and, if there are any, their score (`limited_score`).
     """
     scores = table["score"]
+    metrics: dict[str, Any] = {"null": scores.null_count, "limited": 0}
     if config.unscored == "leave_out":
-        return table, {"null": scores.null_count, "limited": 0}
+        return table, metrics
     rollouts = inputs["rollouts"]
     is_episode = rollouts.manifest.kind_schema in OF_EPISODES
     column = "end_reason" if is_episode else "finish_reason"
     limits = pa.array(LIMITS if is_episode else ["length"])
     is_cut = pc.is_in(rollouts.table([column])[column], value_set=limits)
-    has_failed = _failed(inputs["rewards"].table(), table["rollout_id"], config.score)
+    rewards = inputs["rewards"].table()
+    errors = rewards["errors"].combine_chunks()
+    # [rewards] bool: a scorer that decides the score raised an error.
+    failed = np.zeros(len(rewards), bool)
+    for name in (field.name for field in errors.type):
+        if config.score in ("reward", name):
+            failed |= pc.struct_field(errors, name).is_valid().to_numpy(zero_copy_only=False)
+    order = pc.index_in(table["rollout_id"], value_set=rewards["rollout_id"].combine_chunks())
+    has_failed = pa.array(failed).take(order.combine_chunks())
     is_counted = pc.and_(scores.is_null(), pc.and_not(is_cut, has_failed))
-    num_counted = pc.sum(is_counted).as_py() or 0
-    num_left_out = scores.null_count - num_counted
+    num_counted = pc.sum(is_counted).as_py()
     if not num_counted:
-        return table, {"null": num_left_out, "limited": 0}
+        return table, metrics
     number = 0.0
     if config.unscored == "worst":
         measured = [scores]
         if "baseline" in inputs:
             measured.append(inputs["baseline"].table(["score"])["score"])
-        lowest = [pc.min(each).as_py() for each in measured]
+        lowest = [pc.min(column).as_py() for column in measured]
         number = min([number, *(score for score in lowest if score is not None)])
     counted = pc.if_else(is_counted, pa.scalar(number, scores.type), scores)
     place = table.schema.get_field_index("score")
     table = table.set_column(place, table.schema.field(place), counted)
-    return table, {"null": num_left_out, "limited": num_counted, "limited_score": number}
+    return table, {"null": counted.null_count, "limited": num_counted, "limited_score": number}
 
 
-def _failed(rewards: pa.Table, rollout_ids: pa.ChunkedArray, score: str) -> pa.Array:
-    """Return [rows] bool, in the order of `rollout_ids`: a scorer that decides `score` raised an
-    error."""
-    errors = rewards["errors"].combine_chunks()
-    has_failed = np.zeros(len(rewards), bool)
-    for name in (field.name for field in errors.type):
-        if score in ("reward", name):
-            has_failed |= pc.struct_field(errors, name).is_valid().to_numpy(zero_copy_only=False)
-    order = pc.index_in(rollout_ids, value_set=rewards["rollout_id"].combine_chunks())
-    return pa.array(has_failed).take(order.combine_chunks())
+def steps_to_success(rollouts: Version, scores: pa.Array, threshold: float) -> dict[str, Any]:
+    """Return statistics of the turns of successful episodes, whose score is at least `threshold`:
+    their mean and median, and `within`, the share of all scored episodes that succeeded in at most
+    so many turns. Empty for rollouts without episodes.
+
+    Args:
+        scores: [rows], null if an episode was not scored.
+    """
+    if rollouts.manifest.kind_schema not in OF_EPISODES:
+        return {}
+    turns = pc.list_value_length(rollouts.table(["turns"])["turns"]).to_numpy()
+    scores = np.array(scores.to_pylist(), np.float64)  # null: NaN
+    steps = turns[scores >= threshold]
+    num_scored = int((~np.isnan(scores)).sum())
+    within = {
+        str(most): float((steps <= most).sum() / num_scored) for most in sorted(set(steps.tolist()))
+    }
+    return {
+        "steps_to_success": {
+            "mean": float(steps.mean()) if len(steps) else None,
+            "median": float(np.median(steps)) if len(steps) else None,
+            "n": len(steps),
+            "within": within,
+        }
+    }
