@@ -26,7 +26,8 @@ from pydantic import BaseModel
 from quiver.schemas.errors import RemoteError, printable
 from quiver.schemas.manifest import digest
 from quiver.stages.common.config import parse
-from quiver.stages.common.sandbox import Finished, Limits
+from quiver.stages.common.isolation import Limits
+from quiver.stages.common.sandbox import Finished
 from quiver.stages.common.servers import secret
 from quiver.stages.reward.servers.config import ServerConfig
 from quiver.stages.reward.servers.dialects.strict import read_as, read_json

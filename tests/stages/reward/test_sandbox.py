@@ -20,8 +20,9 @@ import pytest
 
 from quiver.schemas.errors import ConfigError, ResourceError, SecurityError
 from quiver.stages.common import sandbox
+from quiver.stages.common.isolation import Limits, find_interpreter
 from quiver.stages.common.runtime.folders import sweep_folders
-from quiver.stages.common.sandbox import Limits, check, interpreter, run_program
+from quiver.stages.common.sandbox import check, run_program
 from tests.stages.reward import escapes
 
 ROOT = Path(__file__).parents[3]
@@ -290,7 +291,8 @@ def test_whoever_asked_may_die(permitted, isolation, tmp_path, monkeypatch):
     """Killed, it leaves nobody: neither the program, nor the processes around it; their folder is
     swept by the next."""
     code = f"""
-from quiver.stages.common.sandbox import Limits, run_program
+from quiver.stages.common.isolation import Limits
+from quiver.stages.common.sandbox import run_program
 run_program("import time; time.sleep(100)", limits=Limits(seconds=100), isolation={isolation!r})
 """
     generations = 4 if isolation == "full" else 2
@@ -428,7 +430,7 @@ def test_it_needs_no_root(full):
             "cwd": folder,
             "env": {"PYTHONPATH": folder},
         }
-        for python in (interpreter.find().command[0], "/usr/bin/python3"):
+        for python in (find_interpreter().command[0], "/usr/bin/python3"):
             try:
                 done = subprocess.run(
                     [python, "-c", UNPRIVILEGED],
