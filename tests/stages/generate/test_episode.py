@@ -20,6 +20,7 @@ from quiver.stages.generate.turns.config import Turns
 from quiver.stages.generate.turns.episode import Episode, Setting
 from quiver.stages.generate.turns.tool_calls import parse_hermes
 from tests.stages.generate.chat_families import family, make_bridge, open_template
+from tests.stages.generate.recorded import play
 
 CHAT = [{"role": "user", "content": "a number?"}]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -56,21 +57,15 @@ class Game:
         """
         prompt_ids = self.setting.bridge.restart("row", CHAT).ids
         episode = Episode(self.setting, "row", prompt_ids, messages)
-        turns = iter(texts)
-        read = []
-        while episode.state != "ended":
-            if episode.state == "sample":
-                request = episode.request()
-                assert request.turn == len(read) and request.max_tokens >= 1
-                read.append(request.prompt_ids)
-                ids = encode(next(turns) + family(self.name).end, self.name)
-                finish_reason = "stop" if len(ids) <= request.max_tokens else "length"
-                ids = ids[: request.max_tokens]
-                episode.sampled(ids, [-0.5] * len(ids), finish_reason)
-            elif episode.state == "act":
+
+        def act() -> None:
+            if episode.state == "act":
                 episode.observed((answer or twelve)(episode.turn), 0.25)
             else:
                 episode.rewarded(reward)
+
+        end = family(self.name).end
+        read = play(episode, lambda turn: encode(texts[turn] + end, self.name), act)
         record = episode.record()
         assert record["end_reason"] == episode.end_reason
         return record, read
