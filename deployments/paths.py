@@ -26,7 +26,7 @@ from quiver.flows.preflight import preflight
 from quiver.flows.recipe import NIGHT, Recipe
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.config import parse
-from quiver.stages.common.environments.adapters import ENVIRONMENTS, TOOLS
+from quiver.stages.common.environments.config import ENVIRONMENTS, TOOLS
 from quiver.stages.prompt.config import SUFFIXES
 
 Paths = dict[str, Path]

@@ -19,20 +19,10 @@ import numpy as np
 from quiver.schemas.errors import ConfigError, did_you_mean, printable
 from quiver.stages.common import plugins
 from quiver.stages.common.config import Config, parse
+from quiver.stages.common.images import Picture
 from quiver.stages.common.store import Version
 
 from .options import Sampling, ScriptedOptions, TransformersOptions, VllmOptions, VllmServerOptions
-
-
-class Picture(NamedTuple):
-    """A picture in a prompt."""
-
-    content: bytes
-    """A PNG, JPEG or WebP file that was validated."""
-    start: int
-    """Index of its first id in the prompt."""
-    length: int
-    """Number of its ids in the prompt."""
 
 
 class Request(NamedTuple):

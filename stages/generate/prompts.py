@@ -13,11 +13,11 @@ import pyarrow.compute as pc
 
 from quiver.schemas.errors import ConfigError, SchemaError, printable
 from quiver.schemas.prompts import most_images
+from quiver.stages.common.images import Picture
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Version
 
 from .config import Config
-from .engine import Picture
 
 log = logging.getLogger(__name__)
 

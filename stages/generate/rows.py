@@ -17,9 +17,10 @@ import pyarrow as pa
 
 from quiver.schemas import rollouts
 from quiver.schemas.manifest import canonical
+from quiver.stages.common.images import Picture
 
 from .config import Config
-from .engine import Completion, Picture, Request
+from .engine import Completion, Request
 from .prompts import pictures_of
 
 _OF_EPISODES = (

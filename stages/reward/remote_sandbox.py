@@ -27,7 +27,8 @@ from quiver.schemas.errors import RemoteError, printable
 from quiver.schemas.manifest import digest
 from quiver.stages.common.client import Client, FailedError
 from quiver.stages.common.config import parse
-from quiver.stages.common.sandbox import Finished, Limits
+from quiver.stages.common.isolation import Limits
+from quiver.stages.common.sandbox import Finished
 from quiver.stages.common.servers import read_as, secret
 from quiver.stages.reward.servers.config import ServerConfig
 from quiver.stages.reward.servers.transport import Transport

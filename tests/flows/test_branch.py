@@ -22,7 +22,7 @@ from quiver.stages.generate.turns.saved import beginning_of
 from tests import episodes, sight
 from tests.flows.conftest import quiver
 from tests.flows.test_reenact import CALL, by_halves, write_guess
-from tests.stages.generate.recorded import answer, opened, record, record_on
+from tests.stages.generate.recorded import answer, opened, record
 from tests.stages.optimize import world
 from tests.tiny import make_policy, tokenizer
 from tests.writing import run_here
@@ -115,7 +115,9 @@ def test_what_is_sampled_from_there_is_played_again_and_branched_again(saved):
     _, store, policy, turns, _ = saved
     prompts = branched(store, 1, "more")
     going_on = turns.model_copy(update={"max_turns": 3})
-    made = record_on(store, policy, going_on, prompts, lambda *at: str(7 - at[2]), run="more")
+    made = record(
+        store, policy, going_on, prompts, lambda *at: str(7 - at[2]), samples=1, run="more"
+    )
     report = reenact(store, "more/rollouts@1", processes=1)
     assert report.episodes == report.episodes_agree == len(made.rollouts.table()) == 8
     for row in branched(store, 1, "more", "more/rollouts@1").table().to_pylist():
@@ -139,7 +141,7 @@ def test_an_environment_that_comes_to_another_place_is_told(saved, tmp_path, bef
     text = (folder / "guess.py").read_text()
     assert before in text
     (tmp_path / "other.py").write_text(text.replace(before, after))
-    made = record_on(store, policy, turns, prompts, lambda *at: "7", run="elsewhere")
+    made = record(store, policy, turns, prompts, lambda *at: "7", samples=1, run="elsewhere")
     report = reenact(
         store, str(made.rollouts.ref), environment=f"{tmp_path}/other.py:Guess", processes=1
     )

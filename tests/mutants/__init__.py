@@ -159,7 +159,7 @@ TARGETS = (
     ),
     Target(
         "stages/generate/rows.py",
-        (GENERATE_STAGE, f"{TURNS}::test_no_episode_is_a_version_with_turns_all_the_same"),
+        (GENERATE_STAGE, f"{TURNS}::test_other_environments_and_limits_are_other_work"),
     ),
     Target("stages/generate/shards.py", (GENERATE_STAGE,)),
     Target(

@@ -358,7 +358,7 @@ PLANTED = (
         "",
         (
             f"{GENERATE}/test_environment_pool.py::"
-            "test_what_it_prints_before_its_process_ends_goes_to_the_log",
+            "test_who_fails_costs_itself_and_its_neighbours_are_played_again",
         ),
     ),
     Planted(

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import Field, model_validator
 
-from quiver.schemas.errors import ConfigError
+from quiver.schemas.errors import did_you_mean, printable
+from quiver.stages.common import plugins
 from quiver.stages.common.config import Config, Runtime, without_folder
-from quiver.stages.common.environments.adapters import OwnCode, check_source, code_hash, own_code
+
+_HERE = "quiver.stages.common.environments"
+ENVIRONMENTS = {
+    "gymnasium": f"{_HERE}.adapters:open_gymnasium",
+    "openenv": f"{_HERE}.servers:open_openenv",
+}
+"""Environments by the word before the colon: a registered text environment of gymnasium's, by its
+name, and a server that speaks OpenEnv, by its URL. Each opens as
+`function(text after the colon, arguments) -> Factory`."""
+TOOLS = {"python": f"{_HERE}.adapters:open_python", "mcp": f"{_HERE}.servers:open_mcp"}
+"""Tools likewise: programs in the sandbox, and the tools of an MCP server, by the command that
+starts it. Each opens as `function(text after the colon) -> (schemas, functions by name)`."""
+
+
+class OwnCode(NamedTuple):
+    """Code of the user that a recipe names."""
+
+    source: str
+    field: str
+    """Config key that names it."""
+    kind_name: str
+    """The word for it in messages: class or function."""
+
+    def fingerprint(self) -> str:
+        """Return the hash of its file, without running it. Raises ConfigError."""
+        return plugins.fingerprint(plugins.locate(*self))
 
 
 class EnvironmentConfig(Config):
@@ -39,11 +65,17 @@ class EnvironmentConfig(Config):
             raise ValueError("name an environment or tools, one of the two")
         if self.tools and self.arguments:
             raise ValueError("arguments are an environment's; tools take none")
+        entries = ENVIRONMENTS if self.environment else TOOLS
         for source in self.sources:
-            try:
-                check_source(source, is_tool=not self.environment)
-            except ConfigError as error:
-                raise ValueError(error.message) from None
+            before, _, behind = source.partition(":")
+            if source == "python" and self.tools:
+                continue
+            if not behind or before == "python":
+                names = ", ".join(name if name == "python" else f"{name}:…" for name in entries)
+                raise ValueError(
+                    f"{printable(repr(source))} is no such name, expected file.py:name, "
+                    f"module:name, or one of {names}{did_you_mean(before, entries)}"
+                )
         return self
 
     @property
@@ -53,11 +85,18 @@ class EnvironmentConfig(Config):
 
     def own_code(self) -> list[OwnCode]:
         """Return the user's own code that this configuration names."""
-        return own_code(self.environment, self.tools)
+        entries, field = (ENVIRONMENTS, "environment") if self.environment else (TOOLS, "tools")
+        kind_name = "class" if self.environment else "function"
+        return [
+            OwnCode(source, f"generate.turns.{field}", kind_name)
+            for source in self.sources
+            if source.partition(":")[0] not in entries
+        ]
 
     def with_fingerprint(self) -> EnvironmentConfig:
         """Return a copy with the hash of the named code, which is not run. Raises ConfigError."""
-        return self.model_copy(update={"fingerprint": code_hash(self.environment, self.tools)})
+        hashes = dict.fromkeys(code.fingerprint() for code in EnvironmentConfig.own_code(self))
+        return self.model_copy(update={"fingerprint": "".join(hashes)})
 
     def alone(self) -> EnvironmentConfig:
         """Return a copy with these fields only, without those that a stage's subclass adds."""
@@ -68,12 +107,11 @@ class EnvironmentConfig(Config):
         """Return the fields of the run key. Once the fingerprint is known, folders do not count."""
         fields = super().key()
         if self.fingerprint:
-            fields["environment"] = _without_folder(self.environment)
-            fields["tools"] = [_without_folder(tool) for tool in self.tools]
+            # only names of code have a folder: a URL or a command stays whole
+            own = [code.source for code in EnvironmentConfig.own_code(self)]
+            names = [without_folder(name) if name in own else name for name in self.sources]
+            if self.environment:
+                (fields["environment"],) = names
+            else:
+                fields["tools"] = names
         return fields
-
-
-def _without_folder(source: str) -> str:
-    """Apply `config.without_folder` to names of code only: a URL or a command stays whole."""
-    is_code = source.rpartition(":")[0].endswith(".py") and not source.startswith("mcp:")
-    return without_folder(source) if is_code else source

@@ -30,7 +30,7 @@ from pydantic import BaseModel
 from quiver.schemas.errors import ConfigError, QuiverError, ResourceError, from_dict, printable
 from quiver.stages.common.environments import worker
 from quiver.stages.common.environments.config import EnvironmentConfig
-from quiver.stages.common.environments.environment import Message, Row, Step, Turn
+from quiver.stages.common.environments.environment import Row, Step, Turn
 from quiver.stages.common.environments.tool_schemas import ToolSchema
 from quiver.stages.common.runtime.workers import Ended, Killed, Late, Worker, share_of_memory
 
@@ -65,23 +65,11 @@ class Loaded(BaseModel):
     error: dict[str, str] | None
 
 
-class _StepFields(BaseModel):
-    messages: list[Message] | None = None
-    text: str | None = None
-    reward: float | None = None
-    done: bool = False
-    info: dict[str, Any] | None = None
-    images: list[str] | None = None
-
-
 class _Answer(BaseModel):
-    step: _StepFields | None = None
-    reward: float | None = None
-    error: str | None
+    """A worker's answer to any other request."""
 
-    def as_step(self) -> Step:
-        fields = self.step.model_dump() if self.step else {"reward": self.reward}
-        return Step(**fields)
+    step: Step | None
+    error: str | None
 
 
 class _Again(Exception):
@@ -341,14 +329,13 @@ class _Process:
         record.seconds += seconds
         if answer.error is not None:
             return Reply(record.key, Step(), seconds, "environment_error", answer.error)
-        step = answer.as_step()
         if job.verb == "open":
             record.worker_number = self._worker_number
         if job.verb != "finish":
-            record.steps.append(step)
+            record.steps.append(answer.step)
         if job.turn is not None:
             record.turns.append(job.turn)
-        return Reply(record.key, step, seconds)
+        return Reply(record.key, answer.step, seconds)
 
     def _bring_back(self, record: _Record) -> None:
         """Ensure that the current worker holds the record's environment; replay it if it was lost.
@@ -368,7 +355,7 @@ class _Process:
                 raise _Again("it took too long") from None
             if answer.error is not None:
                 raise _Again(answer.error)
-            if answer.as_step()._replace(info=None) != expected._replace(info=None):
+            if answer.step._replace(info=None) != expected._replace(info=None):
                 raise _Again(
                     "it answered otherwise: the environment does not depend on seed, row and "
                     "turns alone"
@@ -385,7 +372,7 @@ class _Process:
             request["turn"] = {"text": job.turn.text, "calls": calls}
         try:
             answer = self._worker.ask(request, seconds, _Answer)
-            if answer.error is None and (answer.step is None) == (job.verb != "finish"):
+            if (answer.step is None) == (answer.error is None):
                 raise Ended("after an answer that cannot be read")
             return answer
         except (Late, Ended):

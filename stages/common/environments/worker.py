@@ -6,7 +6,7 @@
                                     → {"step": {…}, "error": null}   the opening messages
     {"key": …, "verb": "step", "turn": {text, calls}}
                                     → {"step": {…}, "error": null}
-    {"key": …, "verb": "finish"}    → {"reward": …, "error": null}   also closes it
+    {"key": …, "verb": "finish"}    → {"step": {"reward": …}, "error": null}    also closes it
 
 `error` is what the environment raised. Each environment has its own random state, of Python and of
 numpy if loaded, which begins with its seed. So an episode can be replayed in another process.
@@ -45,9 +45,7 @@ class Host:
 
         try:
             self._factory = open_source(environment, tools, arguments)
-            told = {**self._factory._asdict(), "error": None}
-            del told["make"]
-            return told
+            return {**self._factory._asdict(), "make": None, "error": None}
         except QuiverError as error:
             refusal = error
         except BaseException as error:  # user code may raise SystemExit too
@@ -73,7 +71,7 @@ class Host:
                 text = printable(f"{type(error).__name__}: {error}", 1000)
             except BaseException:  # converting the error to text may raise too
                 text = type(error).__name__
-            return {"step": None, "reward": None, "error": text}
+            return {"step": None, "error": text}
         finally:
             if environment is not None:
                 _close(environment)
@@ -98,7 +96,7 @@ class Host:
         """Return the reward of a finished episode and close its environment."""
         reward = self._environments[key].finish()
         _close(self._environments.pop(key))
-        return {"reward": reward}
+        return {"step": {"reward": reward}}
 
     @contextmanager
     def _randomness(self, key: int) -> Any:

@@ -96,7 +96,18 @@ class Bridge:
         self._processor = processor
         self._end_token = end_token
         self._variables = {"tools": tools} if tools else {}
-        self._plain_end = self._end_of_turn()
+        chat = [
+            {"role": "user", "content": _QUESTION},
+            {"role": "assistant", "content": _TURN},
+        ]
+        text = self._render("prompt.template", chat, add_generation_prompt=False)
+        _, turn, self._plain_end = text.partition(_TURN)
+        if not turn:
+            raise ConfigError(
+                "generate.turns",
+                "the policy's chat template does not write the turns of an assistant",
+                next="set prompt.template to one that does",
+            )
         self._writes_end = guard.first_control(self._plain_end) is not None
         self._needs_calls: dict[str, bool] = {}
         """Role → True if such a message must follow a turn with calls."""
@@ -115,9 +126,11 @@ class Bridge:
                     if role == "tool"
                     else "set prompt.template to one that can",
                 )
-        self.opening = self._render("prompt.template", [{"role": "user", "content": _QUESTION}])
+        self.opening = self._render("prompt.template", chat[:1])
         """A prompt's text; its end is what each of the policy's turns continues."""
-        self.gap = self._learn_gap()
+        whole = self._render("prompt.template", chat)
+        gap = whole.removeprefix(self.opening).partition(_TURN)[0]
+        self.gap = "" if gap.strip() else gap
         """White space between the generation prompt and a turn's content.
 
         The template writes it, and the policy samples it as the beginning of its text.
@@ -170,20 +183,18 @@ class Bridge:
         deadline = time.monotonic() + seconds
         if len(messages) > most:  # each takes at least one id
             return None
-        if not excess(messages, most):
-            whole = self._fitting(name, messages, 0, has_end=has_end)
-            if len(whole.rendering.ids) <= most:
-                return whole
         best = None
         shortest = 0
         longest = longest_content(messages, most)
+        if not cut_to(messages, longest)[1]:
+            whole = self._fitting(name, messages, 0, has_end=has_end)
+            if len(whole.rendering.ids) <= most:
+                return whole
         while shortest < longest:  # binary search for the longest content that fits
             if time.monotonic() > deadline:
                 raise TimeoutError
             middle = (shortest + longest) // 2
-            cut_messages = [_shortened(message, middle) for message in messages]
-            num_cut = sum(max(len(message["content"]) - middle, 0) for message in messages)
-            cut = self._fitting(name, cut_messages, num_cut, has_end=has_end)
+            cut = self._fitting(name, *cut_to(messages, middle), has_end=has_end)
             if len(cut.rendering.ids) <= most:
                 best = cut
                 shortest = middle + 1
@@ -323,33 +334,6 @@ class Bridge:
         text = self._render(name, [question, turn, *messages], **variables)
         return self._plain_end + text[len(before) :]
 
-    def _end_of_turn(self) -> str:
-        """Return the template's text after the content of a last turn.
-
-        Raises ConfigError if the template writes no assistant's turns.
-        """
-        messages = [
-            {"role": "user", "content": _QUESTION},
-            {"role": "assistant", "content": _TURN},
-        ]
-        text = self._render("prompt.template", messages, add_generation_prompt=False)
-        _, turn, end = text.partition(_TURN)
-        if not turn:
-            raise ConfigError(
-                "generate.turns",
-                "the policy's chat template does not write the turns of an assistant",
-                next="set prompt.template to one that does",
-            )
-        return end
-
-    def _learn_gap(self) -> str:
-        question = [{"role": "user", "content": _QUESTION}]
-        turn = {"role": "assistant", "content": _TURN}
-        prompt = self._render("prompt.template", question)
-        whole = self._render("prompt.template", [*question, turn])
-        gap = whole.removeprefix(prompt).partition(_TURN)[0]
-        return "" if gap.strip() else gap
-
     def _learn(self, role: str) -> bool:
         """Return True if the template writes messages of that role after an assistant's turn.
 
@@ -424,12 +408,6 @@ def _probe_calls(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def excess(messages: list[Message], most: int) -> int:
-    """Return how many characters of the contents are more than `most` ids can stand for."""
-    lengths = (len(message["content"]) for message in messages)
-    return max(sum(lengths) - most * CHARACTERS_OF_TOKEN, 0)
-
-
 def longest_content(messages: list[Message], most: int) -> int:
     """Return the content length to cut to, so that `most` ids can stand for all contents."""
     lengths = [len(message["content"]) for message in messages]
@@ -441,14 +419,20 @@ def longest_content(messages: list[Message], most: int) -> int:
     return bisect.bisect_right(limits, most * CHARACTERS_OF_TOKEN, key=total) - 1
 
 
-def cut_to(messages: list[Message], most: int) -> tuple[list[Message], int]:
-    """Return the messages cut to what `most` ids can stand for, and the number of characters
-    cut."""
-    if not excess(messages, most):
-        return messages, 0
-    longest = longest_content(messages, most)
-    num_cut = sum(max(len(message["content"]) - longest, 0) for message in messages)
-    return [_shortened(message, longest) for message in messages], num_cut
+def cut_to(messages: list[Message], longest: int) -> tuple[list[Message], int]:
+    """Return the messages with at most `longest` characters of each content, from both ends, and
+    the number of characters cut."""
+    cut_messages = []
+    total = 0
+    for message in messages:
+        content = message["content"]
+        num_cut = len(content) - longest
+        if num_cut > 0:
+            total += num_cut
+            tail = content[len(content) - longest // 2 :]
+            content = f"{content[: longest - len(tail)]}\n[… {num_cut} characters cut …]\n{tail}"
+        cut_messages.append({**message, "content": content})
+    return cut_messages, total
 
 
 def cut_by(messages: list[Message], num_cut: int) -> list[Message]:
@@ -464,17 +448,4 @@ def cut_by(messages: list[Message], num_cut: int) -> list[Message]:
         return -sum(max(length - most, 0) for length in lengths)
 
     most = bisect.bisect_left(range(max(lengths, default=0)), -num_cut, key=left_over)
-    if left_over(most) != -num_cut:
-        return messages
-    return [_shortened(message, most) for message in messages]
-
-
-def _shortened(message: Message, most: int) -> Message:
-    """Return the message with at most `most` characters of its own content, from both ends."""
-    content = message["content"]
-    num_cut = len(content) - most
-    if num_cut <= 0:
-        return message
-    tail = content[len(content) - most // 2 :]
-    head = content[: most - len(tail)]
-    return {**message, "content": f"{head}\n[… {num_cut} characters cut …]\n{tail}"}
+    return cut_to(messages, most)[0] if left_over(most) == -num_cut else messages

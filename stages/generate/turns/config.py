@@ -7,10 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from quiver.stages.common import plugins
 from quiver.stages.common.config import without_folder
-from quiver.stages.common.environments.adapters import OwnCode
-from quiver.stages.common.environments.config import EnvironmentConfig
+from quiver.stages.common.environments.config import EnvironmentConfig, OwnCode
 from quiver.stages.generate.turns.tool_calls import check_parser
 
 
@@ -73,7 +71,7 @@ class Turns(EnvironmentConfig):
     def with_fingerprint(self) -> Turns:
         """Return a copy with the hashes of the code that it names, which is not run. Raises
         ConfigError."""
-        hashes = [plugins.fingerprint(plugins.locate(*code)) for code in self._own_parser()]
+        hashes = [code.fingerprint() for code in self._own_parser()]
         update = {"parser_fingerprint": "".join(hashes)}
         return super().with_fingerprint().model_copy(update=update)
 

@@ -41,13 +41,14 @@ from quiver.stages.common.environments.environment import (
     pictures_in,
 )
 from quiver.stages.common.episodes import CUT_INFO, FAILURE_INFO, FAILURES
-from quiver.stages.generate.engine import Picture
+from quiver.stages.common.images import Picture
 from quiver.stages.generate.turns.bridge import (
     Bridge,
     Fitting,
     History,
     answers_of_calls,
     cut_to,
+    longest_content,
     turn_message,
 )
 from quiver.stages.generate.turns.config import Turns
@@ -305,16 +306,25 @@ class Episode:
         reached = [
             ("max_turns", len(self._turns) >= limits.max_turns),
             ("max_tokens", len(self._completion_ids) >= limits.max_tokens),
+            ("max_images", 0 < limits.max_images < len(self._images) + len(pictures)),
         ]
         limit = next((name for name, is_reached in reached if is_reached), None)
-        refusal = self._refusal(messages, pictures) if limit is None else None
-        if refusal is not None:
-            return self.failed("environment_error", refusal)
-        if pictures and len(self._images) + len(pictures) > limits.max_images:
-            limit = limit or "max_images"
         if limit is not None:
             return self._end(limit)
-        is_rewritten = self._is_rewritten(messages)
+        refusal = self._refusal(messages, pictures)
+        if refusal is not None:
+            return self.failed("environment_error", refusal)
+        # The template rewrites the history before these messages, so a new sequence begins.
+        is_rewritten = self.setting.rewrites(
+            messages[0]["role"] if messages else "user", self._thinks
+        )
+        if is_rewritten and self._messages is None:
+            raise ConfigError(
+                self.name,
+                'generate.turns.rewritten = "restart" needs the messages of the prompt, which has '
+                "none",
+                next='give prompts as messages, or set generate.turns.rewritten = "append"',
+            )
         restart = None
         try:
             fitting = self._fitting(messages)
@@ -376,7 +386,8 @@ class Episode:
     def _note(self, messages: list[Message]) -> None:
         """Record the environment's messages, cut to what a policy could read."""
         record = self._turns[-1]
-        messages, num_cut = cut_to(messages, self.setting.limits.max_observation_tokens)
+        longest = longest_content(messages, self.setting.limits.max_observation_tokens)
+        messages, num_cut = cut_to(messages, longest)
         record.observation = for_people(messages)
         if num_cut:
             record.info[CUT_INFO] = num_cut
@@ -394,24 +405,6 @@ class Episode:
         except ConfigError as error:
             return f"{error.object} {error.message}"
         return None
-
-    def _is_rewritten(self, messages: list[Message]) -> bool:
-        """Return True if the template rewrites the history before `messages`, so that a new
-        sequence begins.
-
-        Raises ConfigError if the sequence cannot begin again.
-        """
-        role = messages[0]["role"] if messages else "user"
-        if not self.setting.rewrites(role, self._thinks):
-            return False
-        if self._messages is None:
-            raise ConfigError(
-                self.name,
-                'generate.turns.rewritten = "restart" needs the messages of the prompt, which has '
-                "none",
-                next='give prompts as messages, or set generate.turns.rewritten = "append"',
-            )
-        return True
 
     def _end(self, reason: str) -> None:
         self.end_reason = reason

@@ -85,7 +85,6 @@ class Report:
 class _Saved(NamedTuple):
     """An episode as it was saved."""
 
-    position: int
     rollout_id: str
     beginning: Beginning
     chat: list[Message] | None
@@ -145,14 +144,9 @@ def reenact(
         is_changed = config.fingerprint not in ("", pool.loaded.fingerprint)
         report = Report(str(rollouts.ref), config.sources, is_changed)
         outcomes = _play_all(pool, _saved_episodes(store, rollouts, prompts, report, rows))
-    differences = [
-        (position, outcome.difference)
-        for position, outcome in outcomes.items()
-        if outcome.difference is not None
-    ]
-    report.differences = [difference for _, difference in sorted(differences)]
-    report.episodes_agree = report.episodes - len(differences)
-    report.turns_agree = sum(outcome.num_agree for outcome in outcomes.values())
+    report.differences = [outcome.difference for outcome in outcomes if outcome.difference]
+    report.episodes_agree = report.episodes - len(report.differences)
+    report.turns_agree = sum(outcome.num_agree for outcome in outcomes)
     return report
 
 
@@ -194,8 +188,8 @@ def _saved_episodes(
     before_calls = text_before_calls(store, rollouts)
     columns = ["rollout_id", "group_id", "turns", "end_reason"]
     table = rollouts.table(columns)
-    for position in range(len(table)):
-        (row,) = table.slice(position, 1).to_pylist()
+    for number in range(len(table)):
+        (row,) = table.slice(number, 1).to_pylist()
         rollout_id, group, turns, end_reason = (row[name] for name in columns)
         if report.episodes == rows:
             return
@@ -213,7 +207,6 @@ def _saved_episodes(
         (prompt,) = asked.slice(places[group], 1).to_pylist()
         answered = turns_answered(rollout_id, turns, end_reason, before_calls)
         yield _Saved(
-            position,
             rollout_id,
             beginning_of(group, prompt["columns"]),
             prompt["messages"],
@@ -223,27 +216,27 @@ def _saved_episodes(
         )
 
 
-def _play_all(pool: EnvironmentPool, episodes: Iterator[_Saved]) -> dict[int, _Outcome]:
-    """Return the outcome of each episode by its position; plays up to `MOST_OPEN` at a time."""
+def _play_all(pool: EnvironmentPool, episodes: Iterator[_Saved]) -> list[_Outcome]:
+    """Return the outcomes of the episodes, in order; plays up to `MOST_OPEN` at a time."""
     outcomes: dict[int, _Outcome] = {}
-    games: dict[int, tuple[int, Game]] = {}
+    """By the key of the environment; later episodes have higher keys."""
+    games: dict[int, Game] = {}
     finishing: set[int] = set()
     """Keys of environments that were asked for their final reward."""
     while True:
         while len(games) < MOST_OPEN and (episode := next(episodes, None)):
             key = pool.open(episode.beginning.row, episode.beginning.seed)
-            games[key] = (episode.position, _play(episode))
-            next(games[key][1])
+            games[key] = _play(episode)
+            next(games[key])
         if not games:
-            return outcomes
+            return [outcomes[key] for key in sorted(outcomes)]
         for reply in pool.replies(wait=None):
-            position, game = games[reply.key]
             turn = None
-            if position not in outcomes:
+            if reply.key not in outcomes:
                 try:
-                    turn = game.send(reply)
+                    turn = games[reply.key].send(reply)
                 except StopIteration as end:
-                    outcomes[position] = end.value
+                    outcomes[reply.key] = end.value
             if turn is not None:
                 pool.step(reply.key, turn)
             elif reply.failure is None and reply.key not in finishing:

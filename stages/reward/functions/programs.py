@@ -19,7 +19,8 @@ from quiver.schemas.errors import ResourceError, printable
 from quiver.stages.common.threads import map_in_threads
 
 if TYPE_CHECKING:
-    from quiver.stages.common.sandbox import Finished, Limits
+    from quiver.stages.common.isolation import Limits
+    from quiver.stages.common.sandbox import Finished
 
 _HARNESS = Path(__file__).with_name("harness")
 _FENCE = re.compile(
@@ -69,7 +70,7 @@ def code(
         memory_mib: Memory limit of one test.
         tests: Null gives None.
         entry, language: May be columns.
-        isolation: See `sandbox.run`.
+        isolation: See `stages.common.sandbox`.
         sandbox_python: An interpreter with packages to use.
         sandbox_url, sandbox_token: A server that runs the programs, and its token as `env:NAME`.
             See `remote_sandbox`.
@@ -95,6 +96,7 @@ def code(
     [0.5]
     """
     from quiver.stages.common import sandbox
+    from quiver.stages.common.isolation import Limits
 
     num_rows = len(completions)
     languages = [language] * num_rows if isinstance(language, str) else language
@@ -103,7 +105,7 @@ def code(
         None if column is None else (extract(text), read_tests(column, name or "", spoken))
         for text, column, name, spoken in zip(completions, tests, entries, languages, strict=True)
     ]
-    limits = sandbox.Limits(seconds=timeout_seconds, memory_mib=memory_mib)
+    limits = Limits(seconds=timeout_seconds, memory_mib=memory_mib)
     # check first that any program can run, so that no program is blamed for a broken sandbox
     if sandbox_url:
         from quiver.stages.common.servers import secret

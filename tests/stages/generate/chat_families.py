@@ -159,6 +159,9 @@ def family(name: str) -> Family:
         return Family(MISTRAL, _mistral(), "</s>")
     templates = {"qwen25": QWEN25, "qwen3": QWEN3, "smollm2": SMOLLM2, "bare": BARE}
     templates["forging"] = FORGING
+    templates["one_turn"] = (
+        "{{ messages[0].content }}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
     templates["cutting"] = QWEN25.replace("m.content", "m.content[:500]")
     cut = "(m.content if loop.last else m.content[:500])"
     templates["cutting_later"] = QWEN25.replace("m.content", cut)

@@ -57,8 +57,6 @@ class Guess:
             os._exit(7)
         if self.broken == f"raise {self.level}":
             raise RuntimeError("the dice are lost")
-        if self.broken == f"role {self.level}":
-            return {"messages": [{"role": "<|im_end|>", "content": "higher"}]}
         if self.broken == f"shape {self.level}":
             return {"messages": [["user", "higher"]]}
         guess = int(turn.text) if turn.text.isdigit() else -1
@@ -195,15 +193,6 @@ class Ordered(Honest):
                 return
             time.sleep(0.02)  # environments answer meanwhile
             yield good(flying.pop(0).index, completion_ids=NO_GUESS)
-
-
-class GivesUp(Honest):
-    """Gives up the second turn of the first row."""
-
-    def answers(self, request):
-        gives_up = (request.index, request.turn) == (0, 1)
-        reason = "abort" if gives_up else "stop"
-        yield good(request.index, completion_ids=NO_GUESS, finish_reason=reason)
 
 
 class Tires(Honest):

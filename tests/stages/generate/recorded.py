@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -55,31 +56,50 @@ def record(
     store: Store,
     policy: Version,
     turns: Turns,
-    columns: list[dict[str, Any]],
+    columns: list[dict[str, Any]] | Version,
     say: Say,
     samples: int = 2,
     run: str = "tiny",
 ) -> Recorded:
-    """`samples` episodes of each row of columns."""
+    """`samples` episodes of each row of columns, or of each prompt that is there already."""
     with (
         closing(Template(CHATML, {"tools": None, "add_generation_prompt": True})) as template,
         EnvironmentPool(turns) as pool,
     ):
-        setting = _setting(turns, pool, template)
-        prompts = _write_prompts(store, columns, setting, pool, run)
+        setting = Setting(
+            limits=turns.model_copy(update={"fingerprint": pool.loaded.fingerprint}),
+            bridge=Bridge(template, Guard(tokenizer()), end_token="<|im_end|>", tool_role="user"),
+            parse=parse_hermes if pool.loaded.tools else None,
+            decode=Texts(tokenizer(), [EOS]).decode,
+            stop_ids=frozenset([EOS]),
+            max_turn_tokens=512,
+            context=4096,
+            answers=pool.loaded.answers,
+        )
+        prompts = columns
+        if isinstance(columns, list):
+            prompts = _write_prompts(store, columns, setting, pool, run)
         return _record(store, policy, setting, pool, prompts, say, samples, run)
 
 
-def record_on(
-    store: Store, policy: Version, turns: Turns, prompts: Version, say: Say, run: str = "tiny"
-) -> Recorded:
-    """One episode of each prompt that is there already."""
-    with (
-        closing(Template(CHATML, {"tools": None, "add_generation_prompt": True})) as template,
-        EnvironmentPool(turns) as pool,
-    ):
-        setting = _setting(turns, pool, template)
-        return _record(store, policy, setting, pool, prompts, say, 1, run)
+def play(
+    episode: Episode, say: Callable[[int], list[int]], act: Callable[[], None]
+) -> list[list[int]]:
+    """Play to the end, with the ids that `say` gives for each turn, if they fit; `act` answers for
+    the environment. Returns what was read before each turn."""
+    read = []
+    while episode.state != "ended":
+        if episode.state != "sample":
+            act()
+            continue
+        request = episode.request()
+        assert request.turn == len(read) and request.max_tokens >= 1
+        read.append(request.prompt_ids)
+        ids = say(request.turn)
+        finish_reason = "stop" if len(ids) <= request.max_tokens else "length"
+        ids = ids[: request.max_tokens]
+        episode.sampled(ids, [-0.5] * len(ids), finish_reason)
+    return read
 
 
 def answer(pool: EnvironmentPool) -> Reply:
@@ -96,20 +116,6 @@ def opened(pool: EnvironmentPool, beginning: Beginning) -> tuple[int, Reply]:
         pool.step(key, played.turn)
         reply = answer(pool)
     return key, reply
-
-
-def _setting(turns: Turns, pool: EnvironmentPool, template: Template) -> Setting:
-    guard = Guard(tokenizer())
-    return Setting(
-        limits=turns.model_copy(update={"fingerprint": pool.loaded.fingerprint}),
-        bridge=Bridge(template, guard, end_token="<|im_end|>", tool_role="user"),
-        parse=parse_hermes if pool.loaded.tools else None,
-        decode=Texts(tokenizer(), [EOS]).decode,
-        stop_ids=frozenset([EOS]),
-        max_turn_tokens=512,
-        context=4096,
-        answers=pool.loaded.answers,
-    )
 
 
 def _write_prompts(
@@ -153,12 +159,17 @@ def _record(
     read: dict[str, list[list[int]]] = {}
     for prompt in prompts.table().to_pylist():
         for sample in range(samples):
-            rollout_id = f"{run}-{prompt['group_id']}-{sample}"
-            episode, read[rollout_id] = _play(setting, pool, prompt, sample, say)
+            group = prompt["group_id"]
+            rollout_id = f"{run}-{group}-{sample}"
+            key, _ = opened(pool, beginning_of(group, prompt["columns"]))
+            episode = Episode(setting, group, prompt["prompt_ids"], prompt["messages"])
+            ids_of_turn = partial(_ids_of_turn, say, group, sample)
+            read[rollout_id] = play(episode, ids_of_turn, partial(_act, pool, key, episode))
+            pool.forget(key)
             rows.append(
                 {
                     "rollout_id": rollout_id,
-                    "group_id": prompt["group_id"],
+                    "group_id": group,
                     "sample_index": sample,
                     "prompt_ids": prompt["prompt_ids"],
                     "temperature": 1.0,
@@ -175,37 +186,25 @@ def _record(
     )
 
 
-def _play(
-    setting: Setting, pool: EnvironmentPool, prompt: dict[str, Any], sample: int, say: Say
-) -> tuple[Episode, list[list[int]]]:
-    group = prompt["group_id"]
-    key, reply = opened(pool, beginning_of(group, prompt["columns"]))
-    episode = Episode(setting, group, prompt["prompt_ids"], prompt["messages"])
-    read = []
-    while episode.state != "ended":
-        if episode.state == "sample":
-            request = episode.request()
-            read.append(request.prompt_ids)
-            text = say(group, sample, request.turn) + "<|im_end|>"
-            ids = tokenizer().encode(text, add_special_tokens=False)
-            reason = "stop" if len(ids) <= request.max_tokens else "length"
-            ids = ids[: request.max_tokens]
-            episode.sampled(ids, [-0.5] * len(ids), reason)
-            continue
-        is_turn = episode.state == "act"
-        if is_turn:
-            pool.step(key, episode.turn)
-        else:
-            pool.finish(key)
-        reply = answer(pool)
-        if reply.failure is not None:
-            episode.failed(reply.failure, reply.why)
-        elif is_turn:
-            episode.observed(reply.step)
-        else:
-            episode.rewarded(reply.step.reward)
-    pool.forget(key)
-    return episode, read
+def _ids_of_turn(say: Say, group: str, sample: int, turn: int) -> list[int]:
+    text = say(group, sample, turn) + "<|im_end|>"
+    return tokenizer().encode(text, add_special_tokens=False)
+
+
+def _act(pool: EnvironmentPool, key: int, episode: Episode) -> None:
+    """Let the environment answer the episode."""
+    is_turn = episode.state == "act"
+    if is_turn:
+        pool.step(key, episode.turn)
+    else:
+        pool.finish(key)
+    reply = answer(pool)
+    if reply.failure is not None:
+        episode.failed(reply.failure, reply.why)
+    elif is_turn:
+        episode.observed(reply.step)
+    else:
+        episode.rewarded(reply.step.reward)
 
 
 def _write(

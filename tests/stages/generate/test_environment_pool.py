@@ -35,8 +35,6 @@ class Game:
         if word == "wait":
             time.sleep(float(number))
             return "waited"
-        if word == "die":
-            os._exit(3)
         if word == "exclaim":
             print("seen before the end")
             os._exit(3)
@@ -59,9 +57,17 @@ class Game:
 
 @pytest.fixture
 def game(tmp_path: Path) -> str:
-    path = tmp_path / "game.py"
-    path.write_text(ENVIRONMENT)
-    return f"{path}:Game"
+    return write(tmp_path, ENVIRONMENT)
+
+
+def write(folder: Path, source: str) -> str:
+    """The name of the class Game in this source."""
+    (folder / "game.py").write_text(source)
+    return f"{folder / 'game.py'}:Game"
+
+
+def pool_of(environment: str, **settings) -> EnvironmentPool:
+    return EnvironmentPool(Turns(**{"environment": environment, "processes": 1, **settings}))
 
 
 def next_replies(pool: EnvironmentPool, count: int) -> dict[int, Reply]:
@@ -88,15 +94,13 @@ def begin(pool: EnvironmentPool, count: int, seed: int = 5) -> list[int]:
 
 
 def test_episodes_share_processes_and_keep_apart(game):
-    with EnvironmentPool(Turns(environment=game, processes=2)) as pool:
+    with pool_of(game, processes=2) as pool:
         assert pool.loaded.tools == [] and not pool.loaded.answers and pool.loaded.fingerprint
         keys = begin(pool, 6)
         for key in keys:
             pool.step(key, Turn("add 10"))
-        totals = [
-            next_replies_of.step.text.split()[0]
-            for _, next_replies_of in sorted(next_replies(pool, 6).items())
-        ]
+        replies = next_replies(pool, 6)
+        totals = [replies[key].step.text.split()[0] for key in keys]
         assert totals == ["10", "11", "12", "13", "14", "15"]
         pids = {ask(pool, key, "who").step.text.split()[0] for key in keys}
         assert len(pids) == 2
@@ -112,7 +116,7 @@ def test_what_is_drawn_is_of_the_seed_alone_wherever_it_is_drawn(game):
     """A group shares its seed, so its episodes open alike; neighbours do not disturb each other."""
 
     def drawn(processes: int, order: list[int]) -> list[list[str]]:
-        with EnvironmentPool(Turns(environment=game, processes=processes)) as pool:
+        with pool_of(game, processes=processes) as pool:
             keys = [pool.open({"start": 0}, seed) for seed in (2**40, 2**40, 6)]
             replies = next_replies(pool, 3)
             texts = [[replies[key].step.messages[0]["content"]] for key in keys]
@@ -127,48 +131,42 @@ def test_what_is_drawn_is_of_the_seed_alone_wherever_it_is_drawn(game):
 
 
 @pytest.mark.parametrize(
-    "action, failure, why",
+    ("action", "failure", "why"),
     [
         ("hang", "timeout", "no answer within generate.turns.step_seconds 1"),
-        ("die", "environment_error", "its process ended with exit code 3, 2 times"),
+        ("exclaim", "environment_error", "its process ended with exit code 3, 2 times"),
+        ("eat", "environment_error", "MemoryError"),
+        ("raise", "environment_error", "RuntimeError: it broke"),
     ],
 )
-def test_who_hangs_or_dies_costs_itself_and_its_neighbours_are_played_again(
-    game, action, failure, why
+def test_who_fails_costs_itself_and_its_neighbours_are_played_again(
+    game, caplog, monkeypatch, action, failure, why
 ):
-    config = Turns(environment=game, processes=1, step_seconds=1.0)
-    with EnvironmentPool(config) as pool:
-        keys = begin(pool, 5)
-        before = {
-            key: [ask(pool, key, "add 1").step.text, ask(pool, key, "add 2").step.text]
-            for key in keys
-        }
-        assert before[keys[1]][1].startswith("4 ")
-        pid = ask(pool, keys[1], "add 0").step.info["pid"]
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    caplog.set_level("INFO", "quiver.stages")
+    with pool_of(game, step_seconds=1.0, max_memory_gib=2.0) as pool:
+        keys = begin(pool, 3)
+        for key in keys:
+            ask(pool, key, "add 1")
+            ask(pool, key, "add 2")
+        pid = ask(pool, keys[1], "print").step.info["pid"]
         reply = ask(pool, keys[0], action)
         assert reply.failure == failure and why in reply.why
         for number, key in enumerate(keys[1:], 1):
             reply = ask(pool, key, "add 0")
-            assert reply.failure is None and reply.step.info["pid"] != pid
+            is_replaced = action in ("hang", "exclaim")
+            assert reply.failure is None and (reply.step.info["pid"] != pid) == is_replaced
             assert reply.step.text.startswith(f"{number + 3} ")
-
-
-def test_playing_again_goes_on_with_the_same_draws(game):
-    with EnvironmentPool(Turns(environment=game, processes=1)) as pool:
-        (key,) = begin(pool, 1)
-        undisturbed = [ask(pool, key, "add 1").step.text for _ in range(4)]
-    with EnvironmentPool(Turns(environment=game, processes=1)) as pool:
-        key, victim = begin(pool, 2)
-        texts = [ask(pool, key, "add 1").step.text]
-        assert ask(pool, victim, "die").failure == "environment_error"
-        texts += [ask(pool, key, "add 1").step.text for _ in range(3)]
-        assert texts == undisturbed
+        bad = pool.open({"start": -1}, 0)
+        assert "no such start" in next_replies(pool, 1)[bad].why
+    assert "seen in the log" in caplog.text
+    assert ("seen before the end" in caplog.text) == (action == "exclaim")
 
 
 def test_killed_from_outside_twenty_times_the_answers_are_the_same(game):
     def answers(kills: set[int]) -> list[str]:
         texts = []
-        with EnvironmentPool(Turns(environment=game, processes=1)) as pool:
+        with pool_of(game) as pool:
             keys = begin(pool, 3)
             for number in range(24):
                 reply = ask(pool, keys[number % 3], "add 1")
@@ -181,86 +179,27 @@ def test_killed_from_outside_twenty_times_the_answers_are_the_same(game):
     assert answers(set(range(20))) == answers(set())
 
 
-FICKLE = """
-import os
-
-class Fickle:
-    def reset(self):
-        pass
-
-    def step(self, turn):
-        if turn.text == "die":
-            os._exit(1)
-        return str(os.getpid())
-"""
-
-
-def test_an_environment_that_answers_otherwise_when_it_is_played_again_has_failed(tmp_path):
-    path = tmp_path / "fickle.py"
-    path.write_text(FICKLE)
-    with EnvironmentPool(Turns(environment=f"{path}:Fickle", processes=1)) as pool:
-        key, fresh, victim = (pool.open({}, 0) for _ in range(3))
-        next_replies(pool, 3)
-        assert ask(pool, key, "what").failure is None
-        assert ask(pool, victim, "die").failure == "environment_error"
-        reply = ask(pool, key, "what")
+def test_an_environment_that_answers_otherwise_when_it_is_played_again_has_failed(game):
+    with pool_of(game) as pool:
+        key, victim = begin(pool, 2)
+        fresh = pool.open({"start": 0}, 0)
+        next_replies(pool, 1)
+        assert ask(pool, key, "who").failure is None
+        assert ask(pool, victim, "exclaim").failure == "environment_error"
+        reply = ask(pool, key, "who")
         assert reply.failure == "environment_error"
         assert "was lost, and when it was played again it answered otherwise" in reply.why
-        assert ask(pool, fresh, "what").failure is None, "it had no turn to be played again"
-
-
-def test_what_an_environment_raises_is_its_own_failure_and_kills_nobody(game):
-    with EnvironmentPool(Turns(environment=game, processes=1)) as pool:
-        key, other = begin(pool, 2)
-        pid = ask(pool, other, "add 0").step.info["pid"]
-        reply = ask(pool, key, "raise")
-        assert reply.failure == "environment_error" and reply.why == "RuntimeError: it broke"
-        assert ask(pool, other, "add 0").step.info["pid"] == pid
-        bad = pool.open({"start": -1}, 0)
-        (reply,) = next_replies(pool, 1).values()
-        assert reply.key == bad and "no such start" in reply.why
-
-
-def test_memory_beyond_the_limit_is_the_episodes_failure(game):
-    config = Turns(environment=game, processes=1, max_memory_gib=2.0)
-    with EnvironmentPool(config) as pool:
-        (key,) = begin(pool, 1)
-        reply = ask(pool, key, "eat")
-        assert reply.failure == "environment_error" and "MemoryError" in reply.why
+        assert ask(pool, fresh, "who").failure is None, "it had no turn to be played again"
 
 
 def test_the_time_of_an_episode_is_the_sum_of_its_answers(game):
-    with EnvironmentPool(Turns(environment=game, processes=1, episode_seconds=0.9)) as pool:
+    with pool_of(game, episode_seconds=0.9) as pool:
         (key,) = begin(pool, 1)
         for _ in range(3):
             reply = ask(pool, key, "wait 0.4")
             if reply.failure is not None:
                 break
     assert reply.failure == "timeout" and "episode_seconds 0.9" in reply.why
-
-
-def test_one_answer_has_no_more_than_what_its_episode_has_left(game):
-    with EnvironmentPool(Turns(environment=game, processes=1, episode_seconds=0.5)) as pool:
-        (key,) = begin(pool, 1)
-        reply = ask(pool, key, "wait 2")
-    assert reply.failure == "timeout" and "episode_seconds 0.5" in reply.why
-
-
-def test_what_an_environment_prints_goes_to_the_log(game, caplog):
-    caplog.set_level("INFO", "quiver.stages")
-    with EnvironmentPool(Turns(environment=game, processes=1)) as pool:
-        (key,) = begin(pool, 1)
-        ask(pool, key, "print")
-    assert "seen in the log" in caplog.text
-
-
-def test_what_it_prints_before_its_process_ends_goes_to_the_log(game, caplog, monkeypatch):
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
-    caplog.set_level("INFO", "quiver.stages")
-    with EnvironmentPool(Turns(environment=game, processes=1)) as pool:
-        (key,) = begin(pool, 1)
-        assert ask(pool, key, "exclaim").failure is not None
-    assert "seen before the end" in caplog.text
 
 
 CLOSED = """
@@ -283,9 +222,7 @@ class Game:
 def test_an_environment_is_closed_once_after_its_reward_or_its_error(tmp_path, caplog):
     """What closing it raises is not its episode's."""
     caplog.set_level("INFO", "quiver.stages")
-    path = tmp_path / "closed.py"
-    path.write_text(CLOSED)
-    with EnvironmentPool(Turns(environment=f"{path}:Game", processes=1)) as pool:
+    with pool_of(write(tmp_path, CLOSED)) as pool:
         broken, whole, _ = (pool.open({"number": number}, 0) for number in range(3))
         next_replies(pool, 3)
         assert "ZeroDivisionError" in ask(pool, broken, "go").why
@@ -296,69 +233,59 @@ def test_an_environment_is_closed_once_after_its_reward_or_its_error(tmp_path, c
     assert closed == ["environment: closed 0", "environment: closed 1"]
 
 
+# -- loading
+
+KILL = """
+import os, signal
+with open(__file__ + ".loads", "a+b") as file:
+    file.write(b"+")
+    file.flush()
+    file.tell() <= {} and os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 @pytest.mark.parametrize(
-    "source, why",
+    ("source", "error", "why"),
     [
-        ("import os; os._exit(4)", "ended its process with exit code 4"),
-        ("1 / 0", "ZeroDivisionError"),
-        ("class Game:\n    pass", "neither a method"),
-        ("raise SystemExit(1)", "cannot be loaded"),
+        ("import os; os._exit(4)", ConfigError, "ended its process with exit code 4"),
+        ("raise SystemExit(1)", ConfigError, "cannot be loaded"),
+        (KILL.format(3), ResourceError, "3 times in a row"),
+        (ENVIRONMENT, ConfigError, "its file changed meanwhile"),
     ],
 )
-def test_code_that_can_not_be_loaded_is_told_at_the_start(tmp_path, source, why):
-    path = tmp_path / "game.py"
-    path.write_text(source)
-    with pytest.raises(ConfigError, match=why):
-        EnvironmentPool(Turns(environment=f"{path}:Game", processes=1))
+def test_code_that_can_not_be_loaded_is_told_at_the_start(tmp_path, source, error, why):
+    with pytest.raises(error, match=why):
+        pool_of(write(tmp_path, source), fingerprint="another")
 
 
-@pytest.mark.parametrize("kills", [2, 3])
-def test_a_process_that_is_killed_while_it_loads_is_begun_anew_twice(game, kills):
-    path = Path(game.partition(":")[0])
-    kill = (
-        "import os, signal\n"
-        f"with open({f'{path}.loads'!r}, 'a+b') as file:\n"
-        "    file.write(b'+')\n"
-        "    file.flush()\n"
-        f"    file.tell() <= {kills} and os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    path.write_text(kill + ENVIRONMENT)
-    config = Turns(environment=game, processes=1)
-    if kills == 2:
-        with EnvironmentPool(config) as pool:
-            begin(pool, 1)
-    else:
-        with pytest.raises(ResourceError, match="3 times in a row"):
-            EnvironmentPool(config)
+def test_a_process_that_is_killed_while_it_loads_is_begun_anew_twice(tmp_path):
+    with pool_of(write(tmp_path, KILL.format(2) + ENVIRONMENT)) as pool:
+        begin(pool, 1)
 
 
 def test_what_no_process_can_go_on_after_is_raised_with_the_replies(game):
-    with EnvironmentPool(Turns(environment=game, processes=1)) as pool:
+    with pool_of(game) as pool:
         key, victim = begin(pool, 2)
         Path(game.partition(":")[0]).write_text("1 / 0")
         with pytest.raises(ConfigError, match="ZeroDivisionError"):
-            ask(pool, victim, "die")
+            ask(pool, victim, "exclaim")
             ask(pool, key, "add 1")
-
-
-def test_a_file_that_changed_meanwhile_is_refused(game):
-    with pytest.raises(ConfigError, match="its file changed meanwhile"):
-        EnvironmentPool(Turns(environment=game, processes=1, fingerprint="another"))
 
 
 @pytest.mark.slow
 def test_one_of_sixty_four_hangs(game):
-    with EnvironmentPool(Turns(environment=game, processes=2, step_seconds=2.0)) as pool:
+    with pool_of(game, processes=2, step_seconds=2.0) as pool:
         keys = begin(pool, 64)
         for key in keys:
             pool.step(key, Turn("hang" if key == keys[20] else "add 1"))
         replies = next_replies(pool, 64)
         assert [key for key, reply in replies.items() if reply.failure] == [keys[20]]
-        for key in keys:
-            if key != keys[20]:
-                pool.step(key, Turn("add 1"))
-        replies = next_replies(pool, 63)
-        assert not any(reply.failure for reply in replies.values())
+        for key in {*keys} - {keys[20]}:
+            pool.step(key, Turn("add 1"))
+        assert not any(reply.failure for reply in next_replies(pool, 63).values())
+
+
+# -- processes that answer too often
 
 
 FORKING = """
@@ -393,27 +320,25 @@ TOOL = """
 
 @pytest.mark.parametrize("place", ["reset", "step", "tool", "get_reward"])
 def test_a_copy_of_its_process_that_an_environment_leaves_never_answers(place, tmp_path):
-    path = tmp_path / "game.py"
-    path.write_text(FORKING + (TOOL if place == "tool" else STEP))
-    turn = Turn("", (Call("look", {}), Call("look", {})) if place == "tool" else ())
-    with EnvironmentPool(Turns(environment=f"{path}:Game", processes=1)) as pool:
+    is_tool = place == "tool"
+    turn = Turn("", (Call("look", {}), Call("look", {})) if is_tool else ())
+    with pool_of(write(tmp_path, FORKING + (TOOL if is_tool else STEP))) as pool:
         keys = [pool.open({"number": number, "place": place}, seed=0) for number in range(8)]
-        replies = list(next_replies(pool, 8).values())
+        openings = next_replies(pool, 8)
         for key in keys:
             pool.step(key, turn)
         answers = next_replies(pool, 8)
-        replies += answers.values()
         for key in keys:
             pool.finish(key)
         rewards = next_replies(pool, 8)
-        replies += rewards.values()
+    replies = [*openings.values(), *answers.values(), *rewards.values()]
     assert [reply.why for reply in replies] == [""] * 24
     steps = [answers[key].step for key in keys]
     texts = [step.text or step.messages[-1]["content"] for step in steps]
     assert texts == [f"{number}" for number in range(8)]
     assert [rewards[key].step.reward for key in keys] == [float(number) for number in range(8)]
-    if place == "tool":
-        looks = Path(f"{path}.looks").read_text().split()
+    if is_tool:
+        looks = (tmp_path / "game.py.looks").read_text().split()
         assert len(looks) == 16, "a copy makes no further calls"
 
 
@@ -436,9 +361,7 @@ class Game:
 
 
 def test_an_answer_too_many_ends_the_process_and_costs_its_own_episode(tmp_path):
-    path = tmp_path / "game.py"
-    path.write_text(ANSWERING_TWICE)
-    with EnvironmentPool(Turns(environment=f"{path}:Game", processes=1)) as pool:
+    with pool_of(write(tmp_path, ANSWERING_TWICE)) as pool:
         keys = [pool.open({"number": number}, seed=0) for number in range(3)]
         next_replies(pool, 3)
         assert [ask(pool, key, "go").step.text for key in keys] == ["0 1", "1 1", "2 1"]

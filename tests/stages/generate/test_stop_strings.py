@@ -5,14 +5,10 @@ from functools import partial
 
 import pytest
 
-from quiver.schemas.errors import ConfigError
-from quiver.stages.common.config import parse
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.generate.options import Sampling
-from quiver.stages.generate.stage import Config
 from quiver.stages.generate.stopping import StopStrings
 from tests.stages.generate.making import make_prompts, random_prompts
-from tests.stages.optimize import world
 from tests.tiny import EOS, make_policy, tokenizer
 
 run = partial(run_stage, "generate", in_process=True)
@@ -74,35 +70,24 @@ def test_a_string_that_ends_within_min_tokens_does_not_count():
 
 
 def test_what_is_saved_of_a_stopped_row(store, policy):
+    """Also if the last id that max_tokens allows completes the string."""
     ids = ids_of("The answer is 12. user")
-    config = {
-        "engine": "scripted",
-        "samples_per_prompt": 2,
-        "sampling": {"max_tokens": 30, "stop": ["is 12"]},
-        "options": {"script": "fixed", "completion_ids": ids},
-    }
-    version = store.open(
-        run(config, store, prompts=make_prompts(store, [[5]]).ref, policy=policy.ref)
-    )
-    row = version.table().to_pylist()[0]
     length, _ = stopped_at(ids, "is 12")
-    assert row["completion_ids"] == ids[:length]
-    assert len(row["old_logprobs"]) == length
-    assert row["completion_text"] == tokenizer().decode(ids[:length])
-    assert (row["finish_reason"], row["stop_reason"]) == ("stop", "is 12")
-    assert version.manifest.status == {"stop": 2}
-
-
-def test_the_last_id_that_max_tokens_allows_may_complete_a_string(store, policy):
-    ids = ids_of("1 2 3")
-    config = {
-        "engine": "scripted",
-        "sampling": {"max_tokens": len(ids), "stop": ["3"]},
-        "options": {"script": "fixed", "completion_ids": ids},
-    }
-    ref = run(config, store, prompts=make_prompts(store, [[5]]).ref, policy=policy.ref)
-    row = store.open(ref).table().to_pylist()[0]
-    assert (row["completion_ids"], row["finish_reason"]) == (ids, "stop")
+    prompts = make_prompts(store, [[5]])
+    for max_tokens in (30, length):
+        config = {
+            "engine": "scripted",
+            "samples_per_prompt": 2,
+            "sampling": {"max_tokens": max_tokens, "stop": ["is 12"]},
+            "options": {"script": "fixed", "completion_ids": ids},
+        }
+        version = store.open(run(config, store, prompts=prompts.ref, policy=policy.ref))
+        row = version.table().to_pylist()[0]
+        assert row["completion_ids"] == ids[:length]
+        assert len(row["old_logprobs"]) == length
+        assert row["completion_text"] == tokenizer().decode(ids[:length])
+        assert (row["finish_reason"], row["stop_reason"]) == ("stop", "is 12")
+        assert version.manifest.status == {"stop": 2}
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
@@ -129,41 +114,9 @@ def test_a_stopped_row_is_the_beginning_of_the_whole_one(store, kind):
         assert row["completion_ids"] == whole["completion_ids"][:length]
         assert row["old_logprobs"] == pytest.approx(whole["old_logprobs"][:length], abs=1e-5)
         prompt = [] if kind == "t5" else row["prompt_ids"]
-        sampling = Sampling(stop=strings)
-        stops = StopStrings(tokenizer(), sampling, prompt)
-        first = next(
-            (n for n, token in enumerate(whole["completion_ids"], 1) if stops.add(token)), 0
-        )
+        stops = StopStrings(tokenizer(), Sampling(stop=strings), prompt)
+        ends = [n for n, token in enumerate(whole["completion_ids"], 1) if stops.add(token)]
         if row["stop_reason"] in strings:
-            assert (row["finish_reason"], length) == ("stop", first)
+            assert (row["finish_reason"], length) == ("stop", ends[0])
         else:
-            assert (length, first) == (len(whole["completion_ids"]), 0)
-
-
-def test_a_stopped_row_is_trained_on_as_a_finished_one(store, policy):
-    """Without an end token, and where completions that were cut are masked."""
-    config = {
-        "engine": "transformers",
-        "dtype": "float32",
-        "samples_per_prompt": 6,
-        "sampling": {"max_tokens": 16, "stop": ["a", "3", "U"]},
-    }
-    ref = run(config, store, prompts=random_prompts(store, 4).ref, policy=policy.ref)
-    rollouts = store.open(ref)
-    rows = rollouts.table().to_pylist()
-    made = rollouts, world.write_rewards(store, rollouts, world.even_share)
-    done = world.trained(store, policy, made, world.config(on_length="mask"))
-    table = store.open(done.manifest.metrics["advantages"]).table().to_pylist()
-    dropped = {row["rollout_id"]: row["drop_reason"] for row in table}
-    without_end = [
-        row for row in rows if row["finish_reason"] == "stop" and EOS not in row["completion_ids"]
-    ]
-    assert without_end
-    assert {dropped[row["rollout_id"]] for row in without_end} == {None}
-    cut = {row["rollout_id"] for row in rows if row["finish_reason"] == "length"}
-    assert cut == {name for name, reason in dropped.items() if reason == "length"}
-
-
-def test_an_empty_string_is_refused():
-    with pytest.raises(ConfigError, match="an empty text would end a completion at once"):
-        parse(Config, {"sampling": {"stop": ["", "a"]}}, "generate", is_section=True)
+            assert (length, ends) == (len(whole["completion_ids"]), [])

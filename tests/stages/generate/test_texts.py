@@ -2,17 +2,13 @@
 
 import json
 from functools import cache, partial
-from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from quiver.stages.common.models import checkpoints
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store, Version
-from quiver.stages.generate.options import Sampling
-from quiver.stages.generate.stopping import StopStrings
 from quiver.stages.generate.texts import Texts
 from tests.stages.common.chat.test_control_tokens import fast, gemma, llama3, mistral, t5
 from tests.stages.generate.making import make_prompts
@@ -41,15 +37,6 @@ def tagged() -> PreTrainedTokenizerFast:
 
 def ids_of(text: str, made: PreTrainedTokenizerFast | None = None) -> list[int]:
     return (made or tagged()).encode(text, add_special_tokens=False)
-
-
-@pytest.fixture
-def policy(store, tmp_path) -> Version:
-    """A policy whose tags are special tokens."""
-    folder = make_folder(tmp_path / "model", vocabulary=340)
-    tagged().save_pretrained(folder)
-    ref = run_stage("policy", {"model": str(folder)}, store, into="tiny", in_process=True)
-    return store.open(ref)
 
 
 @pytest.mark.parametrize(
@@ -116,100 +103,66 @@ def test_ids_that_the_tokenizer_does_not_know_have_no_text():
 # -- one text, whoever made it
 
 
-def scripted(
-    store: Store, policy: Version, ids: list[int], prompts: Version | None = None, **sampling
-) -> dict:
+@pytest.fixture(params=[None, "</answer>"])
+def end(request) -> str | None:
+    """Another end that the model names."""
+    return request.param
+
+
+@pytest.fixture
+def policy(store, tmp_path, end) -> Version:
+    """A policy whose tags are special tokens."""
+    folder = make_folder(tmp_path / "model", vocabulary=340)
+    tagged().save_pretrained(folder)
+    if end is not None:
+        ids = [tagged().convert_tokens_to_ids(end), EOS]
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    ref = run_stage("policy", {"model": str(folder)}, store, into="tiny", in_process=True)
+    return store.open(ref)
+
+
+def scripted(store: Store, policy: Version, ids: list[int], prompts=None, **sampling) -> dict:
+    """A row that the scripted engine makes of these ids."""
     config = {
         "engine": "scripted",
         "samples_per_prompt": 1,
         "options": {"script": "fixed", "completion_ids": ids},
-        "sampling": {"max_tokens": 40, **sampling},
+        "sampling": {"max_tokens": 40, "ignore_eos": True, **sampling},
     }
     prompts = prompts or make_prompts(store, [[5]])
-    ref = run(config, store, prompts=prompts.ref, policy=policy.ref)
+    refs = {"prompts": prompts.ref, "policy": policy.ref}
+    ref = run_stage("generate", config, store, in_process=True, **refs)
     return store.open(ref).table().to_pylist()[0]
 
 
-def imported(store: Store, policy: Version, folder: Path, lines: list[dict]) -> list[dict]:
-    source = folder / "lines.jsonl"
-    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    ref = run_stage("imported", {"source": str(source)}, store, policy=policy.ref, in_process=True)
-    return store.open(ref).table().to_pylist()
-
-
-def test_special_tokens_reach_the_rewards_from_engines_and_imports(store, policy, tmp_path):
+def test_special_tokens_reach_the_rewards_from_engines_and_imports(store, policy, tmp_path, end):
     ids = [*ids_of(f" {WRITTEN} "), EOS]
-    row = scripted(store, policy, ids[:-1])
+    row = scripted(store, policy, ids)
     assert row["completion_ids"] == ids
-    assert row["completion_text"] == f" {WRITTEN} "
-    line = {"prompt_ids": [5], "completion_ids": ids, "logprobs": [-1.0] * len(ids)}
-    (single,) = imported(store, policy, tmp_path, [line])
-    assert single["completion_text"] == row["completion_text"]
+    assert row["completion_text"] == f" {WRITTEN} ".replace(end or "", "")
     turns = [{"length": 2, "observation_ids": ids_of("<answer>")}, {"length": len(ids) - 2}]
-    (of_turns,) = imported(store, policy, tmp_path, [{**line, "turns": turns}])
-    assert "".join(turn["text"] for turn in of_turns["turns"]) == row["completion_text"]
-    assert of_turns["turns"][0]["observation"] == "<answer>"
+    for number, more in enumerate(({}, {"turns": turns})):
+        line = {"prompt_ids": [5], "completion_ids": ids, "logprobs": [-1.0] * len(ids), **more}
+        source = tmp_path / f"{number}.jsonl"
+        source.write_text(json.dumps(line))
+        given = {"source": str(source)}
+        ref = run_stage("imported", given, store, policy=policy.ref, in_process=True)
+        (imported,) = store.open(ref).table().to_pylist()
+        of_turns = imported.get("turns", [{"text": imported["completion_text"]}])
+        assert "".join(turn["text"] for turn in of_turns) == row["completion_text"]
+    assert of_turns[0]["observation"] == "<answer>"
 
 
-def test_an_end_that_does_not_end_a_row_is_left_out_too(store, policy):
-    row = scripted(store, policy, [*ids_of("1"), EOS, *ids_of("2")], ignore_eos=True)
-    assert row["completion_text"] == "12"
-
-
-def test_a_stop_id_is_an_end_and_its_text_is_said_to_be_lost(store, policy, caplog):
-    *_, end = ids_of("</answer>")
-    row = scripted(store, policy, ids_of(WRITTEN)[:-1], stop_token_ids=[end], ignore_eos=True)
+@pytest.mark.parametrize("end", [None], indirect=True)
+@pytest.mark.parametrize("is_templates", [False, True])
+def test_the_templates_end_of_a_turn_is_no_text_that_is_lost(store, policy, caplog, is_templates):
+    """The text of any other stop id is."""
+    *_, stop = ids_of("</answer>")
+    ends = {"assistant_end": {"id": stop, "text": "</answer>"}} if is_templates else {}
+    prompts = make_prompts(store, [[5]], **ends)
+    row = scripted(store, policy, ids_of(WRITTEN)[:-1], prompts, stop_token_ids=[stop])
     assert row["completion_ids"] == ids_of(WRITTEN)
     assert row["completion_text"] == "<think>three</think><answer>7"
-    (told,) = [message for message in caplog.messages if "stop_token_ids" in message]
-    assert f"{end} ends a completion, so its text '</answer>' is no part" in told
-
-
-def test_the_templates_end_of_a_turn_is_no_text_that_is_lost(store, policy, caplog):
-    *_, end = ids_of("</answer>")
-    prompts = make_prompts(store, [[5]], assistant_end={"id": end, "text": "</answer>"})
-    row = scripted(
-        store, policy, ids_of(WRITTEN)[:-1], prompts, stop_token_ids=[end], ignore_eos=True
-    )
-    assert row["completion_ids"][-1] == end
-    assert [message for message in caplog.messages if "stop_token_ids" in message] == []
-
-
-def test_the_models_own_other_ends_are_left_out(store, tmp_path):
-    folder = make_folder(tmp_path / "model", vocabulary=340)
-    tagged().save_pretrained(folder)
-    end = tagged().convert_tokens_to_ids("</answer>")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, EOS]}))
-    ref = run_stage("policy", {"model": str(folder)}, store, into="tiny", in_process=True)
-    row = scripted(store, store.open(ref), ids_of("<answer>7</answer>"), ignore_eos=True)
-    assert row["completion_text"] == "<answer>7"
-
-
-def test_the_tokenizer_is_the_policys(store, policy):
-    texts = Texts.of(policy)
-    assert texts.decode(ids_of(WRITTEN)) == WRITTEN
-    assert checkpoints.load_tokenizer(policy).decode(ids_of(WRITTEN)) == WRITTEN
-
-
-# -- stop strings look at the same text
-
-
-@pytest.mark.parametrize("stop", ["</answer>", "7</answer>", "</think><answer>", "<tool_call>"])
-def test_a_stop_string_may_hold_special_tokens(stop):
-    ids = ids_of(WRITTEN + "<tool_call> and more")
-    stops = StopStrings(tagged(), Sampling(stop=(stop,)), [BOS, *ids_of("7")])
-    length = next(number for number, id in enumerate(ids, 1) if stops.add(id))
-    assert Texts(tagged(), []).decode(ids[:length]).endswith(stop)
-    assert not Texts(tagged(), []).decode(ids[: length - 1]).endswith(stop)
-
-
-def test_a_row_ends_at_the_special_token_that_completes_its_stop_string(store, policy):
-    row = scripted(store, policy, ids_of(WRITTEN + " and more"), stop=["</answer>"])
-    assert row["completion_text"] == WRITTEN
-    assert (row["finish_reason"], row["stop_reason"]) == ("stop", "</answer>")
-
-
-def test_an_end_token_completes_a_stop_string_that_names_it(store, policy):
-    row = scripted(store, policy, ids_of("7"), stop=["7<|im_end|>"])
-    assert row["completion_ids"] == [*ids_of("7"), EOS]
-    assert (row["completion_text"], row["stop_reason"]) == ("7", "7<|im_end|>")
+    messages = [message for message in caplog.messages if "stop_token_ids" in message]
+    lost = f"{stop} ends a completion, so its text '</answer>' is no part"
+    assert [lost in message for message in messages] == ([] if is_templates else [True])

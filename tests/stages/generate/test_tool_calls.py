@@ -31,13 +31,20 @@ def hermes(*calls: dict) -> str:
 
 ADD = {"name": "add", "arguments": {"a": 1, "b": [2, {"c": None}]}}
 SAY = {"name": "say", "arguments": {"text": "a </tool> \n <|im_end|> { é"}}
+CALLS = (Call("add", ADD["arguments"]), Call("say", SAY["arguments"]))
 
 
-def test_hermes_reads_every_call_and_the_text_before():
-    parsed = parse_hermes("Let me see.\n" + hermes(ADD, SAY))
-    assert parsed.text == "Let me see.\n"
-    assert parsed.calls == (Call("add", ADD["arguments"]), Call("say", SAY["arguments"]))
-    assert parsed.error is None and not parsed.is_broken
+@pytest.mark.parametrize(
+    "parse, text, before, calls",
+    [
+        (parse_hermes, hermes(ADD, SAY), "Let me see.\n", CALLS),
+        (parse_hermes, hermes(ADD), "<think><tool_call> is an idea</think>\n", CALLS[:1]),
+        (parse_hermes, hermes({"name": "add", "arguments": '{"a": 1}'}, {"name": "now"}), "", (Call("add", {"a": 1}), Call("now", {}))),
+        (parse_python_tag, f"{PYTHON_TAG}x = {{}}\nprint(x)<|eom_id|>", "I run it.", (Call("python", {"code": "x = {}\nprint(x)"}),)),
+    ],
+)  # fmt: skip
+def test_calls_and_the_text_before_them_are_read(parse, text, before, calls):
+    assert parse(before + text) == ParsedTurn(before, calls)
 
 
 @pytest.mark.parametrize(
@@ -58,12 +65,6 @@ def test_hermes_reads_every_call_and_the_text_before():
 )
 def test_a_turn_without_calls_is_text(parse, text):
     assert parse(text) == ParsedTurn(text)
-
-
-def test_thinking_holds_no_calls_and_stays_in_the_text():
-    text = "<think><tool_call> is an idea</think>\n"
-    parsed = parse_hermes(text + hermes(ADD))
-    assert parsed.text == text and parsed.calls == (Call("add", ADD["arguments"]),)
 
 
 @pytest.mark.parametrize(
@@ -137,14 +138,12 @@ def test_tags_in_the_strings_of_a_call_are_text(tag, before):
     assert parse_python_tag(PYTHON_TAG + code).calls == (Call("python", {"code": code}),)
 
 
-@pytest.mark.parametrize("tag", TAGS)
-def test_tags_in_strings_hide_no_mistake(tag):
-    parsed = parse_hermes(f'<tool_call>{{"name": "say", "arguments": "{tag}",}}</tool_call>')
+@pytest.mark.parametrize("text", [*[f'{tag}",' for tag in TAGS], "a}}"])
+def test_tags_in_strings_hide_no_mistake(text):
+    """A comma before the last brace; a quote that is missing."""
+    parsed = parse_hermes(f'<tool_call>{{"name": "say", "arguments": "{text}}}</tool_call>')
     assert "not valid JSON" in parsed.error and not parsed.is_broken
-    unclosed = '<tool_call>{"name": "say", "arguments": {"text": "a}}</tool_call>'
-    parsed = parse_hermes(unclosed)
-    assert "not valid JSON" in parsed.error and not parsed.is_broken
-    assert parse_hermes(json.dumps({"answer": tag})).error is None
+    assert parse_hermes(json.dumps({"answer": text})).error is None
 
 
 def test_a_call_before_an_end_of_thinking_that_was_not_begun_is_told():
@@ -158,11 +157,6 @@ def test_a_call_before_an_end_of_thinking_that_was_not_begun_is_told():
     assert parse_hermes(text + hermes(ADD)) == ParsedTurn(text, (Call("add", ADD["arguments"]),))
     for text in ("<think>" + hermes(ADD) + "</think> x", "I could use <tool_call> </think> x"):
         assert parse_hermes(text) == ParsedTurn(text)
-
-
-def test_arguments_may_be_json_inside_json_or_absent():
-    text = hermes({"name": "add", "arguments": '{"a": 1}'}, {"name": "now"})
-    assert parse_hermes(text).calls == (Call("add", {"a": 1}), Call("now", {}))
 
 
 @pytest.mark.parametrize("tag", ["", "<|python_tag|>", "I ask.<|python_tag|>"])
@@ -193,11 +187,18 @@ def test_llama_knows_a_call_by_the_name_of_a_tool():
     assert parse('{"name": "Ann", "a').error is None
 
 
-def test_llama_tells_bad_json_of_a_call():
-    for tag in ("", PYTHON_TAG):
-        assert "not valid JSON" in parse_llama(tag + '{"name": "add", "parameters": {a: 1}}').error
-    parsed = parse_llama(PYTHON_TAG + '{"type": "function", "name": "now"}')
-    assert parsed.error.startswith('the call of now has the key "type"') and not parsed.is_broken
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ('{"name": "add", "parameters": {a: 1}}', "not valid JSON"),
+        (PYTHON_TAG + '{"name": "add", "parameters": {a: 1}}', "not valid JSON"),
+        (PYTHON_TAG + '{"type": "function", "name": "now"}', 'the call of now has the key "type"'),
+        (f"{PYTHON_TAG} ", "no code"),
+    ],
+)
+def test_llama_tells_what_is_wrong_with_a_call(text, why):
+    parsed = parse_llama(text)
+    assert why in parsed.error and not parsed.is_broken
 
 
 @pytest.mark.parametrize(
@@ -213,9 +214,9 @@ def test_llama_tells_bad_json_of_a_call():
     ],
 )
 def test_what_is_no_call_behind_the_tag_is_code_for_llama_too(code):
-    parse = make_parser("llama", tools=FIND)
     parsed = ParsedTurn("<think>{</think>So.", (Call("python", {"code": code}),))
-    assert parse(f"{parsed.text}{PYTHON_TAG}{code}<|eom_id|>") == parsed
+    text = f"{parsed.text}{PYTHON_TAG}{code}<|eom_id|>"
+    assert make_parser("llama", tools=FIND)(text) == parsed
 
 
 FORMS = {
@@ -312,6 +313,7 @@ def test_a_call_of_another_format_between_the_tags_is_told_as_such(body):
     assert unclosed == ParsedTurn("So: ", (), "<tool_call> is never closed", is_broken=True)
 
 
+@pytest.mark.parametrize("name", PARSERS)
 @pytest.mark.parametrize(
     "piece",
     [
@@ -323,17 +325,15 @@ def test_a_call_of_another_format_between_the_tags_is_told_as_such(body):
         "find() ",
         "<tool_call>find(",
         "to=",
+        "<tool_call>",
+        '{"name": "a", "parameters": {"a": ',
+        "[" * 50,
+        "</tool_call>",
     ],
 )
-def test_long_text_is_looked_through_once(piece):
-    parse = make_parser("python_tag", tools=FIND)
-    assert parse(piece * 20_000 + " x").calls == ()
-
-
-def test_code_behind_the_tag_is_one_call():
-    parsed = parse_python_tag("I run it.<|python_tag|>x = {}\nprint(x)<|eom_id|>")
-    assert parsed == ParsedTurn("I run it.", (Call("python", {"code": "x = {}\nprint(x)"}),))
-    assert "no code" in parse_python_tag("<|python_tag|> ").error
+def test_long_text_is_looked_through_once(name, piece):
+    for text in (piece * 20_000 + " x", '{"name": ' + piece * 20_000):
+        assert make_parser(name, tools=FIND)(text).calls == ()
 
 
 PIECES = st.sampled_from(
@@ -380,47 +380,10 @@ def test_what_is_written_is_read_again(calls):
     assert parse_llama(text).calls == expected
 
 
-@pytest.mark.parametrize("name", PARSERS)
-@pytest.mark.parametrize(
-    "piece", ["<tool_call>", '{"name": "a", "parameters": {"a": ', "[" * 50, "</tool_call>"]
-)
-def test_long_text_takes_no_more_than_it_should(name, piece):
-    parsed = PARSERS[name].parse('{"name": ' + piece * 20_000)
-    assert not parsed.calls
-
-
-def test_the_tokenizers_own_response_template_reads_calls():
-    tokenizer = copy.deepcopy(tiny.tokenizer())
-    with pytest.raises(ConfigError, match="no response template"):
-        make_parser("tokenizer", tokenizer)
-    tokenizer.response_template = RESPONSE_TEMPLATE
-    parse = make_parser("tokenizer", tokenizer, prefix="<|im_start|>assistant\n")
-    parsed = parse("So.<call>" + json.dumps(ADD) + "</call><|im_end|>")
-    assert parsed == ParsedTurn("So.", (Call("add", ADD["arguments"]),))
-    assert parse("It is 12.<|im_end|>") == ParsedTurn("It is 12.<|im_end|>")
-    assert parse("So.<call>oh</call>").error
-
-
-def test_a_call_within_a_thought_that_the_prompt_begins_is_none():
-    tokenizer = copy.deepcopy(tiny.tokenizer())
-    tokenizer.response_template = {
-        **RESPONSE_TEMPLATE,
-        "fields": {
-            "thinking": {"open": "<think>", "close": "</think>"},
-            **RESPONSE_TEMPLATE["fields"],
-        },
-    }
-    call = "<call>" + json.dumps(ADD) + "</call>"
-    parse = make_parser("tokenizer", tokenizer, prefix="<|im_start|>assistant\n<think>\n")
-    thinking = parse(f"I could write {call}.<|im_end|>")
-    assert thinking.calls == () and thinking.text == f"I could write {call}.<|im_end|>"
-    parsed = parse(f"I may {call}.</think>\nSo.{call}<|im_end|>")
-    assert parsed == ParsedTurn(f"I may {call}.</think>\nSo.", (Call("add", ADD["arguments"]),))
-
-
 RESPONSE_TEMPLATE = {
     "start_anchor": "<|im_start|>assistant\n",
     "fields": {
+        "thinking": {"open": "<think>", "close": "</think>"},
         "content": {"close": ["<call>", "<|im_end|>"]},
         "tool_calls": {
             "open": "<call>", "close": "</call>", "content": "json", "repeats": True,
@@ -430,31 +393,45 @@ RESPONSE_TEMPLATE = {
 }  # fmt: skip
 
 
+def test_the_tokenizers_own_response_template_reads_calls():
+    tokenizer = copy.deepcopy(tiny.tokenizer())
+    with pytest.raises(ConfigError, match="no response template"):
+        make_parser("tokenizer", tokenizer)
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    call = "<call>" + json.dumps(ADD) + "</call>"
+    for begun, texts in (("", ["So."]), ("<think>\n", [f"I may {call}.</think>\nSo."])):
+        parse = make_parser("tokenizer", tokenizer, prefix=f"<|im_start|>assistant\n{begun}")
+        for text in texts:
+            assert parse(f"{text}{call}<|im_end|>") == ParsedTurn(text, CALLS[:1])
+    thinking = f"I could write {call}.<|im_end|>"
+    assert parse(thinking) == ParsedTurn(thinking), "a thought that the prompt begins"
+    parse = make_parser("tokenizer", tokenizer, prefix="<|im_start|>assistant\n")
+    assert parse("It is 12.<|im_end|>") == ParsedTurn("It is 12.<|im_end|>")
+    assert parse("So.<call>oh</call>").error
+
+
+# -- a parser of the user's own
+
+
 def write_parser(folder, body: str) -> str:
     path = folder / "my_calls.py"
     path.write_text(f"def parse(text):\n    {body}\n")
     return f"{path}:parse"
 
 
-def test_a_function_of_the_users_reads_calls(tmp_path):
-    body = 'return [{"name": w, "arguments": {}} for w in text.split() if w.startswith("@")]'
-    parse = make_parser(write_parser(tmp_path, body))
-    assert parse("do @this and @that").calls == (Call("@this", {}), Call("@that", {}))
-
-
 @pytest.mark.parametrize(
-    "body, why, is_broken",
+    "body, expected",
     [
-        ("raise ValueError('say it again')", "say it again", False),
-        ("raise EOFError('cut')", "cut", True),
-        ("raise ValueError", "ValueError", False),
-        ("return 7", "not iterable", False),
-        ("return [{}]", 'lacks "name"', False),
+        ("return [{'name': text, 'arguments': {}}]", ParsedTurn("go", (Call("go", {}),))),
+        ("raise ValueError('say it again')", ParsedTurn("go", (), "say it again")),
+        ("raise EOFError('cut')", ParsedTurn("go", (), "cut", is_broken=True)),
+        ("raise ValueError", ParsedTurn("go", (), "ValueError")),
+        ("return 7", ParsedTurn("go", (), "'int' object is not iterable")),
+        ("return [{}]", ParsedTurn("go", (), 'the call lacks "name"')),
     ],
 )
-def test_what_a_users_function_raises_is_told(tmp_path, body, why, is_broken):
-    parsed = make_parser(write_parser(tmp_path, body))("text")
-    assert why in parsed.error and parsed.is_broken == is_broken
+def test_a_function_of_the_users_reads_calls(tmp_path, body, expected):
+    assert make_parser(write_parser(tmp_path, body))("go") == expected
 
 
 def test_an_edited_parser_is_another_key(tmp_path):
@@ -463,8 +440,3 @@ def test_an_edited_parser_is_another_key(tmp_path):
         for body in ("return []", "return list()")
     )
     assert first["parser"] == second["parser"] and first != second
-
-
-def test_a_parser_that_is_not_there_is_named():
-    with pytest.raises(ConfigError, match="did you mean hermes"):
-        make_parser("hermess")
