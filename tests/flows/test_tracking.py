@@ -41,15 +41,15 @@ def test_an_evaluation_is_tracked_once(recipe):
     """A run that ended between the two is made good by the next."""
     score = Store("finished").open(REF).manifest.metrics["score"]
     for _ in range(2):
-        track_evaluation(recipe, REF)
+        track_evaluation(recipe.optimize, "finished", REF)
         assert scores() == [pytest.approx(score, abs=1e-6)]
 
 
 def test_what_could_not_be_told_is_told_the_next_time(recipe, caplog):
     Path("logs").write_text("in the way")
     with caplog.at_level("WARNING", logger="quiver"):
-        track_evaluation(recipe, REF)
+        track_evaluation(recipe.optimize, "finished", REF)
     assert "evaluations@1 is not in tensorboard: optimize.trackers tensorboard" in caplog.text
     Path("logs").unlink()
-    track_evaluation(recipe, REF)
+    track_evaluation(recipe.optimize, "finished", REF)
     assert len(scores()) == 1
