@@ -87,8 +87,8 @@ def deploy(recipe: Recipe, where: Where) -> dict[str, Any]:
                 next="leave --image out, or name a pool of type docker or kubernetes: --pool NAME",
             )
         resolved = _seen_from(recipe, pools, where.folder)
-        own, each = described(resolved, where, **_work(pools[where.pool], where))
-        deployments = [own]
+        main, purpose = described(resolved, where, **_work(pools[where.pool], where))
+        deployments = [main]
         for name in dict.fromkeys(recipe.placement.pools.values()):
             work = _work(pools[name], where)
             deployments.append(
@@ -109,15 +109,15 @@ def deploy(recipe: Recipe, where: Where) -> dict[str, Any]:
             for deployment in deployments
         ]
         automations = [{"name": silent_runs().name, **install(client, silent_runs())}]
-        started = start_run(client, own) if where.now else None
+        started = start_run(client, main) if where.now else None
     automations += [
         {"name": trigger.name, **{key: entries[0][key] for key in ("new", "changed")}}
-        for trigger in own.triggers
+        for trigger in main.triggers
     ]
     return {
         "api": without_login(url),
         "deployments": entries,
-        "each": each,
+        "each": purpose,
         "automations": automations,
         "flow_run": started,
     }
@@ -150,13 +150,13 @@ def described(recipe: Recipe, where: Where, **more: Any) -> tuple[RunnerDeployme
     if "promotion" in recipe.model_fields_set:
         from quiver.flows.nightly import nightly
 
-        flow, each = nightly, "one night"
+        flow, purpose = nightly, "one night"
     else:
         recipe.data.require_filled_in()
-        flow, each = post_train, "what is not done yet"
+        flow, purpose = post_train, "what is not done yet"
         if where.cron or where.on or "schedule" in recipe.model_fields_set:
             flow = scheduled
-            each = {
+            purpose = {
                 "go on": f"{recipe.iterations} more iterations",
                 "again": f"a run {recipe.run}-DATE from the base, with the next seed",
                 "same": "what is not done yet; nothing from the second time on",
@@ -176,7 +176,7 @@ def described(recipe: Recipe, where: Where, **more: Any) -> tuple[RunnerDeployme
         entrypoint_type=EntrypointType.MODULE_PATH,
         **more,
     )
-    return deployment, each
+    return deployment, purpose
 
 
 def _schedules(where: Where) -> list[Schedule]:

@@ -54,7 +54,7 @@ def serve(
         advice = "leave --port out, or unset PREFECT_API_URL"
         raise ConfigError(f"--port {port}", problem, next=advice)
     resolved, paths = resolve(recipe, "a served run")
-    deployment, each = described(resolved, where, paused=False)
+    deployment, purpose = described(resolved, where, paused=False)
     with ExitStack() as stack:
         if not PREFECT_API_URL.value():
             log.info(
@@ -72,7 +72,7 @@ def serve(
         log.info("serving %s; pages: %s", deployment.full_name, url.removesuffix("/api"))
         timezone = where.timezone or "UTC"
         schedule = f"{where.cron} ({timezone})" if where.cron else "none; runs start by hand"
-        log.info("schedule: %s; each time: %s", schedule, each)
+        log.info("schedule: %s; each time: %s", schedule, purpose)
         log.info("by hand: PREFECT_API_URL=%s prefect deployment run %s", url, deployment.full_name)
         tell(
             {
@@ -80,7 +80,7 @@ def serve(
                 "deployment": deployment.full_name,
                 "cron": where.cron,
                 "timezone": timezone,
-                "each": each,
+                "each": purpose,
                 "flow_run": started,
             }
         )

@@ -204,8 +204,8 @@ def perform(
         log.info("%s", describe(label, outcome))
     # Training is never repeated unasked to restore expired files.
     if stage != "optimize":
-        about = {"label": f"{label}, again", "into": into, "iteration": iteration}
-        run.again[outcome.ref] = partial(perform, stage, config, refs, readable=True, **about)
+        options = {"label": f"{label}, again", "into": into, "iteration": iteration}
+        run.again[outcome.ref] = partial(perform, stage, config, refs, readable=True, **options)
     return outcome
 
 

@@ -142,7 +142,7 @@ def _folded(cell: Any) -> Any:
 # -- prompts
 
 
-def about_prompts(prompt: Prompt, data: Data, prompts: Mapping[str, Prompts]) -> Iterator[str]:
+def about_prompts(prompt: Prompt, source: Data, prompts: Mapping[str, Prompts]) -> Iterator[str]:
     """Yield warnings about prompts and settings that the policy does not see."""
     for section, of_section in prompts.items():
         if of_section.num_dropped:
@@ -156,7 +156,7 @@ def about_prompts(prompt: Prompt, data: Data, prompts: Mapping[str, Prompts]) ->
                 f"{of_section.num_looked_at} prompts of {section}: they are no chats, or begin "
                 "with a system message of their own"
             )
-    without_template = data.raw_text or data.prompt_ids
+    without_template = source.raw_text or source.prompt_ids
     for name in ("template", "template_arguments"):
         if without_template and getattr(prompt, name):
             yield f"prompt.{name} is not used: the rows are no chats"
@@ -165,11 +165,11 @@ def about_prompts(prompt: Prompt, data: Data, prompts: Mapping[str, Prompts]) ->
 # -- steps
 
 
-def about_steps(optimize: Optimize, data: Data, num_rows: int, iterations: int) -> Iterator[str]:
+def about_steps(optimize: Optimize, source: Data, num_rows: int, iterations: int) -> Iterator[str]:
     """Yield warnings about the optimizer's steps."""
-    num_groups = min(data.limit or num_rows, num_rows)
-    if data.refill is not None:
-        num_groups *= data.refill.max_rounds
+    num_groups = min(source.limit or num_rows, num_rows)
+    if source.refill is not None:
+        num_groups *= source.refill.max_rounds
     num_groups *= 1 + optimize.replay
     if optimize.minibatches > num_groups:
         yield (

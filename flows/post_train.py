@@ -42,14 +42,13 @@ from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.call import Outcome
 from quiver.stages.reward.stage import pinned
 
-from .ahead import run_ahead
 from .calls import check_stages, perform
 from .evaluation import measure, numbers
 from .pages import Curve, link_report
 from .recipe import Recipe
-from .rescoring import choose_reference, proximal_config
 from .retention import clean_up
-from .rounds import Iteration, Sampled, fill_up
+from .rounds import Iteration, Sampled, choose_reference, fill_up, proximal_config
+from .stopping import run_ahead
 from .tasks import as_tasks
 
 _LEARNED_FROM = ("rollouts", "rewards", "prox_logprobs")
@@ -159,14 +158,14 @@ class Chain:
             overlap = nullcontext()
             if recipe.overlap and not is_last:
                 overlap = run_ahead(partial(sample_next, starts[-1]))
-            with overlap as ahead:
+            with overlap as next_sampled:
                 iteration = self.update(starts[-1], reference, sampled, newest_first)
                 iterations.append(iteration)
                 finish(iteration)
                 if not is_last:
                     clean_up(recipe.store, recipe.run, recipe.retention, iteration.policy)
-                if ahead is not None:
-                    sampled = ahead.result()
+                if next_sampled is not None:
+                    sampled = next_sampled.result()
                 elif not is_last:
                     sampled = sample_next(iteration.policy)
         return iterations

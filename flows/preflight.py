@@ -157,16 +157,16 @@ def finished(recipe: Recipe) -> dict[str, str]:
         "generate": ("rollouts", recipe.generate_config(1), ("prompts", "policy")),
         "reward": ("rewards", recipe.reward, ("rollouts",)),
     }
-    made: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for stage, (kind, config, roles) in chain.items():
-        inputs = {role: made[role] for role in roles}
+        inputs = {role: versions[role] for role in roles}
         plain = config.model_dump(mode="json")
         call = Call(stage, plain, recipe.store, inputs, into=recipe.run)
         outcome = find(call)
         if outcome is None:
             _tell_what_differs(plan_of(call), kind)
             break
-        made[kind] = outcome.ref
+        versions[kind] = outcome.ref
         refs[stage] = outcome.ref
     return refs
 

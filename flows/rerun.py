@@ -32,7 +32,7 @@ from .calls import perform
 from .evaluation import measure
 from .placement import check_pools
 from .recipe import Recipe
-from .rescoring import proximal_config
+from .rounds import proximal_config
 from .sections import Logprobs, Optimize
 
 ROLES = {
@@ -258,13 +258,13 @@ def warn_of_temperatures(temperature: float, store: Store, rollouts: list[str]) 
     named = pa.scalar(temperature, pa.float32())
     for ref in rollouts:
         sampled_at = pc.unique(store.open(ref).table(["temperature"])["temperature"]).to_pylist()
-        others = [f"{value:g}" for value in sorted(sampled_at) if value != named.as_py()]
-        if others:
+        differing = [f"{sampled:g}" for sampled in sorted(sampled_at) if sampled != named.as_py()]
+        if differing:
             log.warning(
                 "%s was sampled at temperature %s, and generate.sampling.temperature is %g: the "
                 "step uses the temperature that is stored with each rollout",
                 ref,
-                ", ".join(others[:5]),
+                ", ".join(differing[:5]),
                 temperature,
             )
 
