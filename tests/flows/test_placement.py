@@ -80,7 +80,7 @@ def test_a_call_travels_whole(store):
     call = Call("reward", {"functions": []}, store.path, refs, "a", label="a", where=where)
     sent = Call.from_json(json.loads(json.dumps(for_workers(call).to_json())))
     require_store(sent)
-    there = replace(where, pool=None, store_id=store.id, stay=False)
+    there = replace(where, pool=None, store_id=store.id, hold=False)
     assert sent == replace(call, store=str(store.path), share=True, where=there)
     assert not for_workers(replace(call, force=True)).share
     assert not for_workers(replace(call, stage="optimize")).share
