@@ -271,9 +271,9 @@ class Estimate:
             devices = engine_gpus(model.engine_args) if on_gpu else 1
             needs.append(Need(f"reward ({model.name})", devices, on_gpu, held))
         if config.kl_coef > 0:
-            needs.append(self.scoring(recipe.logprobs_config("ref")))
+            needs.append(self.scoring(recipe.logprobs.for_role("ref")))
         if recipe.logprobs.prox or config.needs_prox:
-            needs.append(self.scoring(recipe.logprobs_config("prox")))
+            needs.append(self.scoring(recipe.logprobs.for_role("prox")))
         return [*needs, self.training(config)]
 
     def training(self, config: OptimizeConfig) -> Need:

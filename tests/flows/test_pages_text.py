@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pyarrow as pa
 import pytest
 
+from quiver.flows.calls import describe
 from quiver.flows.commands.summary import summary
 from quiver.flows.pages import iterations_page, text
 from quiver.flows.pages.events import version_events
@@ -21,7 +22,6 @@ from quiver.flows.pages.text import attempt, picture
 from quiver.flows.pages.views import VIEWS
 from quiver.flows.progress import Bar, progress
 from quiver.flows.retention import Retention
-from quiver.flows.tasks import describe
 from quiver.schemas import fields, prompts, rewards
 from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.runner import Call, Outcome
