@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 from quiver.flows.calls import describe
-from quiver.flows.commands.summary import summary
+from quiver.flows.commands.summary import next_commands, summary
 from quiver.flows.pages import iterations_page, text
 from quiver.flows.pages.events import version_events
 from quiver.flows.pages.text import attempt, picture
@@ -465,9 +465,9 @@ def printed(means, store="/my store", baseline=None, evaluation=None, moments=No
         overlap=0,
         optimize=SimpleNamespace(learning_rate=1e-5),
     )
-    return summary(
-        recipe, Path("recipe.toml"), [], {"baseline": baseline, "iterations": iterations}
-    )
+    outcome = {"run": "tiny", "baseline": baseline, "iterations": iterations}
+    commands = next_commands(recipe, Path("recipe.toml"), [], outcome)
+    return summary(Path(store), outcome, commands)
 
 
 def test_what_a_run_prints_at_its_end():
