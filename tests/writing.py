@@ -70,6 +70,18 @@ def run_here(stage: str, config, store, **options):
     return run_stage(stage, config, store, in_process=True, **options)
 
 
+def run_iteration(recipe, store: Store) -> dict[str, str]:
+    """The first iteration of a recipe, in this process; each version's reference by its kind."""
+    base = run_here("policy", recipe.policy, store, into=recipe.run)
+    prompts = run_here("prompt", recipe.prompt_config(1), store, policy=base)
+    asked = {"prompts": prompts, "policy": base}
+    rollouts = run_here("generate", recipe.generate_config(1), store, **asked)
+    rewards = run_here("reward", recipe.reward, store, rollouts=rollouts)
+    scored = {"rollouts": rollouts, "rewards": rewards}
+    policy = run_here("optimize", recipe.optimize_config(), store, policy=base, **scored)
+    return {"prompts": prompts, **scored, "policy": policy}
+
+
 def ids_asked_for(monkeypatch) -> list[list[str] | None]:
     """A list to which each stage that finishes adds the ids that its version must have."""
     asked, finish = [], Writer.finish

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,10 +14,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import httpx
+import psutil
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from quiver.deployments.server import LEASES
+from tests.flows.conftest import free_port, own_home
+from tests.spent import watch
 
 T = TypeVar("T")
 PATIENCE = 300
@@ -32,12 +34,6 @@ def wait_for(what: str, found: Callable[[], T | None], seconds: float = PATIENCE
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
         time.sleep(0.05)
     return value
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class World:
@@ -58,14 +54,8 @@ class World:
         self.home = folder / "prefect"
         self.home.mkdir(parents=True, exist_ok=True)
         self.running: dict[str, subprocess.Popen] = {}
-        inherited = {
-            name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")
-        }
         self.env = {
-            **inherited,
-            "PREFECT_HOME": str(self.home),
-            "PREFECT_SERVER_MEMO_STORE_PATH": str(self.home / "memo_store.toml"),
-            "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(self.home / "storage"),
+            **own_home(folder),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": LEASES,
             "PREFECT_SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS": "1",
@@ -93,17 +83,8 @@ class World:
         return self.running[name]
 
     def start_server(self) -> None:
-        self.start(
-            "server",
-            "-m",
-            "prefect",
-            "server",
-            "start",
-            "--host",
-            self.host,
-            "--port",
-            str(self.port),
-        )
+        where = ("--host", self.host, "--port", str(self.port))
+        self.start("server", "-m", "prefect", "server", "start", *where)
 
         def healthy() -> bool:
             assert self.running["server"].poll() is None, (self.folder / "server.log").read_text()[
@@ -114,22 +95,14 @@ class World:
             return False
 
         wait_for("the server", healthy)
+        server = psutil.Process(self.running["server"].pid)
+        for process in (server, *server.children()):
+            watch(process.pid)
 
     def start_worker(self, pool: str, name: str) -> None:
         """A process worker; the pool is made where there is none."""
-        self.start(
-            name,
-            "-m",
-            "prefect",
-            "worker",
-            "start",
-            "--pool",
-            pool,
-            "--name",
-            name,
-            "--type",
-            "process",
-        )
+        about = ("--pool", pool, "--name", name, "--type", "process")
+        self.start(name, "-m", "prefect", "worker", "start", *about)
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """The process alone, not what it started."""

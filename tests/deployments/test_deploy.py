@@ -1,15 +1,18 @@
 """`quiver deploy` against a real server that asks for a password: what is registered, what is
-refused, and what changes when."""
+refused, what changes when; and what a command in a shell starts there, or costs without one."""
 
 import asyncio
 import datetime
+import getpass
 import json
 import logging
 import os
 import socket
 import subprocess
 import sys
+import threading
 import uuid
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
@@ -19,8 +22,8 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import State, StateType
 from prefect.events import emit_event
+from prefect.events.filters import EventFilter, EventNameFilter
 from prefect.events.worker import EventsWorker
-from prefect.exceptions import ObjectNotFound
 from prefect.settings import (
     PREFECT_API_AUTH_STRING,
     PREFECT_API_URL,
@@ -36,12 +39,14 @@ from quiver.deployments.deploy import Where, deploy
 from quiver.deployments.serve import SaidOnce
 from quiver.deployments.server import check_api, listening, own_server
 from quiver.flows import prefect_server
+from quiver.flows.commands import placing
 from quiver.flows.post_train import post_train
 from quiver.flows.prefect_server import shell_tag
 from quiver.flows.recipe import Recipe, load
 from quiver.schemas.errors import ConfigError, RemoteError, ResourceError, SecurityError
+from quiver.stages.common.store import Store
 from tests.deployments.prefect_world import wait_for, world
-from tests.flows.conftest import free_port, quiver, write_recipe
+from tests.flows.conftest import free_port, own_home, quiver, write_recipe
 
 pytestmark = pytest.mark.prefect
 ROOT = Path(__file__).parents[2]
@@ -91,6 +96,10 @@ def put(where: Where, *settings: str) -> dict:
     return deploy(load("recipe.toml", settings), where)
 
 
+def by_hand(place, *arguments: str) -> dict:
+    return quiver(place.folder, *arguments, **place.env)
+
+
 def everything(client) -> list:
     """All that the server holds of deployments, schedules, limits, automations and runs to come."""
     told = []
@@ -130,19 +139,15 @@ def test_deploying_twice_changes_nothing_twice(client):
     assert all(each["new"] and not each["changed"] for each in first["automations"][1:])
     wait_for("the scheduler", lambda: len(everything(client)[3]) >= 3)
     before = everything(client)
+    for run in before[3]:
+        due = datetime.datetime.fromisoformat(run["expected_start_time"].replace("Z", "+00:00"))
+        assert due.astimezone(ZoneInfo("Europe/Berlin")).strftime("%H:%M") == "02:00"
     again = put(where)
     for each in (*again["deployments"], *again["automations"]):
         assert not each["new"] and not each["changed"]
     assert again["each"] == "2 more iterations"
     assert everything(client) == before
     assert len(before[1]) == 2, "one automation for silent runs, one for new prompts"
-
-
-def test_a_run_is_due_at_two_in_the_morning_in_berlin(client):
-    put(Where("box", **SCHEDULE), "run=early")
-    for run in wait_for("the scheduler", lambda: runs_of(client, "early")):
-        due = datetime.datetime.fromisoformat(run["expected_start_time"].replace("Z", "+00:00"))
-        assert due.astimezone(ZoneInfo("Europe/Berlin")).strftime("%H:%M") == "02:00"
 
 
 def test_runs_whose_process_is_gone_crash(client, place, monkeypatch):
@@ -165,7 +170,7 @@ def test_runs_whose_process_is_gone_crash(client, place, monkeypatch):
     assert prefect_server.crash_abandoned() == 2
     crashed = [run.name for run in runs if client.read_flow_run(run.id).state.is_crashed()]
     assert crashed == ["lost", "before the restart"]
-    answer = quiver(place.folder, "doctor", **place.env)
+    answer = by_hand(place, "doctor")
     assert answer["prefect"] == {
         "home": place.env["PREFECT_HOME"],
         "api": place.url,
@@ -229,7 +234,11 @@ def test_a_run_has_its_pools_environment_as_it_is_when_it_starts(client, pool, c
             WorkPoolCreate(name=pool, type="process", base_job_template=template)
         )
     put(Where(pool, image="registry/quiver:cpu" if pool == "mounted" else None), f"run=in-{pool}")
-    run = client.create_flow_run_from_deployment(found(client, f"in-{pool}").id)
+    deployment = found(client, f"in-{pool}")
+    assert deployment.job_variables.get("image") == (
+        "registry/quiver:cpu" if pool == "mounted" else None
+    )
+    run = client.create_flow_run_from_deployment(deployment.id)
     template = client.read_work_pool(pool).base_job_template
     template["variables"]["properties"]["env"]["default"] = {"OWN": "2", "MORE": "3"}
     client.update_work_pool(pool, WorkPoolUpdate(base_job_template=template))
@@ -243,11 +252,6 @@ def test_a_run_has_its_pools_environment_as_it_is_when_it_starts(client, pool, c
 
     env = asyncio.run(resolved()).env
     assert (env["OWN"], env["MORE"], env["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]) == ("2", "3", "30")
-
-
-def test_a_container_gets_its_image(client):
-    put(Where("mounted", image="registry/quiver:cpu"), "run=boxed")
-    assert found(client, "boxed").job_variables["image"] == "registry/quiver:cpu"
 
 
 @pytest.mark.parametrize(
@@ -313,57 +317,37 @@ def test_an_image_is_for_those_of_several_pools_that_take_one(client, place):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "object", "next"),
+    ("called", "options", "object", "next"),
     [
-        (["serve", "recipe.toml", "--port", "4300"], "--port 4300", "leave --port out"),
+        (placing.serve, {"port": 4300}, "--port 4300", "leave --port out"),
+        (placing.serve, {"timezone": "Europe/Berlin"}, "--timezone Europe/Berlin", "--cron"),
         (
-            ["serve", "recipe.toml", "--timezone", "Europe/Berlin"],
-            "--timezone Europe/Berlin",
-            "--cron",
-        ),
-        (
-            ["serve", "recipe.toml", "--set", "data.prompt=answr"],
+            placing.serve,
+            {"settings": ["data.prompt=answr"]},
             "data.prompt answr",
             "set data.prompt to one of them",
         ),
         (
-            ["deploy", "recipe.toml", "--pool", "box", "--timezone", "Europe/Berlin"],
+            placing.deploy,
+            {"pool": "box", "timezone": "Europe/Berlin"},
             "--timezone Europe/Berlin",
             "--cron",
         ),
     ],
 )
 def test_an_option_that_would_do_nothing_or_a_recipe_that_can_not_run_is_refused(
-    place, client, arguments, object, next
+    client, called, options, object, next
 ):
-    command = [
-        sys.executable,
-        "-m",
-        "quiver.flows.cli",
-        *arguments,
-        "--set",
-        "run=nobody",
-        "--json",
-    ]
-    options = {"capture_output": True, "text": True, "timeout": 60}  # what is served stays
-    done = subprocess.run(command, cwd=place.folder, env=place.env, check=False, **options)
-    error = json.loads(done.stdout)["error"]
-    assert (done.returncode, error["object"]) == (2, object) and next in error["next"]
-    with pytest.raises(ObjectNotFound):
-        found(client, "nobody")
+    before = registered(client)
+    with pytest.raises(ConfigError) as refused:
+        called(Path("recipe.toml"), **options)
+    assert refused.value.object == object and next in refused.value.next
+    assert registered(client) == before
 
 
 def test_serve_says_as_json_what_it_serves(place, client):
-    command = [
-        sys.executable,
-        "-m",
-        "quiver.flows.cli",
-        "serve",
-        "recipe.toml",
-        "--set",
-        "run=served",
-        "--json",
-    ]
+    command = [sys.executable, "-m", "quiver.flows.cli", "serve", "recipe.toml", "--json"]
+    command += ["--set", "run=served"]
     with subprocess.Popen(
         command, cwd=place.folder, env=place.env, stdout=subprocess.PIPE, text=True
     ) as serving:
@@ -376,34 +360,21 @@ def test_serve_says_as_json_what_it_serves(place, client):
     assert found(client, "served").name == "served"
 
 
-def test_without_the_password_nothing_goes(place):
-    command = [
-        sys.executable,
-        "-m",
-        "quiver.flows.cli",
-        "deploy",
-        "recipe.toml",
-        "--pool",
-        "box",
-        "--json",
-    ]
-    for auth, code in (("somebody:else", 2), (place.auth, 0)):
-        env = {**place.env, "PREFECT_API_AUTH_STRING": auth}
-        done = subprocess.run(
-            command, cwd=place.folder, env=env, capture_output=True, text=True, check=False
-        )
-        answer = json.loads(done.stdout)
-        assert done.returncode == code, done.stderr
+def test_the_command_registers_what_it_says(place):
+    answer = by_hand(place, "deploy", "recipe.toml", "--pool", "box")
     assert answer["deployments"][0]["name"] == "post-train/tiny"
 
 
 @pytest.mark.parametrize(
     ("settings", "error", "next"),
     [
-        (
-            {PREFECT_API_AUTH_STRING: None},
-            ConfigError,
-            "export PREFECT_API_AUTH_STRING=user:password",
+        *(
+            (
+                {PREFECT_API_AUTH_STRING: auth},
+                ConfigError,
+                "export PREFECT_API_AUTH_STRING=user:password",
+            )
+            for auth in (None, "somebody:else")
         ),
         (
             {PREFECT_API_URL: None},
@@ -422,7 +393,7 @@ def test_without_a_server_nothing_goes(place, settings, error, next):
     assert next in refused.value.next
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::1", "::"])
+@pytest.mark.parametrize("address", ["127.0.0.1", "::"])
 def test_who_can_reach_a_port_is_read_from_the_system(address):
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as server:
         server.bind((address, 0))
@@ -453,15 +424,32 @@ def test_a_server_of_ones_own_that_does_not_come_up_says_where_its_last_words_ar
     assert "PREFECT_API_URL" not in os.environ
 
 
-def test_an_open_server_is_for_loopback_alone(tmp_path, monkeypatch):
-    monkeypatch.chdir(write_recipe(tmp_path / "open"))
-    with world(tmp_path / "open", host="0.0.0.0") as made, made.client() as client:
-        client.create_work_pool(WorkPoolCreate(name="box", type="process"))
-        with pytest.raises(
-            SecurityError, match=r"listens on 0\.0\.0\.0 and answers without credentials"
-        ):
-            put(Where("box"))
-        assert everything(client)[0] == []
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_an_open_server_is_for_loopback_alone(host):
+    class Open(BaseHTTPRequestHandler):
+        """Answers without credentials."""
+
+        def do_GET(self):
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            body = b"[]" if self.command == "POST" else b"{}"
+            self.send_response(404 if "csrf-token" in self.path else 200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+    with ThreadingHTTPServer((host, 0), Open) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/api"
+        with temporary_settings({PREFECT_API_URL: url}):
+            if host == "127.0.0.1":
+                assert check_api() == url
+            else:
+                said = r"listens on 0\.0\.0\.0 and answers without credentials"
+                with pytest.raises(SecurityError, match=said):
+                    check_api()
+        server.shutdown()
 
 
 def test_entries_of_prefect_yaml_are_deployed_by_prefect(client, place):
@@ -469,18 +457,11 @@ def test_entries_of_prefect_yaml_are_deployed_by_prefect(client, place):
     image's for containers."""
     for name, kind in (("cpu", "process"), ("cpu-docker", "docker")):
         client.create_work_pool(WorkPoolCreate(name=name, type=kind))
-    command = [
-        sys.executable,
-        "-m",
-        "prefect",
-        "--no-prompt",
-        "deploy",
-        "--prefect-file",
-        "deployments/prefect.yaml",
-    ]
-    names = ["--name", "cpu-process", "--name", "cpu-docker"]
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy"]
+    command += ["--prefect-file", "deployments/prefect.yaml"]
+    command += ["--name", "cpu-process", "--name", "cpu-docker"]
     done = subprocess.run(
-        [*command, *names], cwd=ROOT, env=place.env, capture_output=True, text=True, check=False
+        command, cwd=ROOT, env=place.env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     own, boxed = (
@@ -500,38 +481,6 @@ def test_entries_of_prefect_yaml_are_deployed_by_prefect(client, place):
     assert [schedule.active for schedule in found(client, "cpu-process").schedules] == [False]
 
 
-def _beat(
-    event: str, resource: str, related: list | None = None, payload: dict | None = None
-) -> None:
-    emit_event(
-        event=event,
-        resource={"prefect.resource.id": resource},
-        related=related or [],
-        payload=payload,
-    )
-    EventsWorker.drain_all()
-
-
-def test_a_new_version_of_a_dataset_starts_a_run(client):
-    put(Where("box", on=("feed/prompts",)), "run=follower")
-    assert runs_of(client, "follower") == []
-    _beat(
-        "prefect.asset.materialization.succeeded", "quiver://feed/rewards", payload={"version": 3}
-    )
-    _beat(
-        "prefect.asset.materialization.succeeded", "quiver://feed/prompts", payload={"version": 3}
-    )
-    (run,) = wait_for("the automation", lambda: runs_of(client, "follower"))
-    assert run["state_type"] == "SCHEDULED"
-
-
-def test_a_promotion_starts_a_run(client):
-    put(Where("box", on=("feed/policy@prod",)), "run=user")
-    _beat("prefect.asset.materialization.succeeded", "quiver://feed/policy", payload={"version": 3})
-    _beat("quiver.tag.moved", "quiver://feed/policy@prod")
-    assert len(wait_for("the automation", lambda: runs_of(client, "user"))) == 1
-
-
 def test_a_run_that_falls_silent_has_crashed(client):
     """Of two runs that beat once, the one that never beats again is marked, the one that completes
     is not."""
@@ -542,7 +491,9 @@ def test_a_run_that_falls_silent_has_crashed(client):
     for run in runs:
         client.set_flow_run_state(run, State(type=StateType.RUNNING), force=True)
         tag = {"prefect.resource.id": f"prefect.tag.{TAG}", "prefect.resource.role": "tag"}
-        _beat("prefect.flow-run.heartbeat", f"prefect.flow-run.{run}", [tag])
+        resource = {"prefect.resource.id": f"prefect.flow-run.{run}"}
+        emit_event("prefect.flow-run.heartbeat", resource, related=[tag])
+    EventsWorker.drain_all()
     client.set_flow_run_state(runs[1], State(type=StateType.COMPLETED), force=True)
     wait_for(
         "the automation",
@@ -573,3 +524,107 @@ def test_a_run_that_is_due_while_another_runs_is_told_once(caplog, monkeypatch):
         "flow run second is due; it waits until the last one has ended",
         "Aborted submission of flow run 'third': Server returned a non-pending state 'CANCELLED'",
     ]
+
+
+# -- by hand
+
+
+MADE, MOVED = "prefect.asset.materialization.succeeded", "quiver.tag.moved"
+
+
+def events(client, name: str, run: str, count: int) -> list:
+    """The server's events of this name on a run's datasets, oldest first, as soon as there are
+    `count`: it writes them down some seconds later."""
+
+    def told() -> list:
+        named = EventFilter(event=EventNameFilter(name=[name]))
+        of_run = [
+            event
+            for event in client.read_events(named, limit=50).events
+            if event.resource.id.startswith((f"quiver://{run}/", f"quiver://{run}.eval/"))
+        ]
+        return sorted(of_run, key=lambda event: event.occurred) if len(of_run) >= count else []
+
+    return wait_for(f"{count} events {name}", told, 60)
+
+
+def test_versions_and_tags_by_hand_start_what_waits_for_them(place, client):
+    put(Where("box", on=("hand/prompts",)), "run=trainer")
+    put(Where("box", on=("hand/policy@prod",)), "run=user")
+    recipe = ("recipe.toml", "--set", "run=hand")
+    made = by_hand(place, "prompt", *recipe)["ref"]
+    wait_for("a run of what waits for prompts", lambda: runs_of(client, "trainer"), 60)
+    assert by_hand(place, "prompt", *recipe)["cached"], "nothing new, and nothing is told"
+    for reason in ("it reads well", "it points there already"):
+        by_hand(place, "tag", "prod", "hand/policy@0", "--reason", reason)
+    wait_for("a run of what waits for the tag", lambda: runs_of(client, "user"), 60)
+    scripted = ("--set", "generate.engine=scripted", "--set", "data.source=./held_out.jsonl")
+    by_hand(place, "evaluate", *recipe, *scripted)
+    told = events(client, MADE, "hand", 6)
+    (moved,) = events(client, MOVED, "hand", 1)
+    assert len(runs_of(client, "trainer")) == len(runs_of(client, "user")) == 1
+    assert [event.payload["ref"] for event in told] == [
+        "hand/policy@0", made, "hand.eval/prompts@1", "hand.eval/rollouts@1", "hand.eval/rewards@1",
+        "hand/evaluations@1",
+    ]  # fmt: skip
+    assert told[1].resource.id == "quiver://hand/prompts"
+    (policy,) = [related for related in told[1].related if related.get("quiver.role") == "policy"]
+    assert (policy.id, policy["quiver.ref"]) == ("quiver://hand/policy", "hand/policy@0")
+    assert moved.resource.id == "quiver://hand/policy@prod"
+    (entry,) = Store(place.folder / "store").history("hand", "prod")
+    assert moved.payload == {
+        "author": getpass.getuser(),
+        "why": "it reads well",
+        "before": None,
+        "in_use": "hand/policy@0",
+        "at": entry.at,
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A folder with one version, and no server."""
+    folder = write_recipe(tmp_path_factory.mktemp("alone"))
+    quiver(folder, "prompt", "recipe.toml", PREFECT_API_URL="")
+    return folder
+
+
+def test_without_a_server_prefect_is_not_imported(alone):
+    code = (
+        "import sys; from quiver.flows.cli import main\n"
+        "try: main()\n"
+        "finally: print({'prefect', 'torch'} & set(sys.modules))"
+    )
+    for command in (
+        ["tag", "best", "tiny/policy@0"],
+        ["prompt", "recipe.toml", "--iteration", "2"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *command],
+            cwd=alone, env=own_home(alone), capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0 and done.stdout.endswith("\nset()\n"), done.stdout + done.stderr
+
+
+def test_a_server_that_does_not_take_it_costs_a_warning(alone):
+    """It is busy, and asks to be left alone for ten minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        url = f"http://127.0.0.1:{busy.getsockname()[1]}/api"
+        env = {**own_home(alone), "PREFECT_API_URL": url}
+        command = [sys.executable, "-m", "quiver.flows.cli", "tag", "prod", "tiny/policy@0"]
+        with subprocess.Popen(
+            command, cwd=alone, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as tagging:
+            busy.settimeout(60)
+            connection, _ = busy.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(
+                    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 600\r\nContent-Length: 0\r\n\r\n"
+                )
+                said, told = tagging.communicate(timeout=60)
+    assert (tagging.returncode, said) == (0, "tiny/policy@prod is tiny/policy@0\n")
+    (line,) = told.splitlines()
+    assert line.startswith(
+        "tiny/policy@prod: Prefect's server was not told of it, so no deployment starts by it ("
+    )

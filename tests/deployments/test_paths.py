@@ -13,8 +13,9 @@ from quiver.deployments.paths import PATHS, check_visible, resolve
 from quiver.flows.recipe import Recipe, load
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.config import descriptions
-from quiver.stages.common.runtime.runner import Call, perform
-from tests.flows.conftest import write_recipe
+from quiver.stages.common.store import Store
+from tests.flows.conftest import QUICK, write_recipe
+from tests.writing import run_iteration
 
 DEMO = Path(__file__).parents[2] / "deployments/recipes/demo.toml"
 
@@ -55,29 +56,12 @@ def test_it_means_the_same_from_another_folder(folder, tmp_path, monkeypatch):
 def test_a_deployed_run_finds_what_the_shell_made(folder):
     """Keys hold the bytes of a file and its name, not its folder: with absolute paths every stage
     is "already done"."""
-    scripted = ["generate.engine='scripted'", "generate.samples_per_prompt=2", "iterations=1"]
-    near = load("recipe.toml", scripted)
+    near = load("recipe.toml", [*QUICK, "generate.samples_per_prompt=2", "iterations=1"])
     far, _ = resolve(near, "a pool")
 
-    def chain(recipe: Recipe) -> dict[str, bool]:
-        def stage(name: str, config, **refs: str) -> str:
-            done = perform(Call(name, config.model_dump(mode="json"), recipe.store, refs, "tiny"))
-            cached[name] = done.cached
-            return done.ref
-
-        cached: dict[str, bool] = {}
-        policy = stage("policy", recipe.policy)
-        rollouts = stage(
-            "generate",
-            recipe.generate_config(1),
-            prompts=stage("prompt", recipe.prompt_config(1), policy=policy),
-            policy=policy,
-        )
-        stage("reward", recipe.reward, rollouts=rollouts)
-        return cached
-
-    assert set(chain(near).values()) == {False}
-    assert set(chain(far).values()) == {True}
+    made = run_iteration(near, Store(near.store))
+    assert run_iteration(far, Store(far.store)) == made
+    assert Store(far.store).numbers("tiny", "policy") == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,16 @@ def index(clone: Path, name: str) -> str:
     return (clone.parent / "indexes" / name).as_uri()
 
 
-def test_torch_comes_from_its_own_index_where_pips_lack_it(clone):
+def with_driver(clone: Path, version: str) -> str:
+    """A PATH on which `nvidia-smi` tells this version."""
+    smi = clone / "bin/nvidia-smi"
+    smi.parent.mkdir(exist_ok=True)
+    smi.write_text(f"#!/bin/sh\necho {version}\n")
+    smi.chmod(0o755)
+    return f"{smi.parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def test_a_lock_is_installed_with_torch_from_its_own_index_and_another_lock_anew(clone):
     failed = setup(clone, TORCH_INDEX=index(clone, "own"))
     assert failed.returncode != 0
     assert f"No index has {TORCH}: make setup TORCH_INDEX=URL" in failed.stderr
@@ -84,6 +93,18 @@ def test_torch_comes_from_its_own_index_where_pips_lack_it(clone):
     assert "Successfully installed plain-2.0" in done.stdout
     subprocess.run([clone / ".venv/bin/python", "-c", "import plain, torch, tiny"], check=True)
     assert "Installing" not in setup(clone).stdout, "it is there already"
+    # a CPU build of torch would satisfy the pin of a GPU's, and stay
+    lock = "requirements-gpu.lock"
+    shutil.copy(clone / "requirements-cpu.lock", clone / lock)
+    refused = setup(clone, LOCK=lock, PATH=with_driver(clone, "570.133.20"))
+    told = f"The GPU's driver is 570.133.20, and {TORCH} needs 580 or newer"
+    assert refused.returncode != 0 and told in refused.stderr
+    assert (clone / ".venv/.installed-requirements-cpu.lock").exists(), "nothing was changed"
+    path = with_driver(clone, "580.65.06")
+    again = setup(clone, LOCK=lock, PATH=path, TORCH_INDEX=index(clone, "torch"))
+    assert again.returncode == 0, again.stderr
+    assert "The .venv was made from requirements-cpu.lock: it is made anew." in again.stdout
+    assert [each.name for each in clone.glob(".venv/.installed-*")] == [f".installed-{lock}"]
 
 
 def test_another_python_is_refused_at_once(clone):
@@ -94,33 +115,6 @@ def test_another_python_is_refused_at_once(clone):
     failed = setup(clone, PYTHON=str(python))
     assert failed.returncode != 0 and not (clone / ".venv").exists()
     assert "Quiver runs on Python 3.11 3.12 3.13, found 3.14: make setup PYTHON=" in failed.stderr
-
-
-def test_an_environment_of_another_lock_is_made_anew(clone):
-    """A CPU build of torch would satisfy the pin of a GPU's, and stay."""
-    assert setup(clone, TORCH_INDEX=index(clone, "torch")).returncode == 0
-    left = clone / ".venv/left"
-    left.touch()
-    shutil.copy(clone / "requirements-cpu.lock", clone / "requirements-gpu.lock")
-    again = setup(clone, LOCK="requirements-gpu.lock", TORCH_INDEX=index(clone, "torch"))
-    assert again.returncode == 0, again.stderr
-    assert "The .venv was made from requirements-cpu.lock: it is made anew." in again.stdout
-    assert not left.exists() and (clone / ".venv/.installed-requirements-gpu.lock").exists()
-
-
-@pytest.mark.parametrize("driver, is_enough", [("570.133.20", False), ("580.65.06", True)])
-def test_a_driver_that_is_too_old_is_told_before_anything_is_installed(clone, driver, is_enough):
-    shutil.copy(clone / "requirements-cpu.lock", clone / "requirements-gpu.lock")
-    smi = clone / "bin/nvidia-smi"
-    smi.parent.mkdir()
-    smi.write_text(f"#!/bin/sh\necho {driver}\n")
-    smi.chmod(0o755)
-    path = f"{smi.parent}{os.pathsep}{os.environ['PATH']}"
-    done = setup(clone, LOCK="requirements-gpu.lock", TORCH_INDEX=index(clone, "torch"), PATH=path)
-    assert (done.returncode == 0) == is_enough
-    assert (clone / ".venv").exists() == is_enough
-    told = f"The GPU's driver is {driver}, and {TORCH} needs 580 or newer"
-    assert (told in done.stderr) != is_enough
 
 
 # -- what the locks hold

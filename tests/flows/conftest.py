@@ -11,20 +11,18 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import prefect
-import psutil
 import pytest
 from filelock import FileLock
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from quiver.flows import cli
 from quiver.flows.commands import shared
-from tests.spent import watch
+from quiver.stages.common.runtime import runner
 from tests.tiny import make_folder
 
 ROOT = Path(__file__).parents[2]
@@ -99,15 +97,17 @@ def _first_home() -> Path:
 def shared_api() -> str:
     """The API of one Prefect server for all tests of this process; it ends with the process. It
     schedules nothing: its tests have no deployments, and its loops would poll all the time."""
+    from tests.deployments.prefect_world import World  # it imports this module
+
     home = Path(tempfile.mkdtemp(prefix="quiver-server."))
     shutil.copytree(_first_home(), home / "prefect")
-    services = ("SCHEDULER", "LATE_RUNS", "FOREMAN", "TRIGGERS")
-    off = {f"PREFECT_SERVER_SERVICES_{name}_ENABLED": "false" for name in services}
-    server = prefect_server({**own_home(home), **off}, free_port())
-    url = server.__enter__()
+    server = World(home)
+    for name in ("SCHEDULER", "LATE_RUNS", "FOREMAN", "TRIGGERS"):
+        server.env[f"PREFECT_SERVER_SERVICES_{name}_ENABLED"] = "false"
+    server.start_server()
     atexit.register(shutil.rmtree, home, ignore_errors=True)
-    atexit.register(server.__exit__, None, None, None)
-    return url
+    atexit.register(server.stop)
+    return server.url
 
 
 def command_environment(folder: Path) -> dict[str, str]:
@@ -137,7 +137,8 @@ def quiver(folder: Path, *arguments: str, code: int = 0, **environment: str) -> 
 
 def _called(folder: Path, *arguments: str, **environment: str) -> tuple[int, dict]:
     command = [sys.executable, "-m", "quiver.flows.cli", *arguments, "--json"]
-    env = {**command_environment(folder), **environment}
+    has_server = "PREFECT_API_URL" in environment
+    env = {**(own_home if has_server else command_environment)(folder), **environment}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
     assert len(lines) == 1, (
@@ -155,40 +156,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-@contextmanager
-def prefect_server(environment: dict[str, str], port: int) -> Iterator[str]:
-    """A `prefect server` of one's own; yields the URL of its API once it answers."""
-    command = [
-        sys.executable,
-        "-m",
-        "prefect",
-        "server",
-        "start",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
-    started = subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        for _ in range(1200):
-            assert started.poll() is None, "the server ended"
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/api/health", timeout=1)
-                break
-            except OSError:
-                time.sleep(0.1)
-        watch(started.pid)
-        for child in psutil.Process(started.pid).children():
-            watch(child.pid)
-        yield f"http://127.0.0.1:{port}/api"
-    finally:
-        started.terminate()
-        started.wait(30)
 
 
 def left_behind(folder: Path, only: str = "") -> list[str]:
@@ -243,6 +210,44 @@ def in_json(monkeypatch) -> Callable[..., dict]:
         return json.loads(shared._stdout.getvalue())
 
     return call
+
+
+@pytest.fixture
+def command(monkeypatch) -> Callable[..., tuple[int, dict]]:
+    """A function that runs a command line with --json in this process; returns its exit code and
+    its JSON object."""
+
+    def call(*words: str) -> tuple[int, dict]:
+        monkeypatch.setattr("sys.argv", ["quiver", *words, "--json"])
+        monkeypatch.setattr(shared, "_stdout", io.StringIO())
+        try:
+            code = cli._run()
+        except SystemExit as end:
+            code = end.code
+        return code, json.loads(shared._stdout.getvalue())
+
+    return call
+
+
+QUICK = ["generate.engine='scripted'", "reward.workers=1"]
+QUICK += ["optimize.audit.enabled=false"]  # the engine's logprobs are of no model
+
+
+def stay_here(folder: Path, patch: pytest.MonkeyPatch, stages: list[str] | None = None) -> None:
+    """Work in `folder`, and run the stages of flows in this process instead of children of it.
+    Appends the names of those that are run, not found, to `stages`."""
+    patch.chdir(folder)
+
+    def run_call(call, **_):
+        outcome = runner.perform(call)
+        if stages is not None:
+            assert not outcome.cached
+            stages.append(call.stage)
+        return outcome
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("quiver.flows.") and hasattr(module, "run_call"):
+            patch.setattr(module, "run_call", run_call)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from quiver.stages.prompt.arrow_rows import plain_table
 from quiver.stages.prompt.config import Config
 from quiver.stages.prompt.python_rows import to_table
 from tests import sight
-from tests.flows.conftest import quiver, write_recipe
+from tests.flows.conftest import write_recipe
 from tests.stages.common.chat.test_control_tokens import mistral
 from tests.tiny import EOS, make_folder, tokenizer
 
@@ -191,15 +191,6 @@ def test_what_a_template_does_with_tools_is_told_once_and_in_the_answer(folder):
         "the policy's chat template does not show the tools of generate.turns: say in "
         "prompt.system, or in the chats, what it may call and how"
     ]
-
-
-def test_an_encoder_reads_prompts_too(folder):
-    make_folder(folder / "t5", "t5")
-    settings = ["policy.model='t5'", "data.raw_text=true", "data.held_out=null"]
-    looked = check(*settings, is_shown=True, is_tried=True)
-    first = prompts_of_a_run(*settings).table().slice(0, 1).to_pylist()[0]
-    assert looked.answer["first_prompt"]["tokens"] == len(first["prompt_ids"])
-    assert looked.error is None
 
 
 def test_pictures_are_decoded_and_read(folder):
@@ -491,12 +482,11 @@ def test_a_server_that_is_not_there_is_an_error(folder):
     assert looked.error.object == "reward quiver"
 
 
-def test_the_command_fails_with_a_reward_that_fails(folder):
+def test_the_command_fails_with_a_reward_that_fails(folder, command):
     """With one JSON object, and as it fails with any config that is wrong."""
-    answer = quiver(
-        folder, "check", "recipe.toml", "--try", "--set", rewarded("rewards.py:as_trl"), code=2
-    )
-    assert answer["error"]["object"] == "reward as_trl"
+    failing = ("--try", "--set", rewarded("rewards.py:as_trl"))
+    code, answer = command("check", "recipe.toml", *failing)
+    assert (code, answer["error"]["object"]) == (2, "reward as_trl")
     assert answer["error"]["next"].startswith("correct it, or take it out of the recipe")
     assert answer["rewards"]["as_trl"]["error"].startswith("TypeError")
     assert answer["prompts"]["data"]["rows"] == 8
@@ -649,11 +639,11 @@ WARNINGS = {
 """Settings, and what they may not mean; None: nothing is wrong with them."""
 
 
-@pytest.mark.parametrize("settings", WARNINGS)
-def test_what_a_recipe_may_not_mean_is_a_warning(folder, settings):
+def test_what_a_recipe_may_not_mean_is_a_warning(folder):
     (folder / "chat.jinja").write_text("{{ messages[0].content }}")
-    expected = [warning for warning in [WARNINGS[settings]] if warning]
-    assert check(*settings.split()).answer["warnings"] == expected
+    for settings, warning in WARNINGS.items():
+        expected = [warning] if warning else []
+        assert check(*settings.split()).answer["warnings"] == expected, settings
 
 
 def test_a_system_prompt_that_chats_do_not_show_is_counted(folder):

@@ -5,7 +5,6 @@ The stages are the real ones, in this process instead of children of it.
 """
 
 import shutil
-import sys
 
 import pytest
 
@@ -16,19 +15,18 @@ from quiver.flows.recipe import load
 from quiver.flows.rerun import rerun
 from quiver.flows.retention import Retention, clean_up
 from quiver.schemas.errors import LineageError
-from quiver.stages.common.runtime import runner
 from quiver.stages.common.store import Store
+from quiver.stages.common.store.collection import Rule, collect
 from quiver.stages.common.verification import verify
 from quiver.stages.report.gather import gather
 from quiver.stages.report.stage import render
-from tests.flows.conftest import quiver, write_recipe
+from tests.flows.conftest import QUICK, quiver, stay_here, write_recipe
 from tests.stages.common.store import histories
 from tests.stages.common.store.test_store import Settings, table
 from tests.writing import begin
 
 pytestmark = [pytest.mark.prefect, pytest.mark.usefixtures("api")]
-QUICK = ["generate.engine='scripted'", "reward.workers=1"]
-QUICK += ["optimize.audit.enabled=false"]  # the engine's logprobs are of no model
+GC = Rule(keep=1, grace_seconds=0)
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +40,6 @@ def made(folder, monkeypatch) -> list[str]:
     stages = []
     stay_here(folder, monkeypatch, stages)
     return stages
-
-
-def stay_here(folder, patch, stages) -> None:
-    patch.chdir(folder)
-
-    def run_call(call, **_):
-        outcome = runner.perform(call)
-        stages.append(call.stage)
-        assert not outcome.cached
-        return outcome
-
-    for name, module in list(sys.modules.items()):
-        if name.startswith("quiver.flows.") and hasattr(module, "run_call"):
-            patch.setattr(module, "run_call", run_call)
 
 
 def run(*settings: str) -> dict:
@@ -79,17 +63,14 @@ def plainly(answer: dict) -> list[dict]:
 def finished(folder, api) -> dict:
     """Three iterations, of which gc kept what belongs to the last."""
     with pytest.MonkeyPatch.context() as patch:
-        stay_here(folder, patch, [])
+        stay_here(folder, patch)
         answer = run("iterations=3")
         before = names()
-        looked = quiver(folder, "gc", "--keep", "1")
-        assert not looked["applied"] and before == names()
-        options = ("--keep", "1", "--grace-hours", "0", "--apply")
-        collected = quiver(folder, "gc", *options)
-        assert collected["versions"] == looked["versions"] and len(looked["versions"]) > 10
-        again = quiver(folder, "gc", *options)
-        assert (again["versions"], again["trash_bytes"]) == ([], 0)
-        assert again["deleted_bytes"] > sum(entry["bytes"] for entry in collected["versions"])
+        listed = collect(Store("store"), GC, apply=False).versions
+        assert len(listed) > 10 and before == names()
+        collected = quiver(folder, "gc", "--keep", "1", "--grace-hours", "0", "--apply")
+        assert [each["ref"] for each in collected["versions"]] == [str(each.ref) for each in listed]
+        collect(Store("store"), GC, apply=True)  # the trash, too
     return answer
 
 
@@ -177,8 +158,8 @@ def test_what_another_optimizer_reads_is_made_again(made, finished):
     assert manifest.input("rollouts").ref == "tiny/rollouts@1"
     made.clear()
     run("iterations=1", "optimize.learning_rate=3e-3", "data.held_out=null")
-    quiver(Store("store").path.parent, "gc", "--keep", "1", "--apply")
-    quiver(Store("store").path.parent, "tag", "best", "tiny/policy@4")
+    collect(Store("store"), Rule(keep=1), apply=True)
+    Store("store").tag("tiny", "best", "tiny/policy@4", why="a test")
     made.clear()
     run("iterations=1", "optimize.learning_rate=4e-3", "data.held_out=null")
     assert made == ["optimize"]

@@ -1,4 +1,5 @@
-"""`quiver run --dry-run`: the recipe from end to end, and nothing is left of it."""
+"""`quiver run` in this process: `--dry-run` tries the recipe from end to end, and nothing is left
+of it; and what a run says at its end if something is amiss."""
 
 import json
 from pathlib import Path
@@ -20,8 +21,7 @@ from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from tests import sight
-from tests.flows.conftest import free_port, write_recipe
-from tests.flows.test_cleaning import QUICK, stay_here
+from tests.flows.conftest import QUICK, free_port, stay_here, write_recipe
 from tests.tiny import make_folder, tokenizer
 
 SETTINGS = [*QUICK, "data.held_out=null"]
@@ -29,7 +29,7 @@ SETTINGS = [*QUICK, "data.held_out=null"]
 
 def test_a_recipe_is_tried_from_end_to_end_and_nothing_is_kept(tmp_path, monkeypatch, capfd):
     """Not even on Prefect's pages: no server is asked."""
-    stay_here(write_recipe(tmp_path), monkeypatch, [])
+    stay_here(write_recipe(tmp_path), monkeypatch)
     before = sorted(path.name for path in Path().iterdir())
     with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{free_port()}/api"}):
         run(Path("recipe.toml"), iterations=1, dry_run=True, settings=SETTINGS)
@@ -103,7 +103,7 @@ def test_a_family_that_can_not_be_made_small_is_named(tmp_path):
 
 def test_an_environment_is_asked_for_answers(tmp_path, monkeypatch):
     """Random models end their turns too seldom to be answered; here they do."""
-    stay_here(write_recipe(tmp_path), monkeypatch, [])
+    stay_here(write_recipe(tmp_path), monkeypatch)
     Path("game.py").write_text(
         "class Game:\n"
         "    def reset(self, answer):\n"
@@ -115,3 +115,14 @@ def test_an_environment_is_asked_for_answers(tmp_path, monkeypatch):
     settings += ["reward.functions=[{use='environment'}]"]
     with pytest.raises(NumericError, match=r"by environment_error, .*the dice are lost"):
         run(Path("recipe.toml"), iterations=1, dry_run=True, settings=settings)
+
+
+@pytest.mark.prefect
+def test_a_run_that_learned_nothing_says_so_in_a_word(api, tmp_path, monkeypatch, capfd):
+    """Every answer has the same reward."""
+    stay_here(write_recipe(tmp_path), monkeypatch)
+    Path("always.py").write_text("def score(completions):\n    return [0.0 for _ in completions]\n")
+    settings = [*SETTINGS, "reward.functions=[{use='always.py:score'}]"]
+    run(Path("recipe.toml"), iterations=1, settings=settings)
+    told = capfd.readouterr().err
+    assert "warning: tiny learned nothing: in no group did one answer score better" in told

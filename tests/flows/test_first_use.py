@@ -1,6 +1,8 @@
 """What somebody meets who uses the command line for the first time: what is wrong is told at once,
-by the keys of the recipe, and advice does what it says."""
+by the keys of the recipe, advice does what it says, and a shell completes words."""
 
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -11,7 +13,11 @@ import pytest
 from typer.main import get_command
 
 from quiver.flows.cli import app
-from tests.flows.conftest import command_environment, quiver, quiver_each, write_recipe
+from quiver.flows.commands.running import check, run
+from quiver.flows.commands.shared import open_store, read_recipe
+from quiver.schemas.errors import UNCHANGED, ConfigError, QuiverError
+from quiver.stages.common.store import Store
+from tests.flows.conftest import command_environment, quiver, write_recipe
 
 WRONG = [
     (
@@ -124,22 +130,20 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def test_what_paths_columns_and_names_tell_is_told_before_anything_runs(folder):
-    """By `run` and `check` alike; no store is made."""
-    commands = [
-        [command, "recipe.toml", "--set", setting]
-        for setting, *_ in WRONG
-        for command in ("check", "run")
-    ]
-    answers = quiver_each(folder, *commands)
-    for index, (setting, about, message, next_step) in enumerate(WRONG):
-        for code, answer in answers[2 * index : 2 * index + 2]:
-            assert code == 2, (setting, answer)
-            error = answer["error"]
-            assert about in error["object"], error
-            assert message in error["message"] and "[Errno" not in error["message"], error
-            assert next_step in error["next"], error
-            assert error["state"] == "nothing was changed."
+@pytest.mark.parametrize("called", [check, run])
+def test_what_paths_columns_and_names_tell_is_told_before_anything_runs(
+    folder, monkeypatch, called
+):
+    """No store is made."""
+    monkeypatch.chdir(folder)
+    for setting, about, message, next_step in WRONG:
+        with pytest.raises(QuiverError) as caught:
+            called(Path("recipe.toml"), settings=[setting])
+        error = caught.value
+        assert error.exit_code == 2 and error.state == UNCHANGED, setting
+        assert about in error.object, setting
+        assert message in error.message and "[Errno" not in error.message, setting
+        assert next_step in error.next, setting
     assert not (folder / "store").exists()
 
 
@@ -159,14 +163,10 @@ def test_it_is_told_before_prefect_and_torch_are_imported_and_the_first_line_at_
     assert error.startswith("E-CONFIG data.prompt x")
 
 
-def test_check_says_what_a_run_would_find(folder):
-    untried = ["--set", "reward.functions=[{use='untried.py:score'}]"]
-    neighbour = ["--set", "reward.functions=[{use='mine/rewards.py:score'}]"]
-    commands = [[], ["--try"], untried, ["--try", *untried], ["--try", *neighbour]]
-    answers = quiver_each(folder, *(["check", "recipe.toml", *options] for options in commands))
-    assert [code for code, _ in answers] == [0, 0, 0, 2, 0], "a file's neighbours are found"
-    (_, plain), (_, tried), _, (_, refused), _ = answers
+def test_check_says_what_a_run_would_find(folder, command, monkeypatch):
+    monkeypatch.chdir(folder)
     columns = ["question", "answer"]
+    plain = quiver(folder, "check", "recipe.toml")
     assert plain == {
         "run": "tiny",
         "iterations": 2,
@@ -178,8 +178,12 @@ def test_check_says_what_a_run_would_find(folder):
         "finished": {},
         "warnings": [],
     }
-    assert tried["tried"] == ["reward", "optimize"]
-    assert "No module named 'nowhere'" in refused["error"]["message"], "only trying tells"
+    untried = ["--set", "reward.functions=[{use='untried.py:score'}]"]
+    neighbour = ["--set", "reward.functions=[{use='mine/rewards.py:score'}]"]
+    assert command("check", "recipe.toml", *untried)[0] == 0
+    code, refused = command("check", "recipe.toml", "--try", *untried)
+    assert code == 2 and "No module named 'nowhere'" in refused["error"]["message"]
+    assert command("check", "recipe.toml", "--try", *neighbour)[0] == 0, "its helper.py is found"
     assert not (folder / "store").exists(), "and nothing is written"
 
 
@@ -189,41 +193,38 @@ def test_what_was_made_before_an_error_is_said(folder):
     error = quiver(folder, "evaluate", "recipe.toml", *untried, code=2)["error"]
     sources = "tiny.eval/prompts@1 and what it was made of"
     assert error["state"] == f"{sources} are kept; nothing was generated."
-    found = quiver(folder, "check", "recipe.toml", "--store", "half")["finished"]
-    assert found == {"policy": "tiny/policy@0"}, "of the run itself"
+    assert Store(folder / "half").numbers("tiny", "policy") == [0], "of the run itself"
 
 
-def test_which_store_is_meant(folder):
+def test_which_store_is_meant(folder, monkeypatch):
     """--store, then QUIVER_STORE, then the recipe's; a setting counts as an option."""
-    check = ["check", "recipe.toml"]
-    for options, expected in (
-        ([], "by-variable"),
-        (["--store", "by-option"], "by-option"),
-        (["--set", "store='by-setting'"], "by-setting"),
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("QUIVER_STORE", "by-variable")
+    for store, settings, expected in (
+        (None, [], "by-variable"),
+        ("by-option", [], "by-option"),
+        (None, ["store='by-setting'"], "by-setting"),
     ):
-        answer = quiver(folder, *check, *options, QUIVER_STORE="by-variable")
-        assert answer["store"] == expected
-    for value, expected in (("by-variable", "by-variable"), ("", "store")):
-        error = quiver(folder, "ls", code=2, QUIVER_STORE=value)["error"]
-        assert error["object"] == f"store {folder / expected}"
+        assert read_recipe(Path("recipe.toml"), settings, store).store == expected
+    for variable, expected in (("by-variable", "by-variable"), ("", "store")):
+        monkeypatch.setenv("QUIVER_STORE", variable)
+        with pytest.raises(ConfigError) as caught:
+            open_store(None)
+        assert caught.value.object == f"store {folder / expected}"
 
 
-def test_a_kind_alone_is_its_latest_version_where_nothing_is_changed(finished, tmp_path):
-    shutil.copytree(finished / "finished", tmp_path / "store")
-    listed = quiver(tmp_path, "ls")["versions"]
-    latest = listed[-1]["ref"]
+def test_a_kind_alone_is_its_latest_version_where_nothing_is_changed(
+    finished, command, monkeypatch
+):
+    monkeypatch.chdir(finished)
+    monkeypatch.setenv("QUIVER_STORE", "finished")
+    latest = command("ls")[1]["versions"][-1]["ref"]
     kind = latest.partition("@")[0]
-    answers = quiver_each(
-        tmp_path,
-        ["show", kind, "-n", "0"],
-        ["lineage", kind],
-        ["diff", kind, latest],
-        ["rm", kind],
-        ["tag", "best", kind],
-    )
-    assert [code for code, _ in answers] == [0, 0, 0, 2, 2], "none is deleted by a short name"
-    assert answers[0][1]["ref"] == answers[1][1]["ref"] == latest
-    assert answers[2][1]["changed"] == {}
+    assert command("show", kind, "-n", "0")[1]["ref"] == latest
+    assert command("lineage", kind)[1]["ref"] == latest
+    assert command("diff", kind, latest)[1]["changed"] == {}
+    for words in (["rm", kind], ["tag", "best", kind]):
+        assert command(*words)[0] == 2, "none is deleted by a short name"
 
 
 UNUSABLE = {
@@ -236,11 +237,12 @@ UNUSABLE = {
 }
 
 
-def test_paths_that_can_not_be_used_are_told(finished, tmp_path):
+def test_paths_that_can_not_be_used_are_told(finished, tmp_path, command, monkeypatch):
     shutil.copytree(finished / "finished", tmp_path / "store")
-    answers = quiver_each(tmp_path, *(line.replace("RUN", "golden").split() for line in UNUSABLE))
-    for (code, answer), problem in zip(answers, UNUSABLE.values(), strict=True):
-        assert code == 2 and answer["error"]["code"] == "E-CONFIG", answer
+    monkeypatch.chdir(tmp_path)
+    for line, problem in UNUSABLE.items():
+        code, answer = command(*line.replace("RUN", "golden").split())
+        assert (code, answer["error"]["code"]) == (2, "E-CONFIG"), line
         assert problem in answer["error"]["message"]
 
 
@@ -259,3 +261,84 @@ def test_the_help_is_whole_in_80_columns(tmp_path):
     ]  # fmt: skip
     assert outputs[0] == outputs[1] and "..." not in outputs[0].partition("Commands:")[2]
     assert re.fullmatch(r"quiver \d+\.\d+\.\d+\n", outputs[2])
+
+
+# -- words that are not finished, asked as a shell asks
+
+EACH = """
+import contextlib, io, json, os, sys
+from quiver.flows import cli
+answers = []
+for words in json.loads(sys.argv[1]):
+    os.environ["COMP_WORDS"] = "\\n".join(["quiver", *words])
+    os.environ["COMP_CWORD"] = str(len(words))
+    text = io.StringIO()
+    sys.argv = ["quiver"]
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        cli.main()
+    answers.append(text.getvalue().split())
+print(json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def completing(finished, tmp_path_factory) -> Path:
+    completing = tmp_path_factory.mktemp("completion")
+    shutil.copytree(finished / "finished", completing / "store")
+    shutil.copytree(finished / "finished", completing / "other")
+    store = Store(completing / "store")
+    store.tag("golden", "in-use", store.resolve("golden/policy@1"), why="a test")
+    (completing / "recipe.toml").write_text('store = "other"\n')
+    return completing
+
+
+def offered(folder: Path, *commands: list[str]) -> list[list[str]]:
+    """What bash is offered for the last word of each."""
+    done = subprocess.run(
+        [sys.executable, "-c", EACH, json.dumps(commands)],
+        cwd=folder,
+        env={**os.environ, "_QUIVER_COMPLETE": "complete_bash"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def test_references_runs_tags_and_keys_are_offered(completing):
+    (
+        runs, kinds, versions, in_view, dataset, tagged, by_hand, keys, setting, nowhere,
+    ) = offered(
+        completing,
+        ["ls", "go"],
+        ["show", "golden/r"],
+        ["show", "golden/policy"],
+        ["view", "golden/roll"],
+        ["deploy", "--on", "golden/policy"],
+        ["history", ""],
+        ["generate", "recipe.toml", "--policy", "golden/policy@"],
+        ["keys", "optimize.audit"],
+        ["run", "recipe.toml", "--set", "optimize.learning_r"],
+        ["show", "--store", "none", "golden"],
+    )  # fmt: skip
+    assert runs == ["golden", "golden.ref"]
+    assert kinds == ["golden/rollouts", "golden/rewards"]
+    assert "golden/policy@in-use" in versions
+    assert versions[:4] == [f"golden/policy@{name}" for name in ("latest", 2, 1, 0)]
+    assert (in_view, dataset) == (["golden/rollouts"], ["golden/policy"])
+    assert "golden/policy@in-use" in tagged and "held/rollouts@" not in "".join(tagged)
+    assert "golden/policy@in-use" not in by_hand and by_hand[0] == "golden/policy@latest"
+    assert {"optimize.audit", "optimize.audit.enabled"} <= {*keys}
+    assert setting == ["optimize.learning_rate="]
+    assert nowhere == []
+
+
+def test_every_command_offers_references_where_it_takes_one():
+    missing = [
+        f"{name} {parameter.name}"
+        for name, command in get_command(app).commands.items()
+        for parameter in command.params
+        if "run/kind" in (parameter.help or "").lower() or "REF" in (parameter.metavar or "")
+        if not parameter._custom_shell_complete
+    ]
+    assert missing == []

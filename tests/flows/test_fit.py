@@ -1,4 +1,5 @@
-"""`quiver fit` tells what stages take: on a CPU a process's own peak is measured."""
+"""What stages take, as `quiver fit` tells it: on a CPU a process's own peak is measured. And what a
+flow holds in memory, which does not grow with its rollouts."""
 
 import json
 import subprocess
@@ -16,8 +17,9 @@ from quiver.stages.common.store import Store
 from quiver.stages.generate.config import Config as GenerateConfig
 from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.optimize.config import Config
+from tests.benchmarks import made
 from tests.benchmarks.made import rollouts_table
-from tests.flows.conftest import quiver
+from tests.flows.conftest import RECIPE, command_environment, quiver
 from tests.stages.common.test_memory import SEVEN
 from tests.stages.generate.making import random_prompts
 from tests.stages.optimize import world
@@ -119,8 +121,15 @@ def measured_peak(place, size: str, stage: str) -> int:
     return int(done.stdout.split()[-1])
 
 
-@pytest.mark.parametrize("stage", CONFIGS)
-@pytest.mark.parametrize("size", ["small", pytest.param("medium", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("size", "stage"),
+    [
+        ("small", "logprobs"),
+        ("small", "optimize"),
+        pytest.param("small", "generate", marks=pytest.mark.slow),  # it starts vLLM
+        *(pytest.param("medium", stage, marks=pytest.mark.slow) for stage in CONFIGS),
+    ],
+)
 def test_memory_is_within_a_fifth_of_a_process(fresh_python, tmp_path, size, stage):
     sections = {"optimize": CONFIGS["optimize"], stage: CONFIGS[stage]}
     sections["optimize"] = {**sections["optimize"], "kl_coef": 0.1}
@@ -307,22 +316,6 @@ def test_sampling_on_paper():
     assert two.seconds == pytest.approx(one.seconds / 2, rel=0.01)
 
 
-def test_bytes_moved_follow_steps_and_micro_batches():
-    moved = {
-        (epochs, minibatches): trained(
-            epochs=epochs, minibatches=minibatches, token_budget=198
-        ).moved
-        for epochs, minibatches in ((1, 1), (2, 1), (1, 2))
-    }
-    assert moved[2, 1] == pytest.approx(2 * moved[1, 1])
-    # four micro-batches either way; one more step of AdamW's seven numbers, with gradients that are
-    # clipped and summed
-    assert moved[1, 2] - moved[1, 1] == pytest.approx((4 * 7 + 8 + 12) * SEVEN.weights)
-    few = estimate(work=FEW)
-    scored = few.scoring(LogprobsConfig(role="ref", token_budget=198))
-    assert scored.moved == pytest.approx(4 / 3 * few.moved(198, width=2))
-
-
 # -- does it fit
 
 
@@ -373,3 +366,48 @@ def test_an_engine_takes_its_share_of_the_gpu_if_it_has_a_cache_of_its_own():
     assert greedy.fits(greedy.needs()[0]) and greedy.needs()[0].bytes > 80e9
     by_transformers = sampled(shape=SMALL, work=WORK, generate={"engine": "transformers"})
     assert by_transformers.bytes < 2e9
+
+
+# -- a flow
+
+MEASURE = """
+import json, re
+from pathlib import Path
+from quiver.flows.recipe import load
+from quiver.flows.tasks import perform
+
+def memory(name):
+    return int(re.search(rf"{name}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+recipe = load("recipe.toml", ["run=bench", "reward.functions=[{use='length',arguments={target=100}}]"])
+perform(recipe, "reward", recipe.reward, {"rollouts": "bench/rollouts@1"}, label="one")
+before = memory("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+done = perform(recipe, "reward", recipe.reward, {"rollouts": "bench/rollouts@2"}, label="two")
+print(json.dumps({"rows": done.rows, "growth": memory("VmHWM") - before}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.prefect
+def test_a_gigabyte_of_rollouts(tmp_path):
+    store = Store(tmp_path / "store")
+    policy, rows = made.tiny_policy(store), 400_000
+    small, large = made.make_prompts(store, 32), made.make_prompts(store, rows // 8)
+    made.make_rollouts(store, policy, 256, asked=small)
+    version = made.make_rollouts(store, policy, rows, asked=large)
+    assert version.manifest.bytes["data"] > 1e9
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    env = command_environment(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["rows"] == rows
+    assert found["growth"] < 50e6

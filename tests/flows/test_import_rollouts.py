@@ -16,6 +16,7 @@ from quiver.flows.recipe import load
 from quiver.flows.rerun import rerun
 from quiver.schemas.errors import ConfigError, NumericError, QuiverError
 from quiver.stages.common.models.loading import load_model
+from quiver.stages.common.runtime.runner import Outcome
 from quiver.stages.common.store import Store
 from quiver.stages.common.verification import verify
 from tests import episodes
@@ -38,8 +39,7 @@ use = "numeric"
 [optimize]
 device = "cpu"
 """
-IMPORT = "import trajectories.jsonl --policy tiny/policy@0"
-OPTIMIZE = "optimize recipe.toml --rollouts tiny/rollouts@1 --rewards tiny/rewards@1"
+ROLLOUTS, REWARDS = "tiny/rollouts@1", "tiny/rewards@1"
 
 
 def sampled(store: Store, **options) -> list[dict]:
@@ -86,13 +86,17 @@ def take_over(folder: Path, name: str = "trajectories.jsonl", **options) -> None
     commands.import_(folder / name, "tiny/policy@0", store=str(folder / "store"), **options)
 
 
-def by_shell(folder: Path, command: str, code: int = 0) -> dict:
-    return quiver(folder, *command.split(), "--store", "store", code=code)
+def optimized(*settings: str) -> Outcome:
+    """A step on the trajectories that were taken over."""
+    recipe = load("recipe.toml", ["store=store", *settings])
+    with by_hand(recipe):
+        return rerun(recipe, "optimize", {"rollouts": ROLLOUTS, "rewards": REWARDS})
 
 
 @pytest.fixture
-def workplace(tmp_path) -> Path:
+def workplace(tmp_path, monkeypatch) -> Path:
     """A recipe, and `tiny/policy@0` in its store."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.toml").write_text(RECIPE)
     make_policy(Store(tmp_path / "store"))
     return tmp_path
@@ -103,12 +107,10 @@ def test_honest_episodes_are_trained_on(workplace):
     store = Store(workplace / "store")
     rows = sampled(store)
     write(workplace, lines_of(rows, turns=True))
-    made = by_shell(workplace, IMPORT)
-    assert (made["rollouts"]["ref"], made["rewards"]["ref"]) == (
-        "tiny/rollouts@1",
-        "tiny/rewards@1",
-    )
-    rollouts, rewards = store.open("tiny/rollouts@1"), store.open("tiny/rewards@1")
+    named = ("trajectories.jsonl", "--policy", "tiny/policy@0", "--store", "store")
+    made = quiver(workplace, "import", *named)
+    assert (made["rollouts"]["ref"], made["rewards"]["ref"]) == (ROLLOUTS, REWARDS)
+    rollouts, rewards = store.open(ROLLOUTS), store.open(REWARDS)
     kinds = (rollouts.manifest.kind_schema, rewards.manifest.kind_schema)
     assert kinds == ("rollouts/2", "rewards/2")
     table = rollouts.table().to_pylist()
@@ -124,9 +126,9 @@ def test_honest_episodes_are_trained_on(workplace):
     longest = max(len(row["completion_ids"]) for row in rows)
     assert rollouts.manifest.config["turns"] == {"max_tokens": longest}
     assert rollouts.manifest.config["sampling"]["temperature"] == 1.0
-    outcome = by_shell(workplace, f"{OPTIMIZE} --set optimize.credit=turn")
-    assert outcome["ref"] == "tiny/policy@1"
-    audit = outcome["metrics"]["audit"]
+    outcome = optimized("optimize.credit=turn")
+    assert outcome.ref == "tiny/policy@1"
+    audit = outcome.metrics["audit"]
     assert audit["mean_gap"] < 1e-5 and audit["rollouts"] == 16
     take_over(workplace)
     assert (store.numbers("tiny", "rollouts"), store.numbers("tiny", "rewards")) == ([1], [1])
@@ -158,9 +160,9 @@ def test_a_kl_term_and_another_reward_of_the_same_rollouts(workplace):
     rows = sampled(store)
     write(workplace, lines_of(rows, turns=True))
     take_over(workplace, prompts=str(world.write_prompts(store, rows).ref))
-    outcome = by_shell(workplace, f"{OPTIMIZE} --set optimize.kl_coef=0.1")
+    outcome = optimized("optimize.kl_coef=0.1")
     assert store.numbers("tiny", "logprobs") == [1]
-    assert outcome["metrics"]["audit"]["mean_gap"] < 1e-5
+    assert outcome.metrics["audit"]["mean_gap"] < 1e-5
     scored = run_here(
         "reward", {"functions": [{"use": "environment"}]}, store, rollouts="tiny/rollouts@1"
     )
@@ -168,26 +170,24 @@ def test_a_kl_term_and_another_reward_of_the_same_rollouts(workplace):
     assert store.open(scored).table()["reward"].to_pylist() == pytest.approx(first)
 
 
-def test_logprobs_of_other_answers_are_refused(workplace):
+@pytest.mark.parametrize(
+    ("temperature", "shift", "said"), [(1.0, 5, "audit"), (2.0, 0, "another temperature")]
+)
+def test_logprobs_of_other_answers_or_another_temperature_are_refused(
+    workplace, temperature, shift, said
+):
     store = Store(workplace / "store")
-    lines = lines_of(sampled(store), turns=True)
+    lines = lines_of(sampled(store, temperature=temperature), turns=True)
     others = [line["logprobs"] for line in lines]
-    for line, other in zip(lines, others[5:] + others[:5], strict=True):
+    for line, other in zip(lines, others[shift:] + others[:shift], strict=True):
         line["logprobs"] = (other * len(line["logprobs"]))[: len(line["logprobs"])]
     write(workplace, lines)
     take_over(workplace)
-    error = by_shell(workplace, OPTIMIZE, code=8)["error"]
-    assert error["code"] == "E-NUMERIC" and "audit" in error["object"]
-    assert store.numbers("tiny", "rollouts") == [1] and store.numbers("tiny", "policy") == [0]
-
-
-def test_logprobs_at_another_temperature_than_is_said_are_refused(workplace):
-    store = Store(workplace / "store")
-    write(workplace, lines_of(sampled(store, temperature=2.0), turns=True))
-    take_over(workplace)
-    made = store.open("tiny/rollouts@1"), store.open("tiny/rewards@1")
-    with pytest.raises(NumericError, match="another temperature"):
-        world.trained(store, store.open("tiny/policy@0"), made)
+    with pytest.raises(NumericError, match=said):
+        world.trained(
+            store, store.open("tiny/policy@0"), (store.open(ROLLOUTS), store.open(REWARDS))
+        )
+    assert store.numbers("tiny", "policy") == [0]
 
 
 GOOD = {"prompt_ids": [1, 40], "completion_ids": [45, 46, 2], "logprobs": [-0.3, -1.5, 0.0]}
@@ -200,11 +200,8 @@ def test_a_step_on_rollouts_of_another_temperature_says_which_it_uses(workplace,
     lines = [{**line, "temperature": 0.5} for line in lines_of(rows, turns=True)]
     write(workplace, lines)
     take_over(workplace)
-    recipe = load(workplace / "recipe.toml", [f"store='{store.path}'"])
-    both = {"rollouts": "tiny/rollouts@1", "rewards": "tiny/rewards@1"}
     caplog.set_level("INFO", "quiver")
-    with by_hand(recipe):
-        assert rerun(recipe, "optimize", both).ref == "tiny/policy@1"
+    assert optimized().ref == "tiny/policy@1"
     assert "optimize of            tiny/rewards@1, tiny/rollouts@1, tiny/policy@0" in caplog.text
     said = [record.getMessage() for record in caplog.records if "temperature" in record.msg]
     assert said == [
@@ -212,11 +209,7 @@ def test_a_step_on_rollouts_of_another_temperature_says_which_it_uses(workplace,
         "the step uses the temperature that is stored with each rollout"
     ]
     caplog.clear()
-    cooler = load(
-        workplace / "recipe.toml", [f"store='{store.path}'", "generate.sampling.temperature=0.5"]
-    )
-    with by_hand(cooler):
-        rerun(cooler, "optimize", both)
+    optimized("generate.sampling.temperature=0.5")
     assert not [record for record in caplog.records if "temperature" in record.msg]
 
 
@@ -247,10 +240,8 @@ def test_lines_that_say_no_temperature_have_that_of_the_import(
         ({"logprobs": [-0.3, 0.5, 0]}, "logprobs.1"),
         ({"logprobs": [-0.3, -1e400, 0]}, "-1e400 is more than a float holds"),
         ({"logprobs": [-0.3, None, 0]}, "logprobs.1"),
-        ({"logprobs": [-0.3, "-1", 0]}, "logprobs.1"),
         ({"completion_ids": [45, 320, 2]}, "completion_ids holds 320"),
         ({"completion_ids": [45, -1, 2]}, "completion_ids.1"),
-        ({"completion_ids": [45, 1.5, 2]}, "completion_ids.1"),
         ({"completion_ids": [45, True, 2]}, "completion_ids.1"),
         ({"prompt_ids": []}, "prompt_ids"),
         ({"prompt_ids": [1] * 254}, "a sequence has 257 tokens"),
@@ -259,7 +250,6 @@ def test_lines_that_say_no_temperature_have_that_of_the_import(
         ({"finish_reason": "done"}, "finish_reason"),
         ({"reward": 1e39}, "reward"),
         ({"logprob": [0]}, "unknown key logprob"),
-        ({"turns": []}, "turns"),
         ({"turns": TURNS[:1]}, "their lengths add up to 2"),
         ({"turns": [{**TURNS[0], "restart_ids": [4]}, TURNS[1]]}, "turns.0.restart_ids"),
         ({"turns": [TURNS[0], {**TURNS[1], "observation_ids": [4]}]}, "turns.1.observation_ids"),
@@ -270,8 +260,6 @@ def test_lines_that_say_no_temperature_have_that_of_the_import(
         ({"turns": [TURNS[0], {**TURNS[1], "finish_reason": "abort", "reward": 1.0}]}, "has no reward"),
         ({"turns": [TURNS[0], {**TURNS[1], "finish_reason": "stop"}], "finish_reason": "length"}, "finish_reason length"),
         ({"turns": [{**TURNS[0], "tool_calls": [{"arguments": {}}]}, TURNS[1]]}, "turns.0.tool_calls.0: the call lacks"),
-        ({"turns": [{**TURNS[0], "tool_calls": [{"name": "f", "parameters": {}}]}, TURNS[1]]}, 'has the key "parameters"'),
-        ({"turns": [{**TURNS[0], "tool_calls": [{"name": "f", "arguments": {"a": [10**300]}}]}, TURNS[1]]}, "cannot be read: a number has 301 digits"),
         ({"finish_reason": "abort", "reward": 1.0}, "reward: what was given up (finish_reason abort) has no reward"),
         ({"turns": [TURNS[0], {**TURNS[1], "reward": 1.0}], "finish_reason": "abort"}, "has no reward"),
         ({"turns": [{**TURNS[0], "finish_reason": "abort"}, TURNS[1]]}, "turns.0.finish_reason: abort ends an episode"),

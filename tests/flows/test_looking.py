@@ -1,4 +1,4 @@
-"""What people are shown of a store: `quiver ls` and `quiver show`, in words."""
+"""What people are shown of a store: `quiver ls`, `quiver show` and `quiver diff`, in words."""
 
 import json
 import re
@@ -17,6 +17,8 @@ from quiver.stages.common.store import Store
 from quiver.stages.report.describe import score_line
 from quiver.stages.report.episodes import pieces_of
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
+from tests.stages.optimize import world
+from tests.tiny import make_policy
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +190,15 @@ def test_prompts_that_are_none_pair_nothing(store, tmp_path):
     version.files.path("manifest.json").write_bytes(manifest.to_json())
     rows = diff(opened, "held/rewards@1", "held/rewards@2")["rows"]
     assert (rows["both"], rows["paired_by"]) == (0, "rollout_id")
+
+
+# -- differences
+
+
+def test_errors_that_nobody_has_do_not_differ(tmp_path):
+    """Though they are those of functions of other names."""
+    store = Store(tmp_path / "store")
+    rollouts, first = world.make(store, make_policy(store), world.even_share, groups=2)
+    second = world.write_rewards(store, rollouts, world.even_share, "other", names=("g",))
+    changed = diff(store, str(first.ref), str(second.ref))["rows"]["changed"]
+    assert changed == {"parts": 8}

@@ -1,10 +1,11 @@
-"""What is put into Prefect's pages and printed at the end of a run, without a server: text that stays
-text, pictures that are pictures, tables of versions, sizes that stay bounded."""
+"""What is put into Prefect's pages and trackers and printed at the end of a run, without a server:
+text that stays text, pictures that are pictures, tables of versions, sizes that stay bounded."""
 
 import base64
 import json
 import logging
 import re
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +14,17 @@ from xml.etree import ElementTree
 
 import pyarrow as pa
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from quiver.flows.calls import describe
 from quiver.flows.commands.summary import next_commands, summary
+from quiver.flows.evaluation import track_evaluation
 from quiver.flows.pages import iterations_page, text
 from quiver.flows.pages.events import version_events
 from quiver.flows.pages.text import attempt, picture
 from quiver.flows.pages.views import VIEWS
 from quiver.flows.progress import Bar, progress
+from quiver.flows.recipe import load
 from quiver.flows.retention import Retention
 from quiver.schemas import fields, prompts, rewards
 from quiver.stages.common.config import Config
@@ -31,6 +35,7 @@ from quiver.stages.report import plots, samples, templates, words
 from quiver.stages.report.plots import Panel
 from quiver.stages.report.templates import SPAN_LIMIT
 from tests.benchmarks.made import rollouts_table
+from tests.flows.conftest import RECIPE
 from tests.writing import begin, run_here
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -62,15 +67,12 @@ def lines(picture: ElementTree.Element) -> list[list[str]]:
     return [line.get("points").split() for line in picture.iter(f"{SVG}polyline")]
 
 
-@pytest.mark.parametrize("hostile", HOSTILE, ids=range(len(HOSTILE)))
-def test_foreign_text_is_one_code_span_on_one_line(hostile):
-    shown = templates.quoted(hostile)
-    assert re.fullmatch("`[^`]+`", shown), "the span cannot be left"
-    assert shown.isprintable() and len(shown) <= templates.SPAN_LIMIT + 2
-    assert shown.endswith("…`") == (len(hostile) > templates.SPAN_LIMIT)
-
-
-def test_ordinary_text_is_shown_as_it_is():
+def test_foreign_text_is_one_code_span_on_one_line():
+    for hostile in HOSTILE:
+        shown = templates.quoted(hostile)
+        assert re.fullmatch("`[^`]+`", shown), "the span cannot be left"
+        assert shown.isprintable() and len(shown) <= templates.SPAN_LIMIT + 2
+        assert shown.endswith("…`") == (len(hostile) > templates.SPAN_LIMIT)
     assert templates.quoted("It is 12.") == "`It is 12.`"
     assert templates.quoted("two\nlines") == "`two\\nlines`"
     assert templates.quoted("") == "", "two backticks would begin a longer span"
@@ -531,3 +533,43 @@ def test_lines_of_the_stages(store, stage, config, said, percent):
     for line in said:
         bar.hear(line)
     assert bar.percent == percent
+
+
+# -- evaluations in trackers
+
+REF = "held/evaluations@1"
+
+
+@pytest.fixture
+def tracked(finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(finished / "finished", "finished")
+    Path("recipe.toml").write_text(RECIPE)
+    optimize = "optimize={trackers=['tensorboard'], tracker_folder='logs'}"
+    return load("recipe.toml", ["store=finished", optimize])
+
+
+def scores() -> list[float]:
+    """Of all files: each process that tracks writes one."""
+    events = EventAccumulator("logs/held").Reload()
+    if "evaluation/score" not in events.Tags()["scalars"]:
+        return []
+    return [point.value for point in events.Scalars("evaluation/score")]
+
+
+def test_an_evaluation_is_tracked_once(tracked):
+    """A run that ended between the two is made good by the next."""
+    score = Store("finished").open(REF).manifest.metrics["score"]
+    for _ in range(2):
+        track_evaluation(tracked.optimize, tracked.store, REF)
+        assert scores() == [pytest.approx(score, abs=1e-6)]
+
+
+def test_what_could_not_be_told_is_told_the_next_time(tracked, caplog):
+    Path("logs").write_text("in the way")
+    with caplog.at_level("WARNING", logger="quiver"):
+        track_evaluation(tracked.optimize, tracked.store, REF)
+    assert "evaluations@1 is not in tensorboard: optimize.trackers tensorboard" in caplog.text
+    Path("logs").unlink()
+    track_evaluation(tracked.optimize, tracked.store, REF)
+    assert len(scores()) == 1

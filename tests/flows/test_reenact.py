@@ -80,35 +80,37 @@ def saved(tmp_path_factory):
     return folder, made.rollouts
 
 
-def play(folder: Path, *options: str, code: int = 0) -> dict:
-    return quiver(folder, "reenact", "tiny/rollouts@1", "--store", "store", *options, code=code)
-
-
 def play_here(folder: Path, environment: str | None = None) -> Report:
     """The same without the shell."""
     store = Store(folder / "store")
     return reenact(store, "tiny/rollouts@1", environment=environment, processes=1)
 
 
-def test_what_is_of_seed_row_and_turns_alone_agrees(saved):
+PLAY = ("reenact", "tiny/rollouts@1", "--store", "store")
+
+
+def test_what_is_of_seed_row_and_turns_alone_agrees(saved, command, monkeypatch):
     folder, rollouts = saved
-    answer = play(folder)
+    answer = quiver(folder, *PLAY)
     rows = rollouts.table().to_pylist()
     num_turns = sum(len(row["turns"]) for row in rows)
     assert {row["end_reason"] for row in rows} == {"environment", "max_turns"}
     assert (answer["episodes"], answer["episodes_agree"], answer["failed"]) == (12, 12, 0)
     assert (answer["turns"], answer["turns_agree"]) == (num_turns, num_turns)
     assert answer["differences"] == [] and not answer["is_changed"]
-    assert play(folder, "--rows", "5")["episodes"] == 5
+    monkeypatch.chdir(folder)
+    assert command(*PLAY, "--rows", "5")[1]["episodes"] == 5
 
 
-def test_other_code_is_told_and_what_differs_is_shown(saved, tmp_path):
+def test_other_code_is_told_and_what_differs_is_shown(saved, tmp_path, command, monkeypatch):
     folder, rollouts = saved
     other = tmp_path / "other.py"
     other.write_text(
         (folder / "guess.py").read_text().replace('"lower"', '"LOWER"').replace("LENGTH", "1")
     )
-    answer = play(folder, "--environment", f"{other}:Guess", code=3)
+    monkeypatch.chdir(folder)
+    code, answer = command(*PLAY, "--environment", f"{other}:Guess")
+    assert code == 3
     rows = rollouts.table().to_pylist()
     first_lower = {
         row["rollout_id"]: next(
@@ -187,38 +189,36 @@ def test_an_episode_that_failed_is_not_played(tmp_path):
     assert (report.episodes, report.episodes_agree, report.failed, report.turns) == (3, 3, 1, 9)
 
 
+def with_tools(folder: Path, said: list[str], starts: list[int], **options) -> list[dict]:
+    """The rows of recorded episodes in which the policy says this, turn by turn."""
+    store = Store(folder / "store")
+    (folder / "counter.py").write_text(TOOLS)
+    turns = Turns(environment=f"{folder}/counter.py:Counter", processes=1, **options)
+    begun = [{"start": start} for start in starts]
+    made = record(store, make_policy(store), turns, begun, lambda *at: said[at[2]])
+    return made.rollouts.table().to_pylist()
+
+
+def test_a_turn_of_too_many_calls_is_not_asked_for(tmp_path):
+    rows = with_tools(tmp_path, [CALL, CALL * 2], [1], arguments={"goal": 3}, max_tool_calls=2)
+    assert {row["end_reason"] for row in rows} == {"max_tool_calls"}
+    report = play_here(tmp_path)
+    assert (report.episodes_agree, report.turns_agree) == (2, 4)
+
+
 def test_calls_of_tools_and_turns_that_could_not_be_read(tmp_path):
-    store = Store(tmp_path / "store")
-    (tmp_path / "counter.py").write_text(TOOLS)
-    turns = Turns(environment=f"{tmp_path}/counter.py:Counter", arguments={"goal": 7}, processes=1)
     said = [f"I add.{CALL}{CALL}", "<tool_call>{}</tool_call>", CALL, "It is done."]
-    rollouts = record(
-        store, make_policy(store), turns, [{"start": 1}, {"start": 2}], lambda *at: said[at[2]]
-    ).rollouts
-    rows = rollouts.table().to_pylist()
+    rows = with_tools(tmp_path, said, [1, 2], arguments={"goal": 7})
     assert [row["turns"][0]["observation"] for row in rows[::2]] == ["3\n5", "4\n6"]
     assert [row["turns"][-1]["reward"] for row in rows] == [1.0, 1.0, 0.0, 0.0]
     report = play_here(tmp_path)
     assert (report.episodes_agree, report.turns_agree) == (4, 16)
 
 
-def test_a_turn_of_too_many_calls_is_not_asked_for(tmp_path):
-    store = Store(tmp_path / "store")
-    (tmp_path / "counter.py").write_text(TOOLS)
-    environment = f"{tmp_path}/counter.py:Counter"
-    turns = Turns(environment=environment, arguments={"goal": 3}, processes=1, max_tool_calls=2)
-    said = [CALL, CALL + CALL]
-    made = record(store, make_policy(store), turns, [{"start": 1}], lambda *at: said[at[2]])
-    rows = made.rollouts.table().to_pylist()
-    assert {row["end_reason"] for row in rows} == {"max_tool_calls"}
-    report = play_here(tmp_path)
-    assert (report.episodes_agree, report.turns_agree) == (2, 4)
-
-
 def test_what_can_not_be_played_is_refused(tmp_path):
     store = Store(tmp_path / "store")
     policy = make_policy(store)
-    rows = [{**row, "old_logprobs": [-1.0] * len(row["completion_ids"])} for row in plain_rows()]
+    rows = [episodes.row("g-0", [episodes.turn(2, [5]), episodes.turn(1)])]
     episodes.write(store, policy, rows)
     with pytest.raises(LineageError, match="names no prompts"):
         play_here(tmp_path)
@@ -231,21 +231,3 @@ def test_what_can_not_be_played_is_refused(tmp_path):
     episodes.write(store, policy, single, "single")
     with pytest.raises(LineageError, match="rollouts/2"):
         reenact(store, "single/rollouts@1")
-
-
-def plain_rows() -> list[dict]:
-    turns = [episodes.turn(2, [5]), episodes.turn(1)]
-    row = {"prompt_ids": [4], "completion_ids": [7, 8, 9], "turns": turns, "rollout_id": "e-0"}
-    return [
-        {
-            **row,
-            "group_id": "g",
-            "sample_index": 0,
-            "finish_reason": "stop",
-            "stop_reason": None,
-            "completion_text": "",
-            "temperature": 1.0,
-            "seed": 0,
-            "end_reason": "max_turns",
-        }
-    ]

@@ -1,5 +1,6 @@
-"""[data] refill: rounds of sampling until enough groups have contrast. Which rows each asks, what is
-learned from, and that a run that was stopped goes on to the same end."""
+"""[data] refill and curriculum: rounds of sampling until enough groups have contrast, and rows
+chosen by their rewards. Which rows each round asks, what is learned from, and that a run that was
+stopped continues to the same end."""
 
 import json
 from collections import defaultdict
@@ -13,9 +14,11 @@ from quiver.flows.nightly import plan_night
 from quiver.flows.pages import iterations_page as page
 from quiver.flows.post_train import Chain
 from quiver.flows.recipe import load
+from quiver.flows.rerun import rerun
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.metrics import groups_with_contrast
 from quiver.stages.common.store import Store
+from quiver.stages.common.store.collection import Rule, collect
 from quiver.stages.prompt.order import choose
 from quiver.stages.report.gather import gather
 from quiver.stages.report.stage import render
@@ -265,3 +268,89 @@ def test_groups_with_contrast_are_those_whose_scored_rewards_differ():
     table = pa.table({name: pa.array(column) for name, column in columns.items()})
     assert groups_with_contrast(groups(table)) == 2
     assert groups_with_contrast(groups(table.slice(0, 0))) == 0
+
+
+# -- prompts chosen by rewards
+
+CHOSEN = (
+    "data.curriculum={low=0.2,high=0.8,iterations=1}",
+    "data.refill={groups=4,max_rounds=2}",
+    "optimize.max_staleness=1",
+    "overlap=1",
+)
+
+
+@pytest.fixture(scope="module")
+def chosen_folder(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("chosen") / "work")
+
+
+@pytest.fixture(scope="module")
+def chosen(chosen_folder) -> list[dict]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return improve(monkeypatch, chosen_folder, *CHOSEN)
+
+
+def rewards_of(store: Store, prompts: str) -> list[str]:
+    return [entry.ref for entry in store.open(prompts).manifest.inputs]
+
+
+def test_each_round_is_chosen_by_the_rewards_of_the_last_iterations_and_of_its_own(
+    chosen_folder, chosen
+):
+    """With overlap, too: what is sampled while another iteration trains is chosen by what that one
+    measured."""
+    store = Store(chosen_folder / "store")
+    measured: list[list[str]] = [[]]
+    for iteration in chosen:
+        measured.append([])
+        for each in iteration["rounds"]:
+            assert rewards_of(store, each["prompts"]) == measured[-2] + measured[-1]
+            measured[-1].append(each["rewards"])
+        groups = [
+            set(store.open(each["prompts"]).table()["group_id"].to_pylist())
+            for each in iteration["rounds"]
+        ]
+        assert not groups[0] & groups[1], "further rounds ask other rows"
+    assert [len(refs) for refs in measured[1:]] == [2, 2]
+
+
+def test_by_hand_the_same_prompts_are_found(chosen_folder, chosen, monkeypatch):
+    monkeypatch.chdir(chosen_folder)
+    recipe = load("recipe.toml", [*SETTINGS, *CHOSEN])
+    store = Store("store")
+    each = chosen[1]["rounds"][0]
+    references = {"rewards": rewards_of(store, each["prompts"]), "policy": "tiny/policy@0"}
+    with Stages().of(recipe):
+        outcome = rerun(recipe, "prompt", references, each["round"])
+    assert (outcome.ref, outcome.cached) == (each["prompts"], True)
+
+
+def test_what_prompts_were_chosen_by_stays_without_what_was_scored(
+    chosen_folder, chosen, monkeypatch
+):
+    """And the run goes on by it."""
+    store = Store(chosen_folder / "store")
+    collect(store, Rule(keep=1, moments=1, grace_seconds=0), apply=True)
+    last = chosen[-1]["rounds"][-1]
+    kept = rewards_of(store, last["prompts"])
+    assert kept == ["tiny/rewards@1", "tiny/rewards@2", "tiny/rewards@3"]
+    assert store.numbers("tiny", "rewards") == [1, 2, 3, 4]
+    assert store.numbers("tiny", "rollouts") == [3, 4], "those that policy@2 learned from"
+    assert store.numbers("tiny", "prompts") == [3, 4]
+    stages = Stages()
+    again = improve(monkeypatch, chosen_folder, *CHOSEN, stages=stages)
+    assert stages.num_made == 0
+    assert without_seconds(again) == without_seconds(chosen)
+    further = improve(monkeypatch, chosen_folder, *CHOSEN, "iterations=3")[2]["rounds"]
+    measured = [each["rewards"] for each in chosen[-1]["rounds"]]
+    assert rewards_of(store, further[0]["prompts"]) == measured
+
+
+def test_held_out_rows_are_not_chosen(tmp_path):
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    recipe = load(tmp_path / "recipe.toml", [CHOSEN[0]])
+    assert recipe.prompt_config(1).curriculum.high == 0.8
+    assert recipe.prompt_config(0, evaluation=True).curriculum is None
+    with pytest.raises(ConfigError, match=r"data\.curriculum: low 0\.9 is above high 0\.8"):
+        load(tmp_path / "recipe.toml", ["data.curriculum={low=0.9,high=0.8,iterations=1}"])

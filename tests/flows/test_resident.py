@@ -14,7 +14,7 @@ import pytest
 from quiver.flows.dispatch import run_at
 from quiver.flows.placement import check_resident
 from quiver.flows.recipe import load
-from quiver.schemas.errors import ConfigError, CorruptError, ResourceError
+from quiver.schemas.errors import ConfigError, CorruptError
 from quiver.stages.common.models import vllm_env
 from quiver.stages.common.runtime import holding
 from quiver.stages.common.runtime.call import Call, Where
@@ -30,8 +30,7 @@ from tests.stages.sharing import copy
 from tests.tiny import make_policy
 
 ENGINE = """
-import os, signal, time
-from dataclasses import replace
+import os
 from pathlib import Path
 
 from quiver.stages.generate.engines.scripted import ScriptedEngine
@@ -45,7 +44,7 @@ def note(event):
 
 
 class Engine(ScriptedEngine):
-    # Notes what becomes of it; a file `fault` says what goes wrong when it is to take a policy.
+    # Notes what becomes of it; with a file `fault` it fails to take a policy.
 
     def __init__(self, setup):
         note("start")
@@ -60,12 +59,7 @@ class Engine(ScriptedEngine):
     def take(self, setup):
         fault = HERE / "fault"
         if fault.exists():
-            kind = fault.read_text()
             fault.unlink()
-            if kind == "die":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if kind == "hang":
-                time.sleep(600)
             raise RuntimeError("the device is gone")
         if setup.max_model_len != self.setup.max_model_len:
             return False
@@ -175,19 +169,11 @@ def kill(place, monkeypatch):
 
 
 def fail_next(place, monkeypatch):
-    (place / "fault").write_text("raise")
-
-
-def die_next(place, monkeypatch):
-    (place / "fault").write_text("die")
+    (place / "fault").touch()
 
 
 def edit(place, monkeypatch):
     (place / "mine.py").write_text(f"{ENGINE}\n")
-
-
-def give_other_devices(place, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
 
 
 def leave(place, monkeypatch):
@@ -198,12 +184,9 @@ def leave(place, monkeypatch):
     ("happen", "changed", "closes", "reason"),
     [
         (kill, {}, False, ""),
-        (die_next, {}, False, "its process ended"),
         (fail_next, {}, True, "does not take p1/policy@0: RuntimeError: the device is gone"),
         (edit, {}, True, "does not take p1/policy@0: it was made for another engine, or for other"),
-        (leave, {"config": {"options": {"script": "echo"}}}, True, ""),
         (leave, {"config": {"max_model_len": 32}}, True, "does not take p1/policy@0: it was made"),
-        (give_other_devices, {}, True, ""),
     ],
 )
 def test_in_doubt_a_fresh_engine_replaces_it(
@@ -244,14 +227,6 @@ def test_a_call_that_holds_no_process_takes_the_sleeper_and_ends_it(place):
     assert run_at(call(place, 1, hold=False)).ref == "tiny/rollouts@2"
     assert events(place) == ["start", "sleep", "take", "close"]
     assert not holding._waiting
-
-
-def test_a_time_limit_ends_one_that_hangs(place):
-    run_at(call(place, 0))
-    (place / "fault").write_text("hang")
-    with pytest.raises(ResourceError, match="limit of 2 s"):
-        run_at(call(place, 1, timeout_seconds=2))
-    assert events(place) == ["start", "sleep", "close"]
 
 
 def test_processes_that_share_the_shards_have_fresh_engines(place):
@@ -311,10 +286,10 @@ SETTINGS = (
 
 
 @pytest.mark.prefect
-def test_four_iterations_start_one_engine(tmp_path):
-    folder = write_recipe(tmp_path / "four")
+def test_the_iterations_of_a_run_start_one_engine(tmp_path):
+    folder = write_recipe(tmp_path / "run")
     (folder / "mine.py").write_text(ENGINE)
-    settings = [f"--set={setting}" for setting in ("iterations=4", *SETTINGS, RESIDENT)]
+    settings = [f"--set={setting}" for setting in (*SETTINGS, RESIDENT)]
     quiver(folder, "run", "recipe.toml", *settings)
-    assert events(folder) == ["start", "sleep", *["take", "sleep"] * 3, "close"]
+    assert events(folder) == ["start", "sleep", "take", "sleep", "close"]
     assert not left_behind(folder)

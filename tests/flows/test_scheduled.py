@@ -11,11 +11,9 @@ from quiver.flows.recipe import load
 from quiver.flows.scheduled import NOTHING_LEFT, recipe_for, scheduled
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.store import Store
-from tests.flows.conftest import write_recipe
-from tests.flows.test_cleaning import QUICK, stay_here
+from tests.flows.conftest import QUICK, stay_here, write_recipe
 
 pytestmark = [pytest.mark.prefect, pytest.mark.usefixtures("api")]
-QUICK = [*QUICK, "data.held_out=null"]
 DUE = datetime(2026, 11, 25, 2)
 
 
@@ -28,7 +26,7 @@ def made(tmp_path, monkeypatch) -> list[str]:
 
 
 def recipe(*settings: str):
-    return load("recipe.toml", [*QUICK, *settings])
+    return load("recipe.toml", [*QUICK, "data.held_out=null", *settings])
 
 
 def policies() -> list[int]:

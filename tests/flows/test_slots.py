@@ -100,7 +100,6 @@ def test_without_a_gpu_heavy_stages_queue_by_option(monkeypatch):
         ("generate", {}, 1),
         ("generate", {"engine": "scripted"}, 0),
         ("generate", {"device": "cpu"}, 0),
-        ("generate", {"options": {"tensor_parallel_size": 4}}, 4),
         (
             "generate",
             {"options": {"tensor_parallel_size": 2, "engine_args": {"pipeline_parallel_size": 3}}},
@@ -109,14 +108,11 @@ def test_without_a_gpu_heavy_stages_queue_by_option(monkeypatch):
         ("generate", {"options": {"engine_args": {"data_parallel_size": 2}}}, 2),
         ("generate", {"engine": "mine.py:Engine", "options": {"tensor_parallel_size": "a"}}, 1),
         ("reward", {"functions": [{"use": "math"}]}, 0),
-        ("reward", {"models": [{"model": "m", "device": "auto"}]}, 1),
         ("reward", {"models": [{"model": "a"}, {"model": "b", "device": "cpu"}, {}]}, 2),
         ("reward", {"models": [{"engine_args": {"tensor_parallel_size": 2}}, {}]}, 3),
-        ("logprobs", {"device": "auto"}, 1),
         ("optimize", {"processes": None}, 1),
         ("optimize", {"processes": 4}, 4),
         ("optimize", {"processes": 4, "device": "cpu"}, 0),
-        ("optimize", {"device": "cpu"}, 0),
         ("prompt", {}, 0),
     ],
 )

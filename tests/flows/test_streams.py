@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from quiver.deployments.server import check_api
 from quiver.flows import prefect_server
 from quiver.flows.prefect_server import crash_abandoned
-from quiver.schemas.errors import ConfigError, RemoteError, ResourceError
+from quiver.schemas.errors import ConfigError, QuiverError, RemoteError, ResourceError
 from quiver.stages.common.store import Store
 from tests.flows.conftest import RECIPE, command_environment, own_home
 from tests.stages.common.store.histories import make_table
@@ -105,10 +106,9 @@ def test_a_store_whose_path_is_no_text_is_no_damage(tmp_path, store):
     os.rename(path, store)
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-@pytest.mark.parametrize("words", ["keys optimize", "algorithms", "ls --store store --json"])
-def test_an_encoding_that_lacks_characters_gets_them_escaped(tmp_path, store, encoding, words):
-    done = called(tmp_path, words, PYTHONIOENCODING=encoding)
+@pytest.mark.parametrize("words", ["keys optimize", "ls --store store --json"])
+def test_an_encoding_that_lacks_characters_gets_them_escaped(tmp_path, store, words):
+    done = called(tmp_path, words, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     if "--json" in words:
         assert json.loads(done.stdout)
@@ -129,23 +129,6 @@ def test_what_a_stages_process_says_moves_no_cursor(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("url", "error"),
-    [
-        ("http://127.0.0.1:1/api", RemoteError),
-        ("localhost:4200/api", ConfigError),
-        ("ftp://127.0.0.1/api", ConfigError),
-        ("http://127.0.0.1:99999999/api", RemoteError),
-    ],
-)
-@pytest.mark.parametrize("asks", [crash_abandoned, check_api])
-def test_a_prefect_server_that_is_none_is_told(asks, url, error):
-    with temporary_settings({PREFECT_API_URL: url}), pytest.raises(error) as caught:
-        asks()
-    assert "Prefect API" in caught.value.object
-    assert "PREFECT_API_URL" in caught.value.next or "prefect server start" in caught.value.next
-
-
-@pytest.mark.parametrize(
     ("name", "setting", "says"),
     [
         ("PREFECT_API_URL", "http://[::1", "Invalid IPv6 URL"),
@@ -161,64 +144,88 @@ def test_a_setting_that_prefect_can_not_be_imported_with_is_told(tmp_path, name,
     assert b"Traceback" not in done.stderr
 
 
-ANSWERS = {
-    "a page": (200, "text/html", b"<html><body>It works!</body></html>"),
-    "no such page": (404, "text/html", b"<html>not found</html>"),
-    "not allowed": (405, "application/json", b'{"detail": "Method Not Allowed"}'),
-    "an object": (200, "application/json", b'{"status": "ok"}'),
-    "rows of another kind": (200, "application/json", b'[{"model": "tiny"}]'),
-    "null": (200, "application/json", b"null"),
-    "text that is cut": (200, "application/json", b'[{"id": '),
-    "bytes that are no text": (200, "application/json", b"\xff\xfe\x00"),
-    "elsewhere": (307, "text/html", b""),
+ASKS = pytest.mark.parametrize("asks", [crash_abandoned, check_api])
+URLS = {
+    "http://me:canary@127.0.0.1:1/api": (RemoteError, "http://…@127.0.0.1:1/api"),
+    "http://127.0.0.1:99999999/api": (RemoteError, "http://127.0.0.1:99999999/api"),
+    "ftp://127.0.0.1/api": (ConfigError, "ftp://127.0.0.1/api"),
+    "me:canary@127.0.0.1:1/api": (ConfigError, "…@127.0.0.1:1/api"),
+    "http://me:canary/#@1@127.0.0.1:1/api": (ConfigError, "http://…@127.0.0.1:1/api"),
+    "http://canary:canary@127.0.0.1:9x/api": (ConfigError, "http://…@127.0.0.1:9x/api"),
 }
+"""The URL of a server that is none; its error, and how the URL is shown."""
 
 
-@pytest.mark.parametrize("name", ANSWERS)
-@pytest.mark.parametrize("asks", [crash_abandoned, check_api])
-def test_a_server_that_answers_otherwise_than_prefect_is_told(asks, name):
-    status, kind, body = ANSWERS[name]
+def refused(asks: Callable[[], object], url: str) -> QuiverError:
+    """The error of what asks this server."""
+    with temporary_settings({PREFECT_API_URL: url}), pytest.raises(QuiverError) as caught:
+        asks()
+    return caught.value
+
+
+@ASKS
+@pytest.mark.parametrize("url", URLS)
+def test_a_server_that_is_none_is_told_without_its_password(asks, url):
+    error = refused(asks, url)
+    kind, shown = URLS[url]
+    assert isinstance(error, kind) and error.object == f"Prefect API {shown}"
+    assert "canary" not in str(error)
+    assert "PREFECT_API_URL" in error.next or "prefect server start" in error.next
+
+
+def answering(status: int, kind: str, pieces: list[bytes]) -> type[BaseHTTPRequestHandler]:
+    """A server that answers each question with these pieces."""
 
     class Other(BaseHTTPRequestHandler):
         def do_GET(self):
             self.rfile.read(int(self.headers.get("content-length", 0)))
             self.send_response(status)
             self.send_header("content-type", kind)
-            self.send_header("content-length", str(len(body)))
+            if len(pieces) == 1:
+                self.send_header("content-length", str(len(pieces[0])))
             self.end_headers()
-            self.wfile.write(body)
+            with contextlib.suppress(OSError):
+                for piece in pieces:
+                    self.wfile.write(piece)
 
         do_POST = do_GET
 
         def log_message(self, *_):
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as server:
+    return Other
+
+
+LATER = "does not answer"
+ANSWERS = {
+    "a page": (200, "text/html", [b"<html><body>It works!</body></html>"], LATER),
+    "not allowed": (405, "application/json", [b'{"detail": "Method Not Allowed"}'], LATER),
+    "an object": (200, "application/json", [b'{"status": "ok"}'], LATER),
+    "rows of another kind": (200, "application/json", [b'[{"model": "tiny"}]'], LATER),
+    "null": (200, "application/json", [b"null"], LATER),
+    "text that is cut": (200, "application/json", [b'[{"id": '], LATER),
+    "bytes that are no text": (200, "application/json", [b"\xff\xfe\x00"], LATER),
+    "elsewhere": (307, "text/html", [b""], LATER),
+    "without end": (200, "application/json", [b"[" * 2**20] * 64, "more than 65,536 bytes"),
+}
+
+
+@ASKS
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_server_that_answers_otherwise_than_prefect_is_told(asks, name):
+    *answer, said = ANSWERS[name]
+    with ThreadingHTTPServer(("127.0.0.1", 0), answering(*answer)) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        url = f"http://me:canary@127.0.0.1:{server.server_port}/api"
-        with temporary_settings({PREFECT_API_URL: url}), pytest.raises(RemoteError) as caught:
-            asks()
+        error = refused(asks, f"http://me:canary@127.0.0.1:{server.server_port}/api")
         server.shutdown()
-    assert caught.value.object == f"Prefect API {url.replace('me:canary', '…')}"
-    assert "canary" not in str(caught.value)
-    assert "does not answer" in caught.value.message
-    assert "prefect server start" in caught.value.next
+    assert isinstance(error, RemoteError) and said in error.message
+    assert error.object == f"Prefect API http://…@127.0.0.1:{server.server_port}/api"
+    assert "canary" not in str(error)
 
 
-def silent(connection: socket.socket) -> None:
-    connection.recv(1)
-
-
-def trickling(connection: socket.socket) -> None:
-    connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
-    while True:
-        connection.sendall(b" ")
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize("behaves", [silent, trickling])
-@pytest.mark.parametrize("asks", [crash_abandoned, check_api])
-def test_a_server_that_takes_a_question_and_does_not_answer_is_told(monkeypatch, asks, behaves):
+@ASKS
+@pytest.mark.parametrize("trickles", [False, True])
+def test_a_server_that_takes_a_question_and_does_not_answer_is_told(monkeypatch, asks, trickles):
     assert prefect_server.SECONDS <= 10
     monkeypatch.setattr(prefect_server, "SECONDS", 1.0)
 
@@ -227,42 +234,20 @@ def test_a_server_that_takes_a_question_and_does_not_answer_is_told(monkeypatch,
         connections.append(connection)
         with contextlib.suppress(OSError):
             connection.recv(1000)
-            behaves(connection)
+            if not trickles:
+                connection.recv(1)
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
+            while True:
+                connection.sendall(b" ")
+                time.sleep(0.05)
 
     connections = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=answer, daemon=True).start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
-        with temporary_settings({PREFECT_API_URL: url}), pytest.raises(RemoteError) as caught:
-            asks()
+        error = refused(asks, f"http://127.0.0.1:{listener.getsockname()[1]}/api")
     for connection in connections:
         connection.shutdown(socket.SHUT_RDWR)
-    assert caught.value.object == f"Prefect API {url}"
-    assert "does not answer within" in caught.value.message
-
-
-@pytest.mark.parametrize("asks", [crash_abandoned, check_api])
-def test_a_server_that_answers_without_end_is_none_of_prefects(asks):
-    class Flood(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.send_header("content-type", "application/json")
-            self.end_headers()
-            with contextlib.suppress(OSError):
-                for _ in range(64):
-                    self.wfile.write(b"[" * 2**20)
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Flood) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/api"
-        with temporary_settings({PREFECT_API_URL: url}), pytest.raises(RemoteError) as caught:
-            asks()
-        server.shutdown()
-    assert caught.value.object == f"Prefect API {url}"
-    assert caught.value.message.startswith("answers with more than 65,536 bytes")
+    assert isinstance(error, RemoteError) and "does not answer within" in error.message
 
 
 @pytest.mark.parametrize("closed", [">&-", "<&- >&-", "<&- >&- 2>&-"])
@@ -315,24 +300,6 @@ def test_a_limit_on_threads_is_no_interrupt(tmp_path, threads):
     assert b"E-RESOURCE quiver: RuntimeError: can't start new thread" in done.stderr
     assert b"`ulimit -a`" in done.stderr and b"stopped" not in done.stderr
     assert done.returncode == ResourceError.exit_code
-
-
-LOGINS = {
-    "http://me:canary@127.0.0.1:1/api": "http://…@127.0.0.1:1/api",
-    "http://me:canary/#@1@127.0.0.1:1/api": "http://…@127.0.0.1:1/api",
-    "http://canary:canary@127.0.0.1:9x/api": "http://…@127.0.0.1:9x/api",
-    "me:canary@127.0.0.1:1/api": "…@127.0.0.1:1/api",
-}
-
-
-@pytest.mark.parametrize("url", LOGINS)
-@pytest.mark.parametrize("asks", [crash_abandoned, check_api])
-def test_a_password_in_the_url_of_prefects_server_is_not_shown(asks, url):
-    errors = (ConfigError, RemoteError)
-    with temporary_settings({PREFECT_API_URL: url}), pytest.raises(errors) as caught:
-        asks()
-    assert caught.value.object == f"Prefect API {LOGINS[url]}"
-    assert "canary" not in str(caught.value)
 
 
 def test_doctor_shows_no_password_of_prefects_server(tmp_path):

@@ -1,17 +1,21 @@
-"""A part of a store cannot be read: every other is listed and checked, and what cannot be read is
-told."""
+"""A store that cannot be written, or of which a part cannot be read: every other part is listed and
+checked, what cannot be read is told, and what writes says so."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from quiver.stages.common.store import Store
-from tests.flows.conftest import command_environment
+from tests.flows.conftest import RECIPE, command_environment, quiver_each
 from tests.stages.common.store.histories import make_policy, make_table
+from tests.tiny import make_folder
 
 NO_POWERS = "-dac_override,-dac_read_search,-fowner"
 """What lets root read whatever the mode says."""
@@ -60,36 +64,97 @@ def test_what_can_not_be_read_hides_nothing_else(folder, place, about):
     versions = {"a/policy@0", "a/logprobs@1", "a/logprobs@2", "b/logprobs@1"}
     assert code == 7 and versions - set(rows) <= {f"{about}@1"}
     assert [ref for ref in rows if rows[ref]] == [about] and "permission denied" in rows[about]
-    assert called(folder, "ls", "--size")[0] == 7
+    if place == "b/logprobs":
+        assert called(folder, "ls", "--size")[0] == 7
     code, answer = called(folder, "verify")
     told = {error["object"]: error["code"] for error in answer["bad"]}
     assert code in (3, 7) and told.pop("a/logprobs@2 part-00000.arrow") == "E-CORRUPT"
     assert told[about] == "E-RESOURCE" and all(name.startswith(about) for name in told)
 
 
-def test_a_loop_of_links_hides_nothing_else(folder):
-    (folder / "store/a/rewards").symlink_to("rewards")
-    code, answer = called(folder, "verify")
-    assert code == 3 and answer["checked"] == 4
-    told = [(error["object"], error["message"]) for error in answer["bad"]]
-    assert ("a/rewards", "is not a folder") in told
+def loop(store: bytes) -> None:
+    os.symlink("rewards", store + b"/a/rewards")
 
 
-def test_a_manifest_of_bad_bytes_hides_nothing_else(folder):
-    (folder / "store/a/logprobs/v000001/manifest.json").write_bytes(b"\xff\xfe\x00")
-    code, answer = called(folder, "verify")
-    assert code == 3 and answer["checked"] == 4
-    assert {error["object"] for error in answer["bad"]} == {"a/logprobs@1"}
+def garble(store: bytes) -> None:
+    with open(store + b"/a/logprobs/v000001/manifest.json", "wb") as file:
+        file.write(b"\xff\xfe\x00")
 
 
-def test_a_name_of_bad_bytes_in_a_version_is_told(folder):
-    version = os.fsencode(folder / "store/a/logprobs/v000001")
-    with open(version + b"/\xff\xfe", "w"):
-        code, answer = called(folder, "verify")
-    (error,) = answer["bad"]
-    assert code == 3 and error["object"].startswith("a/logprobs@1 ")
-    done = subprocess.run(
-        [sys.executable, "-m", "quiver.flows.cli", "verify"],
-        cwd=folder, env=command_environment(folder), capture_output=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 3 and b"Traceback" not in done.stderr
+def misname(store: bytes) -> None:
+    with open(store + b"/a/logprobs/v000001/\xff\xfe", "w"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("damage", "checked", "about"),
+    [(loop, 4, "a/rewards"), (garble, 4, "a/logprobs@1"), (misname, 4, "a/logprobs@1 ")],
+)
+def test_what_is_damaged_hides_nothing_else(folder, command, monkeypatch, damage, checked, about):
+    monkeypatch.chdir(folder)
+    damage(os.fsencode(folder / "store"))
+    code, answer = command("verify")
+    assert (code, answer["checked"]) == (3, checked)
+    objects = [error["object"] for error in answer["bad"]]
+    assert objects and all(name.startswith(about) for name in objects)
+
+
+# -- a store that cannot be written
+
+READS = [
+    ["ls"],
+    ["show", "a/logprobs@1"],
+    ["lineage", "a/policy@1"],
+    ["diff", "a/logprobs@1", "a/logprobs@2"],
+    ["history", "a/policy@prod"],
+    ["verify", "a/policy@1"],
+    ["gc", "--keep", "1"],
+]
+WRITES = [
+    ["gc", "--keep", "1", "--apply"],
+    ["gc", "--restore", "a/logprobs@1"],
+    ["rm", "a/logprobs@2"],
+    ["tag", "best", "a/policy@1"],
+    ["verify", "b/logprobs@1", "--quarantine"],
+    ["report", "a"],
+    ["prompt", "recipe.toml"],
+]
+
+
+@contextmanager
+def read_only(path: Path) -> Iterator[None]:
+    """Nothing below `path` can be written: by its mount for root, who may write whatever the mode
+    says, else by its mode."""
+    if os.geteuid():
+        subprocess.run(["chmod", "-R", "a-w", path], check=True)
+    else:
+        if subprocess.run(["mount", "--bind", path, path], check=False).returncode:
+            pytest.skip("mounting is not permitted here")
+        subprocess.run(["mount", "-o", "remount,bind,ro", path], check=True)
+    try:
+        yield
+    finally:
+        undo = ["chmod", "-R", "u+w"] if os.geteuid() else ["umount"]
+        subprocess.run([*undo, path], check=True)
+
+
+def test_a_store_that_can_not_be_written_is_read_and_says_what_it_is(tmp_path):
+    make_folder(tmp_path / "model")
+    (tmp_path / "questions.jsonl").write_text('{"question": "What is 1 plus 5?"}\n')
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    store = Store(tmp_path / "store")
+    for number in range(2):
+        table = make_table(store, number)
+        policy = make_policy(store, number, inputs={"rollouts": table})
+    store.tag("a", "prod", policy.ref)
+    damaged = make_table(store, 0, "b")
+    damaged.files.path("part-00000.arrow").write_bytes(b"")
+    shutil.rmtree(store.path / "a/logprobs/.index")
+    commands = [[*command, "--store", str(store.path)] for command in [*READS, *WRITES]]
+    with read_only(store.path):
+        answers = quiver_each(tmp_path, *commands)
+    assert [code for code, _ in answers[: len(READS)]] == [0] * len(READS)
+    for command, (code, answer) in zip(WRITES, answers[len(READS) :], strict=True):
+        error = answer["error"]
+        assert (code, error["code"]) == (7, "E-RESOURCE"), (command, error)
+        assert "make the store writable" in error["next"]

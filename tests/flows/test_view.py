@@ -212,6 +212,8 @@ def test_pages_searches_and_filters(long):
     searches = ["slash", *"answer: 25", "enter"], ["slash", *["backspace"] * 12, "enter"]
     steps = ["n"], ["n"], ["n"], *searches
     first, second, last, none, found, all_again = look(long, "bench/rewards@1", *steps)
+    assert r"[red]\x1b[31mred[/red]\u202e" in first, "text of a model is only text"
+    assert all(character.isprintable() or character == "\n" for character in first)
     assert "1–100 of 256" in first and "101–200 of 256" in second
     assert "201–256 of 256" in last and "201–256 of 256" in none, "there is no page after the last"
     assert "1–7 of 7" in found and "with “answer: 25”" in found
@@ -225,12 +227,6 @@ def test_a_filter_that_can_not_be_read_is_told_and_everything_stays(store):
     best, refused = look(store, "golden/rewards@1", ["b"], ["f", *"rewrd < 1", "enter"])[1:]
     assert "E-CONFIG column rewrd:" in refused
     assert best.splitlines()[:5] == refused.splitlines()[:5] and "highest reward first" in best
-
-
-def test_text_of_a_model_is_only_text(long):
-    (shown,) = look(long, "bench/rewards@1")
-    assert r"[red]\x1b[31mred[/red]\u202e" in shown
-    assert all(character.isprintable() or character == "\n" for character in shown)
 
 
 def test_two_versions_stand_beside_one_another(store):
