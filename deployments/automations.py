@@ -71,13 +71,15 @@ def on_event(source: str, deployment: str) -> DeploymentEventTrigger:
     Raises ConfigError if `source` has another form, or if the deployment would start itself for
     ever.
     """
-    run, slash, rest = source.partition("/")
-    kind, at, tag = rest.partition("@")
+    run, slash, dataset = source.partition("/")
+    kind, at, tag = dataset.partition("@")
     tagged = kind == "policy" and NAME.fullmatch(tag) if at else True
     if not slash or not NAME.fullmatch(run) or kind not in KINDS or not tagged:
-        what = f"expected RUN/KIND or RUN/policy@TAG, with KIND one of {', '.join(KINDS)}"
+        problem = f"expected RUN/KIND or RUN/policy@TAG, with KIND one of {', '.join(KINDS)}"
         raise ConfigError(
-            f"--on {printable(source)}", what, next="e.g. --on feed/prompts, --on arith/policy@prod"
+            f"--on {printable(source)}",
+            problem,
+            next="e.g. --on feed/prompts, --on arith/policy@prod",
         )
     if deployment.partition("/")[2] == run:
         raise ConfigError(

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Literal
 
-from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import (
     ConcurrencyLimitConfig,
@@ -34,7 +33,7 @@ from pydantic import ValidationError
 from quiver.flows.post_train import post_train
 from quiver.flows.prefect_server import without_login
 from quiver.flows.recipe import Recipe, load
-from quiver.flows.scheduled import check_name, scheduled
+from quiver.flows.scheduled import recipe_for, scheduled
 from quiver.flows.stage import stage
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import digest
@@ -88,7 +87,19 @@ def deploy(recipe: Recipe, where: Where) -> dict[str, Any]:
                 next="leave --image out, or name a pool of type docker or kubernetes: --pool NAME",
             )
         resolved = _seen_from(recipe, pools, where.folder)
-        deployments = [_versioned(entry) for entry in _deployments(resolved, where, pools)]
+        main, purpose = described(resolved, where, **_work(pools[where.pool], where))
+        deployments = [main]
+        for name in dict.fromkeys(recipe.placement.pools.values()):
+            work = _work(pools[name], where)
+            deployments.append(
+                RunnerDeployment.from_flow(
+                    stage, name=name, tags=[TAG], entrypoint_type=EntrypointType.MODULE_PATH, **work
+                )
+            )
+        for deployment in deployments:
+            fields = deployment.model_dump(mode="json", exclude={"version", "storage"})
+            form = deployment._parameter_openapi_schema.model_dump(mode="json")
+            deployment.version = digest([fields, deployment.entrypoint, form])[:12]
         entries = [
             {
                 "name": deployment.full_name,
@@ -98,15 +109,15 @@ def deploy(recipe: Recipe, where: Where) -> dict[str, Any]:
             for deployment in deployments
         ]
         automations = [{"name": silent_runs().name, **install(client, silent_runs())}]
-        started = start_run(client, deployments[0]) if where.now else None
+        started = start_run(client, main) if where.now else None
     automations += [
         {"name": trigger.name, **{key: entries[0][key] for key in ("new", "changed")}}
-        for trigger in deployments[0].triggers
+        for trigger in main.triggers
     ]
     return {
         "api": without_login(url),
         "deployments": entries,
-        "each": each_time(flow_of(recipe, where), recipe),
+        "each": purpose,
         "automations": automations,
         "flow_run": started,
     }
@@ -121,61 +132,51 @@ def recipe_parameters(
     with get_client(sync_client=True) as client:
         recipe = load(file, settings or [])
         install(client, silent_runs())
-        return parameters_of(_seen_from(recipe, {pool: _pool(client, pool)}, folder))
-
-
-def parameters_of(recipe: Recipe) -> dict[str, Any]:
-    """Return the parameters of a run. Unset keys stay unset, so that a section without a value
-    still takes the run's value."""
-    return {"recipe": recipe.model_dump(mode="json", exclude_unset=True)}
-
-
-def flow_of(recipe: Recipe, where: Where) -> Flow:
-    """Return the flow of a recipe: `nightly` if it has a section [promotion], else `post-train`.
-
-    A post-train recipe that has a section [schedule], a cron or a trigger runs as `scheduled`,
-    which follows [schedule]. Raises ConfigError.
-    """
-    if "promotion" in recipe.model_fields_set:
-        from quiver.flows.nightly import nightly
-
-        return nightly
-    recipe.data.require_filled_in()
-    if where.cron or where.on or "schedule" in recipe.model_fields_set:
-        check_name(recipe)
-        return scheduled
-    return post_train
-
-
-def each_time(flow: Flow, recipe: Recipe) -> str:
-    """Describe in one line what each run of the deployment does."""
-    if flow.fn is scheduled.fn:
-        return {
-            "go on": f"{recipe.iterations} more iterations",
-            "again": f"a run {recipe.run}-DATE from the base, with the next seed",
-            "same": "what is not done yet; nothing from the second time on",
-        }[recipe.schedule.each]
-    return "what is not done yet" if flow.fn is post_train.fn else "one night"
+        resolved = _seen_from(recipe, {pool: _pool(client, pool)}, folder)
+        return {"recipe": resolved.model_dump(mode="json", exclude_unset=True)}
 
 
 # -- what is to be there
 
 
-def described(flow: Flow, name: str, where: Where, **more: Any) -> RunnerDeployment:
-    """Return a deployment of `flow` by module path, one run at a time, with schedule and triggers.
-    Raises ConfigError if the schedule is invalid."""
-    return RunnerDeployment.from_flow(
+def described(recipe: Recipe, where: Where, **more: Any) -> tuple[RunnerDeployment, str]:
+    """Return the recipe's own deployment, and in one line what each of its runs does.
+
+    Its flow is `nightly` if the recipe has a section [promotion], else `post-train`. With a section
+    [schedule], a cron or a trigger, `post-train` follows [schedule]. It runs once at a time. Keys
+    that the recipe does not set stay unset, so that a section without a value still takes the run's
+    value. Raises ConfigError.
+    """
+    if "promotion" in recipe.model_fields_set:
+        from quiver.flows.nightly import nightly
+
+        flow, purpose = nightly, "one night"
+    else:
+        recipe.data.require_filled_in()
+        flow, purpose = post_train, "what is not done yet"
+        if where.cron or where.on or "schedule" in recipe.model_fields_set:
+            flow = scheduled
+            purpose = {
+                "go on": f"{recipe.iterations} more iterations",
+                "again": f"a run {recipe.run}-DATE from the base, with the next seed",
+                "same": "what is not done yet; nothing from the second time on",
+            }[recipe.schedule.each]
+            if recipe.schedule.each == "again":
+                recipe_for(recipe, datetime(2000, 1, 1))  # Raises if the name would get too long.
+    deployment = RunnerDeployment.from_flow(
         flow,
-        name=name,
+        name=recipe.run,
+        parameters={"recipe": recipe.model_dump(mode="json", exclude_unset=True)},
         schedules=_schedules(where),
         concurrency_limit=ConcurrencyLimitConfig(
             limit=1, collision_strategy=_STRATEGIES[where.overlap]
         ),
-        triggers=[on_event(source, f"{flow.name}/{name}") for source in where.on],
+        triggers=[on_event(source, f"{flow.name}/{recipe.run}") for source in where.on],
         tags=[TAG],
         entrypoint_type=EntrypointType.MODULE_PATH,
         **more,
     )
+    return deployment, purpose
 
 
 def _schedules(where: Where) -> list[Schedule]:
@@ -201,20 +202,6 @@ def _schedules(where: Where) -> list[Schedule]:
     return [Cron(where.cron, timezone=timezone, slug="cron")]
 
 
-def _deployments(
-    recipe: Recipe, where: Where, pools: dict[str, WorkPool]
-) -> Iterator[RunnerDeployment]:
-    """Yield the recipe's own flow first, then `stage/POOL` for each pool that [placement] names."""
-    work = _work(pools[where.pool], where)
-    parameters = parameters_of(recipe)
-    yield described(flow_of(recipe, where), recipe.run, where, parameters=parameters, **work)
-    for name in dict.fromkeys(recipe.placement.pools.values()):
-        work = _work(pools[name], where)
-        yield RunnerDeployment.from_flow(
-            stage, name=name, tags=[TAG], entrypoint_type=EntrypointType.MODULE_PATH, **work
-        )
-
-
 def _work(pool: WorkPool, where: Where) -> dict[str, Any]:
     """Return the pool and the job variables to override: the image and the heartbeats. The worker
     merges them with the pool's own environment when a run starts."""
@@ -230,13 +217,6 @@ def _work(pool: WorkPool, where: Where) -> dict[str, Any]:
             )
         variables["image"] = image
     return {"work_pool_name": pool.name, "job_variables": variables}
-
-
-def _versioned(deployment: RunnerDeployment) -> RunnerDeployment:
-    fields = deployment.model_dump(mode="json", exclude={"version", "storage"})
-    form = deployment._parameter_openapi_schema.model_dump(mode="json")
-    deployment.version = digest([fields, deployment.entrypoint, form])[:12]
-    return deployment
 
 
 # -- what there is

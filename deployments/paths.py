@@ -45,11 +45,11 @@ def resolve(
 
     Raises ConfigError if a path is missing, or if a module is found only in the current folder.
     """
-    data = recipe.model_dump(mode="json", exclude_unset=True)
-    data.setdefault("store", recipe.store)
+    sections = recipe.model_dump(mode="json", exclude_unset=True)
+    sections.setdefault("store", recipe.store)
     paths: Paths = {}
     for key, kind in PATHS.items():
-        for holder, last, name in _values(data, key.split("."), []):
+        for holder, last, name in _values(sections, key.split("."), []):
             path, function = kind(holder[last])
             path = path and Path(folder or "").absolute() / path
             if path is None:
@@ -64,7 +64,7 @@ def resolve(
                     "there is no such file or folder",
                     next=f"correct {name}",
                 )
-    return parse(Recipe, data, f"recipe {recipe.run}"), paths
+    return parse(Recipe, sections, f"recipe {recipe.run}"), paths
 
 
 def check_runnable(recipe: Recipe, paths: Paths) -> None:
@@ -103,34 +103,34 @@ def check_visible(paths: Paths, mounts: tuple[str, ...], where: str) -> None:
 # -- what a value names
 
 
-def _path(value: str) -> tuple[Path | None, str]:
-    return Path(os.path.expanduser(value)), ""
+def _path(text: str) -> tuple[Path | None, str]:
+    return Path(os.path.expanduser(text)), ""
 
 
-def _code(value: str) -> tuple[Path | None, str]:
+def _code(text: str) -> tuple[Path | None, str]:
     """Split `file.py:function`. A module, or the name of one of Quiver's functions, is no path."""
-    holder, colon, attribute = value.rpartition(":")
+    holder, colon, attribute = text.rpartition(":")
     return (_path(holder)[0], colon + attribute) if holder.endswith(".py") else (None, "")
 
 
-def _model(value: str) -> tuple[Path | None, str]:
+def _model(text: str) -> tuple[Path | None, str]:
     """Read a model: an existing directory or file, or a text that looks like a path; else a
     function, a package's file, or a hub id."""
-    path = Path(os.path.expanduser(value))
-    looks_like = value.startswith((".", "/", "~")) or path.suffix == ".gguf" or value.count("/") > 1
-    is_path = path.exists() or (looks_like and ":" not in value)
-    return (path, "") if is_path and not value.startswith("package:") else _code(value)
+    path = Path(os.path.expanduser(text))
+    looks_like = text.startswith((".", "/", "~")) or path.suffix == ".gguf" or text.count("/") > 1
+    is_path = path.exists() or (looks_like and ":" not in text)
+    return (path, "") if is_path and not text.startswith("package:") else _code(text)
 
 
-def _rows(value: str) -> tuple[Path | None, str]:
-    is_file = Path(value).suffix in SUFFIXES and not value.startswith("datasets:")
-    return _path(value) if is_file else _code(value)
+def _rows(text: str) -> tuple[Path | None, str]:
+    is_file = Path(text).suffix in SUFFIXES and not text.startswith("datasets:")
+    return _path(text) if is_file else _code(text)
 
 
-def _interpreter(value: str) -> tuple[Path | None, str]:
+def _interpreter(text: str) -> tuple[Path | None, str]:
     """Search PATH for a bare name. Links are not followed, since a virtual environment's python is
     one."""
-    return _path(value if "/" in value else shutil.which(value) or value)
+    return _path(text if "/" in text else shutil.which(text) or text)
 
 
 PATHS: dict[str, Callable[[str], tuple[Path | None, str]]] = {
@@ -161,28 +161,28 @@ _NO_MODULES = tuple(f"{name}:" for name in ("package", "datasets", *ENVIRONMENTS
 """Prefixes before a colon that are no modules."""
 
 
-def _values(data: Any, keys: list[str], before: list[str]) -> Iterator[tuple[Any, Any, str]]:
-    """Yield the text values in `data` at `keys` (`*`: each entry) as their container, their key in
-    it, and their full dotted name."""
+def _values(holder: Any, keys: list[str], before: list[str]) -> Iterator[tuple[Any, Any, str]]:
+    """Yield the texts in `holder` at `keys` (`*`: each entry) as their container, their key in it,
+    and their full dotted name."""
     first, *further = keys
-    if isinstance(data, list):
-        names = range(len(data)) if first == "*" else []
+    if isinstance(holder, list):
+        names = range(len(holder)) if first == "*" else []
     else:
-        names = list(data) if first == "*" else [first] if first in data else []
+        names = list(holder) if first == "*" else [first] if first in holder else []
     for name in names:
         path = [*before, str(name)]
-        value = data[name]
-        if further and isinstance(value, dict | list):
-            yield from _values(value, further, path)
-        elif not further and isinstance(value, str) and value:
-            yield data, name, ".".join(path)
+        entry = holder[name]
+        if further and isinstance(entry, dict | list):
+            yield from _values(entry, further, path)
+        elif not further and isinstance(entry, str) and entry:
+            yield holder, name, ".".join(path)
 
 
-def _check_importable(name: str, value: str, where: str) -> None:
+def _check_importable(name: str, text: str, where: str) -> None:
     """Raise ConfigError if `module:function` is found only because the command runs in this
     folder."""
-    module, colon, function = value.rpartition(":")
-    if not colon or not module.replace(".", "").isidentifier() or value.startswith(_NO_MODULES):
+    module, colon, function = text.rpartition(":")
+    if not colon or not module.replace(".", "").isidentifier() or text.startswith(_NO_MODULES):
         return
     here = {"", os.getcwd()}
     whole_path = sys.path[:]
@@ -193,7 +193,7 @@ def _check_importable(name: str, value: str, where: str) -> None:
         sys.path[:] = whole_path
     if spec is None:
         raise ConfigError(
-            f"{name} {printable(value)}",
+            f"{name} {printable(text)}",
             f"module {module} is not installed, and {where} does not run in this folder",
             next=f"name its file, {module.replace('.', '/')}.py:{function}, or install it",
         )

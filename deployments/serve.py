@@ -27,7 +27,7 @@ from quiver.flows.recipe import Recipe
 from quiver.schemas.errors import ConfigError
 
 from .automations import HEARTBEAT_SECONDS, install, silent_runs
-from .deploy import Where, described, each_time, flow_of, parameters_of, start_run
+from .deploy import Where, described, start_run
 from .paths import check_runnable, resolve
 from .server import check_api, own_server
 
@@ -54,9 +54,7 @@ def serve(
         advice = "leave --port out, or unset PREFECT_API_URL"
         raise ConfigError(f"--port {port}", problem, next=advice)
     resolved, paths = resolve(recipe, "a served run")
-    parameters = parameters_of(resolved)
-    flow = flow_of(recipe, where)
-    deployment = described(flow, recipe.run, where, parameters=parameters, paused=False)
+    deployment, purpose = described(resolved, where, paused=False)
     with ExitStack() as stack:
         if not PREFECT_API_URL.value():
             log.info(
@@ -74,7 +72,7 @@ def serve(
         log.info("serving %s; pages: %s", deployment.full_name, url.removesuffix("/api"))
         timezone = where.timezone or "UTC"
         schedule = f"{where.cron} ({timezone})" if where.cron else "none; runs start by hand"
-        log.info("schedule: %s; each time: %s", schedule, each_time(flow, recipe))
+        log.info("schedule: %s; each time: %s", schedule, purpose)
         log.info("by hand: PREFECT_API_URL=%s prefect deployment run %s", url, deployment.full_name)
         tell(
             {
@@ -82,7 +80,7 @@ def serve(
                 "deployment": deployment.full_name,
                 "cron": where.cron,
                 "timezone": timezone,
-                "each": each_time(flow, recipe),
+                "each": purpose,
                 "flow_run": started,
             }
         )

@@ -30,8 +30,8 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
 from quiver.flows.embedded import alone_at_first
-from quiver.flows.prefect_server import no_address, require_answer, without_login
-from quiver.schemas.errors import ConfigError, RemoteError, ResourceError, SecurityError, printable
+from quiver.flows.prefect_server import asking, without_login
+from quiver.schemas.errors import ConfigError, ResourceError, SecurityError, printable
 from quiver.stages.common.runtime.subprocesses import Process
 from quiver.stages.common.servers import is_loopback
 
@@ -63,37 +63,33 @@ def check_api() -> str:
             "workers nor schedules",
             next=f"{_START}, then export PREFECT_API_URL=http://127.0.0.1:4200/api",
         )
-    shown = without_login(url)
-    require_answer(url)
-    try:
+    refusals = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
+    settings: dict[str, Any] = {}
+    with asking(url):
         stranger = httpx.URL(url).copy_with(username=None, password=None)
         options = {"json": {"limit": 1}, "follow_redirects": True, "timeout": 60}
         with httpx.stream("POST", f"{stranger}/work_pools/filter", **options) as answer:
             pass  # only the status matters
-    except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
-        raise no_address(url, error) from None
-    except httpx.HTTPError as error:
-        raise RemoteError(
-            f"Prefect API {shown}", f"does not answer: {without_login(error)}", next=_START
-        ) from None
-    settings = _check_credentials(shown)
-    if answer.status_code not in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-        _refuse_open(url, settings)
-    if settings.get("concurrency", {}).get("lease_storage", LEASES) != LEASES:
-        log.warning(
-            "this server forgets who holds a slot when it is killed; start it with %s",
-            f"{_LEASE_STORAGE}={LEASES}",
-        )
-    return url
-
-
-def _refuse_open(url: str, settings: dict[str, Any]) -> None:
+        with get_client(sync_client=True) as client:
+            try:
+                client.read_work_pools(limit=1)
+            except PrefectHTTPStatusError as error:
+                if error.response.status_code not in refusals:
+                    raise
+                raise ConfigError(
+                    f"Prefect API {without_login(url)}",
+                    f"answers {error.response.status_code} to our credentials",
+                    next="export PREFECT_API_AUTH_STRING=user:password, as the server has it in "
+                    "PREFECT_SERVER_API_AUTH_STRING",
+                ) from None
+            with suppress(PrefectHTTPStatusError):  # a proxy may withhold them
+                settings = client.request("GET", "/admin/settings").json().get("server", {})
     address = urlsplit(url)
     hosts = [address.hostname or "", settings.get("api", {}).get("host", "")]
     if is_loopback(hosts[0]):  # its command line may override the host in its settings
         hosts += listening(address.port or 80)
     for host in filter(None, hosts):
-        if not is_loopback(host):
+        if answer.status_code not in refusals and not is_loopback(host):
             raise SecurityError(
                 f"Prefect API {without_login(url)}",
                 f"listens on {printable(host)} and answers without credentials: whoever reaches it "
@@ -102,6 +98,12 @@ def _refuse_open(url: str, settings: dict[str, Any]) -> None:
                 f"{printable(host)}, and PREFECT_API_AUTH_STRING=user:password for workers and "
                 "this command; or --host 127.0.0.1",
             )
+    if settings.get("concurrency", {}).get("lease_storage", LEASES) != LEASES:
+        log.warning(
+            "this server forgets who holds a slot when it is killed; start it with %s",
+            f"{_LEASE_STORAGE}={LEASES}",
+        )
+    return url
 
 
 def listening(port: int) -> list[str]:
@@ -113,31 +115,6 @@ def listening(port: int) -> list[str]:
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
                 addresses.append(connection.laddr.ip)
     return addresses
-
-
-def _check_credentials(shown: str) -> dict[str, Any]:
-    """Return the server's settings, or an empty dict if it does not give them to us. Raises
-    RemoteError or ConfigError if our own requests fail."""
-    try:
-        with get_client(sync_client=True) as client:
-            client.read_work_pools(limit=1)
-            with suppress(PrefectHTTPStatusError):  # a proxy may withhold them
-                return client.request("GET", "/admin/settings").json().get("server", {})
-            return {}
-    except (httpx.HTTPError, ValueError) as error:  # ValueError: not an answer of Prefect
-        code = error.response.status_code if isinstance(error, PrefectHTTPStatusError) else None
-        if code not in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            raise RemoteError(
-                f"Prefect API {shown}",
-                f"does not answer as Prefect does: {type(error).__name__}: {without_login(error)}",
-                next=f"{_START}, or correct PREFECT_API_URL, and run again",
-            ) from error
-        raise ConfigError(
-            f"Prefect API {shown}",
-            f"answers {code} to our credentials",
-            next="export PREFECT_API_AUTH_STRING=user:password, as the server has it in "
-            "PREFECT_SERVER_API_AUTH_STRING",
-        ) from None
 
 
 # -- a server of our own

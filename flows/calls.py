@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,7 +37,7 @@ from quiver.stages.common.store.retention import restore
 from quiver.stages.report.words import counted, unscored_of
 
 from .dispatch import run_at
-from .placement import where_of
+from .placement import trains_here, where_of
 from .prefect_server import tell_version
 from .recipe import Recipe
 from .sections import Placement
@@ -46,10 +46,6 @@ _POLL_SECONDS = 1.0
 log = logging.getLogger("quiver")
 Maker = Callable[[Call, Sequence[Call], Sequence[str]], Outcome]
 """Makes a call that is not finished; takes the calls that come next, and tags, too."""
-
-
-class NotFinished(Exception):
-    """Raised inside `only_looking` by a stage that is not done yet."""
 
 
 @dataclass
@@ -89,7 +85,7 @@ class _Run:
         Raises LineageError if neither is possible.
         """
         if isinstance(ref, list):
-            return [self.readable(one) for one in ref]
+            return [self.readable(single) for single in ref]
         store = Store(self.store)
         if store.exists(parse(ref)):
             return ref
@@ -138,27 +134,15 @@ def calls_of(
         _RUN.reset(token)
 
 
-def by_hand(recipe: Recipe) -> AbstractContextManager[None]:
-    """Let calls inside be made without Prefect.
-
-    If PREFECT_API_URL names a server, each new version is reported to it.
-    """
-
-    def make(call: Call, upcoming: Sequence[Call], tags: Sequence[str]) -> Outcome:
-        outcome = run_at(call)
-        tell_version(call, outcome)
-        return outcome
-
-    return calls_of(recipe, lambda call: make)
+def make_here(call: Call, upcoming: Sequence[Call], tags: Sequence[str]) -> Outcome:
+    """Make a call without Prefect; if PREFECT_API_URL names a server, report the version to it."""
+    outcome = run_at(call)
+    tell_version(call, outcome)
+    return outcome
 
 
-def only_looking(recipe: Recipe) -> AbstractContextManager[None]:
-    """Make nothing inside; raise NotFinished at the first stage that is not done."""
-
-    def refuse(call: Call) -> Maker:
-        raise NotFinished(call.label)
-
-    return calls_of(recipe, refuse, iterations=recipe.iterations, expired=True)
+by_hand = partial(calls_of, maker_of=lambda call: make_here)
+"""Let calls of a recipe's run be made without Prefect inside: `with by_hand(recipe): …`"""
 
 
 def perform(
@@ -192,9 +176,6 @@ def perform(
             stage runs.
         readable: Do not accept a version whose files expired, because its files will be read.
         before: Called before the stage is made; it may refuse to begin.
-
-    Raises:
-        NotFinished: Inside `only_looking`, if the stage is not done.
     """
     run = _RUN.get()
     if not label and run.iterations is not None:
@@ -223,8 +204,8 @@ def perform(
         log.info("%s", describe(label, outcome))
     # Training is never repeated unasked to restore expired files.
     if stage != "optimize":
-        about = {"label": f"{label}, again", "into": into, "iteration": iteration}
-        run.again[outcome.ref] = partial(perform, stage, config, refs, readable=True, **about)
+        options = {"label": f"{label}, again", "into": into, "iteration": iteration}
+        run.again[outcome.ref] = partial(perform, stage, config, refs, readable=True, **options)
     return outcome
 
 
@@ -241,7 +222,8 @@ def check_stages(
     missing.
 
     Each stage is checked once per run, and again for prompts with other columns or other assistant
-    starts. Without `prompts`, pass only stages that need none; they are not checked again.
+    starts; optimize only if it runs under this interpreter. Without `prompts`, pass only stages
+    that need none; they are not checked again.
     `offered`: columns that a reward function may read besides the prompts'.
     """
     run = _RUN.get()
@@ -253,6 +235,8 @@ def check_stages(
         columns = tuple(column.name for column in version.table().schema.field("columns").type)
         form = digest([columns, version.manifest.metrics.get("assistant_starts")])
     for stage, config in configs.items():
+        if stage == "optimize" and not trains_here(run.placement):
+            continue
         if run.checked.isdisjoint({(stage, ""), (stage, form)}):
             try:
                 load(stage).check(config, (*columns, *offered), version)

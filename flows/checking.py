@@ -18,13 +18,17 @@ from typing import Any
 from quiver.schemas.errors import ConfigError, printable, quoted_name
 from quiver.stages.common.environments import pool as environment_pool
 from quiver.stages.common.models.from_function import is_function
+from quiver.stages.common.runtime.stage import load
 from quiver.stages.report.words import counted
 from quiver.stages.reward.pool import pool as function_pool
+from quiver.stages.reward.preview import preview
 
-from .doubts import doubts, unused
+from .doubts import about_answers, about_prompts, about_rewards, about_rows, about_steps, unused
 from .first_rows import Answered, FirstRows, first_rows, read_sources, require_references
-from .preflight import finished, made_policy, preflight, try_out
+from .placement import trains_here
+from .preflight import finished, made_policy, preflight
 from .recipe import Recipe
+from .sections import Generate
 
 log = logging.getLogger(__name__)
 SHOWN = (__name__, environment_pool.log.name, function_pool.log.name)
@@ -56,10 +60,10 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
     with heard_warnings() as warnings:
         recipe = preflight(recipe)
         versions = finished(recipe)
-        tables = read_sources(recipe)
-        require_references(recipe, tables)
+        sources = read_sources(recipe)
+        require_references(recipe.reward, sources)
         rows = FirstRows()
-        policy = made_policy(recipe)
+        policy = made_policy(recipe.policy, recipe.store, recipe.run)
         must_make = policy is None and is_function(recipe.policy.model)
         if is_shown or is_tried or not must_make:
             if must_make:
@@ -68,17 +72,38 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
                     "as in a run; without --show and --try all is looked at that needs no model"
                 )
             folder = policy and policy.files.folder
-            rows = first_rows(recipe, folder, is_answered=is_tried)
+            rows = first_rows(recipe, sources, folder, is_answered=is_tried)
         else:
             log.warning(
                 "prompts are not looked at: policy.model is a function, which the first run calls "
                 "to make the base model; --show and --try call it, too"
             )
-        error = next(filter(None, (failure(recipe, each) for each in rows.answers)), None)
-        tried = try_out(recipe) if is_tried and error is None else []
-        for sentence in doubts(recipe, rows, tables):
+        failures = (failure(recipe.generate, answered) for answered in rows.answers)
+        error = next(filter(None, failures), None)
+        columns = recipe.columns["data"]
+        tried = []
+        if is_tried and error is None:
+            # This starts processes, loads scorers and asks servers. `first_rows` tried the rewards
+            # with the columns of the training rows.
+            for held_out in recipe.columns.values():
+                if held_out != columns:
+                    load("reward").check(recipe.reward, [*held_out, *recipe.offered_columns])
+            tried = ["reward"] if recipe.generate.turns is None else ["generate", "reward"]
+            if trains_here(recipe.placement):
+                config = recipe.optimize_config()
+                load("optimize").check(config, [*columns, *recipe.offered_columns])
+                tried.append("optimize")
+        reads = preview(recipe.reward, [*columns, *recipe.offered_columns])
+        table = sources["data"].table
+        for sentence in (
+            *about_rows(sources, recipe.evaluate.every, recipe.iterations),
+            *about_prompts(recipe.prompt, recipe.data, rows.prompts),
+            *about_steps(recipe.optimize, recipe.data, table.num_rows, recipe.iterations),
+            *about_rewards(recipe.reward, recipe.generate, table, reads),
+            *about_answers(recipe.reward, rows.answers),
+        ):
             log.warning("%s", sentence)
-    without_use = unused(recipe)
+    without_use = unused(sources["data"].config, columns, reads)
     answer = {
         "run": recipe.run,
         "iterations": recipe.iterations,
@@ -108,20 +133,21 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
         first = rows.prompts["data"]
         answer["first_prompt"] = {"text": first.first_text, "tokens": first.first_tokens}
         lines += [f"first prompt, {first.first_tokens} tokens:", first.first_text]
-    lines += [f"{stage} can do its part" for stage in tried]
-    lines += [f"iteration 1, {stage}: {ref} is there" for stage, ref in versions.items()]
-    lines += [f"warning: {sentence}" for sentence in warnings]
+    lines += [
+        *(f"{stage} can do its part" for stage in tried),
+        *(f"iteration 1, {stage}: {ref} is there" for stage, ref in versions.items()),
+        *(f"warning: {sentence}" for sentence in warnings),
+    ]
     if error is None:
-        planned = counted(recipe.iterations, "iteration")
-        lines.append(f"{path} can run: {recipe.run}, {planned}")
+        lines.append(f"{path} can run: {recipe.run}, {counted(recipe.iterations, 'iteration')}")
     return Looked(answer, lines, error)
 
 
-def failure(recipe: Recipe, answered: Answered) -> ConfigError | None:
+def failure(generate: Generate, answered: Answered) -> ConfigError | None:
     """Return the first failure on an answer, the environment's first; None if there is none."""
     problems = {f"reward {name}": score.error for name, score in answered.scores.items()}
-    if recipe.generate.turns is not None:
-        sources = printable(", ".join(recipe.generate.turns.sources))
+    if generate.turns is not None:
+        sources = printable(", ".join(generate.turns.sources))
         problems = {f"generate.turns {sources}": answered.failure, **problems}
     for name, why in problems.items():
         if why is not None:

@@ -28,9 +28,9 @@ from quiver.stages.common.runtime.stage import load
 from quiver.stages.common.runtime.subprocesses import Stopped
 from quiver.stages.common.store.writer import ROWS_PER_SHARD
 
-from .ahead import is_stopped, run_ahead
 from .live import followed
 from .slots import gpus_needed, server_limit, slots, visible_gpus
+from .stopping import is_stopped, run_ahead
 
 _SECONDS_TO_LEAVE = 5.0
 log = logging.getLogger("quiver")
@@ -72,9 +72,9 @@ def run_at(
         with slots(call, call.label, call.where.slots) as env:
             # Processes with an environment of their own learn their devices only later.
             for following in () if env else upcoming:
-                where = following.where
-                if where.pool is None and most_processes(following) == 1:
-                    hold(following.stage, following.config, where.python, where.online)
+                place = following.where
+                if place.pool is None and most_processes(following) == 1:
+                    hold(following.stage, following.config, place.python, place.online)
             return run_call(call, on_line=on_line, env=env, stopped=is_stopped)
 
 
@@ -112,12 +112,12 @@ def _run_together(call: Call, count: int, on_line: Callable[[str], None]) -> Out
     shared = replace(call, share=True, where=replace(call.where, hold=False))
     cores = sorted(os.sched_getaffinity(0))
     started_at = time.monotonic()
-    begun: dict[int, float] = {}
+    started: dict[int, float] = {}
     """Start time of each process, by its number."""
 
     def run_one(number: int) -> Outcome:
         with slots(shared, f"{call.label} ({number + 1} of {count})", call.where.slots) as env:
-            begun[number] = time.monotonic()
+            started[number] = time.monotonic()
             name = f"GPU {env['CUDA_VISIBLE_DEVICES']}" if env else f"{number + 1} of {count}"
             if not env:
                 # Set for this thread and inherited by its child process. Two processes that use all
@@ -128,7 +128,7 @@ def _run_together(call: Call, count: int, on_line: Callable[[str], None]) -> Out
             timeout = call.where.timeout_seconds
             # The limit applies to the stage, from the start of its first process.
             if timeout is not None:
-                timeout = max(0.1, timeout - begun[number] + min(begun.values()))
+                timeout = max(0.1, timeout - started[number] + min(started.values()))
             return run_call(
                 replace(shared, where=replace(shared.where, timeout_seconds=timeout)),
                 on_line=lambda line: on_line(f"{line}  [{name}]"),
@@ -148,14 +148,14 @@ def _run_together(call: Call, count: int, on_line: Callable[[str], None]) -> Out
                 raise Stopped(call.label)
             errors = [error for process in ended if (error := process.exception())]
             if len(errors) < len(ended):
-                outcome = next(each.result() for each in ended if each.exception() is None)
+                outcome = next(process.result() for process in ended if process.exception() is None)
                 break
             for error in errors:
                 if not isinstance(error, ResourceError) or not at_work:
                     raise error
                 log.warning("%s: %s; the others go on", call.label, error.message)
         for number, process in enumerate(processes):
-            if number not in begun:
+            if number not in started:
                 process.stop.set()
         # They see that the stage is done and clean up. One that still loads an engine does not see
         # it.

@@ -3,8 +3,7 @@
 For example: a limit above the number of rows, a penalty that is never paid, held-out rows that ask
 the same as the training rows.
 
-    for sentence in doubts(recipe, rows, tables): …      # a resolved recipe and its rows
-    unused(recipe)                                       # columns that nothing reads
+    for sentence in about_rows(sources, recipe.evaluate.every, recipe.iterations): …
 """
 
 from __future__ import annotations
@@ -23,57 +22,43 @@ from quiver.schemas.outside import read_message
 from quiver.schemas.plain import read_json
 from quiver.stages.prompt.chats import columns_of, text_of
 from quiver.stages.prompt.config import INPUTS, Config
-from quiver.stages.reward.preview import preview
+from quiver.stages.reward.preview import Reads
+from quiver.stages.reward.stage import Config as RewardConfig
 
-from .first_rows import Answered, FirstRows, Prompts, prompt_config
-from .recipe import Recipe
+from .first_rows import Answered, Prompts, Source
+from .sections import Data, Generate, Optimize, Prompt
 
 _ROWS_AT_ONCE = 16
 """Rows converted to Python objects at a time, because pictures are large."""
 
 
-def doubts(recipe: Recipe, rows: FirstRows, tables: Mapping[str, pa.Table]) -> list[str]:
-    """Return warnings about a resolved recipe.
-
-    `rows`: its first rows, if they were rendered. `tables`: all rows of its sources, by section.
-    """
-    return [
-        *about_rows(recipe, tables),
-        *about_prompts(recipe, rows.prompts),
-        *about_steps(recipe, tables["data"].num_rows),
-        *about_rewards(recipe, tables["data"]),
-        *about_answers(recipe, rows.answers),
-    ]
+# -- rows
 
 
-def unused(recipe: Recipe) -> list[str]:
+def unused(config: Config, columns: Sequence[str], reads: Reads) -> list[str]:
     """Return the columns of the training rows that neither prompts nor rewards read.
 
-    Empty if that is unknown: a reward may read any column, or rollouts have several turns.
+    `reads`: what the rewards read. Empty if that is unknown: a reward may read any column, or
+    rollouts have several turns.
     """
-    columns = recipe.columns["data"]
-    reads = preview(recipe.reward, [*columns, *recipe.offered_columns])
-    if reads.may_be_all or recipe.generate.turns is not None:
+    if reads.may_be_all or config.turns is not None:
         return []
-    config = prompt_config(recipe, "data")
     named = {getattr(config, name) for name in (*INPUTS, "group_id", "images")}
     named.update(columns_of(config, columns).values())
     return [name for name in columns if name not in named | reads.by_name]
 
 
-# -- rows
-
-
-def about_rows(recipe: Recipe, tables: Mapping[str, pa.Table]) -> Iterator[str]:
-    """Yield warnings about the sources: too few rows, and duplicates."""
+def about_rows(sources: Mapping[str, Source], every: int, iterations: int) -> Iterator[str]:
+    """Yield warnings about the sources: too few rows, duplicates, and held-out rows not measured
+    every `every` of all iterations."""
     asked = {}
-    for section, table in tables.items():
-        config = prompt_config(recipe, section)
-        asked[section] = questions(config, table)
-        if config.limit is not None and config.limit > table.num_rows:
+    for section, source in sources.items():
+        num_rows = source.table.num_rows
+        asked[section] = questions(source.config, source.table)
+        if source.config.limit is not None and source.config.limit > num_rows:
             yield (
-                f"{section}.limit is {config.limit}, and the source has {table.num_rows} rows: all "
-                "of them are asked each time"
+                f"{section}.limit is {source.config.limit}, and the source has {num_rows} rows: "
+                "all of them are asked each time"
             )
     num_different = len(set(asked["data"]))
     if 2 * num_different <= len(asked["data"]):
@@ -81,24 +66,25 @@ def about_rows(recipe: Recipe, tables: Mapping[str, pa.Table]) -> Iterator[str]:
             f"the {len(asked['data'])} rows of data ask {num_different} different things: keep "
             "each once, and set generate.samples_per_prompt to how often it is to be answered"
         )
-    if "data.held_out" in asked:
-        learned = set(asked["data"])
-        num_learned = sum(question in learned for question in asked["data.held_out"])
-        if num_learned:
+    if "data.held_out" not in asked:
+        if every:
             yield (
-                f"{num_learned} of the {len(asked['data.held_out'])} rows of data.held_out ask "
-                "the same as rows of data, but for case and spacing: an evaluation does not tell "
-                "what is learned from what is known by heart"
+                "evaluate.every is set, and without data.held_out nothing is measured: set "
+                "data.held_out"
             )
-    elif recipe.evaluate.every:
+        return
+    learned = set(asked["data"])
+    num_learned = sum(question in learned for question in asked["data.held_out"])
+    if num_learned:
         yield (
-            "evaluate.every is set, and without data.held_out nothing is measured: set "
-            "data.held_out"
+            f"{num_learned} of the {len(asked['data.held_out'])} rows of data.held_out ask the "
+            "same as rows of data, but for case and spacing: an evaluation does not tell what is "
+            "learned from what is known by heart"
         )
-    if recipe.data.held_out is not None and recipe.evaluate.every > recipe.iterations:
+    if every > iterations:
         yield (
-            f"evaluate.every is {recipe.evaluate.every}, and the run has {recipe.iterations} "
-            "iterations: it is measured before the first and after the last"
+            f"evaluate.every is {every}, and the run has {iterations} iterations: it is measured "
+            "before the first and after the last"
         )
 
 
@@ -142,7 +128,7 @@ def _folded(cell: Any) -> Any:
     if isinstance(cell, bytes):
         return hashlib.sha256(cell).hexdigest()
     if isinstance(cell, list):
-        return [_folded(item) for item in cell]
+        return [_folded(member) for member in cell]
     if isinstance(cell, dict):
         with suppress(ValueError):  # Not a message.
             cell = read_message(cell, "")
@@ -155,7 +141,7 @@ def _folded(cell: Any) -> Any:
 # -- prompts
 
 
-def about_prompts(recipe: Recipe, prompts: Mapping[str, Prompts]) -> Iterator[str]:
+def about_prompts(prompt: Prompt, source: Data, prompts: Mapping[str, Prompts]) -> Iterator[str]:
     """Yield warnings about prompts and settings that the policy does not see."""
     for section, of_section in prompts.items():
         if of_section.num_dropped:
@@ -163,34 +149,33 @@ def about_prompts(recipe: Recipe, prompts: Mapping[str, Prompts]) -> Iterator[st
                 f"{of_section.num_dropped} of the first {of_section.num_looked_at} prompts of "
                 f"{section} are left out: they have more than {of_section.longest} tokens"
             )
-        if recipe.prompt.system is not None and of_section.num_other_system:
+        if prompt.system is not None and of_section.num_other_system:
             yield (
                 f"prompt.system is not shown in {of_section.num_other_system} of the first "
                 f"{of_section.num_looked_at} prompts of {section}: they are no chats, or begin "
                 "with a system message of their own"
             )
-    without_template = recipe.data.raw_text or recipe.data.prompt_ids
+    without_template = source.raw_text or source.prompt_ids
     for name in ("template", "template_arguments"):
-        if without_template and getattr(recipe.prompt, name):
+        if without_template and getattr(prompt, name):
             yield f"prompt.{name} is not used: the rows are no chats"
 
 
 # -- steps
 
 
-def about_steps(recipe: Recipe, num_rows: int) -> Iterator[str]:
+def about_steps(optimize: Optimize, source: Data, num_rows: int, iterations: int) -> Iterator[str]:
     """Yield warnings about the optimizer's steps."""
-    optimize = recipe.optimize
-    num_groups = min(recipe.data.limit or num_rows, num_rows)
-    if recipe.data.refill is not None:
-        num_groups *= recipe.data.refill.max_rounds
+    num_groups = min(source.limit or num_rows, num_rows)
+    if source.refill is not None:
+        num_groups *= source.refill.max_rounds
     num_groups *= 1 + optimize.replay
     if optimize.minibatches > num_groups:
         yield (
             f"optimize.minibatches is {optimize.minibatches}, and an iteration has {num_groups} "
             "prompts, of which each step takes one at least: there are no more steps than prompts"
         )
-    num_steps = recipe.iterations * optimize.epochs * min(optimize.minibatches, num_groups)
+    num_steps = iterations * optimize.epochs * min(optimize.minibatches, num_groups)
     if optimize.learning_rate >= (0.1 if optimize.lora else 0.01):
         yield (
             f"optimize.learning_rate is {optimize.learning_rate:g}: AdamW moves each weight by "
@@ -212,20 +197,20 @@ def about_steps(recipe: Recipe, num_rows: int) -> Iterator[str]:
 # -- rewards
 
 
-def about_rewards(recipe: Recipe, table: pa.Table) -> Iterator[str]:
+def about_rewards(
+    reward: RewardConfig, generate: Generate, table: pa.Table, reads: Reads
+) -> Iterator[str]:
     """Yield warnings about rewards that are never paid, and about the columns that they read."""
-    reward = recipe.reward
     if not any(scorer.weight for scorer in reward.scorers) and reward.overlong is None:
         yield "every part of the reward has weight 0: nothing is learned"
-    turns = recipe.generate.turns
-    most = recipe.generate.sampling.max_tokens if turns is None else turns.max_tokens
+    turns = generate.turns
+    most = generate.sampling.max_tokens if turns is None else turns.max_tokens
     overlong = reward.overlong
     if overlong is not None and overlong.max_tokens - overlong.cache >= most:
         yield (
             f"reward.overlong begins behind {overlong.max_tokens - overlong.cache} tokens, and a "
             f"completion has at most {most}: it is never paid"
         )
-    reads = preview(reward, [*recipe.columns["data"], *recipe.offered_columns])
     for name in sorted(reads.by_name & {*table.column_names}):
         num_empty = table.column(name).null_count
         if num_empty:
@@ -235,7 +220,7 @@ def about_rewards(recipe: Recipe, table: pa.Table) -> Iterator[str]:
             )
 
 
-def about_answers(recipe: Recipe, answers: Sequence[Answered]) -> Iterator[str]:
+def about_answers(reward: RewardConfig, answers: Sequence[Answered]) -> Iterator[str]:
     """Yield a warning if no function pays more for the reference than for the made-up answer.
 
     `answers`: the made-up one and, if the row has one, the reference.
@@ -245,7 +230,7 @@ def about_answers(recipe: Recipe, answers: Sequence[Answered]) -> Iterator[str]:
     made_up, right = (
         [
             function.weight * (answer.scores[function.name].values[0] or 0.0)
-            for function in recipe.reward.functions
+            for function in reward.functions
         ]
         for answer in answers
     )

@@ -71,10 +71,10 @@ def dry_run(recipe: Recipe, path: Path) -> tuple[dict[str, Any], list[str]]:
         outcome = post_train.fn(rehearsal(recipe, store))
     seconds: dict[str, float] = {}
     for iteration in outcome["iterations"]:
-        for stage, spent in iteration["seconds"].items():
-            seconds[stage] = round(seconds.get(stage, 0.0) + spent, 3)
+        for stage, stage_seconds in iteration["seconds"].items():
+            seconds[stage] = round(seconds.get(stage, 0.0) + stage_seconds, 3)
     answer = {"dry_run": True, "run": recipe.run, "seconds": seconds}
-    lines = [f"{stage} {spent:.1f} s" for stage, spent in seconds.items()]
+    lines = [f"{stage} {stage_seconds:.1f} s" for stage, stage_seconds in seconds.items()]
     lines.append(
         f"{path} runs from end to end, with a small random model in place of "
         f"{recipe.policy.model}; nothing was kept"

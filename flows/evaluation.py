@@ -26,6 +26,7 @@ from quiver.stages.common.store import Store
 
 from .calls import check_stages, perform
 from .recipe import Recipe
+from .sections import Optimize
 
 SECONDS = 120.0
 """Time limit for the trackers, in seconds."""
@@ -87,7 +88,8 @@ def measure(
         refs["baseline"] = baseline
     evaluation = measured_by("evaluate", recipe.score_config(), recipe.run, **refs)
     # Also for a finished evaluation: an earlier attempt may have ended before this line.
-    track_evaluation(recipe, evaluation.ref)
+    python = recipe.placement.python.get("optimize", sys.executable)
+    track_evaluation(recipe.optimize, recipe.store, evaluation.ref, python)
     seconds = sum(outcome.seconds for outcome in (prompts, rollouts, rewards, evaluation))
     return replace(evaluation, seconds=round(seconds, 3))
 
@@ -98,23 +100,24 @@ def numbers(outcome: Outcome | None) -> dict[str, Any] | None:
     return outcome and {**score_numbers(outcome.metrics), "ref": outcome.ref}
 
 
-def track_evaluation(recipe: Recipe, ref: str) -> None:
-    """Send the evaluation `ref` to the recipe's trackers that do not have it yet.
+def track_evaluation(
+    optimize: Optimize, store: str, ref: str, python: str = sys.executable
+) -> None:
+    """Send the evaluation `ref` to the trackers of [optimize] that do not have it yet.
 
     They run in a process of their own: they load torch, start threads, and use servers that may not
     answer. None of that may delay or end a run, so a tracker that fails is only a warning.
     """
-    if not recipe.optimize.trackers:
+    if not optimize.trackers:
         return
-    folder = Path(recipe.optimize.tracker_folder)
+    folder = Path(optimize.tracker_folder)
     # The list is kept beside the trackers' files, so that an emptied folder is filled again.
-    list_file = folder / f"evaluations-{Store(recipe.store).id[:8]}.txt"
+    list_file = folder / f"evaluations-{Store(store).id[:8]}.txt"
     tracked = list_file.read_text().splitlines() if list_file.is_file() else []
-    trackers = [name for name in recipe.optimize.trackers if f"{name} {ref}" not in tracked]
+    trackers = [name for name in optimize.trackers if f"{name} {ref}" not in tracked]
     if not trackers:
         return
-    call = {"trackers": trackers, "folder": str(folder), "store": recipe.store, "ref": ref}
-    python = recipe.placement.python.get("optimize", sys.executable)
+    call = {"trackers": trackers, "folder": str(folder), "store": store, "ref": ref}
     command = [python, "-P", "-m", "quiver.stages.optimize.tracking"]
     last_line = "no answer"
     try:

@@ -4,8 +4,9 @@ Look here for what `quiver check` shows: the prompts made from the rows, and the
 made-up answer and for the right one. No engine is started and no weights are read. Errors are those
 a run would raise.
 
-    require_references(recipe, read_sources(recipe))    # a resolved recipe; needs no model
-    rows = first_rows(recipe, is_answered=True)
+    sources = read_sources(recipe)                  # of a resolved recipe; needs no model
+    require_references(recipe.reward, sources)
+    rows = first_rows(recipe, sources, is_answered=True)
     rows.prompts["data"].lengths, rows.answers[0].scores["accuracy"].values
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import itertools
 import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,15 +33,16 @@ from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import open_staging
 from quiver.stages.generate.texts import Texts
-from quiver.stages.prompt import sources
 from quiver.stages.prompt import stage as prompt_stage
 from quiver.stages.prompt.config import Config as PromptConfig
 from quiver.stages.prompt.order import choose
+from quiver.stages.prompt.sources import read
 from quiver.stages.report.joined import ANSWERS
 from quiver.stages.reward.functions.answers import as_text
 from quiver.stages.reward.measures import failures
 from quiver.stages.reward.pool.habits import column_of, given
 from quiver.stages.reward.preview import preview, refusals
+from quiver.stages.reward.stage import Config as RewardConfig
 
 from .recipe import Recipe
 
@@ -53,6 +55,17 @@ SLOW_ROWS = 8
 """Most rows if an environment begins each of them, or if pictures are decoded."""
 _ANSWER = "The answer is 1."
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source of the recipe, with all its rows."""
+
+    config: PromptConfig
+    """Config of the prompt stage: in the first iteration, or for evaluation."""
+    first: PromptConfig
+    """`config`, limited to the first rows that the run takes over all its iterations."""
+    table: pa.Table
 
 
 @dataclass
@@ -156,11 +169,62 @@ class FirstRows:
     functions score the reference."""
 
 
-def first_rows(recipe: Recipe, folder: Path | None = None, *, is_answered: bool) -> FirstRows:
+def read_sources(recipe: Recipe) -> dict[str, Source]:
+    """Read the sources of a resolved recipe; return them by section (data, data.held_out)."""
+    sources = {}
+    for section in recipe.columns:
+        is_held_out = section == "data.held_out"
+        config = recipe.prompt_config(0 if is_held_out else 1, evaluation=is_held_out)
+        has_environment = config.turns is not None and bool(config.turns.environment)
+        limit = config.limit
+        if limit is not None and not is_held_out:
+            limit *= recipe.iterations
+        first = SLOW_ROWS if has_environment or config.images else ROWS
+        limited = config.model_copy(update={"first": first, "limit": limit})
+        sources[section] = Source(config, limited, read(config).table)
+    return sources
+
+
+def require_references(reward: RewardConfig, sources: Mapping[str, Source]) -> None:
+    """Raise ConfigError if shipped reward functions cannot read the references of too many first
+    rows.
+
+    The limit is `reward.max_invalid`; below it, a warning is logged.
+    """
+    for section, source in sources.items():
+        config = source.first
+        chosen = choose(source.table.num_rows, config.limit, config.seed, config.iteration)[:ROWS]
+        refused = refusals(reward, source.table.take(pa.array(chosen, pa.int64())))
+        if not refused:
+            continue
+        position, (name, column, problem) = next(iter(sorted(refused.items())))
+        error = ConfigError(
+            f"{printable(config.source)} row {chosen[position] + 1}",
+            f"column {printable(column)}: the reward function {name} cannot read it: {problem}; "
+            f"that is so of {len(refused)} of the first {len(chosen)} rows of {section}",
+            next="correct the row, or take it out of the source; or name another column under "
+            "columns of that function",
+        )
+        if len(refused) > reward.max_invalid * len(chosen):
+            raise error
+        log.warning("%s: %s", error.object, error.message)
+
+
+def first_rows(
+    recipe: Recipe,
+    sources: Mapping[str, Source],
+    folder: Path | None = None,
+    *,
+    is_answered: bool,
+) -> FirstRows:
     """Render the first rows of a resolved recipe.
+
+    The first answer to its first row is `_ANSWER`, cut to max_tokens; the second is the row's
+    reference, if it is short enough. Each is repeated as a group if a scorer needs groups.
 
     Args:
         recipe: A resolved recipe.
+        sources: Its sources, by `read_sources`.
         folder: The base model's folder, if it was made already.
         is_answered: If true, also score answers to the first row.
 
@@ -173,64 +237,50 @@ def first_rows(recipe: Recipe, folder: Path | None = None, *, is_answered: bool)
     with tempfile.TemporaryDirectory(prefix="quiver-check-") as work:
         store = Store(work)
         policy = small.import_without_weights(recipe.policy, store, recipe.run, folder)
-        for section in recipe.columns:
-            config = first_config(recipe, section)
-            version = _made("prompt", config, store, policy=policy)
-            rows.prompts[section] = Prompts.of(version, policy, recipe.prompt.system)
-            if section == "data" and is_answered:
-                rows.answers = _answers(recipe, config, store, policy, version)
+        prompts = {}
+        for section, source in sources.items():
+            prompts[section] = _made("prompt", source.first, store, policy=policy)
+            rows.prompts[section] = Prompts.of(prompts[section], policy, recipe.prompt.system)
+        if not is_answered:
+            return rows
+        single = sources["data"].first.model_copy(update={"first": 1})
+        plan = prompt_stage.plan(single, store, {"policy": str(policy.ref)})
+        with open_staging(plan) as staging:
+            writer = staging.writers["prompts"]
+            writer.write_table(prompts["data"].table().slice(0, 1))
+            writer.finish(metrics=prompts["data"].manifest.metrics)
+            prompt = staging.publish()
+        generate = recipe.generate_config(1)
+        room = max(1, generate.sampling.max_tokens - 1)  # One token is the end token.
+        tokenizer = checkpoints.load_tokenizer(policy)
+        ids = tokenizer.encode(_ANSWER, add_special_tokens=False)[:room]
+        tries = [(ids, recipe.reward.model_copy(update={"max_invalid": 1.0}))]
+        row = prompt.table(["columns"])["columns"][0].as_py()
+        offered = [*recipe.columns["data"], *recipe.offered_columns]
+        reference = reference_of(recipe.reward, offered, row)
+        if reference is not None and generate.turns is None:
+            ids = tokenizer.encode(reference, add_special_tokens=False)
+            if 0 < len(ids) <= room:
+                tries.append((ids, tries[0][1].model_copy(update={"models": (), "servers": ()})))
+        for ids, reward in tries:
+            scopes = {getattr(scorer, "scope", "row") for scorer in reward.scorers}
+            changes = {
+                "engine": "scripted",
+                "options": {"script": "fixed", "completion_ids": ids},
+                "samples_per_prompt": generate.samples_per_prompt if "group" in scopes else 1,
+            }
+            scripted = generate.model_copy(update=changes)
+            version = _made("generate", scripted, store, prompts=prompt, policy=policy)
+            rollouts = version.table()
+            rewards = _made("reward", reward, store, rollouts=version).table()
+            parts = rewards["parts"].combine_chunks()
+            scores = {name: Score(parts.field(name).to_pylist()) for name in reward.part_names}
+            for name, _, error in failures(rewards):
+                scores[name].error = scores[name].error or error
+            text = rollouts["completion_text"][0].as_py()
+            failure = first_failure(rollouts) if generate.turns is not None else None
+            rows.answers.append(Answered(text, failure, scores))
     return rows
-
-
-def read_sources(recipe: Recipe) -> dict[str, pa.Table]:
-    """Return all rows of a resolved recipe's sources, by section (data, data.held_out)."""
-    return {
-        section: sources.read(prompt_config(recipe, section)).table for section in recipe.columns
-    }
-
-
-def require_references(recipe: Recipe, tables: Mapping[str, pa.Table]) -> None:
-    """Raise ConfigError if shipped reward functions cannot read the references of too many first
-    rows.
-
-    The limit is `reward.max_invalid`; below it, a warning is logged. `tables`: `read_sources` of
-    the recipe.
-    """
-    for section, table in tables.items():
-        config = first_config(recipe, section)
-        chosen = choose(table.num_rows, config.limit, config.seed, config.iteration)[:ROWS]
-        refused = refusals(recipe.reward, table.take(pa.array(chosen, pa.int64())))
-        if not refused:
-            continue
-        position, (name, column, problem) = next(iter(sorted(refused.items())))
-        error = ConfigError(
-            f"{printable(config.source)} row {chosen[position] + 1}",
-            f"column {printable(column)}: the reward function {name} cannot read it: {problem}; "
-            f"that is so of {len(refused)} of the first {len(chosen)} rows of {section}",
-            next="correct the row, or take it out of the source; or name another column under "
-            "columns of that function",
-        )
-        if len(refused) > recipe.reward.max_invalid * len(chosen):
-            raise error
-        log.warning("%s: %s", error.object, error.message)
-
-
-def prompt_config(recipe: Recipe, section: str) -> PromptConfig:
-    """Return the prompt stage's config of data, in the first iteration, or of data.held_out."""
-    is_held_out = section == "data.held_out"
-    return recipe.prompt_config(0 if is_held_out else 1, evaluation=is_held_out)
-
-
-def first_config(recipe: Recipe, section: str) -> PromptConfig:
-    """Return `prompt_config` limited to the first rows that the run takes over all its
-    iterations."""
-    config = prompt_config(recipe, section)
-    has_environment = config.turns is not None and bool(config.turns.environment)
-    first = SLOW_ROWS if has_environment or config.images else ROWS
-    limit = config.limit
-    if limit is not None and section == "data":
-        limit *= recipe.iterations
-    return config.model_copy(update={"first": first, "limit": limit})
 
 
 def visible(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
@@ -252,68 +302,15 @@ def visible(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
     return "".join(pieces)
 
 
-def _answers(
-    recipe: Recipe, config: PromptConfig, store: Store, policy: Version, prompts: Version
-) -> list[Answered]:
-    """Score answers to the first of the prompts.
+def reference_of(reward: RewardConfig, offered: Sequence[str], row: dict[str, Any]) -> str | None:
+    """Return the right answer in a source row, as text, that one of the reward functions reads.
 
-    The first answer is `_ANSWER`, cut to max_tokens; the second is the row's reference, if it is
-    short enough. Each is repeated as a group if a scorer needs groups.
+    None if no function reads a column of that name with text or a number. `offered`: the columns
+    that functions may read.
     """
-    one_row = config.model_copy(update={"first": 1})
-    plan = prompt_stage.plan(one_row, store, {"policy": str(policy.ref)})
-    with open_staging(plan) as staging:
-        writer = staging.writers["prompts"]
-        writer.write_table(prompts.table().slice(0, 1))
-        writer.finish(metrics=prompts.manifest.metrics)
-        prompt = staging.publish()
-    generate = recipe.generate_config(1)
-    room = max(1, generate.sampling.max_tokens - 1)  # One token is the end token.
-    tokenizer = checkpoints.load_tokenizer(policy)
-    ids = tokenizer.encode(_ANSWER, add_special_tokens=False)[:room]
-    tries = [(ids, recipe.reward.model_copy(update={"max_invalid": 1.0}))]
-    reference = reference_of(recipe, prompts.table(["columns"])["columns"][0].as_py())
-    if reference is not None and generate.turns is None:
-        ids = tokenizer.encode(reference, add_special_tokens=False)
-        if 0 < len(ids) <= room:
-            tries.append((ids, tries[0][1].model_copy(update={"models": (), "servers": ()})))
-    answers = []
-    for ids, reward in tries:
-        scopes = {getattr(scorer, "scope", "row") for scorer in reward.scorers}
-        changes = {
-            "engine": "scripted",
-            "options": {"script": "fixed", "completion_ids": ids},
-            "samples_per_prompt": generate.samples_per_prompt if "group" in scopes else 1,
-        }
-        scripted = generate.model_copy(update=changes)
-        version = _made("generate", scripted, store, prompts=prompt, policy=policy)
-        rollouts = version.table()
-        rewards = _made("reward", reward, store, rollouts=version).table()
-        parts = rewards["parts"].combine_chunks()
-        scores = {name: Score(parts.field(name).to_pylist()) for name in reward.part_names}
-        for name, _, error in failures(rewards):
-            scores[name].error = scores[name].error or error
-        answers.append(
-            Answered(
-                text=rollouts["completion_text"][0].as_py(),
-                failure=first_failure(rollouts) if generate.turns is not None else None,
-                scores=scores,
-            )
-        )
-    return answers
-
-
-def reference_of(recipe: Recipe, row: dict[str, Any]) -> str | None:
-    """Return the right answer in a source row, as text, that a reward function of a resolved recipe
-    reads.
-
-    None if no function reads a column of that name with text or a number.
-    """
-    offered = [*recipe.columns["data"], *recipe.offered_columns]
     batch = {name: [cell] for name, cell in row.items()}
-    for function in recipe.reward.functions:
-        only = {"functions": (function,), "models": (), "servers": ()}
-        reads = preview(recipe.reward.model_copy(update=only), offered)
+    for function in reward.functions:
+        reads = preview(RewardConfig(functions=(function,)), offered)
         for name in ANSWERS:
             column = column_of(name, function, row)
             if reads.may_be_all or column.partition(".")[0] in reads.by_name:

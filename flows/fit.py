@@ -1,6 +1,7 @@
 """`quiver fit`: what each stage of a recipe needs on a machine, from shapes alone.
 
-    estimate = Estimate(recipe, shape_of(find_config(recipe)), workload_of(recipe), this_host())
+    shape = shape_of(find_config(recipe.policy, recipe.store, recipe.run))
+    estimate = Estimate(recipe, shape, workload_of(recipe), this_host())
     for need in estimate.needs():
         estimate.fits(need) or estimate.remedies(need)
 
@@ -28,7 +29,7 @@ from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.stages.common import memory
 from quiver.stages.common.forward.policy import token_budget
 from quiver.stages.common.forward.precision import resolve
-from quiver.stages.common.models.checkpoints import find_folder, locate
+from quiver.stages.common.models.checkpoints import PolicyConfig, find_folder, locate
 from quiver.stages.common.models.devices import engine_gpus
 from quiver.stages.common.models.folder import count_parameters, load_errors
 from quiver.stages.common.models.from_function import is_function
@@ -106,17 +107,17 @@ def parse_machine(text: str) -> Machine:
 # -- the model, and the size of an iteration
 
 
-def find_config(recipe: Recipe) -> PreTrainedConfig:
-    """Return the config of the recipe's base model.
+def find_config(policy: PolicyConfig, store: str, run: str) -> PreTrainedConfig:
+    """Return the config of the base model.
 
     For a model made by a function, this is the config of the run's policy@0. Raises ConfigError.
     """
     from transformers import AutoConfig
 
-    model = recipe.policy.model
+    model = policy.model
     if is_function(model):
         try:
-            path = Store(recipe.store, create=False).open(f"{recipe.run}/policy@0").files.folder
+            path = Store(store, create=False).open(f"{run}/policy@0").files.folder
         except (ConfigError, LineageError):
             raise ConfigError(
                 f"policy.model {printable(model)}",
@@ -125,7 +126,7 @@ def find_config(recipe: Recipe) -> PreTrainedConfig:
                 "--set policy.model=FOLDER",
             ) from None
     else:
-        path, _ = locate(model, recipe.policy.revision)
+        path, _ = locate(model, policy.revision)
     with load_errors(f"model {printable(model)}"):
         if path.is_file():
             return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)

@@ -181,14 +181,14 @@ def look_up(name: str | None) -> list[Section]:
     matches = _matches(name_here(path) or path)
     if matches:
         return matches
-    known = [section.name for section in sections() if section.name]
+    names = [section.name for section in sections() if section.name]
     paths = [key.name for section in sections() for key in section.keys]
-    paths += known
+    paths += names
     by_name = {key_path.rpartition(".")[2]: key_path for key_path in reversed(paths)}
     by_name |= {key_path: key_path for key_path in paths}
     near = [by_name[close] for close in difflib.get_close_matches(path, by_name, 1, 0.5)]
     meant = f"; did you mean {near[0]}?" if near else ""
-    listed = ", ".join(known_name for known_name in known if "." not in known_name)
+    listed = ", ".join(known_name for known_name in names if "." not in known_name)
     raise ConfigError(
         f"key {printable(name)}",
         f"no recipe has such a key or section (sections: {listed}){meant}",

@@ -47,9 +47,9 @@ from quiver.stages.common.store.tags import Entry, previous
 from .evaluation import measure
 from .pages import link_report, show_nights
 from .pages.events import moved_event, payload_of
-from .placement import check_placement, require_server
+from .placement import require_server
 from .post_train import Chain
-from .promotion import Judgement, Moved, decide, entry_of, judge, moved
+from .promotion import decide, entry_of, judge, moved
 from .recipe import Recipe
 from .retention import clean_up
 from .rounds import Iteration
@@ -139,8 +139,8 @@ def nightly(recipe: Recipe, night: str | None = None) -> Any:
                 in_use, base, first=tonight.first, first_round=tonight.first_round
             )
             entry = _decide(tonight, in_use, baseline.ref, iterations[-1])
-        show_nights(recipe)
-        link_report(recipe)
+        show_nights(recipe.store, recipe.run, recipe.promotion.tag)
+        link_report(recipe.store, recipe.run, recipe.report_url)
         clean_up(recipe.store, recipe.run, recipe.retention)
     why = printable(entry.why, 1000)
     log.info("%-22s %s: %s", f"nightly {tonight.name}", entry.about["decision"], why)
@@ -167,7 +167,6 @@ def plan_night(recipe: Recipe, name: str) -> Night:
     """
     recipe = recipe.for_night(name)
     recipe.data.require_held_out()
-    check_placement(recipe)
     if recipe.promotion.approval:
         require_server("promotion.approval")
     store = Store(recipe.store)
@@ -247,7 +246,14 @@ def _decide(night: Night, in_use: str, baseline: str, last: Iteration) -> Entry:
     is_promoted = judgement.better and not far
     answer = None
     if judgement.better and promotion.approval:
-        answer = ask(recipe, candidate, in_use, judgement, distance)
+        warning = f"**It moved far from the policy in use: {far}.**\n\n" if far else ""
+        question = (
+            f"Shall **{candidate}** replace **{in_use}** as "
+            f"`{recipe.run}/policy@{promotion.tag}`?\n\n"
+            f"{warning}{judgement.why}\n\n"
+            f"Their answers: `quiver compare {in_use} {candidate} --store {recipe.store}`."
+        )
+        answer = ask(question, promotion.approval_seconds)
         is_promoted = answer.approve
     about = {
         "night": night.name,
@@ -265,10 +271,10 @@ def _decide(night: Night, in_use: str, baseline: str, last: Iteration) -> Entry:
         about["round"] = last.rounds[-1].round
     why = judgement.why
     if far:
-        held = "it moved far from the policy in use"
+        reason = "it moved far from the policy in use"
         if judgement.better and answer is None:
-            held = f"better, and not promoted, since {held}"
-        why = f"{held}: {far}; {why}"
+            reason = f"better, and not promoted, since {reason}"
+        why = f"{reason}: {far}; {why}"
     if answer is not None:
         why = f"{answer.author} said {'yes' if answer.approve else 'no'}: {answer.reason}; {why}"
     ref = candidate if is_promoted else in_use
@@ -280,23 +286,12 @@ def _decide(night: Night, in_use: str, baseline: str, last: Iteration) -> Entry:
     return entry
 
 
-def ask(
-    recipe: Recipe, candidate: str, in_use: str, judgement: Judgement, distance: Moved
-) -> Answer:
-    """Pause this flow run until its form is answered; after `approval_seconds` the answer is no.
+def ask(question: str, seconds: float) -> Answer:
+    """Pause this flow run until its form is answered; after `seconds` the answer is no.
 
     A flow run that was stopped while it waited asks again.
     """
-    seconds = recipe.promotion.approval_seconds
-    far = distance.in_words
-    warning = f"**It moved far from the policy in use: {far}.**\n\n" if far else ""
-    question = (
-        f"Shall **{candidate}** replace **{in_use}** as "
-        f"`{recipe.run}/policy@{recipe.promotion.tag}`?\n\n"
-        f"{warning}{judgement.why}\n\n"
-        f"Their answers: `quiver compare {in_use} {candidate} --store {recipe.store}`. Without an "
-        f"answer within {seconds:g} s it is not promoted."
-    )
+    question += f" Without an answer within {seconds:g} s it is not promoted."
     is_over = Event()
 
     def answer_no(run: UUID) -> None:

@@ -13,13 +13,11 @@ from pathlib import Path
 
 from quiver.schemas.errors import ConfigError, ResourceError
 from quiver.stages.common import ranks
-from quiver.stages.common.config import Config
 from quiver.stages.common.ranks import are_launched
 from quiver.stages.common.runtime.call import Where
 from quiver.stages.generate.engine import ENGINES
 
-from .recipe import Recipe
-from .sections import Placement
+from .sections import Generate, Optimize, Placement
 
 
 class GivenUp(ResourceError):
@@ -44,56 +42,56 @@ def where_of(placement: Placement, stage: str, *, online: bool = False) -> Where
     )
 
 
-def check_placement(recipe: Recipe) -> None:
-    """Raise ConfigError if a pool cannot be reached from here or would not see the store.
-
-    The same if `resident_engine` is set for an engine that cannot stay.
-    """
-    placement = recipe.placement
-    lora = recipe.optimize.lora
-    engine = recipe.generate.engine
-    options = recipe.generate.options
+def check_resident(
+    placement: Placement, generate: Generate, optimize: Optimize, *, has_images: bool
+) -> None:
+    """Raise ConfigError if `resident_engine` is set for an engine that cannot stay."""
+    if not placement.resident_engine:
+        return
+    lora = optimize.lora
+    engine = generate.engine
+    options = generate.options
     problem = ""
     if placement.generate:
         problem = f"placement.generate = {placement.generate!r} has a process of its own each time"
     elif engine == "vllm":
         if options.get("engine_args"):
             problem = "what generate.options.engine_args sets may not outlast a policy's weights"
-        elif recipe.data.images:
+        elif has_images:
             problem = "an engine that sees pictures (data.images) does not sleep"
         elif lora and (lora.save == "adapter" or options.get("lora")):
             problem = "an engine that serves an adapter beside the base's weights does not sleep"
     elif engine in ENGINES:
         problem = f"engine {engine} has nothing to keep from one policy to the next"
     name = "placement.resident_engine"
-    if placement.resident_engine and problem:
+    if problem:
         raise ConfigError(name, problem, next=f"set {name} = false")
-    if placement.resident_engine and engine == "vllm" and "generate" not in placement.python:
+    if engine == "vllm" and "generate" not in placement.python:
         from quiver.stages.common.models.vllm_env import require_reload
 
         require_reload(name)
+
+
+def check_pools(placement: Placement, store: str) -> None:
+    """Raise ConfigError if a pool cannot be reached from here or would not see the store."""
     pools = placement.pools
     if not pools:
         return
     stage, pool = next(iter(pools.items()))
     require_server(f"placement.{stage} {pool}")
-    if not Path(os.path.expanduser(recipe.store)).is_absolute():
+    if not Path(os.path.expanduser(store)).is_absolute():
         raise ConfigError(
             "store",
-            f"{recipe.store!r} is a relative path, and placement.{stage} = {pool!r} runs on hosts "
-            "that have other folders",
+            f"{store!r} is a relative path, and placement.{stage} = {pool!r} runs on hosts that "
+            "have other folders",
             next="mount the store at the same path everywhere, e.g. --set "
-            f"store={str(Path(recipe.store).absolute())!r}",
+            f"store={str(Path(store).absolute())!r}",
         )
 
 
-def trained_here(recipe: Recipe) -> dict[str, Config]:
-    """Return the config of optimize if it runs under this interpreter, else nothing.
-
-    Another interpreter's needs cannot be checked here.
-    """
-    is_elsewhere = "optimize" in recipe.placement.pools | recipe.placement.python
-    return {} if is_elsewhere else {"optimize": recipe.optimize_config()}
+def trains_here(placement: Placement) -> bool:
+    """True if optimize runs under this interpreter; another one's needs cannot be checked here."""
+    return "optimize" not in placement.pools | placement.python
 
 
 def require_server(name: str) -> None:

@@ -41,9 +41,9 @@ from quiver.stages.common.runtime.stage import load
 from quiver.stages.common.runtime.subprocesses import Stopped
 from quiver.stages.common.store import Store
 
-from .ahead import is_stopped
 from .placement import GivenUp, require_server
 from .prefect_server import without_login
+from .stopping import is_stopped
 
 POLL_SECONDS = 1.0
 _SERVER_GONE_SECONDS = 600
@@ -228,10 +228,10 @@ class _PoolRuns:
                     "Prefect's server does not answer (%s); trying again", type(error).__name__
                 )
                 time.sleep(5)
-        known = {run.id: run for run in answer}
+        by_id = {run.id: run for run in answer}
         lost = State(type=StateType.CRASHED, message="the server does not know it")
         self.runs = [
-            known.get(run.id) or run.model_copy(update={"state": lost}) for run in self.runs
+            by_id.get(run.id) or run.model_copy(update={"state": lost}) for run in self.runs
         ]
 
     def _finished_ref(self) -> str | None:

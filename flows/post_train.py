@@ -42,15 +42,13 @@ from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.call import Outcome
 from quiver.stages.reward.stage import pinned
 
-from .ahead import run_ahead
 from .calls import check_stages, perform
 from .evaluation import measure, numbers
 from .pages import Curve, link_report
-from .placement import check_placement, trained_here
 from .recipe import Recipe
-from .rescoring import choose_reference, proximal_config
 from .retention import clean_up
-from .rounds import Iteration, Sampled, fill_up
+from .rounds import Iteration, Sampled, choose_reference, fill_up, proximal_config
+from .stopping import run_ahead
 from .tasks import as_tasks
 
 _LEARNED_FROM = ("rollouts", "rewards", "prox_logprobs")
@@ -75,7 +73,6 @@ def post_train(recipe: Recipe, first_forced: Literal[CHAIN] | None = None) -> di
         ConfigError: If a stage cannot run with this recipe.
     """
     forced = CHAIN[CHAIN.index(first_forced) :] if first_forced else ()
-    check_placement(recipe)
     # `expired`: a finished version counts as done even if its files were deleted.
     with as_tasks(recipe, expired=True):
         recipe = recipe.resolved()
@@ -102,7 +99,7 @@ def post_train(recipe: Recipe, first_forced: Literal[CHAIN] | None = None) -> di
             curve.show(printed, baseline, last=number == recipe.iterations)
 
         policy = chain.improve(base, base, prompts=prompts, finish=finish)[-1].policy
-        link_report(recipe, policy)
+        link_report(recipe.store, recipe.run, recipe.report_url, policy)
         clean_up(recipe.store, recipe.run, recipe.retention, policy)
     return {"run": recipe.run, "baseline": baseline, "iterations": printed}
 
@@ -161,14 +158,14 @@ class Chain:
             overlap = nullcontext()
             if recipe.overlap and not is_last:
                 overlap = run_ahead(partial(sample_next, starts[-1]))
-            with overlap as ahead:
+            with overlap as next_sampled:
                 iteration = self.update(starts[-1], reference, sampled, newest_first)
                 iterations.append(iteration)
                 finish(iteration)
                 if not is_last:
                     clean_up(recipe.store, recipe.run, recipe.retention, iteration.policy)
-                if ahead is not None:
-                    sampled = ahead.result()
+                if next_sampled is not None:
+                    sampled = next_sampled.result()
                 elif not is_last:
                     sampled = sample_next(iteration.policy)
         return iterations
@@ -183,7 +180,7 @@ class Chain:
         recipe = self.recipe
 
         def check() -> None:
-            check_stages(trained_here(recipe))
+            check_stages({"optimize": recipe.optimize_config()})
             pinned(recipe.reward)  # only raises, if a scorer is not the one that is pinned
 
         return perform("policy", recipe.policy, {}, label="import policy", before=check).ref
@@ -202,15 +199,17 @@ class Chain:
         if curriculum := self.recipe.data.curriculum:
             first = iteration - curriculum.iterations
             rewards = [sampled.rewards for sampled in earlier if sampled.iteration >= first]
-            refs |= {"rewards": rewards} if rewards else {}
+            if rewards:
+                refs["rewards"] = rewards
         config = self.recipe.prompt_config(round)
         return perform("prompt", config, refs, **self.options("prompt", iteration, round))
 
     def check_prompts(self, prompts: str) -> None:
         """Raise ConfigError if the rewards cannot score these prompts, or if this machine cannot
         train."""
-        configs = {"reward": self.recipe.reward, **trained_here(self.recipe)}
-        check_stages(configs, prompts, self.recipe.offered_columns)
+        recipe = self.recipe
+        configs = {"reward": recipe.reward, "optimize": recipe.optimize_config()}
+        check_stages(configs, prompts, recipe.offered_columns)
 
     def sample(
         self,
@@ -311,7 +310,7 @@ class Chain:
                 options = {"iteration": source.iteration, "label": label}
             return perform("logprobs", config, refs, **options)
 
-        sources = [each for iteration in (sampled, *replayed) for each in iteration.rounds]
+        sources = [source for iteration in (sampled, *replayed) for source in iteration.rounds]
         seconds = dict(sampled.seconds)
         if recipe.optimize.prox_of == "start":
             config = proximal_config(recipe.optimize, recipe.logprobs, ())
@@ -331,9 +330,8 @@ class Chain:
             versions = [getattr(source, role) for source in sources]
             refs[role] = [version for version in versions if version is not None]
         config = recipe.optimize_config()
-        upcoming = self.sampled_next(number)
         options = self.options("optimize", number)
-        updated = perform("optimize", config, refs, upcoming=upcoming, **options)
+        updated = perform("optimize", config, refs, upcoming=self.sampled_next(number), **options)
         seconds["optimize"] = updated.seconds
         # The current iteration's first round, which may now have proximal logprobs.
         fields = {**vars(sources[0]), "seconds": seconds}

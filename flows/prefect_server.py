@@ -25,15 +25,15 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import astuple
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from quiver.schemas.errors import ConfigError, RemoteError, printable
+from quiver.schemas.errors import ConfigError, QuiverError, RemoteError, printable
 from quiver.schemas.manifest import digest
 from quiver.stages.common.runtime.call import Call, Outcome
 from quiver.stages.common.store.leases import Owner
@@ -60,25 +60,14 @@ _failed_at = -math.inf
 log = logging.getLogger("quiver")
 
 
-def without_login(said: str | Exception) -> str:
+def without_login(shown: str | Exception) -> str:
     """Return a URL, or an error's text about one, without user and password.
 
     In a URL everything before the last @ is removed, since a password may hold any character.
     """
-    if isinstance(said, Exception):
-        return printable(_LOGIN_IN_TEXT.sub("//…@", str(said)))
-    return printable(_LOGIN.sub(r"\1…@", said))
-
-
-def no_address(url: str, error: Exception) -> ConfigError:
-    """Return the ConfigError for an invalid `url`; the original `error` may quote part of a
-    password."""
-    how = "is a special sign of its password written with %?" if "@" in url else printable(error)
-    return ConfigError(
-        f"Prefect API {without_login(url)}",
-        f"is no address of a server: {how}",
-        next="export PREFECT_API_URL=http://HOST:4200/api, or unset it, and run again",
-    )
+    if isinstance(shown, Exception):
+        return printable(_LOGIN_IN_TEXT.sub("//…@", str(shown)))
+    return printable(_LOGIN.sub(r"\1…@", shown))
 
 
 def within_seconds(ask: Callable[[], _Answer]) -> _Answer:
@@ -146,42 +135,61 @@ def shell_tag() -> str:
     return _PREFIX + ":".join(map(str, (*astuple(Owner.this_process()), host_id())))
 
 
+@contextmanager
+def asking(url: str) -> Iterator[None]:
+    """Ask the server at `url` inside, with our errors for an answer that is not Prefect's.
+
+    Raises:
+        RemoteError: The server does not answer, or not as Prefect does.
+        ConfigError: `url` is no address.
+    """
+    import httpx
+
+    if url:
+        require_answer(url)
+    try:
+        yield
+    except QuiverError:  # Some are ValueErrors, too.
+        raise
+    except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+        # The error may quote part of a password.
+        how = "is a special sign of its password written with %?" if "@" in url else error
+        raise ConfigError(
+            f"Prefect API {without_login(url)}",
+            f"is no address of a server: {printable(how)}",
+            next="export PREFECT_API_URL=http://HOST:4200/api, or unset it, and run again",
+        ) from None
+    except (httpx.HTTPError, ValueError) as error:  # ValueError: its answer is not Prefect's
+        raise RemoteError(
+            f"Prefect API {without_login(url)}".strip(),
+            f"does not answer as Prefect does: {type(error).__name__}: {without_login(error)}",
+            next="prefect server start, or correct or unset PREFECT_API_URL, and run again",
+        ) from error
+
+
 def crash_abandoned() -> int:
     """Mark flow runs of dead processes on this host, and their task runs, as crashed on the server.
 
     Returns the number of flow runs. Raises RemoteError if no server answers, and ConfigError if its
     address is invalid.
     """
-    import httpx
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter
     from prefect.settings import PREFECT_API_URL
     from prefect.states import Crashed
 
     message = "its process is gone; what it finished is kept"
-    url = PREFECT_API_URL.value() or ""
-    if url:
-        require_answer(url)
-    try:
-        with get_client(sync_client=True) as client:
-            runs = abandoned_runs(client)
-            for run in runs:
-                # One page is enough: a flow runs few tasks at once. The flow comes last, since only
-                # unfinished flows are looked for.
-                for task in client.read_task_runs(
-                    flow_run_filter=FlowRunFilter.model_validate({"id": {"any_": [run.id]}}),
-                    task_run_filter=TaskRunFilter.model_validate(_UNFINISHED),
-                ):
-                    client.set_task_run_state(task.id, Crashed(message=message), force=True)
-                client.set_flow_run_state(run.id, Crashed(message=message), force=True)
-    except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
-        raise no_address(url, error) from None  # it may hold a password
-    except (httpx.HTTPError, ValueError) as error:  # ValueError: its answer is not Prefect's
-        raise RemoteError(
-            f"Prefect API {without_login(url)}".strip(),
-            f"does not answer as Prefect does: {type(error).__name__}: {without_login(error)}",
-            next="prefect server start, or unset PREFECT_API_URL, and run again",
-        ) from error
+    with asking(PREFECT_API_URL.value() or ""), get_client(sync_client=True) as client:
+        runs = abandoned_runs(client)
+        for run in runs:
+            # One page is enough: a flow runs few tasks at once. The flow comes last, since only
+            # unfinished flows are looked for.
+            for task in client.read_task_runs(
+                flow_run_filter=FlowRunFilter.model_validate({"id": {"any_": [run.id]}}),
+                task_run_filter=TaskRunFilter.model_validate(_UNFINISHED),
+            ):
+                client.set_task_run_state(task.id, Crashed(message=message), force=True)
+            client.set_flow_run_state(run.id, Crashed(message=message), force=True)
     return len(runs)
 
 

@@ -1,11 +1,10 @@
-"""Checks of a recipe before anything runs: its paths, columns and names.
+"""Checks of a recipe before anything runs: its paths, columns and names, servers and devices.
 
 Look here for what `quiver check` and `quiver run` refuse. Nothing is written, and no torch, Prefect
 or child process is needed. `quiver run` does these checks first. `quiver check` does them too, and
 then takes the first rows through the stages (`first_rows`).
 
     recipe = preflight(load("recipe.toml"))        # resolved; ConfigError says what is wrong
-    try_out(recipe)                                # finds what only trying can show
 """
 
 from __future__ import annotations
@@ -23,18 +22,22 @@ from quiver.schemas.plain import flatten
 from quiver.stages.common import plugins
 from quiver.stages.common.chat.template import read_template
 from quiver.stages.common.config import parse
+from quiver.stages.common.models.checkpoints import PolicyConfig
+from quiver.stages.common.models.devices import engine_gpus
 from quiver.stages.common.models.from_function import is_function
 from quiver.stages.common.runtime.call import Call
 from quiver.stages.common.runtime.runner import find, plan_of
 from quiver.stages.common.runtime.stage import Plan, load
+from quiver.stages.common.servers import secret
 from quiver.stages.common.store import Store, Version
 from quiver.stages.generate.engine import code_hash, engine_options
+from quiver.stages.generate.options import VllmServerOptions
 from quiver.stages.reward.preview import preview
 from quiver.stages.reward.turns import ENVIRONMENT
 
-from .demands import check_demands
-from .placement import check_placement, trained_here
+from .placement import check_pools, check_resident, trains_here
 from .recipe import Recipe
+from .slots import require_gpus
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +54,9 @@ def preflight(recipe: Recipe) -> Recipe:
         ResourceError: If the store cannot be used.
     """
     recipe.data.require_filled_in()
-    check_placement(recipe)
+    has_images = recipe.data.images is not None
+    check_resident(recipe.placement, recipe.generate, recipe.optimize, has_images=has_images)
+    check_pools(recipe.placement, recipe.store)
     check_demands(recipe)
     _store_at(recipe.store)
     read_template(recipe.prompt.template, "prompt.template")
@@ -65,25 +70,16 @@ def preflight(recipe: Recipe) -> Recipe:
         code_hash(generate.engine, options)
         for code in generate.turns.own_code() if generate.turns else ():
             plugins.definition(*code)
-    for stage, config in trained_here(recipe).items():
-        load(stage).check(config, ())
-    _require_turn_rewards(recipe)
-    resolved = recipe.resolved()
-    for columns in resolved.columns.values():
-        preview(resolved.reward, [*columns, *resolved.offered_columns])
-    return resolved
-
-
-def _require_turn_rewards(recipe: Recipe) -> None:
-    """Raise ConfigError if the recipe uses an environment's rewards and would get none."""
+    if trains_here(recipe.placement):
+        load("optimize").check(recipe.optimize_config(), ())
     credit = recipe.optimize.credit
     turns = recipe.generate.turns
-    uses_environment = ENVIRONMENT in [each.use for each in recipe.reward.functions]
+    uses_environment = ENVIRONMENT in [function.use for function in recipe.reward.functions]
     if uses_environment and (turns is None or not turns.environment):
-        who = "generate.turns.tools pay nothing" if turns else "there is no [generate.turns]"
+        missing = "generate.turns.tools pay nothing" if turns else "there is no [generate.turns]"
         raise ConfigError(
             f"reward.functions {ENVIRONMENT}",
-            f"takes what an environment pays, and {who}",
+            f"takes what an environment pays, and {missing}",
             next="name a generate.turns.environment, or another reward function",
         )
     if credit != "rollout" and not uses_environment:
@@ -93,23 +89,57 @@ def _require_turn_rewards(recipe: Recipe) -> None:
             next=f'add a reward function with use = "{ENVIRONMENT}", or set '
             'optimize.credit = "rollout"',
         )
+    resolved = recipe.resolved()
+    for columns in resolved.columns.values():
+        preview(resolved.reward, [*columns, *resolved.offered_columns])
+    return resolved
 
 
-def try_out(recipe: Recipe) -> list[str]:
-    """Run the `check` of each remaining stage on a resolved recipe, and return the names of the
-    stages.
-
-    A check starts processes, loads scorers and asks servers. Raises ConfigError or RemoteError.
-    """
-    of_data = recipe.columns["data"]
-    for columns in recipe.columns.values():
-        if columns != of_data:
-            load("reward").check(recipe.reward, [*columns, *recipe.offered_columns])
-    trained = trained_here(recipe)
-    for stage, config in trained.items():
-        load(stage).check(config, [*of_data, *recipe.offered_columns])
-    played = [] if recipe.generate.turns is None else ["generate"]
-    return [*played, "reward", *trained]
+def check_demands(recipe: Recipe) -> None:
+    """Raise ConfigError if a stage that runs here could not begin. Stages in pools are checked
+    there."""
+    elsewhere = recipe.placement.pools
+    lora = recipe.optimize.lora
+    if "generate" not in elsewhere:
+        for evaluation in {False, recipe.data.held_out is not None}:
+            config = recipe.generate_config(1, evaluation=evaluation)
+            options = engine_options(config.engine, config.options)
+            if isinstance(options, VllmServerOptions):
+                section = "evaluate.generate" if evaluation else "generate"
+                secret(options.token, f"{section}.options.token")
+                num_policies = 2 if evaluation else recipe.iterations
+                is_adapter = lora is not None and lora.save == "adapter"
+                advice = 'set generate.engine = "vllm"'
+                problem = ""
+                if recipe.data.images:
+                    problem = "prompts with pictures (data.images) are not sent to servers"
+                elif is_adapter and num_policies > 1:
+                    problem = (
+                        "a policy that is an adapter alone has no weights that a server could load"
+                    )
+                    advice = 'set optimize.lora.save = "merged"'
+                elif num_policies > 1 and not options.wait_seconds:
+                    problem = (
+                        f"{num_policies} policies need servers one after another, and it waits for "
+                        "none"
+                    )
+                    advice = (
+                        f"set {section}.options.wait_seconds to as long as a server takes to start"
+                    )
+                if problem:
+                    raise ConfigError(f"{section}.engine vllm-server", problem, next=advice)
+            devices = recipe.placement.devices
+            needed = engine_gpus(config.options)
+            if isinstance(devices, int) and config.engine == "vllm" and devices < needed:
+                raise ConfigError(
+                    "placement.devices",
+                    f"{devices} GPUs are fewer than one engine of generate.options takes, {needed}",
+                    next=f"set placement.devices to {needed} or a multiple of it",
+                )
+            require_gpus(Call("generate", config.model_dump(mode="json"), recipe.store))
+    if "optimize" not in elsewhere:
+        config = recipe.optimize_config().model_dump(mode="json")
+        require_gpus(Call("optimize", config, recipe.store))
 
 
 def finished(recipe: Recipe) -> dict[str, str]:
@@ -127,28 +157,30 @@ def finished(recipe: Recipe) -> dict[str, str]:
         "generate": ("rollouts", recipe.generate_config(1), ("prompts", "policy")),
         "reward": ("rewards", recipe.reward, ("rollouts",)),
     }
-    made: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for stage, (kind, config, roles) in chain.items():
-        inputs = {role: made[role] for role in roles}
+        inputs = {role: versions[role] for role in roles}
         plain = config.model_dump(mode="json")
         call = Call(stage, plain, recipe.store, inputs, into=recipe.run)
         outcome = find(call)
         if outcome is None:
             _tell_what_differs(plan_of(call), kind)
             break
-        made[kind] = outcome.ref
+        versions[kind] = outcome.ref
         refs[stage] = outcome.ref
     return refs
 
 
-def made_policy(recipe: Recipe) -> Version | None:
-    """Return the base model of a resolved recipe if a run in its store has made it, else None."""
-    store = _store_at(recipe.store)
+def made_policy(policy: PolicyConfig, path: str, run: str) -> Version | None:
+    """Return the base model, as resolved, if a run in the store at `path` has made it, else None.
+
+    `run` is looked at first.
+    """
+    store = _store_at(path)
     if store is None:
         return None
-    config = recipe.policy.model_dump(mode="json")
-    plan = plan_of(Call("policy", config, recipe.store, into=recipe.run))
-    policies = (store.find(run, "policy", plan.run_key) for run in [plan.run, *store.runs()])
+    plan = plan_of(Call("policy", policy.model_dump(mode="json"), path, into=run))
+    policies = (store.find(name, "policy", plan.run_key) for name in [plan.run, *store.runs()])
     return next(filter(None, policies), None)
 
 

@@ -1,4 +1,7 @@
-"""Progress of a running stage on Prefect's pages, parsed from the log lines of its child process.
+"""Log lines and progress of running stages on Prefect's pages.
+
+Importing this module makes the logger `quiver` write to the current flow run, too. Progress is
+parsed from the log lines of a stage's child process.
 
     with progress(call, log.info) as on_line:
         outcome = run_call(call, on_line=on_line)
@@ -9,12 +12,14 @@ not delay the stage, and a stage that finishes sooner leaves no artifact.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from uuid import UUID
 
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.context import FlowRunContext, TaskRunContext
+from prefect.logging.handlers import APILogHandler
 
 from quiver.stages.common.runtime.call import Call
 from quiver.stages.report.templates import quoted
@@ -23,6 +28,13 @@ from .live import StageProgress, regularly
 from .pages.text import attempt, key
 
 SECONDS_BETWEEN = 5.0
+_log = logging.getLogger("quiver")
+_to_server = APILogHandler()
+# Outside a flow run, a line belongs to no run.
+_to_server.addFilter(lambda line: FlowRunContext.get() is not None)
+_log.addHandler(_to_server)
+if _log.level == logging.NOTSET:  # A worker's process has not set a level.
+    _log.setLevel(logging.INFO)
 
 
 @contextmanager

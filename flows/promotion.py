@@ -171,8 +171,8 @@ def moved(
     rollouts = [manifests.input(side, "rollouts") for side in sides]
     kls = [step["approx_kl"] for step in steps] or [0.0]
     entropy = [step["entropy"] for step in (steps[0], steps[-1])] if steps else [0.0, 0.0]
-    truncated = [_truncated_share(each) for each in rollouts]
-    lengths = [metric(each, "mean_completion_tokens") or 0.0 for each in rollouts]
+    truncated = [_truncated_share(version) for version in rollouts]
+    lengths = [metric(version, "mean_completion_tokens") or 0.0 for version in rollouts]
     # A manifest stores null for a number that is not finite, which counts as infinitely far.
     kl = math.inf if None in kls else max(kls)
     drop = math.inf if None in entropy else entropy[0] - entropy[1]

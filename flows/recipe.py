@@ -270,8 +270,8 @@ class Recipe(Config):
         section = self.data.model_dump_json(exclude_unset=True).replace(
             NIGHT, check_name(name, "night")
         )
-        data = parse(Data, json.loads(section), "data", is_section=True)
-        return self.model_copy(update={"data": data})
+        filled_in = parse(Data, json.loads(section), "data", is_section=True)
+        return self.model_copy(update={"data": filled_in})
 
     def held_out_resolved(self) -> Recipe:
         """Return the recipe with only the held-out source looked up, which is all that a
@@ -353,9 +353,9 @@ def _source_fields(config: PromptConfig, section: str) -> tuple[dict[str, Any], 
     try:
         resolved, columns = prompt.resolve_with_columns(config)
     except ConfigError as error:
-        for part in ("object", "message", "next"):
-            text = re.sub(_KEY_OF_DATA, f"{section}.", getattr(error, part))
-            setattr(error, part, text)
+        for field in ("object", "message", "next"):
+            text = re.sub(_KEY_OF_DATA, f"{section}.", getattr(error, field))
+            setattr(error, field, text)
         raise
     # Offered as images instead.
     columns = [column for column in columns if column != config.images]

@@ -11,7 +11,7 @@ command line needs no Prefect for it; `single` offers the same as flows.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -21,16 +21,19 @@ from quiver.schemas.manifest import line_of
 from quiver.schemas.refs import parse
 from quiver.stages.common.config import Config
 from quiver.stages.common.models import checkpoints
+from quiver.stages.common.models.checkpoints import PolicyConfig
 from quiver.stages.common.runtime.call import Call, Outcome
 from quiver.stages.common.runtime.runner import find
 from quiver.stages.common.runtime.stage import load
 from quiver.stages.common.store import Store
+from quiver.stages.reward.stage import Config as RewardConfig
 
 from .calls import perform
 from .evaluation import measure
-from .placement import check_placement
+from .placement import check_pools
 from .recipe import Recipe
-from .rescoring import proximal_config
+from .rounds import proximal_config
+from .sections import Logprobs, Optimize
 
 ROLES = {
     "prompt": ("policy", "rewards"),
@@ -60,7 +63,7 @@ def rerun(
     force: bool = False,
     overrides: Config | None = None,
 ) -> Outcome:
-    """Run `stage` with the given references; missing ones are found by `find_refs`.
+    """Run `stage` with the given references; missing ones are found.
 
     Args:
         recipe: The recipe; its run, store and placement apply.
@@ -76,14 +79,18 @@ def rerun(
         ConfigError: If a reference does not fit the stage.
     """
     if stage != "override":  # override always runs here, in this process's host.
-        check_placement(recipe)
+        check_pools(recipe.placement, recipe.store)
     if stage in ("prompt", "evaluate"):
         recipe.data.require_filled_in()
     store = Store(recipe.store)
     refs = _named_versions(recipe.run, store, stage, references)
-    for role in _SEARCH_ORDER:
-        if role in ROLES[stage] and role not in refs and (stage, role) != ("prompt", "rewards"):
-            refs[role] = find_refs(recipe, store, stage, role, refs, iteration)
+    optional = (*refs, "rewards") if stage == "prompt" else refs
+    for role in [role for role in _SEARCH_ORDER if role in ROLES[stage] and role not in optional]:
+        refs[role] = (
+            find_rewards(recipe.reward, store, recipe.run, refs["rollouts"])
+            if role == "rewards"
+            else find_refs(recipe.run, recipe.policy, store, stage, role, refs)
+        )
     log.info("%-22s %s", f"{stage} of", ", ".join(ref for role in refs.values() for ref in role))
     if stage == "evaluate":
         recipe.data.require_held_out()
@@ -94,8 +101,13 @@ def rerun(
         warn_of_temperatures(recipe.generate.sampling.temperature, store, refs["rollouts"])
         config = load(stage).resolve(recipe.optimize_config())
         section = recipe.optimize.model_copy(update=dict(config))
-        recipe = recipe.model_copy(update={"optimize": section})
-        refs |= _score_again(recipe, store, refs, iteration)
+        if section.kl_coef > 0 and recipe.reference.rule != "fixed":
+            raise ConfigError(
+                "reference.rule",
+                "which policy is the reference of saved rollouts cannot be told",
+                next='set reference.rule = "fixed", which is the first policy of the line',
+            )
+        refs |= score_again(section, recipe.logprobs, store, refs, iteration)
     elif stage == "override":
         del refs["rollouts"]
         config = overrides
@@ -152,39 +164,40 @@ def _named_versions(run: str, store: Store, stage: str, references: References) 
     return refs
 
 
+def find_rewards(
+    reward: RewardConfig, store: Store, run: str, rollouts: Iterable[str]
+) -> list[str]:
+    """Return the rewards of the run that were made from the rollouts with this [reward].
+
+    Raises LineageError if there are none.
+    """
+    config = reward.model_dump(mode="json")
+    rewards = []
+    for ref in rollouts:
+        outcome = find(Call("reward", config, store.path, {"rollouts": ref}, into=run))
+        if outcome is None:
+            raise LineageError(
+                ref,
+                "this recipe's [reward] has not scored these rollouts",
+                next=f"quiver reward RECIPE --rollouts {ref}",
+            )
+        rewards.append(outcome.ref)
+    return rewards
+
+
 def find_refs(
-    recipe: Recipe,
-    store: Store,
-    stage: str,
-    role: str,
-    refs: RefLists,
-    iteration: int = 1,
+    run: str, base: PolicyConfig, store: Store, stage: str, role: str, refs: RefLists
 ) -> list[str]:
     """Find the references of a role that was not given: the versions that belong to `refs`, else
     the run's latest.
 
-    - rewards: made from the rollouts by this recipe's [reward].
     - rollouts: the ones that the rewards scored.
     - policy to optimize: the newest policy that sampled the rollouts.
     - policy to score under: the first policy of its line. A base policy that does not exist yet is
-      imported.
+      imported from `base`.
 
     Raises LineageError if a role cannot be found.
     """
-    if role == "rewards":
-        listed = []
-        for rollouts in refs["rollouts"]:
-            config = recipe.reward.model_dump(mode="json")
-            inputs = {"rollouts": rollouts}
-            outcome = find(Call("reward", config, store.path, inputs, into=recipe.run))
-            if outcome is None:
-                raise LineageError(
-                    rollouts,
-                    "this recipe's [reward] has not scored these rollouts",
-                    next=f"quiver reward RECIPE --rollouts {rollouts}",
-                )
-            listed.append(outcome.ref)
-        return listed
     scored = refs.get("rewards") or refs.get("retry")
     if role == "rollouts" and scored:
         return [store.open(ref).manifest.require_input("rollouts").ref for ref in scored]
@@ -193,31 +206,28 @@ def find_refs(
         # Version numbers keep rising along the line, also into other runs.
         newest = max(samplers, key=lambda ref: parse(ref).version)
         return [newest if stage == "optimize" else first_of_line(store, newest)]
-    if store.numbers(recipe.run, role):
-        return [str(store.resolve(f"{recipe.run}/{role}@latest"))]
+    latest = f"{run}/{role}@latest"
+    if store.numbers(run, role):
+        return [str(store.resolve(latest))]
     if role == "policy":
-        config = checkpoints.resolve(recipe.policy)
-        return [perform("policy", config, {}, iteration=iteration).ref]
-    raise LineageError(
-        f"{recipe.run}/{role}@latest", f"run {recipe.run} has no {role} yet", next=_MAKERS[role]
-    )
+        return [perform("policy", checkpoints.resolve(base), {}).ref]
+    raise LineageError(latest, f"run {run} has no {role} yet", next=_MAKERS[role])
 
 
-def _score_again(recipe: Recipe, store: Store, refs: RefLists, iteration: int) -> RefLists:
+def score_again(
+    optimize: Optimize, logprobs: Logprobs, store: Store, refs: RefLists, iteration: int
+) -> RefLists:
     """Return the logprobs that [optimize] needs beside rollouts and rewards; missing ones are made
-    now."""
+    now.
+
+    The reference of the KL term is the first policy of the line.
+    """
     policies: RefLists = {}
-    if recipe.optimize.kl_coef > 0:
-        if recipe.reference.rule != "fixed":
-            raise ConfigError(
-                "reference.rule",
-                "which policy is the reference of saved rollouts cannot be told",
-                next='set reference.rule = "fixed", which is the first policy of the line',
-            )
+    if optimize.kl_coef > 0:
         policies["ref"] = [first_of_line(store, refs["policy"][0])] * len(refs["rollouts"])
     manifests = [store.open(rollouts).manifest for rollouts in refs["rollouts"]]
     samplings = [manifest.config_section("sampling") for manifest in manifests]
-    prox_config = proximal_config(recipe.optimize, recipe.logprobs, samplings)
+    prox_config = proximal_config(optimize, logprobs, samplings)
     if prox_config is not None:
         policies["prox"] = [
             refs["policy"][0]
@@ -225,7 +235,7 @@ def _score_again(recipe: Recipe, store: Store, refs: RefLists, iteration: int) -
             else sampling_policy(store, rollouts)
             for rollouts in refs["rollouts"]
         ]
-    configs = {"ref": recipe.logprobs.for_role("ref"), "prox": prox_config}
+    configs = {"ref": logprobs.for_role("ref"), "prox": prox_config}
     return {
         f"{role}_logprobs": [
             perform(
@@ -248,13 +258,13 @@ def warn_of_temperatures(temperature: float, store: Store, rollouts: list[str]) 
     named = pa.scalar(temperature, pa.float32())
     for ref in rollouts:
         sampled_at = pc.unique(store.open(ref).table(["temperature"])["temperature"]).to_pylist()
-        others = [f"{value:g}" for value in sorted(sampled_at) if value != named.as_py()]
-        if others:
+        differing = [f"{sampled:g}" for sampled in sorted(sampled_at) if sampled != named.as_py()]
+        if differing:
             log.warning(
                 "%s was sampled at temperature %s, and generate.sampling.temperature is %g: the "
                 "step uses the temperature that is stored with each rollout",
                 ref,
-                ", ".join(others[:5]),
+                ", ".join(differing[:5]),
                 temperature,
             )
 

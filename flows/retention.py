@@ -67,13 +67,13 @@ def clean_up(path: str, run: str, retention: Retention, policy: str | None = Non
         message = "%-22s %s %s: %s; the run goes on"
         log.warning(message, "retention", typed.code, typed.object, typed.message)
         return
-    taken = [*collected.versions, *collected.optimizer]
-    if taken or collected.deleted_bytes:
+    removed = [*collected.versions, *collected.optimizer]
+    if removed or collected.deleted_bytes:
         log.info(
             "%-22s %s and %s to the trash, %.2f GB; %.2f GB deleted",
             "retention",
             counted(len(collected.versions), "version"),
             counted(len(collected.optimizer), "optimizer state"),
-            sum(candidate.bytes for candidate in taken) / 1e9,
+            sum(candidate.bytes for candidate in removed) / 1e9,
             collected.deleted_bytes / 1e9,
         )

@@ -1,7 +1,7 @@
 """Rounds of sampling, `Sampled`, and what is made of them, `Iteration`; `fill_up` adds rounds.
 
     sampled.rollouts                                    # arith/rollouts@4, of the first round
-    [each.rollouts for each in sampled.rounds]
+    [sampled.rollouts for sampled in iteration.rounds]
 
 [data] refill samples further rounds of prompts until enough groups have contrast. This is the
 dynamic sampling of DAPO (https://arxiv.org/abs/2503.14476, section 3.2). A group has contrast if
@@ -12,20 +12,31 @@ and optimize learns from all rounds of the iteration together.
 Rounds are counted over the whole run, and their number decides rows and seeds: if iteration 1 took
 rounds 1 to 3, iteration 2 begins with round 4. So no row is asked twice before all were asked, and
 a restarted run takes the same rounds, by the manifests alone.
+
+Some losses need further logprobs of saved rollouts. The KL term compares with a reference: a policy
+of the run, or a moving average. The ratio's denominator, the proximal logprobs, is scored with the
+trainer's numerics, if the recipe asks for it or the training needs it. With `prox_of =
+"behaviour"`, rollouts are scored right after sampling, under the policy that sampled them. With
+`"start"`, all rollouts of an iteration, replayed ones too, are scored under the policy that its
+training starts from.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from quiver.schemas.metrics import groups_with_contrast
 from quiver.stages.common.store import Store
+from quiver.stages.logprobs.average import Config as AverageConfig
+from quiver.stages.logprobs.config import Config as LogprobsConfig
+from quiver.stages.optimize.checks import biases
 
-from .sections import Refill
+from .calls import perform
+from .sections import Logprobs, Optimize, Reference, Refill
 
 log = logging.getLogger("quiver")
 
@@ -45,7 +56,7 @@ class Sampled:
     rewards: str
     prox_logprobs: str | None
     """Logprobs for the ratio's denominator, with the trainer's numerics. None: not needed, or not
-    scored yet (see `rescoring`)."""
+    scored yet."""
     reward_mean: float | None
     seconds: dict[str, float]
     """Seconds by stage."""
@@ -87,7 +98,7 @@ class Iteration(Sampled):
         if self.contrast_groups is not None:
             names = ("round", "prompts", "rollouts", "rewards", "contrast_groups")
             fields["rounds"] = [
-                {name: getattr(each, name) for name in names} for each in self.rounds
+                {name: getattr(sampled, name) for name in names} for sampled in self.rounds
             ]
         return fields
 
@@ -150,3 +161,42 @@ def fill_up(
         reward_mean=reward_sum / num_scored if num_scored else None,
         seconds=dict(seconds),
     )
+
+
+# -- saved rollouts, scored again
+
+
+def choose_reference(
+    rule: Reference, policies: Sequence[str], previous: str | None, **options: Any
+) -> str:
+    """Return the reference of an iteration's KL term.
+
+    Args:
+        rule: The recipe's [reference].
+        policies: The policies to choose from, oldest first: the starting policy of every iteration
+            so far, or only the base for a fixed rule.
+        previous: The previous iteration's reference, which a moving average continues.
+        options: Label, run and iteration of the stage that makes a moving average.
+    """
+    if rule.rule != "ema" or previous is None:
+        return policies[rule.start(len(policies)) - 1]
+    refs = {"reference": previous, "policy": policies[-1]}
+    return perform("average", AverageConfig(rate=rule.rate), refs, **options).ref
+
+
+def proximal_config(
+    optimize: Optimize, logprobs: Logprobs, samplings: Iterable[Mapping[str, Any]]
+) -> LogprobsConfig | None:
+    """Return the logprobs config for the ratio's denominator, or None if it is not needed.
+
+    `samplings`: the sampling sections of the rollouts to train on.
+    """
+    needed = optimize.needs_prox or any(map(biases, samplings))
+    if not (needed or logprobs.prox):
+        return None
+    config = logprobs.for_role("prox")
+    changes: dict[str, Any] = {"prox_of": optimize.prox_of}
+    if needed and config.precision == "auto":
+        is_stochastic = optimize.precision == "bf16_stochastic"
+        changes["precision"] = "bf16_pure" if is_stochastic else optimize.precision
+    return config.model_copy(update=changes)

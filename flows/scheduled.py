@@ -9,6 +9,7 @@ again under another name. A run without work left ends in a state of that name.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -19,9 +20,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from quiver import flows
 from quiver.schemas.errors import ConfigError
+from quiver.stages.common.runtime.call import Call
 from quiver.stages.common.store import Store
 
-from .calls import NotFinished, only_looking
+from .calls import Maker, calls_of
 from .post_train import Chain, post_train
 from .recipe import Recipe
 from .retention import Retention
@@ -31,6 +33,14 @@ from .sections import RunName
 _MANY = 1_000_000
 NOTHING_LEFT = "Nothing left to do"
 """Name of the final state if nothing was made."""
+
+
+class NotFinished(Exception):
+    """Raised instead of making a stage that is not done yet."""
+
+
+def _refuse(call: Call) -> Maker:
+    raise NotFinished(call.label)
 
 
 @flow(name="post-train", flow_run_name="{recipe.run} · post-train", persist_result=False)
@@ -55,15 +65,21 @@ def scheduled(recipe: Recipe) -> Any:
 def recipe_for(recipe: Recipe, due: datetime) -> Recipe:
     """Return the recipe for a run that was due at this time, in UTC.
 
-    A run that starts again is named by that time. Its seed is raised by one more than the number of
+    A run that goes on has `iterations` more than exactly this recipe has finished in the store. A
+    run that starts again is named by the time. Its seed is raised by one more than the number of
     earlier such runs. Raises ConfigError if its name gets too long.
     """
     if recipe.schedule.each == "same":
         return recipe
     if recipe.schedule.each == "go on":
         resolved = recipe.resolved()
-        iterations = finished_iterations(resolved) + recipe.iterations
-        return resolved.model_copy(update={"iterations": iterations})
+        finished: list[Iteration] = []
+        endless = resolved.model_copy(update={"iterations": _MANY, "retention": Retention()})
+        with suppress(NotFinished), calls_of(endless, _refuse, iterations=_MANY, expired=True):
+            chain = Chain(endless)
+            base = chain.import_policy()
+            chain.improve(base, base, finish=finished.append)
+        return resolved.model_copy(update={"iterations": len(finished) + recipe.iterations})
     run = f"{recipe.run}-{due:%Y-%m-%d-%H%M}"
     try:
         TypeAdapter(RunName).validate_python(run)
@@ -77,23 +93,3 @@ def recipe_for(recipe: Recipe, due: datetime) -> Recipe:
     is_earlier = re.compile(rf"{re.escape(recipe.run)}-\d{{4}}-\d\d-\d\d-\d{{4}}").fullmatch
     earlier = [name for name in Store(recipe.store).runs() if is_earlier(name) and name < run]
     return recipe.model_copy(update={"run": run, "seed": recipe.seed + len(earlier) + 1})
-
-
-def check_name(recipe: Recipe) -> None:
-    """Raise ConfigError if a run of this recipe that starts again would have no valid name."""
-    if recipe.schedule.each == "again":
-        recipe_for(recipe, datetime(2000, 1, 1))
-
-
-def finished_iterations(recipe: Recipe) -> int:
-    """Return how many iterations of exactly this resolved recipe are finished in the store."""
-    finished: list[Iteration] = []
-    endless = recipe.model_copy(update={"iterations": _MANY, "retention": Retention()})
-    try:
-        with only_looking(endless):
-            chain = Chain(endless)
-            base = chain.import_policy()
-            chain.improve(base, base, finish=finished.append)
-    except NotFinished:
-        pass
-    return len(finished)

@@ -30,7 +30,7 @@ from quiver.stages.common.ranks import are_launched, is_led
 from quiver.stages.common.runtime.call import Call
 from quiver.stages.common.runtime.subprocesses import Stopped
 
-from .ahead import is_stopped
+from .stopping import is_stopped
 
 HEAVY = ("generate", "reward", "logprobs", "optimize")
 _NO_GPU = ("scripted", "vllm-server")

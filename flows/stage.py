@@ -19,7 +19,6 @@ from quiver.schemas.errors import ConfigError, QuiverError
 from quiver.stages.common.runtime.call import Call
 from quiver.stages.common.store import Store
 
-from . import logs  # noqa: F401  lines go to Prefect's pages
 from .dispatch import run_at
 from .progress import progress
 
@@ -43,10 +42,10 @@ def stage(call: Call) -> dict[str, Any]:
 
 def require_store(call: Call) -> None:
     """Raise ConfigError if this host has another store at the call's path, or none."""
-    expected, found = call.where.store_id, Store(call.store, create=False).id
-    if expected not in ("", found):
+    expected, actual = call.where.store_id, Store(call.store, create=False).id
+    if expected not in ("", actual):
         raise ConfigError(
             f"store {call.store}",
-            f"id expected {expected}, found {found}: this host has another store there",
+            f"id expected {expected}, found {actual}: this host has another store there",
             next="mount the same folder at this path on every host",
         )

@@ -1,4 +1,5 @@
-"""Timely end of a command after SIGINT or SIGTERM. Look here if Ctrl-C hangs or ends too hard.
+"""How work is stopped: by SIGINT or SIGTERM, with its worker, or with the flow that it belongs to.
+Look here if Ctrl-C hangs or ends too hard, and for `overlap`.
 
 A command ends within STOP_SECONDS of the first signal, and at once at the second, with the exit
 code of that signal. The first signal ends it in order: it unwinds, its stages get SIGTERM and some
@@ -11,6 +12,15 @@ running when they are killed; nothing could cancel such a run any more, while an
 place. So a thread checks every second if the parent is still the first one. If not, the flow gets
 SIGTERM, as on a cancel, and ends its stage. The flow may hang there, since it first informs the
 server, which may be gone too. Then SIGKILL follows.
+
+With `overlap`, a thread runs stages while the flow runs others. Prefect's `.submit()` waits for its
+threads when a flow is cancelled, and would leave their children behind. Here anything that ends the
+`with` block (an error, a cancel, Ctrl-C) stops the work first: the runner ends its child. If the
+flow is killed outright, the child sees its lifeline close, as every stage does.
+
+    with run_ahead(lambda: sample(recipe, 2)) as ahead:
+        optimize(recipe, 1)
+        sampled = ahead.result()
 """
 
 from __future__ import annotations
@@ -24,8 +34,18 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
+
+from quiver.stages.common.runtime import subprocesses
+from quiver.stages.common.runtime.subprocesses import Stopped
+
+_T = TypeVar("_T")
 
 STOP_SECONDS = 9.0
 TOGETHER_SECONDS = 0.5
@@ -34,12 +54,13 @@ POLL_SECONDS = 1
 """Time between two looks at the worker."""
 GRACE_SECONDS = 15
 """Time that a flow without worker has to end by itself."""
-_told: list[int] = []
+_signals: list[int] = []
 """The signals that count, oldest first."""
 _resent = threading.Event()
 """Set when this process sends itself a signal again that was caught before."""
 _unwinding = threading.Event()
 _lacks_threads = threading.Event()
+_STOP: ContextVar[threading.Event | None] = ContextVar("quiver_stop", default=None)
 
 
 def watch_signals() -> None:
@@ -70,11 +91,11 @@ def leave_if_told() -> None:
 
     A normal exit of Python would take seconds, during which no thread watches.
     """
-    if _told and not _lacks_threads.is_set():
+    if _signals and not _lacks_threads.is_set():
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(128 + _told[-1])
+        os._exit(128 + _signals[-1])
 
 
 def _unwind(number: int, frame: FrameType | None) -> None:
@@ -93,18 +114,18 @@ def _watch(reader: int) -> None:
     first_at = 0.0
     while True:
         seconds = first_at + STOP_SECONDS - time.monotonic()
-        if not poll.poll(max(0, 1000 * seconds) if _told else None):
+        if not poll.poll(max(0, 1000 * seconds) if _signals else None):
             _end(f"did not stop within {STOP_SECONDS:g} s")
         numbers = [n for n in os.read(reader, 4096) if n in (signal.SIGINT, signal.SIGTERM)]
         if not numbers:
             continue
-        if not _told:
+        if not _signals:
             first_at = time.monotonic()
-            _told.append(numbers[0])
+            _signals.append(numbers[0])
         elif time.monotonic() > first_at + TOGETHER_SECONDS:
             time.sleep(0.1)  # Time for `_unwind` to be called.
             if not _resent.is_set():
-                _told.append(numbers[-1])
+                _signals.append(numbers[-1])
                 _end("was told twice to stop")
             _resent.clear()
 
@@ -113,7 +134,7 @@ def _end(why: str) -> None:
     cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # A live bar hides the cursor.
     line = f"{cursor}quiver {why}: it ends at once; what is finished is kept\n"
     os.write(sys.stderr.fileno(), line.encode())
-    os._exit(128 + _told[-1])
+    os._exit(128 + _signals[-1])
 
 
 def end_with_the_parent() -> None:
@@ -141,3 +162,45 @@ def _watch_worker(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+# -- work in a thread
+
+
+class Ahead(Future[_T]):
+    """The future result of work in another thread. Setting `stop` makes `is_stopped` true there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stop = threading.Event()
+
+
+def is_stopped() -> bool:
+    """True if this work was stopped. Code that waits checks it and raises Stopped."""
+    stop = _STOP.get()
+    return stop is not None and stop.is_set()
+
+
+@contextmanager
+def run_ahead(work: Callable[[], _T]) -> Iterator[Ahead[_T]]:
+    """Run `work()` in a thread, in a copy of the caller's context.
+
+    `result` of the future raises its error in the caller.
+    """
+    future: Ahead[_T] = Ahead()
+
+    def run() -> None:
+        _STOP.set(future.stop)
+        try:
+            future.set_result(work())
+        except (Exception, Stopped) as error:  # Raised where the result is asked for.
+            future.set_exception(error)
+
+    thread = threading.Thread(target=copy_context().run, args=(run,), daemon=True, name="ahead")
+    thread.start()
+    try:
+        yield future
+    finally:
+        future.stop.set()
+        # A child that ignores SIGTERM is killed after the grace period.
+        thread.join(subprocesses.GRACE_SECONDS + 3)

@@ -28,14 +28,13 @@ from quiver.stages.common.runtime.holding import end_waiting
 from quiver.stages.common.runtime.runner import find
 from quiver.stages.common.runtime.subprocesses import Stopped
 
-from . import logs  # noqa: F401  lines go to Prefect's pages
-from .ahead import is_stopped
 from .calls import Maker, calls_of
 from .dispatch import run_at
 from .pages import publish
 from .placement import GivenUp
 from .progress import progress
 from .recipe import Recipe
+from .stopping import is_stopped
 
 WORTH_RETRYING = {"E-REMOTE", "E-RESOURCE"}
 _REFUSED = tuple(SYSTEM_REASONS[number] for number in (errno.EROFS, errno.EACCES, errno.EPERM))

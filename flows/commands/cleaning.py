@@ -18,10 +18,12 @@ def gc(
     ] = False,
     keep: Annotated[
         int | None,
-        typer.Option(help="versions of each kind of each run that stay; default: all", min=1),
+        typer.Option(
+            help="versions of candidate kind of candidate run that stay; default: all", min=1
+        ),
     ] = None,
     moments: Annotated[
-        int, typer.Option(help="policies of each run whose optimizer state stays", min=1)
+        int, typer.Option(help="policies of candidate run whose optimizer state stays", min=1)
     ] = 1,
     grace_hours: Annotated[
         float, typer.Option(help="how long what goes can be brought back", min=0)
@@ -64,18 +66,24 @@ def gc(
     ]
     answer = {
         "applied": apply,
-        "versions": [{"ref": str(each.ref), "bytes": each.bytes} for each in collected.versions],
-        "optimizer": [{"ref": str(each.ref), "bytes": each.bytes} for each in collected.optimizer],
+        "versions": [
+            {"ref": str(candidate.ref), "bytes": candidate.bytes}
+            for candidate in collected.versions
+        ],
+        "optimizer": [
+            {"ref": str(candidate.ref), "bytes": candidate.bytes}
+            for candidate in collected.optimizer
+        ],
         "staging": [
-            {"run": each.run, "run_key": each.run_key, "bytes": each.bytes}
-            for each in collected.staging
+            {"run": candidate.run, "run_key": candidate.run_key, "bytes": candidate.bytes}
+            for candidate in collected.staging
         ],
         "deleted_bytes": collected.deleted_bytes,
         "trash_bytes": collected.trash_bytes,
         "quarantine": collected.quarantine,
     }
     moved = sum(candidate.bytes for candidate in to_trash)
-    freed = collected.deleted_bytes + sum(each.bytes for each in collected.staging)
+    freed = collected.deleted_bytes + sum(candidate.bytes for candidate in collected.staging)
     would = "" if apply else "would be "
     lines += [
         f"{size(moved)} {would}moved to the trash, {size(freed)} {would}deleted",

@@ -33,7 +33,8 @@ def fit(
     machine = fit.parse_machine(gpu) if gpu else fit.this_host()
     loaded = read_recipe(recipe, settings, store)
     work = fit.workload_of(loaded)
-    estimate = fit.Estimate(loaded, shape_of(fit.find_config(loaded)), work, machine)
+    shape = shape_of(fit.find_config(loaded.policy, loaded.store, loaded.run))
+    estimate = fit.Estimate(loaded, shape, work, machine)
     count = f"{machine.count} × " if machine.count > 1 else ""
     lines = [
         f"{loaded.run} on {count}{machine.name} with {_gb(machine.memory)} GB: "

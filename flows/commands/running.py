@@ -9,7 +9,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -27,9 +27,6 @@ from .shared import (
     read_recipe,
     say,
 )
-
-if TYPE_CHECKING:
-    from ..recipe import Recipe
 
 log = logging.getLogger("quiver")
 
@@ -81,16 +78,17 @@ def run(
 
             from ..calls import labels_of
             from ..post_train import post_train
-            from .summary import summary
+            from .summary import next_commands, summary
 
             Store(loaded.store)
             finished(loaded)  # Warns if another recipe began this run.
             with _from_shell(), tags(*labels_of(loaded.run)):
                 answer = post_train(loaded, first)
-            lines = summary(loaded, recipe, settings, answer)
+            commands = next_commands(loaded, recipe, settings, answer)
+            lines = summary(Path(loaded.store).absolute(), answer, commands)
     say(answer, lines)
     if not dry_run:
-        _warn(loaded, answer["iterations"][-1]["policy"])
+        _warn(loaded.store, loaded.run, answer["iterations"][-1]["policy"])
 
 
 @contextmanager
@@ -107,7 +105,7 @@ def _from_shell() -> Iterator[None]:
         yield
 
 
-def _warn(recipe: Recipe, policy: str) -> None:
+def _warn(store: str, run: str, policy: str) -> None:
     """Repeat the report's warnings on the run that ended at `policy`, in colour if the terminal has
     it."""
     from quiver.stages.common.store import Store
@@ -115,7 +113,7 @@ def _warn(recipe: Recipe, policy: str) -> None:
     from quiver.stages.report.troubles import warnings
 
     try:
-        sentences = warnings(gather(Store(recipe.store), recipe.run, policy))
+        sentences = warnings(gather(Store(store), run, policy))
     except QuiverError as error:  # The run is finished, and this is only a look back.
         sentences = [f"{error.object}: {error.message}"]
     for sentence in sentences:

@@ -18,9 +18,11 @@ from .next_step import program, set_options
 _BAR = 15
 
 
-def summary(recipe: Recipe, path: Path, settings: list[str], outcome: dict[str, Any]) -> list[str]:
-    """Return lines for people; `outcome` is the result of `post_train`."""
-    store = Path(recipe.store).absolute()
+def summary(store: Path, outcome: dict[str, Any], commands: list[str]) -> list[str]:
+    """Return lines for people.
+
+    `outcome`: the result of `post_train`. `commands`: see `next_commands`.
+    """
     means = [done["reward_mean"] for done in outcome["iterations"]]
     scored = [mean for mean in means if mean is not None]
     lowest = min([0.0, *scored])
@@ -38,12 +40,12 @@ def summary(recipe: Recipe, path: Path, settings: list[str], outcome: dict[str, 
         "summary.txt.j2",
         **outcome,
         store=store,
-        report=store / recipe.run / FILE,
+        report=store / outcome["run"] / FILE,
         bars=bars,
         scale=f"reward, {lowest:.3f} to {highest:.3f}",
         last=outcome["iterations"][-1],
         episodes=_episodes(store, outcome["iterations"][-1]["rollouts"]),
-        commands=next_commands(recipe, path, settings, outcome),
+        commands=commands,
     )
     return text.splitlines()
 

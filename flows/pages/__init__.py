@@ -18,7 +18,6 @@ from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.context import FlowRunContext
 from prefect.events import emit_event
 
-from quiver.flows.recipe import Recipe
 from quiver.schemas.errors import QuiverError
 from quiver.stages.common.runtime.call import Call, Outcome
 from quiver.stages.common.store import Store
@@ -38,17 +37,17 @@ _MOST_NIGHTS = 100
 _MOST_ROWS = 100
 
 
-def link_report(recipe: Recipe, policy: str | None = None) -> None:
+def link_report(store: str, run: str, url: str | None, policy: str | None = None) -> None:
     """Update the report of the run and link to it from the flow run's page, if there is a flow run.
 
-    The report covers the line that ends at `policy`. Default: the run's own line. Never raises.
+    The report covers the line that ends at `policy`. Default: the run's own line. `url`: where the
+    store's folder is served, if it is. Never raises.
     """
-    run = recipe.run
     with attempt(f"the report of {run}"):
-        path = report.write(Store(recipe.store, create=False), run, policy=policy)
+        path = report.write(Store(store, create=False), run, policy=policy)
         link = path.as_uri()
-        if recipe.report_url:
-            link = f"{recipe.report_url.rstrip('/')}/{run}/{report.FILE}"
+        if url:
+            link = f"{url.rstrip('/')}/{run}/{report.FILE}"
         if FlowRunContext.get() is None:
             return
         LinkArtifact(
@@ -59,14 +58,12 @@ def link_report(recipe: Recipe, policy: str | None = None) -> None:
         ).create()
 
 
-def show_nights(recipe: Recipe) -> None:
-    """Show the table of nights of the recipe's tag, and their scores as a curve. Never raises."""
-    run = recipe.run
-    tag = recipe.promotion.tag
+def show_nights(store: str, run: str, tag: str) -> None:
+    """Show the table of nights of the tag, and their scores as a curve. Never raises."""
     with attempt(f"the nights of {run}"):
-        store = Store(recipe.store, create=False)
-        entries = store.history(run, tag)
-        measured = evaluations_of_nights(Manifests(store, QuiverError), entries)
+        opened = Store(store, create=False)
+        entries = opened.history(run, tag)
+        measured = evaluations_of_nights(Manifests(opened, QuiverError), entries)
         points = [(policy_number(each), each.metrics) for each in measured]
         curve = picture([night_panel(points)], "policy") if points else ""
         rows = nights_of(entries[-_MOST_NIGHTS:])[::-1]

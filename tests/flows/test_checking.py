@@ -470,7 +470,7 @@ def test_a_reward_that_fails_on_it_is_an_error(folder):
 def test_an_environment_that_fails_is_told_before_the_rewards_of_it(folder):
     recipe = load("recipe.toml", ["generate.turns={tools=['python']}"])
     scores = {"evenness": Score([None], error="nothing was answered")}
-    told = failure(recipe, Answered("1", failure="no python here", scores=scores))
+    told = failure(recipe.generate, Answered("1", failure="no python here", scores=scores))
     assert told.object == "generate.turns python" and "no python here" in told.message
 
 

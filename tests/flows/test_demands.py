@@ -2,8 +2,7 @@
 
 import pytest
 
-from quiver.flows.demands import check_demands
-from quiver.flows.preflight import preflight
+from quiver.flows.preflight import check_demands, preflight
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError
 from tests.flows.conftest import write_recipe
@@ -30,7 +29,7 @@ def folder(tmp_path_factory):
             ["generate.engine='vllm'", "generate.options={tensor_parallel_size=4}"],
             {"CUDA_VISIBLE_DEVICES": "0,1"},
             "4 GPUs are needed",
-            "lower tensor_parallel_size",
+            "lower processes or tensor_parallel_size",
         ),
         (
             [

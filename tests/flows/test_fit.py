@@ -184,15 +184,15 @@ def test_the_model_is_the_one_asked_for_or_what_the_function_made(tmp_path):
     (tmp_path / "model" / "model.safetensors").unlink()
     made = recipe(tmp_path, policy={"model": "mine.py:make"})
     with pytest.raises(ConfigError, match="has not made the model yet"):
-        find_config(made)
+        find_config(made.policy, made.store, made.run)
     run_here(
         "policy",
         {"model": str(make_folder(tmp_path / "other"))},
         Store(tmp_path / "store"),
         into="tiny",
     )
-    assert find_config(made).model_type == "llama"
-    assert find_config(recipe(tmp_path)).model_type == "gpt2"
+    assert find_config(made.policy, made.store, made.run).model_type == "llama"
+    assert find_config(recipe(tmp_path).policy, made.store, made.run).model_type == "gpt2"
 
 
 def test_the_size_of_an_iteration(tmp_path):
@@ -260,7 +260,7 @@ def test_devices_are_those_that_whole_engines_and_shards_use(
 def test_a_reward_model_takes_as_many_gpus_as_it_is_split_over(tmp_path):
     make_folder(tmp_path / "model")
     judge = {"model": str(tmp_path / "model"), "engine": "vllm"}
-    weights = shape_of(find_config(recipe(tmp_path))).weights
+    weights = shape_of(find_config(recipe(tmp_path).policy, "store", "tiny")).weights
     for size in (1, 2):
         judge["engine_args"] = {"tensor_parallel_size": size}
         needs = estimate("h100:2", reward={"models": [judge]}).needs()

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from quiver.flows.ahead import is_stopped, run_ahead
 from quiver.flows.recipe import load
+from quiver.flows.stopping import is_stopped, run_ahead
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.runtime.runner import Call, run_call
 from quiver.stages.common.runtime.subprocesses import Stopped

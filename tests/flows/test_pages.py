@@ -4,7 +4,6 @@ back through its API."""
 import json
 import logging
 import time
-from typing import NamedTuple
 
 import pytest
 from prefect import flow, task
@@ -27,14 +26,6 @@ from quiver.stages.common.store import Store, Version
 from tests.flows.test_pages_text import done, drawn, lines, write_rollouts
 
 pytestmark = pytest.mark.prefect
-
-
-class Linked(NamedTuple):
-    """What `link_report` reads of a recipe."""
-
-    run: str
-    store: str
-    report_url: str | None = None
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -126,12 +117,12 @@ def test_a_version_that_is_not_there_is_said_once_and_fails_nothing(store, caplo
 
 
 def test_a_link_to_the_report(store, policy):
-    recipe, path = Linked("tiny", str(store.path)), store.path / "tiny/report.html"
-    link = shown(lambda: link_report(recipe))["report-tiny"]
+    folder, path = str(store.path), store.path / "tiny/report.html"
+    link = shown(lambda: link_report(folder, "tiny", None))["report-tiny"]
     assert link["type"] == "markdown" and path.as_uri() in link["data"]
     assert "<title>tiny · report" in path.read_text()
-    served = recipe._replace(report_url="https://files.example/store/")
-    link = shown(lambda: link_report(served))["report-tiny"]
+    url = "https://files.example/store/"
+    link = shown(lambda: link_report(folder, "tiny", url))["report-tiny"]
     assert "(https://files.example/store/tiny/report.html)" in link["data"]
 
 

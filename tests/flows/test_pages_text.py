@@ -16,7 +16,8 @@ import pyarrow as pa
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from quiver.flows.commands.summary import summary
+from quiver.flows.calls import describe
+from quiver.flows.commands.summary import next_commands, summary
 from quiver.flows.evaluation import track_evaluation
 from quiver.flows.pages import iterations_page, text
 from quiver.flows.pages.events import version_events
@@ -25,7 +26,6 @@ from quiver.flows.pages.views import VIEWS
 from quiver.flows.progress import Bar, progress
 from quiver.flows.recipe import load
 from quiver.flows.retention import Retention
-from quiver.flows.tasks import describe
 from quiver.schemas import fields, prompts, rewards
 from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.runner import Call, Outcome
@@ -467,9 +467,9 @@ def printed(means, store="/my store", baseline=None, evaluation=None, moments=No
         overlap=0,
         optimize=SimpleNamespace(learning_rate=1e-5),
     )
-    return summary(
-        recipe, Path("recipe.toml"), [], {"baseline": baseline, "iterations": iterations}
-    )
+    outcome = {"run": "tiny", "baseline": baseline, "iterations": iterations}
+    commands = next_commands(recipe, Path("recipe.toml"), [], outcome)
+    return summary(Path(store), outcome, commands)
 
 
 def test_what_a_run_prints_at_its_end():
@@ -561,15 +561,15 @@ def test_an_evaluation_is_tracked_once(tracked):
     """A run that ended between the two is made good by the next."""
     score = Store("finished").open(REF).manifest.metrics["score"]
     for _ in range(2):
-        track_evaluation(tracked, REF)
+        track_evaluation(tracked.optimize, tracked.store, REF)
         assert scores() == [pytest.approx(score, abs=1e-6)]
 
 
 def test_what_could_not_be_told_is_told_the_next_time(tracked, caplog):
     Path("logs").write_text("in the way")
     with caplog.at_level("WARNING", logger="quiver"):
-        track_evaluation(tracked, REF)
+        track_evaluation(tracked.optimize, tracked.store, REF)
     assert "evaluations@1 is not in tensorboard: optimize.trackers tensorboard" in caplog.text
     Path("logs").unlink()
-    track_evaluation(tracked, REF)
+    track_evaluation(tracked.optimize, tracked.store, REF)
     assert len(scores()) == 1

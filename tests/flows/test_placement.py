@@ -10,7 +10,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from quiver.flows import nightly
 from quiver.flows.calls import by_hand
-from quiver.flows.placement import check_placement, trained_here, where_of
+from quiver.flows.placement import check_pools, trains_here, where_of
 from quiver.flows.pool import answer_in, for_workers
 from quiver.flows.post_train import Chain
 from quiver.flows.recipe import load
@@ -31,23 +31,23 @@ def recipe(tmp_path):
 
 
 def test_a_pool_needs_a_server_and_a_store_that_all_see(recipe, tmp_path):
-    pooled = "placement.generate='gpu-pool'"
-    check_placement(recipe())
+    placement = recipe("placement.generate='gpu-pool'").placement
+    check_pools(recipe().placement, "store")
     with (
         temporary_settings(restore_defaults={PREFECT_API_URL}),
         pytest.raises(ConfigError) as caught,
     ):
-        check_placement(recipe(pooled))
+        check_pools(placement, "store")
     assert (caught.value.object, caught.value.next[:20]) == (
         "placement.generate gpu-pool",
         "prefect server start",
     )
     with temporary_settings(SERVER):
         with pytest.raises(ConfigError, match="relative") as caught:
-            check_placement(recipe(pooled))
+            check_pools(placement, "store")
         assert caught.value.object == "store"
         assert str(Path("store").absolute()) in caught.value.next
-        check_placement(recipe(pooled, f"store={str(tmp_path)!r}"))
+        check_pools(placement, str(tmp_path))
 
 
 def test_each_stage_has_its_place(recipe):
@@ -139,8 +139,8 @@ def test_a_night_is_measured_at_its_end_alone(recipe, tmp_path):
 def test_what_trains_elsewhere_is_not_checked_here(recipe):
     """In a pool, or under another interpreter: this one need not have what it needs."""
     settings = ("run=tiny", "placement.optimize=gpus", "placement.python.optimize=/v/bin/python")
-    trained = [sorted(trained_here(recipe(setting))) for setting in settings]
-    assert trained == [["optimize"], [], []]
+    trains = [trains_here(recipe(setting).placement) for setting in settings]
+    assert trains == [True, False, False]
 
 
 def test_what_needs_no_prompts_is_told_before_the_base_model_is_imported(

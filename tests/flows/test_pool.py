@@ -19,9 +19,9 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.flows import EntrypointType
 
 from quiver.flows import pool
-from quiver.flows.ahead import run_ahead
 from quiver.flows.placement import GivenUp
 from quiver.flows.stage import require_store, stage
+from quiver.flows.stopping import run_ahead
 from quiver.schemas.errors import ConfigError, NumericError, ResourceError
 from quiver.stages.common.runtime.call import Call, Where
 from quiver.stages.common.store import Store

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from quiver.flows.dispatch import run_at
-from quiver.flows.placement import check_placement
+from quiver.flows.placement import check_resident
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError, CorruptError
 from quiver.stages.common.models import vllm_env
@@ -258,7 +258,12 @@ def test_where_no_engine_can_stay_it_is_refused(tmp_path, settings, problem):
     (tmp_path / "recipe.toml").write_text(RECIPE)
     recipe = load(tmp_path / "recipe.toml", [RESIDENT, *settings])
     with pytest.raises(ConfigError, match=problem) as caught:
-        check_placement(recipe)
+        check_resident(
+            recipe.placement,
+            recipe.generate,
+            recipe.optimize,
+            has_images=recipe.data.images is not None,
+        )
     assert caught.value.object == "placement.resident_engine"
     assert caught.value.next == "set placement.resident_engine = false"
 
@@ -266,7 +271,8 @@ def test_where_no_engine_can_stay_it_is_refused(tmp_path, settings, problem):
 def test_an_interpreter_of_its_own_is_asked_by_the_engine(tmp_path):
     (tmp_path / "recipe.toml").write_text(RECIPE)
     settings = [RESIDENT, "generate.engine='vllm'", "placement.python.generate='python'"]
-    check_placement(load(tmp_path / "recipe.toml", settings))
+    recipe = load(tmp_path / "recipe.toml", settings)
+    check_resident(recipe.placement, recipe.generate, recipe.optimize, has_images=False)
 
 
 # -- whole runs

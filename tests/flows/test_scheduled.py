@@ -8,7 +8,7 @@ from datetime import datetime
 import pytest
 
 from quiver.flows.recipe import load
-from quiver.flows.scheduled import NOTHING_LEFT, finished_iterations, recipe_for, scheduled
+from quiver.flows.scheduled import NOTHING_LEFT, recipe_for, scheduled
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.store import Store
 from tests.flows.conftest import QUICK, stay_here, write_recipe
@@ -48,13 +48,13 @@ def test_it_goes_on_from_what_is_finished(made):
 def test_what_is_finished_is_counted_by_looking_alone(made):
     """An iteration counts by its policy; another recipe has finished nothing, whatever the run's
     other policies are."""
-    assert finished_iterations(recipe().resolved()) == 0
+    assert recipe_for(recipe("iterations=1"), DUE).iterations == 1
     assert (made, Store("store").numbers("tiny", "prompts")) == ([], [])
     stale = "optimize.max_staleness=1"
     scheduled(recipe("iterations=2", "schedule.each='same'", stale))
     num_made = len(made)
     for settings, count in (((), 2), (("overlap=1",), 1), (("seed=8",), 0)):
-        assert finished_iterations(recipe(stale, *settings).resolved()) == count
+        assert recipe_for(recipe("iterations=1", stale, *settings), DUE).iterations == 1 + count
     assert len(made) == num_made
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from quiver.flows.ahead import run_ahead
 from quiver.flows.dispatch import most_processes, run_at
 from quiver.flows.slots import slots
+from quiver.flows.stopping import run_ahead
 from quiver.schemas.errors import NumericError, ResourceError
 from quiver.stages.common.runtime.call import Call, Where
 from quiver.stages.common.runtime.runner import run_call
