@@ -73,7 +73,7 @@ oracle: .oracles/verl .trackers/wandb
 	touch $@
 
 environments: .gymnasium/gymnasium
-	PYTHONPATH=.gymnasium $(PYTEST) tests/stages/generate/test_environments.py
+	PYTHONPATH=.gymnasium $(PYTEST) tests/stages/turns/test_environments.py
 
 # Small bugs in a copy of the code: what the tests caught once they must catch again. An hour or so
 mutants: setup

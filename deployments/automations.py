@@ -21,7 +21,7 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.events.schemas.deployment_triggers import DeploymentEventTrigger
 from prefect.events.schemas.events import ResourceSpecification
 
-from quiver.flows.pages.events import EVENT, MOVED
+from quiver.flows.look.pages.events import EVENT, MOVED
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.refs import KINDS, NAME
 

@@ -25,9 +25,9 @@ from typing import Any
 from quiver.flows.preflight import preflight
 from quiver.flows.recipe import NIGHT, Recipe
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common.config import parse
-from quiver.stages.common.environments.config import ENVIRONMENTS, TOOLS
+from quiver.stages.core.config import parse
 from quiver.stages.prompt.config import SUFFIXES
+from quiver.stages.turns.environment_config import ENVIRONMENTS, TOOLS
 
 Paths = dict[str, Path]
 """Absolute paths by the key that names them, such as `data.source`."""

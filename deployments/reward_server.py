@@ -47,8 +47,8 @@ from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from quiver.schemas.errors import ConfigError, QuiverError, SecurityError, printable, unexpected
-from quiver.stages.common.config import parse
-from quiver.stages.common.servers import MalformedError, is_loopback, read_json, secret
+from quiver.stages.core.config import parse
+from quiver.stages.core.servers import MalformedError, is_loopback, read_json, secret
 from quiver.stages.reward.config import Config, pinned
 from quiver.stages.reward.pool.scorer import no_groups
 from quiver.stages.reward.scoring import Scorer

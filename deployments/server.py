@@ -32,8 +32,8 @@ from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 from quiver.flows.embedded import alone_at_first
 from quiver.flows.prefect_server import asking, without_login
 from quiver.schemas.errors import ConfigError, ResourceError, SecurityError, printable
-from quiver.stages.common.runtime.subprocesses import Process
-from quiver.stages.common.servers import is_loopback
+from quiver.stages.core.run.subprocesses import Process
+from quiver.stages.core.servers import is_loopback
 
 LEASES = "prefect.server.concurrency.lease_storage.filesystem"
 """Storage of concurrency slots' holders on the server. By default it is memory, so a slot held

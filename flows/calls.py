@@ -23,18 +23,18 @@ from functools import partial
 from types import MappingProxyType
 
 from quiver import flows
+from quiver.flows.look.words import counted, unscored_of
 from quiver.schemas.errors import LineageError, QuiverError
 from quiver.schemas.manifest import digest
 from quiver.schemas.refs import parse
-from quiver.stages.common import ranks
-from quiver.stages.common.config import Config
-from quiver.stages.common.ranks import is_led
-from quiver.stages.common.runtime.call import Call, Outcome
-from quiver.stages.common.runtime.runner import find
-from quiver.stages.common.runtime.stage import Refs, load
-from quiver.stages.common.store import Store
-from quiver.stages.common.store.retention import restore
-from quiver.stages.report.words import counted, unscored_of
+from quiver.stages.core import ranks
+from quiver.stages.core.config import Config
+from quiver.stages.core.ranks import is_led
+from quiver.stages.core.run.call import Call, Outcome
+from quiver.stages.core.run.runner import find
+from quiver.stages.core.run.stage import Refs, load
+from quiver.stages.core.store import Store
+from quiver.stages.core.store.retention import restore
 
 from .dispatch import run_at
 from .placement import trains_here, where_of

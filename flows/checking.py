@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quiver.flows.look.words import counted
 from quiver.schemas.errors import ConfigError, printable, quoted_name
-from quiver.stages.common.environments import pool as environment_pool
-from quiver.stages.common.models.from_function import is_function
-from quiver.stages.common.runtime.stage import load
-from quiver.stages.report.words import counted
+from quiver.stages.core.run.stage import load
+from quiver.stages.model.from_function import is_function
 from quiver.stages.reward.pool import pool as function_pool
 from quiver.stages.reward.preview import preview
+from quiver.stages.turns import pool as environment_pool
 
 from .doubts import about_answers, about_prompts, about_rewards, about_rows, about_steps, unused
 from .first_rows import Answered, FirstRows, first_rows, read_sources, require_references

@@ -21,14 +21,14 @@ from dataclasses import replace
 from functools import partial
 
 from quiver.schemas.errors import ResourceError
-from quiver.stages.common.runtime.call import Call, Outcome
-from quiver.stages.common.runtime.holding import hold
-from quiver.stages.common.runtime.runner import plan_of, run_call
-from quiver.stages.common.runtime.stage import load
-from quiver.stages.common.runtime.subprocesses import Stopped
-from quiver.stages.common.store.writer import ROWS_PER_SHARD
+from quiver.stages.core.run.call import Call, Outcome
+from quiver.stages.core.run.holding import hold
+from quiver.stages.core.run.runner import plan_of, run_call
+from quiver.stages.core.run.stage import load
+from quiver.stages.core.run.subprocesses import Stopped
+from quiver.stages.core.store.writer import ROWS_PER_SHARD
 
-from .live import followed
+from .look.live import followed
 from .slots import gpus_needed, server_limit, slots, visible_gpus
 from .stopping import is_stopped, run_ahead
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quiver.stages.common.config import parse
-from quiver.stages.common.runtime.holding import in_one_process
+from quiver.stages.core.config import parse
+from quiver.stages.core.run.holding import in_one_process
 
 from .post_train import post_train
 from .recipe import Recipe
@@ -27,7 +27,7 @@ PROMPTS, TOKENS, ITERATIONS = 4, 16, 2
 COMMON_LETTERS = ("a", "e", "i", "n", "o", "r", "s", "t", " ")
 """Stop strings that end a turn, so that an environment has something to answer. Text of a random
 model rarely goes long without one of them."""
-SMALL_MODEL = "quiver.stages.common.models.small:make"
+SMALL_MODEL = "quiver.stages.model.small:make"
 LOT = {"use": "quiver.stages.reward.functions:lot", "name": "lot", "weight": 1e-3}
 """A random reward: random models answer nothing right, and equal rewards teach nothing."""
 

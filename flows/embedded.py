@@ -37,9 +37,9 @@ from typing import TYPE_CHECKING
 from filelock import FileLock
 
 from quiver.schemas.errors import CorruptError, ResourceError, reason
-from quiver.stages.common.runtime.subprocesses import Process
+from quiver.stages.core.run.subprocesses import Process
 
-from .commands.shared import say
+from .cli.shared import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

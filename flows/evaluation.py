@@ -19,10 +19,10 @@ from typing import Any
 
 from quiver.schemas.errors import printable
 from quiver.schemas.metrics import score_numbers
-from quiver.stages.common.config import Config
-from quiver.stages.common.runtime.call import Outcome
-from quiver.stages.common.runtime.subprocesses import Process
-from quiver.stages.common.store import Store
+from quiver.stages.core.config import Config
+from quiver.stages.core.run.call import Outcome
+from quiver.stages.core.run.subprocesses import Process
+from quiver.stages.core.store import Store
 
 from .calls import check_stages, perform
 from .recipe import Recipe

@@ -25,24 +25,24 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from quiver.flows.look.joined import ANSWERS
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common.config import Config
-from quiver.stages.common.episodes import first_failure
-from quiver.stages.common.models import checkpoints, small
-from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.common.store import Store, Version
-from quiver.stages.common.store.writer import open_staging
+from quiver.stages.core.config import Config
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store, Version
+from quiver.stages.core.store.writer import open_staging
 from quiver.stages.generate.texts import Texts
+from quiver.stages.model import checkpoints, small
 from quiver.stages.prompt import stage as prompt_stage
 from quiver.stages.prompt.config import Config as PromptConfig
 from quiver.stages.prompt.order import choose
 from quiver.stages.prompt.sources import read
-from quiver.stages.report.joined import ANSWERS
 from quiver.stages.reward.functions.answers import as_text
 from quiver.stages.reward.measures import failures
 from quiver.stages.reward.pool.habits import column_of, given
 from quiver.stages.reward.preview import preview, refusals
 from quiver.stages.reward.stage import Config as RewardConfig
+from quiver.stages.turns.statistics import first_failure
 
 from .recipe import Recipe
 

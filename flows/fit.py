@@ -5,7 +5,7 @@
     for need in estimate.needs():
         estimate.fits(need) or estimate.remedies(need)
 
-stages/common/memory.py has the bytes that a process holds at once. Here are the machine, the size
+stages/model/memory.py has the bytes that a process holds at once. Here are the machine, the size
 of an iteration, and the settings with which a stage would fit.
 """
 
@@ -26,17 +26,17 @@ import pyarrow.compute as pc
 import torch
 
 from quiver.schemas.errors import ConfigError, LineageError, printable
-from quiver.stages.common import memory
-from quiver.stages.common.forward.policy import token_budget
-from quiver.stages.common.forward.precision import resolve
-from quiver.stages.common.models.checkpoints import PolicyConfig, find_folder, locate
-from quiver.stages.common.models.devices import engine_gpus
-from quiver.stages.common.models.folder import count_parameters, load_errors
-from quiver.stages.common.models.from_function import is_function
-from quiver.stages.common.store import Store
-from quiver.stages.common.store.writer import ROWS_PER_SHARD
+from quiver.stages.core.store import Store
+from quiver.stages.core.store.writer import ROWS_PER_SHARD
 from quiver.stages.generate.config import Config as GenerateConfig
 from quiver.stages.logprobs.config import Config as LogprobsConfig
+from quiver.stages.model import memory
+from quiver.stages.model.checkpoints import PolicyConfig, find_folder, locate
+from quiver.stages.model.devices import engine_gpus
+from quiver.stages.model.folder import count_parameters, load_errors
+from quiver.stages.model.forward.policy import token_budget
+from quiver.stages.model.forward.precision import resolve
+from quiver.stages.model.from_function import is_function
 from quiver.stages.optimize.config import Config as OptimizeConfig
 
 from .recipe import Recipe

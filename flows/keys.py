@@ -23,13 +23,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common.config import Config, Key, descriptions, keys_of
-from quiver.stages.common.models.checkpoints import PolicyConfig
-from quiver.stages.common.names_elsewhere import IN_SECTIONS, KEYS
+from quiver.stages.core.config import Config, Key, descriptions, keys_of
+from quiver.stages.core.names_elsewhere import IN_SECTIONS, KEYS
 from quiver.stages.evaluate.config import Config as ScoreConfig
 from quiver.stages.generate.engine import ENGINES
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.logprobs.config import Config as LogprobsConfig
+from quiver.stages.model.checkpoints import PolicyConfig
 from quiver.stages.optimize.stage import Config as OptimizeConfig
 from quiver.stages.prompt.config import Config as PromptConfig
 from quiver.stages.reward.stage import Config as RewardConfig

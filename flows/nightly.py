@@ -41,12 +41,12 @@ from prefect.states import Completed
 from pydantic import Field
 
 from quiver.schemas.errors import printable
-from quiver.stages.common.store import Store
-from quiver.stages.common.store.tags import Entry, previous
+from quiver.stages.core.store import Store
+from quiver.stages.core.store.tags import Entry, previous
 
 from .evaluation import measure
-from .pages import link_report, show_nights
-from .pages.events import moved_event, payload_of
+from .look.pages import link_report, show_nights
+from .look.pages.events import moved_event, payload_of
 from .placement import require_server
 from .post_train import Chain
 from .promotion import decide, entry_of, judge, moved

@@ -12,9 +12,9 @@ import os
 from pathlib import Path
 
 from quiver.schemas.errors import ConfigError, ResourceError
-from quiver.stages.common import ranks
-from quiver.stages.common.ranks import are_launched
-from quiver.stages.common.runtime.call import Where
+from quiver.stages.core import ranks
+from quiver.stages.core.ranks import are_launched
+from quiver.stages.core.run.call import Where
 from quiver.stages.generate.engine import ENGINES
 
 from .sections import Generate, Optimize, Placement
@@ -67,7 +67,7 @@ def check_resident(
     if problem:
         raise ConfigError(name, problem, next=f"set {name} = false")
     if engine == "vllm" and "generate" not in placement.python:
-        from quiver.stages.common.models.vllm_env import require_reload
+        from quiver.stages.model.vllm_env import require_reload
 
         require_reload(name)
 

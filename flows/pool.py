@@ -36,10 +36,10 @@ from quiver.schemas.errors import (
     from_dict,
     printable,
 )
-from quiver.stages.common.runtime.call import Call, Outcome
-from quiver.stages.common.runtime.stage import load
-from quiver.stages.common.runtime.subprocesses import Stopped
-from quiver.stages.common.store import Store
+from quiver.stages.core.run.call import Call, Outcome
+from quiver.stages.core.run.stage import load
+from quiver.stages.core.run.subprocesses import Stopped
+from quiver.stages.core.store import Store
 
 from .placement import GivenUp, require_server
 from .prefect_server import without_login

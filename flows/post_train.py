@@ -38,13 +38,13 @@ from typing import Any, Literal
 from prefect import flow
 
 from quiver.stages import CHAIN
-from quiver.stages.common.config import Config
-from quiver.stages.common.runtime.call import Outcome
+from quiver.stages.core.config import Config
+from quiver.stages.core.run.call import Outcome
 from quiver.stages.reward.stage import pinned
 
 from .calls import check_stages, perform
 from .evaluation import measure, numbers
-from .pages import Curve, link_report
+from .look.pages import Curve, link_report
 from .recipe import Recipe
 from .retention import clean_up
 from .rounds import Iteration, Sampled, choose_reference, fill_up, proximal_config

@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from quiver.schemas.errors import ConfigError, QuiverError, RemoteError, printable
 from quiver.schemas.manifest import digest
-from quiver.stages.common.runtime.call import Call, Outcome
-from quiver.stages.common.store.leases import Owner
-from quiver.stages.common.store.tags import Entry
+from quiver.stages.core.run.call import Call, Outcome
+from quiver.stages.core.store.leases import Owner
+from quiver.stages.core.store.tags import Entry
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -257,7 +257,7 @@ def _tell(name: str, make: Callable[[ModuleType], list[dict[str, Any]]]) -> None
         from prefect.client.orchestration import get_client
         from prefect.events import Event
 
-        from .pages import events
+        from .look.pages import events
 
         body = [Event(**event).model_dump(mode="json") for event in make(events)]
 

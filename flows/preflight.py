@@ -19,19 +19,19 @@ from typing import Any
 
 from quiver.schemas.errors import ConfigError, QuiverError, printable, reason
 from quiver.schemas.plain import flatten
-from quiver.stages.common import plugins
-from quiver.stages.common.chat.template import read_template
-from quiver.stages.common.config import parse
-from quiver.stages.common.models.checkpoints import PolicyConfig
-from quiver.stages.common.models.devices import engine_gpus
-from quiver.stages.common.models.from_function import is_function
-from quiver.stages.common.runtime.call import Call
-from quiver.stages.common.runtime.runner import find, plan_of
-from quiver.stages.common.runtime.stage import Plan, load
-from quiver.stages.common.servers import secret
-from quiver.stages.common.store import Store, Version
+from quiver.stages.core import plugins
+from quiver.stages.core.config import parse
+from quiver.stages.core.run.call import Call
+from quiver.stages.core.run.runner import find, plan_of
+from quiver.stages.core.run.stage import Plan, load
+from quiver.stages.core.servers import secret
+from quiver.stages.core.store import Store, Version
 from quiver.stages.generate.engine import code_hash, engine_options
 from quiver.stages.generate.options import VllmServerOptions
+from quiver.stages.model.chat.template import read_template
+from quiver.stages.model.checkpoints import PolicyConfig
+from quiver.stages.model.devices import engine_gpus
+from quiver.stages.model.from_function import is_function
 from quiver.stages.reward.preview import preview
 from quiver.stages.reward.turns import ENVIRONMENT
 

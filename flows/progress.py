@@ -21,11 +21,11 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.logging.handlers import APILogHandler
 
-from quiver.stages.common.runtime.call import Call
-from quiver.stages.report.templates import quoted
+from quiver.flows.look.templates import quoted
+from quiver.stages.core.run.call import Call
 
-from .live import StageProgress, regularly
-from .pages.text import attempt, key
+from .look.live import StageProgress, regularly
+from .look.pages.text import attempt, key
 
 SECONDS_BETWEEN = 5.0
 _log = logging.getLogger("quiver")

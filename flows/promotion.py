@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 
 from pydantic import Field, field_validator
 
+from quiver.flows.look.gather import Manifests, metric
+from quiver.flows.look.words import counted, number, unscored_of
 from quiver.schemas.errors import ConflictError, LineageError
 from quiver.schemas.manifest import Manifest
-from quiver.stages.common.config import Config
-from quiver.stages.common.episodes import LIMITS
-from quiver.stages.common.store import Store, tags
+from quiver.stages.core.config import Config
+from quiver.stages.core.store import Store, tags
 from quiver.stages.evaluate.estimators import Estimate, lower_bound
-from quiver.stages.report.gather import Manifests, metric
-from quiver.stages.report.words import counted, number, unscored_of
+from quiver.stages.turns.statistics import LIMITS
 
 _TOKENS = 0.1
 """Least mean length used in divisions, so that nothing is divided by 0."""

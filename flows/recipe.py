@@ -22,13 +22,13 @@ from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from quiver import flows
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.refs import check_name
-from quiver.stages.common.config import Config, parse
-from quiver.stages.common.models import checkpoints
-from quiver.stages.common.models.checkpoints import PolicyConfig
-from quiver.stages.common.models.from_function import is_function
-from quiver.stages.common.store.storage import read_file
+from quiver.stages.core.config import Config, parse
+from quiver.stages.core.store.storage import read_file
 from quiver.stages.evaluate.config import Config as ScoreConfig
 from quiver.stages.generate.stage import Config as GenerateConfig
+from quiver.stages.model import checkpoints
+from quiver.stages.model.checkpoints import PolicyConfig
+from quiver.stages.model.from_function import is_function
 from quiver.stages.optimize import stage as optimize
 from quiver.stages.optimize.algorithms import ALGORITHMS
 from quiver.stages.optimize.stage import Config as OptimizeConfig

@@ -19,13 +19,13 @@ import pyarrow.compute as pc
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.schemas.manifest import line_of
 from quiver.schemas.refs import parse
-from quiver.stages.common.config import Config
-from quiver.stages.common.models import checkpoints
-from quiver.stages.common.models.checkpoints import PolicyConfig
-from quiver.stages.common.runtime.call import Call, Outcome
-from quiver.stages.common.runtime.runner import find
-from quiver.stages.common.runtime.stage import load
-from quiver.stages.common.store import Store
+from quiver.stages.core.config import Config
+from quiver.stages.core.run.call import Call, Outcome
+from quiver.stages.core.run.runner import find
+from quiver.stages.core.run.stage import load
+from quiver.stages.core.store import Store
+from quiver.stages.model import checkpoints
+from quiver.stages.model.checkpoints import PolicyConfig
 from quiver.stages.reward.stage import Config as RewardConfig
 
 from .calls import perform

@@ -13,11 +13,11 @@ from contextlib import suppress
 
 from pydantic import Field
 
+from quiver.flows.look.words import counted
 from quiver.schemas.errors import CorruptError, QuiverError, unexpected
-from quiver.stages.common.config import Config
-from quiver.stages.common.store import Store
-from quiver.stages.common.store.collection import Rule, collect
-from quiver.stages.report.words import counted
+from quiver.stages.core.config import Config
+from quiver.stages.core.store import Store
+from quiver.stages.core.store.collection import Rule, collect
 
 from .sections import SIDE_RUNS
 

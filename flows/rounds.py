@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from quiver.schemas.metrics import groups_with_contrast
-from quiver.stages.common.store import Store
+from quiver.stages.core.store import Store
 from quiver.stages.logprobs.average import Config as AverageConfig
 from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.optimize.checks import biases

@@ -20,8 +20,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from quiver import flows
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.runtime.call import Call
-from quiver.stages.common.store import Store
+from quiver.stages.core.run.call import Call
+from quiver.stages.core.store import Store
 
 from .calls import Maker, calls_of
 from .post_train import Chain, post_train

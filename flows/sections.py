@@ -19,7 +19,7 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.plain import flatten
 from quiver.schemas.refs import NAME
 from quiver.stages import CHAIN
-from quiver.stages.common.config import Config, Runtime, parse
+from quiver.stages.core.config import Config, Runtime, parse
 from quiver.stages.evaluate.config import Config as ScoreConfig
 from quiver.stages.generate.config import Config as GenerateConfig
 from quiver.stages.logprobs.config import Config as LogprobsConfig

@@ -24,11 +24,11 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from quiver.schemas.errors import ConfigError, SecurityError, printable
-from quiver.stages.common import ranks
-from quiver.stages.common.models.devices import engine_gpus
-from quiver.stages.common.ranks import are_launched, is_led
-from quiver.stages.common.runtime.call import Call
-from quiver.stages.common.runtime.subprocesses import Stopped
+from quiver.stages.core import ranks
+from quiver.stages.core.ranks import are_launched, is_led
+from quiver.stages.core.run.call import Call
+from quiver.stages.core.run.subprocesses import Stopped
+from quiver.stages.model.devices import engine_gpus
 
 from .stopping import is_stopped
 

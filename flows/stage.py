@@ -16,8 +16,8 @@ from prefect import flow
 from prefect.states import Completed, Failed
 
 from quiver.schemas.errors import ConfigError, QuiverError
-from quiver.stages.common.runtime.call import Call
-from quiver.stages.common.store import Store
+from quiver.stages.core.run.call import Call
+from quiver.stages.core.store import Store
 
 from .dispatch import run_at
 from .progress import progress

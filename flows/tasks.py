@@ -23,14 +23,14 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import FlowRunContext, TagsContext
 
 from quiver.schemas.errors import SYSTEM_REASONS, BusyError, QuiverError
-from quiver.stages.common.runtime.call import Call, Outcome
-from quiver.stages.common.runtime.holding import end_waiting
-from quiver.stages.common.runtime.runner import find
-from quiver.stages.common.runtime.subprocesses import Stopped
+from quiver.stages.core.run.call import Call, Outcome
+from quiver.stages.core.run.holding import end_waiting
+from quiver.stages.core.run.runner import find
+from quiver.stages.core.run.subprocesses import Stopped
 
 from .calls import Maker, calls_of
 from .dispatch import run_at
-from .pages import publish
+from .look.pages import publish
 from .placement import GivenUp
 from .progress import progress
 from .recipe import Recipe

@@ -4,10 +4,10 @@ Not of the spine: `load` imports a stage by this table.
 """
 
 MODULES = {
-    "policy": "quiver.stages.common.models.checkpoints",
+    "policy": "quiver.stages.model.checkpoints",
     "prompt": "quiver.stages.prompt.stage",
     "generate": "quiver.stages.generate.stage",
-    "branch": "quiver.stages.generate.turns.branch",
+    "branch": "quiver.stages.turns.branch",
     "imported": "quiver.stages.generate.imported",
     "imported_rewards": "quiver.stages.reward.imported",
     "reward": "quiver.stages.reward.stage",

@@ -28,13 +28,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from quiver.schemas.errors import QuiverError, unexpected
-from quiver.stages.common import ranks
-from quiver.stages.common.config import parse
-from quiver.stages.common.runtime import keeper
-from quiver.stages.common.runtime.call import Call, quiver_version
-from quiver.stages.common.runtime.holding import ANSWER_NAME, ANY_STAGE, CALL_NAME, this_process
-from quiver.stages.common.runtime.runner import perform
-from quiver.stages.common.runtime.stage import load
+from quiver.stages.core import ranks
+from quiver.stages.core.config import parse
+from quiver.stages.core.run import keeper
+from quiver.stages.core.run.call import Call, quiver_version
+from quiver.stages.core.run.holding import ANSWER_NAME, ANY_STAGE, CALL_NAME, this_process
+from quiver.stages.core.run.runner import perform
+from quiver.stages.core.run.stage import load
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ and gradients of five rollouts in each mode. They are compared with transformers
 row at a time (its own attention, float32).
 
     python -m tests.architectures gpt_oss bert     # tried now, and printed
-    python -m tests.architectures --update         # all: writes stages/common/models/families.toml
+    python -m tests.architectures --update         # all: writes stages/model/families.toml
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from quiver.stages.common.forward.layout import Sequences
-from quiver.stages.common.forward.policy import Policy
-from quiver.stages.common.forward.verify import own_logprobs
-from quiver.stages.common.models import families
-from quiver.stages.common.ragged import Ragged
+from quiver.stages.model import families
+from quiver.stages.model.forward.layout import Sequences
+from quiver.stages.model.forward.policy import Policy
+from quiver.stages.model.forward.verify import own_logprobs
+from quiver.stages.model.ragged import Ragged
 from tests.shrink import VOCABULARY, shrink
-from tests.stages.common.forward.test_policy import packed
+from tests.stages.model.forward.test_policy import packed
 
 TEXT_FAMILIES = (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.keys()

@@ -22,7 +22,7 @@ os.environ.update(
 
 import pytest
 
-from quiver.stages.common.store import Store, Version
+from quiver.stages.core.store import Store, Version
 from tests import spent
 from tests.warm import REAL_PYTHON, use_warm_python
 

@@ -18,10 +18,10 @@ from pydantic import Field
 
 from quiver.schemas import rewards as rewards_kind
 from quiver.schemas import rollouts as rollouts_kind
-from quiver.stages.common.config import Config
-from quiver.stages.common.models.checkpoints import as_model
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.store import Store, Version
+from quiver.stages.core.config import Config
+from quiver.stages.core.store import Store, Version
+from quiver.stages.model.checkpoints import as_model
+from quiver.stages.model.loading import load_model
 from tests.tiny import EOS
 from tests.writing import begin
 

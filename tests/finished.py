@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 
-from quiver.stages.common.runtime.runner import Call, perform
-from quiver.stages.common.store import Store
+from quiver.stages.core.run.runner import Call, perform
+from quiver.stages.core.store import Store
 
 INPUTS = Path(__file__).parent / "inputs"
 

@@ -10,7 +10,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-from quiver.stages.common.forward.gpu import choice
+from quiver.stages.model.forward.gpu import choice
 
 choice.DEVICES.add("cpu")
 _convert = interpreter._convert_float

@@ -18,8 +18,8 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from quiver.stages.common.models import loading as models
 from quiver.stages.generate.engines import transformers as hf_engine
+from quiver.stages.model import loading as models
 from quiver.stages.optimize import accelerator, trainer
 from quiver.stages.reward.models import forward
 

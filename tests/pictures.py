@@ -12,9 +12,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from quiver.flows.view.app import ViewApp
-from quiver.stages.common.store import Store
-from quiver.stages.report.paired import pair
+from quiver.flows.look.paired import pair
+from quiver.flows.look.view.app import ViewApp
+from quiver.stages.core.store import Store
 
 DOCS = Path(__file__).parents[1] / "deployments/docs"
 
@@ -43,7 +43,15 @@ def main() -> None:
     (DOCS / "view.svg").write_text(asyncio.run(picture_of_view(Store(path))))
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.html"
-        command = [sys.executable, "-m", "quiver.flows.cli", "report", "demo", "-o", str(report)]
+        command = [
+            sys.executable,
+            "-m",
+            "quiver.flows.cli.main",
+            "report",
+            "demo",
+            "-o",
+            str(report),
+        ]
         subprocess.run([*command, "--store", path], check=True)
         take_picture(report.as_uri(), DOCS / "report.png", 1000, 900)
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from quiver.stages.common.models.loading import configs_of
-from quiver.stages.common.models.small import keep_layers
+from quiver.stages.model.loading import configs_of
+from quiver.stages.model.small import keep_layers
 
 VOCABULARY = 96
 _HIDDEN = 64

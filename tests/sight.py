@@ -23,8 +23,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.common.store import Store, Version
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store, Version
 
 from .tiny import BOS, EOS, PAD, SPECIALS, tokenizer
 

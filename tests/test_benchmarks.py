@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from quiver.stages.common.memory import layers_of
+from quiver.stages.model.memory import layers_of
 from tests.benchmarks import data_path, growth, reward_servers, sharded_memory, store
 
 FOLDER = Path(data_path.__file__).parent

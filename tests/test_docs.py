@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from quiver.flows.cli import app
+from quiver.flows.cli.main import app
 from quiver.flows.keys import sections
 from quiver.flows.recipe import Recipe, load
 from quiver.schemas.refs import KINDS
-from quiver.stages.common.runtime.stage import MODULES as STAGE_MODULES
+from quiver.stages.core.run.stage import MODULES as STAGE_MODULES
 from quiver.stages.generate.engine import ENGINES
 from quiver.stages.optimize.algorithms import ALGORITHMS
 from quiver.stages.reward.functions import FUNCTIONS
@@ -197,9 +197,9 @@ def test_the_reward_in_the_readme_scores():
 
 @pytest.mark.parametrize(
     "module",
-    ["quiver.schemas.errors", "quiver.schemas.refs", "quiver.stages.common.config", "quiver.stages.common.store.tags",
+    ["quiver.schemas.errors", "quiver.schemas.refs", "quiver.stages.core.config", "quiver.stages.core.store.tags",
      "quiver.stages.reward.functions", "quiver.stages.reward.functions.answers", "quiver.stages.reward.tables",
-     "quiver.stages.optimize.algorithms", "quiver.stages.evaluate.estimators", "quiver.stages.common.servers",
+     "quiver.stages.optimize.algorithms", "quiver.stages.evaluate.estimators", "quiver.stages.core.servers",
      "quiver.stages.reward.servers.dialects.rows", "quiver.stages.reward.servers.dialects.judge", "quiver.stages.reward.functions.programs",
      "quiver.deployments.recipes.larger", "quiver.deployments.recipes.t5_digits"],
 )  # fmt: skip

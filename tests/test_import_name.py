@@ -67,7 +67,7 @@ def test_a_project_with_flows_stages_and_schemas_of_its_own(python, project):
     script.write_text(
         "import flows, stages, schemas, deployments\n"
         "import quiver\n"
-        "from quiver.stages.common.plugins import load\n"
+        "from quiver.stages.core.plugins import load\n"
         "store = quiver.Store('store')\n"
         "print(flows.WHOSE, stages.WHOSE, schemas.WHOSE, deployments.WHOSE)\n"
         "print(quiver.ConfigError.__module__, store.runs(), quiver.optimize.Config().algorithm)\n"
@@ -79,13 +79,15 @@ def test_a_project_with_flows_stages_and_schemas_of_its_own(python, project):
         "quiver.schemas.errors [] grpo",
         "[{'question': '1 + 1?'}]",
     ], done.stderr
-    listed = run(python, "-m", "quiver.flows.cli", "ls", "--store", "store", "--json", cwd=project)
+    listed = run(
+        python, "-m", "quiver.flows.cli.main", "ls", "--store", "store", "--json", cwd=project
+    )
     assert listed.stdout == '{"versions": []}\n', listed.stderr
 
 
 def test_the_templates_of_the_report_are_in_the_wheel(python, project):
     code = (
-        "from quiver.stages.report.plots import Panel, draw; "
+        "from quiver.flows.look.plots import Panel, draw; "
         "print(draw([Panel('loss', [(1, 0.5, 0.0)])], 'step').svg[:4])"
     )
     done = run(python, "-c", code, cwd=project)

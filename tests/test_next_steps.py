@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from quiver.flows.cli import app
-from quiver.flows.commands.next_step import Called, complete
+from quiver.flows.cli.main import app
+from quiver.flows.cli.next_step import Called, complete
 from tests.test_architecture import FILES, ROOT
 
 COMMANDS = get_command(app).commands

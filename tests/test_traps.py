@@ -17,10 +17,10 @@ import torch
 from tokenizers import processors
 
 from quiver.schemas.errors import NumericError
-from quiver.stages.common.models.checkpoints import PolicyConfig
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.store import Store
+from quiver.stages.core.store import Store
 from quiver.stages.generate import stage as generate
+from quiver.stages.model.checkpoints import PolicyConfig
+from quiver.stages.model.loading import load_model
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize import stage as optimize
 from quiver.stages.optimize.accelerator import make_accelerator

@@ -21,8 +21,8 @@ from transformers import (
     T5Config,
 )
 
-from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.common.store import Store, Version
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store, Version
 
 PAD, BOS, EOS = 0, 1, 2
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.common.runtime.stage import Plan
-from quiver.stages.common.store import Store, Version
-from quiver.stages.common.store.writer import Staging, Writer, open_staging
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.run.stage import Plan
+from quiver.stages.core.store import Store, Version
+from quiver.stages.core.store.writer import Staging, Writer, open_staging
 
 
 class OpenWriter:

@@ -21,10 +21,10 @@ from typing import Any
 from quiver.stages import MODULES
 
 _OBJECTS = {
-    "Store": "quiver.stages.common.store",
-    "Version": "quiver.stages.common.store",
+    "Store": "quiver.stages.core.store",
+    "Version": "quiver.stages.core.store",
     "Recipe": "quiver.flows.recipe",
-    "run_stage": "quiver.stages.common.runtime.runner",
+    "run_stage": "quiver.stages.core.run.runner",
 }
 _ERRORS = (
     "QuiverError",

@@ -1,5 +1,5 @@
 """`python -m quiver`, which is the command `quiver`: launchers start modules."""
 
-from quiver.flows.cli import main
+from quiver.flows.cli.main import main
 
 main()

@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from quiver.schemas.rollouts import OF_EPISODES
-from quiver.stages.common.episodes import LIMITS
-from quiver.stages.common.store import Version
+from quiver.stages.core.store import Version
+from quiver.stages.turns.statistics import LIMITS
 
 from .config import Config
 

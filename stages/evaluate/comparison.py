@@ -14,10 +14,10 @@ from typing import Any
 
 from quiver.schemas.errors import LineageError, printable
 from quiver.schemas.metrics import score_numbers
-from quiver.stages.common.config import parse
-from quiver.stages.common.lineage import pair_prompts
-from quiver.stages.common.runtime.stage import is_made_alike
-from quiver.stages.common.store import Store, Version
+from quiver.stages.core.config import parse
+from quiver.stages.core.lineage import pair_prompts
+from quiver.stages.core.run.stage import is_made_alike
+from quiver.stages.core.store import Store, Version
 
 from . import estimators
 from .config import Config

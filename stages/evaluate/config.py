@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import field_validator, model_validator
 
-from quiver.stages.common.config import Config as Base
+from quiver.stages.core.config import Config as Base
 
 
 class Config(Base):

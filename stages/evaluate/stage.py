@@ -29,9 +29,9 @@ import pyarrow.compute as pc
 from quiver.schemas import evaluations
 from quiver.schemas.errors import ConfigError, LineageError, NumericError, did_you_mean, printable
 from quiver.schemas.metrics import score_numbers
-from quiver.stages.common.runtime.stage import Plan, Refs, is_made_alike
-from quiver.stages.common.store import Store, Version
-from quiver.stages.common.store.writer import Writer
+from quiver.stages.core.run.stage import Plan, Refs, is_made_alike
+from quiver.stages.core.store import Store, Version
+from quiver.stages.core.store.writer import Writer
 
 from . import estimators
 from .answers import count_unscored, steps_to_success

@@ -7,13 +7,13 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.config import Config as Base
-from quiver.stages.common.config import Runtime, without_folder
-from quiver.stages.common.store.writer import ROWS_PER_SHARD
+from quiver.stages.core.config import Config as Base
+from quiver.stages.core.config import Runtime, without_folder
+from quiver.stages.core.store.writer import ROWS_PER_SHARD
+from quiver.stages.turns.config import Turns
 
 from .engine import engine_options
 from .options import Sampling, VllmServerOptions
-from .turns.config import Turns
 
 
 class Config(Base):

@@ -10,10 +10,10 @@ from contextlib import suppress
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common.models import checkpoints
-from quiver.stages.common.models.folder import end_ids_in
-from quiver.stages.common.runtime.stage import Plan
-from quiver.stages.common.store import Version
+from quiver.stages.core.run.stage import Plan
+from quiver.stages.core.store import Version
+from quiver.stages.model import checkpoints
+from quiver.stages.model.folder import end_ids_in
 
 from .config import Config
 from .texts import Texts

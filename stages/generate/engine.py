@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from quiver.schemas.errors import ConfigError, did_you_mean, printable
-from quiver.stages.common import plugins
-from quiver.stages.common.config import Config, parse
-from quiver.stages.common.images import Picture
-from quiver.stages.common.store import Version
+from quiver.stages.core import plugins
+from quiver.stages.core.config import Config, parse
+from quiver.stages.core.store import Version
+from quiver.stages.model.images import Picture
 
 from .options import Sampling, ScriptedOptions, TransformersOptions, VllmOptions, VllmServerOptions
 

@@ -1,6 +1,6 @@
 """imported: turn another system's samples into rollouts, as if `generate` had made them.
 
-The input is a file of JSON lines with ids and logprobs (see `stages/common/trajectories.py`) and
+The input is a file of JSON lines with ids and logprobs (see `stages/turns/trajectories.py`) and
 the policy that is said to have sampled them. The output is rollouts/1, or rollouts/2 if a line has
 turns. Every line is checked before anything is written. The audit of `optimize` checks if the
 logprobs are the policy's. If lines have rewards, the stage `imported_rewards` makes a version of
@@ -23,13 +23,13 @@ from pydantic import Field
 from quiver.schemas import rollouts as rollouts_kind
 from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.schemas.manifest import digest
-from quiver.stages.common import config as common
-from quiver.stages.common import trajectories
-from quiver.stages.common.models import checkpoints
-from quiver.stages.common.runtime.stage import Plan, Refs
-from quiver.stages.common.store import Store, Version
-from quiver.stages.common.store.writer import Writer
-from quiver.stages.common.trajectories import Trajectory, place_of
+from quiver.stages.core import config as common
+from quiver.stages.core.run.stage import Plan, Refs
+from quiver.stages.core.store import Store, Version
+from quiver.stages.core.store.writer import Writer
+from quiver.stages.model import checkpoints
+from quiver.stages.turns import trajectories
+from quiver.stages.turns.trajectories import Trajectory, place_of
 
 from .options import Sampling
 from .texts import Texts

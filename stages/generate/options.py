@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from quiver.stages.common.config import Config, Runtime
-from quiver.stages.common.servers import refuse_section, root_of
+from quiver.stages.core.config import Config, Runtime
+from quiver.stages.core.servers import refuse_section, root_of
 
 _SET_BY_ENGINE = {
     "block_size", "code_revision", "dtype", "enable_chunked_prefill", "enable_lora",

@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 
 from quiver.schemas.errors import ConfigError, SchemaError, printable
 from quiver.schemas.prompts import most_images
-from quiver.stages.common.images import Picture
-from quiver.stages.common.models import checkpoints
-from quiver.stages.common.store import Version
+from quiver.stages.core.store import Version
+from quiver.stages.model import checkpoints
+from quiver.stages.model.images import Picture
 
 from .config import Config
 

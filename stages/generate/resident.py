@@ -20,9 +20,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from quiver.schemas.errors import ResourceError, printable
-from quiver.stages.common.models.loading import verify_model
-from quiver.stages.common.runtime.holding import this_process
-from quiver.stages.common.store.writer import Writer
+from quiver.stages.core.run.holding import this_process
+from quiver.stages.core.store.writer import Writer
+from quiver.stages.model.loading import verify_model
 
 from .config import Config
 from .engine import Engine, Setup, make_engine

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from quiver.schemas import rollouts
 from quiver.schemas.manifest import canonical
-from quiver.stages.common.images import Picture
+from quiver.stages.model.images import Picture
 
 from .config import Config
 from .engine import Completion, Request

@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from quiver.schemas.errors import printable
-from quiver.stages.common.episodes import first_failure, measure
-from quiver.stages.common.store.writer import Writer
+from quiver.stages.core.store.writer import Writer
+from quiver.stages.turns.statistics import first_failure, measure
 
 from .engine import Engine
 from .requests import Requests

@@ -18,16 +18,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from quiver.stages.common import plugins
-from quiver.stages.common.models import checkpoints
-from quiver.stages.common.models.loading import base_of, verify_model
-from quiver.stages.common.runtime.stage import Plan, Refs
-from quiver.stages.common.store import Store, Version
-from quiver.stages.common.store.writer import Writer
+from quiver.stages.core import plugins
+from quiver.stages.core.run.stage import Plan, Refs
+from quiver.stages.core.store import Store, Version
+from quiver.stages.core.store.writer import Writer
+from quiver.stages.model import checkpoints
+from quiver.stages.model.loading import base_of, verify_model
 
 from . import engine as engines
 from .config import Config
 from .ends import end_ids_of_generation_config, stop_ids_of, unknown_end, warn_of_ends
+from .opening import opened, with_code_hashes
 from .options import VllmOptions
 from .prompts import context_limit, most_pictures, select_prompts
 from .requests import Requests
@@ -35,7 +36,6 @@ from .resident import engine_at_work
 from .rows import Rows
 from .shards import Shards
 from .texts import Texts
-from .turns.opening import opened, with_code_hashes
 
 STAGE_VERSION = 1
 SHARED = True

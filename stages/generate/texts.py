@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from tokenizers import decoders
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.models import checkpoints
-from quiver.stages.common.store import Version
+from quiver.stages.core.store import Version
+from quiver.stages.model import checkpoints
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -19,13 +19,13 @@ from contextlib import ExitStack
 from pydantic import Field
 
 from quiver.schemas.errors import ConfigError, LineageError
-from quiver.stages.common.config import Config as Base
-from quiver.stages.common.models import checkpoints
-from quiver.stages.common.models.loading import verify_model
-from quiver.stages.common.runtime.stage import Plan, Refs
-from quiver.stages.common.store import Store
-from quiver.stages.common.store.storage import storage_errors
-from quiver.stages.common.store.writer import Writer
+from quiver.stages.core.config import Config as Base
+from quiver.stages.core.run.stage import Plan, Refs
+from quiver.stages.core.store import Store
+from quiver.stages.core.store.storage import storage_errors
+from quiver.stages.core.store.writer import Writer
+from quiver.stages.model import checkpoints
+from quiver.stages.model.loading import verify_model
 
 STAGE_VERSION = 1
 

@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from quiver.stages.common.config import Config as Base
-from quiver.stages.common.config import Runtime
+from quiver.stages.core.config import Config as Base
+from quiver.stages.core.config import Runtime
 
 
 class PassConfig(Base):

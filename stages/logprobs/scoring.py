@@ -8,16 +8,16 @@ import pyarrow as pa
 import torch
 
 from quiver.schemas import logprobs
-from quiver.stages.common.forward.layout import Sequences, prompt_numbers
-from quiver.stages.common.forward.pictures import Pictures
-from quiver.stages.common.forward.policy import Policy, score, token_budget
-from quiver.stages.common.forward.precision import narrow, resolve
-from quiver.stages.common.forward.verify import choose_kernel, choose_mode
-from quiver.stages.common.models.devices import uses_gpu
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.ragged import Ragged
-from quiver.stages.common.store import Version
-from quiver.stages.common.turns import Turns
+from quiver.stages.core.store import Version
+from quiver.stages.model.devices import uses_gpu
+from quiver.stages.model.forward.layout import Sequences, prompt_numbers
+from quiver.stages.model.forward.pictures import Pictures
+from quiver.stages.model.forward.policy import Policy, score, token_budget
+from quiver.stages.model.forward.precision import narrow, resolve
+from quiver.stages.model.forward.verify import choose_kernel, choose_mode
+from quiver.stages.model.loading import load_model
+from quiver.stages.model.ragged import Ragged
+from quiver.stages.model.turns import Turns
 
 from .config import Config
 

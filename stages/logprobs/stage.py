@@ -23,11 +23,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from quiver.schemas.errors import LineageError, NumericError, printable
-from quiver.stages.common.models import checkpoints
-from quiver.stages.common.models.loading import base_of, check_rows, short_of_memory
-from quiver.stages.common.runtime.stage import Plan, Refs
-from quiver.stages.common.store import Store, Version
-from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
+from quiver.stages.core.run.stage import Plan, Refs
+from quiver.stages.core.store import Store, Version
+from quiver.stages.core.store.writer import ROWS_PER_SHARD, Writer
+from quiver.stages.model import checkpoints
+from quiver.stages.model.loading import base_of, check_rows, short_of_memory
 
 from .config import Config
 
@@ -70,7 +70,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
 
     Raises ConfigError, LineageError, NumericError or SchemaError.
     """
-    from quiver.stages.common.images.dataset import load_pictures
+    from quiver.stages.model.images.dataset import load_pictures
 
     from .scoring import Scorer
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common.models.devices import uses_gpu
-from quiver.stages.common.models.loading import load_as_stored
-from quiver.stages.common.ranks import LAUNCHERS
-from quiver.stages.common.runtime.runner import quiver_version
+from quiver.stages.core.ranks import LAUNCHERS
+from quiver.stages.core.run.runner import quiver_version
+from quiver.stages.model.devices import uses_gpu
+from quiver.stages.model.loading import load_as_stored
 
 from .checks import check_trackers
 from .config import Config
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import nn
 
-    from quiver.stages.common.runtime.stage import Plan
-    from quiver.stages.common.store import Version
+    from quiver.stages.core.run.stage import Plan
+    from quiver.stages.core.store import Version
 
     from .trainer import Trainer
 

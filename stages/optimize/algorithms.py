@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common import plugins
+from quiver.stages.core import plugins
 
 from . import contract
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quiver.schemas.errors import NumericError
-from quiver.stages.common.ragged import Ragged
+from quiver.stages.model.ragged import Ragged
 
 from .batch import Batch
 from .config import TIGHT_CLIP

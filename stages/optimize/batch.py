@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quiver.stages.common.forward.layout import Sequences
-from quiver.stages.common.ragged import Ragged
+from quiver.stages.model.forward.layout import Sequences
+from quiver.stages.model.ragged import Ragged
 
 
 class Part(NamedTuple):

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from quiver.schemas import fields, rewards
 from quiver.schemas.errors import ConfigError, LineageError, did_you_mean, printable
 from quiver.schemas.manifest import Model, line_of
-from quiver.stages.common.models import checkpoints
-from quiver.stages.common.store import Store, Version
+from quiver.stages.core.store import Store, Version
+from quiver.stages.model import checkpoints
 
 if TYPE_CHECKING:
     from .config import Config

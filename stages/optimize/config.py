@@ -19,9 +19,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from quiver.schemas.errors import ConfigError, did_you_mean, printable
-from quiver.stages.common import config as base
-from quiver.stages.common import plugins
-from quiver.stages.common.config import Runtime
+from quiver.stages.core import config as base
+from quiver.stages.core import plugins
+from quiver.stages.core.config import Runtime
 
 from . import algorithms
 from .contract import GROUP_ADVANTAGES

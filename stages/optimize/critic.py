@@ -33,10 +33,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.forward import attention
-from quiver.stages.common.forward.layout import Sequences
-from quiver.stages.common.ragged import Ragged
-from quiver.stages.common.store import Version
+from quiver.stages.core.store import Version
+from quiver.stages.model.forward import attention
+from quiver.stages.model.forward.layout import Sequences
+from quiver.stages.model.ragged import Ragged
 
 from . import advantages
 from . import optimizer as adamw

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from quiver.stages.common.ragged import Ragged
+from quiver.stages.model.ragged import Ragged
 
 from .advantages import gae, group_normalized, group_statistics, group_sums
 

@@ -29,10 +29,10 @@ import pyarrow.compute as pc
 from quiver.schemas import rollouts as rollouts_kind
 from quiver.schemas.errors import ConfigError, LineageError, SchemaError, printable
 from quiver.schemas.refs import Ref
-from quiver.stages.common.config import parse
-from quiver.stages.common.models import checkpoints
-from quiver.stages.common.models.checkpoints import OPTIMIZER_FOLDER
-from quiver.stages.common.store import Store, Version
+from quiver.stages.core.config import parse
+from quiver.stages.core.store import Store, Version
+from quiver.stages.model import checkpoints
+from quiver.stages.model.checkpoints import OPTIMIZER_FOLDER
 
 from .config import Lora
 

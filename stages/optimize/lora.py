@@ -36,15 +36,11 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common.forward.pictures import sight
-from quiver.stages.common.forward.precision import resolve
-from quiver.stages.common.models.checkpoints import (
-    ADAPTER_FOLDER,
-    ADAPTER_PREFIX,
-    ADAPTER_WEIGHTS,
-)
-from quiver.stages.common.models.loading import load_as_stored, load_model
-from quiver.stages.common.store import Version, storage
+from quiver.stages.core.store import Version, storage
+from quiver.stages.model.checkpoints import ADAPTER_FOLDER, ADAPTER_PREFIX, ADAPTER_WEIGHTS
+from quiver.stages.model.forward.pictures import sight
+from quiver.stages.model.forward.precision import resolve
+from quiver.stages.model.loading import load_as_stored, load_model
 
 from .checks import check_peft
 from .config import Config, Lora

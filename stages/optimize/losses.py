@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quiver.stages.common.ragged import Ragged
+from quiver.stages.model.ragged import Ragged
 
 MAX_LOG_RATIO = 20.0
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quiver.stages.common.ragged import Ragged
+from quiver.stages.model.ragged import Ragged
 
 from . import losses
 from .config import Correction

@@ -36,9 +36,9 @@ from torch.optim.adamw import adamw
 
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.plain import read_json
-from quiver.stages.common.models.checkpoints import FILE_BYTES
-from quiver.stages.common.models.folder import load_errors
-from quiver.stages.common.store import Version, storage
+from quiver.stages.core.store import Version, storage
+from quiver.stages.model.checkpoints import FILE_BYTES
+from quiver.stages.model.folder import load_errors
 
 from .config import Config
 

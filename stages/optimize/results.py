@@ -13,11 +13,11 @@ import pyarrow.compute as pc
 
 from quiver.schemas import advantages as advantages_kind
 from quiver.schemas import updates as updates_kind
-from quiver.stages.common.forward.precision import narrow
-from quiver.stages.common.models import checkpoints
-from quiver.stages.common.models.loading import restore_dropout
-from quiver.stages.common.store import Version, storage
-from quiver.stages.common.store.writer import Writer
+from quiver.stages.core.store import Version, storage
+from quiver.stages.core.store.writer import Writer
+from quiver.stages.model import checkpoints
+from quiver.stages.model.forward.precision import narrow
+from quiver.stages.model.loading import restore_dropout
 
 from . import critic, lora, optimizer
 from .losses import log_ratio

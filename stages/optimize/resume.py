@@ -26,9 +26,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from quiver.schemas.errors import ConfigError, CorruptError, printable
-from quiver.stages.common.runtime.stage import Plan
-from quiver.stages.common.store.notes import PROGRESS, note_of, read_note
-from quiver.stages.common.store.storage import storage_errors
+from quiver.stages.core.run.stage import Plan
+from quiver.stages.core.store.notes import PROGRESS, note_of, read_note
+from quiver.stages.core.store.storage import storage_errors
 
 from .accelerator import of_all_ranks
 

@@ -30,14 +30,14 @@ import torch
 from torch import Tensor
 
 from quiver.schemas.errors import ConfigError, LineageError, NumericError, SchemaError, printable
-from quiver.stages.common.episodes import first_failure, way_to_end
-from quiver.stages.common.forward.layout import Sequences, prompt_numbers
-from quiver.stages.common.forward.pictures import Pictures, join_pictures
-from quiver.stages.common.images.dataset import load_pictures
-from quiver.stages.common.models.loading import check_rows
-from quiver.stages.common.ragged import Mapped, Ragged
-from quiver.stages.common.store import Store, Version
-from quiver.stages.common.turns import Turns
+from quiver.stages.core.store import Store, Version
+from quiver.stages.model.forward.layout import Sequences, prompt_numbers
+from quiver.stages.model.forward.pictures import Pictures, join_pictures
+from quiver.stages.model.images.dataset import load_pictures
+from quiver.stages.model.loading import check_rows
+from quiver.stages.model.ragged import Mapped, Ragged
+from quiver.stages.model.turns import Turns
+from quiver.stages.turns.statistics import first_failure, way_to_end
 
 from . import terms
 from .advantages import group_centered, zero_variance

@@ -37,11 +37,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.forward.encoder_decoder import Pairs
-from quiver.stages.common.forward.layout import Layout, Sequences
-from quiver.stages.common.forward.modules import fuse_modules
-from quiver.stages.common.forward.policy import Policy
-from quiver.stages.common.memory import layers_of
+from quiver.stages.model.forward.encoder_decoder import Pairs
+from quiver.stages.model.forward.layout import Layout, Sequences
+from quiver.stages.model.forward.modules import fuse_modules
+from quiver.stages.model.forward.policy import Policy
+from quiver.stages.model.memory import layers_of
 
 from .optimizer import is_sharded
 from .trainer import Trainer

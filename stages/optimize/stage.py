@@ -27,10 +27,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.models import checkpoints
-from quiver.stages.common.runtime.stage import Plan, Refs
-from quiver.stages.common.store import Store, Version
-from quiver.stages.common.store.writer import Writer
+from quiver.stages.core.run.stage import Plan, Refs
+from quiver.stages.core.store import Store, Version
+from quiver.stages.core.store.writer import Writer
+from quiver.stages.model import checkpoints
 
 from . import algorithms
 from .checks import check_credit, check_peft, check_schedule, check_trackers
@@ -121,7 +121,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     `load_optimizer` asks for it), NumericError, and ResourceError if memory is short; nothing is
     published then.
     """
-    from quiver.stages.common.models.loading import short_of_memory
+    from quiver.stages.model.loading import short_of_memory
 
     config = plan.config.carried(plan.inputs["policy"].manifest.metrics)
     loads_state = config.load_optimizer and has_moments(config.lora, plan.inputs["policy"])
@@ -171,8 +171,8 @@ def _load_trainer(
     if `loads_state`."""
     import torch
 
-    from quiver.stages.common.forward.pictures import sight
-    from quiver.stages.common.models.loading import base_of, load_model
+    from quiver.stages.model.forward.pictures import sight
+    from quiver.stages.model.loading import base_of, load_model
 
     from . import critic
     from .accelerator import trainer_of

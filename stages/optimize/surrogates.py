@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from quiver.stages.common.ragged import Ragged
+from quiver.stages.model.ragged import Ragged
 
 from .losses import MAX_LOG_RATIO, Tokens, log_ratio
 

@@ -27,8 +27,8 @@ from typing import Any
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, TrackioTracker, WandBTracker
 
 from quiver.schemas.errors import ConfigError, QuiverError, printable
-from quiver.stages.common.runtime.stage import Plan
-from quiver.stages.common.store import Store, Version
+from quiver.stages.core.run.stage import Plan
+from quiver.stages.core.store import Store, Version
 
 from .inputs import sets
 

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from quiver.schemas.errors import NumericError
-from quiver.stages.common.forward.layout import Layout, Sequences
-from quiver.stages.common.forward.packing import Piece, minibatches
-from quiver.stages.common.forward.policy import Policy, score_and_judge, token_budget
-from quiver.stages.common.forward.precision import narrow, resolve
-from quiver.stages.common.forward.verify import choose_kernel, choose_mode
+from quiver.stages.model.forward.layout import Layout, Sequences
+from quiver.stages.model.forward.packing import Piece, minibatches
+from quiver.stages.model.forward.policy import Policy, score_and_judge, token_budget
+from quiver.stages.model.forward.precision import narrow, resolve
+from quiver.stages.model.forward.verify import choose_kernel, choose_mode
 
 from . import critic, terms
 from .algorithms import Algorithm

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from quiver.schemas.errors import ConfigError, printable, quoted_name
 from quiver.schemas.outside import Message, shape_of
 from quiver.schemas.plain import problem_of, read_clean_json
-from quiver.stages.common.names_elsewhere import COLUMNS
+from quiver.stages.core.names_elsewhere import COLUMNS
 
 from .config import Config
 

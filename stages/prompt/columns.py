@@ -23,7 +23,7 @@ import pyarrow as pa
 from quiver.schemas.cells import Cells, holds, json_array, wrap
 from quiver.schemas.errors import ConfigError, printable, quoted_name
 from quiver.schemas.plain import TOO_DEEP, bad_text, is_too_deep, read_clean_json
-from quiver.stages.common.file_rows import bad_source
+from quiver.stages.core.file_rows import bad_source
 
 CHUNK = 1024
 _JSON = pa.json_()

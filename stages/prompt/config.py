@@ -10,9 +10,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from quiver.stages.common.config import Config as Base
-from quiver.stages.common.config import Runtime, without_folder
-from quiver.stages.common.environments.config import EnvironmentConfig
+from quiver.stages.core.config import Config as Base
+from quiver.stages.core.config import Runtime, without_folder
+from quiver.stages.turns.environment_config import EnvironmentConfig
 
 INPUTS = ("messages", "prompt", "prompt_ids")
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".feather")

@@ -21,9 +21,9 @@ import pyarrow as pa
 from quiver.schemas.errors import printable, reason
 from quiver.schemas.manifest import digest
 from quiver.schemas.outside import read_path, shape_of
-from quiver.stages.common.images.checking import ImageCheck, ImageLimits
-from quiver.stages.common.images.processor import load_processor
-from quiver.stages.common.store import Version, storage
+from quiver.stages.core.store import Version, storage
+from quiver.stages.model.images.checking import ImageCheck, ImageLimits
+from quiver.stages.model.images.processor import load_processor
 
 from .chats import bad_row, naming_row
 from .config import SUFFIXES, Config, SourceConfig

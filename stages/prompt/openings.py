@@ -14,8 +14,8 @@ from typing import Any
 import pyarrow as pa
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common.environments.environment import Message, environment_seed
-from quiver.stages.common.environments.pool import EnvironmentPool
+from quiver.stages.turns.environment import Message, environment_seed
+from quiver.stages.turns.pool import EnvironmentPool
 
 from .config import Config
 from .images import without_images

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.schemas.plain import bad_text
-from quiver.stages.common.store import Store, Version
+from quiver.stages.core.store import Store, Version
 
 from .config import Config
 

@@ -18,14 +18,17 @@ from quiver.schemas.cells import without_nulls
 from quiver.schemas.errors import ConfigError, printable, quoted_name
 from quiver.schemas.fields import required
 from quiver.schemas.outside import Message
-from quiver.stages.common.chat.control_tokens import Guard, Rendering
-from quiver.stages.common.chat.generation_prompt import (
+from quiver.stages.core.file_rows import parse_line
+from quiver.stages.core.store import Version
+from quiver.stages.model import checkpoints
+from quiver.stages.model.chat.control_tokens import Guard, Rendering
+from quiver.stages.model.chat.generation_prompt import (
     learn_end,
     learn_markup,
     learn_start,
     reserved_ids,
 )
-from quiver.stages.common.chat.messages import (
+from quiver.stages.model.chat.messages import (
     as_parts,
     is_assistants,
     put_texts,
@@ -33,11 +36,8 @@ from quiver.stages.common.chat.messages import (
     take_texts,
     texts_of,
 )
-from quiver.stages.common.chat.template import Template
-from quiver.stages.common.environments.environment import pictures_in, without_pictures
-from quiver.stages.common.file_rows import parse_line
-from quiver.stages.common.models import checkpoints
-from quiver.stages.common.store import Version
+from quiver.stages.model.chat.template import Template
+from quiver.stages.turns.environment import pictures_in, without_pictures
 
 from .chats import (
     ARGUMENTS,

@@ -9,7 +9,7 @@
 A cell has the Python value that its file says:
 
 * JSON, and rows of a generator: the value from `json.loads` or the generator (`columns.py`).
-* CSV: text, or numbers in a column that holds nothing else (`stages/common/file_rows.py`).
+* CSV: text, or numbers in a column that holds nothing else (`stages/core/file_rows.py`).
 * Parquet, Arrow, Feather, `datasets`: the value from Arrow's `to_pylist`. A map is a dict, the JSON
   of `datasets.Json` is parsed, and a float of 16 or 32 bits is its shortest decimal. A struct has
   all keys of its type, null ones too: Arrow does not store which keys its row had. Such keys are
@@ -31,10 +31,10 @@ import pyarrow as pa
 
 from quiver.schemas.cells import holds
 from quiver.schemas.errors import ConfigError, did_you_mean, printable, quoted_name, reason
-from quiver.stages.common import plugins
-from quiver.stages.common.config import parse
-from quiver.stages.common.file_rows import bad_source, csv_rows, json_rows
-from quiver.stages.common.store import storage
+from quiver.stages.core import plugins
+from quiver.stages.core.config import parse
+from quiver.stages.core.file_rows import bad_source, csv_rows, json_rows
+from quiver.stages.core.store import storage
 
 from .columns import CHUNK, plain_table, to_table
 from .config import INPUTS, SUFFIXES, Config, SourceConfig

@@ -21,11 +21,11 @@ import pyarrow.compute as pc
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import digest
-from quiver.stages.common.chat.template import read_template
-from quiver.stages.common.models import checkpoints
-from quiver.stages.common.runtime.stage import Plan, Refs
-from quiver.stages.common.store import Store, Version
-from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
+from quiver.stages.core.run.stage import Plan, Refs
+from quiver.stages.core.store import Store, Version
+from quiver.stages.core.store.writer import ROWS_PER_SHARD, Writer
+from quiver.stages.model import checkpoints
+from quiver.stages.model.chat.template import read_template
 
 from . import sources
 from .chats import warn_unused

@@ -10,9 +10,9 @@ from pydantic import Field, model_validator
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import Model
-from quiver.stages.common.config import Config as Base
-from quiver.stages.common.config import Runtime
-from quiver.stages.common.store.writer import ROWS_PER_SHARD
+from quiver.stages.core.config import Config as Base
+from quiver.stages.core.config import Runtime
+from quiver.stages.core.store.writer import ROWS_PER_SHARD
 
 from .functions.config import FunctionConfig
 from .functions.config import fingerprint as function_fingerprint

@@ -18,11 +18,11 @@ from pydantic import Field
 
 from quiver.schemas.errors import LineageError
 from quiver.schemas.rewards import schema_for
-from quiver.stages.common import config as common
-from quiver.stages.common import trajectories
-from quiver.stages.common.runtime.stage import Plan, Refs
-from quiver.stages.common.store import Store
-from quiver.stages.common.store.writer import Writer
+from quiver.stages.core import config as common
+from quiver.stages.core.run.stage import Plan, Refs
+from quiver.stages.core.store import Store
+from quiver.stages.core.store.writer import Writer
+from quiver.stages.turns import trajectories
 
 from .measures import summary
 

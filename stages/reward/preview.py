@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from quiver.schemas.errors import printable
-from quiver.stages.common import plugins
+from quiver.stages.core import plugins
 
 from .config import Config, pinned
 from .functions import shipped

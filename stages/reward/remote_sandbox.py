@@ -25,11 +25,11 @@ from pydantic import BaseModel
 
 from quiver.schemas.errors import RemoteError, printable
 from quiver.schemas.manifest import digest
-from quiver.stages.common.client import Client, FailedError
-from quiver.stages.common.config import parse
-from quiver.stages.common.isolation import Limits
-from quiver.stages.common.sandbox import Finished
-from quiver.stages.common.servers import read_as, secret
+from quiver.stages.core.client import Client, FailedError
+from quiver.stages.core.config import parse
+from quiver.stages.core.isolation import Limits
+from quiver.stages.core.sandbox import Finished
+from quiver.stages.core.servers import read_as, secret
 from quiver.stages.reward.servers.config import ServerConfig
 from quiver.stages.reward.servers.transport import Transport
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple, Protocol
 from pydantic import AfterValidator, Field
 
 from quiver.schemas.errors import ConfigError, did_you_mean, printable, quoted_name
-from quiver.stages.common.config import Config
+from quiver.stages.core.config import Config
 
 OFFERED = (
     "prompts",

@@ -26,10 +26,10 @@ import pyarrow.compute as pc
 from quiver.schemas import rewards
 from quiver.schemas.errors import ConfigError, LineageError, RewardError, printable
 from quiver.schemas.rewards import names_of
-from quiver.stages.common.config import parse
-from quiver.stages.common.runtime.stage import Plan
-from quiver.stages.common.store import Version
-from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
+from quiver.stages.core.config import parse
+from quiver.stages.core.run.stage import Plan
+from quiver.stages.core.store import Version
+from quiver.stages.core.store.writer import ROWS_PER_SHARD, Writer
 
 from . import pictures, tables, turns
 from .config import SCORERS, Config

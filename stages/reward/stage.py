@@ -20,10 +20,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 
 from quiver.schemas.errors import RewardError
-from quiver.stages.common.lineage import open_input
-from quiver.stages.common.runtime.stage import Plan, Refs
-from quiver.stages.common.store import Store, Version
-from quiver.stages.common.store.writer import Writer
+from quiver.stages.core.lineage import open_input
+from quiver.stages.core.run.stage import Plan, Refs
+from quiver.stages.core.store import Store, Version
+from quiver.stages.core.store.writer import Writer
 
 from .config import Config, pinned
 from .measures import summary

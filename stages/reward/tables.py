@@ -18,9 +18,9 @@ import pyarrow.compute as pc
 from quiver.schemas import rewards
 from quiver.schemas.errors import LineageError, NumericError, printable
 from quiver.schemas.prompts import most_images
-from quiver.stages.common.chat.messages import read_messages
-from quiver.stages.common.episodes import FAILURES
-from quiver.stages.common.store import Version
+from quiver.stages.core.store import Version
+from quiver.stages.model.chat.messages import read_messages
+from quiver.stages.turns.statistics import FAILURES
 
 from . import pictures, turns
 from .config import Config

@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def _make(arguments: argparse.Namespace, rows: int) -> None:
-    from quiver.stages.common.store import Store
+    from quiver.stages.core.store import Store
 
     store = Store(arguments.work / "store")
     make_rewards(store, make_rollouts(store, tiny_policy(store), rows, PROMPT, COMPLETION))
@@ -69,10 +69,10 @@ def _make(arguments: argparse.Namespace, rows: int) -> None:
 
 def _read(arguments: argparse.Namespace, rows: int) -> None:
     """The steps of `make` of `quiver.stages.optimize.stage` up to the model."""
-    from quiver.stages.common.forward.layout import make_layout
-    from quiver.stages.common.forward.packing import pack
-    from quiver.stages.common.forward.policy import pieces_of
-    from quiver.stages.common.store import Store
+    from quiver.stages.core.store import Store
+    from quiver.stages.model.forward.layout import make_layout
+    from quiver.stages.model.forward.packing import pack
+    from quiver.stages.model.forward.policy import pieces_of
     from quiver.stages.optimize import algorithms
     from quiver.stages.optimize.config import Config
     from quiver.stages.optimize.rollouts import load

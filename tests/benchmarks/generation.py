@@ -84,7 +84,7 @@ def _sizes(arguments: argparse.Namespace) -> tuple[int, int]:
 
 def _prompts(arguments: argparse.Namespace) -> None:
     """The model and every size's prompts, once, in the store that the sides share."""
-    from quiver.stages.common.store import Store
+    from quiver.stages.core.store import Store
 
     store = Store(arguments.work / "store")
     policy = real_policy(store)
@@ -95,7 +95,7 @@ def _prompts(arguments: argparse.Namespace) -> None:
 
 def _inputs(arguments: argparse.Namespace):
     """The store, its policy, and the prompts of this size."""
-    from quiver.stages.common.store import Store
+    from quiver.stages.core.store import Store
 
     store = Store(arguments.work / "store")
     prompts = store.open(f"{RUN}/prompts@{1 if arguments.quick else 2}")
@@ -140,7 +140,7 @@ def _quiver(arguments: argparse.Namespace) -> None:
     """The stage's own process: `python -m quiver.stages generate`, with a clock around its
     engine."""
     from quiver.stages import __main__ as process
-    from quiver.stages.common.runtime.runner import Call
+    from quiver.stages.core.run.runner import Call
     from quiver.stages.generate import engine
 
     clock, make = Clock(), engine.make_engine

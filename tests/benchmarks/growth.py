@@ -67,7 +67,7 @@ def _case(arguments: argparse.Namespace, case: str) -> dict[str, str]:
 
 def _make(arguments: argparse.Namespace) -> None:
     """What the stage reads."""
-    from quiver.stages.common.store import Store
+    from quiver.stages.core.store import Store
 
     stage, model, *_ = CASES[arguments.case]
     store = Store(arguments.work / "store")

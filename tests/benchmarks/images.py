@@ -65,8 +65,8 @@ def main() -> None:
 def _run(arguments: argparse.Namespace) -> None:
     import torch
 
-    from quiver.stages.common.forward.layout import make_layout
-    from quiver.stages.common.forward.policy import Policy
+    from quiver.stages.model.forward.layout import make_layout
+    from quiver.stages.model.forward.policy import Policy
 
     torch.manual_seed(0)
     model = _model(SMALL if arguments.quick else LARGE)
@@ -126,9 +126,9 @@ def _sequences() -> tuple[Any, list[int]]:
     """What the rollouts are, and which of them have one prompt."""
     import torch
 
-    from quiver.stages.common.forward.layout import Sequences
-    from quiver.stages.common.forward.pictures import Pictures, Shown
-    from quiver.stages.common.ragged import Ragged
+    from quiver.stages.model.forward.layout import Sequences
+    from quiver.stages.model.forward.pictures import Pictures, Shown
+    from quiver.stages.model.ragged import Ragged
 
     random = np.random.default_rng(0)
     count = GROUPS * GROUP

@@ -74,7 +74,7 @@ def _prompts(arguments: argparse.Namespace) -> int:
 
 def _quiver(arguments: argparse.Namespace) -> None:
     """The demo's recipe without its evaluation."""
-    from quiver.stages.common.store import Store
+    from quiver.stages.core.store import Store
 
     recipe = arguments.work / "recipe.toml"
     lines = (ROOT / RECIPE).read_text().splitlines(keepends=True)
@@ -107,7 +107,7 @@ def _trl(arguments: argparse.Namespace) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     from quiver.deployments.recipes.larger import rows
-    from quiver.stages.common.store import Store
+    from quiver.stages.core.store import Store
     from quiver.stages.reward.functions import format as form
     from quiver.stages.reward.functions import numeric
 

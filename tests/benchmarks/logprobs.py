@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _make(arguments: argparse.Namespace) -> None:
-    from quiver.stages.common.store import Store
+    from quiver.stages.core.store import Store
 
     store = Store(arguments.work / "store")
     count = (1 if arguments.quick else GROUPS) * GROUP
@@ -67,7 +67,7 @@ def _make(arguments: argparse.Namespace) -> None:
 
 def _saved(arguments: argparse.Namespace):
     """The store, the policy, and prompt and completion ids of all rollouts."""
-    from quiver.stages.common.store import Store
+    from quiver.stages.core.store import Store
 
     store = Store(arguments.work / "store")
     rollouts = store.open(f"{RUN}/rollouts@1").table()

@@ -12,10 +12,10 @@ import numpy as np
 import pyarrow as pa
 
 from quiver.schemas import fields, prompts, rewards, rollouts
-from quiver.stages.common.config import Config
-from quiver.stages.common.models.checkpoints import PolicyConfig, as_model
-from quiver.stages.common.store import Store, Version
-from quiver.stages.common.store.writer import ROWS_PER_SHARD
+from quiver.stages.core.config import Config
+from quiver.stages.core.store import Store, Version
+from quiver.stages.core.store.writer import ROWS_PER_SHARD
+from quiver.stages.model.checkpoints import PolicyConfig, as_model
 from quiver.stages.prompt.stage import Config as PromptConfig
 from tests.writing import begin, run_here
 

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from quiver.stages.common.store import Store
-from tests.stages.common.store.test_store import Settings, commit, table, work_on
+from quiver.stages.core.store import Store
+from tests.stages.core.store.test_store import Settings, commit, table, work_on
 
 RUNS = 5
 PAUSE = 0.2

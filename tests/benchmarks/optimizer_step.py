@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quiver.stages.common.runtime.holding import ENVIRONMENT
+from quiver.stages.core.run.holding import ENVIRONMENT
 
 from .made import random_policy, real_policy
 from .side_by_side import answer, machine, median, run_side, table
@@ -185,7 +185,7 @@ def _environment(setting: str) -> dict[str, str]:
 
 def _model(arguments: argparse.Namespace) -> None:
     """Import the model once, as policy@0 of a store in the work folder."""
-    from quiver.stages.common.store import Store
+    from quiver.stages.core.store import Store
 
     store = Store(arguments.work / "store")
     real_policy(store) if arguments.model == MODELS[0] else random_policy(store, arguments.model)
@@ -244,10 +244,10 @@ def _memory() -> dict[str, float]:
 def _quiver(arguments: argparse.Namespace) -> None:
     import torch
 
-    from quiver.stages.common.forward.layout import Sequences
-    from quiver.stages.common.models.loading import load_model
-    from quiver.stages.common.ragged import Ragged
-    from quiver.stages.common.store import Store
+    from quiver.stages.core.store import Store
+    from quiver.stages.model.forward.layout import Sequences
+    from quiver.stages.model.loading import load_model
+    from quiver.stages.model.ragged import Ragged
     from quiver.stages.optimize import algorithms
     from quiver.stages.optimize.accelerator import make_accelerator
     from quiver.stages.optimize.batch import Batch
@@ -313,7 +313,7 @@ def _trl(arguments: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from quiver.stages.common.store import Store
+    from quiver.stages.core.store import Store
 
     rollouts = _rollouts(arguments.shapes[0], arguments.groups)
     path = str(Store(arguments.work / "store").open("bench/policy@0").files.folder)

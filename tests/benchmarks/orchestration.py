@@ -118,7 +118,7 @@ def _quiver(recipe: Path, env: dict[str, str], iterations: int) -> subprocess.Co
     command = [
         sys.executable,
         "-m",
-        "quiver.flows.cli",
+        "quiver.flows.cli.main",
         "run",
         str(recipe),
         "--json",
@@ -196,10 +196,12 @@ def _seconds_an_iteration(
         part for setting in [*settings, f"store={str(store)!r}"] for part in ("--set", setting)
     ]
     done = _run(
-        [sys.executable, "-m", "quiver.flows.cli", "run", str(recipe), "--json", *given], env, ROOT
+        [sys.executable, "-m", "quiver.flows.cli.main", "run", str(recipe), "--json", *given],
+        env,
+        ROOT,
     )
     policies = [each["policy"] for each in json.loads(done.stdout.splitlines()[-1])["iterations"]]
-    from quiver.stages.common.store import Store
+    from quiver.stages.core.store import Store
 
     ends = [
         datetime.fromisoformat(Store(store).open(ref).manifest.created).timestamp()

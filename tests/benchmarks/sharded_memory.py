@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from quiver.stages.common.memory import layers_of
+from quiver.stages.model.memory import layers_of
 
 from .side_by_side import table
 

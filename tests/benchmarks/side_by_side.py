@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from quiver.stages.common.runtime.holding import ENVIRONMENT, allocator_environment
+from quiver.stages.core.run.holding import ENVIRONMENT, allocator_environment
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".peers"
@@ -111,7 +111,7 @@ def quiver(work: Path, *command: str) -> tuple[str, float]:
     """The last line that `quiver COMMAND` prints, and its seconds; Prefect keeps its database under
     `work`."""
     environment = {**os.environ, "PYTHONPATH": python_path(), **prefect_home(work)}
-    called, started = [sys.executable, "-m", "quiver.flows.cli", *command], time.monotonic()
+    called, started = [sys.executable, "-m", "quiver.flows.cli.main", *command], time.monotonic()
     done = subprocess.run(
         called, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )

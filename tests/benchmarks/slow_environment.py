@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from quiver.stages.common.store import Store
+    from quiver.stages.core.store import Store
     from tests.writing import run_here
 
     store = Store(arguments.work / f"{arguments.side}-{time.time_ns()}")

@@ -33,7 +33,7 @@ from .side_by_side import (
 )
 
 RECIPE = "deployments/recipes/demo.toml"
-IMPORTS = ("quiver.schemas.manifest", "quiver.stages.common.store", "quiver.stages.generate.stage", "quiver.flows.cli", "quiver.flows.recipe", "quiver.flows.post_train",
+IMPORTS = ("quiver.schemas.manifest", "quiver.stages.core.store", "quiver.stages.generate.stage", "quiver.flows.cli.main", "quiver.flows.recipe", "quiver.flows.post_train",
            "torch", "transformers", "accelerate", "vllm.entrypoints.llm")  # fmt: skip
 SIDES = ("import", "run")
 _FIRST = ("--prompts", "demo/prompts@1", "--policy", "demo/policy@0")
@@ -128,7 +128,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _stages(work: Path, iteration: dict[str, Any]) -> dict[str, float]:
     """Of each stage its phases, what it did between them, and its process around it."""
-    from quiver.stages.common.store import Store
+    from quiver.stages.core.store import Store
 
     found = {}
     kinds = {"prompt": "prompts", "generate": "rollouts", "reward": "rewards", "optimize": "policy"}

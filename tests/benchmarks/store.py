@@ -77,7 +77,7 @@ def _side(arguments: argparse.Namespace) -> None:
     import datasets  # noqa: F401  imports are not what is compared
     import pyarrow.parquet  # noqa: F401
 
-    import quiver.stages.common.store.writer  # noqa: F401
+    import quiver.stages.core.store.writer  # noqa: F401
 
     share = 10 if arguments.side == "jsonl" else 1
     path = arguments.work / arguments.side
@@ -113,13 +113,13 @@ def _sum(column: pa.ChunkedArray) -> int:
 
 
 def _write_store(made: pa.Table, path: Path) -> None:
-    from quiver.stages.common.store import Store
+    from quiver.stages.core.store import Store
 
     write_version(Store(path), "rollouts", "generate", made)
 
 
 def _read_store(path: Path) -> int:
-    from quiver.stages.common.store import Store
+    from quiver.stages.core.store import Store
 
     return _sum(Store(path).open(f"{RUN}/rollouts@1").table()["completion_ids"])
 

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from quiver.schemas import rollouts as rollouts_kind
-from quiver.stages.common.models.checkpoints import as_model
+from quiver.stages.model.checkpoints import as_model
 
 from .made import RUN, make_prompts, rollouts_table, tiny_policy, write_version
 from .side_by_side import answer, machine, make_parser, median, table, take_turns
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from quiver.stages.common.store import Store
+    from quiver.stages.core.store import Store
     from tests.writing import run_here
 
     store = Store(arguments.work / f"{arguments.side}-{time.time_ns()}")

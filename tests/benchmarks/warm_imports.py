@@ -1,5 +1,5 @@
 """An iteration of the demo with and without processes that import ahead of time what their stage
-needs (`stages/common/runtime/holding.py`).
+needs (`stages/core/run/holding.py`).
 
     python -m tests.benchmarks.warm_imports
 
@@ -19,7 +19,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from quiver.stages.common.store import Store
+from quiver.stages.core.store import Store
 
 from .side_by_side import (
     ROOT,
@@ -37,7 +37,7 @@ RECIPE = ROOT / "deployments/recipes/demo.toml"
 SIDES = ("with", "without")
 ENGINES = ("vllm", "transformers")
 ITERATIONS = 3
-_COMMAND = "from quiver.flows import here\n{replace}from quiver.flows.cli import main\nmain()"
+_COMMAND = "from quiver.flows import here\n{replace}from quiver.flows.cli.main import main\nmain()"
 _REPLACE = {"with": "", "without": "here.hold = lambda *_: None\n"}
 
 

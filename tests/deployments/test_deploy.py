@@ -39,12 +39,12 @@ from quiver.deployments.deploy import Where, deploy
 from quiver.deployments.serve import SaidOnce
 from quiver.deployments.server import check_api, listening, own_server
 from quiver.flows import prefect_server
-from quiver.flows.commands import placing
+from quiver.flows.cli import placing
 from quiver.flows.post_train import post_train
 from quiver.flows.prefect_server import shell_tag
 from quiver.flows.recipe import Recipe, load
 from quiver.schemas.errors import ConfigError, RemoteError, ResourceError, SecurityError
-from quiver.stages.common.store import Store
+from quiver.stages.core.store import Store
 from tests.deployments.prefect_world import wait_for, world
 from tests.flows.conftest import free_port, own_home, quiver, write_recipe
 
@@ -346,7 +346,7 @@ def test_an_option_that_would_do_nothing_or_a_recipe_that_can_not_run_is_refused
 
 
 def test_serve_says_as_json_what_it_serves(place, client):
-    command = [sys.executable, "-m", "quiver.flows.cli", "serve", "recipe.toml", "--json"]
+    command = [sys.executable, "-m", "quiver.flows.cli.main", "serve", "recipe.toml", "--json"]
     command += ["--set", "run=served"]
     with subprocess.Popen(
         command, cwd=place.folder, env=place.env, stdout=subprocess.PIPE, text=True
@@ -591,7 +591,7 @@ def alone(tmp_path_factory):
 
 def test_without_a_server_prefect_is_not_imported(alone):
     code = (
-        "import sys; from quiver.flows.cli import main\n"
+        "import sys; from quiver.flows.cli.main import main\n"
         "try: main()\n"
         "finally: print({'prefect', 'torch'} & set(sys.modules))"
     )
@@ -611,7 +611,7 @@ def test_a_server_that_does_not_take_it_costs_a_warning(alone):
     with socket.create_server(("127.0.0.1", 0)) as busy:
         url = f"http://127.0.0.1:{busy.getsockname()[1]}/api"
         env = {**own_home(alone), "PREFECT_API_URL": url}
-        command = [sys.executable, "-m", "quiver.flows.cli", "tag", "prod", "tiny/policy@0"]
+        command = [sys.executable, "-m", "quiver.flows.cli.main", "tag", "prod", "tiny/policy@0"]
         with subprocess.Popen(
             command, cwd=alone, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as tagging:

@@ -19,8 +19,8 @@ from prefect.exceptions import PrefectHTTPStatusError
 
 from quiver.deployments.deploy import Where, deploy
 from quiver.flows.recipe import load
-from quiver.stages.common.store import Store
-from quiver.stages.common.verification import verify
+from quiver.flows.verification import verify
+from quiver.stages.core.store import Store
 from tests.deployments.prefect_world import World, wait_for, world
 from tests.flows.conftest import write_recipe
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 )
 def test_a_recipe_gets_better(tmp_path, name, seed, least):
     recipe = f"deployments/recipes/{name}.toml"
-    command = [sys.executable, "-m", "quiver.flows.cli", "run", recipe, "--json"]
+    command = [sys.executable, "-m", "quiver.flows.cli.main", "run", recipe, "--json"]
     command += ["--store", str(tmp_path / "store")]
     command += [] if seed is None else ["--set", f"seed={seed}"]
     env = command_environment(tmp_path)

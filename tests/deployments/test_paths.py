@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from quiver.deployments.paths import PATHS, check_visible, resolve
 from quiver.flows.recipe import Recipe, load
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.config import descriptions
-from quiver.stages.common.store import Store
+from quiver.stages.core.config import descriptions
+from quiver.stages.core.store import Store
 from tests.flows.conftest import QUICK, write_recipe
 from tests.writing import run_iteration
 

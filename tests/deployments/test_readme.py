@@ -12,7 +12,7 @@ import httpx
 import pytest
 from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 
-from quiver.stages.common.store import Store
+from quiver.stages.core.store import Store
 from tests.deployments.prefect_world import World, wait_for
 from tests.flows.conftest import RECIPE, write_recipe
 

@@ -20,14 +20,14 @@ import torch
 
 from quiver.deployments.recipes import calculator, guess, squares, t5_digits
 from quiver.flows.checking import look
+from quiver.flows.look.describe import describe
+from quiver.flows.look.samples import best_and_worst, groups
+from quiver.flows.look.stage import write
 from quiver.flows.preflight import preflight
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.images.decoder import open_image
-from quiver.stages.common.store import Store
-from quiver.stages.report.describe import describe
-from quiver.stages.report.samples import best_and_worst, groups
-from quiver.stages.report.stage import write
+from quiver.stages.core.store import Store
+from quiver.stages.model.images.decoder import open_image
 from tests.writing import run_here, run_iteration
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 from quiver.deployments.batcher import Batcher, Limits, score_rows
 from quiver.deployments.reward_server import DEFAULT, listen, load, main, make_app, make_server
 from quiver.schemas.errors import BusyError, ConfigError, SecurityError
-from quiver.stages.common.servers import read_json
+from quiver.stages.core.servers import read_json
 from quiver.stages.reward.servers.config import ServerConfig
 from quiver.stages.reward.servers.dialects import openrlhf, quiver
 from quiver.stages.reward.servers.dialects.rows import Row, Scored

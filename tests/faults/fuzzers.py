@@ -21,23 +21,22 @@ from unittest.mock import patch
 
 import torch
 
-from quiver.flows import rerun
+from quiver.flows import rerun, verification
 from quiver.flows.calls import Maker, calls_of, perform
-from quiver.flows.commands import versions as commands
+from quiver.flows.cli import versions as commands
 from quiver.flows.promotion import Promotion, judge
 from quiver.flows.recipe import Recipe
 from quiver.schemas.errors import QuiverError
 from quiver.schemas.manifest import FileEntry, content_hash
 from quiver.schemas.refs import parse
-from quiver.stages.common import verification
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.runtime.call import Call
-from quiver.stages.common.runtime.runner import find, plan_of, run_stage
-from quiver.stages.common.store import Store, arrow_check, leases
-from quiver.stages.common.store.arrow_check import ArrowCheck
-from quiver.stages.common.store.leases import Owner
-from quiver.stages.common.store.retention import remove
-from quiver.stages.common.store.storage import sha256
+from quiver.stages.core.run.call import Call
+from quiver.stages.core.run.runner import find, plan_of, run_stage
+from quiver.stages.core.store import Store, arrow_check, leases
+from quiver.stages.core.store.arrow_check import ArrowCheck
+from quiver.stages.core.store.leases import Owner
+from quiver.stages.core.store.retention import remove
+from quiver.stages.core.store.storage import sha256
+from quiver.stages.model.loading import load_model
 from quiver.stages.optimize.checks import check_lineage
 from quiver.stages.optimize.config import Config
 from quiver.stages.optimize.inputs import Sampled
@@ -55,7 +54,7 @@ from tests.faults.broken import (
     to_bytes,
     to_text,
 )
-from tests.stages.common.store.test_store import Settings, commit, table, work_on
+from tests.stages.core.store.test_store import Settings, commit, table, work_on
 
 Cases = Generator[Case]
 WRITTEN_BY_READERS = (".index", ".ledger", "report.html")

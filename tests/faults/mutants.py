@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from quiver.stages.common.store import leases, storage
+from quiver.stages.core.store import leases, storage
 
 
 @contextmanager

@@ -27,20 +27,20 @@ import pyarrow as pa
 import torch
 from safetensors.torch import save_file
 
+from quiver.flows import verification
 from quiver.schemas import advantages, logprobs, refs, updates
 from quiver.schemas.errors import QuiverError
-from quiver.stages.common import verification
-from quiver.stages.common.runtime.stage import Plan
-from quiver.stages.common.store import Store, Version, leases
-from quiver.stages.common.store.arrow_check import ArrowCheck
-from quiver.stages.common.store.collection import Rule, collect
-from quiver.stages.common.store.notes import PROGRESS
-from quiver.stages.common.store.retention import remove
-from quiver.stages.common.store.writer import open_staging
+from quiver.stages.core.run.stage import Plan
+from quiver.stages.core.store import Store, Version, leases
+from quiver.stages.core.store.arrow_check import ArrowCheck
+from quiver.stages.core.store.collection import Rule, collect
+from quiver.stages.core.store.notes import PROGRESS
+from quiver.stages.core.store.retention import remove
+from quiver.stages.core.store.writer import open_staging
 from quiver.stages.optimize.optimizer import write_tensors
 from quiver.stages.optimize.resume import SavedProgress
 from tests.faults.failing import failing
-from tests.stages.common.store.test_store import Settings, work_on
+from tests.stages.core.store.test_store import Settings, work_on
 
 Acknowledged = tuple[str, str]
 """What a step said when it was done: made, tagged or gone, and the reference."""

@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from quiver.schemas.errors import QuiverError
-from quiver.stages.common.store import Store, leases
-from quiver.stages.common.store.retention import remove
+from quiver.stages.core.store import Store, leases
+from quiver.stages.core.store.retention import remove
 from tests.faults.scenes import killed, one_version, three_kinds, verified, written
 from tests.faults.sizes import sizes
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from quiver.flows.verification import verify
 from quiver.schemas.errors import BusyError, QuiverError
-from quiver.stages.common.store import collection, index, leases, trash, writer
-from quiver.stages.common.store.collection import Rule, collect
-from quiver.stages.common.verification import verify
+from quiver.stages.core.store import collection, index, leases, trash, writer
+from quiver.stages.core.store.collection import Rule, collect
 from tests.faults.failing import Failure
 from tests.faults.scenes import (
     SCENES,
@@ -29,7 +29,7 @@ from tests.faults.scenes import (
     written,
 )
 from tests.faults.seam import Around, watched
-from tests.stages.common.store.test_store import Settings, work_on
+from tests.stages.core.store.test_store import Settings, work_on
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from quiver.stages.common.store import Store
-from quiver.stages.common.store.collection import Rule, collect
-from quiver.stages.common.verification import verify
-from tests.stages.common.store.histories import make_policy, make_table, visible
+from quiver.flows.verification import verify
+from quiver.stages.core.store import Store
+from quiver.stages.core.store.collection import Rule, collect
+from tests.stages.core.store.histories import make_policy, make_table, visible
 
 MEGABYTE = 1_000_000
 
@@ -60,7 +60,7 @@ def test_rm_makes_room(store):
         make_table(store, number)
     fill(store)
     before = free(store)
-    command = [sys.executable, "-m", "quiver.flows.cli", "rm", "a/logprobs@1"]
+    command = [sys.executable, "-m", "quiver.flows.cli.main", "rm", "a/logprobs@1"]
     done = subprocess.run(
         [*command, "--store", str(store.path)], capture_output=True, text=True, check=False
     )

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from quiver.flows.commands import versions as commands
+from quiver.flows.cli import versions as commands
 from quiver.schemas.manifest import MAX_BYTES, from_json
 from quiver.schemas.refs import parse
 from tests.faults import fuzzers

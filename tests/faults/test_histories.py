@@ -18,10 +18,10 @@ from hypothesis.stateful import (
 
 from quiver.schemas import refs
 from quiver.schemas.errors import ConflictError, LineageError
-from quiver.stages.common.store import Store
-from quiver.stages.common.store.collection import Rule, collect
-from quiver.stages.common.store.retention import find_kept, remove, restore
-from quiver.stages.common.store.trash import places_of
+from quiver.stages.core.store import Store
+from quiver.stages.core.store.collection import Rule, collect
+from quiver.stages.core.store.retention import find_kept, remove, restore
+from quiver.stages.core.store.trash import places_of
 from tests.faults.conftest import IN_MEMORY
 from tests.faults.power_loss import crash_states, record
 from tests.faults.scenes import (

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from quiver.stages.common.store.environment import environment
+from quiver.stages.core.store.environment import environment
 from tests.faults.failing import failing
 from tests.faults.scenes import SCENES, Trial, killed
 from tests.faults.sizes import LENGTHS, some

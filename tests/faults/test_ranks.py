@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from quiver.stages.common.store import Store
-from quiver.stages.common.verification import verify
+from quiver.flows.verification import verify
+from quiver.stages.core.store import Store
 from tests.faults.failing import environment
 from tests.stages.optimize import world
 from tests.tiny import make_policy
@@ -21,7 +21,7 @@ PLACES = ["resume.saved@2", "checkpoint.half", "checkpoint.flushing", "commit.re
 RANK = """
 import sys
 from quiver import run_stage
-from quiver.stages.common.store import Store
+from quiver.stages.core.store import Store
 from quiver.stages.optimize.stage import Config
 
 config = Config(device="cpu", processes=2, minibatches=2, resume_steps=1, shard="shard" in sys.argv)

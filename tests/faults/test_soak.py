@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quiver.flows.verification import verify
 from quiver.schemas.refs import KINDS
-from quiver.stages.common.store import Store
-from quiver.stages.common.verification import verify
+from quiver.stages.core.store import Store
 from tests.faults import failing
 from tests.faults.sizes import SHARE
 from tests.flows.conftest import command_environment, left_behind, quiver, write_recipe
@@ -76,7 +76,7 @@ def run_until(folder: Path, chance: random.Random) -> tuple[int, list[Sample], s
         environment |= failing.environment(fault)
     # after a number of policies, so that slow machines get on too; an operation may never be reached
     goal = policies(folder) + chance.randint(1, 30)
-    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", *SCRIPTED]
+    command = [sys.executable, "-m", "quiver.flows.cli.main", "run", "recipe.toml", *SCRIPTED]
     command += ["--set", f"iterations={ITERATIONS}"]
     samples: list[Sample] = []
     with open(folder / "log", "ab") as log:

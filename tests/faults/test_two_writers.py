@@ -9,10 +9,10 @@ from random import Random
 
 import pytest
 
+from quiver.flows.verification import verify
 from quiver.schemas.errors import QuiverError
-from quiver.stages.common.store import Store
-from quiver.stages.common.store.environment import environment
-from quiver.stages.common.verification import verify
+from quiver.stages.core.store import Store
+from quiver.stages.core.store.environment import environment
 from tests.faults import mutants
 from tests.faults.scenes import written
 from tests.faults.sizes import sizes

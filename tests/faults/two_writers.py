@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 from quiver.schemas.errors import BusyError, ConflictError, QuiverError
-from quiver.stages.common.store import Store, leases
+from quiver.stages.core.store import Store, leases
 from tests.faults import scenes
 from tests.faults.seam import watched
 

@@ -20,9 +20,9 @@ import pytest
 from filelock import FileLock
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from quiver.flows import cli
-from quiver.flows.commands import shared
-from quiver.stages.common.runtime import runner
+from quiver.flows.cli import main as cli
+from quiver.flows.cli import shared
+from quiver.stages.core.run import runner
 from tests.tiny import make_folder
 
 ROOT = Path(__file__).parents[2]
@@ -136,7 +136,7 @@ def quiver(folder: Path, *arguments: str, code: int = 0, **environment: str) -> 
 
 
 def _called(folder: Path, *arguments: str, **environment: str) -> tuple[int, dict]:
-    command = [sys.executable, "-m", "quiver.flows.cli", *arguments, "--json"]
+    command = [sys.executable, "-m", "quiver.flows.cli.main", *arguments, "--json"]
     has_server = "PREFECT_API_URL" in environment
     env = {**(own_home if has_server else command_environment)(folder), **environment}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)

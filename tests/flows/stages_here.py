@@ -3,7 +3,7 @@
 import threading
 
 from quiver.flows.calls import calls_of
-from quiver.stages.common.runtime import runner
+from quiver.stages.core.run import runner
 
 
 class Stages:

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from quiver.flows.verification import verify
 from quiver.schemas import prompts as prompts_kind
 from quiver.schemas.errors import SchemaError
-from quiver.stages.common.environments.environment import Turn
-from quiver.stages.common.environments.pool import EnvironmentPool
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.store import Store, Version
-from quiver.stages.common.verification import verify
-from quiver.stages.generate.turns.config import Turns
-from quiver.stages.generate.turns.reenact import reenact
-from quiver.stages.generate.turns.saved import beginning_of
+from quiver.stages.core.store import Store, Version
+from quiver.stages.model.loading import load_model
+from quiver.stages.turns.config import Turns
+from quiver.stages.turns.environment import Turn
+from quiver.stages.turns.pool import EnvironmentPool
+from quiver.stages.turns.reenact import reenact
+from quiver.stages.turns.saved import beginning_of
 from tests import episodes, sight
 from tests.flows.conftest import quiver
 from tests.flows.test_reenact import CALL, by_halves, write_guess
@@ -28,7 +28,7 @@ from tests.tiny import make_policy, tokenizer
 from tests.writing import run_here
 
 CALLED = """
-from quiver.stages.common.environments.environment import Step
+from quiver.stages.turns.environment import Step
 
 class Counter:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]

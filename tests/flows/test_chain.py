@@ -11,7 +11,7 @@ from quiver.flows.preflight import finished
 from quiver.flows.recipe import load
 from quiver.flows.rerun import rerun
 from quiver.schemas.errors import ConfigError, LineageError
-from quiver.stages.common.store import Store, Version
+from quiver.stages.core.store import Store, Version
 from tests.flows.conftest import write_recipe
 from tests.flows.stages_here import Stages
 

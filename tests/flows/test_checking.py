@@ -18,13 +18,13 @@ from quiver.flows.preflight import preflight
 from quiver.flows.recipe import load
 from quiver.flows.rerun import rerun
 from quiver.schemas.errors import ConfigError, ConflictError, LineageError
-from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.common.store import Store
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store
 from quiver.stages.prompt.columns import plain_table, to_table
 from quiver.stages.prompt.config import Config
 from tests import sight
 from tests.flows.conftest import write_recipe
-from tests.stages.common.chat.test_control_tokens import mistral
+from tests.stages.model.chat.test_control_tokens import mistral
 from tests.tiny import EOS, make_folder, tokenizer
 
 REWARDS = """

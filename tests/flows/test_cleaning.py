@@ -9,20 +9,20 @@ import shutil
 import pytest
 
 from quiver.flows.calls import by_hand
-from quiver.flows.commands.summary import next_commands
+from quiver.flows.cli.summary import next_commands
+from quiver.flows.look.gather import gather
+from quiver.flows.look.stage import render
 from quiver.flows.post_train import post_train
 from quiver.flows.recipe import load
 from quiver.flows.rerun import rerun
 from quiver.flows.retention import Retention, clean_up
+from quiver.flows.verification import verify
 from quiver.schemas.errors import LineageError
-from quiver.stages.common.store import Store
-from quiver.stages.common.store.collection import Rule, collect
-from quiver.stages.common.verification import verify
-from quiver.stages.report.gather import gather
-from quiver.stages.report.stage import render
+from quiver.stages.core.store import Store
+from quiver.stages.core.store.collection import Rule, collect
 from tests.flows.conftest import QUICK, quiver, stay_here, write_recipe
-from tests.stages.common.store import histories
-from tests.stages.common.store.test_store import Settings, table
+from tests.stages.core.store import histories
+from tests.stages.core.store.test_store import Settings, table
 from tests.writing import begin
 
 pytestmark = [pytest.mark.prefect, pytest.mark.usefixtures("api")]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quiver.flows.commands import doctor
+from quiver.flows.cli import doctor
 from tests.flows.conftest import free_port
 
 ROOT = Path(__file__).parents[2]

@@ -10,16 +10,16 @@ import torch
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from transformers import AutoConfig, AutoTokenizer, GPT2Config, Qwen3Config, T5Config
 
-from quiver.flows.commands.running import run
+from quiver.flows.cli.running import run
 from quiver.flows.dry_run import rehearsal
 from quiver.flows.recipe import Recipe
 from quiver.schemas.errors import ConfigError, NumericError, RewardError
-from quiver.stages.common.forward.pictures import image_features
-from quiver.stages.common.images.processor import load_processor
-from quiver.stages.common.models import small
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.common.store import Store
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store
+from quiver.stages.model import small
+from quiver.stages.model.forward.pictures import image_features
+from quiver.stages.model.images.processor import load_processor
+from quiver.stages.model.loading import load_model
 from tests import sight
 from tests.flows.conftest import QUICK, free_port, stay_here, write_recipe
 from tests.tiny import make_folder, tokenizer
@@ -80,7 +80,7 @@ def test_a_small_model_has_family_vocabulary_and_tokenizer(tmp_path, config):
 def test_a_small_model_that_sees_reads_pictures_as_the_large_one(tmp_path, kind):
     store = Store(tmp_path / "store")
     model = sight.make_folder(tmp_path / "model", kind)
-    policy = {"model": "quiver.stages.common.models.small:make", "arguments": {"model": str(model)}}
+    policy = {"model": "quiver.stages.model.small:make", "arguments": {"model": str(model)}}
     refs = [
         run_stage("policy", config, store, into=into, in_process=True)
         for config, into in [({"model": str(model)}, "large"), (policy, "small")]

@@ -16,9 +16,9 @@ import pytest
 
 from quiver.flows import embedded
 from quiver.flows.embedded import require_intact, require_writable
+from quiver.flows.verification import verify
 from quiver.schemas.errors import CorruptError, ResourceError
-from quiver.stages.common.store import Store
-from quiver.stages.common.verification import verify
+from quiver.stages.core.store import Store
 from tests.faults import failing
 from tests.flows.conftest import (
     command_environment,
@@ -110,7 +110,15 @@ def test_deaths_of_the_server_are_seen_in_time_to_end_the_run_within_10_s():
 def test_a_home_that_can_not_be_written_is_told_in_one_line(place):
     (place / "file").touch()
     environment = {**command_environment(place), "PREFECT_HOME": str(place / "file/home")}
-    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", "--json", *SCRIPTED]
+    command = [
+        sys.executable,
+        "-m",
+        "quiver.flows.cli.main",
+        "run",
+        "recipe.toml",
+        "--json",
+        *SCRIPTED,
+    ]
     done = subprocess.run(
         command, cwd=place, env=environment, capture_output=True, text=True, check=False
     )
@@ -125,7 +133,7 @@ def test_the_runs_of_a_killed_shell_do_not_stay_running(place):
     (place / "rewards.py").write_text(
         "import time\n\ndef evenness(completion_ids, **_):\n    time.sleep(600)\n"
     )
-    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", *SCRIPTED]
+    command = [sys.executable, "-m", "quiver.flows.cli.main", "run", "recipe.toml", *SCRIPTED]
     shell = subprocess.Popen(command, cwd=place, env=command_environment(place))
     while not list(place.glob("store/tiny/rewards/.staging/*")):
         assert shell.poll() is None
@@ -145,7 +153,7 @@ def test_the_runs_of_a_killed_shell_do_not_stay_running(place):
 def killed_without_its_database(place, failure: str) -> str:
     """A run that is killed at a place, whose server's database is lost, goes on; what it then
     says."""
-    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", *SCRIPTED]
+    command = [sys.executable, "-m", "quiver.flows.cli.main", "run", "recipe.toml", *SCRIPTED]
     environment = command_environment(place)
     done = subprocess.run(
         command,

@@ -9,7 +9,7 @@ import urllib.request
 
 import pytest
 
-from quiver.stages.common.store import Store
+from quiver.stages.core.store import Store
 from tests.flows.conftest import (
     own_home,
     quiver,
@@ -59,7 +59,15 @@ def test_an_encoder_decoder_with_a_critic_reaches_out_nowhere(tmp_path):
     folder = write_recipe(tmp_path / "critic")
     shutil.rmtree(folder / "model")
     make_folder(folder / "model", kind="t5")
-    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", "--json", *SMALL]
+    command = [
+        sys.executable,
+        "-m",
+        "quiver.flows.cli.main",
+        "run",
+        "recipe.toml",
+        "--json",
+        *SMALL,
+    ]
     for setting in (
         "optimize.algorithm=ppo",
         "generate.samples_per_prompt=1",

@@ -12,16 +12,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from quiver.flows.fit import Estimate, Workload, find_config, parse_machine, this_host, workload_of
 from quiver.flows.recipe import Recipe
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.memory import shape_of
-from quiver.stages.common.store import Store
+from quiver.stages.core.store import Store
 from quiver.stages.generate.config import Config as GenerateConfig
 from quiver.stages.logprobs.config import Config as LogprobsConfig
+from quiver.stages.model.memory import shape_of
 from quiver.stages.optimize.config import Config
 from tests.benchmarks import made
 from tests.benchmarks.made import rollouts_table
 from tests.flows.conftest import RECIPE, command_environment, quiver
-from tests.stages.common.test_memory import SEVEN
 from tests.stages.generate.making import random_prompts
+from tests.stages.model.test_memory import SEVEN
 from tests.stages.optimize import world
 from tests.tiny import make_folder
 from tests.writing import run_here

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from quiver.flows.calls import by_hand
-from quiver.flows.commands import episodes as commands
+from quiver.flows.cli import episodes as commands
 from quiver.flows.recipe import load
 from quiver.flows.rerun import rerun
+from quiver.flows.verification import verify
 from quiver.schemas.errors import ConfigError, NumericError, QuiverError
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.runtime.runner import Outcome
-from quiver.stages.common.store import Store
-from quiver.stages.common.verification import verify
+from quiver.stages.core.run.runner import Outcome
+from quiver.stages.core.store import Store
+from quiver.stages.model.loading import load_model
 from tests import episodes
 from tests.flows.conftest import quiver
 from tests.stages.optimize import world

@@ -13,12 +13,11 @@ import pytest
 from quiver.flows import keys
 from quiver.flows.recipe import Recipe, load
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.config import Config, keys_of
+from quiver.stages.core.config import Config, keys_of
 from quiver.stages.evaluate.config import Config as ScoreConfig
 from quiver.stages.generate.engine import ENGINES
 from quiver.stages.generate.options import Sampling
 from quiver.stages.generate.stage import Config as GenerateConfig
-from quiver.stages.generate.turns.config import Turns
 from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.optimize.config import Audit, Correction, Lora
 from quiver.stages.optimize.stage import Config as OptimizeConfig
@@ -26,6 +25,7 @@ from quiver.stages.prompt.config import Config as PromptConfig
 from quiver.stages.prompt.config import Curriculum
 from quiver.stages.reward.config import Config as RewardConfig
 from quiver.stages.reward.config import FunctionConfig, ModelConfig, Overlong, ServerConfig
+from quiver.stages.turns.config import Turns
 from tests.flows.conftest import RECIPE
 from tests.test_architecture import FILES
 
@@ -296,7 +296,7 @@ def test_the_reference_is_read_without_what_is_heavy():
     heavy = {"torch", "vllm", "prefect", "transformers", "datasets"}
     program = (
         "import sys; sys.argv = ['quiver', 'keys', 'optimize'];"
-        "from quiver.flows import cli\n"
+        "from quiver.flows.cli import main as cli\n"
         "try: cli.main()\n"
         f"finally: print(sorted({heavy} & set(sys.modules)))"
     )

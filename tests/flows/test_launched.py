@@ -12,9 +12,9 @@ import psutil
 import pytest
 import torch
 
-from quiver.stages.common.ranks import is_led
-from quiver.stages.common.store import Store
-from quiver.stages.common.verification import verify
+from quiver.flows.verification import verify
+from quiver.stages.core.ranks import is_led
+from quiver.stages.core.store import Store
 from quiver.stages.optimize.config import Config
 from tests.flows.conftest import command_environment, left_behind, write_recipe
 from tests.stages.optimize import world

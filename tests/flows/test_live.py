@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from quiver.flows import live
-from quiver.flows.live import StageProgress
+from quiver.flows.look import live
+from quiver.flows.look.live import StageProgress
 from tests.flows.conftest import command_environment, left_behind
 from tests.flows.test_embedded import SCRIPTED
 
@@ -37,7 +37,7 @@ HIDDEN, SHOWN = b"\x1b[?25l", b"\x1b[?25h"
 PROGRAM = """
 import logging, sys, time
 from pathlib import Path
-from quiver.flows.live import followed, shown_live
+from quiver.flows.look.live import followed, shown_live
 
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
 log = logging.getLogger("quiver.generate")

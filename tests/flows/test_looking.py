@@ -9,13 +9,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from quiver.flows.commands import versions
-from quiver.flows.commands.compare import diff
+from quiver.flows.cli import versions
+from quiver.flows.cli.compare import diff
+from quiver.flows.look.describe import score_line
+from quiver.flows.look.episodes import pieces_of
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.manifest import from_json
-from quiver.stages.common.store import Store
-from quiver.stages.report.describe import score_line
-from quiver.stages.report.episodes import pieces_of
+from quiver.stages.core.store import Store
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
 from tests.stages.optimize import world
 from tests.tiny import make_policy

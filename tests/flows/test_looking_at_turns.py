@@ -6,15 +6,15 @@ import json
 
 import pytest
 
-from quiver.flows.commands import versions, viewing
-from quiver.flows.pages import views
-from quiver.flows.view.details import sections_of
-from quiver.stages.common.episodes import measure
-from quiver.stages.common.store import Store
-from quiver.stages.report import stage as report
-from quiver.stages.report.gather import gather
-from quiver.stages.report.joined import Selection, open_joined
-from quiver.stages.report.troubles import warnings
+from quiver.flows.cli import versions, viewing
+from quiver.flows.look import stage as report
+from quiver.flows.look.gather import gather
+from quiver.flows.look.joined import Selection, open_joined
+from quiver.flows.look.pages import views
+from quiver.flows.look.troubles import warnings
+from quiver.flows.look.view.details import sections_of
+from quiver.stages.core.store import Store
+from quiver.stages.turns.statistics import measure
 from tests import episodes
 from tests.episodes import row, turn
 from tests.flows.test_pages_text import printed

@@ -16,10 +16,10 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from quiver.flows import nightly
-from quiver.flows.commands.running import nightly as shell_nightly
+from quiver.flows.cli.running import nightly as shell_nightly
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError, ConflictError
-from quiver.stages.common.store import Store
+from quiver.stages.core.store import Store
 from tests.flows.conftest import quiver, stay_here, write_recipe
 
 pytestmark = pytest.mark.prefect

@@ -13,9 +13,9 @@ import pytest
 from quiver.flows.recipe import load
 from quiver.flows.stopping import is_stopped, run_ahead
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.runtime.runner import Call, run_call
-from quiver.stages.common.runtime.subprocesses import Stopped
-from quiver.stages.common.store import Store
+from quiver.stages.core.run.runner import Call, run_call
+from quiver.stages.core.run.subprocesses import Stopped
+from quiver.stages.core.store import Store
 from tests.flows.conftest import (
     RECIPE,
     command_environment,
@@ -56,7 +56,7 @@ def stopped(tmp_path_factory):
     """A folder in which a run was stopped twice (Ctrl-C, kill -9) while two stages were at work,
     and then came to its end."""
     folder = write_recipe(tmp_path_factory.mktemp("stopped"))
-    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", *OPTIONS]
+    command = [sys.executable, "-m", "quiver.flows.cli.main", "run", "recipe.toml", *OPTIONS]
     for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
         running = subprocess.Popen(
             command, cwd=folder, env=command_environment(folder), start_new_session=True

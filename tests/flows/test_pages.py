@@ -18,11 +18,11 @@ from prefect.events.filters import EventFilter, EventNameFilter
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
 from quiver.flows import progress as progress_module
-from quiver.flows.pages import Curve, link_report, publish, text
-from quiver.flows.pages.events import EVENT
+from quiver.flows.look.pages import Curve, link_report, publish, text
+from quiver.flows.look.pages.events import EVENT
 from quiver.flows.progress import progress
-from quiver.stages.common.runtime.runner import Call, Outcome
-from quiver.stages.common.store import Store, Version
+from quiver.stages.core.run.runner import Call, Outcome
+from quiver.stages.core.store import Store, Version
 from tests.flows.test_pages_text import done, drawn, lines, write_rollouts
 
 pytestmark = pytest.mark.prefect

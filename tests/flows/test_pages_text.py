@@ -17,23 +17,23 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from quiver.flows.calls import describe
-from quiver.flows.commands.summary import next_commands, summary
+from quiver.flows.cli.summary import next_commands, summary
 from quiver.flows.evaluation import track_evaluation
-from quiver.flows.pages import iterations_page, text
-from quiver.flows.pages.events import version_events
-from quiver.flows.pages.text import attempt, picture
-from quiver.flows.pages.views import VIEWS
+from quiver.flows.look import plots, samples, templates, words
+from quiver.flows.look.pages import iterations_page, text
+from quiver.flows.look.pages.events import version_events
+from quiver.flows.look.pages.text import attempt, picture
+from quiver.flows.look.pages.views import VIEWS
+from quiver.flows.look.plots import Panel
+from quiver.flows.look.templates import SPAN_LIMIT
 from quiver.flows.progress import Bar, progress
 from quiver.flows.recipe import load
 from quiver.flows.retention import Retention
 from quiver.schemas import fields, prompts, rewards
-from quiver.stages.common.config import Config
-from quiver.stages.common.runtime.runner import Call, Outcome
-from quiver.stages.common.store import Store, Version
-from quiver.stages.common.store.writer import ROWS_PER_SHARD
-from quiver.stages.report import plots, samples, templates, words
-from quiver.stages.report.plots import Panel
-from quiver.stages.report.templates import SPAN_LIMIT
+from quiver.stages.core.config import Config
+from quiver.stages.core.run.runner import Call, Outcome
+from quiver.stages.core.store import Store, Version
+from quiver.stages.core.store.writer import ROWS_PER_SHARD
 from tests.benchmarks.made import rollouts_table
 from tests.flows.conftest import RECIPE
 from tests.writing import begin, run_here

@@ -16,8 +16,8 @@ from quiver.flows.post_train import Chain
 from quiver.flows.recipe import load
 from quiver.flows.stage import require_store
 from quiver.schemas.errors import ConfigError, NumericError
-from quiver.stages.common.runtime.call import Call, Where
-from quiver.stages.common.store import Store
+from quiver.stages.core.run.call import Call, Where
+from quiver.stages.core.store import Store
 from tests.flows.conftest import RECIPE
 from tests.tiny import make_folder
 

@@ -23,8 +23,8 @@ from quiver.flows.placement import GivenUp
 from quiver.flows.stage import require_store, stage
 from quiver.flows.stopping import run_ahead
 from quiver.schemas.errors import ConfigError, NumericError, ResourceError
-from quiver.stages.common.runtime.call import Call, Where
-from quiver.stages.common.store import Store
+from quiver.stages.core.run.call import Call, Where
+from quiver.stages.core.store import Store
 from tests.flows.conftest import command_environment, left_behind, quiver, shared_api, wait_until
 
 pytestmark = pytest.mark.prefect
@@ -178,7 +178,7 @@ def test_ctrl_c_ends_the_stage_on_the_worker(place):
     )
     arguments = ["run", "recipe.toml", *on_pool(place, "placement.generate=box", *slow)]
     running = subprocess.Popen(
-        [sys.executable, "-m", "quiver.flows.cli", *arguments],
+        [sys.executable, "-m", "quiver.flows.cli.main", *arguments],
         cwd=place,
         env=command_environment(place),
     )

@@ -11,10 +11,10 @@ import time
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from quiver.flows.commands.summary import next_commands
+from quiver.flows.cli.summary import next_commands
 from quiver.flows.recipe import load
-from quiver.stages.common.store import Store
-from quiver.stages.common.verification import verify
+from quiver.flows.verification import verify
+from quiver.stages.core.store import Store
 from tests.flows.conftest import command_environment, left_behind, quiver, write_recipe
 from tests.flows.test_embedded import SCRIPTED
 
@@ -92,7 +92,15 @@ def test_again_is_already_done(workplace, result, tmp_path):
         for stage in ("policy", "prompt", "generate", "reward", "optimize")
     ]
     options = [part for setting in nowhere for part in ("--set", setting)]
-    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", "--json", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "quiver.flows.cli.main",
+        "run",
+        "recipe.toml",
+        "--json",
+        *options,
+    ]
     env = command_environment(workplace)
     done = subprocess.run(
         command, cwd=workplace, env=env, capture_output=True, text=True, check=True
@@ -117,7 +125,7 @@ def test_the_next_commands_work_as_they_are_printed(workplace, result, monkeypat
     assert once == commands, "the store is named once"
     before = Store("store").numbers("tiny", "rollouts")
     for command in commands[:2]:
-        runnable = command.replace("quiver ", f"{sys.executable} -m quiver.flows.cli ")
+        runnable = command.replace("quiver ", f"{sys.executable} -m quiver.flows.cli.main ")
         subprocess.run(
             runnable,
             shell=True,
@@ -149,7 +157,7 @@ def test_an_error_of_a_stage_is_three_lines(workplace, result):
     good = path.read_bytes()
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     anew = ["--from", "reward", "--set", "data.held_out=null"]
-    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", *anew]
+    command = [sys.executable, "-m", "quiver.flows.cli.main", "run", "recipe.toml", *anew]
     env = command_environment(workplace)
     done = subprocess.run(
         command, cwd=workplace, env=env, capture_output=True, text=True, check=False
@@ -165,7 +173,15 @@ def test_an_error_of_a_stage_is_three_lines(workplace, result):
 
 
 def test_two_runs_of_one_recipe_at_once_make_everything_once(workplace):
-    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", "--json", *SCRIPTED]
+    command = [
+        sys.executable,
+        "-m",
+        "quiver.flows.cli.main",
+        "run",
+        "recipe.toml",
+        "--json",
+        *SCRIPTED,
+    ]
     runs = [
         subprocess.Popen(
             [*command, "--set", "run=both"],
@@ -203,7 +219,14 @@ def finished_shards(folder) -> dict[str, int]:
 def start_and_wait_for_shards(folder, so_far: int) -> subprocess.Popen:
     """`quiver run` at the moment when some more shards of its rollouts are finished, and others
     not."""
-    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", *SLOW_GENERATION]
+    command = [
+        sys.executable,
+        "-m",
+        "quiver.flows.cli.main",
+        "run",
+        "recipe.toml",
+        *SLOW_GENERATION,
+    ]
     running = subprocess.Popen(
         command, cwd=folder, env=command_environment(folder), start_new_session=True
     )

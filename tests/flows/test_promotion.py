@@ -6,10 +6,10 @@ import pytest
 from quiver.flows.promotion import Promotion, decide, entry_of, judge, moved
 from quiver.schemas import evaluations
 from quiver.schemas.errors import ConflictError
-from quiver.stages.common.config import Config
-from quiver.stages.common.episodes import LIMITS
+from quiver.stages.core.config import Config
+from quiver.stages.turns.statistics import LIMITS
 from tests.benchmarks.made import rollouts_table
-from tests.stages.common.store.test_store import Settings, commit
+from tests.stages.core.store.test_store import Settings, commit
 from tests.writing import begin
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from quiver.flows.commands.shared import say, to_json
+from quiver.flows.cli.shared import say, to_json
 from quiver.flows.recipe import Recipe, load
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.names_elsewhere import KEYS
+from quiver.stages.core.names_elsewhere import KEYS
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.optimize.stage import Config as OptimizeConfig
 from tests.flows.conftest import RECIPE, quiver_each
@@ -256,7 +256,7 @@ def test_errors_on_the_command_line(recipe, tmp_path):
         "expected a version of rewards",
     )
     done = subprocess.run(
-        [sys.executable, "-m", "quiver.flows.cli", "ls", "--store", str(tmp_path / "x")],
+        [sys.executable, "-m", "quiver.flows.cli.main", "ls", "--store", str(tmp_path / "x")],
         capture_output=True,
         text=True,
         check=False,
@@ -270,7 +270,7 @@ def test_errors_on_the_command_line(recipe, tmp_path):
 
 def test_what_there_is(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "quiver.flows.cli", "algorithms"],
+        [sys.executable, "-m", "quiver.flows.cli.main", "algorithms"],
         capture_output=True,
         text=True,
         check=True,

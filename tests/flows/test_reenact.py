@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from quiver.schemas.errors import LineageError
-from quiver.stages.common.store import Store
-from quiver.stages.generate.turns.config import Turns
-from quiver.stages.generate.turns.reenact import Report, reenact
+from quiver.stages.core.store import Store
+from quiver.stages.turns.config import Turns
+from quiver.stages.turns.reenact import Report, reenact
 from tests import episodes
 from tests.flows.conftest import quiver
 from tests.stages.generate.recorded import record
@@ -18,7 +18,7 @@ from tests.tiny import make_policy
 
 GUESS = '''
 import random
-from quiver.stages.common.environments.environment import Step
+from quiver.stages.turns.environment import Step
 
 class Guess:
     """A number below a limit, with hints."""

@@ -10,18 +10,18 @@ import pytest
 
 from quiver.flows import calls
 from quiver.flows.calls import perform
+from quiver.flows.look.gather import gather
+from quiver.flows.look.pages import iterations_page as page
+from quiver.flows.look.stage import render
 from quiver.flows.nightly import plan_night
-from quiver.flows.pages import iterations_page as page
 from quiver.flows.post_train import Chain
 from quiver.flows.recipe import load
 from quiver.flows.rerun import rerun
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.metrics import groups_with_contrast
-from quiver.stages.common.store import Store
-from quiver.stages.common.store.collection import Rule, collect
+from quiver.stages.core.store import Store
+from quiver.stages.core.store.collection import Rule, collect
 from quiver.stages.prompt.order import choose
-from quiver.stages.report.gather import gather
-from quiver.stages.report.stage import render
 from quiver.stages.reward.measures import groups
 from tests.flows.conftest import RECIPE
 from tests.flows.stages_here import Stages

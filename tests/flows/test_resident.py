@@ -15,10 +15,10 @@ from quiver.flows.dispatch import run_at
 from quiver.flows.placement import check_resident
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError, CorruptError
-from quiver.stages.common.models import vllm_env
-from quiver.stages.common.runtime import holding
-from quiver.stages.common.runtime.call import Call, Where
-from quiver.stages.common.store import Store
+from quiver.stages.core.run import holding
+from quiver.stages.core.run.call import Call, Where
+from quiver.stages.core.store import Store
+from quiver.stages.model import vllm_env
 from tests.flows.conftest import (
     RECIPE,
     left_behind,

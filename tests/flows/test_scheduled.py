@@ -10,7 +10,7 @@ import pytest
 from quiver.flows.recipe import load
 from quiver.flows.scheduled import NOTHING_LEFT, recipe_for, scheduled
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.store import Store
+from quiver.stages.core.store import Store
 from tests.flows.conftest import QUICK, stay_here, write_recipe
 
 pytestmark = [pytest.mark.prefect, pytest.mark.usefixtures("api")]

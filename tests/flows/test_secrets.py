@@ -15,7 +15,7 @@ import pytest
 
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.store import Store
+from quiver.stages.core.store import Store
 from tests.flows.conftest import command_environment, write_recipe
 from tests.stages.reward.fake_server import FakeServer, reply, scored
 
@@ -54,7 +54,15 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     (folder / "tmp").mkdir(exist_ok=True)
     env = {**command_environment(folder), "REWARD_KEY": CANARY, "TMPDIR": str(folder / "tmp")}
     env |= {"PREFECT_LOGGING_LEVEL": "DEBUG", "PREFECT_LOGGING_TO_API_ENABLED": "true"}
-    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", "--json", "--debug"]
+    command = [
+        sys.executable,
+        "-m",
+        "quiver.flows.cli.main",
+        "run",
+        "recipe.toml",
+        "--json",
+        "--debug",
+    ]
     return subprocess.run(
         [*command, *arguments], cwd=folder, env=env, capture_output=True, check=False
     )

@@ -13,15 +13,15 @@ import pytest
 
 from quiver.flows.slots import gpus_needed, slots, visible_gpus
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.runtime.runner import Call
-from quiver.stages.common.runtime.subprocesses import Stopped
+from quiver.stages.core.run.runner import Call
+from quiver.stages.core.run.subprocesses import Stopped
 
 GENERATE = Call("generate", {"engine": "vllm", "options": {}}, "store")
 OPTIMIZE = Call("optimize", {}, "store")
 HOLDER = """
 import time
 from quiver.flows.slots import slots
-from quiver.stages.common.runtime.runner import Call
+from quiver.stages.core.run.runner import Call
 with slots(Call('optimize', {}, 'store'), 'killed'):
     print('held', flush=True)
     time.sleep(600)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from quiver.flows import stopping
-from quiver.stages.common.runtime import keeper, subprocesses
-from quiver.stages.common.store import Store
-from quiver.stages.common.verification import verify
+from quiver.flows.verification import verify
+from quiver.stages.core.run import keeper, subprocesses
+from quiver.stages.core.store import Store
 from tests.faults.failing import environment
 from tests.flows.conftest import command_environment, left_behind, quiver, write_recipe
 from tests.flows.test_embedded import SCRIPTED
@@ -144,7 +144,15 @@ def begun(
     """A run (or another command) that has come to what `file` says."""
     options = [word for setting in settings for word in ("--set", setting)]
     running = subprocess.Popen(
-        [sys.executable, "-m", "quiver.flows.cli", *command, "recipe.toml", *SCRIPTED, *options],
+        [
+            sys.executable,
+            "-m",
+            "quiver.flows.cli.main",
+            *command,
+            "recipe.toml",
+            *SCRIPTED,
+            *options,
+        ],
         cwd=folder,
         env=command_environment(folder),
         stderr=subprocess.PIPE,
@@ -220,7 +228,7 @@ def test_a_commit_that_is_stopped_is_none_or_whole(workplace, place):
     words = ["prompt", "recipe.toml", f"--set=run={run}"]
     reached = workplace / f"{run}.reached"
     running = subprocess.Popen(
-        [sys.executable, "-m", "quiver.flows.cli", *words],
+        [sys.executable, "-m", "quiver.flows.cli.main", *words],
         cwd=workplace,
         env=command_environment(workplace) | environment(f"{place}:sleep=600", reached),
         stderr=subprocess.PIPE,

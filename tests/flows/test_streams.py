@@ -22,9 +22,9 @@ from quiver.deployments.server import check_api
 from quiver.flows import prefect_server
 from quiver.flows.prefect_server import crash_abandoned
 from quiver.schemas.errors import ConfigError, QuiverError, RemoteError, ResourceError
-from quiver.stages.common.store import Store
+from quiver.stages.core.store import Store
 from tests.flows.conftest import RECIPE, command_environment, own_home
-from tests.stages.common.store.histories import make_table
+from tests.stages.core.store.histories import make_table
 from tests.tiny import make_folder
 from tests.warm import REAL_PYTHON
 
@@ -39,7 +39,7 @@ def called(
     folder: Path, words: str, stdout: int = subprocess.PIPE, **environment: str
 ) -> subprocess.CompletedProcess:
     """A command, with what a shell says of its streams behind it."""
-    line = f"{sys.executable} -m quiver.flows.cli {words}"
+    line = f"{sys.executable} -m quiver.flows.cli.main {words}"
     env = {**command_environment(folder), **environment}
     return subprocess.run(
         ["bash", "-c", line],
@@ -254,7 +254,7 @@ def test_a_server_that_takes_a_question_and_does_not_answer_is_told(monkeypatch,
 def test_a_process_that_a_command_starts_finds_streams_where_its_own_were_closed(tmp_path, closed):
     (tmp_path / "starting.py").write_text(
         "import subprocess\n"
-        "from quiver.flows.cli import _settle_streams\n"
+        "from quiver.flows.cli.main import _settle_streams\n"
         "_settle_streams()\n"
         "script = 'read line; echo out && echo error >&2 && echo ok > said'\n"
         "subprocess.run(['bash', '-c', script])\n"
@@ -283,7 +283,7 @@ def test_a_limit_on_the_size_of_files_is_told_before_prefects_database_is_made(t
 def test_a_limit_on_threads_is_no_interrupt(tmp_path, threads):
     """OpenBLAS interrupts a process in which it can start none: as Ctrl-C does."""
     recipe = Path("deployments/recipes/demo.toml").absolute()
-    command = ["prlimit", f"--nproc={threads}", REAL_PYTHON, "-m", "quiver.flows.cli"]
+    command = ["prlimit", f"--nproc={threads}", REAL_PYTHON, "-m", "quiver.flows.cli.main"]
     command += ["check", str(recipe)]
     if os.geteuid() == 0:  # whom no such limit binds
         if shutil.which("setpriv") is None:

@@ -15,8 +15,8 @@ from quiver.flows.calls import labels_of
 from quiver.flows.placement import GivenUp
 from quiver.flows.tasks import stage_task, worth_retrying
 from quiver.schemas import errors
-from quiver.stages.common.store import Store
-from quiver.stages.common.store.storage import storage_errors
+from quiver.stages.core.store import Store
+from quiver.stages.core.store.storage import storage_errors
 from tests.flows.conftest import command_environment, quiver
 
 FLOWS = {
@@ -39,7 +39,7 @@ from prefect import flow
 from quiver.flows import post_train, tasks
 from quiver.flows.calls import perform
 from quiver.flows.recipe import load
-from quiver.stages.common.runtime import holding, runner
+from quiver.stages.core.run import holding, runner
 
 held, asking = [], runner.ask
 def asked(stage, *arguments, **named):

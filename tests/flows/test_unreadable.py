@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from quiver.stages.common.store import Store
+from quiver.stages.core.store import Store
 from tests.flows.conftest import RECIPE, command_environment, quiver_each
-from tests.stages.common.store.histories import make_policy, make_table
+from tests.stages.core.store.histories import make_policy, make_table
 from tests.tiny import make_folder
 
 NO_POWERS = "-dac_override,-dac_read_search,-fowner"
@@ -39,7 +39,7 @@ def called(folder: Path, *arguments: str) -> tuple[int, dict]:
     prefix = [] if os.geteuid() else AS_ANYBODY
     if subprocess.run([*prefix, "true"], check=False).returncode:
         pytest.skip("root cannot give up its powers here")
-    command = [*prefix, sys.executable, "-m", "quiver.flows.cli", *arguments, "--json"]
+    command = [*prefix, sys.executable, "-m", "quiver.flows.cli.main", *arguments, "--json"]
     env = command_environment(folder)
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     (line,) = done.stdout.splitlines()

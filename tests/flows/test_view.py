@@ -13,14 +13,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from quiver.flows.commands import viewing
-from quiver.flows.commands.shared import to_json
-from quiver.flows.view.details import coloured, drawn, reader_of, style_of
+from quiver.flows.cli import viewing
+from quiver.flows.cli.shared import to_json
+from quiver.flows.look.joined import Selection, open_joined
+from quiver.flows.look.paired import pair
+from quiver.flows.look.view.details import coloured, drawn, reader_of, style_of
 from quiver.schemas.errors import ConfigError, LineageError
-from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.common.store import Store
-from quiver.stages.report.joined import Selection, open_joined
-from quiver.stages.report.paired import pair
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store
 from tests import sight
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
 from tests.tiny import make_policy, tokenizer
@@ -94,7 +94,9 @@ def test_a_run_alone_needs_a_terminal(store):
 
 def test_without_textual_a_terminal_is_told_what_to_install(store):
     """And a pipe is not."""
-    code = "import sys; sys.modules['textual'] = None; from quiver.flows.cli import main; main()"
+    code = (
+        "import sys; sys.modules['textual'] = None; from quiver.flows.cli.main import main; main()"
+    )
     command = [sys.executable, "-c", code, "view", "golden/rewards@1", "--store", str(store.path)]
     leader, follower = pty.openpty()
     refused = subprocess.run(
@@ -146,7 +148,7 @@ def look(store, ref, *steps, beside=None, selection=None, run=None, size=(120, 4
     """What the application's screen says of a version, of two, or of a run: at first, and after
     each step, a list of keys."""
     pytest.importorskip("textual")
-    from quiver.flows.view.app import ViewApp
+    from quiver.flows.look.view.app import ViewApp
 
     app = ViewApp(store, pair(store, ref, beside) if ref else None, selection, run)
     shown = []

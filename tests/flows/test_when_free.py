@@ -15,8 +15,8 @@ from quiver import run_stage
 from quiver.flows import tasks
 from quiver.flows.dispatch import run_at
 from quiver.schemas.errors import BusyError
-from quiver.stages.common.runtime.call import Call, Outcome
-from quiver.stages.common.runtime.subprocesses import Stopped
+from quiver.stages.core.run.call import Call, Outcome
+from quiver.stages.core.run.subprocesses import Stopped
 from tests.benchmarks.made import make_prompts, make_rollouts, tiny_policy
 
 SLOW = """
@@ -30,7 +30,7 @@ def once(completions, **_):
 """
 HOLDER = """
 import json, sys
-from quiver.stages.common.runtime.runner import Call, run_call
+from quiver.stages.core.run.runner import Call, run_call
 
 run_call(Call.from_json(json.loads(sys.argv[1])))
 """
@@ -49,7 +49,7 @@ def call(store, tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch):
     """Of those that share, with one that does not."""
-    monkeypatch.setattr("quiver.stages.common.store.writer._JOIN_SECONDS", 0.1)
+    monkeypatch.setattr("quiver.stages.core.store.writer._JOIN_SECONDS", 0.1)
 
 
 @pytest.fixture

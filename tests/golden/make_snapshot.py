@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quiver.schemas.manifest import Model
-from quiver.stages.common.store import Store
+from quiver.stages.core.store import Store
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
 
 PATH = Path(__file__).with_name("snapshot")

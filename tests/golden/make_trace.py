@@ -26,9 +26,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.common.store import Store
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store
+from quiver.stages.model.loading import load_model
 from quiver.stages.optimize.algorithms import ALGORITHMS
 from quiver.stages.optimize.stage import Config
 from tests.stages.optimize import world

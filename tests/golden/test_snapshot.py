@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from quiver.flows.verification import verify
 from quiver.schemas.manifest import FORMAT
 from quiver.schemas.plain import flatten
-from quiver.stages.common.store import Store
-from quiver.stages.common.verification import verify
+from quiver.stages.core.store import Store
 from tests.golden import make_snapshot
 
 

@@ -4,8 +4,8 @@ and without them, and that nothing of a pass depends on when it is taken."""
 import pytest
 import torch
 
-from quiver.stages.common.forward.gpu import choice, head
-from tests.stages.common.forward import kernel_cases as cases
+from quiver.stages.model.forward.gpu import choice, head
+from tests.stages.model.forward import kernel_cases as cases
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,11 +10,11 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quiver.stages.common.forward.attention import block_attention
-from quiver.stages.common.forward.layout import Sequences, make_layout
-from quiver.stages.common.forward.packing import make_pieces
-from quiver.stages.common.ragged import Ragged
-from quiver.stages.common.runtime.runner import Call, run_call
+from quiver.stages.core.run.runner import Call, run_call
+from quiver.stages.model.forward.attention import block_attention
+from quiver.stages.model.forward.layout import Sequences, make_layout
+from quiver.stages.model.forward.packing import make_pieces
+from quiver.stages.model.ragged import Ragged
 from quiver.stages.optimize.stage import Config
 from tests.stages.generate.making import random_prompts
 from tests.stages.optimize import world

@@ -4,9 +4,9 @@ it samples then is what a fresh engine samples, and what the trainer reproduces.
 import pytest
 import torch
 
-from quiver.stages.common.runtime.call import Call, Where
-from quiver.stages.common.runtime.holding import end_waiting
-from quiver.stages.common.runtime.runner import run_call
+from quiver.stages.core.run.call import Call, Where
+from quiver.stages.core.run.holding import end_waiting
+from quiver.stages.core.run.runner import run_call
 from tests.gpu.test_optimize_gpu import optimize
 from tests.stages.generate.making import random_prompts
 from tests.stages.optimize import world

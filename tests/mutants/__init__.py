@@ -65,15 +65,15 @@ class Mutant:
         return "\n".join(difflib.unified_diff(old, new, path, path, n=0, lineterm=""))
 
 
-FORWARD = "tests/stages/common/forward"
+FORWARD = "tests/stages/model/forward"
 OPTIMIZE = "tests/stages/optimize"
 REWARD = "tests/stages/reward"
 GENERATE_STAGE = "tests/stages/generate/test_generate_stage.py"
 ANSWERED = "tests/stages/generate/test_images_answered.py"
 TURNS = "tests/stages/generate/test_turns_generated.py"
-ENVIRONMENT_POOL = "tests/stages/generate/test_environment_pool.py"
-STORE = "tests/stages/common/store"
-VERIFICATION = "tests/stages/common/test_verification.py"
+ENVIRONMENT_POOL = "tests/stages/turns/test_environment_pool.py"
+STORE = "tests/stages/core/store"
+VERIFICATION = "tests/flows/test_verification.py"
 PROMPT = "tests/stages/prompt"
 RESIDENT = "tests/flows/test_resident.py"
 FLOW_POOL = "tests/flows/test_pool.py"
@@ -127,11 +127,11 @@ TARGETS = (
         ),
     ),
     Target(
-        "stages/common/ragged.py",
-        ("tests/stages/common/test_ragged.py", f"{OPTIMIZE}/test_critic.py"),
+        "stages/model/ragged.py",
+        ("tests/stages/model/test_ragged.py", f"{OPTIMIZE}/test_critic.py"),
     ),
     Target(
-        "stages/common/forward/policy.py",
+        "stages/model/forward/policy.py",
         (
             f"{FORWARD}/test_precision.py",
             f"{FORWARD}/test_recompute.py",
@@ -141,7 +141,7 @@ TARGETS = (
         ),
     ),
     Target(
-        "stages/common/forward/layout.py",
+        "stages/model/forward/layout.py",
         (
             f"{FORWARD}/test_layout.py",
             f"{FORWARD}/test_turn_passes.py",
@@ -174,9 +174,9 @@ TARGETS = (
     ),
     Target("stages/generate/requests.py", (GENERATE_STAGE,)),
     Target("stages/generate/stage.py", (GENERATE_STAGE,)),
-    Target("stages/common/store/tags.py", (f"{STORE}/test_tags.py",)),
+    Target("stages/core/store/tags.py", (f"{STORE}/test_tags.py",)),
     Target(
-        "stages/common/store/leases.py",
+        "stages/core/store/leases.py",
         (
             f"{STORE}/test_leases.py",
             f"{STORE}/test_store.py::test_work_that_ends_on_a_full_disk_is_free_at_once",
@@ -184,7 +184,7 @@ TARGETS = (
         ),
     ),
     Target(
-        "stages/common/store/versions.py",
+        "stages/core/store/versions.py",
         (
             f"{STORE}/test_store.py",
             f"{VERIFICATION}::test_a_crafted_arrow_file_with_the_right_hash_is_told",
@@ -198,7 +198,7 @@ TARGETS = (
         ),
     ),
     Target(
-        "stages/common/store/writer.py",
+        "stages/core/store/writer.py",
         (
             f"{STORE}/test_store.py",
             f"{STORE}/test_sharing.py",
@@ -207,14 +207,14 @@ TARGETS = (
             "test_numbers_stay_given_and_only_the_same_work_gets_them_back",
         ),
     ),
-    Target("stages/common/environments/pool.py", (ENVIRONMENT_POOL,), 12),
-    Target("stages/common/environments/worker.py", (ENVIRONMENT_POOL,), 8),
+    Target("stages/turns/pool.py", (ENVIRONMENT_POOL,), 12),
+    Target("stages/turns/worker.py", (ENVIRONMENT_POOL,), 8),
     Target(
         "stages/prompt/rows.py",
         (f"{PROMPT}/test_templates.py", f"{PROMPT}/test_prompt_stage.py"),
         12,
     ),
-    Target("stages/generate/turns/tool_calls.py", ("tests/stages/generate/test_tool_calls.py",)),
+    Target("stages/turns/tool_calls.py", ("tests/stages/turns/test_tool_calls.py",)),
     Target(
         "flows/placement.py",
         (

@@ -19,7 +19,7 @@ class Planted:
     """The tests that are to notice it, each `FILE::FUNCTION`."""
 
 
-CHAT = "tests/stages/common/chat"
+CHAT = "tests/stages/model/chat"
 GENERATE = "tests/stages/generate"
 OPTIMIZE = "tests/stages/optimize"
 PROMPT = "tests/stages/prompt"
@@ -60,21 +60,21 @@ PLANTED = (
     ),
     Planted(
         "empty_turn_in_the_rollout_before",
-        "stages/common/turns.py",
+        "stages/model/turns.py",
         "return torch.maximum(ends - 1, starts.repeat_interleave(self.lengths.lengths))",
         "return (ends - 1).clamp(min=0)",
         (
-            "tests/stages/common/test_turns.py::"
+            "tests/stages/model/test_turns.py::"
             "test_a_turn_without_ids_has_its_last_token_in_its_own_rollout",
         ),
     ),
     Planted(
         "last_word_replaces",
-        "stages/generate/turns/episode.py",
+        "stages/turns/episode.py",
         "record.reward = reward + (record.reward or 0.0)",
         "record.reward = reward",
         (
-            f"{GENERATE}/test_episode.py::"
+            "tests/stages/turns/test_episode.py::"
             "test_the_environments_last_word_adds_to_what_the_last_turn_earned",
         ),
     ),
@@ -176,7 +176,7 @@ PLANTED = (
     ),
     Planted(
         "nan_of_csv_is_a_number",
-        "stages/common/file_rows.py",
+        "stages/core/file_rows.py",
         "if str(number) == text and math.isfinite(number):",
         "if str(number) == text:",
         (f"{PROMPT}/test_values.py::test_csv_columns_are_numbers_only_if_every_cell_is_one",),
@@ -203,21 +203,21 @@ PLANTED = (
     ),
     Planted(
         "unknown_is_typed",
-        "stages/common/chat/control_tokens.py",
+        "stages/model/chat/control_tokens.py",
         "if self._controls(ids) == expected and not (typed and self._unknown):",
         "if self._controls(ids) == expected:",
         (f"{CHAT}/test_control_tokens.py::test_the_token_for_unknown_text_can_not_be_typed",),
     ),
     Planted(
         "second_start_stays",
-        "stages/common/chat/control_tokens.py",
+        "stages/model/chat/control_tokens.py",
         "        while self._start and ids[",
         "        if self._start and ids[",
         (f"{CHAT}/test_control_tokens.py::test_exactly_one_bos_where_the_tokenizer_puts_one",),
     ),
     Planted(
         "form_of_contents_without_tools",
-        "stages/common/chat/template.py",
+        "stages/model/chat/template.py",
         "key = shapes, tuple(sorted(name for name, value in variables.items() if value))",
         "key = shapes, ()",
         (
@@ -227,7 +227,7 @@ PLANTED = (
     ),
     Planted(
         "continued_at_the_first_mark",
-        "stages/common/chat/template.py",
+        "stages/model/chat/template.py",
         "before = text[: text.rindex(mark)]",
         "before = text[: text.index(mark)]",
         (
@@ -237,27 +237,29 @@ PLANTED = (
     ),
     Planted(
         "thought_behind_a_line_break",
-        "stages/generate/turns/tool_calls.py",
+        "stages/turns/tool_calls.py",
         "return text.lstrip().startswith(_THOUGHT_START)",
         "return text.startswith(_THOUGHT_START)",
-        (f"{GENERATE}/test_tool_calls.py::test_a_turn_without_calls_is_text",),
+        ("tests/stages/turns/test_tool_calls.py::test_a_turn_without_calls_is_text",),
     ),
     Planted(
         "broken_framing_is_another_format",
-        "stages/generate/turns/tool_calls.py",
+        "stages/turns/tool_calls.py",
         "if parsed.calls or parsed.is_broken or not tools:",
         "if parsed.calls or not tools:",
         (
-            f"{GENERATE}/test_tool_calls.py::"
+            "tests/stages/turns/test_tool_calls.py::"
             "test_a_call_of_another_format_between_the_tags_is_told_as_such",
         ),
     ),
     Planted(
         "content_without_calls",
-        "stages/generate/turns/tool_calls.py",
+        "stages/turns/tool_calls.py",
         "return ParsedTurn(before if calls else text, calls)",
         "return ParsedTurn(before, calls)",
-        (f"{GENERATE}/test_tool_calls.py::test_the_tokenizers_own_response_template_reads_calls",),
+        (
+            "tests/stages/turns/test_tool_calls.py::test_the_tokenizers_own_response_template_reads_calls",
+        ),
     ),
     Planted(
         "stop_string_is_the_whole_end",
@@ -295,10 +297,10 @@ PLANTED = (
     ),
     Planted(
         "why_alone_is_printable",
-        "stages/report/nights.py",
+        "flows/look/nights.py",
         "rows.append(NightRow(*(printable(cell, _LONGEST) for cell in row)))",
         "rows.append(row._replace(why=printable(entry.why, _LONGEST)))",
-        ("tests/stages/report/test_nights.py::test_no_cell_of_a_night_writes_control_characters",),
+        ("tests/flows/test_nights.py::test_no_cell_of_a_night_writes_control_characters",),
     ),
     Planted(
         "one_limit_of_episodes",
@@ -346,18 +348,18 @@ PLANTED = (
     ),
     Planted(
         "bound_is_taken_for_granted",
-        "stages/report/nights.py",
+        "flows/look/nights.py",
         "if self.difference.stderr is None or self.bound is None:",
         "if self.difference.stderr is None:",
-        ("tests/stages/report/test_nights.py::test_a_difference_without_a_bound_names_none",),
+        ("tests/flows/test_nights.py::test_a_difference_without_a_bound_names_none",),
     ),
     Planted(
         "last_words_are_lost",
-        "stages/common/runtime/answering.py",
+        "stages/core/run/answering.py",
         "    sys.stdout.reconfigure(line_buffering=True)\n",
         "",
         (
-            f"{GENERATE}/test_environment_pool.py::"
+            "tests/stages/turns/test_environment_pool.py::"
             "test_who_fails_costs_itself_and_its_neighbours_are_played_again",
         ),
     ),

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from quiver.stages.common.ragged import Ragged
+from quiver.stages.model.ragged import Ragged
 from quiver.stages.optimize import losses
 from quiver.stages.optimize.algorithms import find_function
 

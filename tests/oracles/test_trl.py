@@ -16,8 +16,8 @@ import warnings
 import pytest
 import torch
 
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.ragged import Ragged
+from quiver.stages.model.loading import load_model
+from quiver.stages.model.ragged import Ragged
 from quiver.stages.optimize import advantages, estimators, losses, terms
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize.accelerator import make_accelerator

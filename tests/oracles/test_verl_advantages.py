@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from quiver.stages.common.forward.layout import Sequences
-from quiver.stages.common.ragged import Ragged
+from quiver.stages.model.forward.layout import Sequences
+from quiver.stages.model.ragged import Ragged
 from quiver.stages.optimize import advantages, critic, estimators, terms
 from quiver.stages.optimize.stage import Config
 from tests.oracles.peers import (

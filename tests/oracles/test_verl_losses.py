@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from quiver.stages.common.ragged import Ragged
+from quiver.stages.model.ragged import Ragged
 from quiver.stages.optimize import audit, losses, offpolicy
 from quiver.stages.optimize.algorithms import ALGORITHMS
 from tests.oracles.peers import (

@@ -226,18 +226,18 @@ def test_names_and_paths():
 ENTRANCES = {
     "read_message": {
         "flows.doubts",
-        "stages.common.environments.environment",
+        "stages.turns.environment",
         "stages.prompt.rows",
         "stages.reward.servers.dialects.quiver",
     },
-    "read_call": {"stages.generate.turns.tool_calls"},
-    "read_tool_call": {"stages.common.trajectories"},
+    "read_call": {"stages.turns.tool_calls"},
+    "read_tool_call": {"stages.turns.trajectories"},
     "read_number": {
-        "stages.common.environments.environment",
+        "stages.turns.environment",
         "stages.reward.servers.dialects.rows",
     },
     "read_path": {"stages.prompt.images"},
-    "read_name": {"stages.common.environments.tool_schemas"},
+    "read_name": {"stages.turns.tool_schemas"},
 }
 """Who reads what others gave, by the function that reads it."""
 
@@ -263,6 +263,6 @@ def test_no_other_module_looks_for_a_role_that_may_not_be_there():
     assert found == {
         "quiver.schemas.outside",
         "quiver.schemas.plain",  # the role of an input in a manifest
-        "quiver.stages.generate.turns.tool_calls",  # what a tokenizer's response template gave
+        "quiver.stages.turns.tool_calls",  # what a tokenizer's response template gave
         "quiver.stages.optimize.rollouts",  # the role of a model in a manifest
     }

@@ -4,10 +4,10 @@ how a version says which it is."""
 import pyarrow as pa
 import pytest
 
+from quiver.flows.verification import verify
 from quiver.schemas import fields, prompts, rewards, rollouts
 from quiver.schemas.errors import SchemaError
 from quiver.schemas.fields import kind_of
-from quiver.stages.common.verification import verify
 from tests import episodes
 from tests.episodes import turn
 
@@ -157,7 +157,7 @@ def test_a_version_with_turns_says_so(store, policy, monkeypatch):
     assert version.table().to_pylist() == rows
     assert episodes.write(store, policy, [ROW]).manifest.kind_schema == "rollouts/1"
     assert verify(store)[1] == []
-    monkeypatch.setattr("quiver.stages.common.store.writer.kind_of", lambda _: "rollouts/1")
+    monkeypatch.setattr("quiver.stages.core.store.writer.kind_of", lambda _: "rollouts/1")
     episodes.write(store, policy, [{**rows[0], "rollout_id": "a-1"}])
     (error,) = verify(store)[1]
     assert "says rollouts/1, its files are rollouts/2" in str(error)

@@ -12,10 +12,10 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from quiver.flows.verification import verify
 from quiver.schemas.errors import QuiverError, unexpected
-from quiver.stages.common.runtime.runner import Call, perform
-from quiver.stages.common.store import Store
-from quiver.stages.common.verification import verify
+from quiver.stages.core.run.runner import Call, perform
+from quiver.stages.core.store import Store
 
 _FORK = multiprocessing.get_context("fork")
 LIMIT_SECONDS = 60

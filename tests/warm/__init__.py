@@ -29,7 +29,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from quiver.stages.common.runtime.holding import ENVIRONMENT
+from quiver.stages.core.run.holding import ENVIRONMENT
 from tests.spent import watch
 
 from .client import world
@@ -39,7 +39,7 @@ _HERE = Path(__file__).parent
 # bash, whose exec can name the stand-in as the program that runs: sys.executable is its path then
 _STAND_IN = """#!/bin/bash
 case "$* " in
-"-m quiver.flows.cli "* | "-P -m quiver.flows.cli "* | "-m quiver.stages "* | "-u -P -m quiver.stages "* | \\
+"-m quiver.flows.cli.main "* | "-P -m quiver.flows.cli.main "* | "-m quiver.stages "* | "-u -P -m quiver.stages "* | \\
 "-m tests.stages."*_checks\\ * | "-m vllm.entrypoints.openai.api_server "* | "-m uvicorn "* | \\
 "-m prefect server start "* | "-P -m prefect server start "* | "-P "*/runtime/answering.py\\ *)
     exec {real} -I -S {client} {folder} "$@" ;;
@@ -70,7 +70,7 @@ def use_warm_python() -> None:
     words["python"] = programs / "python"
     quoted = {name: shlex.quote(str(value)) for name, value in words.items()}
     texts = {"python": _STAND_IN.format(**quoted)}
-    for name, module in (("quiver", "quiver.flows.cli"), ("prefect", "prefect")):
+    for name, module in (("quiver", "quiver.flows.cli.main"), ("prefect", "prefect")):
         texts[name] = _PROGRAM.format(**quoted, module=module)
     for name, text in texts.items():
         (programs / name).write_text(text)

@@ -55,7 +55,7 @@ def main() -> None:
     is_fresh = is_worker and "WARM_WORKERS" not in os.environ
     if is_fresh or known["world"] != here or not _all_streams_open():
         os.execv(known["python"], [f"{folder}/bin/python", *command])
-    module = "quiver.stages.common.runtime.answering" if is_worker else command[at + 1]
+    module = "quiver.stages.core.run.answering" if is_worker else command[at + 1]
     is_flow = module.startswith(("quiver.flows", "uvicorn", "prefect"))
     kind = "flows" if is_flow else os.environ.get("WARM", "stages")
     passed = [0, 1, 2]

@@ -43,8 +43,8 @@ _STAGES = (
     "quiver.stages.optimize.rollouts",
     "quiver.stages.optimize.trainer",
     "quiver.stages.evaluate.stage",
-    "quiver.stages.common.ranks",
-    "quiver.stages.common.runtime.runner",
+    "quiver.stages.core.ranks",
+    "quiver.stages.core.run.runner",
     "quiver.stages.optimize.accelerator",
     "quiver.stages.optimize.resume",
     "quiver.stages.prompt.rows",
@@ -58,16 +58,16 @@ IMPORTS = {
         "prefect.cli.server",
         "prefect.cli._server_utils",
         "uvicorn.main",
-        "quiver.flows.cli",
+        "quiver.flows.cli.main",
         "quiver.flows.post_train",
         "quiver.flows.nightly",
         "quiver.flows.rerun",
         "quiver.flows.dry_run",
         "quiver.flows.embedded",
         "quiver.flows.prefect_server",
-        "quiver.flows.commands.summary",
-        "quiver.stages.report.gather",
-        "quiver.stages.report.stage",
+        "quiver.flows.cli.summary",
+        "quiver.flows.look.gather",
+        "quiver.flows.look.stage",
         "pandas",
         "pyarrow.pandas_compat",
         "fastapi",
@@ -83,10 +83,10 @@ IMPORTS = {
     ),
     "workers": (
         "multiprocessing.connection",
-        "quiver.stages.common.runtime.answering",
-        "quiver.stages.common.environments.worker",
+        "quiver.stages.core.run.answering",
+        "quiver.stages.turns.worker",
         "quiver.stages.reward.pool.calls",
-        "quiver.stages.common.runtime.workers",
+        "quiver.stages.core.run.workers",
     ),
 }
 
@@ -154,7 +154,7 @@ class Server:
             if self._kind != "flows":
                 # a stage's real keeper sees the stand-in alone, and cannot end what the stage
                 # leaves behind
-                from quiver.stages.common.runtime import keeper
+                from quiver.stages.core.run import keeper
 
                 keeper.die_with_parent()
                 keeper.fork_kept(above[-1], 0)

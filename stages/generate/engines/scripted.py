@@ -19,12 +19,12 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from quiver.stages.common import plugins
-from quiver.stages.common.config import parse
-from quiver.stages.common.models import checkpoints
+from quiver.stages.core import plugins
+from quiver.stages.core.config import parse
 from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import ScriptedOptions
 from quiver.stages.generate.stopping import StopStrings
+from quiver.stages.model import checkpoints
 
 
 def echo(prompt_ids: list[int], seed: int) -> list[int]:

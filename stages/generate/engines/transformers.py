@@ -23,32 +23,23 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import CacheLayerMixin
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.config import parse
-from quiver.stages.common.forward.pictures import (
-    feature_places,
-    image_features,
-    put_features,
-)
-from quiver.stages.common.forward.precision import products
-from quiver.stages.common.images.processor import image_token_id, load_processor
-from quiver.stages.common.models import checkpoints
-from quiver.stages.common.models.devices import uses_gpu
-from quiver.stages.common.models.families import (
-    NOT_SAMPLED,
-    UNPADDED,
-    most_tokens_alike,
-    types_of,
-)
-from quiver.stages.common.models.loading import (
+from quiver.stages.core.config import parse
+from quiver.stages.generate.engine import Completion, Request, Setup
+from quiver.stages.generate.options import TransformersOptions
+from quiver.stages.generate.sampling import draw, processed_logprobs
+from quiver.stages.generate.stopping import StopStrings
+from quiver.stages.model import checkpoints
+from quiver.stages.model.devices import uses_gpu
+from quiver.stages.model.families import NOT_SAMPLED, UNPADDED, most_tokens_alike, types_of
+from quiver.stages.model.forward.pictures import feature_places, image_features, put_features
+from quiver.stages.model.forward.precision import products
+from quiver.stages.model.images.processor import image_token_id, load_processor
+from quiver.stages.model.loading import (
     decoder_start_id,
     load_model,
     set_attention,
     short_of_memory,
 )
-from quiver.stages.generate.engine import Completion, Request, Setup
-from quiver.stages.generate.options import TransformersOptions
-from quiver.stages.generate.sampling import draw, processed_logprobs
-from quiver.stages.generate.stopping import StopStrings
 
 log = logging.getLogger(__name__)
 _WINDOW = 8  # batches per window; requests are sorted by length within a window

@@ -31,15 +31,15 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from quiver.schemas.errors import ConfigError, SchemaError, printable
-from quiver.stages.common.config import parse
-from quiver.stages.common.images.decoder import open_image
-from quiver.stages.common.images.processor import load_processor
-from quiver.stages.common.models import checkpoints, vllm_env
-from quiver.stages.common.models.folder import stored_weights
-from quiver.stages.common.store import Version
+from quiver.stages.core.config import parse
+from quiver.stages.core.store import Version
 from quiver.stages.generate.config import Config
 from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import VllmOptions
+from quiver.stages.model import checkpoints, vllm_env
+from quiver.stages.model.folder import stored_weights
+from quiver.stages.model.images.decoder import open_image
+from quiver.stages.model.images.processor import load_processor
 
 LOGPROBS_MODE = "processed_logprobs"
 _CPU_STEP_TOKENS = 4096

@@ -50,12 +50,12 @@ from quiver.schemas.errors import (
     ResourceError,
     printable,
 )
-from quiver.stages.common.client import Client, FailedError
-from quiver.stages.common.config import parse
-from quiver.stages.common.models import checkpoints
-from quiver.stages.common.servers import read_as, root_of, secret
+from quiver.stages.core.client import Client, FailedError
+from quiver.stages.core.config import parse
+from quiver.stages.core.servers import read_as, root_of, secret
 from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import VllmServerOptions
+from quiver.stages.model import checkpoints
 
 from .vllm import sampling_parameters
 

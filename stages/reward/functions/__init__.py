@@ -17,7 +17,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, did_you_mean, printable
-from quiver.stages.common.episodes import FAILURES
+from quiver.stages.turns.statistics import FAILURES
 
 from . import answers, verifiers
 from .embedding import model_hash, similarity

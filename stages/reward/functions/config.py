@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from quiver.stages.common import plugins
-from quiver.stages.common.config import Runtime, without_folder
-from quiver.stages.common.servers import refuse_token, refuse_url
+from quiver.stages.core import plugins
+from quiver.stages.core.config import Runtime, without_folder
+from quiver.stages.core.servers import refuse_token, refuse_url
 from quiver.stages.reward.functions import shipped
 from quiver.stages.reward.scoring import ScorerConfig
 

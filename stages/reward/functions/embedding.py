@@ -85,7 +85,7 @@ def model_hash(arguments: dict[str, Any], remembered: bool) -> str:
     """Return the hash of the model that `arguments` name, remembered or computed; empty if they
     name none. Raises ConfigError or SecurityError if the model is not whole."""
     from quiver.schemas.manifest import digest
-    from quiver.stages.common.models.checkpoints import find_folder, folder_as_model
+    from quiver.stages.model.checkpoints import find_folder, folder_as_model
 
     if not arguments.get("model"):
         return ""
@@ -101,9 +101,9 @@ def _load(model: str) -> tuple[Any, Any, int]:
     import torch
     from transformers import AutoModel, AutoTokenizer
 
-    from quiver.stages.common.models.checkpoints import find_folder
-    from quiver.stages.common.models.loading import take_own_attention
-    from quiver.stages.common.models.mkl_warmup import make_first_calls
+    from quiver.stages.model.checkpoints import find_folder
+    from quiver.stages.model.loading import take_own_attention
+    from quiver.stages.model.mkl_warmup import make_first_calls
 
     make_first_calls()
     folder = find_folder(model, None, _FIELD)

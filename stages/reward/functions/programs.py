@@ -1,7 +1,7 @@
 r"""The reward function `code`: run the program in a completion, isolated, against the row's tests.
 
 Neither the program nor the text of a test runs in this process: both go to
-`quiver.stages.common.sandbox`, or to a server. A failure of the sandbox is an error of the row; a
+`quiver.stages.core.sandbox`, or to a server. A failure of the sandbox is an error of the row; a
 failure of the program is 0.
 """
 
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quiver.schemas.errors import ResourceError, printable
-from quiver.stages.common.threads import map_in_threads
+from quiver.stages.core.threads import map_in_threads
 
 if TYPE_CHECKING:
-    from quiver.stages.common.isolation import Limits
-    from quiver.stages.common.sandbox import Finished
+    from quiver.stages.core.isolation import Limits
+    from quiver.stages.core.sandbox import Finished
 
 _HARNESS = Path(__file__).with_name("harness")
 _FENCE = re.compile(
@@ -70,7 +70,7 @@ def code(
         memory_mib: Memory limit of one test.
         tests: Null gives None.
         entry, language: May be columns.
-        isolation: See `stages.common.sandbox`.
+        isolation: See `stages.core.sandbox`.
         sandbox_python: An interpreter with packages to use.
         sandbox_url, sandbox_token: A server that runs the programs, and its token as `env:NAME`.
             See `remote_sandbox`.
@@ -95,8 +95,8 @@ def code(
     >>> code(["Sure:\n```python\ndef double(x):\n    return 2 * x\n```"], [tests])
     [0.5]
     """
-    from quiver.stages.common import sandbox
-    from quiver.stages.common.isolation import Limits
+    from quiver.stages.core import sandbox
+    from quiver.stages.core.isolation import Limits
 
     num_rows = len(completions)
     languages = [language] * num_rows if isinstance(language, str) else language
@@ -108,7 +108,7 @@ def code(
     limits = Limits(seconds=timeout_seconds, memory_mib=memory_mib)
     # check first that any program can run, so that no program is blamed for a broken sandbox
     if sandbox_url:
-        from quiver.stages.common.servers import secret
+        from quiver.stages.core.servers import secret
         from quiver.stages.reward import remote_sandbox
 
         secret(sandbox_token, "sandbox_token")

@@ -18,10 +18,10 @@ from pydantic import Field, field_validator, model_validator
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import Model, digest
-from quiver.stages.common.chat.template import read_template
-from quiver.stages.common.config import Runtime
-from quiver.stages.common.models import checkpoints, vllm_env
-from quiver.stages.common.models.folder import parse_object
+from quiver.stages.core.config import Runtime
+from quiver.stages.model import checkpoints, vllm_env
+from quiver.stages.model.chat.template import read_template
+from quiver.stages.model.folder import parse_object
 from quiver.stages.reward.scoring import ScorerConfig
 
 _SET_BY_FIELDS = {

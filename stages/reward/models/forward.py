@@ -26,17 +26,17 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from quiver.schemas.errors import printable
-from quiver.stages.common.forward.attention import hidden_states, set_mode
-from quiver.stages.common.forward.layout import Sequences, make_layout
-from quiver.stages.common.forward.logprob_head import Shaping, completion_logprobs
-from quiver.stages.common.forward.packing import pack
-from quiver.stages.common.forward.policy import pieces_of, token_budget
-from quiver.stages.common.forward.precision import products
-from quiver.stages.common.models.devices import next_gpus, placing, uses_gpu
-from quiver.stages.common.models.families import depends_on_length
-from quiver.stages.common.models.loading import load_pretrained, short_of_memory
-from quiver.stages.common.models.mkl_warmup import make_first_calls
-from quiver.stages.common.ragged import Ragged
+from quiver.stages.model.devices import next_gpus, placing, uses_gpu
+from quiver.stages.model.families import depends_on_length
+from quiver.stages.model.forward.attention import hidden_states, set_mode
+from quiver.stages.model.forward.layout import Sequences, make_layout
+from quiver.stages.model.forward.logprob_head import Shaping, completion_logprobs
+from quiver.stages.model.forward.packing import pack
+from quiver.stages.model.forward.policy import pieces_of, token_budget
+from quiver.stages.model.forward.precision import products
+from quiver.stages.model.loading import load_pretrained, short_of_memory
+from quiver.stages.model.mkl_warmup import make_first_calls
+from quiver.stages.model.ragged import Ragged
 
 from .config import ModelConfig
 

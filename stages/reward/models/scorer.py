@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 from quiver.schemas.errors import ConfigError, ResourceError, SecurityError, printable
 from quiver.schemas.manifest import canonical
-from quiver.stages.common.chat.control_tokens import Guard
-from quiver.stages.common.chat.generation_prompt import learn_markup, prefill
-from quiver.stages.common.chat.template import Messages, Template
-from quiver.stages.common.models import checkpoints
-from quiver.stages.common.store import Version
+from quiver.stages.core.store import Version
+from quiver.stages.model import checkpoints
+from quiver.stages.model.chat.control_tokens import Guard
+from quiver.stages.model.chat.generation_prompt import learn_markup, prefill
+from quiver.stages.model.chat.template import Messages, Template
 from quiver.stages.reward.scoring import Batch, Part
 
 from .config import ModelConfig, check

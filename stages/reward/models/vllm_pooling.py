@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quiver.stages.common.models import checkpoints, vllm_env
-from quiver.stages.common.models.devices import engine_gpus, next_gpus, placing, seeing_only
-from quiver.stages.common.models.folder import parse_object
+from quiver.stages.model import checkpoints, vllm_env
+from quiver.stages.model.devices import engine_gpus, next_gpus, placing, seeing_only
+from quiver.stages.model.folder import parse_object
 
 if TYPE_CHECKING:
     import numpy as np

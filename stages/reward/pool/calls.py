@@ -40,9 +40,9 @@ from quiver.schemas.errors import (
     printable,
     shortage,
 )
-from quiver.stages.common import plugins
-from quiver.stages.common.runtime.answering import no_copies
-from quiver.stages.common.runtime.workers import memory_limit
+from quiver.stages.core import plugins
+from quiver.stages.core.run.answering import no_copies
+from quiver.stages.core.run.workers import memory_limit
 from quiver.stages.reward.functions import shipped
 from quiver.stages.reward.pool.habits import LOGS, adapted
 from quiver.stages.reward.scoring import LARGEST, Part, as_extra

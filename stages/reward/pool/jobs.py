@@ -17,7 +17,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from quiver.stages.common.runtime.workers import Ended, Late
+from quiver.stages.core.run.workers import Ended, Late
 from quiver.stages.reward.pool.calls import late
 from quiver.stages.reward.scoring import Part
 

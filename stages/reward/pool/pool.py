@@ -30,14 +30,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, Field
 
 from quiver.schemas.errors import ConfigError, ResourceError, from_dict, printable
-from quiver.stages.common.runtime.workers import (
-    Ended,
-    Killed,
-    Late,
-    Surplus,
-    Worker,
-    share_of_memory,
-)
+from quiver.stages.core.run.workers import Ended, Killed, Late, Surplus, Worker, share_of_memory
 from quiver.stages.reward.pool import calls, jobs
 from quiver.stages.reward.scoring import LARGEST, Part
 

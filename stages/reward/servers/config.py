@@ -20,8 +20,8 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from quiver.schemas.manifest import digest
-from quiver.stages.common.config import Runtime
-from quiver.stages.common.servers import refuse_section
+from quiver.stages.core.config import Runtime
+from quiver.stages.core.servers import refuse_section
 from quiver.stages.reward.scoring import Interval, ScorerConfig
 
 from .dialects import judge

@@ -22,8 +22,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from quiver.schemas.errors import ResourceError, printable, quoted_name
-from quiver.stages.common.client import Client, FailedError
-from quiver.stages.common.servers import read_json, secret
+from quiver.stages.core.client import Client, FailedError
+from quiver.stages.core.servers import read_json, secret
 from quiver.stages.reward import pictures
 from quiver.stages.reward.scoring import OFFERED, Batch, Notice, Part, require_columns
 

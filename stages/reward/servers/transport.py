@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 import httpx
 
 from quiver.schemas.errors import ConfigError, RemoteError, printable
-from quiver.stages.common.client import Client, FailedError
+from quiver.stages.core.client import Client, FailedError
 
 if TYPE_CHECKING:
     from .config import ServerConfig

@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 import pyarrow as pa
 
 from quiver.schemas import fields, prompts, rewards, rollouts
-from quiver.stages.common.config import Config
-from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.common.store import Store, Version
-from quiver.stages.common.store.writer import ROWS_PER_SHARD
+from quiver.stages.core.config import Config
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store, Version
+from quiver.stages.core.store.writer import ROWS_PER_SHARD
 from quiver.stages.evaluate import stage
 from tests.writing import begin
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from typer.main import get_command
 
-from quiver.flows.cli import app
+from quiver.flows.cli.main import app
+from quiver.flows.look.paired import find_evaluations
 from quiver.schemas.errors import ConfigError, LineageError
-from quiver.stages.common.models.checkpoints import as_model
 from quiver.stages.evaluate.comparison import compare
 from quiver.stages.evaluate.estimators import bootstrap_interval
-from quiver.stages.report.paired import find_evaluations
+from quiver.stages.model.checkpoints import as_model
 from tests.stages.evaluate.held import ask, evaluate, score, write
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from quiver.schemas import rewards
 from quiver.schemas.errors import ConfigError, LineageError, NumericError
-from quiver.stages.common.store.writer import ROWS_PER_SHARD
+from quiver.stages.core.store.writer import ROWS_PER_SHARD
 from quiver.stages.evaluate.stage import Config
 from quiver.stages.reward import stage as reward
 from tests import episodes

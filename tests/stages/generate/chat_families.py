@@ -9,10 +9,10 @@ from typing import NamedTuple
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from quiver.stages.common.chat.control_tokens import Guard
-from quiver.stages.common.chat.template import Template
-from quiver.stages.generate.turns.bridge import Bridge
-from tests.stages.common.chat.test_control_tokens import byte_level, fast, gemma, mistral
+from quiver.stages.model.chat.control_tokens import Guard
+from quiver.stages.model.chat.template import Template
+from quiver.stages.turns.bridge import Bridge
+from tests.stages.model.chat.test_control_tokens import byte_level, fast, gemma, mistral
 
 _TOOL_RUN = """
 {%- if m.role == 'tool' %}

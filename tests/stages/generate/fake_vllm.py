@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quiver.stages.common.models.checkpoints import as_model
+from quiver.stages.model.checkpoints import as_model
 from tests.stages.reward.fake_server import Asked, FakeServer, reply
 
 WORDS = "the engine core is dead"

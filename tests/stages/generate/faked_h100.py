@@ -11,11 +11,11 @@ import subprocess
 import sys
 import types
 
-from quiver.stages.common.models.vllm_env import prepare
-from quiver.stages.common.store import Store
+from quiver.stages.core.store import Store
 from quiver.stages.generate.engine import Setup
 from quiver.stages.generate.engines import vllm
 from quiver.stages.generate.options import Sampling, VllmOptions
+from quiver.stages.model.vllm_env import prepare
 
 
 def fake_platform() -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from quiver.stages.common import plugins
-from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.common.store import Store, Version
+from quiver.stages.core import plugins
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store, Version
 from quiver.stages.prompt.stage import Config as PromptConfig
 from tests.stages.generate.making import Honest, good
 from tests.tiny import EOS, tokenizer

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 
-from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.core.run.runner import run_stage
 
 
 def main() -> None:

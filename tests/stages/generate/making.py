@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 
 from quiver.schemas import fields, prompts
-from quiver.stages.common.config import Config
-from quiver.stages.common.store import Store, Version
+from quiver.stages.core.config import Config
+from quiver.stages.core.store import Store, Version
 from quiver.stages.generate.engine import Completion
 from tests.writing import begin
 

@@ -18,18 +18,18 @@ from pydantic import Field
 
 from quiver.schemas import fields
 from quiver.schemas import prompts as prompts_kind
-from quiver.stages.common.chat.control_tokens import Guard
-from quiver.stages.common.chat.template import Template
-from quiver.stages.common.config import Config
-from quiver.stages.common.environments.pool import EnvironmentPool, Reply
-from quiver.stages.common.models.checkpoints import as_model
-from quiver.stages.common.store import Store, Version
+from quiver.stages.core.config import Config
+from quiver.stages.core.store import Store, Version
 from quiver.stages.generate.texts import Texts
-from quiver.stages.generate.turns.bridge import Bridge
-from quiver.stages.generate.turns.config import Turns
-from quiver.stages.generate.turns.episode import Episode, Setting
-from quiver.stages.generate.turns.saved import Beginning, beginning_of
-from quiver.stages.generate.turns.tool_calls import parse_hermes
+from quiver.stages.model.chat.control_tokens import Guard
+from quiver.stages.model.chat.template import Template
+from quiver.stages.model.checkpoints import as_model
+from quiver.stages.turns.bridge import Bridge
+from quiver.stages.turns.config import Turns
+from quiver.stages.turns.episode import Episode, Setting
+from quiver.stages.turns.pool import EnvironmentPool, Reply
+from quiver.stages.turns.saved import Beginning, beginning_of
+from quiver.stages.turns.tool_calls import parse_hermes
 from tests import episodes
 from tests.tiny import CHATML, EOS, tokenizer
 from tests.writing import begin

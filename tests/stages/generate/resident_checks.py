@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from quiver.stages.common.store import Store
+from quiver.stages.core.store import Store
 from quiver.stages.generate.engine import Request, Setup
 from quiver.stages.generate.engines import vllm
 from quiver.stages.generate.options import Sampling

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from quiver.schemas.errors import CorruptError
-from quiver.stages.common.runtime.runner import Call, perform
-from quiver.stages.common.store import Store
-from quiver.stages.common.store.notes import note_of
+from quiver.stages.core.run.runner import Call, perform
+from quiver.stages.core.store import Store
+from quiver.stages.core.store.notes import note_of
 from tests.stages.generate.making import random_prompts
 from tests.stages.sharing import copy, hashes, require_whole, start, wait
 from tests.tiny import make_policy

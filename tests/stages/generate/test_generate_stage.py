@@ -16,17 +16,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from quiver.flows.verification import verify
 from quiver.schemas.errors import ConfigError, CorruptError, NumericError, SchemaError
-from quiver.stages.common.config import parse
-from quiver.stages.common.models import checkpoints
-from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.common.store import Store
-from quiver.stages.common.verification import verify
+from quiver.stages.core.config import parse
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store
 from quiver.stages.generate import shards, stage
 from quiver.stages.generate.prompts import select_prompts
 from quiver.stages.generate.requests import Requests
 from quiver.stages.generate.rows import Rows, row_seed
 from quiver.stages.generate.stage import Config
+from quiver.stages.model import checkpoints
 from tests.stages.generate import making
 from tests.stages.generate.making import good, make_prompts, random_prompts
 from tests.tiny import EOS, make_folder, make_policy
@@ -378,7 +378,7 @@ def test_a_flipped_bit_in_the_weights_is_found_before_a_row_is_made(store, polic
 
 SCRIPT = """
 import sys
-from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.core.run.runner import run_stage
 config = {"engine": "scripted", "samples_per_prompt": 2, "rows_per_shard": 5,
     "sampling": {"max_tokens": 8}, "options": {"seconds_per_row": 0.05}}
 refs = {"prompts": "tiny/prompts@1", "policy": "tiny/policy@0"}

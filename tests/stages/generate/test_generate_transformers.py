@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from quiver.schemas.errors import NumericError, ResourceError
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.core.run.runner import run_stage
 from quiver.stages.generate.engine import Request, Setup
 from quiver.stages.generate.engines.transformers import TransformersEngine
 from quiver.stages.generate.options import Sampling
 from quiver.stages.generate.sampling import draw, processed_logprobs
+from quiver.stages.model.loading import load_model
 from tests.stages.generate.making import make_prompts, random_prompts
 from tests.stages.optimize.world import import_changed
 from tests.tiny import EOS, make_policy, plain_logprobs

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.store import Store
+from quiver.stages.core.store import Store
 from quiver.stages.generate.engine import Setup
 from quiver.stages.generate.engines.transformers import TransformersEngine
 from quiver.stages.generate.engines.vllm import VllmEngine
 from quiver.stages.generate.options import Sampling
+from quiver.stages.model.loading import load_model
 from tests.episodes import own_logprobs
 from tests.stages.generate.vllm_checks import GREEDY, PIECES, STOPS, answers
 from tests.tiny import EOS, make_policy, plain_logprobs

@@ -6,10 +6,10 @@ import torch
 from peft import PeftModel
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.models.checkpoints import as_model
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.common.store import Store
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store
+from quiver.stages.model.checkpoints import as_model
+from quiver.stages.model.loading import load_model
 from tests.stages.generate.making import random_prompts
 from tests.stages.optimize import world
 from tests.tiny import make_policy, plain_logprobs

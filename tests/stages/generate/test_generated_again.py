@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 
-from quiver.stages.generate.turns.reenact import reenact
+from quiver.stages.turns.reenact import reenact
 from tests.stages.generate import guessing
 from tests.stages.generate.test_turns_generated import config, names, policy, run, store  # noqa: F401
 from tests.writing import run_here

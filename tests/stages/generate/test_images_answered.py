@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.common.store import Store
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store
 from quiver.stages.generate.config import Config
 from quiver.stages.generate.prompts import most_pictures, pictures_of
+from quiver.stages.model.loading import load_model
 from tests import sight, tiny
 
 ROWS = [

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.forward.attention import set_mode
-from quiver.stages.common.models.families import FAMILIES, MODES, NOT_SAMPLED, UNPADDED
-from quiver.stages.common.models.loading import configs_of, load_model
-from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.common.store import Store, Version
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store, Version
 from quiver.stages.generate.engine import Engine, Request, Setup
 from quiver.stages.generate.engines.transformers import TransformersEngine
 from quiver.stages.generate.options import Sampling
+from quiver.stages.model.families import FAMILIES, MODES, NOT_SAMPLED, UNPADDED
+from quiver.stages.model.forward.attention import set_mode
+from quiver.stages.model.loading import configs_of, load_model
 from tests import architectures, tiny
 
 ROOT = Path(__file__).parents[3]

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.core.run.runner import run_stage
 from quiver.stages.generate.options import Sampling
 from quiver.stages.generate.stopping import StopStrings
 from tests.stages.generate.making import make_prompts, random_prompts

@@ -7,11 +7,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.common.store import Store, Version
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store, Version
 from quiver.stages.generate.texts import Texts
-from tests.stages.common.chat.test_control_tokens import fast, gemma, llama3, mistral, t5
 from tests.stages.generate.making import make_prompts
+from tests.stages.model.chat.test_control_tokens import fast, gemma, llama3, mistral, t5
 from tests.tiny import BOS, EOS, PAD, make_folder, tokenizer
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]

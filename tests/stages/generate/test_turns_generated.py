@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from quiver.schemas.errors import ConfigError, QuiverError
-from quiver.stages.common.config import parse
-from quiver.stages.common.environments.environment import environment_seed
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.common.store import Store, Version
+from quiver.stages.core.config import parse
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store, Version
 from quiver.stages.generate.rows import row_seed
 from quiver.stages.generate.stage import Config
+from quiver.stages.model.loading import load_model
+from quiver.stages.turns.environment import environment_seed
 from tests.episodes import own_logprobs
 from tests.stages.generate import guessing, making
 from tests.tiny import CHATML, EOS, make_policy, tokenizer

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.models import vllm_env
-from quiver.stages.common.store import Store
+from quiver.stages.core.store import Store
 from quiver.stages.generate.engine import Setup
 from quiver.stages.generate.engines.vllm import VllmEngine
 from quiver.stages.generate.options import Sampling
+from quiver.stages.model import vllm_env
 from tests.tiny import EOS, make_policy
 from tests.vllm_process import checked
 

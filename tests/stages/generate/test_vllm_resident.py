@@ -7,12 +7,12 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.models import vllm_env
-from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.common.store import Store
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store
 from quiver.stages.generate.engine import Setup
 from quiver.stages.generate.engines import vllm
 from quiver.stages.generate.options import Sampling, VllmOptions
+from quiver.stages.model import vllm_env
 from tests.tiny import EOS, make_folder, make_policy
 from tests.vllm_process import checked
 

@@ -8,9 +8,9 @@ from contextlib import ExitStack
 import pytest
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.models.checkpoints import as_model
-from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.common.store import Store
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store
+from quiver.stages.model.checkpoints import as_model
 from tests.stages.generate.making import random_prompts
 from tests.tiny import make_policy
 from tests.vllm_process import VllmProcess

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 
 from quiver.schemas.errors import ConfigError, LineageError, NumericError, ResourceError
-from quiver.stages.common.config import parse
-from quiver.stages.common.models.checkpoints import as_model
-from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.core.config import parse
+from quiver.stages.core.run.runner import run_stage
 from quiver.stages.generate.config import Config
 from quiver.stages.generate.engine import Request, Setup
 from quiver.stages.generate.engines import vllm_server
 from quiver.stages.generate.engines.vllm_server import VllmServerEngine
 from quiver.stages.generate.options import Sampling
+from quiver.stages.model.checkpoints import as_model
 from tests.stages.generate.fake_vllm import WORDS, FakeVllm, completion
 from tests.stages.generate.making import random_prompts
 from tests.tiny import make_policy

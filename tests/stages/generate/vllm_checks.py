@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.common.store import Store
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store
 from quiver.stages.generate.engine import Request, Setup
 from quiver.stages.generate.options import Sampling
 from tests.stages.generate import guessing

@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quiver.schemas.errors import LineageError
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.model.loading import load_model
 from tests.stages.optimize.world import weights
 from tests.tiny import make_folder, make_policy
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from quiver.stages.common.runtime.runner import Call, perform
+from quiver.stages.core.run.runner import Call, perform
 from tests.stages.generate.making import random_prompts
 from tests.stages.sharing import copy, hashes, require_whole, start
 from tests.tiny import make_policy

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from quiver.schemas.errors import ConfigError, LineageError, ResourceError, SchemaError
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.ragged import Ragged
-from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.core.run.runner import run_stage
 from quiver.stages.logprobs.stage import Config
+from quiver.stages.model.loading import load_model
+from quiver.stages.model.ragged import Ragged
 from tests.stages.optimize import world
 from tests.tiny import make_folder, make_policy, plain_logprobs
 from tests.writing import ids_asked_for

@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from quiver.flows.recipe import Recipe
+from quiver.flows.verification import verify
 from quiver.schemas.errors import ConfigError, ConflictError, CorruptError, LineageError
-from quiver.stages.common.models.checkpoints import PolicyConfig, as_model, resolve
-from quiver.stages.common.models.loading import base_of, load_as_stored, load_model
-from quiver.stages.common.store.retention import remove
-from quiver.stages.common.verification import verify
+from quiver.stages.core.store.retention import remove
+from quiver.stages.model.checkpoints import PolicyConfig, as_model, resolve
+from quiver.stages.model.loading import base_of, load_as_stored, load_model
 from quiver.stages.optimize.stage import Config
 from tests.stages.generate.making import random_prompts
 from tests.stages.optimize import world

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.config import parse
+from quiver.stages.core.config import parse
 from quiver.stages.optimize import algorithms, config, estimators, losses
 from quiver.stages.optimize.algorithms import find_function
 from quiver.stages.optimize.objective import Objective

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from quiver.flows.verification import verify
 from quiver.schemas.errors import QuiverError
-from quiver.stages.common.verification import verify
 from tests.stages.optimize import world
 from tests.writing import run_here
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from quiver.stages.common.forward.layout import Sequences
-from quiver.stages.common.ragged import Ragged
+from quiver.stages.model.forward.layout import Sequences
+from quiver.stages.model.ragged import Ragged
 from quiver.stages.optimize.batch import Batch
 
 

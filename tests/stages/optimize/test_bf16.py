@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from quiver.stages.common.forward.precision import narrow
-from quiver.stages.common.models.loading import load_model
+from quiver.stages.model.forward.precision import narrow
+from quiver.stages.model.loading import load_model
 from quiver.stages.optimize.optimizer import (
     Bf16AdamW,
     round_by_chance,
@@ -218,7 +218,7 @@ def test_another_precision_goes_on_from_the_policys_weights(store, policy, made)
 
 def test_a_model_in_several_files_is_the_same_model(store, policy, made, monkeypatch):
     together = world.trained(store, policy, made, into="together")
-    monkeypatch.setattr("quiver.stages.common.models.checkpoints.FILE_BYTES", 60_000)
+    monkeypatch.setattr("quiver.stages.model.checkpoints.FILE_BYTES", 60_000)
     apart = world.trained(store, policy, made, into="apart")
     sizes = [
         entry.bytes

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from quiver.flows.fit import Estimate, Workload, parse_machine
 from quiver.flows.recipe import Recipe
-from quiver.stages.common.forward.gpu import choice, head, operations
-from quiver.stages.common.forward.layout import Sequences
-from quiver.stages.common.forward.policy import Policy
-from quiver.stages.common.memory import shape_of
-from quiver.stages.common.ragged import Ragged
+from quiver.stages.model.forward.gpu import choice, head, operations
+from quiver.stages.model.forward.layout import Sequences
+from quiver.stages.model.forward.policy import Policy
+from quiver.stages.model.memory import shape_of
+from quiver.stages.model.ragged import Ragged
 from quiver.stages.optimize.algorithms import resolve
 from quiver.stages.optimize.batch import Batch, Step
 from quiver.stages.optimize.config import Config

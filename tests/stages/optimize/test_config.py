@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.config import parse
+from quiver.stages.core.config import parse
 from quiver.stages.optimize import algorithms, config
 from quiver.stages.optimize.stage import Config
 

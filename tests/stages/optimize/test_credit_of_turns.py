@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quiver.schemas.errors import ConfigError, NumericError, SchemaError
-from quiver.stages.common.models.loading import load_model
+from quiver.stages.model.loading import load_model
 from quiver.stages.optimize import rollouts as loading
 from quiver.stages.optimize.critic import token_rewards
 from quiver.stages.optimize.estimators import turn_leave_one_out

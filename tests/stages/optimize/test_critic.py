@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from quiver.stages.common.forward.layout import Sequences
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.ragged import Ragged
+from quiver.stages.model.forward.layout import Sequences
+from quiver.stages.model.loading import load_model
+from quiver.stages.model.ragged import Ragged
 from quiver.stages.optimize import advantages, critic, losses
 from quiver.stages.optimize.stage import Config
 from tests.stages.optimize import world

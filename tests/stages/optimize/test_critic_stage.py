@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from quiver.flows.verification import verify
 from quiver.schemas.errors import ConfigError, SchemaError
-from quiver.stages.common.models.checkpoints import as_model
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.verification import verify
+from quiver.stages.model.checkpoints import as_model
+from quiver.stages.model.loading import load_model
 from quiver.stages.optimize import critic as critics
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize import terms

@@ -9,12 +9,12 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.forward.policy import Policy
-from quiver.stages.common.models import checkpoints, small
-from quiver.stages.common.models.families import FAMILIES, fastest_mode, require_trainable
+from quiver.stages.model import checkpoints, small
+from quiver.stages.model.families import FAMILIES, fastest_mode, require_trainable
+from quiver.stages.model.forward.policy import Policy
 from tests import architectures
 from tests.shrink import shrink
-from tests.stages.common.forward import test_policy as forward
+from tests.stages.model.forward import test_policy as forward
 
 
 # sinks, a prompt that cannot be shared, a state, later tokens, chunks, a window, an encoder

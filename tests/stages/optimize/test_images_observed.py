@@ -11,7 +11,10 @@ import torch
 from PIL import Image
 
 from quiver.schemas.errors import ConfigError, LineageError
-from quiver.stages.common.environments.environment import (
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store
+from quiver.stages.model.images.dataset import load_pictures
+from quiver.stages.turns.environment import (
     for_people,
     pictures_in,
     read_answer,
@@ -19,10 +22,7 @@ from quiver.stages.common.environments.environment import (
     read_messages,
     read_step,
 )
-from quiver.stages.common.images.dataset import load_pictures
-from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.common.store import Store
-from quiver.stages.generate.turns.reenact import reenact
+from quiver.stages.turns.reenact import reenact
 from tests import sight
 from tests.tiny import make_policy
 from tests.writing import begin, run_here

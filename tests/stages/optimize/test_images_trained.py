@@ -8,15 +8,15 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from quiver.schemas.errors import NumericError
-from quiver.stages.common.forward.layout import Sequences, prompt_numbers
-from quiver.stages.common.forward.pictures import feature_places
-from quiver.stages.common.forward.policy import Policy
-from quiver.stages.common.forward.verify import choose_mode
-from quiver.stages.common.images.dataset import load_pictures
-from quiver.stages.common.ragged import Ragged
-from quiver.stages.common.store import Store
+from quiver.stages.core.store import Store
+from quiver.stages.model.forward.layout import Sequences, prompt_numbers
+from quiver.stages.model.forward.pictures import feature_places
+from quiver.stages.model.forward.policy import Policy
+from quiver.stages.model.forward.verify import choose_mode
+from quiver.stages.model.images.dataset import load_pictures
+from quiver.stages.model.ragged import Ragged
 from tests import sight
-from tests.stages.common.forward.test_policy import packed
+from tests.stages.model.forward.test_policy import packed
 from tests.writing import begin, run_here
 
 ROWS = [

@@ -16,11 +16,11 @@ from transformers import (
     Gemma3TextConfig,
 )
 
+from quiver.flows.verification import verify
 from quiver.schemas.errors import ConfigError, ConflictError, LineageError
-from quiver.stages.common.models.checkpoints import as_model
-from quiver.stages.common.models.loading import load_as_stored, load_model
-from quiver.stages.common.store import Store
-from quiver.stages.common.verification import verify
+from quiver.stages.core.store import Store
+from quiver.stages.model.checkpoints import as_model
+from quiver.stages.model.loading import load_as_stored, load_model
 from quiver.stages.optimize.config import Lora
 from quiver.stages.optimize.lora import attach, load_with_adapters, narrow_frozen
 from quiver.stages.optimize.stage import Config, check
@@ -205,9 +205,7 @@ def test_a_base_that_bfloat16_holds_is_held_in_it_and_nothing_changes(store, hal
     assert kinds and all(found == {torch.float32} for found in kinds.values()), kinds
     monkeypatch.setattr("quiver.stages.optimize.trainer.narrow_frozen", lambda model: None)
     as_float32 = {"weight": ("F32", ())}
-    monkeypatch.setattr(
-        "quiver.stages.common.models.loading.stored_weights", lambda folder: as_float32
-    )
+    monkeypatch.setattr("quiver.stages.model.loading.stored_weights", lambda folder: as_float32)
     wide = world.trained(store, half, made, config, force=True)
     assert narrow.ref != wide.ref and narrow.manifest.content_hash == wide.manifest.content_hash
 

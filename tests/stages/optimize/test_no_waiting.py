@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from quiver.stages.common.forward.policy import Policy
-from quiver.stages.common.models.loading import load_model
+from quiver.stages.model.forward.policy import Policy
+from quiver.stages.model.loading import load_model
 from quiver.stages.optimize.batch import Step
 from tests.stages.optimize import test_trainer, world
 from tests.tiny import make_policy

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.store import Store
+from quiver.stages.core.store import Store
 from quiver.stages.optimize import tracking
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config as _config

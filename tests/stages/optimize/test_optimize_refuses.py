@@ -10,8 +10,8 @@ from quiver.schemas.errors import (
     ResourceError,
     SchemaError,
 )
-from quiver.stages.common.models import checkpoints
-from quiver.stages.common.models.checkpoints import PolicyConfig
+from quiver.stages.model import checkpoints
+from quiver.stages.model.checkpoints import PolicyConfig
 from quiver.stages.optimize.checks import biases
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config as _config

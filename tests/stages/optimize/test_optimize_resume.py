@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quiver.schemas.errors import ConfigError, NumericError
-from quiver.stages.common.store import Store
-from quiver.stages.common.store.notes import note_of
-from quiver.stages.common.store.storage import sha256
+from quiver.stages.core.store import Store
+from quiver.stages.core.store.notes import note_of
+from quiver.stages.core.store.storage import sha256
 from quiver.stages.optimize import resume, trainer
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config, trained

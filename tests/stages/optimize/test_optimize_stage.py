@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from quiver.flows.look.gather import gather
+from quiver.flows.look.troubles import learned_nothing
+from quiver.flows.verification import verify
 from quiver.schemas.errors import LineageError, NumericError, SchemaError
-from quiver.stages.common.models import checkpoints
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.store.writer import Writer
-from quiver.stages.common.verification import verify
+from quiver.stages.core.store.writer import Writer
+from quiver.stages.model import checkpoints
+from quiver.stages.model.loading import load_model
 from quiver.stages.optimize.inputs import Sampled
-from quiver.stages.report.gather import gather
-from quiver.stages.report.troubles import learned_nothing
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config as _config
 from tests.stages.optimize.world import trained as _run

@@ -4,7 +4,7 @@ step."""
 import pytest
 import torch
 
-from quiver.stages.common.models.loading import load_model
+from quiver.stages.model.loading import load_model
 from tests.stages.optimize import world
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.models.loading import load_model
+from quiver.stages.model.loading import load_model
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize.inputs import Sampled
 from quiver.stages.reward.config import Config as RewardConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quiver.stages.common.ragged import Ragged
+from quiver.stages.model.ragged import Ragged
 from quiver.stages.optimize import losses, surrogates
 from quiver.stages.optimize.algorithms import ALGORITHMS, find_function
 

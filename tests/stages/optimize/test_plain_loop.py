@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 import pytest
 import torch
 
-from quiver.stages.common.models.loading import load_model
+from quiver.stages.model.loading import load_model
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config as _config
 from tests.stages.optimize.world import trained as _run

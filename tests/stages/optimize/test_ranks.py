@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.store import Store
+from quiver.stages.core.store import Store
+from quiver.stages.model.loading import load_model
 from quiver.stages.optimize.trainer import Trainer
 from tests import episodes
 from tests.stages.optimize import world
@@ -80,7 +80,7 @@ from safetensors.torch import save_file
 
 from quiver import run_stage
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.forward import attention
+from quiver.stages.model.forward import attention
 from quiver.stages.optimize.trainer import Trainer
 
 folder, jobs = Path(sys.argv[1]), json.loads(sys.argv[2])

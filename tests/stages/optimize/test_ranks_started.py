@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from quiver import run_stage
+from quiver.flows.verification import verify
 from quiver.schemas.errors import NumericError, ResourceError
-from quiver.stages.common import ranks
-from quiver.stages.common.runtime.call import Call, Where
-from quiver.stages.common.runtime.runner import run_call
-from quiver.stages.common.verification import verify
+from quiver.stages.core import ranks
+from quiver.stages.core.run.call import Call, Where
+from quiver.stages.core.run.runner import run_call
 from tests.faults.failing import environment
 from tests.stages.optimize import world
 from tests.tiny import make_policy

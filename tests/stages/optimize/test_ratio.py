@@ -4,11 +4,11 @@ needed for, and how truncated sampling is audited."""
 import pytest
 import torch
 
+from quiver.flows.look import stage as report
+from quiver.flows.look.gather import gather
 from quiver.schemas.errors import NumericError
-from quiver.stages.common.models.loading import load_model
 from quiver.stages.logprobs.config import Config as LogprobsConfig
-from quiver.stages.report import stage as report
-from quiver.stages.report.gather import gather
+from quiver.stages.model.loading import load_model
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config as _config
 from tests.stages.optimize.world import trained as _run

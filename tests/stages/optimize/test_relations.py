@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quiver.stages.common.store import Store
+from quiver.stages.core.store import Store
 from quiver.stages.optimize import losses
 from quiver.stages.optimize.algorithms import ALGORITHMS
 from quiver.stages.optimize.trainer import Trainer

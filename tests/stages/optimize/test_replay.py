@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from quiver.flows.verification import verify
 from quiver.schemas.errors import ConfigError, LineageError, NumericError
-from quiver.stages.common.store import Store
-from quiver.stages.common.verification import verify
+from quiver.stages.core.store import Store
 from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.optimize.inputs import open_inputs
 from quiver.stages.optimize.trainer import Trainer

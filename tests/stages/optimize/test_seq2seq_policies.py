@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from quiver.schemas.errors import NumericError, SchemaError
-from quiver.stages.common.models.loading import load_model
+from quiver.stages.model.loading import load_model
 from tests.stages.optimize import world
 from tests.tiny import make_policy
 

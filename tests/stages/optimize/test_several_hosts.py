@@ -20,7 +20,7 @@ RANK = """
 import json, logging, sys
 from datetime import timedelta
 from quiver.stages.__main__ import answer_call, leave
-from quiver.stages.common.runtime.runner import Call
+from quiver.stages.core.run.runner import Call
 from quiver.stages.optimize import accelerator
 
 logging.basicConfig(level=logging.INFO)

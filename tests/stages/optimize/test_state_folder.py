@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from quiver.stages.common.models.checkpoints import PolicyConfig
-from quiver.stages.common.runtime.stage import Plan
-from quiver.stages.common.store.writer import open_staging
+from quiver.stages.core.run.stage import Plan
+from quiver.stages.core.store.writer import open_staging
+from quiver.stages.model.checkpoints import PolicyConfig
 from quiver.stages.optimize.optimizer import read_tensors, write_tensors
 from tests.stages.optimize import world
 

@@ -15,11 +15,11 @@ from accelerate.state import AcceleratorState
 from transformers import FuyuConfig, FuyuForCausalLM
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.forward.layout import Sequences
-from quiver.stages.common.models.checkpoints import PolicyConfig
-from quiver.stages.common.models.loading import load_model, restore_dropout
-from quiver.stages.common.ragged import Ragged
-from quiver.stages.common.store import Store
+from quiver.stages.core.store import Store
+from quiver.stages.model.checkpoints import PolicyConfig
+from quiver.stages.model.forward.layout import Sequences
+from quiver.stages.model.loading import load_model, restore_dropout
+from quiver.stages.model.ragged import Ragged
 from quiver.stages.optimize.accelerator import make_accelerator
 from quiver.stages.optimize.algorithms import find_function, resolve
 from quiver.stages.optimize.batch import Batch

@@ -20,10 +20,10 @@ from quiver.schemas import logprobs as logprobs_kind
 from quiver.schemas import prompts as prompts_kind
 from quiver.schemas import rewards as rewards_kind
 from quiver.schemas import rollouts as rollouts_kind
-from quiver.stages.common.config import Config
-from quiver.stages.common.models.checkpoints import PolicyConfig, as_model
-from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.store import Store, Version
+from quiver.stages.core.config import Config
+from quiver.stages.core.store import Store, Version
+from quiver.stages.model.checkpoints import PolicyConfig, as_model
+from quiver.stages.model.loading import load_model
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize import stage as optimize
 from quiver.stages.optimize.accelerator import make_accelerator

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from quiver.schemas.errors import ConfigError, LineageError
-from quiver.stages.common.config import parse
-from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.core.config import parse
+from quiver.stages.core.run.runner import run_stage
 from quiver.stages.prompt.order import NEVER, OUTSIDE, WITHIN, choose
 from quiver.stages.prompt.stage import Config
 from tests.stages.optimize.world import write_rewards

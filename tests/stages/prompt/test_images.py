@@ -13,11 +13,11 @@ from PIL import Image
 
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.prompts import OURS
-from quiver.stages.common.images.checking import ImageCheck, ImageLimits
-from quiver.stages.common.images.decoder import open_image
-from quiver.stages.common.images.processor import load_processor
-from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.common.store import Store
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store
+from quiver.stages.model.images.checking import ImageCheck, ImageLimits
+from quiver.stages.model.images.decoder import open_image
+from quiver.stages.model.images.processor import load_processor
 from quiver.stages.prompt import sources
 from quiver.stages.prompt.config import Config
 from quiver.stages.prompt.images import read_cell

@@ -11,14 +11,14 @@ import pyarrow.parquet
 import pytest
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.chat.messages import read_messages
-from quiver.stages.common.config import parse
-from quiver.stages.common.environments.environment import environment_seed
-from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.common.store.writer import ROWS_PER_SHARD
+from quiver.stages.core.config import parse
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store.writer import ROWS_PER_SHARD
+from quiver.stages.model.chat.messages import read_messages
 from quiver.stages.prompt import openings
 from quiver.stages.prompt.order import choose
 from quiver.stages.prompt.stage import Config, resolve
+from quiver.stages.turns.environment import environment_seed
 from tests import tiny
 
 SUMS = [{"question": f"What is {n} plus 5?", "answer": n + 5, "key": f"sum-{n}"} for n in range(8)]

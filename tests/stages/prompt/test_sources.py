@@ -11,8 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common import trajectories
 from quiver.stages.prompt import sources
+from quiver.stages.turns import trajectories
 
 
 def read(source, **options):

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.models.checkpoints import load_tokenizer
-from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.common.store import Store
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store
+from quiver.stages.model.checkpoints import load_tokenizer
 from quiver.stages.prompt.chats import ARGUMENTS, RowVariables, read_variables, warn_unused
 from quiver.stages.prompt.config import Config
 from quiver.stages.prompt.rows import Renderer, render_rows

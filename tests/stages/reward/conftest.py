@@ -5,8 +5,8 @@ import pyarrow as pa
 import pytest
 
 from quiver.schemas import fields, prompts, rollouts
-from quiver.stages.common.config import Config
-from quiver.stages.common.store.writer import ROWS_PER_SHARD
+from quiver.stages.core.config import Config
+from quiver.stages.core.store.writer import ROWS_PER_SHARD
 from quiver.stages.reward.stage import Config as RewardConfig
 from tests.writing import begin, run_here
 

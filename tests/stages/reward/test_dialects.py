@@ -8,7 +8,7 @@ import random
 import pytest
 from pydantic import ValidationError
 
-from quiver.stages.common.servers import MalformedError, read_json
+from quiver.stages.core.servers import MalformedError, read_json
 from quiver.stages.reward.scoring import Part
 from quiver.stages.reward.servers.config import ServerConfig
 from quiver.stages.reward.servers.dialects import DIALECTS, openrlhf, quiver

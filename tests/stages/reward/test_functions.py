@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from quiver.stages.common.models.checkpoints import find_folder
+from quiver.stages.model.checkpoints import find_folder
 from quiver.stages.reward import functions
 from quiver.stages.reward.functions import answers, plain_numbers, verifiers
 from quiver.stages.reward.pool.calls import load

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from quiver.schemas.errors import ConfigError, ResourceError
-from quiver.stages.common.config import parse
+from quiver.stages.core.config import parse
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.prompt.stage import Config as PromptConfig
 from quiver.stages.reward.config import Config, pinned

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from quiver.schemas.errors import ConfigError, LineageError
-from quiver.stages.common.config import parse
-from quiver.stages.common.store.writer import ROWS_PER_SHARD
+from quiver.stages.core.config import parse
+from quiver.stages.core.store.writer import ROWS_PER_SHARD
 from quiver.stages.reward import override
 from quiver.stages.reward.override import Config
 from tests.writing import run_here

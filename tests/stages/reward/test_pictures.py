@@ -6,8 +6,8 @@ import base64
 import pytest
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.runtime.runner import run_stage
-from quiver.stages.common.store import Store
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store
 from tests import sight
 from tests.stages.reward.fake_server import FakeServer, reply
 

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from quiver.schemas.errors import ConfigError, SecurityError
-from quiver.stages.common.sandbox import check as check_sandbox
-from quiver.stages.common.sandbox import run_program
+from quiver.stages.core.sandbox import check as check_sandbox
+from quiver.stages.core.sandbox import run_program
 from quiver.stages.reward.functions import programs
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.functions.programs import extract, read_tests
@@ -501,6 +501,6 @@ def test_many_rows_at_once():
 def test_functions_stay_cheap_to_import():
     script = (
         "import sys, quiver.stages.reward.functions; print({'httpx', 'subprocess', "
-        "'quiver.stages.common.sandbox'} & set(sys.modules))"
+        "'quiver.stages.core.sandbox'} & set(sys.modules))"
     )
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "set()\n"

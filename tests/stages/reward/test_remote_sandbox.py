@@ -8,9 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from quiver.schemas.errors import ConfigError, RemoteError, ResourceError
-from quiver.stages.common.config import parse
-from quiver.stages.common.isolation import Limits
-from quiver.stages.common.sandbox import Finished, run_program
+from quiver.stages.core.config import parse
+from quiver.stages.core.isolation import Limits
+from quiver.stages.core.sandbox import Finished, run_program
 from quiver.stages.reward import remote_sandbox
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.functions.programs import code

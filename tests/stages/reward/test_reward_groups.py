@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quiver.schemas.errors import ConfigError, RewardError
-from quiver.stages.common.store.writer import ROWS_PER_SHARD
+from quiver.stages.core.store.writer import ROWS_PER_SHARD
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.pool.pool import Pool
 from quiver.stages.reward.pool.scorer import FunctionScorer

@@ -6,10 +6,10 @@ import json
 import pytest
 
 from quiver.schemas.errors import ConfigError, RewardError
-from quiver.stages.common.runtime.runner import Call, find, perform
+from quiver.stages.core.run.runner import Call, find, perform
 from quiver.stages.reward.models.config import ModelConfig, fingerprint, model_entry
 from quiver.stages.reward.models.scorer import ModelScorer
-from tests.stages.common import test_hashes
+from tests.stages.core import test_hashes
 from tests.stages.reward.reward_models import make_model
 
 cache, hashed, later = test_hashes.cache, test_hashes.hashed, test_hashes.later

@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 import pytest
 
 from quiver.schemas.errors import ConfigError, LineageError, RewardError
-from quiver.stages.common.store.writer import ROWS_PER_SHARD
+from quiver.stages.core.store.writer import ROWS_PER_SHARD
 
 MINE = """
 import json, pathlib

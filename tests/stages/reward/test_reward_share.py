@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from quiver.stages.common.runtime.runner import Call, perform, run_call
-from quiver.stages.common.store import Store
-from quiver.stages.common.store.writer import ROWS_PER_SHARD
+from quiver.stages.core.run.runner import Call, perform, run_call
+from quiver.stages.core.store import Store
+from quiver.stages.core.store.writer import ROWS_PER_SHARD
 from tests.faults.scenes import killed
 from tests.faults.sizes import sizes
 from tests.stages.sharing import copy, hashes, require_whole, start, wait

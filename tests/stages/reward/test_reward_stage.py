@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from quiver.schemas.errors import ConfigError, LineageError, NumericError, RewardError
-from quiver.stages.common.config import parse
+from quiver.stages.core.config import parse
 from quiver.stages.reward import tables
 from quiver.stages.reward.functions import overlong_penalty
 from quiver.stages.reward.functions.config import FunctionConfig

@@ -7,8 +7,8 @@ import pytest
 from tokenizers import processors
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.chat.template import Messages
-from quiver.stages.common.runtime import subprocesses
+from quiver.stages.core.run import subprocesses
+from quiver.stages.model.chat.template import Messages
 from quiver.stages.reward.models.config import ModelConfig
 from quiver.stages.reward.models.scorer import Reader, beginnings, token_id
 from tests import tiny

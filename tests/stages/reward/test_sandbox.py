@@ -21,10 +21,10 @@ from pathlib import Path
 import pytest
 
 from quiver.schemas.errors import ConfigError, ResourceError, SecurityError
-from quiver.stages.common import sandbox
-from quiver.stages.common.isolation import Limits, find_interpreter
-from quiver.stages.common.runtime.folders import sweep_folders
-from quiver.stages.common.sandbox import check, run_program
+from quiver.stages.core import sandbox
+from quiver.stages.core.isolation import Limits, find_interpreter
+from quiver.stages.core.run.folders import sweep_folders
+from quiver.stages.core.sandbox import check, run_program
 from tests.stages.reward import escapes
 
 ROOT = Path(__file__).parents[3]
@@ -267,8 +267,8 @@ def test_whoever_asked_may_die(permitted, isolation, tmp_path, monkeypatch):
     """Killed, it leaves nobody: neither the program, nor the processes around it; their folder is
     swept by the next."""
     code = f"""
-from quiver.stages.common.isolation import Limits
-from quiver.stages.common.sandbox import run_program
+from quiver.stages.core.isolation import Limits
+from quiver.stages.core.sandbox import run_program
 run_program("import time; time.sleep(100)", limits=Limits(seconds=100), isolation={isolation!r})
 """
     generations = 4 if isolation == "full" else 2
@@ -310,7 +310,7 @@ def below(pid: int, generations: int) -> list[int]:
 FORBID = """
 import sys
 from quiver.stages.reward.functions import FUNCTIONS
-from quiver.stages.common.sandbox import run_program
+from quiver.stages.core.sandbox import run_program
 program = f"open({sys.argv[1]!r}, 'a').write('was here ')"
 for attempt in (lambda: run_program(program), lambda: FUNCTIONS["code"].function([program], ["assert True"])):
     try:
@@ -367,7 +367,7 @@ def test_a_missing_tool_is_refused_with_its_package(isolation, monkeypatch, tmp_
 
 
 UNPRIVILEGED = """
-from quiver.stages.common.sandbox import check, run_program
+from quiver.stages.core.sandbox import check, run_program
 check()
 print(run_program("import os; print(os.getuid(), os.listdir('/tmp'))").stdout)
 """

@@ -7,8 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from quiver.schemas.errors import ConfigError, RemoteError
-from quiver.stages.common import config as common
-from quiver.stages.common.config import parse
+from quiver.stages.core import config as common
+from quiver.stages.core.config import parse
 from quiver.stages.reward.servers.config import ServerConfig, fingerprint
 from quiver.stages.reward.servers.scorer import ServerScorer
 from quiver.stages.reward.stage import Config

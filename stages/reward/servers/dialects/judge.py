@@ -27,7 +27,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from quiver.schemas.errors import printable
-from quiver.stages.common.servers import read_as
+from quiver.stages.core.servers import read_as
 from quiver.stages.reward import pictures
 from quiver.stages.reward.scoring import Part
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from quiver.stages.common.servers import MalformedError, read_as
+from quiver.stages.core.servers import MalformedError, read_as
 from quiver.stages.reward.scoring import Part
 
 from .rows import Row, Scored, as_part, as_text, fill

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from quiver.schemas import outside
-from quiver.stages.common.servers import MalformedError, read_as
+from quiver.stages.core.servers import MalformedError, read_as
 from quiver.stages.reward.scoring import Part
 
 from .rows import Row, Scored, as_part

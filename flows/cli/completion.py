@@ -1,0 +1,109 @@
+"""Shell completion for words that are not finished: references, runs, tags, keys.
+
+A completer only reads, and offers nothing if it cannot. `quiver --install-completion` makes the
+shell ask.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from quiver.schemas.errors import QuiverError
+
+from .next_step import default_store
+
+if TYPE_CHECKING:
+    from quiver.stages.core.store import Store
+
+_MOST_VERSIONS = 50
+
+
+def references(context: typer.Context, incomplete: str) -> list[str]:
+    """Offer `arith/rollouts` while run or kind are typed, and then its versions.
+
+    Versions are `arith/rollouts@latest`, the newest numbers, and tags.
+    """
+    offered = []
+    for store, run, kind in _kinds(context):
+        dataset = f"{run}/{kind}"
+        numbers = store.numbers(run, kind)
+        if not incomplete.startswith(dataset):
+            offered += [dataset] * bool(numbers)
+            continue
+        newest = numbers[::-1][:_MOST_VERSIONS]
+        offered += [f"{dataset}@{version}" for version in [*["latest"][: len(newest)], *newest]]
+        offered += [tag for tag in tags(context, incomplete) if tag.startswith(f"{dataset}@")]
+    return [name for name in offered if name.startswith(incomplete)]
+
+
+def datasets(context: typer.Context, incomplete: str) -> list[str]:
+    """Offer only `arith/rollouts`, to which versions are added."""
+    names = (f"{run}/{kind}" for store, run, kind in _kinds(context) if store.numbers(run, kind))
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def runs(context: typer.Context, incomplete: str) -> list[str]:
+    """Offer names of runs."""
+    names = dict.fromkeys(run for _, run, _ in _kinds(context))
+    return [run for run in names if run.startswith(incomplete)]
+
+
+def runs_and_references(context: typer.Context, incomplete: str) -> list[str]:
+    """Offer names of runs until a slash is typed, then the same as `references`."""
+    return (references if "/" in incomplete else runs)(context, incomplete)
+
+
+def tags(context: typer.Context, incomplete: str) -> list[str]:
+    """Offer tags such as `arith/policy@prod`."""
+    offered = []
+    with suppress(QuiverError):
+        for store, run, kind in _kinds(context):
+            for name in store.tag_names(run):
+                if (store.tagged(run, name) or "").startswith(f"{run}/{kind}@"):
+                    offered.append(f"{run}/{kind}@{name}")
+    return [name for name in offered if name.startswith(incomplete)]
+
+
+def settings(incomplete: str) -> list[str]:
+    """Offer keys such as `optimize.learning_rate=`, for --set."""
+    from quiver.flows import keys
+
+    names = (key.name for section in keys.sections() for key in section.keys)
+    return [f"{name}=" for name in names if name.startswith(incomplete)]
+
+
+def sections_and_keys(incomplete: str) -> list[str]:
+    """Offer sections and keys, such as `optimize` and `optimize.learning_rate`."""
+    from quiver.flows import keys
+
+    names = [section.name for section in keys.sections()]
+    names += [key.name for section in keys.sections() for key in section.keys]
+    return [name for name in dict.fromkeys(names) if name and name.startswith(incomplete)]
+
+
+def _kinds(context: typer.Context) -> Iterator[tuple[Store, str, str]]:
+    """Yield every run and kind of the store that the command will read, with the store.
+
+    The store is guessed from the words before. Nothing is yielded if there is none, or if it cannot
+    be read.
+    """
+    from quiver.schemas.refs import KINDS
+    from quiver.stages.core.store import Store
+
+    path = context.params.get("store") or os.environ.get("QUIVER_STORE")
+    # After an option without a value yet, the words before it were not assigned.
+    recipe = context.params.get("recipe") or next(iter(context.args), None)
+    with suppress(QuiverError, OSError, ValueError):
+        if recipe and not path and "recipe" in context.params:
+            path = tomllib.loads(Path(recipe).read_text()).get("store")
+        store = Store(path or default_store(), create=False)
+        for run, kind in product(store.runs(), KINDS):
+            yield store, run, kind

@@ -1,0 +1,355 @@
+"""Commands about the versions of a store: list, show, compare, check, delete, tag and report."""
+
+from __future__ import annotations
+
+import getpass
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quiver.schemas.errors import ConfigError, CorruptError, LineageError, QuiverError, printable
+from quiver.schemas.refs import Ref, check_name, parse
+
+from . import completion
+from .next_step import complete, options_in
+from .shared import (
+    CALLED,
+    ReadReference,
+    Reference,
+    StorePath,
+    answers_in_json,
+    open_store,
+    or_latest,
+    say,
+)
+
+if TYPE_CHECKING:
+    from quiver.stages.core.store import Store
+
+Compared = "RUN/evaluations@N, or RUN/policy@N or RUN: by its newest evaluation"
+
+
+def ls(
+    run: Annotated[
+        str | None, typer.Argument(help="only this run", autocompletion=completion.runs)
+    ] = None,
+    store: StorePath = None,
+    size: Annotated[
+        bool, typer.Option("--size", help="bytes of each run and of the store")
+    ] = False,
+) -> None:
+    """List the versions: score or reward, tags, size, rows, time.
+
+    Unreadable versions are listed too, and the exit code is that of their error.
+    """
+    from quiver.stages.core.store.readable import readable_entries
+
+    opened = open_store(store)
+    if size:
+        _say_sizes(opened, run)
+        return
+    entries, unreadable = readable_entries(opened, run)
+    rows = [
+        {"ref": str(ref), "error": entry.error}
+        if entry.error
+        else {"ref": str(ref), "rows": entry.rows, "stage": entry.stage, "created": entry.created}
+        for ref, entry in entries
+    ]
+    rows += [
+        {"ref": error.object, "error": f"{error.code}: {error.message}"} for error in unreadable
+    ]
+    lines = []
+    if entries and not answers_in_json():
+        from quiver.flows.look.describe import HEADER, listed
+        from quiver.flows.look.words import aligned
+
+        whole = [(ref, entry) for ref, entry in entries if not entry.error]
+        # sizes and row counts are right-aligned
+        lines = aligned([HEADER, *listed(opened, whole)], right=(3, 4))
+        lines += [entry.error for _, entry in entries if entry.error]
+    _say_readable({"versions": rows}, lines, unreadable)
+
+
+def _say_readable(answer: dict[str, Any], lines: list[str], unreadable: list[QuiverError]) -> None:
+    """Print the answer and what could not be read; exit with the code of its first error."""
+    say(answer, lines + [f"{error.code} {error.object}: {error.message}" for error in unreadable])
+    if unreadable:
+        raise SystemExit(unreadable[0].exit_code)
+
+
+def _say_sizes(store: Store, run: str | None) -> None:
+    """Print the bytes of each run: by its manifests, and on disk with staging and trash."""
+    from quiver.flows.look import words
+    from quiver.stages.core.store.collection import size
+    from quiver.stages.core.store.readable import readable_entries
+
+    rows = []
+    unreadable = []
+    for name in [run] if run else store.runs():
+        entries, errors = readable_entries(store, name)
+        unreadable += errors
+        num_bytes = sum(entry.bytes for _, entry in entries)
+        on_disk = size(store.storage, name)
+        rows.append({"run": name, "versions": len(entries), "bytes": num_bytes, "on_disk": on_disk})
+    on_disk = size(store.storage, "")
+    num_bytes = sum(row["bytes"] for row in rows)
+    table = [("run", "versions", "size", "on disk")]
+    table += [
+        (row["run"], f"{row['versions']:,}", words.size(row["bytes"]), words.size(row["on_disk"]))
+        for row in rows
+    ]
+    table.append(("the whole store", "", "" if run else words.size(num_bytes), words.size(on_disk)))
+    answer = {"runs": rows, "store": on_disk}
+    _say_readable(answer, words.aligned(table, right=(1, 2, 3)), unreadable)
+
+
+def show(
+    ref: ReadReference,
+    n: Annotated[
+        int | None, typer.Option("-n", help="how many rows; default: 10, in JSON 3", min=0)
+    ] = None,
+    store: StorePath = None,
+    manifest: Annotated[
+        bool, typer.Option("--manifest", help="the manifest alone, as JSON")
+    ] = False,
+) -> None:
+    """Show a version, its numbers, and its first rows in words."""
+    opened = open_store(store)
+    version = opened.open(ref)
+    fields = version.manifest.model_dump(mode="json", by_alias=True)
+    if answers_in_json():
+        from quiver.flows.look.episodes import numbers_of
+
+        num_rows = 3 if n is None else n
+        first_rows = []
+        if num_rows and version.ref.kind != "policy":
+            first_rows = version.table().slice(0, num_rows).to_pylist()
+        answer = {"ref": str(version.ref), "manifest": fields, "rows": first_rows}
+        numbers = numbers_of(version)
+        say(answer | ({} if numbers is None else {"episodes": numbers}), [])
+    elif manifest:
+        say({}, [json.dumps(fields, indent=2, ensure_ascii=False)])
+    else:
+        from quiver.flows.look.describe import describe
+
+        say({}, describe(opened, version, 10 if n is None else n))
+
+
+def lineage(ref: ReadReference, store: StorePath = None) -> None:
+    """Show what a version was made from, down to the sources."""
+    from quiver.flows.look.lineage import lineage as trace
+
+    root = trace(open_store(store), ref)
+    lines = []
+    waiting = [(root, "")]
+    while waiting:
+        node, indent = waiting.pop()
+        role = f"{printable(node['role'])}: " if "role" in node else ""
+        mark = " (above)" if "seen" in node else ""
+        mark += " (expired)" if "expired" in node else " (missing)" if "missing" in node else ""
+        lines.append(f"{indent}{role}{printable(node['ref'])}{mark}")
+        waiting += [(child, f"{indent}  ") for child in reversed(node["inputs"])]
+    say(root, lines)
+
+
+def diff(
+    first: ReadReference,
+    second: ReadReference,
+    store: StorePath = None,
+) -> None:
+    """Show the differences of two versions: config, metrics, rows."""
+    from quiver.flows.look.templates import lines
+
+    from .compare import diff as find_changes
+
+    changes = find_changes(open_store(store), first, second)
+    say(changes, lines("differences", changes))
+
+
+def compare(
+    first: Annotated[
+        str,
+        typer.Argument(metavar="A", help=Compared, autocompletion=completion.runs_and_references),
+    ],
+    second: Annotated[
+        str,
+        typer.Argument(metavar="B", help=Compared, autocompletion=completion.runs_and_references),
+    ],
+    store: StorePath = None,
+) -> None:
+    """Show how much better B scores than A, prompt by prompt."""
+    from quiver.flows.look.paired import find_evaluations
+    from quiver.flows.look.templates import lines
+    from quiver.stages.evaluate.comparison import compare as compare_evaluations
+
+    opened = open_store(store)
+    answer = compare_evaluations(opened, *find_evaluations(opened, first, second))
+    say(answer, lines("comparison", answer))
+
+
+def verify(
+    context: typer.Context,
+    ref: Annotated[
+        str | None,
+        typer.Argument(
+            help="only this version", metavar="[REF]", autocompletion=completion.references
+        ),
+    ] = None,
+    quarantine: Annotated[
+        bool, typer.Option("--quarantine", help="put REF aside if it is damaged")
+    ] = False,
+    store: StorePath = None,
+) -> None:
+    """Check every byte. Covers sizes, hashes, schemas and missing inputs. With --quarantine, put a
+    damaged version aside."""
+    from quiver.flows.verification import verify as verify_store
+    from quiver.stages.core.store import retention
+
+    opened = open_store(store)
+    if quarantine:
+        if ref is None:
+            raise ConfigError(
+                "--quarantine", "needs the version to put aside", next="quiver verify"
+            )
+        put_aside, folder = retention.quarantine(opened, ref)
+        lines = [
+            f"{put_aside} is in {folder}",
+            "the command that made it makes it again",
+        ]
+        say({"quarantined": str(put_aside), "folder": str(folder)}, lines)
+        return
+    checked, bad = verify_store(opened, ref)
+    for error in bad:
+        error.next = complete(error.next, CALLED, options_in(context.parent.command.commands))
+    lines = [*(str(error) for error in bad), f"{checked} checked, {len(bad)} bad"]
+    say({"checked": checked, "bad": [error.to_dict() for error in bad]}, lines)
+    if bad:
+        raise SystemExit(bad[0].exit_code)
+
+
+def rm(
+    ref: Reference,
+    reason: Annotated[str, typer.Option(help="why, for its tombstone")] = "",
+    store: StorePath = None,
+) -> None:
+    """Delete a version. Its number and its manifest stay, and versions made from it are kept."""
+    from quiver.stages.core.store.retention import remove
+
+    removed, users = remove(open_store(store), ref, reason)
+    lines = [f"{removed} is deleted", *(f"{user} was made of it" for user in users)]
+    say({"removed": str(removed), "users": users}, lines)
+
+
+def tag(
+    name: Annotated[str, typer.Argument(help="the tag")],
+    ref: Reference,
+    reason: Annotated[str, typer.Option(help="why, for its history")] = "",
+    store: StorePath = None,
+) -> None:
+    """Give a version a tag; `run/kind@tag` then refers to it."""
+    from quiver.flows.prefect_server import tell_moved
+
+    opened = open_store(store)
+    target: Ref = opened.resolve(ref)
+    before = None
+    with suppress(CorruptError):  # Tag and journal disagree; the new tag settles it.
+        before = opened.tagged(target.run, name)
+    author = ""
+    with suppress(OSError, KeyError):  # In some containers the account has no name.
+        author = getpass.getuser()
+    opened.tag(target.run, name, target, why=reason, about={"author": author})
+    if before != str(target):
+        tell_moved(f"{target.run}/{target.kind}@{name}", opened.history(target.run, name)[-1])
+    say({"tag": name, "ref": str(target)}, [f"{target.run}/{target.kind}@{name} is {target}"])
+
+
+def report(
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="the run; RUN/policy@N: the line of its policies that ends there",
+            autocompletion=completion.runs_and_references,
+        ),
+    ],
+    beside: Annotated[
+        str | None,
+        typer.Argument(
+            help="another run, to stand beside it",
+            metavar="[RUN]",
+            autocompletion=completion.runs,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="the file; default: report.html in the run's folder"),
+    ] = None,
+    store: StorePath = None,
+) -> None:
+    """Write one HTML file about a whole run. It shows results, curves, answers before and after,
+    and lineage."""
+    from quiver.flows.look.stage import write
+
+    opened = open_store(store)
+    policy = None
+    if "/" in run:
+        ref = opened.resolve(or_latest(run))
+        if ref.kind != "policy":
+            raise ConfigError(
+                str(ref), "a report is of a run or of the line of a policy", next="quiver ls"
+            )
+        policy, run = str(ref), ref.run
+        # The report of the run itself is kept.
+        output = output or opened.path / run / f"report-{ref.kind}-{ref.version}.html"
+    sentences = []
+    if beside is not None:
+        sentences = _difference(opened, policy or run, check_name(beside, "run"))
+    path = write(opened, check_name(run, "run"), output, beside, sentences, policy)
+    say({"run": run, "file": str(path), "bytes": path.stat().st_size}, [str(path)])
+
+
+def _difference(store: Store, name: str, other: str) -> list[str]:
+    """Return how the last evaluations of the run `other` and of `name`, a run or a policy, compare
+    on the same prompts."""
+    from quiver.flows.look.paired import find_evaluations
+    from quiver.flows.look.templates import lines
+    from quiver.stages.evaluate.comparison import compare as compare_evaluations
+
+    try:
+        answer = compare_evaluations(store, *find_evaluations(store, name, other))
+    except LineageError as error:
+        return [f"{other} and {name} cannot be compared: {error.message}."]
+    return lines("difference", answer)
+
+
+def history(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="the tag, as RUN/KIND@TAG",
+            metavar="RUN/KIND@TAG",
+            autocompletion=completion.tags,
+        ),
+    ],
+    store: StorePath = None,
+) -> None:
+    """Show a tag's history: versions, times, authors, reasons. For nights it also shows rejected
+    policies and their numbers."""
+    from quiver.flows.look.nights import HEADER, nights_of
+    from quiver.flows.look.words import aligned
+
+    opened = open_store(store)
+    tag = parse(name)
+    entries = opened.history(tag.run, str(tag.version))
+    if not entries:
+        opened.resolve(tag)  # Its error lists what exists.
+    nights = nights_of(entries)
+    answer = {
+        "tag": name,
+        "nights": [night._asdict() for night in nights],
+        "entries": [entry.model_dump(mode="json") for entry in entries],
+    }
+    in_use = f"{name} is {entries[-1].ref}" if entries else ""
+    say(answer, [*aligned([HEADER, *nights]), in_use] if entries else [])

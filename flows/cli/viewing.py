@@ -1,0 +1,91 @@
+"""`quiver view`: rollouts in a terminal application, or as a plain table for other outputs."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Annotated
+
+import typer
+
+from quiver.schemas.errors import ConfigError
+from quiver.schemas.refs import check_name
+
+from . import completion
+from .shared import StorePath, answers_in_json, open_store, or_latest, say
+
+
+def view(
+    ref: Annotated[
+        str | None,
+        typer.Argument(
+            help="run/kind@version, or a run; default: all versions",
+            metavar="[REF]",
+            autocompletion=completion.runs_and_references,
+        ),
+    ] = None,
+    beside: Annotated[
+        str | None,
+        typer.Argument(
+            help="a second version, shown side by side",
+            metavar="[REF]",
+            autocompletion=completion.references,
+        ),
+    ] = None,
+    sort: Annotated[
+        str, typer.Option(help="reward, score, tokens, advantage, change, random, …")
+    ] = "",
+    descending: Annotated[bool, typer.Option("--descending", help="the highest first")] = False,
+    where: Annotated[
+        str, typer.Option(help="conditions, such as: reward < 0.5, finish_reason = length")
+    ] = "",
+    search: Annotated[
+        str, typer.Option(help="text in the prompt, the completion or any turn")
+    ] = "",
+    n: Annotated[int, typer.Option("-n", help="rows of the plain table", min=0)] = 20,
+    store: StorePath = None,
+) -> None:
+    """Look at rollouts, down to single tokens. Prints a plain table if the output is not a
+    terminal."""
+    opened = open_store(store)
+    is_app = not answers_in_json() and sys.stdin.isatty() and sys.stdout.isatty()
+    if is_app and importlib.util.find_spec("textual") is None:
+        raise ConfigError(
+            "quiver view", "textual is not installed here", next='pip install "quiver-rl[view]"'
+        )
+    if ref is None or "/" not in ref:
+        run = check_name(ref, "run") if ref else None
+        if is_app:
+            from quiver.flows.look.view.app import ViewApp
+
+            ViewApp(opened, run=run).run()
+            return
+        raise ConfigError(
+            "quiver view",
+            "a plain table is of one version",
+            next="name a version as in: arith/rollouts@latest",
+        )
+    from quiver.flows.look.joined import Selection
+    from quiver.flows.look.paired import pair
+
+    paired = pair(opened, or_latest(ref), or_latest(beside) if beside else None)
+    selection = Selection(sort, descending, where, search)
+    if is_app:
+        from quiver.flows.look.view.app import ViewApp
+
+        ViewApp(opened, paired, selection).run()
+        return
+    from quiver.flows.look.view.plain import lines_of
+
+    order = paired.first.order(selection)
+    positions = order[:n]
+    if answers_in_json():
+        rows = paired.first.rows(positions)
+        answer = {"ref": str(paired.first.ref), "sources": paired.first.sources}
+        answer |= {"matching": len(order), "rows": rows}
+        if paired.second is not None:
+            partners = paired.partners([row["position"] for row in rows])
+            answer |= {"beside": str(paired.second.ref), "partners": partners}
+        say(answer, [])
+    else:
+        say({}, lines_of(paired, positions))

@@ -1,0 +1,236 @@
+"""Describe versions in lines of text for a terminal. Look here to change what `quiver show` and
+`quiver ls` print.
+
+    describe(store, store.open("arith/rewards@3"), rows=10)     # lines of text
+
+All of it may be foreign text: the caller must escape control characters before it prints.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from quiver.schemas.errors import CorruptError, LineageError, printable
+from quiver.schemas.manifest import Manifest
+from quiver.schemas.metrics import score_numbers
+from quiver.schemas.refs import Ref
+from quiver.stages.core.store import Store, Version
+from quiver.stages.core.store.index import IndexEntry
+
+from .episodes import Piece, in_words, numbers_of, pieces_of
+from .gather import STEP_COLUMNS, Manifests, metric
+from .joined import open_joined, prompt_fields
+from .lineage import sources_of
+from .shards import Shards
+from .words import aligned, cell, counted, number, score_of, size, unscored_of
+
+WIDTH = 100
+_INDENT = 12
+MOST_LINES = 12
+"""Lines shown of one text."""
+MOST_TURNS = 20
+"""Turns shown of one episode."""
+OBSERVED = "│ "
+"""Prefix of each line of an observation, to show that it is not trained on."""
+_LONGEST_NAME = 40
+Z = 1.96
+"""Half the width of a normal 95 % interval, in standard errors."""
+
+
+# -- one version
+
+
+def describe(store: Store, version: Version, rows: int) -> list[str]:
+    """Return lines for a person, with up to `rows` rows. Raises CorruptError, LineageError."""
+    manifest = version.manifest
+    episodes = numbers_of(version)
+    num_bytes = sum(entry.bytes for entry in manifest.files)
+    num_rows = f", {counted(manifest.rows, 'row')}" if manifest.rows else ""
+    lines = [
+        f"{manifest.ref}{num_rows}, {size(num_bytes)} in {counted(len(manifest.files), 'file')}"
+    ]
+    fields = [*_origin(store, manifest), *_numbers(manifest, episodes or {})]
+    fields += in_words(episodes, manifest.rows) if episodes else ()
+    for name, text in fields:
+        lines += wrapped(name, text)
+    if manifest.kind == "policy":
+        steps = Manifests(store).steps(manifest)
+        if steps and rows:
+            title = f"the last {min(rows, len(steps))} of {counted(len(steps), 'step')}:"
+            lines += ["", title, *_step_lines(steps[-rows:])]
+        return lines
+    if not rows:
+        return lines
+    shown = range(min(rows, manifest.rows))
+    if manifest.kind == "updates":
+        return [*lines, "", *_step_lines(Shards(version).at(shown))]
+    if manifest.kind == "prompts":
+        joined_rows = [
+            {"name": row["group_id"]} | prompt_fields(row) for row in Shards(version).at(shown)
+        ]
+    else:
+        try:
+            joined = open_joined(store, version.ref)
+        except LineageError as error:
+            plain = [printable(row, 2000) for row in Shards(version).at(shown)]
+            return [*lines, "", f"its rollouts are not there: {error.message}", *plain]
+        lines += ["", *wrapped("rows of", ", ".join(joined.sources))]
+        joined_rows = [
+            row | {"name": row["rollout_id"]} for row in joined.rows(range(min(rows, len(joined))))
+        ]
+    for index, row in enumerate(joined_rows):
+        lines += ["", f"{index + 1} of {manifest.rows:,}: {row['name']}"]
+        for piece in pieces_of(row, MOST_TURNS):
+            lines += piece_lines(piece)
+    return lines
+
+
+def piece_lines(piece: Piece, width: int = WIDTH, most_lines: int = MOST_LINES) -> list[str]:
+    """Return a piece of a row as lines; lines of an observation start with `OBSERVED`."""
+    mark = OBSERVED if piece.voice == "observation" else ""
+    return wrapped(piece.name, piece.text, width, most_lines, mark)
+
+
+def wrapped(
+    name: str, text: Any, width: int = WIDTH, most_lines: int = MOST_LINES, mark: str = ""
+) -> list[str]:
+    """Return `name`, then the lines of `text` beside it, each after `mark`, wrapped to `width` and
+    cut after `most_lines`. Empty if no text."""
+    if text is None or text == "":
+        return []
+    width = max(width - _INDENT - 2 - len(mark), 20)
+    lines = []
+    for line in str(text).split("\n")[: most_lines + 1]:
+        lines += textwrap.wrap(printable(line, width * most_lines), width) or [""]
+    if len(lines) > most_lines:
+        lines = [*lines[: most_lines - 1], "…"]
+    title = printable(name, _LONGEST_NAME)
+    if len(title) >= _INDENT:
+        return [f"  {title}", *(f"  {'':<{_INDENT}}{mark}{line}" for line in lines)]
+    titles = [title, *[""] * (len(lines) - 1)]
+    return [f"  {title:<{_INDENT}}{mark}{line}" for title, line in zip(titles, lines, strict=True)]
+
+
+def score_line(metrics: Mapping[str, Any]) -> str:
+    """Return the score of an evaluation or of a difference, with its 95 % interval."""
+    score, stderr = metrics["score"], metrics["stderr"]
+    prompts = counted(metrics["n"], "prompt")
+    if stderr is None:
+        return f"{number(score)} over {prompts}"
+    low, high = score - Z * stderr, score + Z * stderr
+    return (
+        f"{score:.4f} ± {stderr:.4f} (standard error), 95 % interval {low:.4f} … {high:.4f}, "
+        f"over {prompts}"
+    )
+
+
+def tags_of(store: Store, run: str) -> dict[str, list[str]]:
+    """Return the tags of a run by the reference that they hold. Damaged or unreadable tags are
+    skipped; `verify` reports them."""
+    tags: dict[str, list[str]] = {}
+    with suppress(CorruptError, PermissionError):
+        for name in store.tag_names(run):
+            with suppress(CorruptError, PermissionError):
+                tags.setdefault(store.tagged(run, name) or "", []).append(name)
+    return tags
+
+
+def _origin(store: Store, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Yield date, tags, inputs and status."""
+    created = manifest.created[:19].replace("T", " ")
+    seconds = f", {number(manifest.seconds['total'])} s" if "total" in manifest.seconds else ""
+    yield "made by", f"{manifest.stage}, {created}{seconds}"
+    yield "tags", ", ".join(tags_of(store, manifest.run).get(manifest.ref, []))
+    yield "made of", ", ".join(f"{role} {ref}" for ref, role in sources_of(manifest).items())
+    yield "algorithm", manifest.config.get("algorithm", "")
+    status = [f"{count:,} {name.replace('_', ' ')}" for name, count in manifest.status.items()]
+    yield "status", ", ".join(status)
+
+
+def _numbers(manifest: Manifest, shown_elsewhere: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the manifest's metrics: plain ones together, each nested group on a line of its own."""
+    metrics = {k: entry for k, entry in manifest.metrics.items() if k not in shown_elsewhere}
+    if manifest.kind == "evaluations":
+        yield "score", score_line(metrics) + unscored_of(metrics)
+        for k, estimate in (metrics.pop("pass@k", None) or {}).items():
+            yield f"pass@{k}", score_line(estimate)
+        if difference := metrics.pop("difference", None):
+            yield "difference", score_line(difference["score"])
+        for name in (*score_numbers(metrics), "baseline"):
+            metrics.pop(name, None)
+    groups = [
+        ("numbers", {k: entry for k, entry in metrics.items() if not isinstance(entry, list)})
+    ]
+    for name, group in groups:
+        cells = [
+            f"{str(key).replace('_', ' ')} {cell(entry)}"
+            for key, entry in group.items()
+            if entry != [] and not isinstance(entry, dict)
+        ]
+        yield name, " · ".join(cells)
+        groups += [
+            (str(key).replace("_", " "), entry)
+            for key, entry in group.items()
+            if isinstance(entry, dict)
+        ]
+
+
+def _step_lines(steps: list[dict[str, Any]]) -> list[str]:
+    names = ["step", *STEP_COLUMNS]
+    rows = [names, *([cell(step[name]) for name in names] for step in steps)]
+    return aligned(rows, right=range(len(names)))
+
+
+# -- all versions
+
+
+class Listed(NamedTuple):
+    """A version as text, one cell per column."""
+
+    version: str
+    score: str = ""
+    """Score of an evaluation, newest score of a policy, or mean reward of rewards; else empty."""
+    label: str = ""
+    """The version's tags."""
+    size: str = ""
+    rows: str = ""
+    when: str = ""
+    """Time of creation, in UTC."""
+
+
+HEADER = Listed("version", "score or reward", "label", "size", "rows", "when")
+
+
+def listed(store: Store, entries: Iterable[tuple[Ref, IndexEntry]]) -> list[Listed]:
+    """Return a row for each version; of a torn version only the reason why it cannot be read."""
+    entries = list(entries)
+    tags: dict[str, list[str]] = {}
+    for run in {ref.run for ref, _ in entries}:
+        tags |= tags_of(store, run)
+    scores: dict[str, str] = {}
+    for ref, entry in entries:
+        if ref.kind in ("rewards", "evaluations") and not entry.error:
+            with suppress(CorruptError, PermissionError):  # `verify` reports it
+                manifest = store.version(ref).manifest
+                if ref.kind == "evaluations":
+                    policy = manifest.model("policy")
+                    scores[policy.ref if policy else ""] = score_of(manifest.metrics)
+                    scores[str(ref)] = score_of(manifest.metrics)
+                elif (mean := metric(manifest, "reward_mean")) is not None:
+                    scores[str(ref)] = number(mean)
+    return [
+        Listed(entry.error)
+        if entry.error
+        else Listed(
+            version=str(ref),
+            score=scores.get(str(ref), ""),
+            label=" ".join(tags.get(str(ref), [])),
+            size=size(entry.bytes),
+            rows=f"{entry.rows:,}" if entry.rows else "",
+            when=printable(entry.created[:19].replace("T", " ")),
+        )
+        for ref, entry in entries
+    ]

@@ -1,0 +1,474 @@
+"""Join rollouts with their prompt, reward, parts, errors, score, advantage and ratio, by id. Look
+here for the rows of `quiver show` and `quiver view`.
+
+Rows are read page by page; sorting, filters and search read whole columns.
+
+Any version of the chain may be named: rollouts, rewards, logprobs, advantages, updates,
+evaluations, a policy, or prompts. The rollouts behind it are joined with what belongs to that
+version. For every other kind, the newest version made from these rollouts is taken. Advantages
+are the newest made from the rewards that are shown.
+
+    joined = open_joined(store, "arith/rewards@3")
+    order = joined.order(Selection(sort="reward", descending=True, where="length > 20"))
+    joined.rows(order[:10])
+    joined.tokens(order[0])
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, cached_property, reduce
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from quiver.schemas.errors import ConfigError, LineageError, printable, quoted_name
+from quiver.schemas.manifest import Manifest
+from quiver.schemas.prompts import OURS
+from quiver.schemas.refs import Ref
+from quiver.stages.core.store import Store, Version
+from quiver.stages.turns.statistics import COUNTS, counts_of, sum_of_each
+
+from .episodes import turn_fields
+from .shards import Shards, schema_of
+
+ANSWERS = ("answer", "reference", "solution", "target", "label", "ground_truth", "expected")
+"""User columns that may hold the reference answer; the first present one is used. Without one, the
+field `ground_truth` of a column `reward_model` is used, as in verl's layout."""
+_CONDITION = re.compile(r"\s*([\w.\- ]+?)\s*(<=|>=|!=|=|<|>)\s*(.+?)\s*")
+_COMPARE = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "=": operator.eq,
+    "!=": operator.ne,
+}
+_TEXTS = ("finish_reason", "group_id", "rollout_id", "end_reason")
+"""Columns of rollouts that a filter compares as text."""
+_HOW = "write it as in: reward < 0.5, finish_reason = length"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A choice of rollouts and their order."""
+
+    sort: str = ""
+    """One of `Joined.numbers`, or `random`. Empty: the stored order."""
+    descending: bool = False
+    where: str = ""
+    """Conditions such as `reward < 0.5, finish_reason = length`; all must hold."""
+    search: str = ""
+    """Text that the completion, the prompt, a turn or an observation must contain, in any case."""
+    group: str = ""
+    """Id of the only prompt to show. Empty: all."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One completion, token by token."""
+
+    ids: list[int]
+    numbers: dict[str, list[float]]
+    """One number per token, by name: `logprob` under the policy that sampled, in nats; `ratio prox`
+    and `ratio ref`, π of that model / π of the sampling policy; `advantage`. Names of which nothing
+    is known are absent."""
+    turns: list[dict[str, Any]]
+    """Turns in the form of rollouts/2, with their observations. A rollout of one turn has one,
+    without observation."""
+
+
+class Joined:
+    """The rollouts behind a version, with the shards of every other version joined to them."""
+
+    def __init__(self, store: Store, ref: Ref, shards: dict[str, Shards]) -> None:
+        self.store = store
+        self.ref = ref
+        """The version that was asked for."""
+        self.shards = shards
+        """`rollouts` and all that joins them, by kind; logprobs by their model: `prox`, `ref`."""
+        self.rollouts = shards["rollouts"]
+
+    def __len__(self) -> int:
+        return len(self.rollouts)
+
+    @property
+    def sources(self) -> list[str]:
+        """References of all joined versions."""
+        return [str(shards.version.ref) for shards in self.shards.values()]
+
+    @property
+    def policy(self) -> str | None:
+        """Reference of the policy that sampled."""
+        model = self.rollouts.version.manifest.model("policy")
+        return model.ref if model else None
+
+    @property
+    def score_name(self) -> str:
+        """Column that rollouts are ranked by: `score`, `reward`, or empty."""
+        if "evaluations" in self.shards:
+            return "score"
+        return "reward" if "rewards" in self.shards else ""
+
+    @property
+    def has_turns(self) -> bool:
+        """True if the rollouts are rollouts/2."""
+        return "turns" in schema_of(self.rollouts.version).names
+
+    # -- rows
+
+    def rows(self, positions: Sequence[int] | np.ndarray) -> list[dict[str, Any]]:
+        """Return the rollouts at `positions` as plain values.
+
+        Each row holds:
+            position: Its place in the version.
+            (columns of rollouts): All, except the token ids and `old_logprobs`.
+            tokens: Number of completion tokens.
+            turns: As `turn_fields` returns them; with rewards/2 also `turn_rewards`.
+            prompt: The last message, or the rendered prompt.
+            columns: The user's columns.
+            reference: The first of `ANSWERS` that is present.
+            advantage: The rollout's advantage, or the mean over its tokens if there is one per
+                token.
+            reward, parts, errors, extra, score, kept, drop_reason, mean_ratio.
+
+        A name is absent if no joined version has it.
+        """
+        positions = np.asarray(positions, np.int64)
+        rows = self.rollouts.at(positions)
+        for position, row in zip(positions.tolist(), rows, strict=True):
+            row["position"] = position
+            row["tokens"] = len(row.pop("completion_ids"))
+            for name in ("prompt_ids", "old_logprobs"):
+                row.pop(name)
+            if "turns" in row:
+                row["turns"] = turn_fields(row["turns"])
+        near = positions / max(len(self), 1)
+        for kind in ("prompts", "rewards", "evaluations", "advantages"):
+            if kind in self.shards:
+                shards = self.shards[kind]
+                partners = shards.at(shards.find([row[shards.key] for row in rows], near))
+                for row, partner in zip(rows, partners, strict=True):
+                    fields = prompt_fields(partner) if kind == "prompts" else partner
+                    row.update((name, cell) for name, cell in fields.items() if name not in row)
+        for row in rows:
+            if isinstance(row.get("advantage"), list):
+                row["advantage"] = statistics.fmean(row["advantage"]) if row["advantage"] else None
+        return rows
+
+    def tokens(self, position: int) -> Tokens:
+        """Return the completion at `position`, token by token."""
+        columns = ["rollout_id", "completion_ids", "old_logprobs"]
+        columns += ["turns"] if self.has_turns else []
+        (row,) = self.rollouts.at([position], columns)
+        ids = row["completion_ids"]
+        numbers = {"logprob": row["old_logprobs"]}
+        near = [position / len(self)]
+        columns = {"prox": "logprobs", "ref": "logprobs", "advantages": "advantage"}
+        for kind, column in columns.items():
+            if kind not in self.shards:
+                continue
+            shards = self.shards[kind]
+            values = shards.at(shards.find([row["rollout_id"]], near), [column])[0].get(column)
+            if isinstance(values, float):
+                values = [values] * len(ids)
+            if values is None or len(values) != len(ids):
+                continue
+            if kind == "advantages":
+                numbers["advantage"] = values
+            else:
+                numbers[f"ratio {kind}"] = np.exp(np.subtract(values, numbers["logprob"])).tolist()
+        single = {"length": len(ids), "restart_ids": None, "observation_ids": []}
+        return Tokens(ids, numbers, row.get("turns", [single]))
+
+    # -- whole columns
+
+    @cached_property
+    def numbers(self) -> dict[str, Callable[[], np.ndarray]]:
+        """Functions that read what can be sorted by and compared with a number, by name.
+
+        Each returns [rollouts] float64, NaN for a rollout that has none. `logprob` is the mean over
+        a rollout's tokens. `change` is |log mean_ratio|: how far training moved the rollout.
+        """
+        functions: dict[str, Callable[[], np.ndarray]] = {}
+        if "evaluations" in self.shards:
+            functions["score"] = lambda: self._aligned("evaluations", "score")
+        if "rewards" in self.shards:
+            functions["reward"] = lambda: self._aligned("rewards", "reward")
+            for shard in self.shards["rewards"].at(range(len(self.shards["rewards"]))[:1]):
+                for name in shard["parts"]:
+                    functions[f"part {name}"] = lambda name=name: self._aligned(
+                        "rewards", "parts", lambda column: pc.struct_field(column, name)
+                    )
+            functions["errors"] = lambda: self._aligned("rewards", "errors", _count_fields)
+        functions["tokens"] = lambda: self._aligned(
+            "rollouts", "completion_ids", pc.list_value_length
+        )
+        functions["logprob"] = lambda: self._aligned("rollouts", "old_logprobs")
+        functions["sample_index"] = lambda: self._aligned("rollouts", "sample_index")
+        if self.has_turns:
+            counts = cache(lambda: counts_of(self.rollouts.column("turns")))
+            for name in COUNTS:
+                functions[name] = lambda name=name: counts()[name].astype(np.float64)
+        if "advantages" in self.shards:
+            functions["advantage"] = lambda: self._aligned("advantages", "advantage")
+            functions["mean_ratio"] = lambda: self._aligned("advantages", "mean_ratio")
+            functions["change"] = lambda: np.abs(np.log(self.number("mean_ratio")))
+        return {name: cache(function) for name, function in functions.items()}
+
+    def number(self, name: str) -> np.ndarray:
+        """Return one of `numbers`. Raises ConfigError if the name is unknown."""
+        if name not in self.numbers:
+            raise ConfigError(
+                f"column {quoted_name(name)}",
+                f"expected one of {', '.join(self.numbers)}",
+                next="name one of these",
+            )
+        with np.errstate(divide="ignore"):
+            return self.numbers[name]()
+
+    def order(self, selection: Selection) -> np.ndarray | range:
+        """Return the positions of the selected rollouts in order. Rollouts without the number to
+        sort by come last. Raises ConfigError if a condition cannot be read."""
+        if selection == Selection():
+            return range(len(self))
+        is_meant = np.ones(len(self), bool)
+        if selection.group:
+            is_meant &= pc.equal(self.rollouts.column("group_id"), selection.group).to_numpy()
+        for condition in filter(str.strip, selection.where.split(",")):
+            is_meant &= self._holds(condition)
+        if selection.search:
+            is_meant &= self._contains(selection.search)
+        positions = np.flatnonzero(is_meant)
+        if selection.sort == "random":
+            return np.random.default_rng().permutation(positions)
+        if selection.sort:
+            numbers = self.number(selection.sort)[positions]
+            ranks = np.argsort(-numbers if selection.descending else numbers, kind="stable")
+            return positions[ranks]  # NaN is sorted to the end
+        return positions
+
+    def groups(self) -> pa.Table:
+        """Return a table with one row per prompt, in the order of the rollouts. [groups]
+
+        Columns: `group_id`, `count`; `mean`, `std`, `min` and `max` of the reward (or score), null
+        if nothing is scored; `position` of the group's first rollout. `std` divides by n, not n −
+        1.
+        """
+        numbers = self.number(self.score_name) if self.score_name else [None] * len(self)
+        columns = {
+            "group_id": self.rollouts.column("group_id"),
+            "number": pa.array(numbers, pa.float64(), from_pandas=True),
+            "position": pa.array(np.arange(len(self))),
+        }
+        grouped = (
+            pa.table(columns)
+            .group_by("group_id", use_threads=False)
+            .aggregate(
+                [
+                    ([], "count_all"),
+                    ("number", "mean"),
+                    ("number", "stddev", pc.VarianceOptions(ddof=0)),
+                    ("number", "min"),
+                    ("number", "max"),
+                    ("position", "min"),
+                ]
+            )
+        )
+        names = ["group_id", "count", "mean", "std", "min", "max", "position"]
+        return grouped.rename_columns(names).sort_by("position")
+
+    def _aligned(
+        self, kind: str, name: str, numbers_of: Callable[[Any], Any] = lambda column: column
+    ) -> np.ndarray:
+        """Return a column as [rollouts] float64, in the order of the rollouts; lists as means."""
+        shards = self.shards[kind]
+        column = numbers_of(shards.column(name))
+        numbers = _list_means(column) if pa.types.is_list(column.type) else column.to_numpy()
+        numbers = numbers.astype(np.float64)
+        if kind == "rollouts":
+            return numbers
+        places = shards.find_all(self.rollouts.column("rollout_id"))
+        return np.append(numbers, np.nan)[places]  # place −1 is the NaN
+
+    def _holds(self, condition: str) -> np.ndarray:
+        """Return [rollouts] bool: true if a condition such as `reward < 0.5` holds."""
+        match = _CONDITION.fullmatch(condition)
+        if not match:
+            raise ConfigError(
+                f"condition {printable(condition)}",
+                "expected COLUMN, one of < <= > >= = !=, and a number or text",
+                next=_HOW,
+            )
+        name, sign, text = match.groups()
+        text_names = _TEXTS if self.has_turns else _TEXTS[:-1]
+        if name in text_names and sign in ("=", "!="):
+            is_equal = pc.equal(self.rollouts.column(name), text).to_numpy()
+            return is_equal if sign == "=" else ~is_equal
+        try:
+            number = np.float32(text)
+        except ValueError:
+            raise ConfigError(
+                f"condition {printable(condition)}",
+                f"expected a number, found {printable(text)}; texts are {', '.join(text_names)}",
+                next=_HOW,
+            ) from None
+        # rewards are float32, so 0.1 in a filter must become the float32 that a reward of 0.1 is
+        return _COMPARE[sign](self.number(name).astype(np.float32), number)
+
+    def _contains(self, text: str) -> np.ndarray:
+        """Return [rollouts] bool: true if the completion, a turn, an observation or the prompt
+        contains `text`."""
+        completions = self.rollouts.column("completion_text")
+        is_there = pc.match_substring(completions, text, ignore_case=True).to_numpy()
+        if self.has_turns:
+            column = self.rollouts.column("turns")
+            lengths = pc.list_value_length(column).to_numpy()
+            turns = pc.list_flatten(column)
+            for name in ("text", "observation"):
+                texts = pc.struct_field(turns, name)
+                matches = pc.match_substring(texts, text, ignore_case=True).to_numpy()
+                is_there = is_there | (sum_of_each(matches, lengths) > 0)
+        if prompts := self.shards.get("prompts"):
+            matches = pc.match_substring(prompts.column("prompt_text"), text, ignore_case=True)
+            groups = prompts.column("group_id").filter(matches).combine_chunks()
+            mine = self.rollouts.column("group_id")
+            is_there = is_there | pc.is_in(mine, value_set=groups).to_numpy()
+        return is_there
+
+
+def prompt_fields(row: dict[str, Any]) -> dict[str, Any]:
+    """Return `prompt`, `columns`, `reference` and `images` of a row of prompts, each only if the
+    row has it. An empty row gives an empty dict."""
+    if not row:
+        return {}
+    columns = {name: cell for name, cell in (row["columns"] or {}).items() if name not in OURS}
+    messages = row["messages"]
+    fields = {
+        "prompt": messages[-1]["content"] if messages else row["prompt_text"],
+        "columns": columns,
+    }
+    name = next((name for name in ANSWERS if columns.get(name) is not None), None)
+    if name is not None:
+        fields["reference"] = columns[name]
+    elif isinstance(columns.get("reward_model"), dict):
+        fields["reference"] = columns["reward_model"].get("ground_truth")
+    if row.get("images"):
+        fields["images"] = row["images"]
+    return fields
+
+
+def open_joined(store: Store, ref: str | Ref, most_bytes: int | None = None) -> Joined:
+    """Open the rollouts behind `ref` and all that joins them.
+
+    Args:
+        most_bytes: If set, only that much of each version is read, from its first shards.
+
+    Raises LineageError if there are no rollouts.
+    """
+    version = store.open(ref)
+    manifest = version.manifest
+
+    def behind(
+        kind: str, source: Version | None, made_as: str = "rollouts", model: str = ""
+    ) -> Version | None:
+        """Return the version of `kind` that belongs to `version`: itself, the one that it names, or
+        else the newest that was made from `source`."""
+        if manifest.kind == kind and (not model or manifest.model(model)):
+            return version
+        if manifest.input(model or kind):
+            return _named(store, manifest, model or kind, kind)
+        return _newest(store, source, kind, made_as, model) if source else None
+
+    rollouts = behind("rollouts", version if manifest.kind == "prompts" else None, "prompts")
+    if rollouts is None:
+        raise LineageError(
+            str(version.ref), "no rollouts are behind it", next=f"quiver show {version.ref}"
+        )
+    rewards = behind("rewards", rollouts)
+    if manifest.kind == "policy" and "advantages" in manifest.metrics:
+        advantages = _opened(store, manifest.metrics["advantages"])
+        if advantages is not None and advantages.ref.kind != "advantages":
+            advantages = None
+    elif rewards:
+        advantages = behind("advantages", rewards, "rewards")
+    else:
+        advantages = behind("advantages", rollouts)
+    versions = {
+        "rollouts": rollouts,
+        "prompts": _named(store, rollouts.manifest, "prompts"),
+        "rewards": rewards,
+        "evaluations": behind("evaluations", None),
+        "advantages": advantages,
+        "prox": behind("logprobs", rollouts, model="prox"),
+        "ref": behind("logprobs", rollouts, model="ref"),
+    }
+    keys = {"prompts": "group_id"}
+    shards = {
+        kind: Shards(joined, keys.get(kind, "rollout_id"), most_bytes)
+        for kind, joined in versions.items()
+        if joined is not None
+    }
+    return Joined(store, version.ref, shards)
+
+
+def _opened(store: Store, ref: str | None) -> Version | None:
+    """Return the version if it exists and its rows have not expired."""
+    with suppress(LineageError):
+        return store.open(ref) if ref else None
+    return None
+
+
+def _named(store: Store, manifest: Manifest, role: str, kind: str = "") -> Version | None:
+    """Return the input of `manifest` that has this role; `kind` defaults to the role.
+
+    Raises LineageError if the input is a version of another kind.
+    """
+    entry = manifest.input(role)
+    version = _opened(store, entry.ref if entry else None)
+    if version is not None and version.ref.kind != (kind or role):
+        next = f"quiver lineage {manifest.ref}"
+        raise LineageError(manifest.ref, f"its {role} are {version.ref}", next=next)
+    return version
+
+
+def _newest(
+    store: Store, source: Version, kind: str, role: str = "rollouts", model: str = ""
+) -> Version | None:
+    """Return the newest version of `kind` in the run of `source` that was made from it as `role`.
+    With `model`, only versions made by a model of this role count."""
+    run = source.ref.run
+    for entry in reversed(store.index(run, kind).entries()):
+        if entry.error or entry.created < source.manifest.created:
+            continue
+        version = store.version(Ref(run, kind, entry.number))
+        inputs = version.manifest.inputs
+        roles = {each.role.partition(".")[0] for each in inputs if each.ref == str(source.ref)}
+        if role in roles and (not model or version.manifest.model(model)):
+            return version
+    return None
+
+
+def _count_fields(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return [rows] float64: the number of fields of a struct that are not null."""
+    counts = [pc.cast(field.is_valid(), pa.float64()) for field in column.flatten()]
+    return reduce(pc.add, counts, pa.array(np.zeros(len(column))))
+
+
+def _list_means(column: pa.ChunkedArray) -> np.ndarray:
+    """Return [rows] float64: the mean of each list; NaN for an empty list or null."""
+    means = [np.zeros(0)]
+    for chunk in column.chunks:
+        lengths = pc.list_value_length(chunk).fill_null(0).to_numpy(False).astype(np.int64)
+        numbers = chunk.flatten().to_numpy(zero_copy_only=False)
+        sums = np.append(0.0, np.cumsum(numbers, dtype=np.float64))
+        ends = np.cumsum(lengths)
+        means.append((sums[ends] - sums[ends - lengths]) / np.where(lengths, lengths, np.nan))
+    return np.concatenate(means)

@@ -1,0 +1,170 @@
+"""Pair the rows of two versions by rollout id, or by prompt and sample.
+
+paired = pair(store, "arith/rewards@1", "arith/rewards@2")       # the same rollouts, scored twice
+paired = pair(store, "arith/policy@0", "arith/policy@5")         # by their newest evaluations
+paired.first.order(Selection(sort="change", descending=True))
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from quiver.schemas.errors import ConfigError, LineageError
+from quiver.schemas.refs import check_name, parse
+from quiver.stages.core.lineage import pair_prompts, prompts_of
+from quiver.stages.core.store import Store, Version
+
+from .joined import Joined, open_joined
+
+
+@dataclass
+class Paired:
+    """Rollouts and their partners in a second version, if any.
+
+    With b the second and a the first reward or score of a pair, `first.number("gain")` is b − a and
+    `first.number("change")` is |b − a|.
+    """
+
+    first: Joined
+    second: Joined | None = None
+    places: np.ndarray | None = None
+    """[rollouts of first] int64: row of the partner in `second`; −1 if there is none."""
+
+    def partners(self, positions: Sequence[int] | np.ndarray) -> list[dict[str, Any]]:
+        """Return the rows of `second` that belong to these of `first`; {} if there is no
+        partner."""
+        if self.second is None:
+            return [{} for _ in positions]
+        places = self.places[positions]
+        rows = iter(self.second.rows(places[places >= 0]))
+        return [next(rows) if place >= 0 else {} for place in places]
+
+    def sides(
+        self, row: dict[str, Any], partner: dict[str, Any]
+    ) -> list[tuple[str, Joined, dict[str, Any]]]:
+        """Return name, rollouts and row of each side; a side that stands alone has no name."""
+        if self.second is None:
+            return [("", self.first, row)]
+        return [("A", self.first, row), ("B", self.second, partner)]
+
+
+def pair(store: Store, first: str, second: str | None, most_bytes: int | None = None) -> Paired:
+    """Pair two versions by the ids of their rollouts, else by prompt and sample.
+
+    Policies are represented by their evaluations, chosen as in `quiver compare`. Without a
+    `second`, the first stands alone. `most_bytes` is passed to `open_joined`. Raises LineageError
+    if nothing pairs.
+    """
+    if not second:
+        return Paired(open_joined(store, first, most_bytes))
+    refs = [store.resolve(ref) for ref in (first, second)]
+    if all(ref.kind == "policy" for ref in refs):
+        refs = [version.ref for version in find_evaluations(store, *map(str, refs))]
+    a, b = (open_joined(store, ref, most_bytes) for ref in refs)
+    columns = ("rollout_id", "group_id", "sample_index")
+    tables = [pa.table({name: side.rollouts.column(name) for name in columns}) for side in (a, b)]
+    matches, _ = match_rows(store, a.rollouts.version, b.rollouts.version, *tables, "rollout_id")
+    if matches.null_count == len(matches):
+        raise LineageError(
+            f"{refs[0]} {refs[1]}",
+            "no rollout of one has the prompt and sample of one of the other",
+            next="name two versions on the same prompts",
+        )
+    places = matches.fill_null(-1).to_numpy().astype(np.int64)
+
+    def gain() -> np.ndarray:
+        after = np.append(b.number(b.score_name), np.nan)
+        return after[places] - a.number(a.score_name)
+
+    if a.score_name and b.score_name:
+        a.numbers |= {"gain": gain, "change": lambda: np.abs(gain())}
+    return Paired(a, b, places)
+
+
+def match_rows(
+    store: Store, a: Version, b: Version, rows_a: pa.Table, rows_b: pa.Table, key: str
+) -> tuple[pa.Array, str]:
+    """Return the row of `b` that belongs to each row of `a`, null if there is none, and what paired
+    them: the column `key`, or "prompt" for rollouts of which no id is in both."""
+    keys_a, keys_b = (rows[key].combine_chunks() for rows in (rows_a, rows_b))
+    matches = pc.index_in(keys_a, value_set=keys_b)
+    has_groups = key == "rollout_id" and "group_id" in rows_a.column_names
+    if has_groups and matches.null_count == len(matches):
+        with suppress(LineageError):  # without their prompts, no two rows can be matched
+            names_a, names_b = pair_prompts(store, a, b)
+            samples_b = _samples(rows_b, names_b)
+            return pc.index_in(_samples(rows_a, names_a), value_set=samples_b), "prompt"
+    return matches, key
+
+
+def _samples(rows: pa.Table, names: Mapping[str, str]) -> pa.Array:
+    """Return each row's prompt name and sample index. Shape: [rows]."""
+    groups = rows["group_id"].to_pylist()
+    if "sample_index" in rows.column_names:
+        indices = rows["sample_index"].to_pylist()
+    else:  # rewards are in the order of their rollouts
+        seen: Counter[str] = Counter()
+        indices = []
+        for group in groups:
+            indices.append(seen[group])
+            seen[group] += 1
+    pairs = zip(groups, indices, strict=True)
+    return pa.array([f"{names[group]} {index}" for group, index in pairs])
+
+
+def find_evaluations(store: Store, first: str, second: str) -> tuple[Version, Version]:
+    """Return the evaluations that two names refer to: each itself, a policy's, or a run's newest.
+
+    A policy with several evaluations is compared by its newest one on prompts that the other was
+    also measured on; without one, by its newest. Raises LineageError if a name has no evaluation.
+    """
+    named = [list(_newest_first(store, name)) for name in (first, second)]
+    for pair in product(*named):
+        with suppress(LineageError):  # the prompts were deleted
+            prompts_a, prompts_b = (prompts_of(store, version).manifest for version in pair)
+            are_two = pair[0].ref != pair[1].ref
+            if are_two and prompts_a.content_hash == prompts_b.content_hash:
+                return pair
+    return named[0][0], named[1][0]
+
+
+def _newest_first(store: Store, name: str) -> Iterator[Version]:
+    """Yield the evaluations that `name` refers to, at least one. Raises LineageError if there is
+    none."""
+    if "/" not in name:
+        if numbers := store.numbers(check_name(name, "run"), "evaluations"):
+            yield store.open(f"{name}/evaluations@{numbers[-1]}")
+            return
+        raise LineageError(f"run {name}", "has no evaluation yet", next="quiver evaluate RECIPE")
+    ref = parse(name)
+    if ref.kind == "evaluations":
+        yield store.open(ref)
+        return
+    if ref.kind != "policy":
+        raise ConfigError(
+            str(ref),
+            "expected a version of evaluations or policy, or a run",
+            next=f"quiver ls {ref.run}",
+        )
+    policy = store.resolve(ref)
+    evaluations = [
+        version
+        for version in store.versions(kind="evaluations")
+        if (model := version.manifest.model("policy")) and model.ref == str(policy)
+    ]
+    if not evaluations:
+        raise LineageError(
+            str(policy),
+            "has no evaluation yet",
+            next=f"quiver evaluate RECIPE --policy {policy}",
+        )
+    yield from sorted(evaluations, key=lambda each: each.manifest.created, reverse=True)

@@ -1,0 +1,192 @@
+"""Verify that a store is whole: every version, and the small files around them.
+
+For a version, everything is checked: size and hash of each file; that Arrow files can be parsed (by
+a child process: see `arrow_check`) and fit the kind's schema; that the manifest's totals follow
+from its files; that its number was given to it; and that its inputs and models are unchanged. A
+version that was deleted on purpose is `expired`, which is not an error.
+
+    count, errors = verify(store)
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+
+from quiver.schemas import refs
+from quiver.schemas.errors import CorruptError, LineageError, QuiverError, SchemaError, printable
+from quiver.schemas.fields import kind_of
+from quiver.schemas.manifest import Manifest, content_hash
+from quiver.schemas.refs import Ref
+from quiver.stages.core.store import Store, Version, schema_module
+from quiver.stages.core.store.arrow_check import ArrowCheck
+from quiver.stages.core.store.notes import damaged_staging
+from quiver.stages.core.store.retention import folders_of, users_of
+from quiver.stages.core.store.storage import storage_errors
+from quiver.stages.model.checkpoints import adapter_base, as_model, is_adapter_alone
+
+
+def verify(store: Store, ref: str | Ref | None = None) -> tuple[int, list[QuiverError]]:
+    """Check one version, or the whole store.
+
+    Returns:
+        The number of versions checked, and all errors.
+    """
+    errors: list[QuiverError] = []
+    checked = [store.resolve(ref)] if ref else []
+    for run, kind in product(() if ref else store.runs(), refs.KINDS):
+        with _collected(errors, f"{run}/{kind}"):
+            checked += store.refs(run, kind)
+    with ArrowCheck() as arrow_check:
+        for version_ref in checked:
+            with _collected(errors, version_ref):
+                try:
+                    _verify_version(store, version_ref, arrow_check)
+                except QuiverError as error:
+                    # only if the version itself is damaged, which was checked already
+                    if error.next == f"quiver verify {version_ref}":
+                        tags, versions = users_of(store, version_ref)
+                        users = [*(f"tag {name}" for name in tags), *versions]
+                        error.state = (
+                            "no other version is touched by this; what refers to this one: "
+                            f"{', '.join(users) or 'nothing'}."
+                        )
+                        error.next = f"quiver verify {version_ref} --quarantine"
+                    raise
+    if ref is None:
+        _verify_around(store, errors)
+    return len(checked), list({str(error): error for error in errors}.values())
+
+
+def _verify_around(store: Store, errors: list[QuiverError]) -> None:
+    """Check folders, tags, staging and ledgers; problems are added to `errors`."""
+    for key in folders_of(store):
+        with _collected(errors, key):
+            store.storage.list(key)
+    for run in store.runs():
+        with _collected(errors, f"{run}/tags"):
+            for name in store.tag_names(run):
+                with _collected(errors, f"{run} tag {name}"):
+                    store.verify_tag(run, name)
+                    target = store.tagged(run, name)
+                    if target is not None and not store.exists(refs.parse(target)):
+                        raise LineageError(
+                            f"{run} tag {name}",
+                            f"points at {target}, which is gone",
+                            next="point the tag at another version",
+                        )
+        for kind in refs.KINDS:
+            with _collected(errors, f"{run}/{kind}/.staging"):
+                errors += damaged_staging(store.storage, run, kind)
+            with _collected(errors, f"{run}/{kind}/.ledger"):
+                errors += store.ledger(run, kind).problems()
+                if store.numbers(run, kind) and not store.storage.exists(f"{run}/{kind}/.ledger"):
+                    raise CorruptError(
+                        f"{run}/{kind}/.ledger",
+                        "is missing: which numbers were given to versions that are gone cannot be "
+                        "told",
+                        state="the versions that are there are not touched by this.",
+                        next=f"restore {store.path / run / kind}/.ledger from a copy; without one, "
+                        "what is there is noted when the versions are listed",
+                    )
+
+
+@contextmanager
+def _collected(errors: list[QuiverError], name: object) -> Iterator[None]:
+    """Add an error about `name` to `errors`, also if it cannot be read."""
+    try:
+        with storage_errors(name):
+            yield
+    except QuiverError as error:
+        errors.append(error)
+
+
+def _verify_version(store: Store, ref: Ref, arrow_check: ArrowCheck) -> None:
+    version = store.version(ref)
+    manifest = version.manifest
+    version.verify()
+    listed = {*version.files.names, "manifest.json"}
+    for name in store.storage.list_files(ref.folder):
+        if name not in listed:
+            error = version.corrupt(printable(name), "is no file of this version")
+            error.next = shlex.join(["rm", printable(version.files.path(name), 4096)])
+            raise error
+    if manifest.content_hash != content_hash(manifest.kind_schema, manifest.files):
+        raise version.corrupt("manifest.json", "content_hash is not that of its files")
+    if manifest.rows != sum(entry.rows for entry in manifest.files):
+        raise version.corrupt("manifest.json", f"says {manifest.rows} rows, its files have others")
+    given_to = store.ledger(ref.run, ref.kind).content_hashes().get(ref.version)
+    if given_to and given_to != manifest.content_hash:
+        raise version.corrupt("manifest.json", f"number {ref.version} was given to other content")
+    if ref.kind != "policy":
+        for name in version.files.names:
+            problem = arrow_check.problem(version.files.path(name))
+            if problem:
+                raise version.corrupt(name, f"cannot be parsed: {problem}")
+        try:
+            schema_name = kind_of(schema_module(ref.kind).check(version.table()))
+        except SchemaError as error:
+            raise version.corrupt(error.object, error.message) from error
+        if schema_name != manifest.kind_schema:
+            problem = f"says {manifest.kind_schema}, its files are {schema_name}"
+            raise version.corrupt("manifest.json", problem)
+    _verify_sources(store, version)
+
+
+def _verify_sources(store: Store, version: Version) -> None:
+    """Raise LineageError if an input, a model, or a version made together with it has changed.
+
+    Sources that were deleted on purpose are left out.
+    """
+    manifest = version.manifest
+    changed = []
+    for entry in manifest.inputs:
+        source = _manifest(store, version, refs.parse(entry.ref))
+        if source is not None and source.content_hash != entry.content_hash:
+            changed.append(f"input {entry.ref}")
+    if version.ref.kind == "policy" and is_adapter_alone(version):
+        adapter_base(store, version)
+    for model in manifest.models:
+        try:
+            ref = refs.parse(model.ref)
+        except QuiverError:
+            continue  # a folder or a hub's id
+        if ref.kind != "policy" or ref == version.ref or not _manifest(store, version, ref):
+            continue
+        now = as_model(model.role, store.version(ref))
+        # a stage names only the parts it reads; a template may come from a file instead of the
+        # policy
+        if model.weights not in ("", now.weights) or model.tokenizer not in ("", now.tokenizer):
+            changed.append(f"model {ref}")
+    if changed:
+        raise LineageError(
+            str(version.ref),
+            f"{changed[0]} is not what it was",
+            next=f"make {version.ref.kind} anew of what {changed[0].partition(' ')[2]} is now",
+        )
+    if version.ref.kind == "policy":
+        for kind in {"advantages", "updates"} & manifest.metrics.keys():
+            _manifest(store, version, refs.parse(manifest.metrics[kind]))
+
+
+def _manifest(store: Store, version: Version, ref: Ref) -> Manifest | None:
+    """Return the manifest of a source of `version`; None if it was deleted on purpose.
+
+    Raises LineageError if it is gone otherwise, or `ref` has no version number.
+    """
+    if not isinstance(ref.version, int):
+        problem = f"is made of {ref}, which names no version by its number"
+        raise LineageError(str(version.ref), problem, next=f"quiver lineage {version.ref}")
+    with storage_errors(ref):
+        if store.exists(ref):
+            return store.open(ref).manifest
+    if store.ledger(ref.run, ref.kind).tombstone(ref.version):
+        return None
+    raise LineageError(
+        str(version.ref),
+        f"{'its input ' if ref.kind not in ('advantages', 'updates') else ''}{ref} is gone",
+        next=f"restore {store.path / ref.folder} from a copy; without it {version.ref} is "
+        "whole, but not its lineage",
+    )

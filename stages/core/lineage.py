@@ -1,0 +1,99 @@
+"""Open a version's inputs, and check that they have the hash that its manifest names. Find the
+prompts behind two versions, and which of them are equal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import pyarrow as pa
+
+from quiver.schemas.errors import LineageError, printable
+from quiver.schemas.manifest import digest
+from quiver.schemas.refs import KINDS
+from quiver.stages.core.store import Store, Version
+
+
+def open_input(store: Store, version: Version, role: str) -> Version:
+    """Return the version that `version` names as its input `role`.
+
+    Raises LineageError if it names none, or if the input is missing, has other content, or has
+    another kind than its role.
+    """
+    entry = version.manifest.require_input(role)
+    source = store.open(entry.ref)
+    if role in KINDS and source.ref.kind != role:
+        raise LineageError(
+            str(version.ref), f"its {role} are {source.ref}", next=f"quiver lineage {version.ref}"
+        )
+    if source.manifest.content_hash != entry.content_hash:
+        raise LineageError(
+            str(source.ref),
+            f"is not what {version.ref} was made of",
+            next=f"quiver lineage {version.ref}",
+        )
+    return source
+
+
+def pair_prompts(
+    store: Store, a: Version, b: Version
+) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Return a name for each group id of the two versions: equal names mean the same prompt.
+
+    If both come from the same prompts, or from prompts with the same bytes, a group's id is its
+    name. Otherwise the name is made of the prompt's content: the chat, or the text if there is no
+    chat; the second of two equal prompts gets another name.
+
+    Raises LineageError if the prompts are gone or a version has none; and later, on looking up a
+    group that the prompts do not have.
+    """
+    prompts_a = prompts_of(store, a)
+    prompts_b = prompts_of(store, b)
+    if prompts_a.manifest.content_hash == prompts_b.manifest.content_hash:
+        groups = prompts_a.table(["group_id"])["group_id"].to_pylist()
+        same = _Names(prompts_a, dict(zip(groups, groups, strict=True)))
+        return same, same
+    return tuple(_Names(each, _names_by_content(each.table())) for each in (prompts_a, prompts_b))
+
+
+class _Names(dict[str, str]):
+    """Names of the groups of `prompts`; an unknown group raises LineageError."""
+
+    def __init__(self, prompts: Version, names: dict[str, str]) -> None:
+        super().__init__(names)
+        self.prompts = prompts
+
+    def __missing__(self, group: str) -> str:
+        raise LineageError(
+            str(self.prompts.ref),
+            f"has no group {printable(group)}, which a version has that names it as its prompts",
+            next="quiver verify",
+        )
+
+
+def prompts_of(store: Store, version: Version) -> Version:
+    """Return the prompts of a version, found through its rollouts. Raises LineageError."""
+    entry = version.manifest.input("prompts")
+    if entry is None:
+        rollouts = version.manifest.input("rollouts")
+        if rollouts is None:
+            raise LineageError(
+                str(version.ref), "was made of no rollouts", next="name another version"
+            )
+        version = store.open(rollouts.ref)
+        entry = version.manifest.require_input("prompts")
+    prompts = store.open(entry.ref)
+    if prompts.ref.kind != "prompts":
+        next = f"quiver lineage {version.ref}"
+        raise LineageError(str(version.ref), f"its prompts are {prompts.ref}", next=next)
+    return prompts
+
+
+def _names_by_content(prompts: pa.Table) -> dict[str, str]:
+    names: dict[str, str] = {}
+    seen: Counter[str] = Counter()
+    for row in prompts.select(["group_id", "messages", "prompt_text"]).to_pylist():
+        content = digest(row["messages"] or row["prompt_text"])
+        names[row["group_id"]] = f"{content}-{seen[content]}"
+        seen[content] += 1
+    return names

@@ -1,0 +1,226 @@
+"""The runner, one for all stages: plan → find → lease → make → commit.
+
+This module decides whether to force, share, resume, or answer "already done". A finished version is
+found in this process within milliseconds. Otherwise the stage runs in a child process, so that its
+memory and device are free when it ends; it ends with its caller. With `hold`, a child may wait for
+the next call with an engine asleep, and then keeps some memory.
+
+    call = Call("generate", config, store.path, {"prompts": "a/prompts@1", "policy": "a/policy@0"})
+    outcome = find(call)        # only look; None if it is not finished
+    outcome = run_call(call)    # in a child process, which calls `perform`
+    outcome = perform(call)     # find it or make it, in this process
+
+    run_stage("generate", config, store, prompts="a/prompts@1", policy="a/policy@0")
+
+`run_stage` builds such a Call, looks for its version, and passes it to `run_call`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from quiver.schemas.errors import BusyError, ConfigError, ConflictError, from_dict
+from quiver.schemas.refs import Ref
+from quiver.stages.core.config import Config, parse
+from quiver.stages.core.store import Store, Version
+from quiver.stages.core.store.writer import open_staging
+
+from .call import Call, Outcome, quiver_version, require_version
+from .holding import ask
+from .stage import Plan, RequiredRefs, load
+
+log = logging.getLogger(__name__)
+
+
+def plan_of(call: Call, store: Store | None = None) -> Plan:
+    """Return the call's plan. Raises ConfigError, LineageError or SchemaError."""
+    stage = load(call.stage)
+    config = parse(stage.Config, dict(call.config), f"stage {call.stage}")
+    refs = RequiredRefs(call.stage, call.refs)
+    return stage.plan(config, store or Store(call.store), refs, call.into)
+
+
+def find(call: Call, *, expired: bool = False) -> Outcome | None:
+    """Return the finished version that answers the call; None if it is missing or forced.
+
+    With `expired`, versions whose files expired count as answers and as inputs too.
+    """
+    if call.force:
+        return None
+    store = Store(call.store)
+    plan = plan_of(call, store.with_expired() if expired else store)
+    version = find_version(plan)
+    return _outcome(version, plan) if version else None
+
+
+def find_version(plan: Plan) -> Version | None:
+    """Return the finished version that answers the plan, or None.
+
+    Raises ConflictError if another version has the only number allowed, and any error of the
+    stage's `accept`.
+    """
+    version = plan.already_made or plan.store.find(plan.run, plan.kinds[-1], plan.run_key)
+    if version is None:
+        if plan.only_number in plan.store.numbers(plan.run, plan.kinds[-1]):
+            raise ConflictError(
+                f"{plan.name}@{plan.only_number}",
+                plan.if_number_taken,
+                next="choose another name for the run",
+            )
+    elif accept := getattr(load(plan.stage), "accept", None):
+        accept(plan, version)
+    return version
+
+
+def perform(call: Call, store: Store | None = None) -> Outcome:
+    """Find the version or make it, in this process. Raises the stage's errors.
+
+    Another process may make it meanwhile; then its version is returned. Under `torch.distributed`
+    every rank calls this. The first rank writes and publishes; the others take part in the stage's
+    work without writers.
+
+    Args:
+        store: the call's store, if it is already open; its `written` then lists the new versions.
+    """
+    started_at = time.monotonic()
+    plan = plan_of(call, store)
+    stage = load(call.stage)
+    version = None if call.force else find_version(plan)
+    if version is None and call.share and not getattr(stage, "SHARED", False):
+        raise ConfigError(
+            f"stage {plan.stage}",
+            "its work cannot be shared among processes",
+            next="start it once, without share",
+        )
+    if call.force:  # a forced version is added beside the existing one
+        plan = replace(plan, only_number=None)
+    if version is None and os.environ.get("RANK", "0") != "0":
+        version = _make_without_writers(stage, plan, call.force)
+    elif version is None:
+        with open_staging(plan, force=call.force, share=call.share) as staging:
+            if staging.committed is None:
+                stage.make(plan, staging.writers)
+                staging.publish()
+        version = staging.committed
+    return _outcome(version, plan, time.monotonic() - started_at)
+
+
+def _make_without_writers(stage: Any, plan: Plan, force: bool) -> Version:
+    """Do a rank's part of the work without writing, then wait for the version.
+
+    With `force`, existing versions may have the same run key. Rank 0's new version is recognised by
+    its number, which is above all that exist before the work. Raises ConfigError if the stage does
+    not know ranks.
+    """
+    if not getattr(stage, "RANKS", False):
+        raise ConfigError(
+            f"stage {plan.stage}",
+            "its work cannot be shared among ranks",
+            next="start it once, without RANK in the environment",
+        )
+    kind = plan.kinds[-1]
+    numbers = plan.store.numbers(plan.run, kind) if force else []
+    stage.make(plan, {})
+    while True:
+        version = plan.store.find(plan.run, kind, plan.run_key, max([-1, *numbers]))
+        if version is not None:
+            return version
+        time.sleep(0.1)  # rank 0 is publishing; if it fails, the launcher ends all ranks
+
+
+def _outcome(version: Version, plan: Plan, seconds: float = 0.0) -> Outcome:
+    manifest = version.manifest
+    is_cached = str(version.ref) not in plan.store.written
+    if is_cached:
+        seconds = manifest.seconds.get("total", 0.0)
+    return Outcome(str(version.ref), is_cached, manifest.rows, round(seconds, 3), manifest.metrics)
+
+
+def run_call(
+    call: Call,
+    *,
+    on_line: Callable[[str], None] = log.info,
+    env: Mapping[str, str] | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Run the stage in a child process and wait for it.
+
+    Args:
+        call: the call to answer; `call.where` names the interpreter and the time limit.
+        on_line: called with each line that the child prints.
+        env: variables set over the child's environment.
+        stopped: polled while waiting; once it returns true (at another thread's wish), the child
+            is ended.
+
+    Raises:
+        QuiverError: the stage raised it.
+        ResourceError: the child died or took too long.
+        Stopped: `stopped` returned true.
+    """
+    started_at = time.monotonic()
+    answer = ask(
+        call.stage,
+        call.to_json(),
+        python=call.where.python,
+        online=call.where.online,
+        env=env,
+        hold=call.where.hold,
+        on_line=on_line,
+        timeout=call.where.timeout_seconds,
+        stopped=stopped,
+    )
+    # before its error: a child of another version refuses the call, or misreads it
+    python = call.where.python or sys.executable
+    require_version(python, answer.pop("quiver", None), quiver_version())
+    if "error" in answer:
+        raise from_dict(answer["error"])
+    return Outcome(**{**answer, "seconds": round(time.monotonic() - started_at, 3)})
+
+
+def run_stage(
+    stage: str,
+    config: Config | Mapping[str, Any],
+    store: Store | str | os.PathLike[str],
+    *,
+    into: str | None = None,
+    force: bool = False,
+    share: bool = False,
+    in_process: bool = False,
+    **refs: str | Ref | list[str],
+) -> Ref:
+    """Run one stage on saved versions, and return the reference of the result.
+
+    Args:
+        stage: its name.
+        config: its `Config`, or the same as a dict.
+        store: the store, or its folder.
+        into: run to write into. Default: the inputs' run.
+        force: make a new version, even if a finished one exists.
+        share: share the work with other processes that make the same call.
+        in_process: run in this process instead of a child.
+        refs: references by role, such as `rollouts="arith/rollouts@3"`.
+
+    Raises:
+        BusyError: another process does the same work, and they do not share it.
+    """
+    opened = store if isinstance(store, Store) else Store(store)
+    fields = config.model_dump(mode="json") if isinstance(config, Config) else dict(config)
+    texts = {
+        role: [str(one) for one in ref] if isinstance(ref, list) else str(ref)
+        for role, ref in refs.items()
+        if ref is not None
+    }
+    call = Call(stage, fields, opened.path, texts, into, force, share)
+    try:
+        outcome = perform(call, opened) if in_process else find(call) or run_call(call)
+    except BusyError as error:
+        if getattr(load(stage), "SHARED", False) and not force and not share:
+            error.next += "; or make all these calls with share=True, and they do it together"
+        raise
+    return opened.resolve(outcome.ref)

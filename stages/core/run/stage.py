@@ -1,0 +1,97 @@
+"""The contract of a stage.
+
+A stage is a module with
+
+    Config                                      its section of a recipe
+    plan(config, store, refs, into) -> Plan     the versions it would make, and their run key
+    make(plan, writers)                         the work: writes shards and metrics
+
+`plan` imports no torch and starts no process. Once a config is resolved, it uses no network, reads
+no source and runs no user code. A stage knows nothing of processes, leases or Prefect: `runner`
+finds finished versions, holds the lease, and publishes the result. Asking a writer for a shard may
+raise CommittedByOther, if another process has finished the version; `make` must not catch it.
+
+A stage may also have
+
+    resolve(config) -> config                   read what the recipe names outside the store, once
+    check(config, columns, prompts)             try out what `make` will need
+    import_ahead(config)                        import what `make` needs, before its call arrives
+    accept(plan, version)                       refuse a finished version that a runtime knob rules
+                                                out today (reward: `max_invalid`)
+    SHARED = True                               equal calls may divide its shards among them
+    RANKS = True                                the ranks of torch.distributed do one call together
+
+These are looked up with `getattr`. `plan` resolves an unresolved config itself. Processes that
+share (SHARED) all have writers, and one of them publishes. Of ranks (RANKS) only rank 0 has
+writers.
+
+`check` is called before the first rollouts are paid for, and again if later prompts have another
+form. It takes no plan, because the plan of reward names rollouts and the plan of optimize names
+rewards, and neither exists yet. Known at that time are the config and the prompts: their columns,
+which are a function's arguments, and the text with which the chat template starts an answer.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from quiver.schemas.errors import ConfigError
+from quiver.schemas.manifest import Manifest
+from quiver.stages import MODULES
+from quiver.stages.core.config import Config, parse
+from quiver.stages.core.store import Store
+from quiver.stages.core.store.plan import Plan
+
+Refs = Mapping[str, str | list[str]]
+"""References by role; a role that accepts several versions holds a list."""
+
+
+class Stage(Protocol):
+    """The type of a stage module; its optional members are listed at the top of this file."""
+
+    Config: type[Config]
+
+    def plan(self, config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
+        """Return the plan of a call. Raises ConfigError, LineageError or SchemaError."""
+
+    def make(self, plan: Plan, writers: Mapping[str, Any]) -> None:
+        """Write every shard of every kind, and finish each writer.
+
+        Args:
+            writers: writers by kind. Empty for a rank that shares the work without writing.
+        """
+
+
+def load(name: str) -> Stage:
+    """Return the module of a stage. Raises ConfigError if there is no such stage."""
+    if name not in MODULES:
+        raise ConfigError(
+            f"stage {name}", f"expected one of {', '.join(MODULES)}", next="name a stage"
+        )
+    return importlib.import_module(MODULES[name])
+
+
+class RequiredRefs(dict):
+    """References by role. A missing role raises ConfigError with its name."""
+
+    def __init__(self, stage: str, refs: Refs) -> None:
+        super().__init__(refs)
+        self._stage = stage
+
+    def __missing__(self, role: str) -> str:
+        raise ConfigError(f"stage {self._stage}", f"no {role} are given", next=f"name the {role}")
+
+
+def is_made_alike(first: Manifest, second: Manifest) -> bool:
+    """Return True if one stage made both with one config, ignoring runtime knobs and inputs."""
+    if (first.stage, first.stage_version) != (second.stage, second.stage_version):
+        return False
+    if first.config == second.config:
+        return True
+    if first.stage not in MODULES:
+        return False
+    config_class = load(first.stage).Config
+    keys = [parse(config_class, each.config, each.ref).key() for each in (first, second)]
+    return keys[0] == keys[1]

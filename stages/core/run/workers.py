@@ -1,0 +1,221 @@
+"""A worker process that runs a user's code: it answers requests, and each wait has a limit.
+
+    limit = share_of_memory(workers=2)
+    worker = Worker(module, limit, name="a worker", allowance="4 GiB", lower="reward.workers")
+    worker.ask({"key": 1, "load": {…}}, 60, Loaded)    # or Late, Ended
+    worker.end()                                # it, and all that it started, is gone
+
+`module` has a class Host; its method `answer` is called in the process (see `answering`). The
+worker's output is always drained, and up to PRINTED_BYTES of it are kept between two calls of
+`printed`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from quiver.schemas.errors import ResourceError
+from quiver.stages.core.run import answering
+from quiver.stages.core.run.subprocesses import Process, ending
+
+PRINTED_BYTES = 4096
+OOM_SCORE = 900
+"""oom_score of workers. When memory runs out, the kernel kills them before the stage and the flow;
+programs in the sandbox have 1000.
+"""
+LEAST_MEMORY_BYTES = 4 << 30
+"""Smallest share of a worker, unless that exceeds half of the machine's memory. Memory that
+libraries reserve in advance counts too.
+"""
+_CHUNK_BYTES = 1 << 20
+_ANSWER_BYTES = 256 << 20  # more than any number of rows needs
+_Kind = TypeVar("_Kind", bound=BaseModel)
+
+
+class Late(Exception):
+    """The answer did not arrive in time."""
+
+
+class Ended(Exception):
+    """The process ended; the text says how."""
+
+
+class Killed(Ended):
+    """A signal ended the process."""
+
+
+class Surplus(Ended):
+    """The process answered an earlier request a second time.
+
+    The answer to this request is unknown, and the process cannot be trusted any more.
+    """
+
+
+class _Message(BaseModel):
+    """An answer, or a piece of one, and the request that it belongs to."""
+
+    key: int | None
+    number: int
+    piece: int
+    answer: dict[str, Any]
+
+
+class Worker(Process):
+    """A worker process, used by one thread; another thread may `kill` it."""
+
+    def __init__(
+        self, module: str, memory_bytes: int, *, name: str, allowance: str, lower: str
+    ) -> None:
+        """Start the worker. Raises ResourceError if it cannot be started.
+
+        Args:
+            memory_bytes: most private memory that it may have.
+            name: its name in error messages.
+            allowance: the memory limit as error messages show it.
+            lower: the config key that reduces the number of workers.
+        """
+        self._text = bytearray()
+        self._dropped_bytes = 0
+        self._allowance = allowance
+        self._key: int | None = None
+        self._num_asked = 0
+        self._num_pieces = 0
+        """Pieces read so far of the answer to the last request."""
+        try:
+            self._connection, workers_end = connection.Pipe()
+            with workers_end:
+                handle = workers_end.fileno()
+                super().__init__(
+                    [sys.executable, "-P", answering.__file__, str(handle)],
+                    limits={resource.RLIMIT_CORE: 0, resource.RLIMIT_DATA: memory_bytes},
+                    oom_score=OOM_SCORE,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[handle],
+                )
+        except OSError as error:
+            raise ResourceError(
+                name, f"cannot be started: {error}", next=f"lower {lower}"
+            ) from error
+        self._printed = self.stdout.fileno()
+        os.set_blocking(self._printed, False)
+        with suppress(OSError):  # it has ended already, and the first answer will report it
+            self._send({"path": list(filter(None, sys.path)), "module": module})
+
+    def ask(self, request: dict[str, Any] | None, seconds: float, kind: type[_Kind]) -> _Kind:
+        """Send a request and return its answer.
+
+        Args:
+            request: its `key` comes back with the answer. None: read the next piece of the
+                answer to the request before.
+            seconds: longest time to wait.
+            kind: model of the answer.
+
+        Raises:
+            Late: no answer after `seconds`.
+            Ended: the process ended, or its answer is not a `kind`.
+            Surplus: the answer belongs to an earlier request.
+
+        After an error the process must not be used again.
+        """
+        deadline = time.monotonic() + seconds
+        # a blocked read has no timeout of its own: killing the process ends it
+        watchdog = threading.Timer(seconds, self.kill)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            if request is not None:
+                self._key = request.get("key")
+                self._num_asked += 1
+                self._num_pieces = 0
+                self._send({"key": self._key, "number": self._num_asked, "request": request})
+            while self._connection not in connection.wait([self._connection, self._printed]):
+                self._drain()
+            received = self._connection.recv_bytes(_ANSWER_BYTES)
+            message = _Message.model_validate(json.loads(received))
+            expected = (self._key, self._num_asked, self._num_pieces)
+            if (message.key, message.number, message.piece) != expected:
+                raise Surplus("after an answer too many")
+            self._num_pieces += 1
+            return kind.model_validate(message.answer)
+        except (EOFError, OSError):
+            is_late = time.monotonic() >= deadline
+            self.kill()  # needed if its answer was too long
+            code = self.wait()
+            if is_late:
+                raise Late from None
+            error_class = Killed if code < 0 else Ended
+            raise error_class(ending(code, f"out of memory? {self._allowance}")) from None
+        except (ValueError, RecursionError):
+            raise Ended("after an answer that cannot be read") from None
+        finally:
+            watchdog.cancel()
+            self._drain()
+
+    def printed(self) -> str:
+        """Return the first PRINTED_BYTES that it printed since the last call."""
+        text = self._text.decode(errors="replace")
+        if self._dropped_bytes:
+            text += f"\n… and {self._dropped_bytes} bytes more"
+        self._text.clear()
+        self._dropped_bytes = 0
+        return text
+
+    def end(self, grace: float | None = 0) -> int:
+        """End it like `Process.end`, but at once by default; also close the connection."""
+        code = super().end(grace)
+        self._connection.close()
+        return code
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+    def _drain(self) -> None:
+        """Read its output, up to _CHUNK_BYTES; only the first PRINTED_BYTES are kept."""
+        with suppress(BlockingIOError):
+            chunk = os.read(self._printed, _CHUNK_BYTES)
+            room = max(0, PRINTED_BYTES - len(self._text))
+            self._text += chunk[:room]
+            self._dropped_bytes += max(0, len(chunk) - room)
+
+
+def memory_limit() -> int | None:
+    """Return the bytes of private memory that this process may have. None: unlimited."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def share_of_memory(workers: int) -> int:
+    """Return the default memory per worker, in bytes.
+
+    It is an equal share of the machine's memory, with one more share left for everything else. A
+    cgroup's limit counts as the machine's memory.
+    """
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        root = Path("/sys/fs/cgroup")
+        limit_name = "memory.max"
+        if controllers:  # cgroup version 1
+            root = root / controllers
+            limit_name = "memory.limit_in_bytes"
+        folder = root / group.lstrip("/")
+        for place in (folder, *folder.parents):
+            # the group is not visible here, or the limit is "max"
+            with suppress(OSError, ValueError):
+                machine = min(machine, int((place / limit_name).read_text()))
+    return max(machine // (workers + 1), min(LEAST_MEMORY_BYTES, machine // 2))

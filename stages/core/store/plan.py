@@ -1,0 +1,78 @@
+"""The plan of a call: the versions to make, what they are made of, and their run key.
+
+Not of the spine: it is a record; the contract of a stage tells who makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from quiver.schemas.manifest import Model, digest
+from quiver.stages.core.config import Config
+
+from .versions import Store, Version
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The result of planning a call: the versions to make, their inputs, and their run key."""
+
+    store: Store
+    stage: str
+    stage_version: int
+    config: Config
+    """The config with all defaults filled in, as the manifest records it."""
+    run: str
+    """Run to write into."""
+    kinds: tuple[str, ...]
+    """Kinds that it makes, published in this order; the call returns the last one."""
+    inputs: Mapping[str, Version] = field(default_factory=dict)
+    """Versions that it reads, by role, in the manifest's order."""
+    models: tuple[Model, ...] = ()
+    """Models that take part, identified by their hashes."""
+    first_number: int = 1
+    """Number of the version if its run has none of the last kind yet; optimize from policy@4: 5."""
+    only_number: int | None = None
+    """The only number that the version may have, unless it is forced; import of a base: 0. None:
+    the next free one."""
+    if_number_taken: str = ""
+    """Error message if another version has that number."""
+    already_made: Version | None = None
+    """A version that answers the call without any work, whatever its run key."""
+    patience_seconds: float | None = None
+    """Seconds that an idle process waits for another's shard, if the work is shared."""
+
+    @cached_property
+    def run_key(self) -> str:
+        """Hash of everything that decides the result: the stage and its version, the config without
+        runtime knobs, and the content of inputs and models.
+        """
+        hashes = {role: version.manifest.content_hash for role, version in self.inputs.items()}
+        models = {model.role: model.hashes for model in self.models}
+        return digest(
+            {
+                "stage": [self.stage, self.stage_version],
+                "config": self.config.key(),
+                "inputs": hashes,
+                "models": models,
+            }
+        )
+
+    @property
+    def name(self) -> str:
+        """Name of the work in error messages."""
+        return f"{self.run}/{self.kinds[-1]}"
+
+    def manifest_fields(self) -> dict[str, Any]:
+        """Return the provenance fields for the manifest of each of its versions."""
+        return {
+            "stage": self.stage,
+            "stage_version": self.stage_version,
+            "run_key": self.run_key,
+            "config": self.config.model_dump(mode="json"),
+            "inputs": tuple(version.as_input(role) for role, version in self.inputs.items()),
+            "models": self.models,
+        }

@@ -1,0 +1,520 @@
+"""The store as a reader sees it: immutable versions, each complete once it is visible.
+
+    STORE/store.json                          format, id
+    STORE/<run>/<kind>/v000003/               manifest.json + part-00000.arrow …
+    STORE/<run>/<kind>/.staging/<run_key>/    finished shards of an unfinished stage
+    STORE/<run>/<kind>/.index/                summary of all versions, made from the manifests
+    STORE/<run>/tags/<name>                   one reference; its journal is in tags/.<name>/
+
+Reading checks size and sha256 before it parses, and maps files into memory. There are no silent
+fallbacks: if the newest version is torn, `latest` is an error. The files of a version may expire
+(see `retention`); its manifest stays, and is visible `with_expired`. Writing is in `writer`.
+
+    store = Store("store")
+    rollouts = store.open("arith/rollouts@latest")
+    rollouts.manifest.metrics
+    rollouts.table()
+    rollouts.to_datasets()
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import logging
+import os
+import uuid
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from quiver.schemas import metrics, refs
+from quiver.schemas.errors import (
+    ConfigError,
+    CorruptError,
+    LineageError,
+    QuiverError,
+    printable,
+    reason,
+)
+from quiver.schemas.manifest import FORMAT, FileEntry, Input, Manifest, from_json
+from quiver.schemas.plain import read_json
+from quiver.schemas.refs import Ref
+from quiver.stages.core.threads import map_in_threads
+
+from .index import Index, IndexEntry
+from .ledger import OPTIMIZER_FOLDER, Ledger, Tombstone
+from .storage import Storage, storage_errors
+from .tags import Entry, Tag, check_name, is_name
+from .trash import expired_error, gone_error, rescue
+
+if TYPE_CHECKING:
+    import datasets
+
+log = logging.getLogger(__name__)
+
+
+def schema_module(kind: str):
+    """Return the module of `schemas` that describes `kind`, which must be a table."""
+    return importlib.import_module(f"quiver.schemas.{kind}")
+
+
+def schema_names(kind: str) -> list[str]:
+    """Return the schemas of a kind: `rollouts/1`, `rollouts/2`."""
+    return ["policy/1"] if kind == "policy" else list(schema_module(kind).SCHEMAS)
+
+
+class VersionFiles:
+    """The files of one version, for libraries that read files: weights, tokenizer."""
+
+    def __init__(self, version: Version, storage: Storage) -> None:
+        self._version = version
+        self._storage = storage
+        self._prefix = version.ref.folder
+
+    @property
+    def folder(self) -> Path:
+        """Folder on this host with all files. Nothing in it may be changed."""
+        return self._storage.path(self._prefix)
+
+    @property
+    def names(self) -> list[str]:
+        """Names below the folder, as the manifest lists them."""
+        return [entry.name for entry in self._version.manifest.files]
+
+    def path(self, name: str) -> Path:
+        """Return the path of a file on this host. It is not checked: see `Version.verify`."""
+        return self._storage.path(f"{self._prefix}/{name}")
+
+    def read(self, name: str) -> bytes:
+        """Return all bytes of a file, checked."""
+        tombstone = self._version.tombstone
+        if tombstone is not None and name in tombstone.files:
+            return tombstone.files[name].encode()
+        self._version.verify(name)
+        return self._storage.read(f"{self._prefix}/{name}")
+
+    def size(self, name: str) -> int | None:
+        """Return the actual size in bytes, or None if the file is missing."""
+        path = self.path(name)
+        return path.stat().st_size if path.is_file() and not path.is_symlink() else None
+
+
+class Version:
+    """One immutable version: reference, manifest, and data that is checked before it is parsed."""
+
+    def __init__(self, ref: Ref, storage: Storage, tombstone: Tombstone | None = None) -> None:
+        self.ref = ref
+        self.files = VersionFiles(self, storage)
+        self.tombstone = tombstone
+        """Set if its files expired: the manifest is the ledger's copy, and data cannot be read."""
+        self._storage = storage
+        self._ledger = Ledger(storage, ref.run, ref.kind)
+        self._checked: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"Version({str(self.ref)!r})"
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The version's manifest. Raises CorruptError if it is torn or belongs elsewhere."""
+        manifest = self._ledger.manifest(self.ref.version) if self.tombstone else None
+        if manifest is None:
+            try:
+                raw = self._storage.read(f"{self.ref.folder}/manifest.json")
+            except FileNotFoundError:
+                raise self.corrupt("manifest.json", "is missing") from None
+            manifest = from_json(raw, str(self.ref))
+        if manifest.ref != str(self.ref):
+            raise self.corrupt("manifest.json", f"expected {self.ref}, found {manifest.ref}")
+        names = schema_names(self.ref.kind)
+        if manifest.kind_schema not in names:
+            problem = f"schema {printable(manifest.kind_schema)}, expected {' or '.join(names)}"
+            raise self.corrupt("manifest.json", problem)
+        problem = metrics.problem(self.ref.kind, manifest.metrics)
+        if problem:
+            raise self.corrupt("manifest.json", f"metrics.{problem}")
+        return manifest
+
+    def as_input(self, role: str) -> Input:
+        """Return the manifest entry for a version that is made from this one."""
+        return Input(role=role, ref=str(self.ref), content_hash=self.manifest.content_hash)
+
+    def verify(self, name: str = "") -> None:
+        """Check size and sha256 of files, each once per process.
+
+        Args:
+            name: a file; or, if it ends in a slash, every file below it; or, if empty, all files
+                except optimizer state that expired before the version.
+
+        Raises:
+            CorruptError: a file is missing or differs from what was written.
+            LineageError: the file expired, or the version was deleted since it was opened.
+        """
+        prefix = name if name.endswith("/") else None
+        unchecked = []
+        for entry in self.manifest.files:
+            is_meant = name in ("", entry.name) or (prefix and entry.name.startswith(prefix))
+            if not is_meant or entry.name in self._checked:
+                continue
+            if name or self.tombstone:
+                self.require(entry.name)
+            if self.tombstone_of(entry.name) is None:
+                unchecked.append(entry)
+        map_in_threads(self._verify_file, unchecked)
+
+    def require(self, name: str) -> None:
+        """Raise LineageError if file `name` expired. `verify` checks the file itself."""
+        tombstone = self.tombstone_of(name)
+        if tombstone is not None:
+            folder = "" if self.tombstone else OPTIMIZER_FOLDER
+            raise expired_error(self._storage, self.ref, tombstone, folder)
+
+    def tombstone_of(self, name: str) -> Tombstone | None:
+        """Return the tombstone of file `name`; None if it should exist. Raises CorruptError."""
+        is_optimizers = name.startswith(f"{OPTIMIZER_FOLDER}/")
+        if self.tombstone or not is_optimizers or self.files.size(name) is not None:
+            return self.tombstone
+        return self._ledger.tombstone(self.ref.version, OPTIMIZER_FOLDER)
+
+    def _verify_file(self, entry: FileEntry) -> None:
+        name = entry.name
+        size = self.files.size(name)
+        if size is None:
+            raise gone_error(self._storage, self.ref) or self.corrupt(name, "is missing")
+        if size != entry.bytes:
+            raise self.corrupt(name, f"expected {entry.bytes} bytes, found {size}")
+        sha256 = self._storage.sha256(f"{self.ref.folder}/{name}")
+        if sha256 != entry.sha256:
+            raise self.corrupt(name, f"sha256 expected {entry.sha256[:12]}…, found {sha256[:12]}…")
+        self._checked.add(name)
+
+    def corrupt(self, name: str, problem: str) -> CorruptError:
+        """Build the error for a file of this version that differs from what was written."""
+        return CorruptError(
+            f"{self.ref} {name}",
+            problem,
+            state="other versions are not touched by this; nothing was changed.",
+            next=f"quiver verify {self.ref}",
+        )
+
+    def table(self, columns: list[str] | None = None) -> pa.Table:
+        """Return all rows in order, with the kind's schema, mapped into memory uncopied."""
+        return self.head(columns, sum(entry.bytes for entry in self.manifest.files))
+
+    def head(self, columns: list[str] | None, most_bytes: int) -> pa.Table:
+        """Return columns of the first shards, checked, then mapped into memory.
+
+        Args:
+            columns: names of the columns. None: all.
+            most_bytes: shards are added until they exceed this; the first one always counts.
+        """
+        entries: list[FileEntry] = []
+        for entry in self.manifest.files:
+            most_bytes -= entry.bytes
+            if entries and most_bytes < 0:
+                break
+            self.verify(entry.name)
+            entries.append(entry)
+        if self._storage.is_foreign:
+            from .arrow_check import require_parseable
+
+            require_parseable(self.files.folder, entries, self.corrupt)
+        shards = [self._read_shard(entry, columns) for entry in entries]
+        try:
+            return pa.concat_tables(shards)
+        except pa.ArrowException as error:
+            raise self.corrupt("", f"its files do not fit together: {printable(error)}") from None
+
+    def _read_shard(self, entry: FileEntry, columns: list[str] | None) -> pa.Table:
+        """Read one file that was verified."""
+        try:
+            shard = self._storage.read_table(f"{self.ref.folder}/{entry.name}")
+            shard = shard.select(columns) if columns else shard
+        except (pa.ArrowException, ValueError, KeyError, TypeError) as error:
+            raise self.corrupt(entry.name, f"cannot be parsed: {printable(error)}") from None
+        if shard.num_rows != entry.rows:
+            raise self.corrupt(entry.name, f"expected {entry.rows} rows, found {shard.num_rows}")
+        return shard
+
+    def to_datasets(self) -> datasets.Dataset:
+        """Return the same rows as a `datasets.Dataset` over the mapped files, without a copy."""
+        import datasets
+        from datasets.table import InMemoryTable
+
+        return datasets.Dataset(InMemoryTable(self.table().replace_schema_metadata(None)))
+
+
+class Store:
+    """A folder of versions.
+
+    `written` holds the references that this object committed; other versions existed before, or
+    were committed by other processes.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, create: bool = True) -> None:
+        self.written: set[str] = set()
+        self.sees_expired = False
+        try:
+            self.path = Path(path).expanduser().absolute()
+            str(self.path).encode()
+            self.storage = Storage(self.path)
+            if self.path.exists() and not self.path.is_dir():
+                raise ConfigError(
+                    f"store {self.path}", "is a file, not a folder", next="name a folder in --store"
+                )
+            if not self.storage.exists("store.json"):
+                self._create(create)
+            self.id = self._read_marker()
+        except QuiverError:
+            raise
+        # RuntimeError: an unknown home, or a loop of links
+        except (OSError, RuntimeError, UnicodeError) as error:
+            raise ConfigError(
+                f"store {printable(path)}",
+                f"cannot be used: {reason(error)}",
+                next="name another folder in --store",
+            ) from None
+
+    def _create(self, may_create: bool) -> None:
+        if not may_create:
+            raise ConfigError(
+                f"store {self.path}",
+                "there is no store here",
+                next="give --store PATH, or run a recipe first",
+            )
+        if any(not name.startswith("store.json") for name in self.storage.list("")):
+            raise ConfigError(
+                f"store {self.path}",
+                "the folder holds other things",
+                next="name an empty or new folder",
+            )
+        with storage_errors(f"store {self.path}"):
+            self.storage.make_prefix("")
+            self.storage.put_if_absent("store.json", _marker().encode())
+
+    def _read_marker(self) -> str:
+        """Return the id in store.json. Raises CorruptError."""
+        try:
+            fields = read_json(self.storage.read("store.json"))
+            format = fields["format"]
+        except (ValueError, KeyError, TypeError):
+            raise CorruptError(
+                f"store {self.path}",
+                "store.json cannot be read",
+                next=f"write {_marker()} into {self.path / 'store.json'}, the versions need no "
+                "more",
+            ) from None
+        if format != FORMAT:
+            raise CorruptError(
+                f"store {self.path}",
+                f"store.json has format {printable(format)}, expected {FORMAT}",
+                next="take the Quiver that wrote it, or name another folder in --store",
+            )
+        return fields.get("id", "")
+
+    # -- reading
+
+    def with_expired(self) -> Store:
+        """Return the same store with expired versions visible.
+
+        Their manifests and the small files that plans need can be read; reading other files raises
+        LineageError.
+        """
+        store = copy.copy(self)
+        store.sees_expired = True
+        return store
+
+    def runs(self) -> list[str]:
+        """Return the names of all runs, sorted."""
+        return [
+            name
+            for name in self.storage.list("")
+            if refs.NAME.fullmatch(name) and self._is_folder(name)
+        ]
+
+    def numbers(self, run: str, kind: str) -> list[int]:
+        """Return the version numbers of one kind in one run, rising."""
+        index = self.index(run, kind)
+        if self.sees_expired:
+            return sorted({*index.expired(), *index.numbers()})
+        return index.numbers()
+
+    def index(self, run: str, kind: str) -> Index:
+        """Return the index of one kind, a summary of all its versions."""
+        return Index(self.storage, refs.check_name(run, "run"), kind)
+
+    def ledger(self, run: str, kind: str) -> Ledger:
+        """Return the ledger of one kind: all numbers ever given, including deleted versions."""
+        return Ledger(self.storage, refs.check_name(run, "run"), kind)
+
+    def refs(self, run: str | None = None, kind: str | None = None) -> Iterator[Ref]:
+        """Yield references of all visible versions, by run, kind and number."""
+        for name in [run] if run else self.runs():
+            for one_kind in [kind] if kind else refs.KINDS:
+                yield from (Ref(name, one_kind, number) for number in self.numbers(name, one_kind))
+
+    def versions(self, run: str | None = None, kind: str | None = None) -> Iterator[Version]:
+        """Yield every visible version, by run, kind and number."""
+        return map(self.version, self.refs(run, kind))
+
+    def entries(self, run: str | None = None) -> Iterator[tuple[Ref, IndexEntry]]:
+        """Yield the index entry of every visible version, by run, kind and number."""
+        for name in [run] if run else self.runs():
+            for kind in refs.KINDS:
+                for entry in self.index(name, kind).entries():
+                    yield Ref(name, kind, entry.number), entry
+
+    def resolve(self, ref: str | Ref, run: str | None = None) -> Ref:
+        """Return the reference with its number. Raises LineageError if there is no such version.
+
+        `latest` is the highest number; a tag stands for the version it points at.
+        """
+        parsed = refs.parse(ref, run)
+        if isinstance(parsed.version, int):
+            if self._is_folder(parsed.folder):
+                return parsed
+            tombstone = self.ledger(parsed.run, parsed.kind).tombstone(parsed.version)
+            if tombstone is None:
+                raise self._nowhere(parsed, "there is no such version")
+            if not tombstone.expired:
+                raise self._nowhere(parsed, f"it was deleted on purpose: {tombstone}")
+            if self.sees_expired:
+                return parsed
+            raise expired_error(self.storage, parsed, tombstone)
+        if parsed.version == "latest":
+            numbers = self.numbers(parsed.run, parsed.kind)
+            if not numbers:
+                raise self._nowhere(parsed, f"run {parsed.run} has no {parsed.kind} yet")
+            return parsed._replace(version=numbers[-1])
+        target = self._tag(parsed.run, parsed.version).ref()
+        if target is None:
+            raise self._nowhere(parsed, f"run {parsed.run} has no tag {parsed.version}")
+        tagged = refs.parse(target)
+        if tagged.kind != parsed.kind:
+            raise self._nowhere(parsed, f"tag {parsed.version} points at {tagged}")
+        return self.resolve(tagged)
+
+    def open(self, ref: str | Ref, run: str | None = None) -> Version:
+        """Return the version that `ref` names, its manifest checked.
+
+        Raises LineageError or CorruptError.
+        """
+        version = self.version(self.resolve(ref, run))
+        version.manifest  # noqa: B018  a torn manifest is found here, not later
+        return version
+
+    def find(self, run: str, kind: str, run_key: str, above: int = -1) -> Version | None:
+        """Return the newest version with this run key and a number above `above`, or None.
+
+        An expired version is returned only if there is no other. A version with a torn manifest is
+        skipped with a warning.
+        """
+        numbers = self.index(run, kind).find(run_key, expired=self.sees_expired)
+        for number in reversed(numbers):
+            version = self.version(Ref(run, kind, number))
+            try:
+                if number > above and version.manifest.run_key == run_key:
+                    return version
+            except CorruptError as error:
+                log.warning("%s is passed over: %s", version.ref, error.message)
+        return None
+
+    def version(self, ref: Ref) -> Version:
+        """Return the version with this number, which may be torn. Raises CorruptError."""
+        if self.storage.is_linked(ref.folder):
+            raise CorruptError(
+                str(ref), "the folder is a link", next="replace the link by the folder itself"
+            )
+        tombstone = None
+        if self.sees_expired and not self.exists(ref):
+            tombstone = self.ledger(ref.run, ref.kind).tombstone(ref.version)
+        return Version(ref, self.storage, tombstone)
+
+    def exists(self, ref: Ref) -> bool:
+        """Return True if the version exists, torn or whole."""
+        return self._is_folder(ref.folder)
+
+    def _is_folder(self, key: str) -> bool:
+        return self.storage.path(key).is_dir()
+
+    def _nowhere(self, ref: Ref, why: str) -> LineageError:
+        run = ref.run if ref.run in self.runs() else None
+        names = [str(known_ref) for known_ref in self.refs(run, ref.kind)]
+        there_are = f"; there are {', '.join(names[-5:])}" if names else ""
+        next = "quiver ls" if any(self.refs()) else "run a recipe with this store first"
+        return LineageError(str(ref), why + there_are, next=next)
+
+    # -- tags
+
+    def _tag(self, run: str, name: str) -> Tag:
+        return Tag(self.storage, refs.check_name(run, "run"), name)
+
+    def tag(
+        self,
+        run: str,
+        name: str,
+        ref: str | Ref,
+        expected: str | None = "*",
+        *,
+        why: str = "",
+        key: str = "",
+        about: dict[str, Any] | None = None,
+    ) -> Ref:
+        """Point tag `name` of `run` at `ref`, and record the decision in its journal.
+
+        Args:
+            expected: the reference the tag must hold now; "*" accepts any.
+            why: the reason, for people.
+            key: identifies the decision. If an entry with this key exists, nothing is done: a
+                decision is made once. With a key, a tag that stays gets an entry too.
+            about: the data the decision was based on.
+
+        Raises:
+            ConflictError: the tag does not hold `expected`.
+        """
+        check_name(name)
+        target = self.resolve(ref, run)
+        with storage_errors(f"{run} tag {name}"):
+            self._tag(run, name).move(str(target), expected, why, key, about or {})
+            self.hold(target)
+        return target
+
+    def hold(self, ref: Ref) -> None:
+        """Make sure a version stays that a tag points at, or that a stage at work reads.
+
+        This is no lease: the tag, or the stage's note of what it reads, protects the version from
+        later collections. Here a collection that has already begun to delete it is undone.
+
+        Raises LineageError if it is gone, BusyError if a collection does not end in time.
+        """
+        rescue(self.storage, ref)
+        self.resolve(ref)
+
+    def tagged(self, run: str, name: str) -> str | None:
+        """Return the reference that tag `name` of `run` holds; None if there is no such tag."""
+        return self._tag(run, check_name(name)).ref()
+
+    def tag_names(self, run: str) -> list[str]:
+        """Return the names of all tags of `run`, sorted."""
+        names = {name.removeprefix(".") for name in self.storage.list(f"{run}/tags")}
+        return sorted(name for name in names if is_name(name))
+
+    def verify_tag(self, run: str, name: str) -> None:
+        """Raise CorruptError if the tag or its journal cannot be read, or if they disagree."""
+        self._tag(run, name).verify()
+
+    def history(self, run: str, name: str) -> list[Entry]:
+        """Return the journal of tag `name` of `run`, oldest first; empty if it never moved.
+
+        Raises CorruptError.
+        """
+        return self._tag(run, check_name(name)).history()
+
+
+def _marker() -> str:
+    return json.dumps({"format": FORMAT, "id": str(uuid.uuid4())})

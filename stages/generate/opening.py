@@ -1,0 +1,162 @@
+"""Prepare a plan's episodes: the environments, the chat template, and each prompt's beginning.
+
+    config = with_code_hashes(config, prompts)         # at planning; runs no user code
+    with opened(plan, writer, setup) as new_requests:  # `Requests` without [generate.turns]
+        requests = new_requests(rows=rows, …)
+
+Without [generate.turns] nothing is opened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+from quiver.schemas.errors import ConfigError
+from quiver.stages.core.config import parse
+from quiver.stages.core.run.stage import Plan
+from quiver.stages.core.store import Version
+from quiver.stages.core.store.writer import Writer
+from quiver.stages.generate.config import Config
+from quiver.stages.generate.engine import Setup
+from quiver.stages.generate.requests import Requests
+from quiver.stages.generate.rows import Rows
+from quiver.stages.generate.texts import Texts
+from quiver.stages.model import checkpoints
+from quiver.stages.model.chat.control_tokens import Guard
+from quiver.stages.model.chat.generation_prompt import learn_markup, reserved_ids
+from quiver.stages.model.chat.messages import read_messages
+from quiver.stages.model.chat.template import Template
+from quiver.stages.model.images.checking import ImageCheck, ImageLimits
+from quiver.stages.model.images.processor import load_processor
+from quiver.stages.turns.bridge import Bridge
+from quiver.stages.turns.environment_config import EnvironmentConfig
+from quiver.stages.turns.episode import Setting
+from quiver.stages.turns.pool import EnvironmentPool, Loaded
+from quiver.stages.turns.saved import beginning_of
+from quiver.stages.turns.tool_calls import make_parser
+
+from .episodes import Episodes
+
+
+def with_code_hashes(config: Config, prompts: Version) -> Config:
+    """Add the hashes of the code that [generate.turns] names.
+
+    Raises ConfigError if `prompts` were rendered for another environment.
+    """
+    if config.turns is None:
+        return config
+    turns = config.turns.with_fingerprint()
+    saved = prompts.manifest.config.get("turns")
+    is_same = False
+    if saved is not None:
+        environment = parse(EnvironmentConfig, saved, f"{prompts.ref} config.turns")
+        is_same = environment.key() == turns.alone().key()
+    if not is_same:
+        how = "without [generate.turns]" if saved is None else "for another environment"
+        raise ConfigError(
+            str(prompts.ref),
+            f"its prompts were rendered {how}, of which they show the opening and the tools",
+            next="quiver prompt RECIPE",
+        )
+    return config.model_copy(update={"turns": turns})
+
+
+@contextmanager
+def opened(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable[..., Requests]]:
+    """Yield a function that makes a stage's requests, while environments and template are open.
+
+    Raises ConfigError or ResourceError.
+    """
+    turns = plan.config.turns
+    if turns is None:
+        yield Requests
+        return
+    if checkpoints.is_encoder_decoder(setup.policy):
+        raise ConfigError(
+            "generate.turns",
+            f"{setup.policy.ref} is an encoder-decoder model, which reads no turns",
+            next="take a decoder-only model",
+        )
+    prompts = plan.inputs["prompts"]
+    tokenizer = checkpoints.load_tokenizer(setup.policy)
+    rendering = prompts.manifest.config
+    variables = {
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": True,
+        **tokenizer.special_tokens_map,
+        **rendering["template_arguments"],
+    }
+    source = prompts.manifest.metrics["chat_template"]
+    limits = ImageLimits()
+    # A branch's prompts have none.
+    if "image_seconds" in rendering:
+        limits = ImageLimits(
+            pixels=rendering["max_image_pixels"],
+            bytes=rendering["max_image_bytes"],
+            seconds=rendering["image_seconds"],
+        )
+    with (
+        EnvironmentPool(turns) as pool,
+        Template(source, variables, rendering["template_seconds"]) as template,
+        closing(ImageCheck(limits)) as check,
+    ):
+        _require_same_tools(prompts, pool.loaded)
+        markup = learn_markup(tokenizer, [template.probe], reserved_ids(setup.policy))
+        guard = Guard(tokenizer, **markup._asdict())
+        bridge = Bridge(
+            template,
+            guard,
+            end_token=guard.decode([setup.stop_ids[0]]) if setup.stop_ids else "",
+            tool_role=turns.tool_role,
+            tools=pool.loaded.tools,
+            processor=load_processor(setup.policy) if turns.max_images else None,
+        )
+        histories = bridge.require(turns.rewritten)
+        if turns.max_images:
+            bridge.require_pictures()
+        writer.notes["template"] = [history._asdict() for history in histories]
+        parse = None
+        if pool.loaded.tools:
+            parse = make_parser(
+                turns.parser, tokenizer, prefix=bridge.opening, tools=pool.loaded.tools
+            )
+        setting = Setting(
+            limits=turns,
+            bridge=bridge,
+            parse=parse,
+            decode=Texts.of(setup.policy, setup.stop_ids).decode,
+            stop_ids=frozenset(setup.stop_ids),
+            max_turn_tokens=setup.sampling.max_tokens,
+            context=setup.max_model_len,
+            answers=pool.loaded.answers,
+            check_picture=check.size,
+            histories=histories,
+        )
+
+        def new_requests(rows: Rows, **arguments: Any) -> Episodes:
+            prompts = rows.prompts.select(["group_id", "columns", "messages"]).to_pylist()
+            return Episodes(
+                rows=rows,
+                setting=setting,
+                pool=pool,
+                beginnings=[beginning_of(row["group_id"], row["columns"]) for row in prompts],
+                chats=[read_messages(row["messages"]) for row in prompts],
+                **arguments,
+            )
+
+        yield new_requests
+
+
+def _require_same_tools(prompts: Version, loaded: Loaded) -> None:
+    """Raise ConfigError unless the prompts show the current tools."""
+    shown = prompts.table(["tools"])["tools"][0].as_py()
+    if (json.loads(shown) if shown else []) != loaded.tools:
+        raise ConfigError(
+            str(prompts.ref),
+            "its prompts show other tools to the policy than generate.turns has now",
+            next="quiver prompt RECIPE --force",
+        )

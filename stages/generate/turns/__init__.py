@@ -1,1 +1,0 @@
-"""Episodes of several turns: how they are played, and the text between two turns."""

@@ -1,0 +1,148 @@
+"""Families of language models: which train, how their rollouts may be packed, and rules on configs.
+
+`families.toml` lists the model types that were tried. A model of any other type runs one rollout at
+a time.
+
+Not of the spine: a table of names.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.model.folder import PROCESSOR_FILES, load_errors, parse_object
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
+MODES = ("shared", "packed", "single")
+"""Ways of packing, the fastest first; forward/attention.py explains them."""
+TABLE = Path(__file__).with_suffix(".toml")
+FAMILIES = {
+    model_type: (group["mode"], group["reason"])
+    for group in tomllib.loads(TABLE.read_text()).get("group", ())
+    for model_type in group["types"]
+}
+"""For each `model_type` that was tried: the fastest correct mode, or `refused`; and the reason why
+it is not a faster one. A type of which models with sliding windows need a slower mode has a second
+row for these, `TYPE with windows`."""
+UNPADDED = {"deepseek_v4", "git", "minimax_m3_vl_text", "trocr"}
+"""Families in which padding before a prompt changes the numbers after it, despite the mask. All
+prompts of one batch must then have the same length."""
+NOT_SAMPLED = {"hrm_text", "moshi", "rwkv", "xlstm"}
+"""Families whose code in transformers gives wrong numbers, or fails, when it reads a row id by id.
+Engine `transformers` refuses them."""
+
+
+def types_of(config: Any) -> set[str]:
+    """Return the `model_type` of a loaded config and of its text part."""
+    return {config.model_type, config.get_text_config().model_type}
+
+
+def fastest_mode(config: Any) -> tuple[str, str]:
+    """Return the fastest mode that suits a loaded config, and why it is not a faster one.
+
+    An encoder-decoder model has no positions that packing could change.
+    """
+    if config.model_type not in FAMILIES:
+        return "single", f"models of type {printable(config.model_type)} were not tried"
+    if not config.is_encoder_decoder and depends_on_length(config):
+        return "single", "the model's positions depend on the length of the row"
+    names = types_of(config)
+    text = config.get_text_config()
+    if getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
+        names |= {f"{name} with windows" for name in names}
+    tried = [FAMILIES[name] for name in names & FAMILIES.keys()]
+    # a refused type that arrives here says of itself that it is a decoder
+    modes = [("single", reason) if mode == "refused" else (mode, reason) for mode, reason in tried]
+    return max(modes, key=lambda row: MODES.index(row[0]))
+
+
+def depends_on_length(config: Any) -> bool:
+    """True if rotary frequencies change with the row's length, as with `dynamic` and `longrope`;
+    packing makes rows longer."""
+    kinds = [rope.get("rope_type") for rope in _rotations(config)]
+    return "dynamic" in kinds or "longrope" in kinds
+
+
+def most_tokens_alike(config: Any) -> int | None:
+    """Return the most tokens of a row that `longrope` treats like every shorter row.
+
+    Returns None if there is no such limit. `dynamic` changes only beyond the context's end, which
+    no row reaches.
+    """
+    limits = [
+        rope.get("original_max_position_embeddings")
+        for rope in _rotations(config)
+        if rope.get("rope_type") == "longrope"
+    ]
+    return min(filter(None, limits), default=None)
+
+
+def _rotations(config: Any) -> list[dict[str, Any]]:
+    """Return the rotary parameters: one set for all layers, or one for each kind of layer."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return [rope for rope in [parameters, *parameters.values()] if isinstance(rope, dict)]
+
+
+def require_processor(folder: Path, name: str) -> None:
+    """Raise ConfigError if the model reads pictures and its processor cannot be loaded here.
+
+    Many processors need torchvision.
+    """
+    if any((folder / file).is_file() for file in PROCESSOR_FILES):
+        load_folders_processor(folder, name)
+
+
+def load_folders_processor(folder: Path, name: str) -> ProcessorMixin:
+    """Return the processor of a model directory. Raises ConfigError about model `name`."""
+    from transformers import AutoProcessor
+
+    title = f"model {name}"
+    try:
+        with load_errors(title):
+            return AutoProcessor.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+    except ConfigError as error:
+        if isinstance(error.__cause__, ImportError):
+            problem = printable(" ".join(str(error.__cause__).split()))
+            next = "install what it needs, or take a model whose processor works without"
+            raise ConfigError(title, f"its processor: {problem}", next=next) from None
+        raise
+
+
+def require_trainable(folder: Path, name: str) -> None:
+    """Raise ConfigError if models of this type cannot be trained.
+
+    Checked at import, before rollouts are paid for. A refused type whose config.json says
+    `is_decoder` is tried on its first rollouts, as are types that are not in the table.
+    """
+    about = parse_object((folder / "config.json").read_bytes()) or {}
+    model_type = str(about.get("model_type"))
+    mode, reason = FAMILIES.get(model_type, ("", ""))
+    # a config without model_type is left to the loader, whose error is clearer
+    if mode in MODES or model_type == "None":
+        return
+    if not mode:
+        from transformers.models.auto import modeling_auto
+
+        known = (
+            modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+            modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        )
+        if any(model_type in names for names in known):
+            return
+        reason = f"transformers has no text model of type {printable(model_type)}"
+    elif about.get("is_decoder"):
+        return
+    raise ConfigError(
+        f"model {name}",
+        f"cannot be trained: {reason}",
+        next="name a causal language model, or set is_decoder = true in its config.json if it was "
+        "trained so",
+    )

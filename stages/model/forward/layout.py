@@ -1,0 +1,385 @@
+"""The row: many prompts and completions side by side, and which tokens attend to which.
+
+A micro-batch is one row of N tokens without padding, which predict n completion tokens. (N is the
+number of completion tokens in losses.py and batch.py.) Each piece puts its prompt into the row
+once, followed by the completions that continue it. Their positions continue from the end of the
+prompt. The last id of a completion is only ever a target, so it is not in the row.
+
+    two pieces: prompt A with completions x x x and y y y y, prompt B with completion z z
+
+    segment    A           x     y        B     z
+    ids        A0 A1 A2    x0 x1 y0 y1 y2 B0 B1 z0
+    index       0  1  2     3  4  5  6  7  8  9 10     into the row
+    position    0  1  2     3  4  3  4  5  0  1  2
+
+    target     x0 x1 x2    y0 y1 y2 y3    z0 z1        n = 9 completion tokens
+    predictor   2  3  4     2  5  6  7     9 10        index of the token before the target
+
+A span is a stretch of the row whose tokens attend to each other, and to the prefix before them if
+there is one. A rollout that is alone in its piece is one span:
+
+    span       A (0-2)        x (3-4)    y (5-7)       B z (8-10)
+    prefix     -              A (0-2)    A (0-2)       -
+
+In a rollout of several turns, x stands for sampled ids with the observations between them, which
+are no targets. A rewritten history begins a span without a prefix (turns.py has the picture).
+
+Attention never makes a mask over the whole row. It runs over blocks of spans with similar lengths
+(`Block`), or over all spans by one kernel for sequences of any lengths (`Runs`); see attention.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quiver.stages.model.ragged import Ragged
+from quiver.stages.model.turns import Turns, after_prompts
+
+from .gpu.choice import in_order
+from .packing import Piece
+from .pictures import Pictures, PicturesInRow, in_row
+
+_MASK_ITEMS = 32 * 1024 * 1024
+"""Most items of one block's mask."""
+_LONG = 48
+"""Width from which a block is rounded up to a multiple of 32; below it, to a multiple of 8. Matrix
+products are much faster with such widths."""
+_SIMILAR = 0.75
+"""Share of the keys of a block's longest span that a span needs in order to join the block."""
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Everything the model reads of B rollouts, on the CPU."""
+
+    prompts: Ragged
+    completions: Ragged
+    """Sampled ids of each rollout."""
+    temperature: Tensor
+    """[B] float32"""
+    turns: Turns | None = None
+    """Ids between the sampled ids, for rollouts of several turns."""
+    pictures: Pictures | None = None
+    """Pictures shown to the rollouts, if any."""
+
+    @property
+    def input_lengths(self) -> Tensor:
+        """[B] int64: tokens of each rollout in the row, after its prompt."""
+        return self.turns.input_lengths if self.turns else self.completions.lengths - 1
+
+    def take(self, rows: Sequence[int]) -> Sequences:
+        """Return rollouts `rows`, in that order."""
+        index = torch.tensor(rows)
+        return Sequences(
+            self.prompts.take(index),
+            self.completions.take(index),
+            self.temperature[index],
+            self.turns and self.turns.take(index),
+            self.pictures and self.pictures.take(index),
+        )
+
+
+def prompt_numbers(prompts: Ragged, groups: Sequence[int]) -> list[int]:
+    """Return [B] numbers, equal for rollouts of one group with the same prompt ids, which can share
+    the prompt."""
+    numbers: dict[tuple[int, bytes], int] = {}
+    views = prompts.views(np.arange(len(prompts)))
+    return [
+        numbers.setdefault((group, ids.tobytes()), len(numbers))
+        for group, ids in zip(groups, views, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Spans that attend together.
+
+    Row i of `queries` [n, q] and `keys` [n, k] indexes the row of tokens; short rows are padded
+    with index 0. Query t sees keys 0 … start[i] + t, so no real query ever sees padding.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    start: Tensor
+    """[n] length of each span's prefix."""
+    causal: bool
+    """True if no span has a prefix: queries and keys are the same tokens, so a plain causal mask is
+    enough. False: a token still sees no later token, but `mask` must show it the prefix."""
+    _masks: dict = field(default_factory=dict, compare=False)
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Return the mask [n, 1, q, k]: 0 if a query may see a key, else −inf.
+
+        Made once per micro-batch. With a window of w, a query sees only the last w of its keys.
+        """
+        if (window, dtype) not in self._masks:
+            num_keys = self.keys.shape[1]
+            key_places = torch.arange(num_keys, device=self.keys.device)
+            query_places = torch.arange(self.queries.shape[1], device=self.keys.device)
+            last_seen = self.start[:, None] + query_places
+            # padding that sees no key would have NaN as its gradient, and 0 · NaN is NaN
+            last_seen = last_seen.clamp(max=num_keys - 1)[..., None]
+            visible = key_places <= last_seen
+            if window is not None:
+                visible &= key_places > last_seen - window
+            zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+            self._masks[window, dtype] = zeros.masked_fill_(~visible, float("-inf"))[:, None]
+        return self._masks[window, dtype]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """All spans in the row's order, for a kernel that takes sequences of any lengths.
+
+    The queries of span i are the tokens query_offsets[i] … query_offsets[i + 1] − 1 of the row, its
+    keys are the tokens `keys`[key_offsets[i]] … `keys`[key_offsets[i + 1] − 1].
+    """
+
+    keys: Tensor
+    """[K] int64 index into the row; a prompt's tokens are repeated for each of its completions, and
+    once for the prompt itself."""
+    query_offsets: Tensor
+    """[s + 1] int32, the first one 0"""
+    key_offsets: Tensor
+    """[s + 1] int32"""
+    longest: tuple[int, int]
+    """Most queries and most keys of one span."""
+    copies: tuple[Tensor, Tensor]
+    """Result of `in_order` for `keys`."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One micro-batch as one row of N tokens, and the tokens that predict the n completion tokens
+    of its rollouts."""
+
+    ids: Tensor
+    """[1, N] int64"""
+    positions: Tensor
+    """[1, N] int64; the completions of a shared prompt all start at its length."""
+    blocks: tuple[Block, ...]
+    gather: Tensor
+    """[N] position of each token's output in the blocks' queries, row after row."""
+    rows: Tensor
+    """[b] int64, on the CPU: rollouts in the order of `targets`."""
+    predictors: Tensor
+    """[n] index into the row: the token before the target."""
+    targets: Tensor
+    """[n] int64"""
+    temperature: Tensor
+    """[n] float32"""
+    runs: Runs | None = None
+    """Spans for the kernel for sequences of any lengths. If given, they replace `blocks`."""
+    sequence_lengths: tuple[int, ...] = ()
+    """For a single rollout with rewritten histories: the lengths of its sequences."""
+    pictures: PicturesInRow | None = None
+
+    @property
+    def filling(self) -> tuple[int, int]:
+        """Padding positions of the row, and positions in all.
+
+        The row has no padding. Padding inside attention's blocks is not counted.
+        """
+        return 0, self.ids.numel()
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Arrays of [s] int64, in the row's order.
+
+    Span i is the lengths[i] tokens from starts[i] on; its prefix is the prefix_lengths[i] tokens
+    from prefix_starts[i] on. A length of 0 means no prefix.
+    """
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    prefix_starts: np.ndarray
+    prefix_lengths: np.ndarray
+
+    @property
+    def key_counts(self) -> np.ndarray:
+        return self.prefix_lengths + self.lengths
+
+
+def make_layout(
+    pieces: Sequence[Piece],
+    sequences: Sequences,
+    device: torch.device | str = "cpu",
+    *,
+    varlen: bool = False,
+) -> Layout:
+    """Lay out `pieces` on `device` as in the picture above; with runs if `varlen`. No completion
+    may be empty."""
+    counts = np.array([len(piece.rows) for piece in pieces])
+    rows = np.array([row for piece in pieces for row in piece.rows])
+    first_rollouts = _starts(counts)
+    of_prompts = rows[first_rollouts]
+    prompt_lengths = sequences.prompts.lengths.numpy()[of_prompts]
+    target_counts = sequences.completions.lengths.numpy()[rows]
+
+    # copying slices is several times faster than gathering ids one by one
+    prompts = sequences.prompts.views(of_prompts)
+    completions = sequences.completions.views(rows)
+    after = after_prompts(sequences.completions, sequences.turns, rows)
+    input_lengths = np.array([len(ids) for ids in after.ids])
+    segments = []
+    for prompt, first, count in zip(prompts, first_rollouts, counts, strict=True):
+        segments += [prompt, *after.ids[first : first + count]]
+
+    completion_starts = _starts(input_lengths) + np.repeat(np.cumsum(prompt_lengths), counts)
+    prompt_ends = np.repeat(completion_starts[first_rollouts], counts)
+    at_prompts = of_prompts, completion_starts[first_rollouts] - prompt_lengths
+    predictors = after.predictors + np.repeat(completion_starts, target_counts)
+    firsts = _starts(target_counts)
+    follows_prompt = after.predictors[firsts] < 0
+    predictors[firsts[follows_prompt]] = prompt_ends[follows_prompt] - 1
+
+    spans = make_spans(counts, prompt_lengths, input_lengths)
+    if len(after.restarts):
+        spans = cut_spans(spans, after.restart_places(completion_starts))
+    blocks, gather = make_blocks(spans, device)
+    return Layout(
+        ids=_tensor(np.concatenate(segments, dtype=np.int64), device)[None],
+        positions=_tensor(_positions(spans), device)[None],
+        blocks=blocks,
+        gather=gather,
+        rows=torch.from_numpy(rows),
+        predictors=_tensor(predictors, device),
+        targets=_tensor(np.concatenate(completions, dtype=np.int64), device),
+        temperature=_tensor(np.repeat(sequences.temperature.numpy()[rows], target_counts), device),
+        runs=make_runs(spans, device) if varlen else None,
+        sequence_lengths=tuple(spans.lengths.tolist()) if len(after.restarts) else (),
+        pictures=in_row(sequences.pictures, at_prompts, (rows, completion_starts), device),
+    )
+
+
+def make_spans(counts: np.ndarray, prompt_lengths: np.ndarray, input_lengths: np.ndarray) -> Spans:
+    """Return the spans of pieces.
+
+    Args:
+        counts: [p] rollouts of each piece.
+        prompt_lengths: [p] tokens of each piece's prompt.
+        input_lengths: [b] tokens of each completion in the row.
+    """
+    first_rollouts = _starts(counts)
+    prompt_segments = first_rollouts + np.arange(len(counts))
+    lengths = np.insert(input_lengths, first_rollouts, prompt_lengths)
+    starts = _starts(lengths)
+    prefix_starts = np.insert(np.repeat(starts[prompt_segments], counts), first_rollouts, 0)
+    prefix_lengths = np.insert(np.repeat(prompt_lengths, counts), first_rollouts, 0)
+
+    # a rollout that is alone in its piece is one span without a prefix: prompt and completion
+    alone = prompt_segments[counts == 1]
+    lengths[alone] += lengths[alone + 1]
+    lengths[alone + 1] = 0
+    spans = np.array([starts, lengths, prefix_starts, prefix_lengths])
+    return Spans(*spans[:, lengths > 0])
+
+
+def _positions(spans: Spans) -> np.ndarray:
+    """Return [N] int64: the position of each token of the row in its own sequence."""
+    index_minus_position = np.repeat(spans.starts - spans.prefix_lengths, spans.lengths)
+    return np.arange(len(index_minus_position)) - index_minus_position
+
+
+def cut_spans(spans: Spans, places: np.ndarray) -> Spans:
+    """Cut the spans at `places` [r] of the row, where rewritten histories begin.
+
+    From each place on, the span has no prefix.
+    """
+    after = np.searchsorted(spans.starts, places, "right")
+    starts = np.insert(spans.starts, after, places)
+    lengths = np.diff(starts, append=spans.lengths.sum())
+    prefixes = (np.insert(p, after, 0) for p in (spans.prefix_starts, spans.prefix_lengths))
+    arrays = np.array([starts, lengths, *prefixes])
+    return Spans(*arrays[:, lengths > 0])
+
+
+def make_blocks(spans: Spans, device: torch.device | str) -> tuple[tuple[Block, ...], Tensor]:
+    """Return `spans` as blocks, longest first, and the index that restores their outputs' order."""
+    blocks = []
+    num_queries = 0
+    shifts = np.empty_like(spans.starts)  # from a token's index in the row to its index in blocks
+    for members in _cut(spans):
+        starts = spans.starts[members]
+        prefix_lengths = spans.prefix_lengths[members]
+        queries = _indices(starts, spans.lengths[members])
+        keys = queries
+        causal = not prefix_lengths.any()
+        if not causal:
+            keys = _indices(starts - prefix_lengths, spans.key_counts[members])
+            column = np.arange(prefix_lengths.max())
+            prefix = spans.prefix_starts[members, None] + column
+            np.copyto(keys[:, : len(column)], prefix, where=column < prefix_lengths[:, None])
+        tensors = (_tensor(array, device) for array in (queries, keys, prefix_lengths))
+        blocks.append(Block(*tensors, causal))
+        shifts[members] = num_queries + np.arange(len(members)) * queries.shape[1] - starts
+        num_queries += queries.size
+    gather = np.arange(spans.lengths.sum()) + np.repeat(shifts, spans.lengths)
+    return tuple(blocks), _tensor(gather, device)
+
+
+def _cut(spans: Spans) -> list[list[int]]:
+    """Return the spans of each block: those without a prefix first, then by length, longest first.
+
+    A block ends if the next span is of the other sort, has far fewer keys than the block's first,
+    or would make the block's mask too large.
+    """
+    causal = spans.prefix_lengths == 0
+    queries = spans.lengths.tolist()
+    keys = spans.key_counts.tolist()
+    first, *following = np.lexsort((-spans.starts, -spans.key_counts, ~causal)).tolist()
+    blocks = [[first]]
+    most_queries = queries[first]
+    for span in following:
+        most_queries = max(most_queries, queries[span])
+        mask_items = (len(blocks[-1]) + 1) * most_queries * keys[first]
+        is_similar = causal[span] == causal[first] and keys[span] >= _SIMILAR * keys[first]
+        if is_similar and mask_items <= _MASK_ITEMS:
+            blocks[-1].append(span)
+        else:
+            first = span
+            blocks.append([first])
+            most_queries = queries[first]
+    return blocks
+
+
+def make_runs(spans: Spans, device: torch.device | str) -> Runs:
+    """Return `spans` as runs: the keys of each span are its prefix, then its own tokens."""
+    starts = np.stack([spans.prefix_starts, spans.starts], 1).ravel()
+    lengths = np.stack([spans.prefix_lengths, spans.lengths], 1).ravel()
+    query_offsets, key_offsets = (
+        _tensor(np.append(0, counts.cumsum()).astype(np.int32), device)
+        for counts in (spans.lengths, spans.key_counts)
+    )
+    longest = int(spans.lengths.max()), int(spans.key_counts.max())
+    keys = _ranges(starts, lengths)
+    copies = tuple(_tensor(array, device) for array in in_order(keys, spans.lengths.sum()))
+    return Runs(_tensor(keys, device), query_offsets, key_offsets, longest, copies)
+
+
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    """Return [n] the starts of n consecutive stretches with `lengths` [n]."""
+    return np.cumsum(lengths) - lengths
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return start, start + 1, … for each of `lengths` [n] in turn: [Σ lengths] int64."""
+    return np.repeat(starts - _starts(lengths), lengths) + np.arange(lengths.sum())
+
+
+def _indices(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return [n, width]: start, start + 1, … in each row, 0 beyond its length."""
+    longest = int(lengths.max())
+    grain = 32 if longest >= _LONG else 8
+    column = np.arange(-(-longest // grain) * grain)
+    return (starts[:, None] + column) * (column < lengths[:, None])
+
+
+def _tensor(array: np.ndarray, device: torch.device | str) -> Tensor:
+    return torch.from_numpy(array).to(device)

@@ -1,0 +1,247 @@
+"""The policy as the trainer sees it: a layout in; logprobs, entropy and values out, per token.
+
+policy = Policy(model, autocast=False)
+policy.set_mode("shared")              # or choose_mode(policy, …) of verify.py, which tries it
+microbatches = policy.microbatches(rows, prompt_numbers, sequences, budget)
+for layout in policy.layouts(microbatches, sequences):
+    logprobs, entropy, values = policy(layout)     # values: None without a value head
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quiver.stages.model.loading import decoder_start_id
+
+from .attention import hidden_states, set_mode
+from .encoder_decoder import Pairs, decoder_states, make_pairs, pack_pairs
+from .layout import Layout, Sequences, make_layout
+from .logprob_head import Shaping, completion_logprobs
+from .modules import fuse_modules
+from .packing import Piece, make_pieces, pack
+from .precision import products
+from .projections import Group, casts, fuse_projections
+
+
+class Policy(nn.Module):
+    """A language model behind `forward(layout) -> logprobs [n], entropy [n], values [n] or None`.
+
+    If `autocast`, it runs under bfloat16 autocast (see precision.py). Causal and encoder-decoder
+    models differ only in their layout (`layout`, `microbatches`) and their hidden states. A value
+    head, hidden states [n, d] -> values [n], reads the same hidden states as the output embedding,
+    or the hidden states of `value_trunk`, another model of the same architecture.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        autocast: bool,
+        value_head: nn.Module | None = None,
+        value_trunk: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.value_head = value_head
+        self.value_trunk = value_trunk
+        self.autocast = autocast
+        self.mode = "single"
+        self.shaping = Shaping.of(model.config)
+        self.is_causal = not model.config.is_encoder_decoder
+        self.decoder_start_id = None if self.is_causal else decoder_start_id(model)
+        """Id that an encoder-decoder model's decoder reads first."""
+        self.varlen = False
+        """If true, attend by the kernel for sequences of any lengths (`choose_kernel`)."""
+        self.entropy_gradient = False
+        """If true, the entropy has a gradient too."""
+        self.collision = False
+        """If true, compute Σ p² in place of the entropy; see `completion_logprobs`."""
+        self.keeps_casts = True
+        """If true, autocast keeps its casts."""
+        self._projections: list[Group] = []
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def set_mode(self, mode: str) -> None:
+        """Set the mode `shared`, `packed` or `single` (see attention.py). An encoder-decoder model
+        always attends in its own way."""
+        for trunk in (self.model, self.value_trunk):
+            if trunk is not None:
+                set_mode(trunk, mode if self.is_causal else "single")
+        self.mode = mode
+
+    def fuse(self) -> None:
+        """Fuse projections that read the same input, and make norms and MLPs cheaper.
+
+        On a GPU, kernels replace norms, MLPs and rotations. Otherwise norms and MLPs are recomputed
+        in the backward pass. The weights must have their final dtype and device.
+        """
+        self._projections = fuse_projections(self)
+        with self.context():
+            fuse_modules(self)
+
+    def free(self) -> None:
+        """Release the memory of weights and gradients; the policy is unusable afterwards."""
+        for group in self._projections:
+            group.free()
+        for tensor in (*self.parameters(), *self.buffers()):
+            tensor.grad = None
+            tensor.data = tensor.new_empty(0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            with suppress(AttributeError):  # not every C library has malloc_trim
+                ctypes.CDLL(None).malloc_trim(0)
+
+    def layout(self, pieces: Sequence[Piece], sequences: Sequences) -> Layout | Pairs:
+        """Lay out `pieces` for `forward`, on the model's device."""
+        if self.is_causal:
+            return make_layout(pieces, sequences, self.device, varlen=self.varlen)
+        return make_pairs(pieces, sequences, self.decoder_start_id, self.device)
+
+    def layouts(
+        self,
+        microbatches: Sequence[Sequence[Piece]],
+        sequences: Sequences,
+        finish: Callable[[Layout | Pairs], Any] = lambda layout: layout,
+    ) -> Iterator[Any]:
+        """Yield the layout of each micro-batch in turn, or the result of `finish` for it.
+
+        While one is used, a thread makes the next and moves it to the device.
+        """
+
+        def make(pieces: Sequence[Piece]) -> Any:
+            return finish(self.layout(pieces, sequences))
+
+        with ThreadPoolExecutor(1) as thread:
+            pending = None
+            for pieces in microbatches:
+                ready = pending
+                pending = thread.submit(make, pieces)
+                if ready:
+                    yield ready.result()
+            if pending:
+                yield pending.result()
+
+    def microbatches(
+        self, rows: Sequence[int], prompt_numbers: Sequence[int], sequences: Sequences, budget: int
+    ) -> list[list[Piece]]:
+        """Pack rollouts `rows` into micro-batches of at most `budget` tokens; `single` gives one
+        rollout each. Rollouts with equal `prompt_numbers` have the same prompt ids."""
+        if not self.is_causal and self.mode != "single":
+            shared = prompt_numbers if self.mode == "shared" else range(len(prompt_numbers))
+            return pack_pairs(rows, shared, sequences, budget)
+        pieces = pieces_of(self.mode, rows, prompt_numbers, sequences, budget)
+        return [[piece] for piece in pieces] if self.mode == "single" else pack(pieces, budget)
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """Set the policy's precision, for backward passes too while it is open.
+
+        Held open over a whole step, it makes autocast cast each weight once per step instead of
+        once per pass.
+        """
+        with (
+            products(self.device),
+            casts(self._projections),
+            torch.autocast(
+                self.device.type,
+                dtype=torch.bfloat16,
+                enabled=self.autocast,
+                cache_enabled=self.keeps_casts,
+            ),
+        ):
+            yield
+
+    def forward(
+        self, layout: Layout | Pairs, *, frozen: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return logprobs, entropy and values of the layout's targets, in this order.
+
+        (The rows of `score_and_judge` have another order: logprobs, values, entropy.)
+
+        The entropy has no gradient unless `entropy_gradient`. If `frozen`, only the values have a
+        gradient, for the value head and a trunk of its own.
+        """
+        with self.context():
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
+                hidden = self._hidden(self.model, layout)
+                logits_bias = getattr(self.model, "final_logits_bias", None)
+                logprobs, entropy = completion_logprobs(
+                    hidden,
+                    self.model.get_output_embeddings(),
+                    layout.targets,
+                    layout.temperature,
+                    self.shaping,
+                    None if logits_bias is None else logits_bias.flatten(),
+                    entropy_gradient=self.entropy_gradient and not self.collision,
+                    collision=self.collision,
+                )
+            if self.value_head is None:
+                return logprobs, entropy, None
+            if self.value_trunk is not None:
+                hidden = self._hidden(self.value_trunk, layout)
+            return logprobs, entropy, self.value_head(hidden)
+
+    def _hidden(self, trunk: nn.Module, layout: Layout | Pairs) -> Tensor:
+        """Return [n, d] hidden states of `trunk` that predict the layout's targets."""
+        if self.is_causal:
+            return hidden_states(trunk, layout, single=self.mode == "single")
+        return decoder_states(trunk, layout)
+
+
+def pieces_of(
+    mode: str,
+    rows: Sequence[int],
+    prompt_numbers: Sequence[int],
+    sequences: Sequences,
+    budget: int,
+) -> list[Piece]:
+    """Return rollouts `rows` as pieces: prompts joined if `mode` is `shared`, else one each."""
+    return make_pieces(
+        rows,
+        prompt_numbers if mode == "shared" else range(len(sequences.prompts)),
+        sequences.prompts.lengths.tolist(),
+        sequences.input_lengths.tolist(),
+        budget,
+    )
+
+
+def token_budget(device: torch.device) -> int:
+    """Return the default number of tokens of one micro-batch on `device`."""
+    return 8192 if device.type == "cuda" else 2048
+
+
+def score(policy: Policy, microbatches: Sequence[Sequence[Piece]], sequences: Sequences) -> Tensor:
+    """Return [N] float32 logprobs of the completion tokens of the rollouts in `microbatches`, on
+    the CPU; 0 for other rollouts."""
+    return score_and_judge(policy, microbatches, sequences)[0]
+
+
+@torch.no_grad()
+def score_and_judge(
+    policy: Policy, microbatches: Sequence[Sequence[Piece]], sequences: Sequences
+) -> Tensor:
+    """Return [3, N] float32, in the order logprobs, values, entropy (unlike `Policy.forward`).
+
+    Values are 0 without a value head; all three are 0 for other rollouts.
+    """
+    scores = torch.zeros(3, int(sequences.completions.offsets[-1]))
+    with policy.context():
+        for layout in policy.layouts(microbatches, sequences):
+            places = sequences.completions.positions(layout.rows)
+            logprobs, entropy, values = policy(layout)
+            scores[0, places] = logprobs.float().cpu()
+            scores[2, places] = entropy.float().cpu()
+            if values is not None:
+                scores[1, places] = values.float().cpu()
+    return scores

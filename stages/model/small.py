@@ -1,0 +1,180 @@
+"""Small stand-ins for a recipe's base model, for trials: real tokenizer, template and context.
+
+    make(folder, model="path/to/model")     # small and random, of the same family; can generate
+    import_without_weights(PolicyConfig(model="path/to/model"), store, "arith")    # reads only
+
+Not of the spine: only `quiver run --dry-run` and `quiver check` use them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.core.store import Store, Version
+from quiver.stages.core.store.writer import open_staging
+
+from . import checkpoints, from_function
+from .checkpoints import CARRIED_FILES, PolicyConfig, locate
+from .folder import convert_gguf, has_vision
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+LAYERS = 2
+_SIZES = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(
+        ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim"),
+        128,
+    ),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 64),
+    **dict.fromkeys(
+        (
+            "num_attention_heads",
+            "n_head",
+            "num_heads",
+            "encoder_attention_heads",
+            "decoder_attention_heads",
+        ),
+        4,
+    ),
+    "num_key_value_heads": 2,
+    **dict.fromkeys(("head_dim", "d_kv"), 16),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    "num_experts_per_tok": 2,
+    **dict.fromkeys(
+        (
+            "num_hidden_layers",
+            "n_layer",
+            "num_layers",
+            "num_decoder_layers",
+            "encoder_layers",
+            "decoder_layers",
+        ),
+        LAYERS,
+    ),
+}
+"""Upper limit of each size, under the names that the families use."""
+
+
+def make(
+    folder: Path,
+    *,
+    model: str,
+    revision: str | None = None,
+    arguments: dict[str, Any] | None = None,
+) -> None:
+    """Write a small random model of the same family as `model`, named as in policy.model.
+
+    Raises ConfigError if its family cannot be made small.
+    """
+    import torch
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSeq2SeqLM,
+    )
+
+    with tempfile.TemporaryDirectory() as work:
+        source = _folder_of(model, revision, arguments or {}, Path(work))
+        try:
+            config = AutoConfig.from_pretrained(source)
+            shrink(config.get_text_config())  # the vision part must match the processor
+            if has_vision(config.to_dict()):
+                kind = AutoModelForImageTextToText
+            else:
+                kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+            torch.manual_seed(0)
+            kind.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        except Exception as error:  # each family reports bad sizes in its own way
+            raise ConfigError(
+                f"--dry-run {printable(model)}",
+                f"no small model of its family can be made: {type(error).__name__}: "
+                f"{printable(error)}",
+                next="run without --dry-run",
+            ) from error
+        _copy(CARRIED_FILES, source, folder)
+
+
+def import_without_weights(
+    config: PolicyConfig, store: Store, run: str, folder: Path | None = None
+) -> Version:
+    """Make `run`/policy@0 in `store` from all files of the model except its weights.
+
+    One number takes the place of the weights. This is all that prompts need, and takes seconds
+    however large the model is.
+
+    Args:
+        config: The base model.
+        store: Store to write into.
+        run: Run that gets the version.
+        folder: Folder of the model, if it has been made already.
+
+    Raises:
+        ConfigError: The model is missing or wrong.
+    """
+    plan = checkpoints.plan(config, store, {}, into=run)
+    with tempfile.TemporaryDirectory() as work, open_staging(plan) as staging:
+        writer = staging.writers["policy"]
+        source = folder or _folder_of(config.model, config.revision, config.arguments, Path(work))
+        _copy(("config.json", *CARRIED_FILES), source, writer.folder)
+        save_file({"none": np.zeros(1, np.float32)}, writer.folder / "model.safetensors")
+        writer.finish()
+        return staging.publish()
+
+
+def _copy(names: Iterable[str], source: Path, folder: Path) -> None:
+    """Copy the named files that exist."""
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def shrink(config: PretrainedConfig) -> None:
+    """Limit every size in the config, and cut its per-layer lists to its number of layers."""
+    fields = config.to_dict()
+    layers = {fields.get(name) for name, size in _SIZES.items() if size == LAYERS}
+    for name, value in fields.items():
+        if name in _SIZES and isinstance(value, int):
+            setattr(config, name, min(value, _SIZES[name]))
+        elif isinstance(value, list) and len(value) in layers and name.startswith("layer"):
+            setattr(config, name, value[:LAYERS])
+    keep_layers(config, LAYERS)
+
+
+def keep_layers(config: PretrainedConfig, count: int) -> None:
+    """Drop the config's settings of single layers from number `count` on.
+
+    Gemma 4 has other sizes in some layers, and transformers refuses a config with settings for
+    layers that do not exist.
+    """
+    own_sizes = getattr(vars(config).get("_heterogeneity_spec"), "per_layer_overrides", {})
+    if own_sizes:
+        kept = {layer: sizes for layer, sizes in own_sizes.items() if layer < count}
+        config.per_layer_config = kept or None
+
+
+def _folder_of(model: str, revision: str | None, arguments: dict[str, Any], work: Path) -> Path:
+    """Return the folder of the model itself.
+
+    A model that is not a folder is made in `work`; a GGUF file is converted without its weights,
+    which need not be read.
+    """
+    if from_function.is_function(model):
+        function, _ = from_function.load(model, arguments)
+        from_function.make(model, function, arguments, work)
+        return work
+    path, _ = locate(model, revision)
+    if path.is_file():
+        convert_gguf(path, work, None)
+        return work
+    return path

@@ -1,0 +1,147 @@
+"""The user's cache, `~/.cache/quiver`: what takes long to compute or make, kept for other stores.
+
+    hash_files(sorted(folder.glob("*.safetensors")), remembered=True)
+    fill(folder, "models", key, make)     # calls make(path) to write the files if not cached
+
+A hash is remembered under the file's path, size, mtime_ns, ctime_ns and inode, in one small JSON
+file. A file that changed in the last two seconds may change again within one tick of its clock, so
+its hash is neither remembered nor reused. A hash for a new manifest is always computed.
+
+A folder appears in the cache complete, by a rename. If two processes make it at once, both succeed
+and the later result is discarded. Copied files are checked against their hashes, and a damaged
+folder is made anew. The cache only saves time: without a home or on a full disk, `make` writes into
+the target folder itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from quiver.stages.core.store import storage
+from quiver.stages.core.threads import map_in_threads
+
+_HASHES = "sha256.json"
+_ABANDONED_SECONDS = 86_400
+"""Age at which a temporary folder of a killed process is removed: one day."""
+_SETTLED_NS = 2_000_000_000
+_LARGE = 2**30
+"""Size in bytes from which reading a file takes seconds, so that a message is shown."""
+shown = logging.getLogger("quiver")
+"""Logger whose messages are shown during a run."""
+log = logging.getLogger(__name__)
+
+
+def cache_folder(kind: str) -> Path | None:
+    """Return the folder of the user's cache for one kind of data; None if the user has no home."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(cache, "quiver", kind)
+    return folder if folder.is_absolute() else None  # without a home `~` is not expanded
+
+
+def hash_files(paths: Iterable[Path], *, remembered: bool = False) -> list[tuple[str, str]]:
+    """Return name and sha256 (64 hex digits) of each file, in the same order.
+
+    Args:
+        paths: Files to hash, in threads.
+        remembered: If true, a remembered hash is used if the file looks unchanged. If false, every
+            byte is read and the memory is corrected.
+    """
+    return map_in_threads(lambda path: (path.name, _hash_file(path, remembered)), paths)
+
+
+def _hash_file(path: Path, remembered: bool) -> str:
+    path = path.resolve()
+    status = path.stat()
+    times = {"mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
+    identity = {"path": str(path), "size": status.st_size, "inode": status.st_ino, **times}
+    entry_name = hashlib.sha256(bytes(path)).hexdigest()
+    cache = cache_folder("hashes")
+    is_settled = time.time_ns() - max(times.values()) >= _SETTLED_NS
+    has_memory = cache is not None and is_settled
+    entry_path = Path(cache or "", f"{entry_name}.json")
+    if remembered and has_memory:
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            entry = json.loads(entry_path.read_bytes())
+            if entry["identity"] == identity:
+                return entry["sha256"]
+    if remembered and status.st_size >= _LARGE:
+        shown.info("reading %s (%.1f GB) for its hash", path.name, status.st_size / 1e9)
+    sha256 = storage.sha256(path)
+    if has_memory:
+        with suppress(OSError):  # disk full or not writable: the hash is computed again next time
+            entry_path.parent.mkdir(parents=True, exist_ok=True)
+            with storage.replacing(entry_path, durable=False) as file:
+                file.write(json.dumps({"identity": identity, "sha256": sha256}).encode())
+    return sha256
+
+
+def fill(folder: Path, kind: str, key: str, make: Callable[[Path], None]) -> None:
+    """Put the files that `make` writes into `folder`, from the cache if possible.
+
+    The files must depend on `key` alone. Raises the errors of `make`.
+    """
+    cache = cache_folder(kind)
+    if cache is None:
+        make(folder)
+        return
+    kept = cache / key
+    if _copy(kept, folder):
+        return
+    try:
+        _keep(kept, make)
+    except OSError as error:
+        log.info("%s is not kept in the cache: %s", kind, error)
+    if not _copy(kept, folder):
+        make(folder)
+
+
+def _copy(kept: Path, folder: Path) -> bool:
+    """Copy the files of `kept` and return True.
+
+    Returns False and copies nothing if `kept` does not exist or is damaged; a damaged folder is
+    removed.
+    """
+    if not (kept / _HASHES).is_file():
+        return False
+    names: list[str] = []
+    with suppress(OSError, ValueError, TypeError):
+        hashes = dict(json.loads((kept / _HASHES).read_bytes()))
+        names = list(hashes)
+        for name in names:
+            shutil.copyfile(kept / name, folder / name)
+        if dict(hash_files(folder / name for name in names)) == hashes:
+            return True
+    log.info("%s in the cache is damaged, and is made anew", kept.name)
+    shutil.rmtree(kept, ignore_errors=True)
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    return False
+
+
+def _keep(kept: Path, make: Callable[[Path], None]) -> None:
+    """Make the folder `kept`, unless another process makes it first."""
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    for left in kept.parent.glob("*.tmp"):  # remains of killed processes
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
+                shutil.rmtree(left)
+    work = Path(tempfile.mkdtemp(prefix=f"{kept.name}-", suffix=".tmp", dir=kept.parent))
+    try:
+        make(work)
+        hashes = dict(hash_files(sorted(work.iterdir())))
+        (work / _HASHES).write_text(json.dumps(hashes))
+        if not (kept / _HASHES).is_file():
+            shutil.rmtree(kept, ignore_errors=True)  # unusable without its hashes
+        with suppress(OSError):  # another process made `kept` first
+            os.rename(work, kept)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

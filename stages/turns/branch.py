@@ -1,0 +1,279 @@
+"""branch: turn saved episodes into prompts/2, so that one of their turns is sampled again.
+
+The prompt's ids are what the policy read before the turn: nothing is rendered or encoded again. The
+environment's answers up to there are stored in the prompt's columns (see `schemas/prompts.py`), so
+that it can be brought to the same state. Many episodes can thus continue one saved episode, which
+shows how much a single turn was worth.
+
+    ref = run_stage("branch", Config(turn=2), store, rollouts="guess/rollouts@3")
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import Field
+
+from quiver.schemas import prompts as prompts_kind
+from quiver.schemas.errors import ConfigError, LineageError, SchemaError, printable
+from quiver.schemas.fields import kind_of, required
+from quiver.schemas.rollouts import OF_PICTURES
+from quiver.stages.core import config as common
+from quiver.stages.core.lineage import open_input
+from quiver.stages.core.run.stage import Plan, Refs
+from quiver.stages.core.store import Store
+from quiver.stages.core.store.writer import ROWS_PER_SHARD, Writer
+from quiver.stages.model import checkpoints
+from quiver.stages.turns.bridge import answers_of_calls, turn_message
+from quiver.stages.turns.environment import Message
+from quiver.stages.turns.saved import (
+    Played,
+    as_json,
+    beginning_of,
+    calls_of,
+    cut_of,
+    ids_before,
+    require_episodes,
+    text_before_calls,
+    turns_answered,
+)
+from quiver.stages.turns.tool_calls import ParsedTurn
+
+STAGE_VERSION = 1
+_OF_ROLLOUTS = ["rollout_id", "group_id", "prompt_ids", "completion_ids", "turns"]
+_CARRIED = ("turns", "template_arguments", "template_seconds")
+"""Fields of the prompts' config: later turns must be rendered like the first ones."""
+_TOLD = ("assistant_starts", "assistant_end", "chat_template")
+"""The same for their metrics."""
+_BESIDE = ("tools", "images", "image_spans")
+"""Columns of the prompt that are kept."""
+
+
+class Config(common.Config):
+    """Config of branch: the turn at which saved episodes are cut."""
+
+    turn: int = Field(ge=1)
+    """The turn to sample again, from 0. Shorter episodes are left out and counted."""
+    turns: dict[str, Any] | None = None
+    """Filled in by the stage, like the next two fields: the environment that the prompts were
+    rendered for."""
+    template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Filled in by the stage: variables that the prompts' template was rendered with."""
+    template_seconds: float = 10.0
+    """Maximum seconds that the template may take for one prompt."""
+
+    def key(self) -> dict[str, Any]:
+        """Return only `turn`: the other fields follow from the inputs."""
+        return {"turn": self.turn}
+
+
+def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
+    """Plan prompts from the episodes of `refs["rollouts"]`, cut before the turn. Raises
+    LineageError."""
+    rollouts = store.open(refs["rollouts"])
+    require_episodes(rollouts)
+    inputs = {"rollouts": rollouts}
+    if rollouts.manifest.input("prompts") is not None:
+        prompts = inputs["prompts"] = open_input(store, rollouts, "prompts")
+        saved = prompts.manifest.config
+        carried = {name: saved[name] for name in _CARRIED if name in saved}
+        config = common.parse(Config, {"turn": config.turn, **carried}, f"{prompts.ref} config")
+    # Only its tokenizer matters, because the ids are already known.
+    policy = rollouts.manifest.require_model("policy").model_copy(update={"weights": ""})
+    return Plan(
+        store=store,
+        stage="branch",
+        stage_version=STAGE_VERSION,
+        config=config,
+        run=into or rollouts.ref.run,
+        kinds=("prompts",),
+        inputs=inputs,
+        models=(policy,),
+    )
+
+
+def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
+    """Write the prompts. Raises ConfigError if no episode is long enough, or SchemaError."""
+    writer = writers["prompts"]
+    turn = plan.config.turn
+    rollouts = plan.inputs["rollouts"]
+    columns = [*_OF_ROLLOUTS]
+    if rollouts.manifest.kind_schema == kind_of(OF_PICTURES):
+        columns.append("images")
+    table = rollouts.table(columns)
+    num_turns = pc.list_value_length(table["turns"])
+    longer = table.filter(pc.greater(num_turns, turn))
+    if not len(longer):
+        most = pc.max(num_turns).as_py() or 0
+        raise ConfigError(
+            f"{rollouts.ref} turn {turn}",
+            f"there is none: turns are numbered from 0, and the longest episode has {most}",
+            next=f"name turn {most - 1} or an earlier one" if most > 1 else "sample the prompts",
+        )
+    branches = _Branches(plan, turn)
+    lengths: list[int] = []
+    for index in writer.take_shards(-(-len(longer) // ROWS_PER_SHARD)):
+        writer.write(index, branches.table(longer.slice(index * ROWS_PER_SHARD, ROWS_PER_SHARD)))
+        lengths += pc.list_value_length(writer.read(index)["prompt_ids"]).to_pylist()
+    prompts = plan.inputs.get("prompts")
+    saved = prompts.manifest.metrics if prompts else {}
+    writer.finish(
+        metrics={
+            "prompt_tokens": {
+                "min": min(lengths, default=0),
+                "max": max(lengths, default=0),
+                "mean": sum(lengths) / max(len(lengths), 1),
+            },
+            "source_rows": len(table),
+            **{name: saved[name] for name in _TOLD if name in saved},
+        },
+        status={"kept": len(longer), "shorter": len(table) - len(longer)},
+    )
+
+
+class _Branches:
+    """Turns rows of rollouts/2 into rows of prompts/2."""
+
+    def __init__(self, plan: Plan, turn: int) -> None:
+        self._turn = turn
+        self._name = str(plan.inputs["rollouts"].ref)
+        policy = plan.store.open(plan.models[0].ref)
+        self._tokenizer = checkpoints.load_tokenizer(policy).backend_tokenizer
+        self._before_calls = text_before_calls(plan.store, plan.inputs["rollouts"])
+        self._prompts: pa.Table | None = None
+        self._places: dict[str, int] = {}
+        if "prompts" in plan.inputs:
+            self._prompts = plan.inputs["prompts"].table()
+            groups = self._prompts["group_id"].to_pylist()
+            self._places = {group: place for place, group in enumerate(groups)}
+
+    def table(self, rollouts: pa.Table) -> pa.Table:
+        """Return prompts/2 of these episodes; each must have the turn."""
+        rows = []
+        columns = []
+        for row in rollouts.to_pylist():
+            group = row["group_id"]
+            prompt: dict[str, Any] = dict.fromkeys(("messages", "columns", *_BESIDE))
+            if self._prompts is not None and group not in self._places:
+                raise LineageError(
+                    self._name,
+                    f"its prompts have no {printable(group)}",
+                    next=f"quiver verify {self._name}",
+                )
+            if self._prompts is not None:
+                prompt |= self._prompts.slice(self._places[group], 1).to_pylist()[0]
+            beginning = beginning_of(group, prompt["columns"] or {})
+            before = row["turns"][: self._turn]
+            answered = turns_answered(row["rollout_id"], before, None, self._before_calls)
+            is_rewritten = any(turn["restart_ids"] for turn in row["turns"][: self._turn + 1])
+            if prompt["images"] and is_rewritten:
+                raise SchemaError(
+                    f"{self._name} {printable(row['rollout_id'])}",
+                    "its history was rewritten, and where its pictures stand in it is not known",
+                    next="name an earlier turn",
+                )
+            played = [
+                *beginning.turns,
+                *(
+                    Played(turn, saved["observation"], cut_of(saved), saved["reward"])
+                    for turn, saved in zip(answered, before, strict=True)
+                    if turn is not None
+                ),
+            ]
+            prompt |= _shown(prompt, row, self._turn)
+            columns.append((as_json(played), beginning.group))
+            rows.append(
+                {
+                    "group_id": f"{row['rollout_id']}.{self._turn}",
+                    "messages": self._messages(row["rollout_id"], prompt["messages"], before),
+                    "prompt_ids": ids_before(row, self._turn),
+                    **{name: prompt[name] for name in _BESIDE},
+                }
+            )
+        all_ids = [row["prompt_ids"] for row in rows]
+        texts = self._tokenizer.decode_batch(all_ids, skip_special_tokens=False)
+        for row, text in zip(rows, texts, strict=True):
+            row["prompt_text"] = text
+        struct = self._columns(rollouts["group_id"].to_pylist(), columns)
+        place = prompts_kind.BEYOND_TEXT.get_field_index("columns")
+        schema = prompts_kind.BEYOND_TEXT.remove(place)
+        table = pa.Table.from_pylist(rows, schema)
+        return table.add_column(place, required("columns", struct.type), struct)
+
+    def _messages(
+        self, name: str, chat: list[Message] | None, turns: Sequence[dict[str, Any]]
+    ) -> list[Message] | None:
+        """Return the known chat before the turn; None if the prompt has none.
+
+        If the outputs of several tools have several lines, only their joined text is known.
+        """
+        if chat is None:
+            return None
+        messages = list(chat)
+        for turn in turns:
+            calls = calls_of(name, turn)
+            content = self._before_calls(turn["text"]) if calls else turn["text"]
+            message: Message = {"role": "assistant", "content": content}
+            names = [call.name for call in calls]
+            if calls:
+                made = turn_message(ParsedTurn(content, calls))["tool_calls"]
+                message["tool_calls"] = json.dumps(made, ensure_ascii=False)
+            elif turn["parse_error"] is not None:
+                names = ["error"]
+            messages += [message, *_answers(turn["observation"], names)]
+        return messages
+
+    def _columns(self, groups: list[str], played: list[tuple[str, str]]) -> pa.StructArray:
+        """Return the prompts' own columns, with the turns played before the cut."""
+        columns: dict[str, tuple[pa.Field, pa.Array]] = {}
+        if self._prompts is not None:
+            places = pa.array([self._places[group] for group in groups], pa.int64())
+            struct = self._prompts["columns"].take(places).combine_chunks()
+            for field, column in zip(struct.type, struct.flatten(), strict=True):
+                columns[field.name] = (field, column)
+        names = (prompts_kind.PLAYED_TURNS, prompts_kind.PLAYED_GROUP)
+        for name, texts in zip(names, zip(*played, strict=True), strict=True):
+            columns[name] = (pa.field(name, pa.string()), pa.array(texts, pa.string()))
+        fields, arrays = zip(*columns.values(), strict=True)
+        return pa.StructArray.from_arrays(arrays, fields=fields)
+
+
+def _shown(prompt: dict[str, Any], row: dict[str, Any], turn: int) -> dict[str, Any]:
+    """Return `images` and `image_spans` of a prompt, including those shown before that turn."""
+    images = [image for image in row.get("images") or () if image["turn"] < turn]
+    if not images:
+        return {}
+    spans = [
+        {
+            "start": len(ids_before(row, image["turn"]))
+            + row["turns"][image["turn"]]["length"]
+            + image["start"],
+            "length": image["length"],
+        }
+        for image in images
+    ]
+    stored = [{"bytes": image["bytes"], "path": None} for image in images]
+    return {
+        "images": [*(prompt["images"] or ()), *stored],
+        "image_spans": [*(prompt["image_spans"] or ()), *spans],
+    }
+
+
+def _answers(observation: str, names: list[str]) -> list[Message]:
+    """Return the messages that followed a turn which called tools of these `names`, if any.
+
+    The outputs of several tools are joined line by line. For longer outputs it is unknown which
+    lines belong to which tool, so they stay one text.
+    """
+    if not names:
+        return [{"role": "user", "content": observation}] if observation else []
+    lines = observation.split("\n")
+    contents = lines if len(lines) == len(names) else [observation]
+    pairs = zip(names, contents, strict=False)
+    return answers_of_calls(
+        [{"role": "tool", "name": name, "content": content} for name, content in pairs]
+    )

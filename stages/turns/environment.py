@@ -1,0 +1,412 @@
+"""The environment protocol: an environment is reset for a row, answers turns, and may pay rewards.
+
+A user's class with a method `step` gets a `Turn` and returns a `Step` (or a mapping with its
+fields, or the text alone):
+
+    class Guess:
+        def reset(self, seed, limit):                 # `seed`, and columns of the row, by name
+            self.number = random.Random(seed).randrange(limit)
+
+        def step(self, turn):
+            guess = int(turn.text)
+            text = "higher" if guess < self.number else "lower"
+            return Step(text=text, done=guess == self.number)
+
+The modules in `adapters` adapt other kinds (tools, gymnasium, OpenEnv) to the protocol
+`Environment`. All user code runs in worker processes. The `read_` functions check and normalize
+what it returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import inspect
+import io
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from quiver.schemas import outside
+from quiver.schemas.errors import printable
+from quiver.schemas.manifest import canonical
+from quiver.schemas.outside import Message
+from quiver.stages.core.run.answering import no_copies
+from quiver.stages.turns.tool_schemas import ToolSchema, run_tool
+
+Row = dict[str, Any]
+"""The columns of one prompt, by name; `prompt` is its messages or its text."""
+_MOST_INFO = 10_000
+_OURS = "quiver_"
+"""Prefix of Quiver's own members of `info`; users may not use it."""
+_NO_JSON = re.compile("NaN|Infinity")
+
+
+class Call(NamedTuple):
+    """One tool call of the policy."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class Turn(NamedTuple):
+    """One turn of the policy: its text and its tool calls."""
+
+    text: str
+    """Text of the turn; if it made calls, the text before them."""
+    calls: tuple[Call, ...] = ()
+
+
+class Step(NamedTuple):
+    """An environment's answer to one turn."""
+
+    messages: list[Message] | None = None
+    """Messages that the policy reads next, {role, content} each. A tool's message has `name` too; a
+    message with pictures has `images`, which come before its content. None is the assistant's."""
+    text: str | None = None
+    """Shorthand for `messages` with one message of the user."""
+    reward: float | None = None
+    """Reward of this turn. Default: it has none."""
+    done: bool = False
+    info: dict[str, Any] | None = None
+    """Data kept beside the turn, as JSON of at most 10 kB."""
+    images: list[Any] | None = None
+    """Pictures of the message of `text`: PIL images, or the bytes of a PNG, JPEG or WebP. Outside
+    the workers they are base64."""
+
+    def observation(self) -> list[Message]:
+        """Return what the policy reads next, as messages."""
+        if self.text is None and not self.images:
+            return list(self.messages or [])
+        message: Message = {"role": "user", "content": self.text or ""}
+        if self.images:
+            message["images"] = self.images
+        return [*(self.messages or []), message]
+
+
+class Environment(Protocol):
+    """One episode's environment, in a worker."""
+
+    def reset(self, row: Row, seed: int) -> list[Message]:
+        """Begin the episode and return its opening messages, which may be empty."""
+        ...
+
+    def step(self, turn: Turn) -> Step:
+        """Answer a turn."""
+        ...
+
+    def finish(self) -> float | None:
+        """Return the reward of the whole episode, or None if it has none."""
+        ...
+
+    def close(self) -> None:
+        """Release the environment's resources."""
+        ...
+
+
+class Factory(NamedTuple):
+    """Maker of one kind of environment, with the tools it offers."""
+
+    make: Callable[[], Environment]
+    tools: list[ToolSchema]
+    """Schemas of the tools that the policy may call."""
+    answers: bool
+    """If true, a turn without calls is the policy's answer and ends the episode."""
+    fingerprint: str = ""
+    """Hash of the user's code."""
+
+
+def environment_seed(group_id: str) -> int:
+    """Return a 63-bit seed for a prompt's environments, so that its whole group begins alike."""
+    digest = hashlib.sha256(canonical(["environment", group_id])).digest()
+    return int.from_bytes(digest[:8]) >> 1
+
+
+# -- what users' code returns
+
+
+def read_step(returned: Any) -> Step:
+    """Return a `Step` of plain JSON from what a user's `step` returned.
+
+    Raises ValueError with what is wrong.
+    """
+    if isinstance(returned, Mapping):
+        unknown = sorted(set(map(str, returned)) - set(Step._fields))
+        if unknown:
+            raise ValueError(
+                f"step returned the key {printable(unknown[0])}; a step has "
+                f"{', '.join(Step._fields)}"
+            )
+        returned = Step(**returned)
+    elif isinstance(returned, str):
+        returned = Step(text=returned)
+    if not all(hasattr(returned, name) for name in Step._fields if name != "images"):
+        raise ValueError(f"step returned {type(returned).__name__}, expected a Step")
+    text = returned.text
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"text of the step is {type(text).__name__}, expected text")
+    info = returned.info
+    if info is not None:
+        info = json.loads(_as_json(info))
+        if not isinstance(info, dict):
+            raise ValueError(f"info of the step is {type(returned.info).__name__}, not a mapping")
+        ours = next((name for name in info if name.startswith(_OURS)), None)
+        if ours is not None:
+            raise ValueError(
+                f"info of the step has {printable(ours)}: names that begin with {_OURS} are taken"
+            )
+    messages = None if returned.messages is None else read_messages(returned.messages)
+    if any(message["role"] == "assistant" for message in messages or ()):
+        raise ValueError(
+            "the step has a message of the role assistant, which only the policy speaks as: return "
+            "it as user or tool"
+        )
+    return Step(
+        messages,
+        None if text is None else clean(text),
+        read_reward(returned.reward),
+        read_done(returned.done),
+        info,
+        read_images(getattr(returned, "images", None)),
+    )
+
+
+def read_messages(returned: Any) -> list[Message]:
+    """Return messages with a role and a content each, from what a user's code returned.
+
+    A text becomes one message of the user; None and an empty text become no message. A content may
+    be a list of parts, as in chats: pictures, then texts. A `Step`, or a mapping with its fields,
+    is accepted too. Raises ValueError.
+    """
+    if returned is None or isinstance(returned, str):
+        return [{"role": "user", "content": clean(returned)}] if returned else []
+    if isinstance(returned, Step | Mapping):
+        return read_step(returned).observation()
+    messages = []
+    for number, given in enumerate(returned):
+        members = dict(given) if isinstance(given, Mapping) else given
+        images = None
+        if isinstance(members, dict):
+            images = members.pop("images", None)
+            if isinstance(members.get("content"), list):
+                members["content"], images = _read_parts(members["content"])
+        message = outside.read_message(cleaned(members), f"message {number}")
+        messages.append({**message, "images": read_images(images)} if images else message)
+    return messages
+
+
+def read_opening(returned: Any) -> list[Message]:
+    """Read what `reset` returned with `read_messages`.
+
+    Messages of the assistant are history and are not trained on. The last message must not be the
+    assistant's, since the policy speaks next. Raises ValueError.
+    """
+    messages = read_messages(returned)
+    if messages and messages[-1]["role"] == "assistant":
+        raise ValueError("the last message of reset is the assistant's, but the policy speaks next")
+    return messages
+
+
+def _read_parts(parts: list[Any]) -> tuple[str, list[Any]]:
+    """Return the joined text and the pictures of a list of content parts.
+
+    Raises ValueError if a picture follows a text, or if a part is of another kind.
+    """
+    texts: list[str] = []
+    images = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif kind == "image" and part.get("image") is not None and not texts:
+            images.append(part["image"])
+        else:
+            raise ValueError(
+                f"a part of a message is {printable(repr(part), 80)}, expected pictures "
+                '{"type": "image", "image": …}, then texts {"type": "text", "text": …}'
+            )
+    return "".join(texts), images
+
+
+def read_images(returned: Any) -> list[str] | None:
+    """Return a message's pictures as base64, or None if it has none. Raises ValueError."""
+    if returned is None:
+        return None
+    if not isinstance(returned, list | tuple):
+        raise ValueError(f"images are {type(returned).__name__}, expected a list")
+    encoded = []
+    for image in returned:
+        if not _is_picture(image):
+            raise ValueError(f"a picture is {type(image).__name__}, expected a PIL image or bytes")
+        content = image
+        if not isinstance(image, bytes):
+            buffer = io.BytesIO()
+            is_printed = image.mode in ("CMYK", "YCbCr", "HSV", "LAB")  # PNG has none of these
+            (image.convert("RGB") if is_printed else image).save(buffer, "PNG")
+            content = buffer.getvalue()
+        encoded.append(base64.b64encode(content).decode())
+    return encoded or None
+
+
+def pictures_in(messages: list[Message]) -> list[bytes]:
+    """Return the bytes of all pictures in the messages, in order."""
+    return [base64.b64decode(image) for message in messages for image in message.get("images", ())]
+
+
+def for_people(messages: list[Message]) -> str:
+    """Return the contents as text for display; a picture becomes a mark with a short hash."""
+    lines = []
+    for message in messages:
+        lines += [f"[picture {_short_hash(image)}]" for image in message.get("images", ())]
+        if message["content"] or not message.get("images"):
+            lines.append(message["content"])
+    return "\n".join(lines)
+
+
+def without_pictures(messages: list[Message]) -> list[Message]:
+    """Return the messages with short hashes in place of pictures.
+
+    They are small, and equal if the pictures are equal.
+    """
+    return [
+        {**message, "images": [_short_hash(image) for image in message["images"]]}
+        if "images" in message
+        else message
+        for message in messages
+    ]
+
+
+def _short_hash(image: str) -> str:
+    return hashlib.sha256(base64.b64decode(image)).hexdigest()[:12]
+
+
+def read_reward(returned: Any) -> float | None:
+    """Return a finite number that a float32 holds, or None.
+
+    True and False become 1 and 0, as for reward functions. Raises ValueError.
+    """
+    if hasattr(returned, "item"):  # a scalar of numpy or torch
+        returned = returned.item()
+    if isinstance(returned, bool):
+        returned = int(returned)
+    try:
+        return None if returned is None else outside.read_number(returned)
+    except ValueError:
+        raise ValueError(
+            f"the reward is {printable(repr(returned))}, expected a finite number"
+        ) from None
+
+
+def read_done(returned: Any) -> bool:
+    """Return True if the episode ended. Raises ValueError if `returned` is not a bool."""
+    if hasattr(returned, "item"):  # a scalar of numpy or torch
+        returned = returned.item()
+    if not isinstance(returned, bool):
+        raise ValueError(f"done of the step is {printable(repr(returned))}, expected True or False")
+    return returned
+
+
+def read_text(returned: Any) -> str:
+    """Return a tool's result as text: text unchanged, None as empty, anything else as JSON."""
+    if returned is None:
+        return ""
+    return clean(returned if isinstance(returned, str) else _as_json(returned))
+
+
+def clean(text: str) -> str:
+    """Return `text` without NUL and lone surrogates, so that UTF-8 can hold it."""
+    return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+
+
+def cleaned(member: Any) -> Any:
+    """Apply `clean` to all texts in nested lists and dicts, keys included."""
+    if isinstance(member, str):
+        return clean(member)
+    if isinstance(member, list):
+        return [cleaned(below) for below in member]
+    if isinstance(member, dict):
+        return {cleaned(key): cleaned(below) for key, below in member.items()}
+    return member
+
+
+def _as_json(returned: Any) -> str:
+    """Return JSON; other types become text, and a mapping that is too long becomes {"cut": …}."""
+    text = json.dumps(returned, ensure_ascii=False, default=_said)
+    if _NO_JSON.search(text):
+        text = json.dumps(json.loads(text, parse_constant=str), ensure_ascii=False)
+    if isinstance(returned, Mapping) and len(text) > _MOST_INFO:
+        return json.dumps({"cut": text[:_MOST_INFO]}, ensure_ascii=False)
+    return text
+
+
+def _said(member: Any) -> str:
+    """Return the text of an object that JSON cannot hold. Raises TypeError if it has none."""
+    text = str(member)
+    if " at 0x" in text:  # an address changes from run to run and says nothing
+        raise TypeError(f"a {type(member).__name__} is no text, and cannot be written as JSON")
+    return text
+
+
+# -- how users' code is called
+
+
+def call_reset(reset: Callable[..., Any], row: Row, seed: int) -> Any:
+    """Call `reset(**columns)` with the columns it takes, and return the result.
+
+    `seed` is passed too if `reset` takes it; a column of that name takes precedence.
+    """
+    columns = {"seed": seed, **row}
+    parameters = inspect.signature(reset).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        names = {parameter.name for parameter in parameters}
+        return waited(reset(**(columns if "seed" in names else {**row})))
+    return waited(reset(**{p.name: columns[p.name] for p in parameters if p.name in columns}))
+
+
+def call_tool(tools: Mapping[str, Callable[..., Any]], call: Call) -> Message:
+    """Run one tool call and return its result as a tool message.
+
+    If the tool raises, or no tool has the name, the message holds the error for the policy to read.
+    """
+    name = clean(call.name)
+    tool = tools.get(call.name)
+    message = {"role": "tool", "name": name}
+    if tool is None:
+        names = ", ".join(sorted(tools))
+        return {**message, "content": f"Error: there is no tool {name}; there is {names or 'none'}"}
+    try:
+        with no_copies():
+            returned = waited(run_tool(tool, call.arguments))
+        return {**message, **read_answer(returned)}
+    except (Exception, SystemExit) as error:
+        return {**message, "content": clean(f"Error: {type(error).__name__}: {error}")}
+
+
+def read_answer(returned: Any) -> Message:
+    """Return content and images of a tool's result: a picture, parts of a message, or text."""
+    listed = list(returned) if isinstance(returned, list | tuple) else [returned]
+    parts = [{"type": "image", "image": part} if _is_picture(part) else part for part in listed]
+    if not any(isinstance(part, Mapping) and part.get("type") == "image" for part in parts):
+        return {"content": read_text(returned)}
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    parts.sort(key=lambda part: isinstance(part, Mapping) and part.get("type") == "text")
+    content, images = _read_parts(parts)
+    return {"content": clean(content), "images": read_images(images)}
+
+
+def _is_picture(thing: Any) -> bool:
+    """True for bytes and for PIL images; checked by attributes, as PIL need not be installed."""
+    return isinstance(thing, bytes) or (hasattr(thing, "save") and hasattr(thing, "mode"))
+
+
+def waited(returned: Any) -> Any:
+    """Return the result of an awaitable; return any other value unchanged."""
+    if not inspect.isawaitable(returned):
+        return returned
+
+    async def wait() -> Any:
+        return await returned
+
+    return asyncio.run(wait())

@@ -1,0 +1,396 @@
+"""A pool of worker processes with many environments each; a hang or crash fails one episode only.
+
+    with EnvironmentPool(config) as pool:
+        key = pool.open({"prompt": "…", "answer": 7}, seed)
+        pool.step(key, Turn("…"))
+        for reply in pool.replies(wait=1.0):
+            ...
+
+Each request is answered once by `replies`, in any order. A process answers one request at a time,
+and a request's time limit begins when its turn has come. A process that takes too long is killed,
+and the episode that it was answering fails. An episode also fails if its process ends twice.
+
+The other episodes of a lost process are restored in a new one at their next request: their turns
+are replayed and must give the same observations, rewards and ends, else the episode fails too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import queue
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel
+
+from quiver.schemas.errors import ConfigError, QuiverError, ResourceError, from_dict, printable
+from quiver.stages.core.run.workers import Ended, Killed, Late, Worker, share_of_memory
+from quiver.stages.turns import worker
+from quiver.stages.turns.environment import Row, Step, Turn
+from quiver.stages.turns.environment_config import EnvironmentConfig
+from quiver.stages.turns.tool_schemas import ToolSchema
+
+LOAD_SECONDS = 120.0
+LOAD_ATTEMPTS = 3
+"""Processes that may be killed by a signal, one after another, while loading the user's code."""
+_ATTEMPTS = 2
+"""Workers that may end, one after another, while answering one request."""
+Failure = Literal["timeout", "environment_error"]
+log = logging.getLogger(__name__)
+
+
+class Reply(NamedTuple):
+    """The answer to one request."""
+
+    key: int
+    step: Step
+    """For `open`, the opening messages; for `finish`, the reward of the whole episode."""
+    seconds: float
+    """Time that the environment took."""
+    failure: Failure | None = None
+    """Kind of failure; if set, the episode is over and takes no more requests."""
+    why: str = ""
+
+
+class Loaded(BaseModel):
+    """A worker's answer to loading the environment's code."""
+
+    tools: list[ToolSchema]
+    answers: bool
+    fingerprint: str
+    error: dict[str, str] | None
+
+
+class _Answer(BaseModel):
+    """A worker's answer to any other request."""
+
+    step: Step | None
+    error: str | None
+
+
+class _Again(Exception):
+    """Raised when an episode of a lost process cannot be replayed; the text says why."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"its process was lost, and when it was played again {why}")
+
+
+@dataclass(eq=False)
+class _Record:
+    """One episode, with all that is needed to replay it."""
+
+    key: int
+    row: bytes
+    """Columns of the row, pickled."""
+    seed: int
+    process: _Process
+    turns: list[Turn] = field(default_factory=list)
+    """Turns that were answered."""
+    steps: list[Step] = field(default_factory=list)
+    """The opening, then the answer to each turn."""
+    seconds: float = 0.0
+    """Time spent in its environment so far."""
+    worker_number: int = 0
+    """Number of the worker, within its process, that holds the environment. 0: none does."""
+
+
+class _Job(NamedTuple):
+    record: _Record
+    verb: Literal["open", "step", "finish"]
+    turn: Turn | None = None
+
+
+class EnvironmentPool:
+    """`config.processes` worker processes and their environments. Use it from one thread only."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        """Start the first process and load the environment's code.
+
+        Raises ConfigError or ResourceError.
+        """
+        self.config = config
+        num_processes = config.processes or len(os.sched_getaffinity(0))
+        self._memory_bytes = share_of_memory(num_processes)
+        if config.max_memory_gib is not None:
+            self._memory_bytes = int(config.max_memory_gib * 2**30)
+        self._replies = queue.SimpleQueue[Reply | QuiverError]()
+        self._records: dict[int, _Record] = {}
+        self._num_opened = 0
+        self._processes = [_Process(self) for _ in range(num_processes)]
+        try:
+            self.loaded = self._processes[0].start()
+        except BaseException:
+            self.close()
+            raise
+        for process in self._processes:
+            process.thread.start()
+
+    def __enter__(self) -> EnvironmentPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def open(self, row: Row, seed: int) -> int:
+        """Begin an episode in the process with the fewest, and return its key."""
+        self._num_opened += 1
+        counts = dict.fromkeys(self._processes, 0)
+        for record in self._records.values():
+            counts[record.process] += 1
+        process = min(counts, key=counts.get)
+        pickled = pickle.dumps(row, pickle.HIGHEST_PROTOCOL)
+        record = _Record(self._num_opened, pickled, seed, process)
+        self._records[record.key] = record
+        process.jobs.put(_Job(record, "open"))
+        return record.key
+
+    def step(self, key: int, turn: Turn) -> None:
+        """Request an answer to a turn."""
+        record = self._records[key]
+        record.process.jobs.put(_Job(record, "step", turn))
+
+    def finish(self, key: int) -> None:
+        """Request the reward of the whole episode; the worker then closes the environment."""
+        record = self._records[key]
+        record.process.jobs.put(_Job(record, "finish"))
+
+    def replies(self, wait: float | None = 0.0) -> list[Reply]:
+        """Return the answers that arrived since the last call.
+
+        Args:
+            wait: Seconds to wait for the first answer if there is none yet. None: no limit.
+
+        Raises:
+            QuiverError: The pool cannot continue.
+        """
+        replies: list[Reply] = []
+        try:
+            while True:
+                timeout = 0.0 if replies else wait
+                reply = self._replies.get(timeout != 0.0, timeout or None)
+                if isinstance(reply, QuiverError):
+                    raise reply
+                if reply.failure is not None:
+                    self._records.pop(reply.key, None)
+                replies.append(reply)
+        except queue.Empty:
+            return replies
+
+    def holds(self, key: int) -> bool:
+        """True if the episode is neither forgotten nor failed."""
+        return key in self._records
+
+    def forget(self, key: int) -> None:
+        """Drop an episode whose `finish` has been answered."""
+        self._records.pop(key, None)
+
+    def close(self) -> None:
+        """Kill all processes and those that they started."""
+        for process in self._processes:
+            process.close()
+
+    def answered(self, reply: Reply | QuiverError) -> None:
+        """Queue an answer or an error; called from the thread of a process."""
+        self._replies.put(reply)
+
+    def new_worker(self) -> Worker:
+        """Start another worker process. Raises ResourceError."""
+        allowance = f"an environment's process may have {self._memory_bytes / 2**30:.3g} GiB, "
+        return Worker(
+            worker.__name__,
+            self._memory_bytes,
+            name="environment worker",
+            allowance=allowance + "generate.turns.max_memory_gib",
+            lower="generate.turns.processes",
+        )
+
+
+class _Process:
+    """One slot for a worker process, which is replaced when lost, and the thread that serves it."""
+
+    def __init__(self, pool: EnvironmentPool) -> None:
+        self.jobs = queue.SimpleQueue[_Job | None]()
+        self.thread = threading.Thread(target=self._serve, daemon=True, name="environments")
+        self._pool = pool
+        self._worker: Worker | None = None
+        self._worker_number = 0
+        self._lock = threading.Lock()
+        self._is_closing = False
+
+    def start(self) -> Loaded:
+        """Start a worker, load the environment's code in it, and return its answer.
+
+        Raises:
+            ConfigError: The code cannot be loaded, or its fingerprint changed.
+            ResourceError: A signal ended the worker LOAD_ATTEMPTS times, or the pool is closed.
+        """
+        config = self._pool.config
+        name = f"generate.turns {printable(', '.join(config.sources))}"
+        request = {
+            "load": {
+                "environment": config.environment,
+                "tools": list(config.tools),
+                "arguments": config.arguments,
+            },
+        }
+        for attempt in range(1, LOAD_ATTEMPTS + 1):
+            with self._lock:
+                if self._is_closing:
+                    raise ResourceError(name, "its workers were closed", next="run again")
+                self._worker = self._pool.new_worker()
+            self._worker_number += 1
+            try:
+                loaded = self._worker.ask(request, LOAD_SECONDS, Loaded)
+                break
+            except (Late, Ended) as error:
+                self._log_printed()
+                self._lose_worker()
+                how = f"took longer than {LOAD_SECONDS:g} s"
+                if isinstance(error, Ended):
+                    how = f"ended its process {error}"
+                if not isinstance(error, Killed):
+                    raise ConfigError(
+                        name, f"importing it {how}", next="see what importing it does"
+                    ) from None
+                if attempt == LOAD_ATTEMPTS:
+                    raise ResourceError(
+                        name,
+                        f"importing it {how}, {attempt} times in a row",
+                        next="lower generate.turns.processes, then run again",
+                    ) from None
+        if loaded.error:
+            raise from_dict(loaded.error)
+        if config.fingerprint not in ("", loaded.fingerprint):
+            raise ConfigError(
+                name,
+                f"its file changed meanwhile: fingerprint expected {config.fingerprint}, found "
+                f"{loaded.fingerprint}",
+                state="finished shards are kept.",
+                next="run again",
+            )
+        return loaded
+
+    def close(self) -> None:
+        """Kill the worker and join the thread."""
+        with self._lock:
+            self._is_closing = True
+            if self._worker is not None:
+                self._worker.kill()
+        self.jobs.put(None)
+        if self.thread.is_alive():
+            self.thread.join()
+        self._lose_worker()
+
+    def _serve(self) -> None:
+        while (job := self.jobs.get()) is not None and not self._is_closing:
+            try:
+                self._pool.answered(self._do(job))
+            except BaseException as error:
+                if not isinstance(error, QuiverError):
+                    error = QuiverError("environments", f"{type(error).__name__}: {error}")
+                self._pool.answered(error)
+
+    def _do(self, job: _Job) -> Reply:
+        """Return the reply to a job; failures of the episode are part of it.
+
+        A worker can be killed for reasons other than its environments, so a job whose worker ended
+        is tried once more with another.
+        """
+        record = job.record
+        config = self._pool.config
+        seconds_left = config.episode_seconds - record.seconds
+        limit = min(config.step_seconds, seconds_left)
+        late_key = "episode_seconds" if seconds_left < config.step_seconds else "step_seconds"
+        is_late = f"no answer within generate.turns.{late_key} {getattr(config, late_key):g}"
+        if limit <= 0:
+            return Reply(record.key, Step(), 0.0, "timeout", is_late)
+        for attempt in range(1, _ATTEMPTS + 1):
+            started = time.monotonic()
+            try:
+                self._bring_back(record)
+                started = time.monotonic()
+                answer = self._ask(record, job, limit)
+                break
+            except _Again as error:
+                return Reply(record.key, Step(), 0.0, "environment_error", str(error))
+            except Late:
+                seconds = time.monotonic() - started
+                return Reply(record.key, Step(), seconds, "timeout", is_late)
+            except Ended as error:
+                if attempt == _ATTEMPTS:
+                    why = f"its process ended {error}, {attempt} times"
+                    seconds = time.monotonic() - started
+                    return Reply(record.key, Step(), seconds, "environment_error", why)
+        seconds = time.monotonic() - started
+        record.seconds += seconds
+        if answer.error is not None:
+            return Reply(record.key, Step(), seconds, "environment_error", answer.error)
+        if job.verb == "open":
+            record.worker_number = self._worker_number
+        if job.verb != "finish":
+            record.steps.append(answer.step)
+        if job.turn is not None:
+            record.turns.append(job.turn)
+        return Reply(record.key, answer.step, seconds)
+
+    def _bring_back(self, record: _Record) -> None:
+        """Ensure that the current worker holds the record's environment; replay it if it was lost.
+
+        Raises _Again if the replay differs or fails, Ended if the worker ends.
+        """
+        if self._worker is None:
+            self.start()
+        if record.worker_number == self._worker_number:
+            return
+        jobs = [_Job(record, "open"), *(_Job(record, "step", turn) for turn in record.turns)]
+        # steps are empty if the opening itself has not been answered yet
+        for job, expected in zip(jobs, record.steps, strict=False):
+            try:
+                answer = self._ask(record, job, self._pool.config.step_seconds)
+            except Late:
+                raise _Again("it took too long") from None
+            if answer.error is not None:
+                raise _Again(answer.error)
+            if answer.step._replace(info=None) != expected._replace(info=None):
+                raise _Again(
+                    "it answered otherwise: the environment does not depend on seed, row and "
+                    "turns alone"
+                )
+        record.worker_number = self._worker_number
+
+    def _ask(self, record: _Record, job: _Job, seconds: float) -> _Answer:
+        """Ask the worker once. Raises Late or Ended, after which the worker is gone."""
+        request: dict[str, Any] = {"key": record.key, "verb": job.verb}
+        if job.verb == "open":
+            request |= {"row": record.row, "seed": record.seed}
+        elif job.turn is not None:
+            calls = [tuple(call) for call in job.turn.calls]
+            request["turn"] = {"text": job.turn.text, "calls": calls}
+        try:
+            answer = self._worker.ask(request, seconds, _Answer)
+            if (answer.step is None) == (answer.error is None):
+                raise Ended("after an answer that cannot be read")
+            return answer
+        except (Late, Ended):
+            self._log_printed()
+            self._lose_worker()
+            raise
+        finally:
+            if self._worker is not None:
+                self._log_printed()
+
+    def _lose_worker(self) -> None:
+        with self._lock:  # `close` may kill the worker from another thread
+            lost_worker = self._worker
+            self._worker = None
+        if lost_worker is not None:
+            lost_worker.end()
+
+    def _log_printed(self) -> None:
+        for line in self._worker.printed().splitlines():
+            if line.strip():
+                log.info("environment: %s", printable(line, 1000))

@@ -1,0 +1,243 @@
+"""Rollouts joined by id with what is told of them elsewhere: read shard by shard, sorted, filtered
+and searched by whole columns."""
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from quiver.flows.look.joined import Joined, Selection, open_joined
+from quiver.flows.look.shards import Shards
+from quiver.schemas.errors import ConfigError, CorruptError, LineageError
+from quiver.stages.core.store import Store
+from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
+
+NUM_ROWS = 600  # three shards
+
+
+@pytest.fixture(scope="module")
+def golden(finished, tmp_path_factory) -> Store:
+    path = tmp_path_factory.mktemp("golden") / "store"
+    shutil.copytree(finished / "finished", path)
+    return Store(path)
+
+
+@pytest.fixture(scope="module")
+def shuffled(tmp_path_factory) -> Store:
+    """600 rollouts of 75 prompts; the rewards stand in another order than they do."""
+    store = Store(tmp_path_factory.mktemp("shuffled") / "store")
+    table = rollouts_table(NUM_ROWS, 4, 4)
+    texts = pa.array([f"Answer: {number}" for number in range(NUM_ROWS)])
+    table = table.set_column(
+        table.schema.get_field_index("completion_text"), "completion_text", texts
+    )
+    rollouts = write_version(
+        store, "rollouts", "generate", table, {"prompts": make_prompts(store, 75)}
+    )
+    ordered = make_rewards(store, rollouts).table()
+    order = np.random.default_rng(0).permutation(NUM_ROWS)
+    write_version(store, "rewards", "reward", ordered.take(order), {"rollouts": rollouts})
+    return store
+
+
+def rewards_of(store: Store) -> dict[str, float]:
+    rows = store.open("bench/rewards@1").table().select(["rollout_id", "reward"]).to_pylist()
+    return {row["rollout_id"]: row["reward"] for row in rows}
+
+
+def test_rewards_in_another_order_are_joined_by_id(shuffled):
+    joined = open_joined(shuffled, "bench/rewards@2")
+    expected = rewards_of(shuffled)
+    rows = joined.rows([0, 599, 300])
+    assert [row["position"] for row in rows] == [0, 599, 300]
+    assert [row["completion_text"] for row in rows] == ["Answer: 0", "Answer: 599", "Answer: 300"]
+    assert [row["reward"] for row in rows] == [expected[row["rollout_id"]] for row in rows]
+    assert [row["reference"] for row in rows] == ["0", "74", "37"], "the group's own answer"
+    ids = shuffled.open("bench/rollouts@1").table()["rollout_id"].to_pylist()
+    assert joined.number("reward").tolist() == [expected[each] for each in ids]
+
+
+def test_rows_are_sorted_filtered_and_searched(shuffled):
+    joined = open_joined(shuffled, "bench/rollouts@1")
+    rewards = joined.number("reward")
+    best = joined.order(Selection(sort="reward", descending=True))
+    assert best.tolist() == np.argsort(-rewards, kind="stable").tolist()
+    few = joined.order(Selection(sort="reward", where="reward < 0.25, group_id != g3"))
+    assert set(few) == {row for row in np.flatnonzero(rewards < 0.25) if row // 8 != 3}
+    assert np.all(np.diff(rewards[few]) >= 0)
+    assert joined.order(Selection(search="ANSWER: 59")).tolist() == [59, *range(590, 600)]
+    assert sorted(joined.order(Selection(sort="random"))) == list(range(NUM_ROWS))
+    assert joined.order(Selection()) == range(NUM_ROWS)
+
+
+def test_what_has_no_number_comes_last_either_way(golden):
+    joined = open_joined(golden, "golden/rewards@3")  # four of twelve failed
+    for descending in (False, True):
+        order = joined.order(Selection(sort="reward", descending=descending))
+        assert np.isnan(joined.number("reward")[order]).tolist() == [False] * 8 + [True] * 4
+    assert joined.order(Selection(where="errors > 0")).tolist() == [
+        position for position, row in enumerate(joined.rows(range(12))) if row["reward"] is None
+    ]
+
+
+def test_a_group_is_chosen_by_its_whole_id(tmp_path):
+    """An id may hold what separates conditions."""
+    store = Store(tmp_path / "store")
+    groups = pa.array(["a, b", "a", "a, b", "b"])
+    table = rollouts_table(4, 4, 4).drop_columns("group_id").append_column("group_id", groups)
+    schema = rollouts_table(4, 4, 4).schema
+    rollouts = write_version(store, "rollouts", "generate", table.select(schema.names), {})
+    joined = open_joined(store, rollouts.ref)
+    assert joined.order(Selection(group="a, b")).tolist() == [0, 2]
+    assert joined.groups()["mean"].to_pylist() == [None] * 3, "nothing is scored"
+
+
+@pytest.mark.parametrize("where", ["reward", "reward < high", "nowhere > 1", "finish_reason < 3"])
+def test_a_condition_that_can_not_be_read_is_refused(golden, where):
+    with pytest.raises(ConfigError):
+        open_joined(golden, "golden/rewards@1").order(Selection(where=where))
+
+
+def test_a_group_has_the_numbers_of_its_rollouts(shuffled):
+    joined = open_joined(shuffled, "bench/rewards@1")
+    groups = joined.groups()
+    rewards = joined.number("reward").reshape(75, 8)
+    assert groups["group_id"].to_pylist() == [f"g{group}" for group in range(75)]
+    assert groups["count"].to_pylist() == [8] * 75
+    for name in ("mean", "std", "min", "max"):
+        np.testing.assert_allclose(groups[name], getattr(rewards, name)(1), rtol=1e-12)
+
+
+def test_only_the_shards_that_are_needed_are_read(shuffled, tmp_path):
+    shutil.copytree(shuffled.path, tmp_path / "store")
+    store = Store(tmp_path / "store")
+    version = store.open("bench/rollouts@1")
+    last = Path(version.files.path("part-00002.arrow"))
+    last.write_bytes(last.read_bytes()[:-1])
+    rows = Shards(version)
+    assert [row["rollout_id"] for row in rows.at([0, 511])] == ["g0-0", "g63-7"]
+    with pytest.raises(CorruptError, match=r"part-00002\.arrow"):
+        rows.at([512])
+    with pytest.raises(CorruptError):
+        rows.column("rollout_id")
+
+
+def test_a_policy_shows_what_it_learned_from(golden):
+    joined = open_joined(golden, "golden/policy@1")
+    kinds = ("rollouts@1", "prompts@1", "rewards@5", "advantages@1", "logprobs@2", "logprobs@1")
+    assert joined.sources == [f"golden/{kind}" for kind in kinds]
+    rows = golden.open("golden/advantages@1").table().to_pylist()
+    advantages = {row["rollout_id"]: (row["advantage"], row["mean_ratio"]) for row in rows}
+    for row in joined.rows(range(16)):
+        assert (row["advantage"], row["mean_ratio"]) == advantages[row["rollout_id"]]
+
+
+def test_advantages_are_those_made_of_the_rewards_that_are_shown(golden, tmp_path):
+    """Rollouts@1 were scored twice, and each score was trained on; then one training expired."""
+    shutil.copytree(golden.path, tmp_path / "store")
+    store = Store(tmp_path / "store")
+    advantages = {
+        "golden/rewards@5": "golden/advantages@1",
+        "golden/rewards@1": "golden/advantages@2",
+    }
+    for rewards, expected in advantages.items():
+        assert str(open_joined(store, rewards).shards["advantages"].version.ref) == expected
+    assert (
+        str(open_joined(store, "golden/rollouts@1").shards["rewards"].version.ref)
+        == "golden/rewards@5"
+    )
+    shutil.rmtree(store.path / "golden/advantages/v000001")
+    for ref in ("golden/rewards@5", "golden/rollouts@1", "golden/policy@1"):
+        assert "advantages" not in open_joined(store, ref).shards
+
+
+def test_rewards_that_are_gone_are_not_those_of_another_version(golden, tmp_path):
+    shutil.copytree(golden.path, tmp_path / "store")
+    store = Store(tmp_path / "store")
+    shutil.rmtree(store.path / "golden/rewards/v000005")
+    joined = open_joined(store, "golden/advantages@1")
+    assert "rewards" not in joined.shards
+    assert str(joined.shards["advantages"].version.ref) == "golden/advantages@1"
+
+
+def test_tokens_have_their_ratio_to_the_model_that_scored_again(golden):
+    tokens = open_joined(golden, "ppo/policy@1").tokens(3)
+    (rollout,) = golden.open("golden/rollouts@1").table().slice(3, 1).to_pylist()
+    reference = {
+        row["rollout_id"]: row["logprobs"]
+        for row in golden.open("golden/logprobs@1").table().to_pylist()
+    }[rollout["rollout_id"]]
+    assert (tokens.ids, tokens.numbers["logprob"]) == (
+        rollout["completion_ids"],
+        rollout["old_logprobs"],
+    )
+    ratios = np.exp(np.array(reference) - np.array(rollout["old_logprobs"]))
+    np.testing.assert_allclose(tokens.numbers["ratio ref"], ratios, rtol=1e-12)
+    weighed = golden.open("ppo/advantages@1").table().to_pylist()
+    (expected,) = [r["advantage"] for r in weighed if r["rollout_id"] == rollout["rollout_id"]]
+    assert tokens.numbers["advantage"] == expected and len(set(expected)) == len(expected), (
+        "one a token"
+    )
+
+
+def test_what_comes_of_no_rollouts_is_refused(golden):
+    with pytest.raises(LineageError, match="no rollouts are behind it"):
+        open_joined(golden, "golden/policy@0")
+
+
+def test_a_part_and_a_mean_logprob_are_numbers_too(golden):
+    joined: Joined = open_joined(golden, "golden/rewards@1")
+    rows = joined.rows(range(16))
+    assert joined.number("part evenness").tolist() == [row["parts"]["evenness"] for row in rows]
+    logprobs = golden.open("golden/rollouts@1").table()["old_logprobs"].to_pylist()
+    expected = [np.mean(np.array(each, np.float64)) for each in logprobs]
+    np.testing.assert_allclose(joined.number("logprob"), expected, rtol=1e-12)
+    assert joined.number("tokens").tolist() == [len(each) for each in logprobs]
+
+
+def rewrite(store: Store, ref: str, change) -> None:
+    """Replace the one file of a version by what `change` makes of its table, as if it had been
+    written so: sizes, hashes and checksum fit."""
+    version = store.open(ref)
+    path = version.files.path("part-00000.arrow")
+    sink = pa.BufferOutputStream()
+    table = change(version.table())
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    content = sink.getvalue().to_pybytes()
+    path.unlink()  # it is mapped
+    path.write_bytes(content)
+    (entry,) = version.manifest.files
+    update = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest = version.manifest.model_copy(update={"files": (entry.model_copy(update=update),)})
+    version.files.path("manifest.json").write_bytes(manifest.to_json())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda table: table.drop_columns("finish_reason"),
+        lambda table: table.set_column(4, "completion_ids", table["completion_text"]),
+    ],
+    ids=["a column is missing", "a column is of another type"],
+)
+def test_a_file_of_another_schema_is_told(golden, tmp_path, change):
+    shutil.copytree(golden.path, tmp_path / "store")
+    rewrite(Store(tmp_path / "store"), "golden/rollouts@1", change)
+    joined = open_joined(Store(tmp_path / "store"), "golden/rewards@1")
+    with pytest.raises(CorruptError, match=r"its column \w+ is missing, or not"):
+        joined.rows([0])
+
+
+def test_rollouts_that_are_none_are_refused(golden, tmp_path):
+    shutil.copytree(golden.path, tmp_path / "store")
+    store = Store(tmp_path / "store")
+    version = store.open("golden/rewards@1")
+    inputs = [entry.model_copy(update={"role": "rollouts"}) for entry in version.manifest.inputs]
+    manifest = version.manifest.model_copy(update={"inputs": tuple(inputs[1:])})
+    version.files.path("manifest.json").write_bytes(manifest.to_json())
+    with pytest.raises(LineageError, match="its rollouts are golden/prompts@1"):
+        open_joined(store, "golden/rewards@1")

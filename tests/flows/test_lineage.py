@@ -1,0 +1,105 @@
+"""What a version was made of, down to the sources, and what of it lies outside the store."""
+
+import json
+import shutil
+import sys
+
+import pytest
+
+from quiver.flows.cli import versions
+from quiver.flows.cli.shared import to_json
+from quiver.flows.look.lineage import lineage, parents_of
+from quiver.schemas.errors import LineageError
+from quiver.schemas.manifest import Input, Model
+from quiver.stages.core.store import Store
+from quiver.stages.core.store.retention import remove
+from tests.benchmarks.made import (
+    make_prompts,
+    make_rewards,
+    rollouts_table,
+    tiny_policy,
+    write_version,
+)
+
+
+@pytest.fixture
+def store(tmp_path) -> Store:
+    """prompts → rollouts → rewards of run `bench`; a reward model that a hub's id names took part
+    in the rollouts."""
+    store = Store(tmp_path / "store")
+    tiny_policy(store)
+    asked = make_prompts(store, 2)
+    models = (Model(role="reward:helpful", ref="somebody/reward-model"),)
+    table = rollouts_table(4, 8, 8, 2)
+    make_rewards(
+        store, write_version(store, "rollouts", "generate", table, {"prompts": asked}, models)
+    )
+    return store
+
+
+def test_the_tree_goes_down_to_the_sources(store):
+    tree = lineage(store, "bench/rewards@1")
+    (rollouts,) = tree["inputs"]
+    assert (rollouts["role"], rollouts["ref"]) == ("rollouts", "bench/rollouts@1")
+    outside, asked = rollouts["inputs"]
+    assert outside == {"role": "reward:helpful", "ref": "somebody/reward-model", "inputs": []}
+    assert (asked["ref"], asked["stage"]) == ("bench/prompts@1", "prompt")
+    assert parents_of(store.open("bench/rollouts@1").manifest) == {"bench/prompts@1": "prompts"}
+
+
+def test_a_version_that_comes_again_is_named_without_its_inputs(store):
+    rollouts, rewards = store.open("bench/rollouts@1"), store.open("bench/rewards@1")
+    both = {"rewards": rewards, "rollouts": rollouts}
+    again = write_version(store, "rewards", "reward", rewards.table(), both)
+    first, second = lineage(store, str(again.ref))["inputs"]
+    assert first["inputs"][0]["ref"] == second["ref"] == "bench/rollouts@1"
+    assert second["seen"] and second["inputs"] == []
+    with pytest.raises(LineageError, match="bench/rewards@9"):
+        lineage(store, "bench/rewards@9")
+
+
+def test_what_is_gone_is_marked(store):
+    shutil.rmtree(store.path / "bench/prompts/v000001")
+    (rollouts,) = lineage(store, "bench/rewards@1")["inputs"]
+    assert rollouts["inputs"][1] == {
+        "role": "prompts",
+        "ref": "bench/prompts@1",
+        "stage": "prompt",
+        "inputs": [],
+        "missing": True,
+    }
+    shutil.rmtree(store.path / "bench/prompts/.ledger")
+    (rollouts,) = lineage(store, "bench/rewards@1")["inputs"]
+    assert "stage" not in rollouts["inputs"][1] and rollouts["inputs"][1]["missing"]
+
+
+def test_what_was_deleted_on_purpose_is_expired_and_its_manifest_known(store):
+    remove(store, "bench/rollouts@1")
+    (rollouts,) = lineage(store, "bench/rewards@1")["inputs"]
+    assert rollouts["expired"] and rollouts["inputs"][1]["ref"] == "bench/prompts@1"
+    assert lineage(store, "bench/rollouts@1")["expired"]
+
+
+def test_a_line_of_a_thousand_policies(store, capsys):
+    """Each is an input of the next, so the tree is as deep as the line is long."""
+    length = 1100
+    first = store.open("bench/policy@0")
+    for number in range(1, length + 1):
+        parent = Input(role="policy", ref=f"bench/policy@{number - 1}", content_hash="0" * 64)
+        changes = {"version": number, "run_key": f"{number:064x}", "inputs": (parent,)}
+        copy = first.files.folder.with_name(f"v{number:06d}")
+        copy.mkdir()
+        manifest = first.manifest.model_copy(update=changes)
+        (copy / "manifest.json").write_bytes(manifest.to_json())
+    ref = f"bench/policy@{length}"
+    versions.lineage(ref, store=str(store.path))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [ref, f"  policy: bench/policy@{length - 1}"]
+    assert lines[length].strip() == "policy: bench/policy@0" and len(lines) == length + 1
+    told = to_json(lineage(store, ref))
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(20 * length)  # of the reader, and of ==
+    try:
+        assert json.loads(told) == lineage(store, ref)
+    finally:
+        sys.setrecursionlimit(limit)

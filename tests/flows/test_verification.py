@@ -1,0 +1,358 @@
+"""What `quiver verify` sees, what is deleted on purpose, and what is put aside."""
+
+import json
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from quiver.flows.cli import versions as versions_command
+from quiver.flows.verification import verify
+from quiver.schemas.errors import (
+    ConfigError,
+    CorruptError,
+    LineageError,
+    QuiverError,
+)
+from quiver.schemas.manifest import FileEntry, Model, canonical, content_hash, digest
+from quiver.stages.core.lineage import open_input
+from quiver.stages.core.store import Store, arrow_child
+from quiver.stages.core.store.arrow_check import ArrowCheck
+from quiver.stages.core.store.retention import quarantine, remove
+from quiver.stages.core.store.storage import Storage, sha256
+from quiver.stages.model.checkpoints import as_model
+from tests.stages.core.store.test_store import Settings, commit, work_on
+from tests.stages.optimize import world
+from tests.writing import begin
+
+
+def rewrite(version, **changes) -> None:
+    """The manifest with other words, and the checksum that fits them."""
+    path = version.files.folder / "manifest.json"
+    data = {**json.loads(path.read_bytes()), **changes}
+    del data["checksum"]
+    path.write_bytes(canonical({**data, "checksum": digest(data)}))
+
+
+def said(store, ref=None) -> str:
+    return " | ".join(str(error) for error in verify(store, ref)[1])
+
+
+def test_the_manifest_is_held_to_its_files(store):
+    version = commit(store)
+    rewrite(version, rows=5)
+    assert "says 5 rows" in said(store)
+    rewrite(version, rows=4, content_hash="0" * 64)
+    assert "content_hash is not that of its files" in said(store)
+
+
+def test_other_content_under_a_number_is_told(store):
+    """A folder that came from elsewhere, whole in itself."""
+    version = commit(store)
+    other = commit(Store(store.path.with_name("other")), shards=1)
+    shutil.rmtree(version.files.folder)
+    shutil.copytree(other.files.folder, version.files.folder)
+    assert "number 1 was given to other content" in said(Store(store.path))
+
+
+def test_an_unknown_schema_is_refused_by_every_reader(store):
+    version = commit(store)
+    files = version.manifest.files
+    rewrite(version, schema="logprobs/9", content_hash=content_hash("logprobs/9", files))
+    for read in (lambda s: s.open("a/logprobs@1").table(), lambda s: s.open("a/logprobs@latest")):
+        with pytest.raises(CorruptError, match="logprobs/9") as caught:
+            read(Store(store.path))
+        assert "expected logprobs/1" in caught.value.message
+    assert "logprobs/9" in said(Store(store.path))
+
+
+def test_models_are_held_to_their_hashes(store, policy):
+    model = as_model("policy", policy)
+    commit(store, models=(model,))
+    assert said(store) == ""
+    for number, part in ((2, "weights"), (3, "tokenizer")):
+        other = model.model_copy(update={part: "f" * 64})
+        ref = commit(store, Settings(seed=number), models=(other,)).ref
+        assert f"{ref}: model tiny/policy@0 is not what it was" in said(store)
+    outside = Model(role="judge", ref="some/model", weights="w", tokenizer="t", template="t")
+    commit(store, Settings(seed=4), models=(outside,))
+    assert len(verify(store)[1]) == 2, "what is not in the store is not looked for"
+
+
+def crafted(version) -> None:
+    """An Arrow file whose offsets lead outside, with the right hash everywhere."""
+    path = version.files.folder / "part-00000.arrow"
+    raw = bytearray(path.read_bytes())
+    offsets = raw.find((0).to_bytes(4, "little") + (2).to_bytes(4, "little"))
+    raw[offsets + 4 : offsets + 8] = (0x7FFFFFF0).to_bytes(4, "little")
+    path.write_bytes(raw)
+    entry = FileEntry(name=path.name, bytes=len(raw), sha256=sha256(path), rows=2)
+    rewrite(
+        version,
+        files=[entry.model_dump(mode="json")],
+        content_hash=content_hash("logprobs/1", (entry,)),
+    )
+
+
+def test_a_crafted_arrow_file_with_the_right_hash_is_told(store, monkeypatch):
+    """By verify, and by a reader of a store of somebody else, which parses in a child first."""
+    version = commit(store, shards=1)
+    monkeypatch.setattr("os.geteuid", lambda: (store.path / "store.json").stat().st_uid + 1)
+    assert Store(store.path).open(version.ref).table().num_rows == 2
+    crafted(version)
+    with pytest.raises(CorruptError, match="cannot be parsed"):
+        Store(store.path).open(version.ref).table()
+    shutil.rmtree(store.path / "a/logprobs/.ledger")
+    assert "part-00000.arrow" in said(store) and "cannot be parsed" in said(store)
+
+
+@pytest.fixture
+def crashes(tmp_path, monkeypatch):
+    """Says which files crash the process that reads them, by a part of their paths."""
+
+    def let_crash(name: str) -> None:
+        child = tmp_path / "child.py"
+        text = Path(arrow_child.__file__).read_text()
+        bomb = f"        import os; {name!r} in line and os.abort()\n        try:\n"
+        child.write_text(text.replace("        try:\n", bomb))
+        monkeypatch.setattr(arrow_child, "__file__", str(child))
+
+    return let_crash
+
+
+def test_a_file_is_held_to_the_rows_of_its_entry(store):
+    version = commit(store, shards=1)
+    entries = [entry.model_copy(update={"rows": 5}) for entry in version.manifest.files]
+    files = [entry.model_dump(mode="json") for entry in entries]
+    rewrite(version, rows=5, files=files, content_hash=content_hash("logprobs/1", tuple(entries)))
+    with pytest.raises(CorruptError, match="expected 5 rows, found 2"):
+        Store(store.path).open(version.ref).table()
+
+
+def test_what_was_made_of_other_content_is_told(store):
+    """The input's number was given to other content, and nothing else knows."""
+    first = commit(store)
+    commit(store, Settings(seed=1), inputs={"other": first})
+    other = commit(Store(store.path.with_name("other")), shards=1)
+    shutil.rmtree(first.files.folder)
+    shutil.copytree(other.files.folder, first.files.folder)
+    shutil.rmtree(store.path / "a/logprobs/.ledger")
+    assert "input a/logprobs@1 is not what it was" in said(Store(store.path), "a/logprobs@2")
+
+
+def test_a_file_that_crashes_its_reader_crashes_a_child_alone(tmp_path, crashes):
+    whole = tmp_path / "whole.arrow"
+    with pa.ipc.new_file(whole, pa.schema([("a", pa.int64())])) as file:
+        file.write_table(pa.table({"a": [1]}))
+    crashes("bomb.arrow")
+    with ArrowCheck() as check:
+        assert check.problem(whole) == ""
+        assert "crashes" in check.problem(tmp_path / "bomb.arrow")
+        assert check.problem(whole) == "", "a new child reads on"
+        assert "FileNotFoundError" in check.problem(tmp_path / "nowhere.arrow")
+
+
+@pytest.mark.parametrize("damage", ["note", "shard"])
+def test_damage_in_staging_is_told(store, damage):
+    with pytest.raises(KeyboardInterrupt), work_on(store) as work:
+        work.write(0, commit(Store(store.path.with_name("other")), shards=1).table())
+        raise KeyboardInterrupt
+    assert said(store) == ""
+    folder = next((store.path / "a/logprobs/.staging").glob("*.notes"))
+    path = folder / "part-00000.arrow.json"
+    if damage == "shard":
+        path = folder.with_suffix("") / "part-00000.arrow"
+    raw = bytearray(path.read_bytes())
+    raw[-20] ^= 1
+    path.write_bytes(raw)
+    assert "staged part-00000.arrow.json is not what was written" in said(store).replace(": ", " ")
+    assert commit(store).manifest.rows == 4 and said(store) == ""
+
+
+@pytest.mark.parametrize("damage", [None, "note", "state", "gone"])
+def test_what_a_stage_goes_on_from_is_looked_at(store, damage):
+    commit(store)
+    folder = store.path / f"a/policy/.staging/{'0' * 64}.resume"
+    folder.mkdir(parents=True)
+    state = folder / "state-000001-000001.safetensors"
+    state.write_bytes(b"weights")
+    fields = {"file": state.name, "sha256": sha256(state), "epoch": 0}
+    checksum = "0" * 64 if damage == "note" else digest(fields)
+    (folder / "progress").write_text(json.dumps({**fields, "checksum": checksum}))
+    if damage == "state":
+        state.write_bytes(b"Weights")
+    elif damage == "gone":
+        state.unlink()
+    assert ("staged progress: is not what was written" in said(store)) == (damage is not None)
+
+
+def test_a_manifest_that_is_endless_is_not_read(store):
+    """Of 100 GB, which take no room on the disk."""
+    version = commit(store)
+    os.truncate(version.files.folder / "manifest.json", 100 * 10**9)
+    assert "has 100000000000 bytes" in said(store)
+    for _, entry in store.entries():
+        assert "has 100000000000 bytes" in entry.error
+
+
+def test_tags_are_looked_at(store):
+    first, second = commit(store), commit(store, Settings(seed=1))
+    store.tag("a", "prod", second.ref)
+    store.tag("a", "old", first.ref)
+    assert said(store) == ""
+    (store.path / "a/tags/prod").write_text("a/logprobs@7\n")
+    assert "the file says a/logprobs@7, its journal a/logprobs@2" in said(store)
+    versions_command.tag("prod", str(second.ref), store=str(store.path))
+    assert said(store) == "" and (store.path / "a/tags/prod").read_text() == "a/logprobs@2\n"
+    shutil.rmtree(first.files.folder)
+    assert "tag old" in said(store) and "a/logprobs@1, which is gone" in said(store)
+
+
+def test_a_version_that_is_deleted_on_purpose_is_no_error(store):
+    first = commit(store)
+    commit(store, Settings(seed=1), inputs={"other": first})
+    assert remove(store, "a/logprobs@1", "no longer needed") == (first.ref, ["a/logprobs@2"])
+    assert verify(store) == (1, [])
+    assert store.ledger("a", "logprobs").manifest(1).commit_id == first.manifest.commit_id
+
+
+UNSIGNED = json.dumps({"checksum": digest({})})  # whole, and says neither when nor why
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"at": 1}', "[" * 100_000, UNSIGNED])
+def test_a_tombstone_that_can_not_be_read_is_told(store, text):
+    commit(store)
+    commit(store, Settings(seed=1))
+    remove(store, "a/logprobs@1")
+    (store.path / "a/logprobs/.ledger/v000001.expired").write_text(text)
+    assert "on purpose cannot be read" in said(store)
+    with pytest.raises(CorruptError, match="on purpose"):
+        store.open("a/logprobs@1")
+    assert commit(store).ref.version == 1 and said(store) == ""
+
+
+def test_a_copy_of_a_manifest_that_is_damaged_is_told(store):
+    commit(store)
+    (path,) = (store.path / "a/logprobs/.ledger").glob("v*")
+    path.write_bytes(path.read_bytes()[:-9])
+    assert (
+        f"is not the manifest that was written\nState: nothing was changed.\nNext: rm {path}"
+        in (said(store))
+    )
+    shutil.rmtree(store.path / "a/logprobs/v000001")
+    assert "Next: restore it from a copy" in said(store)
+
+
+@pytest.mark.parametrize("name", ["README", ".DS_Store", "vx.y", "v000003", "v000001.123"])
+def test_what_else_lies_in_the_ledger_is_nobodys(store, name):
+    commit(store)
+    (store.path / "a/logprobs/.ledger" / name).touch()
+    assert said(store) == ""
+    assert commit(store, Settings(seed=1)).ref.version == 2
+
+
+WRONG = {
+    "folder": lambda path: path.mkdir(),
+    "loop": lambda path: path.symlink_to(path),
+    "pipe": os.mkfifo,
+    "deep": lambda path: path.write_text("[" * 100_000),
+    "file": lambda path: path.write_text("7"),
+}
+PLACES = [
+    "store.json",
+    "a/logprobs/v000001/manifest.json",
+    "a/logprobs/v000001/part-00000.arrow",
+    "a/logprobs/v000003",
+    "a/logprobs/.ledger",
+    "a/logprobs/.index",
+    "a/logprobs/.index/versions",
+    "a/logprobs/.staging",
+    "a/tags/prod",
+    "a/tags/.prod",
+    "a/tags/.prod/000001",
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("place", PLACES)
+def test_something_else_in_place_of_an_object_is_a_typed_error(store, place, wrong):
+    """And never waited for: a pipe has nothing to read."""
+    first = commit(store, shards=1)
+    commit(store, Settings(seed=1), shards=1)
+    store.tag("a", "prod", first.ref)
+    store.find("a", "logprobs", "0" * 64)
+    path = store.path / place
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    WRONG[wrong](path)
+    uses = [
+        lambda here: list(here.entries()),
+        lambda here: here.open("a/logprobs@1").table(),
+        lambda here: here.open("a/logprobs@prod").table(),
+        lambda here: here.history("a", "prod"),
+        lambda here: here.tag("a", "prod", "a/logprobs@2"),
+        lambda here: here.find("a", "logprobs", "1" * 64),
+        lambda here: commit(here, Settings(seed=2), shards=1),
+        lambda here: remove(here, "a/logprobs@2"),
+        verify,
+    ]
+    for use in uses:
+        with suppress(QuiverError):
+            use(Store(store.path))
+
+
+def test_a_version_with_another_way_to_write_its_number_is_none(store):
+    version = commit(store)
+    shutil.copytree(version.files.folder, version.files.folder.with_name("v0000001"))
+    assert store.numbers("a", "logprobs") == [1] and verify(store) == (1, [])
+
+
+def test_a_damaged_version_is_put_aside_and_made_again(store):
+    first = commit(store)
+    commit(store, Settings(seed=1), inputs={"other": first})
+    store.tag("a", "prod", first.ref)
+    with pytest.raises(ConfigError, match="is whole"):
+        quarantine(store, "a/logprobs@1")
+    (first.files.folder / "manifest.json").write_bytes(b"{")
+    ref, folder = quarantine(store, "a/logprobs@1")
+    assert ref == first.ref and (folder / "manifest.json").read_bytes() == b"{"
+    assert "E-LINEAGE" in said(store), "it is missing, not expired"
+    assert commit(store).ref == first.ref
+    assert said(store) == "" and str(store.resolve("a/logprobs@prod")) == "a/logprobs@1"
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        (["ab", "ab"], "two columns have the same name"),
+        (["ab", "a\xff"], "the name of a column is not UTF-8"),
+    ],
+)
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_names_of_columns_that_no_reader_can_ask_for_are_told(tmp_path, is_nested, names, problem):
+    columns = pa.table({"ab": [1], "aX": [2]})
+    table = pa.table({"s": columns.to_struct_array()}) if is_nested else columns
+    with pa.ipc.new_file(tmp_path / "t.arrow", table.schema) as file:
+        file.write_table(table)
+    raw = (tmp_path / "t.arrow").read_bytes()
+    assert raw.count(b"aX") == 2  # before the rows and after them
+    (tmp_path / "t.arrow").write_bytes(raw.replace(b"aX", names[1].encode("latin-1")))
+    with pytest.raises(pa.ArrowInvalid, match=problem):
+        Storage(tmp_path).read_table("t.arrow")
+
+
+def test_an_input_of_another_kind_than_its_role_is_told(store, policy):
+    """Whoever reads its columns would not find them."""
+    rollouts, rewards = world.make(store, policy, world.even_share, groups=1)
+    about = {"stage": "reward", "stage_version": 1, "config": Settings()}
+    with begin(store, "wrong", "rewards", inputs={"rollouts": rewards}, **about) as work:
+        work.write(0, rewards.table())
+        wrong = work.commit()
+    assert open_input(store, rewards, "rollouts").ref == rollouts.ref
+    with pytest.raises(LineageError, match="its rollouts are tiny/rewards@1"):
+        open_input(store, wrong, "rollouts")

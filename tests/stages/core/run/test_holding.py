@@ -1,0 +1,211 @@
+"""A stage's process as its caller holds it; see `test_subprocesses` for how it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from quiver.schemas.errors import ResourceError
+from quiver.stages.core.run import holding
+from quiver.stages.core.run.folders import sweep_folders, temporary_folder
+from quiver.stages.core.run.holding import StageProcess, Terms, ask, end_waiting, hold
+
+CALL = {"stage": "policy", "config": {"options": {}}}
+SERVES = """
+n=0
+while read line; do
+    n=$((n + 1))
+    {body}
+    grep -q '"hold": true' "$6/call.json" && held=true || held=false
+    echo '{{"ref": "'$n'", "held": '$held'}}' > "$6/answer.json"
+    echo
+done
+"""
+"""Answers each call by the number of calls that it has had; $6 is the folder of its files."""
+
+
+@pytest.fixture
+def interpreter(tmp_path):
+    """Make an interpreter that runs a shell script, whatever it is asked to run."""
+
+    def make(script: str) -> str:
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    yield make
+    end_waiting()
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The processes that were started."""
+    processes = []
+    monkeypatch.setattr(
+        holding,
+        "StageProcess",
+        lambda *about: processes.append(StageProcess(*about)) or processes[-1],
+    )
+    return processes
+
+
+# -- one call
+
+
+@pytest.mark.parametrize(
+    ("end", "problem"),
+    [
+        ("exit 3", "with exit code 3 without an answer; last words: 8 / 7 / 6 / 5 / 4"),
+        ("kill -9 $$", r"by SIGKILL \(out of memory\?\) without"),
+        ("kill -15 $$", "by SIGTERM without"),
+    ],
+)
+def test_a_process_that_ends_without_an_answer_is_described(interpreter, end, problem):
+    lines = []
+    with pytest.raises(ResourceError, match=problem) as caught:
+        ask("policy", CALL, python=interpreter(f"seq 8; {end}"), on_line=lines.append)
+    assert caught.value.object == "stage policy" and "last words: 8" in caught.value.message
+    assert lines == list("12345678")
+
+
+def test_a_time_limit_is_the_stages(interpreter):
+    with pytest.raises(ResourceError, match="limit of 1 s") as caught:
+        ask("policy", CALL, python=interpreter("sleep 600"), timeout=1)
+    assert caught.value.object == "stage policy"
+    assert "placement.timeout_seconds" in caught.value.next
+
+
+def test_a_time_limit_of_the_reader_of_its_lines_is_not_its_own(interpreter):
+    def on_line(line):
+        raise TimeoutError("the server does not answer")
+
+    with pytest.raises(TimeoutError, match="the server does not answer"):
+        ask("policy", CALL, python=interpreter("echo hello; sleep 600"), on_line=on_line)
+
+
+def test_one_that_was_never_called_is_not_asked_to_end(interpreter, tmp_path):
+    """It is often deep in an import, and does not react to SIGTERM."""
+    script = f"trap 'touch {tmp_path}/asked' TERM; echo up; while true; do sleep 0.1; done"
+    with StageProcess(Terms("policy", interpreter(script))) as child:
+        assert child.process.stdout.readline() == b"up\n"
+    assert not (tmp_path / "asked").exists()
+
+
+# -- held
+
+
+@pytest.mark.parametrize(
+    ("changed", "starts"),
+    [
+        ({}, 1),
+        ({"online": True}, 2),
+        ({"env": {"CUDA_VISIBLE_DEVICES": "1"}}, 2),
+        ({"call": {"stage": "policy", "config": {"options": {"seed": 1}}}}, 2),
+    ],
+)
+def test_a_held_process_gets_only_calls_with_its_terms(interpreter, started, changed, starts):
+    python = interpreter(SERVES.format(body=""))
+    hold("policy", CALL["config"], python)
+    hold("policy", {}, python)  # one is held
+    assert ask(python=python, stage="policy", **{"call": CALL, **changed})["ref"] == "1"
+    assert len(started) == starts
+    assert not holding._waiting
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ('echo \'{"error": {"object": "o", "message": "m"}}\' > "$6/answer.json"; exit 1', "o: m"),
+        ("exit 3", "its process ended with exit code 3"),
+    ],
+)
+def test_a_call_that_fails_in_a_held_process_is_repeated_in_a_fresh_one(
+    interpreter, started, caplog, fault, reason
+):
+    caplog.set_level("INFO", "quiver")
+    python = interpreter(SERVES.format(body=f"if [ $n = 3 ]; then {fault}; fi"))
+    refs = [ask("policy", CALL, python=python, hold=True, timeout=60)["ref"] for _ in range(5)]
+    assert refs == ["1", "2", "1", "2", "1"] and len(started) == 3
+    assert f"stage policy: once more, in a fresh process: {reason}" in caplog.text
+
+
+# -- its environment
+
+
+def test_tcmalloc_gives_it_its_memory_unless_its_user_chose(interpreter, monkeypatch):
+    python = interpreter("exec /usr/bin/env cat /proc/self/maps")
+    installed = subprocess.run(
+        ["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=False
+    ).stdout
+    for user_choice, expected in ((None, "libtcmalloc" in installed), ("", False)):
+        monkeypatch.delenv("LD_PRELOAD", raising=False)
+        if user_choice is not None:
+            monkeypatch.setenv("LD_PRELOAD", user_choice)
+        lines = []
+        with pytest.raises(ResourceError):
+            ask("policy", CALL, python=python, on_line=lines.append)
+        assert ("libtcmalloc" in "\n".join(lines)) == expected
+
+
+@pytest.fixture
+def temporary(monkeypatch):
+    """The folder for temporary files, of this test alone; its path is short, for sockets."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield Path(folder)
+
+
+def test_its_temporary_files_go_with_it_and_what_torch_compiles_stays(
+    interpreter, temporary, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it once it compiled
+    script = (
+        'mkdir $TMPDIR/sub; touch "$TMPDIR/a socket"; echo $TORCHINDUCTOR_CACHE_DIR; ls $TMPDIR'
+    )
+    lines = []
+    with pytest.raises(ResourceError):
+        ask("policy", CALL, python=interpreter(script), on_line=lines.append)
+    assert lines == ["/caches/quiver/torchinductor", "a socket", "call.json", "lock", "sub"]
+    assert os.listdir(temporary) == []
+
+
+HOLDER = """
+import time
+from quiver.stages.core.run.folders import temporary_folder
+with temporary_folder() as folder:
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_the_folders_of_dead_processes_are_swept(temporary):
+    """Not those of live ones, without an owner, or of another user."""
+    holders = [
+        subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    folders = [Path(process.stdout.readline().strip()) for process in holders]
+    (temporary / "quiver-of-before").mkdir()
+    (temporary / "other").mkdir()
+    (temporary / "quiver-link").symlink_to(temporary / "other")
+    kept = {"other", "quiver-link", "quiver-of-before", folders[0].name}
+    for process in holders[1:]:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    if os.getuid() == 0:  # only root can give a folder to another user
+        os.chown(folders[2], 12345, 12345)
+        kept.add(folders[2].name)
+    sweep_folders()
+    assert set(os.listdir(temporary)) == kept
+    with temporary_folder() as folder:
+        assert folder.parent == temporary
+    assert not folder.exists()
+    holders[0].kill()
+    holders[0].wait()

