@@ -24,7 +24,7 @@ from quiver.stages.reward.preview import preview
 from quiver.stages.turns import pool as environment_pool
 
 from .doubts import about_answers, about_prompts, about_rewards, about_rows, about_steps, unused
-from .first_rows import Answered, FirstRows, first_rows, read_sources, require_references
+from .first_rows import Answered, FirstRows, Source, first_rows, read_sources, require_references
 from .placement import trains_here
 from .preflight import finished, made_policy, preflight
 from .recipe import Recipe
@@ -62,37 +62,15 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
         versions = finished(recipe)
         sources = read_sources(recipe)
         require_references(recipe.reward, sources)
-        rows = FirstRows()
-        policy = made_policy(recipe.policy, recipe.store, recipe.run)
-        must_make = policy is None and is_function(recipe.policy.model)
-        if is_shown or is_tried or not must_make:
-            if must_make:
-                log.info(
-                    "policy.model is a function: it makes the base model now, which takes as long "
-                    "as in a run; without --show and --try all is looked at that needs no model"
-                )
-            folder = policy and policy.files.folder
-            rows = first_rows(recipe, sources, folder, is_answered=is_tried)
-        else:
-            log.warning(
-                "prompts are not looked at: policy.model is a function, which the first run calls "
-                "to make the base model; --show and --try call it, too"
-            )
+        rows = read_first_rows(
+            recipe, sources, is_forced=is_shown or is_tried, is_answered=is_tried
+        )
         failures = (failure(recipe.generate, answered) for answered in rows.answers)
         error = next(filter(None, failures), None)
         columns = recipe.columns["data"]
         tried = []
         if is_tried and error is None:
-            # This starts processes, loads scorers and asks servers. `first_rows` tried the rewards
-            # with the columns of the training rows.
-            for held_out in recipe.columns.values():
-                if held_out != columns:
-                    load("reward").check(recipe.reward, [*held_out, *recipe.offered_columns])
-            tried = ["reward"] if recipe.generate.turns is None else ["generate", "reward"]
-            if trains_here(recipe.placement):
-                config = recipe.optimize_config()
-                load("optimize").check(config, [*columns, *recipe.offered_columns])
-                tried.append("optimize")
+            tried = try_stages(recipe)
         reads = preview(recipe.reward, [*columns, *recipe.offered_columns])
         table = sources["data"].table
         for sentence in (
@@ -141,6 +119,49 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
     if error is None:
         lines.append(f"{path} can run: {recipe.run}, {counted(recipe.iterations, 'iteration')}")
     return Looked(answer, lines, error)
+
+
+def read_first_rows(
+    recipe: Recipe, sources: dict[str, Source], *, is_forced: bool, is_answered: bool
+) -> FirstRows:
+    """Render the first rows as prompts, if that needs no model that must be made first.
+
+    Args:
+        recipe: The recipe.
+        sources: The rows of each section.
+        is_forced: Make the base model if `policy.model` is a function.
+        is_answered: Let the scorers score answers to the first prompt.
+    """
+    policy = made_policy(recipe.policy, recipe.store, recipe.run)
+    if policy is None and is_function(recipe.policy.model):
+        if not is_forced:
+            log.warning(
+                "prompts are not looked at: policy.model is a function, which the first run calls "
+                "to make the base model; --show and --try call it, too"
+            )
+            return FirstRows()
+        log.info(
+            "policy.model is a function: it makes the base model now, which takes as long as in a "
+            "run; without --show and --try all is looked at that needs no model"
+        )
+    return first_rows(recipe, sources, policy and policy.files.folder, is_answered=is_answered)
+
+
+def try_stages(recipe: Recipe) -> list[str]:
+    """Start what the recipe's stages need: processes, scorers, servers. Return the stages' names.
+
+    `first_rows` has tried the rewards with the columns of the training rows.
+    """
+    columns = recipe.columns["data"]
+    for held_out in recipe.columns.values():
+        if held_out != columns:
+            load("reward").check(recipe.reward, [*held_out, *recipe.offered_columns])
+    tried = ["reward"] if recipe.generate.turns is None else ["generate", "reward"]
+    if trains_here(recipe.placement):
+        config = recipe.optimize_config()
+        load("optimize").check(config, [*columns, *recipe.offered_columns])
+        tried.append("optimize")
+    return tried
 
 
 def failure(generate: Generate, answered: Answered) -> ConfigError | None:

@@ -44,7 +44,7 @@ from quiver.stages.core import plugins
 from quiver.stages.core.run.answering import no_copies
 from quiver.stages.core.run.workers import memory_limit
 from quiver.stages.reward.functions import shipped
-from quiver.stages.reward.pool.habits import LOGS, adapted
+from quiver.stages.reward.pool.habits import LOGS, About, adapted
 from quiver.stages.reward.scoring import LARGEST, Part, as_extra
 
 BEAT_SECONDS = 0.5
@@ -124,17 +124,6 @@ class Host:
         self._loop = self._loop or asyncio.new_event_loop()
         self._loop.run_until_complete(work())
         return finished
-
-
-class About(NamedTuple):
-    """The calling convention of a reward function."""
-
-    takes: list[str] | None
-    """Names that it accepts. None: every column."""
-    needs: list[str]
-    """Names that it requires, beyond the recipe's arguments."""
-    is_async: bool
-    fingerprint: str = ""
 
 
 class Function(NamedTuple):

@@ -11,15 +11,12 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.reward.functions import shipped
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.scoring import OFFERED, Batch, require_columns
-
-if TYPE_CHECKING:
-    from quiver.stages.reward.pool.calls import About
 
 LOGS = ("log_extra", "log_metric")
 """Parameters that are functions instead of columns, valid during a call."""
@@ -34,6 +31,17 @@ Callee = Callable[..., Any]
 
 
 # -- which columns a function is given
+
+
+class About(NamedTuple):
+    """The calling convention of a reward function."""
+
+    takes: list[str] | None
+    """Names that it accepts. None: every column."""
+    needs: list[str]
+    """Names that it requires, beyond the recipe's arguments."""
+    is_async: bool
+    fingerprint: str = ""
 
 
 def column_of(parameter: str, config: FunctionConfig, columns: Iterable[str]) -> str:
