@@ -12,17 +12,17 @@ job.take((0, 0.0), workers=2)        # range(0, 4): each is called by itself
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quiver.stages.core.run.workers import Ended, Late
+from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.pool.calls import late
-from quiver.stages.reward.scoring import Part
-
-if TYPE_CHECKING:
-    from quiver.stages.reward.pool.scorer import FunctionScorer
+from quiver.stages.reward.pool.habits import About
+from quiver.stages.reward.scoring import Notice, Part
 
 BATCH_SECONDS = 3.0
 """Longest time of a call on several rows."""
@@ -31,13 +31,49 @@ _SHORTEST_CALL_SECONDS = 0.005  # a shorter call costs more to send than to run
 _GROWTH = 8
 
 
+log = logging.getLogger(__name__)
+
+
+class Function:
+    """A reward function of a recipe, and what is learned about it while it runs."""
+
+    def __init__(self, config: FunctionConfig, max_rows: int, notice: Notice) -> None:
+        self.config = config
+        self.max_rows = max_rows
+        """Most rows per call."""
+        self.notice = notice
+        self.about: About | None = None
+        self.seconds = 0.0
+        """Seconds in calls so far, summed over processes."""
+        self.kills = 0
+        """Processes in a row that were killed while they imported it."""
+        self.is_told = False
+        """True if the log already says that its rows were called one by one."""
+
+    @property
+    def batch_seconds(self) -> float:
+        """Longest time of a call on several rows."""
+        return min(self.config.timeout_seconds, BATCH_SECONDS)
+
+    def tell_done_again(self, num_rows: int, why: str) -> None:
+        """Log once that a call on several rows failed and they are called one by one."""
+        if not self.is_told:
+            self.is_told = True
+            log.warning(
+                "%s: a call on %d rows failed (%s); where one does, its rows are called one by one",
+                self.config.name,
+                num_rows,
+                why,
+            )
+
+
 class Job:
     """The rows of one `run`: rows to call, rows to call alone, and the parts so far. Any thread may
     use it."""
 
     def __init__(
         self,
-        function: FunctionScorer,
+        function: Function,
         columns: dict[str, list[Any]],
         rollout_ids: list[str | None],
         sizes: list[int] | None = None,

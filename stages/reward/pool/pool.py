@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
@@ -33,9 +33,6 @@ from quiver.schemas.errors import ConfigError, ResourceError, from_dict, printab
 from quiver.stages.core.run.workers import Ended, Killed, Late, Surplus, Worker, share_of_memory
 from quiver.stages.reward.pool import calls, jobs
 from quiver.stages.reward.scoring import LARGEST, Part
-
-if TYPE_CHECKING:
-    from quiver.stages.reward.pool.scorer import FunctionScorer
 
 LOAD_SECONDS = 120.0
 LOAD_ATTEMPTS = 3
@@ -129,7 +126,7 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def describe(self, function: FunctionScorer) -> calls.About:
+    def describe(self, function: jobs.Function) -> calls.About:
         """Return how to call `function`. Raises ConfigError if it cannot be loaded, ResourceError
         if no process can be started, or none lives long enough."""
         if function.about is None:
@@ -142,7 +139,7 @@ class Pool:
 
     def run(
         self,
-        function: FunctionScorer,
+        function: jobs.Function,
         columns: dict[str, list[Any]],
         rollout_ids: list[str | None],
         sizes: list[int] | None = None,
@@ -209,7 +206,7 @@ class Pool:
             job.done.set()
 
     @contextmanager
-    def _process(self, function: FunctionScorer) -> Iterator[ScoringWorker]:
+    def _process(self, function: jobs.Function) -> Iterator[ScoringWorker]:
         """Wait for an idle process, or start one. The process is ended if the block raises."""
         process = self._idle.get()
         is_sound = False
@@ -238,7 +235,7 @@ class Pool:
                     self._processes.discard(process)
             self._idle.put(process if is_sound else None)
 
-    def _load(self, process: ScoringWorker, function: FunctionScorer) -> None:
+    def _load(self, process: ScoringWorker, function: jobs.Function) -> None:
         """Load the function in a process, once.
 
         Raises:
@@ -334,7 +331,7 @@ def _closed() -> ResourceError:
     return ResourceError("reward workers", "were closed while rows were scored", next="run again")
 
 
-def _log_printed(process: ScoringWorker, function: FunctionScorer) -> None:
+def _log_printed(process: ScoringWorker, function: jobs.Function) -> None:
     for line in process.printed().splitlines():
         if line.strip():
             log.info("%s: %s", function.config.name, printable(line, 1000))

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from quiver.schemas.errors import ConfigError, QuiverError, printable
 from quiver.stages.reward.functions import shipped
 from quiver.stages.reward.functions.config import FunctionConfig
-from quiver.stages.reward.pool import calls, jobs
+from quiver.stages.reward.pool import calls
 from quiver.stages.reward.pool.habits import given, require, require_sent, takes_of
+from quiver.stages.reward.pool.jobs import Function
 from quiver.stages.reward.pool.pool import Pool
 from quiver.stages.reward.scoring import Batch, Notice, Part
 from quiver.stages.reward.tables import Groups
@@ -18,7 +19,7 @@ from quiver.stages.reward.tables import Groups
 log = logging.getLogger(__name__)
 
 
-class FunctionScorer:
+class FunctionScorer(Function):
     """A reward function. The user's code is imported and called only in the pool's processes."""
 
     def __init__(
@@ -37,37 +38,13 @@ class FunctionScorer:
 
         Raises ConfigError if a shipped function does not exist or cannot take its arguments.
         """
-        self.config = config
+        super().__init__(config, rows, notice)
         self.name = config.name
-        self.max_rows = rows
-        self.notice = notice
-        self.about: calls.About | None = None
-        self.seconds = 0.0
-        self.kills = 0
-        """Processes in a row that were killed while they imported it."""
-        self.is_told = False
-        """True if the log already says that its rows were called one by one."""
         self._pool = pool
         self._groups = groups
         if config.is_shipped:
             self.about = calls.describe(
                 shipped(config.use).function, config.name, config.arguments, config.fingerprint
-            )
-
-    @property
-    def batch_seconds(self) -> float:
-        """Longest time of a call on several rows."""
-        return min(self.config.timeout_seconds, jobs.BATCH_SECONDS)
-
-    def tell_done_again(self, num_rows: int, why: str) -> None:
-        """Log once that a call on several rows failed and they are called one by one."""
-        if not self.is_told:
-            self.is_told = True
-            log.warning(
-                "%s: a call on %d rows failed (%s); where one does, its rows are called one by one",
-                self.name,
-                num_rows,
-                why,
             )
 
     def require(self, columns: Iterable[str]) -> None:
