@@ -119,7 +119,7 @@ class PolicyConfig(Base):
         return {"source_hash": self.source_hash, "dtype": dtype}
 
 
-Config = PolicyConfig  # the name that the contract of a stage asks for; see runtime/stage.py
+Config = PolicyConfig  # the name that the contract of a stage asks for; see core/run/stage.py
 
 
 def resolve(config: PolicyConfig) -> PolicyConfig:

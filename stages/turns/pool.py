@@ -25,7 +25,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel
+from pydantic import BaseModel, field_validator
 
 from quiver.schemas.errors import ConfigError, QuiverError, ResourceError, from_dict, printable
 from quiver.stages.core.run.workers import Ended, Killed, Late, Worker, share_of_memory
@@ -70,6 +70,13 @@ class _Answer(BaseModel):
 
     step: Step | None
     error: str | None
+
+    @field_validator("step")
+    @classmethod
+    def _pictures_are_text(cls, step: Step | None) -> Step | None:
+        if step is not None and not all(isinstance(picture, str) for picture in step.images or ()):
+            raise ValueError("pictures of a worker are base64 text")
+        return step
 
 
 class _Again(Exception):

@@ -244,7 +244,7 @@ def children() -> list[int]:
             command, folder = path.read_bytes(), os.readlink(path.with_name("cwd"))
         except OSError:
             continue
-        is_ours = b"runtime/answering.py" in command and folder == os.getcwd()
+        is_ours = b"run/answering.py" in command and folder == os.getcwd()
         if is_ours and alive(int(path.parent.name)):
             found.append(int(path.parent.name))
     return found

@@ -8,11 +8,12 @@ import signal
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from quiver.schemas.errors import ConfigError, ResourceError
 from quiver.stages.turns.config import Turns
 from quiver.stages.turns.environment import Call, Turn
-from quiver.stages.turns.pool import EnvironmentPool, Reply
+from quiver.stages.turns.pool import EnvironmentPool, Reply, _Answer
 
 ENVIRONMENT = '''
 import os, random, time
@@ -370,3 +371,8 @@ def test_an_answer_too_many_ends_the_process_and_costs_its_own_episode(tmp_path)
         reply = ask(pool, keys[1], "go")
     assert reply.failure == "environment_error"
     assert reply.why == "its process ended after an answer too many, 2 times"
+
+
+def test_pictures_that_are_no_text_are_no_answer():
+    with pytest.raises(ValidationError, match="base64 text"):
+        _Answer.model_validate({"step": {"text": "seen", "images": [7]}, "error": None})
