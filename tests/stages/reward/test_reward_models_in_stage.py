@@ -9,7 +9,7 @@ from quiver.schemas.errors import ConfigError, RewardError
 from quiver.stages.core.run.runner import Call, find, perform
 from quiver.stages.reward.models.config import ModelConfig, fingerprint, model_entry
 from quiver.stages.reward.models.scorer import ModelScorer
-from tests.stages.core import test_hashes
+from tests.stages.model import test_hashes
 from tests.stages.reward.reward_models import make_model
 
 cache, hashed, later = test_hashes.cache, test_hashes.hashed, test_hashes.later
