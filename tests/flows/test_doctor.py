@@ -17,7 +17,7 @@ from tests.flows.conftest import free_port
 ROOT = Path(__file__).parents[2]
 WITH_MODULES = """
 import sys
-from quiver.flows import cli
+from quiver.flows.cli import main as cli
 sys.argv = ["quiver", *sys.argv[1:]]
 try:
     cli.main()

@@ -150,7 +150,7 @@ def test_what_paths_columns_and_names_tell_is_told_before_anything_runs(
 def test_it_is_told_before_prefect_and_torch_are_imported_and_the_first_line_at_once(folder):
     program = (
         "import sys; sys.argv = ['quiver', 'run', 'recipe.toml', '--set', 'data.prompt=x'];"
-        "from quiver.flows import cli\n"
+        "from quiver.flows.cli import main as cli\n"
         "try: cli.main()\n"
         "finally: print({'prefect', 'torch', 'vllm', 'transformers'} & set(sys.modules))"
     )
@@ -267,7 +267,7 @@ def test_the_help_is_whole_in_80_columns(tmp_path):
 
 EACH = """
 import contextlib, io, json, os, sys
-from quiver.flows import cli
+from quiver.flows.cli import main as cli
 answers = []
 for words in json.loads(sys.argv[1]):
     os.environ["COMP_WORDS"] = "\\n".join(["quiver", *words])

@@ -29,7 +29,8 @@ def evenness(completion_ids, **_):
     time.sleep(600)
 """
 PATIENT = """
-from quiver.flows import cli, stopping
+from quiver.flows import stopping
+from quiver.flows.cli import main as cli
 stopping.STOP_SECONDS = 600
 cli.main()
 """

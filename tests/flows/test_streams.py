@@ -84,7 +84,7 @@ def test_a_command_whose_answer_nobody_reads_ends_like_others_of_a_pipe(tmp_path
 def test_a_pipe_inside_a_command_that_breaks_is_a_defect_and_told(tmp_path):
     (tmp_path / "with_pipe.py").write_text(
         "import os\n"
-        "from quiver.flows import cli\n"
+        "from quiver.flows.cli import main as cli\n"
         "def pipe():\n"
         "    reader, writer = os.pipe()\n"
         "    os.close(reader)\n"
