@@ -244,7 +244,7 @@ def tell_moved(name: str, entry: Entry) -> None:
 
 
 def _tell(name: str, make: Callable[[ModuleType], list[dict[str, Any]]]) -> None:
-    """Post the events that `make` builds with the module `pages.events`.
+    """Post the events that `make` builds with the module `look.pages.events`.
 
     Logs a warning that names `name` if the server has not taken them in time.
     """

@@ -1,7 +1,7 @@
 """Run one stage on saved versions, without the rest of the chain: score again, train again, fork.
 
 Look here for `quiver generate`, `reward`, `optimize` and the like. This is plain Python, so the
-command line needs no Prefect for it; `single` offers the same as flows.
+command line needs no Prefect for it.
 
     with by_hand(recipe):
         rerun(recipe, "reward", {"rollouts": "arith/rollouts@3"})

@@ -1,4 +1,4 @@
-"""The command line: gathers the commands of `commands/` and turns their errors into exit codes.
+"""The command line: gathers the commands of this folder and turns their errors into exit codes.
 
 With --json, stdout holds only one JSON object, in its last line; logs go to stderr. Heavy imports
 wait until a command needs them.

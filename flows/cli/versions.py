@@ -1,4 +1,4 @@
-"""Commands about the versions of a store: list, show, compare, check, delete, tag and report."""
+"""Commands about the versions of a store: list, show, compare, verify, delete, tag and report."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""One HTML file about a whole run: read-only, self-contained, the same bytes for the same store."""
+"""Views of a store for people: text in the terminal, one HTML report, Prefect's pages."""

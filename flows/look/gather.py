@@ -44,8 +44,8 @@ class Iteration:
     steps: list[dict[str, Any]]
     """Rows of its updates: `step` and `STEP_COLUMNS`."""
     episodes: dict[str, Any] | None = None
-    """Counts of its first rollouts' episodes, from `common.episodes`. None if they have no turns
-    or are missing."""
+    """Counts of its first rollouts' episodes, from `turns.statistics.measure`. None if they have no
+    turns or are missing."""
 
     def of_kind(self, kind: str) -> list[Manifest]:
         """Return the versions of this kind, one per round."""

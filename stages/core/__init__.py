@@ -1,1 +1,1 @@
-"""Code shared by all stages: config, store, files, models, ragged tensors, child processes."""
+"""Code shared by all stages: config, user code, the store, the runner, processes, the sandbox."""

@@ -1,1 +1,1 @@
-"""Models on disk and in memory: checkpoints, model folders, and loading."""
+"""Models on disk and in memory: checkpoints, loading, chat templates, pictures, forward passes."""

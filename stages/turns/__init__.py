@@ -1,1 +1,1 @@
-"""Environments and tools that answer a policy's turns, run in worker processes."""
+"""Episodes of several turns: environments and tools in worker processes, tool calls, replay."""

@@ -22,7 +22,7 @@ actions are numbers (a `Discrete` action space), the last whole number in the tu
 action. A turn without a valid number changes nothing; the policy reads that it was no action.
 `reset(seed, options)` gets the row as options.
 
-Those on servers are in `servers`. To add a kind, add a row to the tables in `config`.
+Those on servers are in `servers`. To add a kind, add a row to the tables in `environment_config`.
 """
 
 from __future__ import annotations

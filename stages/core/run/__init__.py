@@ -1,1 +1,1 @@
-"""The runtime: the contract of a stage, the runner, and the processes that stages run in."""
+"""The contract of a stage, its call, the runner, and the processes around it."""

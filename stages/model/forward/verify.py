@@ -1,6 +1,6 @@
 """Checks on real rollouts, before a stage relies on them: the packing and the attention kernel.
 
-`choose_mode` takes the ways of packing that suit the model's family (models/families.py), compares
+`choose_mode` takes the ways of packing that suit the model's family (../families.py), compares
 them on real rollouts with the model's own forward pass, one rollout at a time, and takes the
 fastest that agrees. So a model that block attention does not suit costs speed, never correctness.
 
