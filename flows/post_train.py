@@ -315,7 +315,7 @@ class Chain:
         if recipe.optimize.prox_of == "start":
             config = proximal_config(recipe.optimize, recipe.logprobs, ())
             scored = [score(config, source, policy) for source in sources]
-            seconds["logprobs prox"] = scored[0].seconds
+            seconds["logprobs prox"] = sum(each.seconds for each in scored[: len(sampled.rounds)])
             sources = [
                 replace(source, prox_logprobs=outcome.ref)
                 for source, outcome in zip(sources, scored, strict=True)
@@ -323,7 +323,7 @@ class Chain:
         config = recipe.logprobs.for_role("ref")
         scored = [score(config, source, reference) for source in sources if reference]
         if scored:
-            seconds["logprobs ref"] = scored[0].seconds
+            seconds["logprobs ref"] = sum(each.seconds for each in scored[: len(sampled.rounds)])
         refs: dict[str, Any] = {"policy": policy}
         refs["ref_logprobs"] = [outcome.ref for outcome in scored]
         for role in _LEARNED_FROM:

@@ -37,7 +37,9 @@ RECIPE = ROOT / "deployments/recipes/demo.toml"
 SIDES = ("with", "without")
 ENGINES = ("vllm", "transformers")
 ITERATIONS = 3
-_COMMAND = "from quiver.flows import dispatch\n{replace}from quiver.flows.cli.main import main\nmain()"
+_COMMAND = (
+    "from quiver.flows import dispatch\n{replace}from quiver.flows.cli.main import main\nmain()"
+)
 _REPLACE = {"with": "", "without": "dispatch.hold = lambda *_: None\n"}
 
 

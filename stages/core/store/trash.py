@@ -17,7 +17,7 @@ over, its folder was renamed, so it cannot take anything any more.
         trash.take(ref)
     rescue(storage, ref)        # keep a version in use that is about to be deleted, or just was
 
-Not of the spine: no run reads from the trash.
+Not of the spine: a run reads from the trash only to restore files that expired.
 """
 
 from __future__ import annotations
