@@ -18,12 +18,10 @@ def gc(
     ] = False,
     keep: Annotated[
         int | None,
-        typer.Option(
-            help="versions of candidate kind of candidate run that stay; default: all", min=1
-        ),
+        typer.Option(help="versions of each kind of each run that stay; default: all", min=1),
     ] = None,
     moments: Annotated[
-        int, typer.Option(help="policies of candidate run whose optimizer state stays", min=1)
+        int, typer.Option(help="policies of each run whose optimizer state stays", min=1)
     ] = 1,
     grace_hours: Annotated[
         float, typer.Option(help="how long what goes can be brought back", min=0)
