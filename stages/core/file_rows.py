@@ -18,6 +18,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,25 @@ def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 yield f"item {number}", row
             return
         for number, line in enumerate(file, 1):
-            if line.strip():
-                yield f"line {number}", parse_line(line, f"{path} line {number}")
+            if not line.strip():
+                continue
+            try:
+                row = parse_line(line, f"{path} line {number}")
+            except ConfigError:
+                if not _is_object(line) and _is_object(path.read_bytes()):
+                    raise bad_source(
+                        path,
+                        "holds one object over several lines: an array of objects is expected, or "
+                        "one object a line",
+                    ) from None
+                raise
+            yield f"line {number}", row
+
+
+def _is_object(text: bytes) -> bool:
+    with suppress(ValueError, RecursionError):
+        return isinstance(json.loads(text), dict)
+    return False
 
 
 def parse_line(raw: bytes, place: str) -> Any:

@@ -101,7 +101,8 @@ def attach(config: Lora, model: PreTrainedModel, policy: Version, *, seed: int) 
     """Freeze `model` (the base) and add adapters in place: the adapters of `policy`, or new ones,
     initialised from `seed`.
 
-    Raises ConfigError if a name in `target_modules` is no layer of the model.
+    Raises ConfigError if a name in `target_modules` is no layer of the model, or if the adapter
+    does not fit the model.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -121,6 +122,13 @@ def attach(config: Lora, model: PreTrainedModel, policy: Version, *, seed: int) 
     if policy.manifest.input("base") is not None:
         policy.verify(f"{ADAPTER_FOLDER}/")
         saved = load_file(policy.files.path(ADAPTER_WEIGHTS))
+        shapes = {name: parameter.shape for name, parameter in adapters.items()}
+        if {name: tensor.shape for name, tensor in saved.items()} != shapes:
+            raise ConfigError(
+                f"{policy.ref} {ADAPTER_FOLDER}",
+                "its matrices have other names or shapes than the base's layers",
+                next=f"install the transformers that the manifest of {policy.ref} names",
+            )
         with torch.no_grad():
             for name, parameter in adapters.items():
                 parameter.copy_(saved[name])

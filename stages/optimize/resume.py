@@ -66,7 +66,11 @@ class SavedProgress:
         state = None
         try:
             state = self._read(trainer)
-        except (ValueError, TypeError, KeyError, OSError, CorruptError, SafetensorError) as error:
+        # no other OSError: a disk that fails for a moment still has the state
+        except (
+            *(ValueError, TypeError, KeyError, FileNotFoundError),
+            *(CorruptError, SafetensorError),
+        ) as error:
             log.warning(
                 "the saved training state is not whole; the training starts over: %s",
                 printable(error),

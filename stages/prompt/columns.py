@@ -217,7 +217,11 @@ def plain_table(source: str, table: pa.Table) -> pa.Table:
         ):
             kind = kind.value_type  # Arrow cannot join dictionaries that hold nulls
         if kind != column.type:
-            column = _rebuilt(kind, _values(source, name, column))
+            try:
+                column = _rebuilt(kind, _values(source, name, column))
+            except pa.ArrowException as error:
+                problem = f"column {quoted_name(name)} of type {column.type}: {printable(error)}"
+                raise bad_source(source, problem) from None
         columns[name] = wrapped = wrap(column)
         # Read every value now, so that the error for an unreadable one names its row.
         if wrapped is not column or holds(column.type, pa.types.is_temporal):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from quiver.flows.calls import make_here
 from quiver.flows.dispatch import run_at
 from quiver.flows.placement import check_resident
 from quiver.flows.recipe import load
@@ -226,6 +227,12 @@ def test_a_call_that_holds_no_process_takes_the_sleeper_and_ends_it(place):
     holding.hold("generate", call(place, 1).config)  # one is held already
     assert run_at(call(place, 1, hold=False)).ref == "tiny/rollouts@2"
     assert events(place) == ["start", "sleep", "take", "close"]
+    assert not holding._waiting
+
+
+def test_a_stage_by_hand_holds_no_engine(place):
+    make_here(call(place, 0), (), ())
+    assert events(place) == ["start", "close"]
     assert not holding._waiting
 
 

@@ -144,7 +144,7 @@ PLANTED = (
         "stages/optimize/trainer.py",
         '"ratio_max": float(self.accelerator.gather(log_ratio_max.exp()[None]).max()),',
         '"ratio_max": float(log_ratio_max.exp()),',
-        (f"{OPTIMIZE}/test_ranks.py::test_two_ranks_train_as_one_process",),
+        (f"{OPTIMIZE}/test_optimize_ranks.py::test_two_ranks_train_as_one_process",),
     ),
     Planted(
         "unused_beside_no_text",

@@ -14,12 +14,11 @@ THESE = """
     logprobs/test_logprobs_stage.py::test_it_is_the_models_own_logprob[0.7-shared]
     logprobs/test_logprobs_stage.py::test_it_is_the_models_own_logprob[0.7-packed]
     logprobs/test_logprobs_stage.py::test_another_precision_is_near[0.7-bf16]
-    optimize/test_bf16.py::test_two_iterations_of_one_step_are_one_of_two_bit_for_bit
-    optimize/test_lora.py::test_the_ways_of_a_pass_lead_to_like_adapters
-    optimize/test_optimize_goes_on.py::test_two_iterations_of_one_step_are_one_of_two_bit_for_bit[schedule1]
+    optimize/test_lora.py::test_only_the_adapters_are_trained_and_have_moments
+    optimize/test_optimize_goes_on.py::test_two_iterations_of_one_step_are_one_of_two_bit_for_bit
     optimize/test_optimize_stage.py::test_score_after_says_what_the_new_policy_thinks
-    optimize/test_ppo_stage.py::test_one_rollout_a_prompt_gives_an_advantage_a_token[llama]
-    optimize/test_ppo_stage.py::test_one_rollout_a_prompt_gives_an_advantage_a_token[t5]
+    optimize/test_critic_stage.py::test_one_rollout_a_prompt_gives_an_advantage_a_token[llama]
+    optimize/test_critic_stage.py::test_one_rollout_a_prompt_gives_an_advantage_a_token[t5]
     reward/test_reward_forward.py::test_each_way_gives_what_one_input_alone_gives
 """
 

@@ -53,6 +53,8 @@ class AskedScript:
         """
         if self._is_closed:
             return {"error": "its process was ended"}
+        if self._child is not None and self._child.poll() is not None:  # killed after its answer
+            self._end()
         if self._child is None:
             self._child = Process(
                 self._command, limits=self._limits, stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -280,6 +280,13 @@ def test_names_that_are_no_layer_are_refused(policy, name):
     assert name != "q_porj" or caught.value.next == "set target_modules = ['q_proj']"
 
 
+def test_an_adapter_of_another_model_is_refused(store, policy, made):
+    first = world.trained(store, policy, made, _config())
+    other = load_model(make_policy(store, "t5", "t5"), dtype=torch.float32)
+    with pytest.raises(ConfigError, match="other names or shapes"):
+        attach(Lora(**SMALL), other, first, seed=0)
+
+
 def test_a_base_that_is_gone_or_changed_is_refused(store, policy, made):
     first = world.trained(store, policy, made, _config())
     shutil.rmtree(policy.files.folder)

@@ -1,5 +1,6 @@
 """A training that is killed goes on after the step that it saved, as if nothing had happened."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -12,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quiver.schemas.errors import ConfigError, NumericError
+from quiver.schemas.errors import ConfigError, NumericError, ResourceError
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.notes import note_of
-from quiver.stages.core.store.storage import sha256
+from quiver.stages.core.store.storage import Storage, sha256
 from quiver.stages.optimize import resume, trainer
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config, trained
@@ -188,6 +189,26 @@ def test_after_kill_9_a_state_that_is_not_whole_is_made_again(died, tmp_path, st
     assert steps.count == (5 if damage == "none" else 10)
     assert_equal(store, store.open("whole/policy@1"), resumed)
     assert not list(store.path.glob("killed/policy/.staging/*.resume"))
+
+
+def test_a_state_on_a_disk_that_fails_for_a_moment_is_kept(died, tmp_path, steps, monkeypatch):
+    path, policy, made = died
+    store = Store(shutil.copytree(path, tmp_path / "store"))
+    (state,) = store.path.glob("killed/policy/.staging/*.resume/*.safetensors")
+    hashed = Storage.sha256
+
+    def fail(storage, key):
+        if key.endswith(state.name):
+            raise OSError(errno.EIO, "Input/output error")
+        return hashed(storage, key)
+
+    again = partial(trained, store, store.open(policy), made, config(**TEN_STEPS), into="killed")
+    with monkeypatch.context() as failing, pytest.raises(ResourceError, match="input/output error"):
+        failing.setattr(Storage, "sha256", fail)
+        again()
+    assert state.exists()
+    assert_equal(store, store.open("whole/policy@1"), again())
+    assert steps.count == 5
 
 
 def test_ranks_that_would_go_on_after_different_steps_refuse(died, tmp_path, monkeypatch):

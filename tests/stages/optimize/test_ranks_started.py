@@ -1,6 +1,5 @@
 """`processes = n` without a launcher: the stage's own process starts the ranks, and none outlives
-it. That two train as one, and what comes of a rank that is killed, is shown by a recipe in
-tests/flows/test_ranks_in_a_run.py."""
+it. That two train as one is shown in test_optimize_ranks.py."""
 
 import json
 import subprocess

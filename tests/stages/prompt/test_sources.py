@@ -144,6 +144,14 @@ def test_an_item_of_an_array_is_no_line(tmp_path):
         trajectories.read(str(path))
 
 
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_an_object_over_several_lines_is_named(tmp_path, suffix):
+    path = tmp_path / f"rows.{suffix}"
+    path.write_text(json.dumps({"data": [{"q": "fine"}]}, indent=2))
+    with pytest.raises(ConfigError, match="holds one object over several lines: an array of obj"):
+        read(str(path))
+
+
 def test_escaped_pairs_of_surrogates_are_one_character(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"q": "\\ud83d\\ude00"}\n')

@@ -399,6 +399,12 @@ def test_arrow_cells_are_what_to_pylist_gives_but_for_maps_json_and_short_floats
             pa.array([None, [([1], 1)]], pa.map_(pa.list_(pa.int64()), pa.int64())),
             "row 2: column x: unhashable type: 'list'",
         ),
+        (
+            pa.StructArray.from_arrays(
+                [pa.array([0.5], pa.float32()), pa.array([bytes(16)], pa.uuid())], ["a", "b"]
+            ),
+            "column x of type struct<a: float, b: extension<arrow.uuid>>: extension",
+        ),
     ],
 )
 def test_arrow_cells_that_python_cannot_hold_are_named(tmp_path, array, why):

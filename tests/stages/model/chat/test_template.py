@@ -87,6 +87,14 @@ def test_a_hostile_template_is_a_config_error_that_names_the_row(template, why):
     assert caught.value.object in ("prompt sum-7", "prompt.template")
 
 
+def test_a_child_killed_between_two_renderings_costs_no_row():
+    with Template("{{ messages[0].content }}", VARIABLES) as made:
+        child = made._script._child
+        child.kill()
+        child.wait()
+        assert made.render("prompt 0", CHAT) == CHAT[0]["content"]
+
+
 def test_what_the_sandbox_hides_is_empty():
     hidden = "{{ ''.__class__ }}{{ self._TemplateReference__context }}{{ lipsum.__globals__ }}"
     with Template(hidden, VARIABLES) as made:

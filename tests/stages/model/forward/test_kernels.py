@@ -105,10 +105,10 @@ def test_a_rotation_of_a_part_of_a_head_is_the_models_own(monkeypatch):
 
 @pytest.mark.slow
 def test_stages_train_by_the_kernels():
-    """Whole stages: adapters under bfloat16, and a critic with checkpointing."""
-    lora = "test_lora.py::test_the_ways_of_a_pass_lead_to_like_adapters[values1-0.99]"
-    critic = "test_ppo_stage.py::test_bf16_autocast_trains_and_keeps_weights_in_float32[llama]"
-    tests = [f"tests/stages/optimize/{name}" for name in (lora, critic)]
+    """Whole stages: adapters with a critic, and a pass under bfloat16."""
+    lora = "test_lora.py::test_a_critics_head_is_trained_beside_the_adapters"
+    bf16 = "test_optimize_goes_on.py::test_bf16_autocast_trains_and_keeps_weights_in_float32"
+    tests = [f"tests/stages/optimize/{name}" for name in (lora, bf16)]
     child("-m", "pytest", "-p", "tests.interpreted_kernels", "-p", "no:cacheprovider", *tests)
 
 
