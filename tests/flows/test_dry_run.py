@@ -39,7 +39,8 @@ def test_a_recipe_is_tried_from_end_to_end_and_nothing_is_kept(tmp_path, monkeyp
         Path("rewards.py").write_text("def evenness(completions):\n    return completions[0].x\n")
         with pytest.raises(RewardError, match="'str' object has no attribute 'x'"):
             run(Path("recipe.toml"), iterations=1, dry_run=True, settings=SETTINGS)
-    assert sorted(path.name for path in Path().iterdir()) == before
+    after = sorted(path.name for path in Path().iterdir() if path.name != "__pycache__")
+    assert after == before
 
 
 def test_the_rehearsal_of_the_demo_is_small_and_keeps_what_decides():

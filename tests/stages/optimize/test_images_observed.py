@@ -3,6 +3,7 @@ trainer; what is refused; played again and branched."""
 
 import hashlib
 import json
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -342,15 +343,16 @@ def test_a_template_without_pictures_is_refused_before_anything_is_sampled(tmp_p
 
 
 @pytest.mark.parametrize(
-    "part, shown",
+    "part",
     [
-        ({"type": "text", "text": 1}, '{"type": "text", "text": …}'),
-        ({"type": "image"}, '{"type": "image"}'),
-        ({"url": "data:" + "A" * 1000, "type": "image_url"}, '{"type": "image_url", "url": …}'),
-        (None, "null"),
+        {"type": "text", "text": 1},
+        {"type": "image"},
+        {"url": "data:AAAA", "type": "image_url"},
+        None,
     ],
 )
-def test_other_parts_are_refused(part, shown):
+def test_other_parts_are_refused(part):
+    shown = re.escape(repr(part))
     with pytest.raises(ValueError, match=f"a part of a message is {shown}, expected pictures"):
         read_messages([{"role": "user", "content": [part]}])
     behind = [{"type": "text", "text": "y"}, {"type": "image", "image": b"x"}]
