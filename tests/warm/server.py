@@ -138,8 +138,15 @@ class Server:
         if not self._is_warm:
             self._warm()
         connection = self._listener.accept()[0]
-        length, (*streams, lifeline), *_ = socket.recv_fds(connection, 4, 5)
-        text = connection.recv(int.from_bytes(length, "big"), socket.MSG_WAITALL)
+        length, handles, *_ = socket.recv_fds(connection, 4, 5)
+        size = int.from_bytes(length, "big")
+        text = connection.recv(size, socket.MSG_WAITALL) if handles else b""
+        if not handles or len(text) < size:  # the caller was killed while it asked
+            for handle in handles:
+                os.close(handle)
+            connection.close()
+            return None
+        *streams, lifeline = handles
         fork = os.fork()
         if fork == 0:
             self._leave_to_the_parent(connection)
