@@ -220,7 +220,7 @@ def resume(
 
     A head from the policy's trunk continues on the copy of that trunk, with new moments: the values
     are the same at first. The other direction raises ConfigError, because the head was trained on
-    other hidden states.
+    other hidden states, and so does a critic of another model.
     """
     saved = next((k for k in FOLDERS if f"{FOLDERS[k]}/state.json" in policy.files.names), None)
     if saved is None:
@@ -235,6 +235,14 @@ def resume(
     tensors = adamw.read_tensors(policy, FOLDERS[saved])
     module = critic if saved == kind else critic["head"]
     parameters = dict(module.named_parameters())
+    for name, parameter in parameters.items():
+        shape = list(tensors[name].shape) if name in tensors else "nothing"
+        if shape != list(parameter.shape):
+            raise ConfigError(
+                "critic",
+                f"{name} was saved as {shape}, the model has {list(parameter.shape)}",
+                next="start from the policy that it was trained with",
+            )
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(adamw.like(tensors.pop(name), parameter))

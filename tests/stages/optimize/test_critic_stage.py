@@ -93,6 +93,11 @@ def test_the_policy_is_no_other_model_for_having_a_critic(store, start, made, cr
     assert saved.keys() == {*weights, *moments, "updates"}
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     assert verify(store)[1] == []
+    wider = critics.ValueHead(7)
+    if critic == "model":
+        wider = critics.with_trunk(wider, trunk)
+    with pytest.raises(ConfigError, match=r"weight was saved as \[\d+\], the model has \[7\]"):
+        critics.resume(wider, torch.optim.AdamW(wider.parameters()), done, critic, moments=False)
     slim = world.trained(store, start, made, _config(critic=critic, save_optimizer=False))
     assert _critic_of(slim, critic).keys() == weights
 
