@@ -27,6 +27,9 @@ $(STAMP): $(LOCK) pyproject.toml
 	@$(PIP) '$(TORCH)' || $(PIP) --index-url $(TORCH_INDEX) '$(TORCH)' || { echo "No index has $(TORCH): make setup TORCH_INDEX=URL, of an index that has it." >&2; exit 1; }
 	@$(PIP) -r $(LOCK)
 	@$(PIP) --quiet --no-build-isolation --editable .
+# For editors, which read no package-dir: the package as it is installed (pyproject.toml, extraPaths)
+	@mkdir -p .editor/quiver && for name in schemas stages flows deployments stages/api/__init__.py; do \
+		ln -sfn ../../$$name .editor/quiver/$${name##*/}; done
 	@touch $@
 
 demo: setup

@@ -33,7 +33,7 @@ def python(tmp_path_factory) -> Path:
     source = folder / "source"
     listed = run("git", "ls-files", "-co", "--exclude-standard", "-z", cwd=ROOT).stdout
     for name in filter(None, listed.split("\0")):
-        if not name.startswith((".editor", "tests/")) and (ROOT / name).exists():
+        if not name.startswith("tests/") and (ROOT / name).exists():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
     built = run(*build, "--wheel-dir", folder, source, cwd=folder)

@@ -1,1 +1,0 @@
-../../stages/api/__init__.py
