@@ -152,6 +152,7 @@ TARGETS = (
     Target(
         "stages/reward/tables.py",
         (
+            f"{REWARD}/test_reward_groups.py",
             f"{REWARD}/test_reward_turns.py",
             f"{REWARD}/test_reward_retry.py",
             f"{REWARD}/test_reward_stage.py",
