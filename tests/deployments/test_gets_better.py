@@ -3,12 +3,11 @@ standard errors, and by as much as the recipe promises."""
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.flows.conftest import command_environment
+from tests.flows.conftest import CLI, command_environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 )
 def test_a_recipe_gets_better(tmp_path, name, seed, least):
     recipe = f"deployments/recipes/{name}.toml"
-    command = [sys.executable, "-m", "quiver.flows.cli.main", "run", recipe, "--json"]
+    command = [*CLI, "run", recipe, "--json"]
     command += ["--store", str(tmp_path / "store")]
     command += [] if seed is None else ["--set", f"seed={seed}"]
     env = command_environment(tmp_path)

@@ -2,13 +2,13 @@
 
 import os
 import subprocess
-import sys
 
 import pytest
 
 from quiver.flows.verification import verify
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.collection import Rule, collect
+from tests.flows.conftest import CLI
 from tests.stages.core.store.histories import make_policy, make_table, visible
 
 MEGABYTE = 1_000_000
@@ -60,7 +60,7 @@ def test_rm_makes_room(store):
         make_table(store, number)
     fill(store)
     before = free(store)
-    command = [sys.executable, "-m", "quiver.flows.cli.main", "rm", "a/logprobs@1"]
+    command = [*CLI, "rm", "a/logprobs@1"]
     done = subprocess.run(
         [*command, "--store", str(store.path)], capture_output=True, text=True, check=False
     )

@@ -110,6 +110,10 @@ def shared_api() -> str:
     return server.url
 
 
+CLI = (sys.executable, "-m", "quiver.flows.cli.main")
+"""Begins each command that a test starts as a process."""
+
+
 def command_environment(folder: Path) -> dict[str, str]:
     """The environment of a command in `folder`: a home for Prefect there, and the shared server."""
     url = shared_api()
@@ -136,7 +140,7 @@ def quiver(folder: Path, *arguments: str, code: int = 0, **environment: str) -> 
 
 
 def _called(folder: Path, *arguments: str, **environment: str) -> tuple[int, dict]:
-    command = [sys.executable, "-m", "quiver.flows.cli.main", *arguments, "--json"]
+    command = [*CLI, *arguments, "--json"]
     has_server = "PREFECT_API_URL" in environment
     env = {**(own_home if has_server else command_environment)(folder), **environment}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)

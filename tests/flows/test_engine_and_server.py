@@ -4,13 +4,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import urllib.request
 
 import pytest
 
 from quiver.stages.core.store import Store
 from tests.flows.conftest import (
+    CLI,
     own_home,
     quiver,
     shared_api,
@@ -60,9 +60,7 @@ def test_an_encoder_decoder_with_a_critic_reaches_out_nowhere(tmp_path):
     shutil.rmtree(folder / "model")
     make_folder(folder / "model", kind="t5")
     command = [
-        sys.executable,
-        "-m",
-        "quiver.flows.cli.main",
+        *CLI,
         "run",
         "recipe.toml",
         "--json",

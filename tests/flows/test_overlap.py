@@ -4,7 +4,6 @@ becomes of a stopped run."""
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 
@@ -17,6 +16,7 @@ from quiver.stages.core.run.runner import Call, run_call
 from quiver.stages.core.run.subprocesses import Stopped
 from quiver.stages.core.store import Store
 from tests.flows.conftest import (
+    CLI,
     RECIPE,
     command_environment,
     left_behind,
@@ -56,7 +56,7 @@ def stopped(tmp_path_factory):
     """A folder in which a run was stopped twice (Ctrl-C, kill -9) while two stages were at work,
     and then came to its end."""
     folder = write_recipe(tmp_path_factory.mktemp("stopped"))
-    command = [sys.executable, "-m", "quiver.flows.cli.main", "run", "recipe.toml", *OPTIONS]
+    command = [*CLI, "run", "recipe.toml", *OPTIONS]
     for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
         running = subprocess.Popen(
             command, cwd=folder, env=command_environment(folder), start_new_session=True

@@ -25,7 +25,14 @@ from quiver.flows.stopping import run_ahead
 from quiver.schemas.errors import ConfigError, NumericError, ResourceError
 from quiver.stages.core.run.call import Call, Where
 from quiver.stages.core.store import Store
-from tests.flows.conftest import command_environment, left_behind, quiver, shared_api, wait_until
+from tests.flows.conftest import (
+    CLI,
+    command_environment,
+    left_behind,
+    quiver,
+    shared_api,
+    wait_until,
+)
 
 pytestmark = pytest.mark.prefect
 WORKER = {"PREFECT_WORKER_QUERY_SECONDS": "1", "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
@@ -178,7 +185,7 @@ def test_ctrl_c_ends_the_stage_on_the_worker(place):
     )
     arguments = ["run", "recipe.toml", *on_pool(place, "placement.generate=box", *slow)]
     running = subprocess.Popen(
-        [sys.executable, "-m", "quiver.flows.cli.main", *arguments],
+        [*CLI, *arguments],
         cwd=place,
         env=command_environment(place),
     )

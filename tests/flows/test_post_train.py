@@ -15,7 +15,7 @@ from quiver.flows.cli.summary import next_commands
 from quiver.flows.recipe import load
 from quiver.flows.verification import verify
 from quiver.stages.core.store import Store
-from tests.flows.conftest import command_environment, left_behind, quiver, write_recipe
+from tests.flows.conftest import CLI, command_environment, left_behind, quiver, write_recipe
 from tests.flows.test_embedded import SCRIPTED
 
 pytestmark = pytest.mark.prefect
@@ -93,9 +93,7 @@ def test_again_is_already_done(workplace, result, tmp_path):
     ]
     options = [part for setting in nowhere for part in ("--set", setting)]
     command = [
-        sys.executable,
-        "-m",
-        "quiver.flows.cli.main",
+        *CLI,
         "run",
         "recipe.toml",
         "--json",
@@ -157,7 +155,7 @@ def test_an_error_of_a_stage_is_three_lines(workplace, result):
     good = path.read_bytes()
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     anew = ["--from", "reward", "--set", "data.held_out=null"]
-    command = [sys.executable, "-m", "quiver.flows.cli.main", "run", "recipe.toml", *anew]
+    command = [*CLI, "run", "recipe.toml", *anew]
     env = command_environment(workplace)
     done = subprocess.run(
         command, cwd=workplace, env=env, capture_output=True, text=True, check=False
@@ -174,9 +172,7 @@ def test_an_error_of_a_stage_is_three_lines(workplace, result):
 
 def test_two_runs_of_one_recipe_at_once_make_everything_once(workplace):
     command = [
-        sys.executable,
-        "-m",
-        "quiver.flows.cli.main",
+        *CLI,
         "run",
         "recipe.toml",
         "--json",
@@ -220,9 +216,7 @@ def start_and_wait_for_shards(folder, so_far: int) -> subprocess.Popen:
     """`quiver run` at the moment when some more shards of its rollouts are finished, and others
     not."""
     command = [
-        sys.executable,
-        "-m",
-        "quiver.flows.cli.main",
+        *CLI,
         "run",
         "recipe.toml",
         *SLOW_GENERATION,

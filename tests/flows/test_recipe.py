@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.core.names_elsewhere import KEYS
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.optimize.stage import Config as OptimizeConfig
-from tests.flows.conftest import RECIPE, quiver_each
+from tests.flows.conftest import CLI, RECIPE, quiver_each
 
 
 @pytest.fixture
@@ -256,7 +255,7 @@ def test_errors_on_the_command_line(recipe, tmp_path):
         "expected a version of rewards",
     )
     done = subprocess.run(
-        [sys.executable, "-m", "quiver.flows.cli.main", "ls", "--store", str(tmp_path / "x")],
+        [*CLI, "ls", "--store", str(tmp_path / "x")],
         capture_output=True,
         text=True,
         check=False,
@@ -270,7 +269,7 @@ def test_errors_on_the_command_line(recipe, tmp_path):
 
 def test_what_there_is(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "quiver.flows.cli.main", "algorithms"],
+        [*CLI, "algorithms"],
         capture_output=True,
         text=True,
         check=True,

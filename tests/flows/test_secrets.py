@@ -8,7 +8,6 @@ and escaped.
 import base64
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ import pytest
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.store import Store
-from tests.flows.conftest import command_environment, write_recipe
+from tests.flows.conftest import CLI, command_environment, write_recipe
 from tests.stages.reward.fake_server import FakeServer, reply, scored
 
 pytestmark = pytest.mark.prefect
@@ -55,9 +54,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     env = {**command_environment(folder), "REWARD_KEY": CANARY, "TMPDIR": str(folder / "tmp")}
     env |= {"PREFECT_LOGGING_LEVEL": "DEBUG", "PREFECT_LOGGING_TO_API_ENABLED": "true"}
     command = [
-        sys.executable,
-        "-m",
-        "quiver.flows.cli.main",
+        *CLI,
         "run",
         "recipe.toml",
         "--json",

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from quiver.stages.core.store import Store
-from tests.flows.conftest import RECIPE, command_environment, quiver_each
+from tests.flows.conftest import CLI, RECIPE, command_environment, quiver_each
 from tests.stages.core.store.histories import make_policy, make_table
 from tests.tiny import make_folder
 
@@ -39,7 +38,7 @@ def called(folder: Path, *arguments: str) -> tuple[int, dict]:
     prefix = [] if os.geteuid() else AS_ANYBODY
     if subprocess.run([*prefix, "true"], check=False).returncode:
         pytest.skip("root cannot give up its powers here")
-    command = [*prefix, sys.executable, "-m", "quiver.flows.cli.main", *arguments, "--json"]
+    command = [*prefix, *CLI, *arguments, "--json"]
     env = command_environment(folder)
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     (line,) = done.stdout.splitlines()
