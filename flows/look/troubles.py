@@ -31,7 +31,8 @@ def warnings(gathered: Gathered) -> list[str]:
         troubles = list(filter(None, of_one_kind))
         if troubles and num_iterations > 1:
             of_all = counted(num_iterations, "iteration")
-            sentences.append(f"{troubles[0]} So in {len(troubles)} of {of_all}.")
+            sentence = troubles[0].removesuffix(".")
+            sentences.append(f"{sentence} (in {len(troubles)} of {of_all}).")
         else:
             sentences += troubles
     return sentences

@@ -274,7 +274,7 @@ def test_the_report_shows_turns_and_how_episodes_went(store):
         "left out: 52 turns",
         "turns of an episode",
         '<p class="warn">tiny/rollouts@2: 25% of the episodes failed (1 timeout), and teach '
-        "nothing: raise generate.turns.step_seconds. So in 1 of 2 iterations.</p>",
+        "nothing: raise generate.turns.step_seconds (in 1 of 2 iterations).</p>",
     ):
         assert text in page
     start = page.index('<h2 id="episodes">')
